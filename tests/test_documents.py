@@ -36,54 +36,56 @@ def rows(page: Path) -> list[list[str]]:
 
 
 def test_the_table_of_errors_is_the_codes() -> None:
-    told = {cells[2]: (int(cells[0]), cells[1]) for cells in rows(DOCS / "errors.md") if len(cells) == 5 and cells[0].isdigit()}
-    assert told == {code: (row.status, row.type) for code, row in ERRORS.items()}
+    documented = {cells[2]: (int(cells[0]), cells[1]) for cells in rows(DOCS / "errors.md") if len(cells) == 5 and cells[0].isdigit()}
+    assert documented == {code: (row.status, row.type) for code, row in ERRORS.items()}
     assert all(len(cell) > 3 for cells in rows(DOCS / "errors.md") if len(cells) == 5 and cells[0].isdigit() for cell in cells[3:])
 
 
-def test_operators_are_told_of_every_code() -> None:
-    told = {cells[0]: cells[1:] for cells in rows(DOCS / "operators" / "troubleshooting.md") if cells[0] in ERRORS}
-    assert set(told) == set(ERRORS)
-    assert all(len(cells) == 3 and all(len(cell) > 3 for cell in cells) for cells in told.values())
+def test_every_code_is_explained_to_operators() -> None:
+    documented = {cells[0]: cells[1:] for cells in rows(DOCS / "operators" / "troubleshooting.md") if cells[0] in ERRORS}
+    assert set(documented) == set(ERRORS)
+    assert all(len(cells) == 3 and all(len(cell) > 3 for cell in cells) for cells in documented.values())
 
 
 def test_the_table_of_anthropics_types_is_the_codes() -> None:
-    told = {cells[0]: cells[1] for cells in rows(DOCS / "errors.md") if len(cells) == 2}
+    documented = {cells[0]: cells[1] for cells in rows(DOCS / "errors.md") if len(cells) == 2}
     for code, row in ERRORS.items():
-        expected = told.get(str(row.status)) or told[f"other {row.status // 100}xx"]
+        expected = documented.get(str(row.status)) or documented[f"other {row.status // 100}xx"]
         assert anthropic_error(Refusal(code, "-"))["error"]["type"] == expected, code
 
 
 def test_the_table_of_metrics_is_the_codes() -> None:
-    told = {cells[0]: (cells[1], cells[2]) for cells in rows(DOCS / "metrics.md") if cells[0].startswith(PREFIX)}
-    assert told == {PREFIX + name: (family.kind, ", ".join(family.labels) or "none") for name, family in FAMILIES.items()}
+    documented = {cells[0]: (cells[1], cells[2]) for cells in rows(DOCS / "metrics.md") if cells[0].startswith(PREFIX)}
+    assert documented == {PREFIX + name: (family.kind, ", ".join(family.labels) or "none") for name, family in FAMILIES.items()}
 
 
 def test_the_table_of_causes_is_the_codes() -> None:
     codes = {cause.code for cause in CAUSES}
-    told = [tuple(cells) for cells in rows(DOCS / "operators" / "troubleshooting.md") if len(cells) == 3 and cells[0] in codes]
-    assert told == [(cause.code, cause.summary or "none of the others", cause.hint.replace("`", "")) for cause in CAUSES]
+    documented = [tuple(cells) for cells in rows(DOCS / "operators" / "troubleshooting.md") if len(cells) == 3 and cells[0] in codes]
+    assert documented == [(cause.code, cause.summary or "none of the others", cause.hint.replace("`", "")) for cause in CAUSES]
 
 
 def test_the_page_of_vllms_routes_is_the_tables() -> None:
-    told = [cells for cells in rows(DOCS / "routes.md") if len(cells) == 3 and cells[1].startswith("/")]
-    assert [cells[1] for cells in told if cells[0] == "POST" and cells[2].startswith("served")] == [*ROUTES]
-    refused = [(cells[1], (cells[0], cells[2])) for cells in told if not cells[2].startswith(("served", "one entry", "the gateway's"))]
+    documented = [cells for cells in rows(DOCS / "routes.md") if len(cells) == 3 and cells[1].startswith("/")]
+    assert [cells[1] for cells in documented if cells[0] == "POST" and cells[2].startswith("served")] == [*ROUTES]
+    refused = [
+        (cells[1], (cells[0], cells[2])) for cells in documented if not cells[2].startswith(("served", "one entry", "the gateway's"))
+    ]
     assert refused == [*REFUSED.items()]
 
 
 def test_the_table_of_presets_is_the_codes() -> None:
-    told = [(cells[0], *cells[2:]) for cells in rows(DOCS / "configuration.md") if len(cells) == 5 and cells[0] in PRESETS]
-    assert told == [(name, each.tools or "-", each.reasoning or "-", each.template or "-") for name, each in PRESETS.items()]
+    documented = [(cells[0], *cells[2:]) for cells in rows(DOCS / "configuration.md") if len(cells) == 5 and cells[0] in PRESETS]
+    assert documented == [(name, each.tools or "-", each.reasoning or "-", each.template or "-") for name, each in PRESETS.items()]
 
 
-def test_no_other_metric_is_spoken_of() -> None:
+def test_no_other_metric_is_mentioned() -> None:
     known = {PREFIX + name + end for name in FAMILIES for end in ("", "_bucket", "_sum", "_count")}
     for page in PAGES:
         assert set(re.findall(rf"\b{PREFIX}\w+", page.read_text())) - known == set(), page.name
 
 
-def test_every_route_that_errors_speak_of_exists() -> None:
+def test_every_route_in_error_messages_exists() -> None:
     assert set(re.findall(r"/v1/(?:chat/|audio/)?\w+", (DOCS / "errors.md").read_text())) - set(ROUTES) == {"/v1/models"}
 
 
@@ -114,15 +116,15 @@ def command_lines() -> set[str]:
 @pytest.mark.parametrize("line", sorted(command_lines()))
 def test_a_shown_command_line_is_one(line: str) -> None:
     """Its command exists, and takes the options and arguments that are shown. What it does is not run here."""
-    words, command = shlex.split(line), get_command(application(with_keys=True))
+    arguments, command = shlex.split(line), get_command(application(with_keys=True))
     context = typer.Context(command)
-    while words and isinstance(command, TyperGroup):
-        found = command.get_command(context, words[0])
-        assert found is not None, f"there is no command {words[0]}"
-        command, words = found, words[1:]
+    while arguments and isinstance(command, TyperGroup):
+        found = command.get_command(context, arguments[0])
+        assert found is not None, f"there is no command {arguments[0]}"
+        command, arguments = found, arguments[1:]
     required = [each for each in command.params if each.required]
-    if words or not required:  # a command that is only mentioned is shown without its arguments
-        command.make_context(line, words)
+    if arguments or not required:  # a command that is only mentioned is shown without its arguments
+        command.make_context(line, arguments)
 
 
 def test_shown_targets_of_make_exist() -> None:

@@ -42,9 +42,9 @@ def test_what_is_deployed_is_what_was_tried(lock: Path) -> None:
 
 def licenses(name: str) -> str:
     """Return the license in a distribution's metadata: its expression, its field, or its classifiers."""
-    said = metadata.metadata(name).json
-    classifiers = [each.split("::")[-1].strip() for each in said.get("classifier", ()) if each.startswith("License ::")]
-    return str(said.get("license_expression") or "; ".join(classifiers) or said.get("license", ""))
+    fields = metadata.metadata(name).json
+    classifiers = [each.split("::")[-1].strip() for each in fields.get("classifier", ()) if each.startswith("License ::")]
+    return str(fields.get("license_expression") or "; ".join(classifiers) or fields.get("license", ""))
 
 
 def test_every_installed_package_has_a_permitted_license() -> None:

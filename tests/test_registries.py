@@ -136,18 +136,18 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_place_is_forgotten(kind: str) -> None:
-    registry, names, places = KINDS[kind]
+    registry, names, locations = KINDS[kind]
     assert names
     missing = [
-        f"{kind} `{name}` of {registry} is missing in {place.file}: {place.task}"
-        for place in places
-        for name in {*names} - {*place.names()}
+        f"{kind} `{name}` of {registry} is missing in {location.file}: {location.task}"
+        for location in locations
+        for name in {*names} - {*location.names()}
     ]
     assert not missing, "\n".join(sorted(missing))
 
 
 def test_the_named_files_exist() -> None:
-    named = [name.partition(",")[0] for kind in KINDS.values() for name in (kind.registry, *(place.file for place in kind.places))]
+    named = [name.partition(",")[0] for kind in KINDS.values() for name in (kind.registry, *(location.file for location in kind.places))]
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

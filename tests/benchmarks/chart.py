@@ -42,9 +42,9 @@ def bars(title: str, unit: str, drawn: Sequence[Bar]) -> str:
     height = _TOP + _STEP * len(drawn) + _BOTTOM
     scale = (_WIDTH - _LABELS - _VALUES) / _longest([bar.values.most for bar in drawn])
     rows = "\n".join(_row(bar, _TOP + number * _STEP, scale) for number, bar in enumerate(drawn))
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img">'
+    opening = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {height}" width="{_WIDTH}" height="{height}" role="img">'
     title_and_unit = f'<text class="title" x="0" y="18">{escape(title)}</text>\n<text class="unit" x="0" y="38">{escape(unit)}</text>'
-    return f"{head}\n<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n{title_and_unit}\n{rows}\n</svg>\n"
+    return f"{opening}\n<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n{title_and_unit}\n{rows}\n</svg>\n"
 
 
 def _longest(values: Sequence[float]) -> float:

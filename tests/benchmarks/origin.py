@@ -19,8 +19,8 @@ import uvloop
 
 from tests.benchmarks.wire import DONE, MODEL, USAGE, completion, event, models
 
-_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-_JSON_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+_HEADERS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+_JSON_HEADERS = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
 _TICK = 0.001
 _BURST = 32
 _GOLDEN = (5**0.5 - 1) / 2
@@ -115,7 +115,7 @@ class Stream(asyncio.Protocol):
     def _begin(self, requests_usage: bool) -> None:
         self._sent = 0
         self._end = (chunk(USAGE) if requests_usage else b"") + chunk(DONE) + b"0\r\n\r\n"
-        self.transport.write(_HEAD)
+        self.transport.write(_HEADERS)
         self.write_one()
         if self._clock.slots:
             self._clock.add(self)

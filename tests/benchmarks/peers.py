@@ -105,11 +105,11 @@ def started(proxy: Proxy, setting: Setting, folder: Path) -> Iterator[Running]:
     [port] = free_ports(1)
     command = proxy.command(setting, folder, port)
     began = monotonic()
-    with running(command.arguments, folder, setting.cores, command.environ, lambda: _answers(port, setting.models[-1]), _START) as tree:
+    with running(command.arguments, folder, setting.cores, command.environ, lambda: _responds(port, setting.models[-1]), _START) as tree:
         yield Running(proxy.name, port, tree, folder, proxy.streams, monotonic() - began)
 
 
-def _answers(port: int, model: str) -> bool:
+def _responds(port: int, model: str) -> bool:
     """Whether a chat request gets its answer, or, from an upstream of streams, the beginning of one."""
     if not accepts(port):
         return False

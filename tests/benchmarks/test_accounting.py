@@ -28,7 +28,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def asked(process: subprocess.Popen[str]) -> None:
+def send_request(process: subprocess.Popen[str]) -> None:
     assert process.stdin and process.stdout
     process.stdin.write("\n")
     process.stdin.flush()
@@ -38,13 +38,13 @@ def asked(process: subprocess.Popen[str]) -> None:
 def test_a_child_that_has_ended_counts() -> None:
     with parent() as process:
         with cost(Tree(process.pid)) as spent:
-            asked(process)
+            send_request(process)
         assert spent.proxy >= 0.25
 
 
 def test_what_was_before_does_not_count() -> None:
     with parent() as process:
-        asked(process)
+        send_request(process)
         with cost(Tree(process.pid)) as spent:
             pass
         assert spent.proxy < 0.25

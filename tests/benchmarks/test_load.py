@@ -11,7 +11,7 @@ from tests.benchmarks import wire
 from tests.benchmarks.load import LoadFailed, difference, summary
 from tests.benchmarks.streams import percentile
 
-SAID = 'Running 3s test\nRESULT {"requests":%d,"bytes":%d,"microseconds":2000000,"p50":150,"p99":900,%s}\n'
+OUTPUT = 'Running 3s test\nRESULT {"requests":%d,"bytes":%d,"microseconds":2000000,"p50":150,"p99":900,%s}\n'
 FINE = '"connect":0,"read":0,"write":0,"status":0,"timeout":0'
 
 
@@ -22,7 +22,7 @@ def test_sizes_are_as_the_report_says() -> None:
     assert 999_990 <= len(wire.chat(size=1_000_000)) <= 1_000_000
 
 
-def test_an_event_is_json_and_tells_when_it_was_made() -> None:
+def test_an_event_is_json_with_its_creation_time() -> None:
     event = wire.event(123456789)
     assert json.loads(event.removeprefix(b"data: "))["object"] == "chat.completion.chunk"
     assert wire.stamp_in(event + wire.event(5)) == 123456789
@@ -35,12 +35,12 @@ def test_half_a_stamp_does_not_count() -> None:
 
 
 def test_a_run_without_faults() -> None:
-    run = summary(SAID % (100, 100 * 900, FINE), 750)
+    run = summary(OUTPUT % (100, 100 * 900, FINE), 750)
     assert (run.requests, run.seconds, run.p50, run.p99, run.faults) == (100, 2.0, 0.00015, 0.0009, ())
 
 
 def test_errors_and_lacking_bytes_are_faults() -> None:
-    run = summary(SAID % (100, 100 * 700, FINE.replace('"status":0', '"status":3')), 750)
+    run = summary(OUTPUT % (100, 100 * 700, FINE.replace('"status":0', '"status":3')), 750)
     assert run.faults == ("3 × status", "5000 bytes too few")
 
 
@@ -49,7 +49,7 @@ def test_what_is_no_summary_is_an_error_with_the_words() -> None:
         summary("unable to connect to 127.0.0.1", 750)
 
 
-def test_an_answer_may_differ_in_bytes_but_not_in_words() -> None:
+def test_a_response_may_differ_in_bytes_but_not_in_text() -> None:
     response = json.loads(wire.completion())
     assert difference(200, wire.completion()) is None
     assert difference(200, json.dumps(response, indent=1).encode()) is None

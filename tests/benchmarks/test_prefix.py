@@ -15,7 +15,7 @@ def segment(number: int, blocks: int = 1, role: str = "user") -> Segment:
     return Segment(number, role, blocks * BLOCK)
 
 
-def test_a_cache_knows_what_it_has_seen_from_the_beginning_on() -> None:
+def test_a_cache_finds_the_longest_known_prefix() -> None:
     cache = Cache(10 * BLOCK)
     assert cache.admit([segment(1, 2), segment(2, 2)]) == 0
     assert cache.admit([segment(1, 2), segment(3)]) == 2 * BLOCK
@@ -38,7 +38,7 @@ def test_a_prompt_is_a_chat_request() -> None:
 
 
 @pytest.mark.parametrize("kind", ["chat", "texts"])
-def test_who_finds_more_and_every_run_is_the_same(kind: str) -> None:
+def test_policies_rank_as_expected_and_every_run_is_the_same(kind: str) -> None:
     talks = TRACES[kind].of(seed=1, servers=4, requests=400)
     outcomes = {name: play(talks, 4, chooser) for name, chooser in CHOOSERS.items()}
     assert outcomes["`prefix`"].hits > outcomes["`least_busy`"].hits + 0.1

@@ -40,7 +40,7 @@ def test_what_was_not_measured_has_no_column() -> None:
     assert "p99" not in report.document("{{json}}", {"json": section()})
 
 
-def test_errors_and_the_absent_are_told() -> None:
+def test_errors_and_absent_results_are_shown() -> None:
     text = report.document("{{json}}", {"json": section()})
     assert "- nginx, 1 connection: 7 × status\n- envoy is not in the tables: not installed" in text
 
@@ -65,9 +65,9 @@ def test_a_case_that_was_not_run_says_how_to() -> None:
 
 
 def test_every_case_has_its_layout_and_its_place() -> None:
-    places = re.findall(r"\{\{(\w+)\}\}", report.TEMPLATE.read_text())
-    assert set(CASES) == set(report.LAYOUTS) == set(places) - {"does"}
-    assert len(places) == len(set(places))
+    placeholders = re.findall(r"\{\{(\w+)\}\}", report.TEMPLATE.read_text())
+    assert set(CASES) == set(report.LAYOUTS) == set(placeholders) - {"does"}
+    assert len(placeholders) == len(set(placeholders))
 
 
 def test_a_run_replaces_its_own_sections_alone(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def models(names: Sequence[str]) -> bytes:
 
 def event(stamp: int) -> bytes:
     """An event of 200 bytes that says when it was made, in nanoseconds of the monotonic clock."""
-    return _EVENT_HEAD + b"%019d" % stamp + _EVENT_TAIL
+    return _EVENT_START + b"%019d" % stamp + _EVENT_END
 
 
 def stamp_in(data: bytes) -> int | None:
@@ -86,7 +86,7 @@ def prompt_event() -> bytes:
     return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"
 
 
-_EVENT_HEAD, _EVENT_TAIL = _event_around()
+_EVENT_START, _EVENT_END = _event_around()
 
 _COUNTS = b'"usage":{"prompt_tokens":24,"total_tokens":152,"completion_tokens":128}'
 USAGE = (

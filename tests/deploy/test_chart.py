@@ -299,14 +299,14 @@ def options(argv: list[str]) -> tuple[list[str], dict[str, list[Any]]]:
     return before, found
 
 
-def test_tls_of_the_gateway_is_known_to_who_talks_to_it() -> None:
+def test_clients_of_a_gateway_with_tls_use_tls() -> None:
     tls = {"cert": "/tls/tls.crt", "key": "/tls/tls.key"}
     rendered = Rendered.of(values={"engines": {"a": ENGINE}, "config": {"server": {"tls": tls}}})
     assert rendered.one("Service")["spec"]["ports"][0]["appProtocol"] == "https"
     assert "https://gw-vllm-gateway:80/health" in rendered.one("Pod", "gw-vllm-gateway-test")["spec"]["containers"][0]["args"][0]
 
 
-def test_what_is_told_after_the_installation_asks_as_the_gateway_listens() -> None:
+def test_the_notes_after_the_installation_use_the_gateways_scheme() -> None:
     plain: dict[str, Any] = {"engines": {"a": ENGINE}}
     tls = plain | {"config": {"server": {"tls": {"cert": "/tls/tls.crt", "key": "/tls/tls.key"}}}}
     for values, reported in ((plain, "curl http://127.0.0.1:8000/"), (tls, "curl --insecure https://127.0.0.1:8000/")):
@@ -320,7 +320,7 @@ def test_large_numbers_stay_numbers() -> None:
     assert Rendered.of(values={"engines": {"a": ENGINE}, "config": config}).config["teams"][0]["limits"] == limits
 
 
-def test_engines_scale_by_what_waits_and_start_from_nothing_by_what_is_asked(cases: dict[str, Rendered]) -> None:
+def test_engines_scale_by_queue_length_and_from_zero_by_requests(cases: dict[str, Rendered]) -> None:
     def queries(name: str) -> list[str]:
         (scaled,) = cases[name].all("ScaledObject")
         return [trigger["metadata"]["query"] for trigger in scaled["spec"]["triggers"]]
@@ -330,9 +330,9 @@ def test_engines_scale_by_what_waits_and_start_from_nothing_by_what_is_asked(cas
         'sum(vllm_gateway_queued_requests{namespace="llm", model="org/model"}) or vector(0)',
     ]
     assert queries("everything that may be on") == waiting
-    (asked_for,) = queries("scaled to nothing")[2:]
-    assert "vllm_gateway_requests_total" in asked_for
-    assert {name.removeprefix(PREFIX) for name in re.findall(rf"{PREFIX}\w+", " ".join([*waiting, asked_for]))} <= set(FAMILIES)
+    (requested,) = queries("scaled to nothing")[2:]
+    assert "vllm_gateway_requests_total" in requested
+    assert {name.removeprefix(PREFIX) for name in re.findall(rf"{PREFIX}\w+", " ".join([*waiting, requested]))} <= set(FAMILIES)
 
 
 @pytest.mark.parametrize(
@@ -563,7 +563,7 @@ def test_lint_finds_a_misspelt_setting_of_the_gateway() -> None:
 # Running
 
 
-def test_what_the_containers_run_answers(tmp_path: Path) -> None:
+def test_the_commands_of_the_containers_run(tmp_path: Path) -> None:
     """Both engines of an example as simulators, the gateway in front of them, a request through it, and a change of a key."""
     two_models = Rendered.of(CHART / "examples" / "two-models.yaml", values={"rbac": {"create": False}})
     root = tmp_path / "root"
@@ -581,15 +581,15 @@ def test_what_the_containers_run_answers(tmp_path: Path) -> None:
             shown = httpx2.get(f"http://127.0.0.1:{one.admin}/status", headers={"authorization": f"Bearer {token}"}, timeout=60)
             assert shown.status_code == 200
             chat: dict[str, Any] = {"model": "llama-legal", "messages": [{"role": "user", "content": "Hello"}]}
-            assert asked(one.url, key, "/v1/chat/completions", chat)["model"] == "llama-legal"
-            assert asked(one.url, key, "/v1/embeddings", {"model": "embed", "input": "Hello"})["data"]
+            assert post_json(one.url, key, "/v1/chat/completions", chat)["model"] == "llama-legal"
+            assert post_json(one.url, key, "/v1/embeddings", {"model": "embed", "input": "Hello"})["data"]
             assert hooked(two_models, one.url) == 0
             write(root / "etc/vllm-gateway/keys/keys.yaml", {"keys": [{"id": "admin", "hash": hash_of(KEY)}]})
             wait_for(lambda: one.ask(**chat).status_code == 200, 60)
             assert httpx2.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=60).status_code == 401
 
 
-def asked(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
+def post_json(url: str, key: str, path: str, body: dict[str, Any]) -> dict[str, Any]:
     response = httpx2.post(url + path, json=body, headers={"authorization": f"Bearer {key}"}, timeout=60)
     assert response.status_code == 200, response.text
     return dict(response.json())

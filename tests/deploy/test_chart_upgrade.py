@@ -156,8 +156,8 @@ def test_requests_are_served_while_the_engines_key_is_replaced(api: Cluster, tmp
         headers = {"authorization": f"Bearer {token}"}
         return httpx2.post(f"{one.url}/v1/chat/completions", json=chat, headers=headers, timeout=60).status_code
 
-    def revision(generation: int) -> None:
-        rendered = api.upgrade(tmp_path, values | {"engineKey": {"generation": generation}})
+    def revision(number: int) -> None:
+        rendered = api.upgrade(tmp_path, values | {"engineKey": {"generation": number}})
         (root / "etc/vllm-gateway/engine/key").write_text(engine_keys(rendered)[0])
         assert one.command("reload").returncode == 0
 
@@ -201,8 +201,8 @@ def test_a_gateway_with_volumes_is_a_statefulset_that_keeps_its_ledger_there() -
     assert workload["spec"]["selector"] == plain.workload()["spec"]["selector"]
     (claim,) = workload["spec"]["volumeClaimTemplates"]
     assert claim["spec"]["resources"]["requests"] == {"storage": "5Gi"}
-    places = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
-    assert places[claim["metadata"]["name"]] == "/var/lib/vllm-gateway"
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts[claim["metadata"]["name"]] == "/var/lib/vllm-gateway"
     assert {"name": "XDG_STATE_HOME", "value": "/var/lib"} in container["env"]
     headless = rendered.one("Service", workload["spec"]["serviceName"])["spec"]
     assert headless["clusterIP"] == "None" and headless["selector"] == workload["spec"]["selector"]["matchLabels"]

@@ -106,7 +106,7 @@ def test_grafana_finds_the_dashboards_and_prometheus() -> None:
     assert source["type"] == "prometheus" and source["url"] == "http://prometheus:9090"
 
 
-def test_secrets_are_made_once_and_kept(project: Path) -> None:
+def test_secrets_are_created_once_and_reused(project: Path) -> None:
     folder = project / "secrets"
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert secrets(project) == "" and {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
@@ -137,10 +137,10 @@ def test_its_gateway_serves_as_it_says(project: Path, tmp_path: Path) -> None:
         container(built, net, simulate, tmp_path / "simulator") as engine,
         container(built, net, serve, tmp_path / "gateway") as gateway,
     ):
-        wait_for(lambda: asked(net, token)[0] == 200, 60, why=lambda: gateway.said + engine.said)
-        status, text = asked(net, token)
+        wait_for(lambda: chat_status(net, token)[0] == 200, 60, why=lambda: gateway.said + engine.said)
+        status, text = chat_status(net, token)
         assert (status, json.loads(text)["model"]) == (200, "Qwen/Qwen3-0.6B")
-        assert asked(net, "sk-another")[0] == 401
+        assert chat_status(net, "sk-another")[0] == 401
         assert net.ask("http://127.0.0.1:8001/v1/models")[0] == 401, "the engine asks for its key"
         assert passed(gateway, built.config["Healthcheck"]["Test"]) and passed(engine, SERVICES["simulator"]["healthcheck"]["test"])
         usage = ["usage", "--config", "/etc/vllm-gateway/config/gateway.yaml", "--format", "json"]
@@ -149,7 +149,7 @@ def test_its_gateway_serves_as_it_says(project: Path, tmp_path: Path) -> None:
         assert gateway.stop() == 0, gateway.said
 
 
-def asked(net: Network, token: str) -> tuple[int, str]:
+def chat_status(net: Network, token: str) -> tuple[int, str]:
     body = {"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}
     return net.ask("http://127.0.0.1:8000/v1/chat/completions", body, authorization=f"Bearer {token}")
 

@@ -42,8 +42,8 @@ def test_panels_lie_side_by_side_and_under_one_another(name: str) -> None:
     document = json.loads((FOLDER / name).read_text())
     taken: set[tuple[int, int]] = set()
     for panel in document["panels"]:
-        place = panel["gridPos"]
-        cells = {(x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])}
+        grid = panel["gridPos"]
+        cells = {(x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])}
         assert not cells & taken and max(x for x, _ in cells) < 24
         taken |= cells
     assert len({panel["id"] for panel in document["panels"]}) == len(document["panels"])
@@ -52,7 +52,7 @@ def test_panels_lie_side_by_side_and_under_one_another(name: str) -> None:
     assert used <= variables
 
 
-def test_no_metric_is_asked_for_that_is_not_there() -> None:
+def test_only_existing_metrics_are_queried() -> None:
     text = "\n".join(query for dashboard in DASHBOARDS.values() for panel in dashboard.panels for query, _ in panel.queries)
     named = {re.sub("_(bucket|count|sum)$", "", name) for name in re.findall(rf"{PREFIX}(\w+)", text)}
     assert named <= set(FAMILIES)
@@ -75,14 +75,14 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway,
         yield one, watching, traffic
 
 
-def asked(query: str) -> str:
+def substituted(query: str) -> str:
     """A panel's query as Grafana sends it."""
     query = query.replace("$__rate_interval", "5m")
     return re.sub(r"\$\w+", ".*", query)
 
 
 def has_data(watching: Prometheus, query: str) -> bool:
-    return any(math.isfinite(float(series["value"][1])) for series in watching.query(asked(query)))
+    return any(math.isfinite(float(series["value"][1])) for series in watching.query(substituted(query)))
 
 
 def test_traffic_went_every_way(running: tuple[Gateway, Prometheus, Traffic]) -> None:
@@ -93,7 +93,7 @@ def test_traffic_went_every_way(running: tuple[Gateway, Prometheus, Traffic]) ->
 @pytest.mark.parametrize("query", QUERIES)
 def test_a_panels_query_has_data(running: tuple[Gateway, Prometheus, Traffic], query: str) -> None:
     _, watching, _ = running
-    wait_for(lambda: has_data(watching, query), 60, why=lambda: asked(query))
+    wait_for(lambda: has_data(watching, query), 60, why=lambda: substituted(query))
 
 
 def test_the_servers_are_found_with_their_labels(running: tuple[Gateway, Prometheus, Traffic]) -> None:

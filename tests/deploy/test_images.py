@@ -60,7 +60,7 @@ def configured(model: dict[str, Any]) -> dict[str, Any]:
     return {"server": {"host": "0.0.0.0", "drain": "5s"}, "models": [model], "keys": [{"id": "team-a", "hash": keys.hash_of(KEY)}]}
 
 
-def answers(net: Network, token: str = KEY) -> int:
+def status_of(net: Network, token: str = KEY) -> int:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
     return net.ask("http://127.0.0.1:8000/v1/chat/completions", body, authorization=f"Bearer {token}")[0]
 
@@ -71,7 +71,7 @@ def healthy(running: Container, of: Image) -> bool:
     return running.run(*arguments).returncode == 0
 
 
-def test_the_gateway_answers_from_a_read_only_root_and_ends_in_order(net: Network, tmp_path: Path) -> None:
+def test_the_gateway_serves_from_a_read_only_root_and_stops_in_order(net: Network, tmp_path: Path) -> None:
     of = image("image")
     stand_in = ["simulate", MODEL, "--port", "8001"]
     config = configured({"id": MODEL, "servers": [{"url": "http://127.0.0.1:8001"}]})
@@ -81,9 +81,9 @@ def test_the_gateway_answers_from_a_read_only_root_and_ends_in_order(net: Networ
         wait_for(lambda: net.ask("http://127.0.0.1:9090/livez")[0] == 200, 60, why=lambda: gateway.said)
         wait_for(lambda: healthy(gateway, of), 60, why=lambda: gateway.said)  # a server that is down does not affect service
         with container(of, net, simulator, tmp_path / "simulator") as server:
-            wait_for(lambda: answers(net) == 200, 60, why=lambda: gateway.said + server.said)
+            wait_for(lambda: status_of(net) == 200, 60, why=lambda: gateway.said + server.said)
         wait_for(lambda: not psutil.pid_exists(server.pid))
-        assert answers(net, "sk-another") == 401
+        assert status_of(net, "sk-another") == 401
         status = gateway.run("vllm-gateway", "status", "--config", "/etc/vllm-gateway/config/gateway.yaml")
         assert MODEL in status.stdout, status
         assert gateway.run("touch", "/opt/vllm-gateway/a").returncode != 0
@@ -95,7 +95,7 @@ def test_the_gateway_beside_vllm_launches_it(net: Network, tmp_path: Path) -> No
     of = image("image-vllm")
     with container(of, net, settings(of, tmp_path, configured({"id": MODEL, "launch": {}})), tmp_path / "gateway") as gateway:
         assert not healthy(gateway, of)
-        wait_for(lambda: answers(net) == 200, 120, why=lambda: gateway.said)
+        wait_for(lambda: status_of(net) == 200, 120, why=lambda: gateway.said)
         wait_for(lambda: healthy(gateway, of), 60, why=lambda: gateway.said)
         log = gateway.run("sh", "-c", f"cat {HOME}/.local/state/vllm-gateway/logs/*").stdout
         found = next(json.loads(line) for line in log.splitlines() if line.startswith('{"'))
@@ -110,12 +110,12 @@ def test_nothing_of_the_base_is_changed(built: Image) -> None:
     assert base is not None
     changed = []
     with tarfile.open(base) as archive:
-        for member in archive:
-            file = built.root / member.name
-            if member.isfile() and not member.name.startswith(("./etc/", "./dev/", "./var/log/", "./var/lib/systemd/")):
+        for entry in archive:
+            file = built.root / entry.name
+            if entry.isfile() and not entry.name.startswith(("./etc/", "./dev/", "./var/log/", "./var/lib/systemd/")):
                 found = file.lstat() if file.exists() else None
-                if found is None or (found.st_size, int(found.st_mtime)) != (member.size, int(member.mtime)):
-                    changed.append(member.name)
+                if found is None or (found.st_size, int(found.st_mtime)) != (entry.size, int(entry.mtime)):
+                    changed.append(entry.name)
     assert not changed
 
 

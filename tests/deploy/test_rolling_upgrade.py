@@ -31,7 +31,7 @@ from tests.support.wire import DONE, Client, Reply, chat, client, request
 MODEL = "sim/one"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 STREAMS = 300 if FULL else 60
-ASKING = 8 if FULL else 4
+CLIENTS = 8 if FULL else 4
 """Clients that request JSON, one request after the other."""
 TOKENS, RATE = (40, 5.0) if FULL else (30, 10.0)
 """Events of a stream, and events per second."""
@@ -159,7 +159,7 @@ async def load(port: int) -> AsyncIterator[Load]:
         async with asyncio.TaskGroup() as group:
             for number in range(STREAMS):
                 group.create_task(made.stream(number))
-            for _ in range(ASKING):
+            for _ in range(CLIENTS):
                 group.create_task(made.probe())
             await made.everybody_streams()
             yield made
@@ -178,7 +178,7 @@ def rows(url: str, folder: Path) -> dict[str, int]:
 
 @pytest.mark.row(23)
 @pytest.mark.timeout(600)
-async def test_gateways_are_replaced_one_after_the_other_and_nobody_notices(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_gateways_are_replaced_one_after_the_other_without_errors(tmp_path: Path, measured: Callable[[str], None]) -> None:
     if not postgres.installed():
         pytest.skip(postgres.NOT_INSTALLED)
     with ExitStack() as stack:

@@ -61,7 +61,7 @@ _SERVER = {"model": "m", "server": "m#0"}
 _ROWS = "vllm_gateway_ledger_spool_rows"
 _MEMORY = "vllm_gateway_ledger_memory_rows"
 _READY = 'vllm_gateway_ready_servers{model="m"}'
-_RESTING = 'vllm_gateway_server_out_of_rotation{{model="m", server="m#{}"}}'
+_OUT_OF_ROTATION = 'vllm_gateway_server_out_of_rotation{{model="m", server="m#{}"}}'
 _NONE_READY = (
     "m: no server is ready",
     "The model has no ready server, and the gateway did not stop them itself. /status shows the reason.",
@@ -93,7 +93,7 @@ CASES = (
     Case("VllmGatewayFirstTokensSteady", _late("0+9x600 5400+10x800", "0+10x1400"), "30h", "70h", _M,
          ("m: streams start too late, more than 1 times as fast as the objective allows", "10% over the last 3d."), every="5m"),
     Case("VllmGatewayNoHealthyServer",
-         {_READY: "2x4 0x20 1x10", _RESTING.format(0): "0x40", _RESTING.format(1): "0x40"},
+         {_READY: "2x4 0x20 1x10", _OUT_OF_ROTATION.format(0): "0x40", _OUT_OF_ROTATION.format(1): "0x40"},
          "12m", "28m", _M, _NONE_READY),
     Case("VllmGatewayNoHealthyServer", {_READY: "0x24 1x10"}, "6m", "28m", _M, _NONE_READY),  # discovery has found no server
     Case("VllmGatewayReloadFailed", {"vllm_gateway_config_last_reload_successful": "1x4 0x10 1x10"}, "7m", "17m", {},
@@ -128,8 +128,11 @@ CASES = (
 )  # fmt: skip
 
 QUIET = {
-    "a model that rests": ("VllmGatewayNoHealthyServer", {_READY: "0x60", _RESTING.format(0): "1x60"}),
-    "one of two servers": ("VllmGatewayNoHealthyServer", {_READY: "1x60", _RESTING.format(0): "0x60", _RESTING.format(1): "0x60"}),
+    "a model that rests": ("VllmGatewayNoHealthyServer", {_READY: "0x60", _OUT_OF_ROTATION.format(0): "1x60"}),
+    "one of two servers": (
+        "VllmGatewayNoHealthyServer",
+        {_READY: "1x60", _OUT_OF_ROTATION.format(0): "0x60", _OUT_OF_ROTATION.format(1): "0x60"},
+    ),
     "a model that another gateway serves": (
         "VllmGatewayNoHealthyServer",
         {'vllm_gateway_ready_servers{model="m", instance="a"}': "0x60", 'vllm_gateway_ready_servers{model="m", instance="b"}': "1x60"},

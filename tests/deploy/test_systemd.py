@@ -119,9 +119,9 @@ def test_systemd_understands_the_drop_in_that_is_shown(installed: Installed, tmp
     unit = Path(shutil.copy(installed.unit, tmp_path))
     more = tmp_path / f"{unit.name}.d"
     more.mkdir()
-    for text, said in ((shown, 0), (shown.replace("ReadWritePaths", "ReadWritePath"), 1)):
+    for text, status in ((shown, 0), (shown.replace("ReadWritePaths", "ReadWritePath"), 1)):
         (more / "override.conf").write_text(text)
-        assert len(analyze("verify", unit).stderr.splitlines()) == said
+        assert len(analyze("verify", unit).stderr.splitlines()) == status
 
 
 def test_systemd_finds_little_exposure() -> None:

@@ -67,9 +67,9 @@ def follow(page: Path, target: Path) -> Followed:
     folder = _clone(target)
     (target / "script").write_text("\n".join(_script(page, folder)))
     arguments = [*OWN, "bash", str(target / "script")]
-    with open(target / "said", "wb") as said:
+    with open(target / "said", "wb") as messages:
         code = subprocess.run(
-            arguments, cwd=folder, env=_environ(target), stdin=subprocess.DEVNULL, stdout=said, stderr=said, timeout=SECONDS
+            arguments, cwd=folder, env=_environ(target), stdin=subprocess.DEVNULL, stdout=messages, stderr=messages, timeout=SECONDS
         ).returncode
     return Followed(code, (target / "said").read_text(), tuple(map(int, (target / "reached").read_text().split())))
 

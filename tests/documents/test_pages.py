@@ -21,8 +21,8 @@ FOLLOWED = [page for page in PAGES if run_here(page)]
 def test_a_page_is_followed_to_its_end(page: Path) -> None:
     if not possible():
         pytest.skip("needs unshare and ip, and to be allowed namespaces of its own")
-    with tempfile.TemporaryDirectory(prefix="gw-") as place:  # a short path: unix sockets allow 107 bytes
-        followed = follow(page, Path(place))
+    with tempfile.TemporaryDirectory(prefix="gw-") as folder:  # a short path: unix sockets allow 107 bytes
+        followed = follow(page, Path(folder))
     assert followed.code == 0, followed.said[-4000:]
     assert list(followed.reached) == [block.line for block in run_here(page)]
 
@@ -52,8 +52,8 @@ def test_a_command_that_fails_is_where_it_ends(tmp_path: Path) -> None:
     if not possible():
         pytest.skip("needs unshare and ip, and to be allowed namespaces of its own")
     (tmp_path / "wrong.md").write_text(WRONG)
-    with tempfile.TemporaryDirectory(prefix="gw-") as place:
-        followed = follow(tmp_path / "wrong.md", Path(place))
+    with tempfile.TemporaryDirectory(prefix="gw-") as folder:
+        followed = follow(tmp_path / "wrong.md", Path(folder))
     assert (followed.code, followed.reached) == (22, (2, 11))
     assert "not_found" in followed.said and "not reached" not in followed.said
 

@@ -66,8 +66,8 @@ def checked(folder: Path, text: str) -> str:
         (folder / path).mkdir(parents=True)
     environ = os.environ | {name: "a-secret" for kind, name in secrets if kind == "env"}
     environ["PATH"] = f"{programs}{os.pathsep}{environ['PATH']}"
-    words = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
-    done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
+    command = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
     return done.stdout + done.stderr
 
 
@@ -97,8 +97,8 @@ def test_a_shown_configuration_is_fine_and_does_all_it_says(tmp_path: Path, bloc
 def test_shown_keys_are_fine(tmp_path: Path, block: Block) -> None:
     (tmp_path / "keys.yaml").write_text(block.text)
     (tmp_path / "gateway.yaml").write_text(yaml.safe_dump({"models": BASE["models"], "keys_file": "keys.yaml"}))
-    words = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
-    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    command = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.stdout == f"gateway.yaml is valid: 1 model, {len(yaml.safe_load(block.text)['keys'])} key, 0 notes\n", done
 
 

@@ -56,12 +56,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     program = mkdocs()
     if program is None:
         pytest.skip("mkdocs is not installed (make docs)")
-    place = tmp_path_factory.mktemp("site")
-    words = [str(program), "build", "--strict", "--site-dir", str(place)]
+    folder = tmp_path_factory.mktemp("site")
+    command = [str(program), "build", "--strict", "--site-dir", str(folder)]
     environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(words, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    return place
+    return folder
 
 
 def pages(site: Path) -> dict[Path, Seen]:
@@ -130,7 +130,7 @@ SEARCH = """(() => {
 })()"""
 
 
-def test_a_browser_asks_nobody_else(site: Path, tmp_path: Path) -> None:
+def test_a_browser_contacts_no_other_host(site: Path, tmp_path: Path) -> None:
     """Pages with code, tables and pictures, and a search."""
     with served(site) as url, chromium(tmp_path) as browser:
         for page in ("configuration.html", "performance.html", "monitoring.html", "tree/CHANGELOG.html", "kubernetes.html"):

@@ -138,16 +138,16 @@ class Meter:
 
 def processed(path: str, body: bytes) -> dict[str, Cost]:
     """What each transformation of a body costs, up to where it is refused."""
-    route, meter = ROUTES[path], Meter()
+    route, measured = ROUTES[path], Meter()
     gc.collect()
     with collector_paused():
         try:
-            document: dict[str, Any] = merge(meter.steps("parse", parse_in_steps(body, VALUES)))
-            meter.step("shape", lambda: shape(document))
-            prepared = meter.steps("prepare", prepare_in_steps(document, POLICY, route, len(body)))
-            meter.steps("estimate", estimate_in_steps(prepared.document, prepared.path, body))
-            meter.step("affinity_key", lambda: affinity_key(prepared.document))
-            meter.step("encode", lambda: prepared.serialized("m"))
+            document: dict[str, Any] = merge(measured.steps("parse", parse_in_steps(body, VALUES)))
+            measured.step("shape", lambda: shape(document))
+            prepared = measured.steps("prepare", prepare_in_steps(document, POLICY, route, len(body)))
+            measured.steps("estimate", estimate_in_steps(prepared.document, prepared.path, body))
+            measured.step("affinity_key", lambda: affinity_key(prepared.document))
+            measured.step("encode", lambda: prepared.serialized("m"))
         except Refusal as refusal:
-            meter.costs["refused: " + refusal.message[:60]] = Cost(0.0, 0.0)
-    return meter.costs
+            measured.costs["refused: " + refusal.message[:60]] = Cost(0.0, 0.0)
+    return measured.costs

@@ -112,21 +112,30 @@ def chromium(folder: Path) -> Iterator[Chromium]:
         pytest.skip("chromium is not installed (Debian: chromium)")
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
-    ends = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OUR_ENDS) for fd in (theirs_in, theirs_out)]
+    descriptors = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OUR_ENDS) for fd in (theirs_in, theirs_out)]
     # The shell puts the pipes where the browser looks for them.
-    words = ["bash", "-c", f'exec "$@" 3<&{ends[0]} 4>&{ends[1]}', "bash", program, *FLAGS, "--hide-scrollbars", "--remote-debugging-pipe"]
+    command = [
+        "bash",
+        "-c",
+        f'exec "$@" 3<&{descriptors[0]} 4>&{descriptors[1]}',
+        "bash",
+        program,
+        *FLAGS,
+        "--hide-scrollbars",
+        "--remote-debugging-pipe",
+    ]
     own = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
     with open(folder / "chromium.log", "wb") as log:
         process = subprocess.Popen(
-            [*words, f"--user-data-dir={folder / 'profile'}"],
+            [*command, f"--user-data-dir={folder / 'profile'}"],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             env={**os.environ, **own},
-            pass_fds=ends,
+            pass_fds=descriptors,
             start_new_session=True,
         )
-    for fd in (theirs_in, theirs_out, *ends):
+    for fd in (theirs_in, theirs_out, *descriptors):
         os.close(fd)
     try:
         with open(ours_out, "wb") as to, open(ours_in, "rb") as source:

@@ -50,12 +50,12 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.held.wait(30)
         self.server.paths.append(self.path)
         self.server.requests.append(ExportTraceServiceRequest.FromString(body))
-        answer = ExportTraceServiceResponse().SerializeToString()
+        response = ExportTraceServiceResponse().SerializeToString()
         self.send_response(200)
         self.send_header("content-type", "application/x-protobuf")
-        self.send_header("content-length", str(len(answer)))
+        self.send_header("content-length", str(len(response)))
         self.end_headers()
-        self.wfile.write(answer)
+        self.wfile.write(response)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing."""

@@ -144,18 +144,18 @@ async def controlled(
     """Run a configuration; in the end nothing of it is left. ``cluster`` and ``resolve``: where servers are looked for."""
     file = folder / "gateway.yaml"
     file.write_text(yaml.safe_dump(configuration(*models, **server) | {"groups": list(groups)}))
-    config, said = load(file), io.StringIO()
+    config, output = load(file), io.StringIO()
     async with AsyncExitStack() as stack:
         data = stack.enter_context(closing(listen("127.0.0.1", 0)))
         environment = Environment(folder / "logs", os.environ, cluster, "/tmp", resolve)
-        announcer = Announcer(Console(file=said, width=200))
+        announcer = Announcer(Console(file=output, width=200))
         control, reloader = await stack.enter_async_context(assembled(config, file, data, environment, announcer))
         control.start()
         stack.push_async_callback(_ended, control, asyncio.create_task(control.fleet.run()))
         port = data.getsockname()[1]
         client = await stack.enter_async_context(_client(port))
         await until(lambda: control.readiness.not_ready() is None, 60.0)
-        yield Controlled(control, reloader, port, said, client, file)
+        yield Controlled(control, reloader, port, output, client, file)
 
 
 def _client(port: int) -> httpx2.AsyncClient:

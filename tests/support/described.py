@@ -77,10 +77,10 @@ def _validator(path: str, what: str, kind: str) -> Validator:
     if what == "request":
         return Draft202012Validator({"allOf": [request_shape(path)], "components": described()["components"]})
     method, status = what.split()
-    told: Mapping[str, Any] = described()["paths"][path][method]["responses"].get(status, {})
-    if "$ref" in told:
-        told = described()["components"]["responses"][told["$ref"].rpartition("/")[2]]
-    schema = told.get("content", {}).get(kind, {}).get("schema", False)
+    described_response: Mapping[str, Any] = described()["paths"][path][method]["responses"].get(status, {})
+    if "$ref" in described_response:
+        described_response = described()["components"]["responses"][described_response["$ref"].rpartition("/")[2]]
+    schema = described_response.get("content", {}).get(kind, {}).get("schema", False)
     return Draft202012Validator({"allOf": [schema], "components": _closed()})
 
 

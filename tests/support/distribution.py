@@ -186,9 +186,9 @@ class Stopwatch:
     def pytest_sessionfinish(self) -> None:
         """Write the file; a group that was not run, but exists, keeps its figure."""
         before: dict[str, float] = json.loads(self._file.read_text()) if self._file.exists() else {}
-        kept = {name: seconds for name, seconds in before.items() if name in SERVERS or (self._file.parents[1] / name).exists()}
+        existing = {name: seconds for name, seconds in before.items() if name in SERVERS or (self._file.parents[1] / name).exists()}
         run = {name: max(round(self._seconds[name]), 1) for name in self._run}
-        self._file.write_text(json.dumps(kept | run, indent=1, sort_keys=True) + "\n")
+        self._file.write_text(json.dumps(existing | run, indent=1, sort_keys=True) + "\n")
 
 
 def problems(real_items: Iterable[str]) -> list[str]:

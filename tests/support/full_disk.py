@@ -26,9 +26,9 @@ def allowed() -> bool:
 
 def line(folder: Path, *places: Path) -> Sequence[str]:
     """The command line of a gateway, by the gateway.yaml in ``folder``, that has a small tmpfs at each of these places."""
-    for place in places:
-        place.mkdir(parents=True, exist_ok=True)
-    mounts = "".join(f"mount -t tmpfs -o size={_SIZE} none '{place}' && " for place in places)
+    for path in places:
+        path.mkdir(parents=True, exist_ok=True)
+    mounts = "".join(f"mount -t tmpfs -o size={_SIZE} none '{path}' && " for path in places)
     return [*_SPACE, "sh", "-c", f'{mounts}exec "$@"', "-", str(PROGRAM), "serve", str(folder / "gateway.yaml")]
 
 

@@ -66,8 +66,8 @@ class Issuer:
         """A token; claims that are None are left out."""
         key = key or self.keys[0]
         usual = {"iss": self.name, "aud": AUDIENCE, "sub": "alice", "exp": int(time.time()) + 86400}
-        told = {name: value for name, value in (usual | claims).items() if value is not None}
-        return jwt.encode(told, key.private, key.algorithm, headers={"kid": key.kid} if headers is None else headers)
+        present = {name: value for name, value in (usual | claims).items() if value is not None}
+        return jwt.encode(present, key.private, key.algorithm, headers={"kid": key.kid} if headers is None else headers)
 
 
 def part(value: Any) -> str:

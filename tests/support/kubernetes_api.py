@@ -25,8 +25,8 @@ Document = dict[str, Any]
 
 def endpoint(address: str, *, ready: bool | None = True, terminating: bool | None = None, pod: str | None = None) -> Document:
     """An entry of a slice."""
-    said = {"ready": ready, "serving": ready, "terminating": terminating}
-    entry: Document = {"addresses": [address], "conditions": {name: value for name, value in said.items() if value is not None}}
+    conditions = {"ready": ready, "serving": ready, "terminating": terminating}
+    entry: Document = {"addresses": [address], "conditions": {name: value for name, value in conditions.items() if value is not None}}
     return entry | ({"targetRef": {"kind": "Pod", "uid": pod}} if pod else {})
 
 
@@ -122,16 +122,16 @@ class Api:
     async def serve(self, request: Request, writer: asyncio.StreamWriter) -> None:
         parts = urlsplit(request.head.split(b" ")[1].decode())
         bearer = (request.header("authorization") or "").removeprefix("Bearer ")
-        asked = Asked(parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()}, bearer or None)
-        self.asked.append(asked)
-        if refused := self.refuse(asked):
+        received = Asked(parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()}, bearer or None)
+        self.asked.append(received)
+        if refused := self.refuse(received):
             status, message = refused
             await _respond(writer, {"kind": "Status", "code": status, "message": message}, f"{status} No")
-        elif asked.watch:
-            await self._watch(asked, writer)
+        elif received.watch:
+            await self._watch(received, writer)
         else:
             metadata = {"resourceVersion": str(self.version)}
-            await _respond(writer, {"metadata": metadata, "items": list(self._fitting(asked))}, "200 OK", self.piece)
+            await _respond(writer, {"metadata": metadata, "items": list(self._fitting(received))}, "200 OK", self.piece)
 
     def _fitting(self, asked: Asked) -> Iterable[Document]:
         name, _, value = asked.words["labelSelector"].partition("=")

@@ -33,9 +33,9 @@ class NameServer(asyncio.DatagramProtocol):
         found = [ipaddress.ip_address(text) for text in self.table.get(name, ())]
         records = [each.packed for each in found if {4: _A, 6: _AAAA}[each.version] == kind]
         status = _FAILURE if self.fails else 0 if name in self.table else _NO_SUCH_NAME
-        head = question[:2] + struct.pack("!HHHHH", 0x8580 | status, 1, 0 if status else len(records), 0, 0)
-        answers = b"".join(struct.pack("!HHHIH", 0xC00C, kind, 1, 1, len(packed)) + packed for packed in records)
-        return head + question[12 : end + 4] + (b"" if status else answers)
+        header = question[:2] + struct.pack("!HHHHH", 0x8580 | status, 1, 0 if status else len(records), 0, 0)
+        records_section = b"".join(struct.pack("!HHHIH", 0xC00C, kind, 1, 1, len(packed)) + packed for packed in records)
+        return header + question[12 : end + 4] + (b"" if status else records_section)
 
 
 def _name(message: bytes, at: int) -> tuple[str, int]:

@@ -44,8 +44,8 @@ def nginx(site: str, port: int) -> Iterator[Path]:
         folder = Path(name)
         folder.chmod(0o755)  # its workers are somebody else where the tests are root
         (folder / "nginx.conf").write_text(_MAIN.format(folder=folder, site=site))
-        words = [*_DIES_WITH_US, program, "-p", name, "-e", f"{name}/error.log", "-c", f"{name}/nginx.conf"]
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
+        command = [*_DIES_WITH_US, program, "-p", name, "-e", f"{name}/error.log", "-c", f"{name}/nginx.conf"]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         try:
             wait_for(lambda: process.poll() is not None or _listens(port), why=(folder / "error.log").read_text)
             assert process.poll() is None, (folder / "error.log").read_text()
@@ -56,5 +56,5 @@ def nginx(site: str, port: int) -> Iterator[Path]:
 
 
 def _listens(port: int) -> bool:
-    with socket.socket() as asking:
-        return asking.connect_ex(("127.0.0.1", port)) == 0
+    with socket.socket() as connection:
+        return connection.connect_ex(("127.0.0.1", port)) == 0

@@ -65,10 +65,10 @@ class Postgres:
     def start(self) -> None:
         program = _program("postgres")
         assert program is not None
-        words = [*_DIES_WITH_US, *_as_user(), program, "-D", str(self.folder / "data"), "-p", str(self.port), "-k", str(self.folder)]
-        words += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off", "-c", "max_connections=50"]
+        command = [*_DIES_WITH_US, *_as_user(), program, "-D", str(self.folder / "data"), "-p", str(self.port), "-k", str(self.folder)]
+        command += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off", "-c", "max_connections=50"]
         with open(self.folder / "log", "ab") as log:
-            self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
+            self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
         wait_for(self._answers, 60, why=lambda: (self.folder / "log").read_text())
 
     def _answers(self) -> bool:
@@ -96,7 +96,7 @@ def postgres() -> Iterator[Postgres]:
         folder = Path(name)
         if os.geteuid() == 0:
             shutil.chown(folder, "postgres", "postgres")
-        words = [
+        command = [
             *_DIES_WITH_US,
             *_as_user(),
             program,
@@ -111,7 +111,7 @@ def postgres() -> Iterator[Postgres]:
             "UTF8",
             "--locale=C",
         ]
-        subprocess.run(words, check=True, capture_output=True, cwd="/")
+        subprocess.run(command, check=True, capture_output=True, cwd="/")
         server = Postgres(folder, port)
         try:
             server.start()

@@ -77,9 +77,9 @@ class Gateway:
         """Process ids by worker number."""
         found = {}
         for each in psutil.Process(self.process.pid).children():
-            words = words_of(each)
-            if "worker" in words:
-                found[int(words[words.index("worker") + 1])] = each.pid
+            arguments = words_of(each)
+            if "worker" in arguments:
+                found[int(arguments[arguments.index("worker") + 1])] = each.pid
         return found
 
     def named(self, word: str) -> list[psutil.Process]:

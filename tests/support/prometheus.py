@@ -52,9 +52,9 @@ class Prometheus:
 
     def _get(self, path: str, parameters: Mapping[str, str]) -> Any:
         url = f"http://127.0.0.1:{self.port}/api/v1/{path}"
-        answer = httpx2.get(url, params=dict(parameters), timeout=30, verify=False, trust_env=False).json()
-        assert answer["status"] == "success", answer
-        return answer["data"]
+        response = httpx2.get(url, params=dict(parameters), timeout=30, verify=False, trust_env=False).json()
+        assert response["status"] == "success", response
+        return response["data"]
 
 
 @contextmanager
@@ -69,8 +69,8 @@ def prometheus(folder: Path, gateway: Gateway, every: str = "1s", token: Path | 
     file = folder / "prometheus.yaml"
     file.write_text(yaml.safe_dump(configuration(gateway, every, token)))
     with reserved() as port, open(folder / "prometheus.log", "wb") as log:
-        words = [f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"]
-        process = subprocess.Popen([program, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        options = [f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"]
+        process = subprocess.Popen([program, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
             wait_for(lambda: _ready(port) or process.poll() is not None, 60)
             assert process.poll() is None, (folder / "prometheus.log").read_text()

@@ -49,10 +49,10 @@ class RedisServer:
         program = shutil.which("redis-server")
         if program is None:
             pytest.skip("redis-server is not installed (Debian: redis-server)")
-        words = [program, "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(self.folder)]
-        words += ["--unixsocket", str(self.socket_path)]
+        command = [program, "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(self.folder)]
+        command += ["--unixsocket", str(self.socket_path)]
         user = _user()
-        self.process = subprocess.Popen(words, stdout=subprocess.DEVNULL, user=user, extra_groups=[] if user is not None else None)
+        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, user=user, extra_groups=[] if user is not None else None)
         wait_for(self._answers)
 
     def _answers(self) -> bool:

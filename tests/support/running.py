@@ -130,12 +130,12 @@ async def serving(
     """Serve a fixed snapshot; ``up`` takes every server for healthy without a probe."""
     with board() as counts, live_servers() as servers, _nowhere() as nowhere, spans() as traced:
         log = AccessLog(nowhere)
-        asked: list[tuple[str, float | None]] = []
+        received: list[tuple[str, float | None]] = []
         context = WatchedContext(
             metrics=WorkerMetrics(counts),
             log=log,
             write_batch=servers.write_batch,
-            report_demand=lambda name, since: asked.append((name, since)),
+            report_demand=lambda name, since: received.append((name, since)),
             ledger=books,
             spans=traced,
         )
@@ -146,7 +146,7 @@ async def serving(
         port, acceptor = listener.getsockname()[1], await start_accepting(worker, listener)
         ticking = asyncio.create_task(_ticking(worker))
         try:
-            yield Served(worker, context, port, counts, log, asked)
+            yield Served(worker, context, port, counts, log, received)
         finally:
             acceptor.close()
             for connection in tuple(context.connections):

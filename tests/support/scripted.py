@@ -140,8 +140,8 @@ async def scripted(script: Script, *more: str) -> AsyncIterator[Scripted]:
 
 async def read_request(reader: asyncio.StreamReader) -> Request:
     """One HTTP/1.1 request, chunked or sized."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    request = Request(head[:-4], b"")
+    headers = await reader.readuntil(b"\r\n\r\n")
+    request = Request(headers[:-4], b"")
     length = request.header("content-length")
     if length is not None:
         request.body = await reader.readexactly(int(length))

@@ -21,8 +21,8 @@ def everything() -> dict[str, Any]:
     one["launch"]["replicas"] = 2
     rests = launched(RESTING)
     rests["launch"]["start"] = "on_demand"
-    away = {"id": AWAY, "servers": [{"url": "http://127.0.0.1:1"}], "fallbacks": [MODEL]}
-    config = configuration(one, rests, launched(BAD, **{"reasoning-parser": "no_such_parser"}), away)
+    unreachable = {"id": AWAY, "servers": [{"url": "http://127.0.0.1:1"}], "fallbacks": [MODEL]}
+    config = configuration(one, rests, launched(BAD, **{"reasoning-parser": "no_such_parser"}), unreachable)
     config["ledger"] = "sqlite:///usage.db"
     expires = time.strftime("%Y-%m-%d", time.gmtime(time.time() + 30 * 86400))
     config["keys"][0]["expires"] = expires
@@ -65,8 +65,8 @@ class Traffic:
         document: dict[str, Any] = {"model": MODEL, **prompt, **body}
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         try:
-            answer = httpx2.post(self._gateway.url + path, json=document, headers=headers, timeout=60, verify=False, trust_env=False)
-            self.seen.add(answer.status_code)
+            response = httpx2.post(self._gateway.url + path, json=document, headers=headers, timeout=60, verify=False, trust_env=False)
+            self.seen.add(response.status_code)
         except httpx2.HTTPError:
             pass  # an answer that was broken off
 
@@ -82,8 +82,8 @@ class Traffic:
         }
         headers = {"authorization": f"Bearer {KEY}"}
         url = self._gateway.url + "/v1/chat/completions"
-        with httpx2.stream("POST", url, json=document, headers=headers, timeout=60, verify=False, trust_env=False) as answer:
-            next(answer.iter_bytes())
+        with httpx2.stream("POST", url, json=document, headers=headers, timeout=60, verify=False, trust_env=False) as response:
+            next(response.iter_bytes())
         wait_for(lambda: self._gateway.metric(line) > before)
 
 

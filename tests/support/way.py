@@ -117,8 +117,8 @@ def way() -> Iterator[Way]:
 
 def unchunked(answer: bytes) -> bytes:
     """The body of a stream as a client got it, which must be whole and have come in whole events."""
-    head, _, rest = answer.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 200 OK\r\n") and b"transfer-encoding: chunked" in head
+    headers, _, rest = answer.partition(b"\r\n\r\n")
+    assert headers.startswith(b"HTTP/1.1 200 OK\r\n") and b"transfer-encoding: chunked" in headers
     body, at = list[bytes](), 0
     while True:
         end = rest.index(b"\r\n", at)

@@ -96,11 +96,11 @@ class Client:
 
     async def reply(self) -> Reply:
         """The next answer. ``whole`` is False when the connection ended before the answer did."""
-        head = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-        if head[0].split()[1] == "100":
+        lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        if lines[0].split()[1] == "100":
             return await self.reply()
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:] if line)}
-        reply = Reply(int(head[0].split()[1]), headers, b"")
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:] if line)}
+        reply = Reply(int(lines[0].split()[1]), headers, b"")
         try:
             if reply.status == 204:
                 pass

@@ -102,8 +102,8 @@ class Simulator:
         ]
         generating = [Route(path, partial(self._generate, read), methods=["POST"]) for path, read in GENERATING.items()]
         at_once = [Route(path, partial(self._reply, reply), methods=["POST"]) for path, reply in AT_ONCE.items()]
-        heard = [Route(path, partial(self._hear, task), methods=["POST"]) for path, task in AUDIO.items()]
-        return [*own, *(sleeping if self.settings.sleeps else []), *generating, *at_once, *heard]
+        audio_routes = [Route(path, partial(self._hear, task), methods=["POST"]) for path, task in AUDIO.items()]
+        return [*own, *(sleeping if self.settings.sleeps else []), *generating, *at_once, *audio_routes]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -166,10 +166,10 @@ class Simulator:
         return Generation(self.engine, audio.job(call, recording, task), request.state.entry)
 
     async def _reply(self, reply: Reply, request: Request) -> Any:
-        async def answer() -> Response:
+        async def respond() -> Response:
             return Fast(reply(self._call(request, _parsed(request))))
 
-        return await self._answering(answer)
+        return await self._answering(respond)
 
     async def _answering(self, answer: Callable[[], Awaitable[Any]]) -> Any:
         try:

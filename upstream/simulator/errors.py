@@ -94,8 +94,8 @@ def malformed(errors: Sequence[ErrorDetails | dict[str, Any]], prefix: tuple[str
 
 
 def _readable(error: ErrorDetails | dict[str, Any], prefix: tuple[str, ...]) -> dict[str, Any]:
-    place = [str(step) for step in (*prefix, *error["loc"]) if not _INTERNAL.search(str(step))]
-    return {**error, "loc": ".".join(place), "input": _summary(error.get("input"))}
+    path = [str(step) for step in (*prefix, *error["loc"]) if not _INTERNAL.search(str(step))]
+    return {**error, "loc": ".".join(path), "input": _summary(error.get("input"))}
 
 
 def _summary(value: object) -> object:

@@ -184,12 +184,12 @@ def _with_config_file(argv: Sequence[str]) -> list[str]:
     if "--config" not in arguments[:-1]:
         return arguments
     at = arguments.index("--config")
-    said = yaml.safe_load(Path(arguments[at + 1]).read_text()) or {}
+    configured = yaml.safe_load(Path(arguments[at + 1]).read_text()) or {}
     rest = arguments[:at] + arguments[at + 2 :]
-    model = [] if "model" not in said else [str(said.pop("model"))]
+    model = [] if "model" not in configured else [str(configured.pop("model"))]
     if rest and not rest[0].startswith("-"):
         model, rest = rest[:1], rest[1:]
-    return [*model, *(part for name, value in said.items() for part in _as_arguments(name, value)), *rest]
+    return [*model, *(part for name, value in configured.items() for part in _as_arguments(name, value)), *rest]
 
 
 def _as_arguments(name: str, value: object) -> list[str]:
@@ -237,9 +237,9 @@ def _lora(text: str) -> Lora:
         name, _, path = text.partition("=")
         return Lora(name, path)
     try:
-        said = json.loads(text)
+        adapter = json.loads(text)
     except ValueError:
-        said = None
-    if not isinstance(said, dict) or not _LORA_NEEDS <= said.keys() <= _LORA_FIELDS:
-        _parser().error(f"Invalid {'JSON format' if said is None else 'fields'} for --lora-modules: {text}")
-    return Lora(said["name"], said["path"], said.get("base_model_name") or "")
+        adapter = None
+    if not isinstance(adapter, dict) or not _LORA_NEEDS <= adapter.keys() <= _LORA_FIELDS:
+        _parser().error(f"Invalid {'JSON format' if adapter is None else 'fields'} for --lora-modules: {text}")
+    return Lora(adapter["name"], adapter["path"], adapter.get("base_model_name") or "")

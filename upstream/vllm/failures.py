@@ -394,8 +394,8 @@ def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
         text, process, level = line[:_SEARCHED], "", ""
         if (prefix := _PROCESS.match(text)) is not None:
             text, process = text[prefix.end() :], prefix["process"] or ""
-        if (head := _LEVEL.match(text)) is not None:
-            text, level = text[head.end() :], head["level"]
+        if (severity := _LEVEL.match(text)) is not None:
+            text, level = text[severity.end() :], severity["level"]
         if level in ("DEBUG", "INFO", "WARNING") or (text[:1].isspace() and not _DETAIL.match(text) and not text.startswith("  what()")):
             continue
         if level or any(shape.match(text) for shape in (_EXCEPTION, _USAGE, _DETAIL, _MESSAGE)):

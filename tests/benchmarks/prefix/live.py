@@ -77,11 +77,11 @@ async def _all_of(talks: Sequence[Talk], proxy: str, at_once: int) -> int:
 async def _talked(client: httpx2.AsyncClient, talk: Talk) -> int:
     messages: list[Any] = list(document(talk.system)["messages"])
     failed = 0
-    for turn in talk.turns:
-        messages += document(turn.asked)["messages"]
+    for exchange in talk.turns:
+        messages += document(exchange.asked)["messages"]
         response = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
         failed += response.status_code != 200
-        messages += document((turn.answer,))["messages"]
+        messages += document((exchange.answer,))["messages"]
         await asyncio.sleep(random.uniform(0, 0.1))
     return failed
 
@@ -103,7 +103,7 @@ def _simulator() -> Iterator[str]:
     process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        wait_for(lambda: _answers(f"{url}/health"), 60)
+        wait_for(lambda: _responds(f"{url}/health"), 60)
         yield url
     finally:
         process.kill()
@@ -117,7 +117,7 @@ def _gateway(balance: str, urls: Sequence[str]) -> Iterator[str]:
         yield one.url
 
 
-def _answers(url: str) -> bool:
+def _responds(url: str) -> bool:
     try:
         return httpx2.get(url, timeout=2).status_code == 200
     except httpx2.HTTPError:

@@ -29,8 +29,8 @@ class Segment:
     @cached_property
     def text(self) -> str:
         """Different from the first characters on from every other segment's."""
-        word = f"{self.number} "
-        return (word * (self.tokens * CHARACTERS // len(word) + 1))[: self.tokens * CHARACTERS]
+        number = f"{self.number} "
+        return (number * (self.tokens * CHARACTERS // len(number) + 1))[: self.tokens * CHARACTERS]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class Trace:
         """Conversations with about this many requests in all, at random times, whose mean rate is the trace's."""
         draw = random.Random(seed)
         made, count = [], 0
-        for system, turns in self.talks(draw, servers):
-            made.append((system, turns))
-            count += len(turns)
+        for system, exchanges in self.talks(draw, servers):
+            made.append((system, exchanges))
+            count += len(exchanges)
             if count >= requests:
                 break
         length = count / (self.rate * servers)
-        return sorted((Talk(draw.uniform(0, length), system, turns) for system, turns in made), key=lambda talk: talk.start)
+        return sorted((Talk(draw.uniform(0, length), system, exchanges) for system, exchanges in made), key=lambda talk: talk.start)
 
 
 def document(segments: tuple[Segment, ...]) -> Mapping[str, Any]:
@@ -95,7 +95,7 @@ def _ranked(draw: random.Random, items: list[Segment]) -> Segment:
     return draw.choices(items, [1 / rank for rank in range(1, len(items) + 1)])[0]
 
 
-def _turns(
+def _exchanges(
     draw: random.Random, text_of: _Texts, mean: float, asked: tuple[int, int], answer: tuple[int, int], pause: float
 ) -> tuple[Turn, ...]:
     count = min(1 + int(draw.expovariate(1 / (mean - 1))), 30)
@@ -109,14 +109,14 @@ def _chat(draw: random.Random, _: int) -> Iterator[tuple[tuple[Segment, ...], tu
     text_of = _Texts(draw)
     systems = [text_of("system", 256, 2048) for _ in range(8)]
     while True:
-        yield (_ranked(draw, systems),), _turns(draw, text_of, 5, (64, 512), (64, 512), 20.0)
+        yield (_ranked(draw, systems),), _exchanges(draw, text_of, 5, (64, 512), (64, 512), 20.0)
 
 
 def _agents(draw: random.Random, _: int) -> Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]:
     text_of = _Texts(draw)
     system = text_of("system", 8192, 8192)
     while True:
-        yield (system,), _turns(draw, text_of, 12, (256, 1024), (64, 256), 3.0)
+        yield (system,), _exchanges(draw, text_of, 12, (256, 1024), (64, 256), 3.0)
 
 
 def _questions(draw: random.Random, servers: int, role: str) -> Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]:
@@ -124,8 +124,8 @@ def _questions(draw: random.Random, servers: int, role: str) -> Iterator[tuple[t
     texts = [text_of(role, 2048, 8192) for _ in range(40 * servers)]
     while True:
         text, question = _ranked(draw, texts), text_of("user", 64, 128)
-        asked = (text, question) if role == "user" else (question,)
-        yield (() if role == "user" else (text,)), (Turn(asked, text_of("assistant", 64, 256), 0.0),)
+        segments = (text, question) if role == "user" else (question,)
+        yield (() if role == "user" else (text,)), (Turn(segments, text_of("assistant", 64, 256), 0.0),)
 
 
 TRACES: Mapping[str, Trace] = {

@@ -99,21 +99,21 @@ def play(talks: Sequence[Talk], servers: int, chooser: Callable[[Sequence[Machin
         """Yield the times of a conversation's requests."""
         nonlocal requested, cached, requests
         now, prompt = talk.start, talk.system
-        for turn in talk.turns:
-            yield (now := now + turn.pause)
-            prompt += turn.asked
+        for exchange in talk.turns:
+            yield (now := now + exchange.pause)
+            prompt += exchange.asked
             server = world[choose(prompt)]
             known, length = server.cache.admit(prompt), sum(segment.tokens for segment in prompt)
             requests += 1
             if requests > warming:
                 requested, cached = requested + length, cached + known
             server.change(now, 1)
-            done = server.work(now, length - known, turn.answer.tokens)
+            done = server.work(now, length - known, exchange.answer.tokens)
             if requests > warming:
                 waits.append(server.free_at - now)
             yield (now := done)
             server.change(now, -1)
-            prompt += (turn.answer,)
+            prompt += (exchange.answer,)
             server.cache.admit(prompt)
 
     for talk in talks:

@@ -92,19 +92,19 @@ async def way(*ports: int, up: bool = True, tick: float = 0.02, **limits: float)
             server.retire()
 
 
-async def answers(talk: Conversation) -> None:
+async def respond(talk: Conversation) -> None:
     await talk.write(OK)
 
 
 async def test_connections_are_used_again() -> None:
-    async with scripted(answers) as server, way(server.port) as one:
+    async with scripted(respond) as server, way(server.port) as one:
         for _ in range(20):
             assert (await one.ask())[0] == b"ok"
         assert (server.accepted, len(server.requests)) == (1, 20)
 
 
 async def test_requests_at_once_have_a_connection_each_and_leave_them_for_others() -> None:
-    async with scripted(answers) as server, way(server.port) as one:
+    async with scripted(respond) as server, way(server.port) as one:
         for _ in range(3):
             await asyncio.gather(*(one.ask() for _ in range(5)))
         assert (server.accepted, len(server.requests)) == (5, 15)
@@ -113,7 +113,7 @@ async def test_requests_at_once_have_a_connection_each_and_leave_them_for_others
 # Trying again
 
 
-def closes_kept_ones(ran: list[bytes]) -> Callable[[Conversation], Awaitable[None]]:
+def closes_idle_connections(ran: list[bytes]) -> Callable[[Conversation], Awaitable[None]]:
     """A server whose idle limit is hit as the second request of a connection arrives."""
     seen: set[int] = set()
 
@@ -130,7 +130,7 @@ def closes_kept_ones(ran: list[bytes]) -> Callable[[Conversation], Awaitable[Non
 
 async def test_a_stale_connection_is_tried_again_once_on_a_fresh_one() -> None:
     ran: list[bytes] = []
-    async with scripted(closes_kept_ones(ran)) as server, way(server.port) as one:
+    async with scripted(closes_idle_connections(ran)) as server, way(server.port) as one:
         await asyncio.gather(one.ask(), one.ask())  # two are parked now, and both are stale
         body, attempt = await one.ask()
         assert (body, attempt.retries, [type(error) for error in attempt.failures]) == (b"ok", 1, [StaleConnection])
@@ -140,7 +140,7 @@ async def test_a_stale_connection_is_tried_again_once_on_a_fresh_one() -> None:
 
 async def test_a_stale_connection_is_tried_again_at_another_server() -> None:
     ran: list[bytes] = []
-    async with scripted(closes_kept_ones(ran)) as a, scripted(answers) as b, way(a.port, b.port) as one:
+    async with scripted(closes_idle_connections(ran)) as a, scripted(respond) as b, way(a.port, b.port) as one:
         tried = [(await one.ask())[1] for _ in range(4)]
         assert [(last(attempt), attempt.retries) for attempt in tried if attempt.failures] == [("s1", 1)]
         assert (len(ran), len(b.requests)) == (1, 3)
@@ -150,7 +150,7 @@ async def test_a_fresh_connection_that_is_closed_is_not_tried_again() -> None:
     async def script(talk: Conversation) -> None:
         talk.writer.close()
 
-    async with scripted(script) as server, scripted(answers) as other, way(server.port, other.port) as one:
+    async with scripted(script) as server, scripted(respond) as other, way(server.port, other.port) as one:
         one.servers[1].condition = Condition.DOWN
         with one.attempt() as attempt, pytest.raises(Disconnected):
             await attempt.send(compose)
@@ -172,7 +172,7 @@ async def test_a_request_truncated_on_a_reused_connection_is_not_sent_again() ->
 
 async def test_a_refusal_goes_to_another_server_and_is_remembered() -> None:
     with refusing() as closed:
-        async with scripted(answers) as server, way(closed, server.port) as one:
+        async with scripted(respond) as server, way(closed, server.port) as one:
             tried = [(await one.ask())[1] for _ in range(6)]
             assert sum(attempt.retries for attempt in tried) == 1
             assert [type(error) for attempt in tried for error in attempt.failures] == [ConnectFailed]
@@ -194,7 +194,7 @@ async def test_a_refusal_with_no_other_server_is_final() -> None:
 async def test_refusals_are_tried_again_for_a_share_of_the_traffic() -> None:
     """A crowd meets a server that is gone before anybody knows: what is more than the share is told at once."""
     with refusing() as closed:
-        async with scripted(answers) as server, way(closed, server.port) as one:
+        async with scripted(respond) as server, way(closed, server.port) as one:
             done = await asyncio.gather(*(one.ask() for _ in range(60)), return_exceptions=True)
             failed = [each for each in done if isinstance(each, BaseException)]
             assert {type(error) for error in failed} == {ConnectFailed}
@@ -227,7 +227,7 @@ async def test_a_server_that_keeps_failing_is_ejected_and_tried_again_later() ->
     async def dies(talk: Conversation) -> None:
         talk.writer.close()
 
-    async with scripted(dies) as bad, scripted(answers) as good, way(bad.port, good.port) as one:
+    async with scripted(dies) as bad, scripted(respond) as good, way(bad.port, good.port) as one:
         first, _ = one.servers
         outcomes = await asyncio.gather(*(one.ask() for _ in range(40)), return_exceptions=True)
         assert sum(isinstance(each, Disconnected) for each in outcomes) == len(bad.requests) and not first.available
@@ -247,14 +247,14 @@ async def test_a_server_that_comes_up_again_has_no_failures() -> None:
             (only,) = one.servers
             assert isinstance(await timed(one), ConnectFailed)
             seen = [only.available]
-            for said in (Condition.UP, Condition.DOWN, Condition.UP):
-                only.condition = said
+            for condition in (Condition.UP, Condition.DOWN, Condition.UP):
+                only.condition = condition
                 seen.append(only.available)
             assert seen == [False, False, False, True], "its being up is no news to one that was up"
 
 
 async def test_a_lack_of_file_descriptors_is_not_a_failure_of_the_server() -> None:
-    async with scripted(answers) as server, way(server.port, server.port) as one:
+    async with scripted(respond) as server, way(server.port, server.port) as one:
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
         try:
@@ -290,7 +290,7 @@ async def test_the_connect_deadline() -> None:
     with silent() as port:
         async with way(port, connect=0.1) as one:
             assert type(await timed(one)) is ConnectTimeout
-        async with scripted(answers) as server, way(port, server.port, connect=2.0) as two:
+        async with scripted(respond) as server, way(port, server.port, connect=2.0) as two:
             for _ in range(2):
                 assert (await two.ask())[0] == b"ok", "another server takes it"
 
@@ -388,19 +388,19 @@ async def test_a_pause_does_not_count_as_silence() -> None:
 # Answers
 
 
-async def test_leaving_the_with_closes_an_incomplete_response() -> None:
+async def test_the_end_of_the_with_block_closes_an_incomplete_response() -> None:
     async def script(talk: Conversation) -> None:
         await talk.write(CHUNKED + b"2\r\nok\r\n")
         await talk.closed_by_peer()
 
     async with scripted(script) as server, way(server.port) as one:
-        for leave in (None, ValueError):
+        for error in (None, ValueError):
             try:
                 with one.attempt() as attempt:
                     await attempt.send(compose)
                     assert one.servers[0].in_flight == 1
-                    if leave:
-                        raise leave
+                    if error:
+                        raise error
             except ValueError:
                 pass
             await until(lambda: server.open == 0)
@@ -422,7 +422,7 @@ async def test_an_error_in_composing_releases_everything() -> None:
     def fails(_: Server) -> tuple[bytes, bytes]:
         raise ZeroDivisionError
 
-    async with scripted(answers) as server, way(server.port) as one:
+    async with scripted(respond) as server, way(server.port) as one:
         with one.attempt() as attempt, pytest.raises(ZeroDivisionError):
             await attempt.send(fails)
         one.check()
@@ -454,7 +454,7 @@ class Flood:
             self.sent += 65536
 
 
-async def standing(flood: Flood) -> int:
+async def blocked(flood: Flood) -> int:
     """What was sent when it stands still."""
     before = -1
     async with asyncio.timeout(30):
@@ -469,7 +469,7 @@ async def test_a_response_that_is_not_read_pauses_its_server() -> None:
     async with scripted(flood) as server, way(server.port) as one:
         with one.attempt() as attempt:
             response = await attempt.send(compose)
-            assert await standing(flood) < 32 << 20, "what the sockets hold, and a little"
+            assert await blocked(flood) < 32 << 20, "what the sockets hold, and a little"
             assert sum(map(len, response.pending)) < 2 << 20
             taken = 0
 
@@ -480,7 +480,7 @@ async def test_a_response_that_is_not_read_pauses_its_server() -> None:
             response.stream_to(take)
             await until(lambda: taken > 64 << 20)
             response.pause()
-            held = await standing(flood) - taken
+            held = await blocked(flood) - taken
             assert held < 32 << 20
 
 
@@ -489,7 +489,7 @@ async def test_a_complete_response_does_not_touch_its_connection() -> None:
     flood = Flood()
 
     async def script(talk: Conversation) -> None:
-        await (answers(talk) if talk.number < 3 else flood(talk))
+        await (respond(talk) if talk.number < 3 else flood(talk))
 
     async with scripted(script) as server, way(server.port) as one:
         with one.attempt() as first:
@@ -503,7 +503,7 @@ async def test_a_complete_response_does_not_touch_its_connection() -> None:
                 streaming = await second.send(compose)
                 streaming.stream_to(lambda _: streaming.pause())
                 response.resume()
-                assert await standing(flood) < 32 << 20
+                assert await blocked(flood) < 32 << 20
         assert server.accepted == 1
 
 
@@ -528,7 +528,7 @@ def compose_upload(pieces: int) -> Callable[[Server], tuple[bytes, bytes]]:
 
 
 async def test_an_upload_reaches_the_server() -> None:
-    async with scripted(answers) as server, way(server.port) as one:
+    async with scripted(respond) as server, way(server.port) as one:
         with one.attempt() as attempt:
             response = await attempt.send(compose_upload(50), upload_of(50))
             assert await response.read_body(10) == b"ok"
@@ -562,7 +562,7 @@ async def test_an_upload_waits_for_a_server_that_does_not_read() -> None:
 
 
 async def test_a_slow_client_is_not_its_servers_fault() -> None:
-    async with scripted(answers) as server, way(server.port, tick=FOR_EVER, first_byte=100) as one:
+    async with scripted(respond) as server, way(server.port, tick=FOR_EVER, first_byte=100) as one:
 
         def later() -> None:
             for each in tuple(one.deadlines._watched):
@@ -595,7 +595,7 @@ async def test_a_server_that_exits_during_an_upload_ends_it() -> None:
         writer.transport.abort()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    async with server, scripted(answers) as other, way(server.sockets[0].getsockname()[1], other.port) as one:
+    async with server, scripted(respond) as other, way(server.sockets[0].getsockname()[1], other.port) as one:
         one.servers[1].record_failure(ConnectFailed("s1", "refused"))
         with one.attempt() as attempt:
             async with asyncio.timeout(10):

@@ -97,10 +97,10 @@ async def test_a_reload_keeps_what_did_not_change() -> None:
 
 
 async def test_a_removed_server_has_no_idle_connections() -> None:
-    answering = asyncio.Event()
+    responding = asyncio.Event()
 
     async def script(talk: Conversation) -> None:
-        await answering.wait()
+        await responding.wait()
         await talk.respond(b"{}")
 
     async with scripted(script) as upstream:
@@ -108,24 +108,24 @@ async def test_a_removed_server_has_no_idle_connections() -> None:
             one = live.reconcile([spec("a", upstream.port, keep_idle=60.0)])["a"]
             one.condition = UP
 
-            async def ask() -> None:
+            async def request() -> None:
                 with Attempt(Pool([one], "least_busy"), Timeouts(), Deadlines()) as attempt:
                     response = await attempt.send(lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b""))
                     await response.wait_complete()
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(2):
-                    group.create_task(ask())
+                    group.create_task(request())
                 await until(lambda: len(upstream.requests) == 2)
-                answering.set()
+                responding.set()
             assert upstream.accepted == upstream.open == 2, "idle ones are kept"
-            answering.clear()
+            responding.clear()
             async with asyncio.TaskGroup() as group:
-                group.create_task(ask())
+                group.create_task(request())
                 await until(lambda: len(upstream.requests) == 3)
                 live.reconcile([replace(one.spec, model="other")])
                 await until(lambda: upstream.open == 1)
-                answering.set()
+                responding.set()
             await until(lambda: upstream.open == 0)
 
 
@@ -191,23 +191,23 @@ async def test_none_has_more_than_it_is_given_and_all_of_it_is_used(balance: str
 
 async def test_queued_requests_are_notified_of_capacity() -> None:
     a, b = bounded(1, 1)
-    pool, told = Pool([a, b], "least_busy"), []
-    pool.on_capacity(lambda: told.append(pool.has_capacity()))
+    pool, notified = Pool([a, b], "least_busy"), []
+    pool.on_capacity(lambda: notified.append(pool.has_capacity()))
     for server in (a, b):
         server.start_exchange()
-    assert told == []
+    assert notified == []
     b.finish_exchange()
-    assert told == [True]
+    assert notified == [True]
     b.start_exchange()
     a.condition = DOWN
     a.finish_exchange()
-    assert not any(told[1:])
+    assert not any(notified[1:])
     a.condition = UP
-    assert told[-1]
+    assert notified[-1]
     pool.retire()
-    del told[:]
+    del notified[:]
     b.finish_exchange()
-    assert told == [], "the next snapshot has another pool"
+    assert notified == [], "the next snapshot has another pool"
 
 
 async def test_a_queued_request_is_resumed_when_the_last_server_is_ejected_too() -> None:

@@ -29,7 +29,7 @@ async def main(name: str) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         for attribute, value in json.loads(line).items():
             setattr(server, attribute, value)
-        watching = watching or asyncio.create_task(watch(source, system_resolver, seen, lambda words: say(trouble=words)))
+        watching = watching or asyncio.create_task(watch(source, system_resolver, seen, lambda message: say(trouble=message)))
     if watching is not None:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)

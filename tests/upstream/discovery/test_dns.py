@@ -24,9 +24,9 @@ SETUP = 'mount --bind "$1" /etc/resolv.conf && ip link set lo up && exec "$2" -m
 
 
 def possible() -> bool:
-    words = [*OWN_NETWORK, "ip", "link", "set", "lo", "up"]
+    command = [*OWN_NETWORK, "ip", "link", "set", "lo", "up"]
     try:
-        return subprocess.run(words, capture_output=True, timeout=30).returncode == 0
+        return subprocess.run(command, capture_output=True, timeout=30).returncode == 0
     except OSError:
         return False
 
@@ -35,8 +35,8 @@ def test_the_systems_resolver_with_a_name_server(tmp_path: Path) -> None:
     if not possible():
         pytest.skip("needs unshare and ip, and to be allowed namespaces of its own")
     (tmp_path / "resolv.conf").write_text("nameserver 127.0.0.1\nsearch models.svc.test\noptions timeout:1 attempts:1\n")
-    words = [*OWN_NETWORK, "sh", "-c", SETUP, "sh", str(tmp_path / "resolv.conf"), sys.executable]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+    command = [*OWN_NETWORK, "sh", "-c", SETUP, "sh", str(tmp_path / "resolv.conf"), sys.executable]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdin is not None and process.stdout is not None
 
         def then(wanted: Callable[[dict[str, Any]], Any], **orders: Any) -> dict[str, Any]:
@@ -46,18 +46,18 @@ def test_the_systems_resolver_with_a_name_server(tmp_path: Path) -> None:
             process.stdin.flush()
             deadline = time.monotonic() + 60
             for line in process.stdout:
-                if wanted(said := json.loads(line)):
-                    return dict(said)
-                assert time.monotonic() < deadline, f"not said, but {said}"
+                if wanted(reported := json.loads(line)):
+                    return dict(reported)
+                assert time.monotonic() < deadline, f"not said, but {reported}"
             raise AssertionError("it has ended")
 
         name = "vllm.models.svc.test"
-        both = then(lambda said: said.get("seen"), table={name: ["10.0.0.2", "10.0.0.1", "fd00::1"]})
+        both = then(lambda reported: reported.get("seen"), table={name: ["10.0.0.2", "10.0.0.1", "fd00::1"]})
         assert both["seen"] == ["http://10.0.0.1:8000", "http://10.0.0.2:8000", "http://[fd00::1]:8000"]
-        assert then(lambda said: said.get("seen") == ["http://10.0.0.3:8000"], table={name: ["10.0.0.3"]})
-        assert "vllm: " in then(lambda said: "trouble" in said, fails=True)["trouble"]
-        assert then(lambda said: "seen" in said, fails=False)["seen"] == ["http://10.0.0.3:8000"]
-        assert "vllm: " in then(lambda said: "trouble" in said, table={})["trouble"]
+        assert then(lambda reported: reported.get("seen") == ["http://10.0.0.3:8000"], table={name: ["10.0.0.3"]})
+        assert "vllm: " in then(lambda reported: "trouble" in reported, fails=True)["trouble"]
+        assert then(lambda reported: "seen" in reported, fails=False)["seen"] == ["http://10.0.0.3:8000"]
+        assert "vllm: " in then(lambda reported: "trouble" in reported, table={})["trouble"]
         process.stdin.close()
         assert process.wait(60) == 0
 
@@ -69,11 +69,11 @@ async def test_the_hosts_file_counts() -> None:
 
 
 async def test_a_cancelled_lookup_does_not_block() -> None:
-    looking = asyncio.create_task(system_resolver("localhost"))
+    lookup = asyncio.create_task(system_resolver("localhost"))
     await asyncio.sleep(0)
-    looking.cancel()
-    await asyncio.gather(looking, return_exceptions=True)
-    assert looking.cancelled()
+    lookup.cancel()
+    await asyncio.gather(lookup, return_exceptions=True)
+    assert lookup.cancelled()
 
 
 class Names:
@@ -93,8 +93,8 @@ class Names:
 
 
 async def test_a_failure_leaves_what_was_found() -> None:
-    names, told = Names("10.0.0.1", "10.0.0.2"), []
-    async with Sources(lambda: told.append(1), Cluster("", ""), names) as sources:
+    names, reported = Names("10.0.0.1", "10.0.0.2"), []
+    async with Sources(lambda: reported.append(1), Cluster("", ""), names) as sources:
         sources.set_sources([NAME, NAME])
 
         def finding() -> DiscoveryStatus:
@@ -108,9 +108,9 @@ async def test_a_failure_leaves_what_was_found() -> None:
         names.fails, names.addresses = False, ["10.0.0.2"]
         await until(lambda: finding().endpoints == (Endpoint("10.0.0.2", 8000),))
         assert finding().problem == ""
-        count, asked = len(told), names.asked
-        await until(lambda: names.asked > asked + 5)
-        assert len(told) <= count + 1, "nothing is told where nothing has changed"
+        count, queries = len(reported), names.asked
+        await until(lambda: names.asked > queries + 5)
+        assert len(reported) <= count + 1, "nothing is told where nothing has changed"
         sources.set_sources([])
         assert sources.statuses() == {}
 

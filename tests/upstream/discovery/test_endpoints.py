@@ -10,7 +10,7 @@ from tests.support.kubernetes_api import endpoint, slice_of
 from upstream.discovery.endpoints import Endpoint, EndpointSlices, EndpointState, Observation
 from upstream.http.address import Address
 
-READY, UNREADY, LEAVING = EndpointState.READY, EndpointState.UNREADY, EndpointState.TERMINATING
+READY, UNREADY, TERMINATING = EndpointState.READY, EndpointState.UNREADY, EndpointState.TERMINATING
 HTTP = ("http", 8000)
 
 
@@ -27,9 +27,9 @@ def seen(*slices: dict[str, Any], port: int | str | None = None) -> Observation:
         ({"ready": True}, READY),
         ({"ready": None}, READY),
         ({"ready": False}, UNREADY),
-        ({"ready": False, "serving": True, "terminating": True}, LEAVING),
-        ({"ready": False, "serving": False, "terminating": True}, LEAVING),
-        ({"ready": True, "serving": True, "terminating": True}, LEAVING),
+        ({"ready": False, "serving": True, "terminating": True}, TERMINATING),
+        ({"ready": False, "serving": False, "terminating": True}, TERMINATING),
+        ({"ready": True, "serving": True, "terminating": True}, TERMINATING),
         ({"ready": True, "terminating": False}, READY),
         (None, READY),
     ],
@@ -42,7 +42,7 @@ def test_conditions(conditions: dict[str, Any] | None, standing: EndpointState) 
 def test_all_slices_of_a_service_together_and_each_endpoint_once() -> None:
     one = slice_of("a", [endpoint("10.0.0.2"), endpoint("10.0.0.1", ready=False)], HTTP)
     two = slice_of("b", [endpoint("10.0.0.1"), endpoint("10.0.0.3", terminating=True)], HTTP)
-    expected = (Endpoint("10.0.0.1", 8000), Endpoint("10.0.0.2", 8000), Endpoint("10.0.0.3", 8000, LEAVING))
+    expected = (Endpoint("10.0.0.1", 8000), Endpoint("10.0.0.2", 8000), Endpoint("10.0.0.3", 8000, TERMINATING))
     assert seen(one, two).endpoints == expected == seen(two, one).endpoints
 
 
@@ -98,6 +98,6 @@ def test_slices_with_nothing_in_them() -> None:
 @pytest.mark.parametrize("empty", [None, []])
 def test_the_slice_that_a_service_without_pods_has_is_no_problem(port: int | str | None, empty: list[Any] | None) -> None:
     """Kubernetes' controller creates a placeholder slice, without endpoints and ports."""
-    place = slice_of("a", []) | {"endpoints": empty, "ports": empty}
-    assert seen(place, port=port) == Observation(())
-    assert seen(place, slice_of("b", [endpoint("10.0.0.1")], HTTP), port=port) == Observation((Endpoint("10.0.0.1", 8000),))
+    empty_slice = slice_of("a", []) | {"endpoints": empty, "ports": empty}
+    assert seen(empty_slice, port=port) == Observation(())
+    assert seen(empty_slice, slice_of("b", [endpoint("10.0.0.1")], HTTP), port=port) == Observation((Endpoint("10.0.0.1", 8000),))

@@ -155,7 +155,7 @@ async def test_a_rejection_is_reported_until_it_ends(
 async def test_a_token_is_read_again_when_it_was_replaced(tmp_path: Path) -> None:
     async with serving(tmp_path, "10.0.0.1") as (api, one):
         await one.sees("10.0.0.1")
-        api.refuse = lambda asked: None if asked.token == "another-token" else (401, "Unauthorized")
+        api.refuse = lambda request: None if request.token == "another-token" else (401, "Unauthorized")
         api.cut()
         await one.has_trouble("401")
         (tmp_path / "token").write_text("another-token\n")
@@ -176,8 +176,8 @@ async def test_a_slow_server_that_sends_byte_by_byte(tmp_path: Path) -> None:
 async def test_an_api_server_that_is_away(tmp_path: Path) -> None:
     async with kubernetes_api(tmp_path) as api:
         await api.put(slice_of("a", [endpoint("10.0.0.1")], HTTP))
-        away = Cluster(api.cluster.host, "1", tmp_path)
-        async with watched(away) as one:
+        unreachable = Cluster(api.cluster.host, "1", tmp_path)
+        async with watched(unreachable) as one:
             await one.has_trouble("the API server at https://localhost:1")
             assert one.finding.first_result and one.hosts == []
 

@@ -92,7 +92,7 @@ async def connected(server: Scripted) -> AsyncIterator[tuple[Connection, list[Co
         connection.close()
 
 
-async def asked(connection: Connection) -> Taken:
+async def send_request(connection: Connection) -> Taken:
     taken = Taken()
     connection.send(REQUEST, taken)
     return await taken.over()
@@ -127,11 +127,11 @@ WHOLE = {
 async def test_a_complete_response(name: str, piece: int) -> None:
     wire, body, stays = WHOLE[name]
     async with scripted(says(*(wire[at : at + piece] for at in range(0, len(wire), piece)))) as server, connected(server) as (one, idle):
-        for turn in range(1, 3 if stays else 2):
-            taken = await asked(one)
+        for number in range(1, 3 if stays else 2):
+            taken = await send_request(one)
             assert (taken.error, taken.status, taken.body) == (None, 204 if not body else 200, body)
             assert all(key == key.lower() and key not in (b"link", b"x") for key in taken.headers)
-            assert len(idle) == (turn if stays else 0)
+            assert len(idle) == (number if stays else 0)
             assert one.closed is not stays
         assert server.accepted == 1
 
@@ -139,7 +139,7 @@ async def test_a_complete_response(name: str, piece: int) -> None:
 async def test_a_body_without_length_ends_with_its_connection() -> None:
     script = says(b"HTTP/1.1 200 OK\r\n\r\n", b"some", b"thing", close=True, pause=0.01)
     async with scripted(script) as server, connected(server) as (one, idle):
-        taken = await asked(one)
+        taken = await send_request(one)
         assert (taken.error, taken.body, idle) == (None, b"something", [])
 
 
@@ -151,7 +151,7 @@ async def test_a_body_without_length_that_is_reset_is_not_whole() -> None:
         talk.writer.transport.abort()
 
     async with scripted(script) as server, connected(server) as (one, _):
-        taken = await asked(one)
+        taken = await send_request(one)
         assert isinstance(taken.error, Disconnected) and taken.body == b"some"
 
 
@@ -177,7 +177,7 @@ BROKEN = {
 async def test_an_invalid_response(name: str) -> None:
     wire, kind = BROKEN[name]
     async with scripted(says(wire)) as server, connected(server) as (one, idle):
-        taken = await asked(one)
+        taken = await send_request(one)
         assert isinstance(taken.error, kind)
         assert one.closed and not idle
         assert b"evil" not in taken.body
@@ -186,7 +186,7 @@ async def test_an_invalid_response(name: str) -> None:
 @pytest.mark.parametrize("wire", [b"", b"HT", OK[:-1], b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n2\r\nok\r\n"])
 async def test_a_connection_that_ends_too_early(wire: bytes) -> None:
     async with scripted(says(wire, close=True)) as server, connected(server) as (one, idle):
-        taken = await asked(one)
+        taken = await send_request(one)
         assert type(taken.error) is Disconnected and not idle
 
 
@@ -198,8 +198,8 @@ async def test_the_close_of_a_reused_connection_is_stale(wire: bytes) -> None:
             talk.writer.close()
 
     async with scripted(script) as server, connected(server) as (one, _):
-        await asked(one)
-        error = (await asked(one)).error
+        await send_request(one)
+        error = (await send_request(one)).error
         assert type(error) is (Disconnected if wire else StaleConnection)
         assert error.untouched is not bool(wire)
 
@@ -213,8 +213,8 @@ async def test_a_reused_connection_that_closes_long_after_the_request_is_not_sta
             talk.writer.close()
 
     async with scripted(script) as server, connected(server) as (one, _):
-        await asked(one)
-        assert type((await asked(one)).error) is Disconnected
+        await send_request(one)
+        assert type((await send_request(one)).error) is Disconnected
 
 
 async def test_unexpected_bytes_close_an_idle_connection() -> None:
@@ -226,7 +226,7 @@ async def test_unexpected_bytes_close_an_idle_connection() -> None:
     async with scripted(script) as server:
         idle_connections = IdleConnections(60.0)
         one = await connect("one", Address(port=server.port), 5.0, None, idle_connections.add, WriteBatch())
-        await asked(one)
+        await send_request(one)
         assert len(idle_connections) == 1
         await until(lambda: one.closed)
         assert idle_connections.pop() is None
@@ -243,11 +243,11 @@ async def test_an_unfinished_request_ends_its_connection() -> None:
 
 async def test_a_request_that_was_not_taken_ends_its_connection() -> None:
     """The server has answered and does not read on: what would follow might never be read either."""
-    over = asyncio.Event()
+    finished = asyncio.Event()
 
     async def script(talk: Conversation) -> None:
         await talk.write(OK)
-        await over.wait()
+        await finished.wait()
 
     async with scripted(script) as server, connected(server) as (one, idle):
         taken = Taken()
@@ -256,7 +256,7 @@ async def test_a_request_that_was_not_taken_ends_its_connection() -> None:
         await taken.over()
         assert taken.body == b"ok" and taken.error is None
         assert one.closed and not idle
-        over.set()
+        finished.set()
 
 
 @pytest.mark.parametrize("refuse", ["port", "socket"])
@@ -285,26 +285,26 @@ async def test_a_process_that_stood_still_takes_the_connection_that_was_made_mea
         await asyncio.sleep(0)
         time.sleep(0.2)  # noqa: ASYNC251  the whole loop
         one = await connecting
-        assert (await asked(one)).body == b"ok"
+        assert (await send_request(one)).body == b"ok"
         one.close()
 
 
 async def test_a_unix_socket(tmp_path: Path) -> None:
-    path, over = str(tmp_path / "server.sock"), asyncio.Event()
+    path, finished = str(tmp_path / "server.sock"), asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await read_request(reader)
         writer.write(OK)
         await reader.read()
         writer.transport.abort()
-        over.set()
+        finished.set()
 
     server = await asyncio.start_unix_server(serve, path)
     async with server:
         one = await connect("one", Address(uds=path), 5.0, None, lambda _: None, WriteBatch())
-        assert (await asked(one)).body == b"ok"
+        assert (await send_request(one)).body == b"ok"
         one.close()
-        await over.wait()
+        await finished.wait()
         await asyncio.sleep(0)
 
 
@@ -337,7 +337,7 @@ async def test_tls_is_checked(pair: tuple[Path, Path]) -> None:
     async with server:
         trusting = ssl.create_default_context(cafile=str(cert))
         one = await connect("one", Address(host="localhost", port=port, tls=True), 5.0, trusting, lambda _: None, WriteBatch())
-        assert (await asked(one)).body == b"ok"
+        assert (await send_request(one)).body == b"ok"
         one.close()
         with pytest.raises(ConnectFailed, match=r"(?i)cert"):  # no trusted authority signed it
             await connect(
@@ -361,8 +361,8 @@ async def test_parked_connections_are_given_out_while_they_are_good() -> None:
         address = Address(port=server.port)
         one = await connect("one", address, 5.0, None, idle_connections.add, WriteBatch())
         two = await connect("one", address, 5.0, None, idle_connections.add, WriteBatch())
-        await asked(one)
-        await asked(two)
+        await send_request(one)
+        await send_request(two)
         assert idle_connections.pop() is two, "the one used last"
         idle_connections.add(two)
         one.close()
@@ -374,7 +374,7 @@ async def test_parked_connections_are_given_out_while_they_are_good() -> None:
         assert idle_connections.pop() is None and two.closed, "one that waited too long is closed"
         idle_connections.max_idle = 60.0
         three = await connect("one", address, 5.0, None, idle_connections.add, WriteBatch())
-        await asked(three)
+        await send_request(three)
         idle_connections.close_expired()
         assert len(idle_connections) == 1
         await until(lambda: server.open == 1)
@@ -440,8 +440,8 @@ def test_each_request_gets_its_own_response(seed: int) -> None:
         async with scripted(script) as server:
             idle_connections = IdleConnections(60.0)
             address, whole = Address(port=server.port), 0
-            for turn in range(6):
-                whole += sum(await asyncio.gather(*(one(idle_connections, address, 100 * turn + n) for n in range(8))))
+            for index in range(6):
+                whole += sum(await asyncio.gather(*(one(idle_connections, address, 100 * index + n) for n in range(8))))
             assert whole > 0
             idle_connections.close_all()
             await until(lambda: server.open == 0)

@@ -21,14 +21,14 @@ class Item:
 
 async def test_every_tick_looks_at_what_is_watched() -> None:
     deadlines = Deadlines()
-    stays, leaves = Item(deadlines, leaves=False), Item(deadlines, leaves=True)
-    for item in (stays, leaves, stays):
+    stays, removed = Item(deadlines, leaves=False), Item(deadlines, leaves=True)
+    for item in (stays, removed, stays):
         deadlines.watch(item)
     assert len(deadlines) == 2
     before = asyncio.get_running_loop().time()
     deadlines.tick()
     deadlines.tick()
-    assert (len(stays.seen), len(leaves.seen), len(deadlines)) == (2, 1, 1)
+    assert (len(stays.seen), len(removed.seen), len(deadlines)) == (2, 1, 1)
     assert before <= stays.seen[0] <= stays.seen[1] <= asyncio.get_running_loop().time()
     deadlines.forget(stays)
     deadlines.forget(stays)

@@ -36,9 +36,9 @@ def test_each_step_runs_inside_the_call_that_sets_its_signal() -> None:
 
 
 def test_a_signal_set_earlier_is_not_waited_for() -> None:
-    log, told = Log(), Signal()
-    told.set()
-    InlineTask(log.wait(told, told)).step()
+    log, signal = Log(), Signal()
+    signal.set()
+    InlineTask(log.wait(signal, signal)).step()
     assert log == ["waits 0", "waits 1", "ends"]
 
 

@@ -17,7 +17,7 @@ CUTS = st.lists(st.integers(0, 200), max_size=10)
 
 
 def cut(data: bytes, places: list[int]) -> list[bytes]:
-    marks = sorted({min(place, len(data)) for place in places})
+    marks = sorted({min(offset, len(data)) for offset in places})
     return [data[a:b] for a, b in zip([0, *marks], [*marks, len(data)], strict=True)]
 
 

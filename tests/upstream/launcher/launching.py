@@ -74,7 +74,7 @@ class Case:
 
     async def reached(self, state: LaunchState, name: str = "org/m#0", restarts: int = 0) -> LaunchStatus:
         def found() -> list[LaunchStatus]:
-            return [told for told in self.told if (told.name, told.state, told.restarts) == (name, state, restarts)]
+            return [status for status in self.told if (status.name, status.state, status.restarts) == (name, state, restarts)]
 
         await until(lambda: bool(found()))
         return found()[0]

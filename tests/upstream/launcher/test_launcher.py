@@ -57,9 +57,9 @@ async def test_the_server_demands_the_internal_key_which_is_shown_nowhere(case: 
         assert await models(ready, key) == ["org/m", "m"]
         assert await models(ready, "another") == "the server rejected the gateway's key (GET /v1/models: status 401)"
         assert ready.pid is not None
-        words = [read(f"/proc/{pid}/cmdline") for pid in (ready.pid, shim_of(ready.pid))]
-        assert b"launched_server.py" in words[1], "the shim's command line carries the server's"
-        assert not any(key.encode() in line for line in words)
+        command_lines = [read(f"/proc/{pid}/cmdline") for pid in (ready.pid, shim_of(ready.pid))]
+        assert b"launched_server.py" in command_lines[1], "the shim's command line carries the server's"
+        assert not any(key.encode() in line for line in command_lines)
         assert key not in repr(case.told) + repr(vars(launcher))
 
 
@@ -124,7 +124,7 @@ async def test_a_server_that_never_responds_is_stopped_at_its_startup_timeout(ca
         launcher.start(replace(spec, settings=replace(spec.settings, command=("sh", "-c", script))))
         await until(lambda: case.pids().keys() == {"main", "stray"}, 60.0)
         pids = case.pids()
-        (restarts,) = {told.restarts for told in case.told if told.pid == pids["main"]}
+        (restarts,) = {status.restarts for status in case.told if status.pid == pids["main"]}
         failed = await case.reached(LaunchState.FAILED, restarts=restarts)
         assert "no response to GET /health within 1 s" in failed.reason
         await case.reached(LaunchState.BACKING_OFF, restarts=restarts)
@@ -277,9 +277,9 @@ asyncio.run(main(Path(sys.argv[1]), *map(json.loads, sys.argv[3:])))
 
 async def test_after_kill_9_of_control_no_process_is_left_after_5_seconds(case: Case) -> None:
     settings = case.spec(engine_core=True, ignore_term=True).settings
-    words = [json.dumps(part) for part in (settings.command, settings.args)]
+    arguments = [json.dumps(part) for part in (settings.command, settings.args)]
     control = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", CONTROL, str(case.folder), str(case.runtime), *words, stdout=asyncio.subprocess.PIPE
+        sys.executable, "-c", CONTROL, str(case.folder), str(case.runtime), *arguments, stdout=asyncio.subprocess.PIPE
     )
     try:
         assert control.stdout
@@ -306,7 +306,7 @@ async def test_a_stale_socket_is_no_obstacle(case: Case) -> None:
     assert not path.exists()
 
 
-async def test_two_servers_are_independent_one_of_them_on_tcp(case: Case) -> None:
+async def test_two_servers_on_a_socket_and_on_tcp_are_independent(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec("a#0"))
         launcher.start(case.spec("b#0", host="127.0.0.1"))
@@ -326,7 +326,7 @@ async def test_a_name_is_launched_once_and_bad_settings_never(case: Case) -> Non
             launcher.start(case.spec())
         with pytest.raises(ValueError, match="api-key: the gateway gives"):
             launcher.start(case.spec("other#0", api_key="x"))
-        assert [told.name for told in launcher.statuses()] == ["org/m#0"]
+        assert [status.name for status in launcher.statuses()] == ["org/m#0"]
 
 
 async def test_a_log_that_cannot_be_written_is_a_failure_with_its_reason(case: Case) -> None:

@@ -181,8 +181,8 @@ async def test_the_exit_of_a_killed_server_mentions_the_memory(case: Case) -> No
         pid = (await case.reached(LaunchState.READY)).pid
         assert pid
         os.kill(pid, signal.SIGKILL)
-        words = "signal SIGKILL" if memory.kills() is not None else "killed by SIGKILL, perhaps by the kernel for lack of memory"
-        assert words in (await case.reached(LaunchState.CRASHED)).reason
+        reason = "signal SIGKILL" if memory.kills() is not None else "killed by SIGKILL, perhaps by the kernel for lack of memory"
+        assert reason in (await case.reached(LaunchState.CRASHED)).reason
 
 
 @pytest.mark.parametrize(
@@ -204,15 +204,15 @@ def test_where_the_kernel_counts_its_kills(tmp_path: Path, group: str, file: str
 
 
 async def test_what_a_server_says_while_it_starts_is_its_progress(case: Case) -> None:
-    said = "(Worker pid=7) INFO 11-21 14:37:21 [default_loader.py:501] Loading weights took 0.01 seconds"
+    line = "(Worker pid=7) INFO 11-21 14:37:21 [default_loader.py:501] Loading weights took 0.01 seconds"
     ready = case.folder / "not yet"
     ready.touch()
     async with case.launcher() as launcher:
-        launcher.start(case.spec(say=said, sick_while=str(ready)))
+        launcher.start(case.spec(say=line, sick_while=str(ready)))
         await until(lambda: case.told[-1].progress == "ready")
         ready.unlink()
         assert (await case.reached(LaunchState.READY)).progress == ""
-        launcher.start(case.spec("b#0", say=said, never_ready=True))
+        launcher.start(case.spec("b#0", say=line, never_ready=True))
         await until(lambda: case.told[-1].progress == "Loading weights took 0.01 seconds")
 
 

@@ -114,8 +114,8 @@ def test_a_group_runs_so_many_and_the_least_recently_used_leaves() -> None:
     crowd = [ready(name, group="g", capacity=2, last_used=use) for name, use in (("a", 50.0), ("b", 40.0))]
     assert not compete(*crowd), "members of a group are counted, whatever GPUs they have"
     assert done(*crowd, view("c", wanted_since=99.0, group="g", capacity=2)) == [(ActionKind.DRAIN, "b")]
-    leaving = [replace(crowd[0], phase=ModelPhase.DRAINING, in_flight=1), crowd[1]]
-    assert done(*leaving, view("c", wanted_since=99.0, group="g", capacity=2)) == [], "one leaves already"
+    draining = [replace(crowd[0], phase=ModelPhase.DRAINING, in_flight=1), crowd[1]]
+    assert done(*draining, view("c", wanted_since=99.0, group="g", capacity=2)) == [], "one leaves already"
     assert done(crowd[0], view("c", wanted_since=99.0, group="g", capacity=2)) == [(ActionKind.START, "c")]
 
 
@@ -284,10 +284,10 @@ def test_hot_models_take_turns(paces: list[float], lasts: float) -> None:
         name: ModelView(name, ModelPhase.STOPPED, needs=frozenset({0}), start_seconds=pace, stop_seconds=0.5)
         for name, pace in zip("abcd", paces, strict=False)
     }
-    asked = [Request(name, n * (lasts + STEP), lasts) for name in made for n in range(round(120 / lasts))]
-    world = World(made, asked)
+    requests = [Request(name, n * (lasts + STEP), lasts) for name in made for n in range(round(120 / lasts))]
+    world = World(made, requests)
     world.run(120)
-    round_time = longest_wait(made.values(), asked)
+    round_time = longest_wait(made.values(), requests)
     starts = {name: [when for when, action in world.log if action.model == name and action.kind is ActionKind.START] for name in made}
     for name in made:
         assert starts[name], f"{name} was never started"

@@ -45,8 +45,8 @@ def user(text: str) -> list[Body]:
 
 
 PLAIN: Final = {"chat_template_kwargs": {"enable_thinking": False}, "temperature": 0}
-WHO: Final = {"model": "tiny", "messages": user("Who are you?"), "max_tokens": 300, "temperature": 0}
-SAID: Final = {**WHO, **PLAIN}
+QUESTION: Final = {"model": "tiny", "messages": user("Who are you?"), "max_tokens": 300, "temperature": 0}
+PLAIN_QUESTION: Final = {**QUESTION, **PLAIN}
 SCHEMA: Final = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}
 WEATHER: Final = {
     "type": "function",
@@ -60,7 +60,7 @@ WEATHER: Final = {
         },
     },
 }
-TOOL: Final = {**WHO, "messages": user("What is the weather in Hangzhou?"), "tools": [WEATHER]}
+TOOL: Final = {**QUESTION, "messages": user("What is the weather in Hangzhou?"), "tools": [WEATHER]}
 FLAT: Final = {"type": "function", **WEATHER["function"]}  # type: ignore[dict-item]  # the one member that is no text
 MESSAGE: Final = {"model": "tiny", "messages": user("Who are you?"), "max_tokens": 300, "temperature": 0}
 MESSAGE_TOOL: Final = {
@@ -69,7 +69,7 @@ MESSAGE_TOOL: Final = {
     "tools": [{"name": "get_current_weather", "input_schema": {**WEATHER["function"]["parameters"], "required": ["location", "days"]}}],  # type: ignore[index]
 }
 RESPONSE: Final = {"model": "tiny", "input": "Who are you?", "max_output_tokens": 300, "temperature": 0}
-STORY: Final = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0}
+COMPLETION: Final = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0}
 USAGE: Final = {"stream": True, "stream_options": {"include_usage": True}}
 RUNNING: Final = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
@@ -77,32 +77,35 @@ BATCH: Final = "/v1/chat/completions/batch"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
 ANSWERS: Final[dict[str, tuple[str, Body]]] = {
-    "chat": (CHAT, SAID),
-    "chat with reasoning": (CHAT, WHO),
-    "chat without its reasoning": (CHAT, {**WHO, "include_reasoning": False}),
-    "chat cut short in its reasoning": (CHAT, {**WHO, "max_tokens": 2}),
-    "chat with effort none": (CHAT, {**WHO, "reasoning_effort": "none"}),
-    "chat cut short": (CHAT, {**SAID, "max_completion_tokens": 3}),
-    "chat, two choices": (CHAT, {**SAID, "temperature": 1, "n": 2}),
-    "chat with log probabilities": (CHAT, {**SAID, "logprobs": True, "top_logprobs": 2}),
-    "chat with log probabilities alone": (CHAT, {**SAID, "logprobs": True}),
-    "chat with token ids": (CHAT, {**SAID, "return_token_ids": True}),
+    "chat": (CHAT, PLAIN_QUESTION),
+    "chat with reasoning": (CHAT, QUESTION),
+    "chat without its reasoning": (CHAT, {**QUESTION, "include_reasoning": False}),
+    "chat cut short in its reasoning": (CHAT, {**QUESTION, "max_tokens": 2}),
+    "chat with effort none": (CHAT, {**QUESTION, "reasoning_effort": "none"}),
+    "chat cut short": (CHAT, {**PLAIN_QUESTION, "max_completion_tokens": 3}),
+    "chat, two choices": (CHAT, {**PLAIN_QUESTION, "temperature": 1, "n": 2}),
+    "chat with log probabilities": (CHAT, {**PLAIN_QUESTION, "logprobs": True, "top_logprobs": 2}),
+    "chat with log probabilities alone": (CHAT, {**PLAIN_QUESTION, "logprobs": True}),
+    "chat with token ids": (CHAT, {**PLAIN_QUESTION, "return_token_ids": True}),
     "chat with tools": (CHAT, TOOL),
     "chat with tools, required": (CHAT, {**TOOL, **PLAIN, "tool_choice": "required"}),
     "chat with a named tool": (CHAT, {**TOOL, **PLAIN, "tool_choice": {"type": "function", "function": {"name": "get_current_weather"}}}),
-    "chat with a schema": (CHAT, {**SAID, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}}),
-    "chat with a choice": (CHAT, {**SAID, "structured_outputs": {"choice": ["red", "blue"]}}),
-    "chat with a regular expression": (CHAT, {**SAID, "structured_outputs": {"regex": "[ab]{3}"}}),
-    "chat with unknown fields": (CHAT, {**SAID, "extra_body": {"n": 5}, "guided_json": {}, "functions": [], "store": True}),
-    "chat with an empty model": (CHAT, {**SAID, "model": ""}),
-    "batch": (BATCH, {**SAID, "messages": [user("Who are you?"), user("What is the capital of France?")]}),
-    "batch with reasoning": (BATCH, {**WHO, "messages": [user("Who are you?")]}),
-    "batch with log probabilities": (BATCH, {**SAID, "messages": [user("Who are you?")], "logprobs": True, "top_logprobs": 2}),
-    "completion": (COMPLETIONS, STORY),
-    "completion with echo": (COMPLETIONS, {**STORY, "echo": True}),
-    "completion with log probabilities": (COMPLETIONS, {**STORY, "logprobs": 2, "max_tokens": 3}),
-    "completions of two prompts": (COMPLETIONS, {**STORY, "prompt": ["Once", "upon"], "max_tokens": 3}),
-    "completion of token ids": (COMPLETIONS, {**STORY, "prompt": [100, 101], "max_tokens": 3, "return_token_ids": True}),
+    "chat with a schema": (
+        CHAT,
+        {**PLAIN_QUESTION, "response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+    ),
+    "chat with a choice": (CHAT, {**PLAIN_QUESTION, "structured_outputs": {"choice": ["red", "blue"]}}),
+    "chat with a regular expression": (CHAT, {**PLAIN_QUESTION, "structured_outputs": {"regex": "[ab]{3}"}}),
+    "chat with unknown fields": (CHAT, {**PLAIN_QUESTION, "extra_body": {"n": 5}, "guided_json": {}, "functions": [], "store": True}),
+    "chat with an empty model": (CHAT, {**PLAIN_QUESTION, "model": ""}),
+    "batch": (BATCH, {**PLAIN_QUESTION, "messages": [user("Who are you?"), user("What is the capital of France?")]}),
+    "batch with reasoning": (BATCH, {**QUESTION, "messages": [user("Who are you?")]}),
+    "batch with log probabilities": (BATCH, {**PLAIN_QUESTION, "messages": [user("Who are you?")], "logprobs": True, "top_logprobs": 2}),
+    "completion": (COMPLETIONS, COMPLETION),
+    "completion with echo": (COMPLETIONS, {**COMPLETION, "echo": True}),
+    "completion with log probabilities": (COMPLETIONS, {**COMPLETION, "logprobs": 2, "max_tokens": 3}),
+    "completions of two prompts": (COMPLETIONS, {**COMPLETION, "prompt": ["Once", "upon"], "max_tokens": 3}),
+    "completion of token ids": (COMPLETIONS, {**COMPLETION, "prompt": [100, 101], "max_tokens": 3, "return_token_ids": True}),
     "response": (RESPONSES, {**RESPONSE, "chat_template_kwargs": {"enable_thinking": False}}),
     "response with reasoning": (RESPONSES, RESPONSE),
     "response cut short": (RESPONSES, {**RESPONSE, "max_output_tokens": 2}),
@@ -122,62 +125,62 @@ STREAMS: Final[dict[str, tuple[str, Body]]] = {
     for name, (path, body) in ANSWERS.items()
     if path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 } | {
-    "chat without usage": (CHAT, {**SAID, "stream": True}),
-    "chat with running usage": (CHAT, {**WHO, **RUNNING}),
-    "completion without usage": (COMPLETIONS, {**STORY, "stream": True}),
-    "completion with running usage": (COMPLETIONS, {**STORY, **RUNNING}),
-    "chat that fails as a stream: too many log probabilities": (CHAT, {**SAID, **USAGE, "logprobs": True, "top_logprobs": 50}),
-    "chat that fails as a stream: unknown tokens": (CHAT, {**SAID, **USAGE, "logit_bias": {"999999": 1}}),
-    "completion that fails as a stream": (COMPLETIONS, {**STORY, **USAGE, "logprobs": 50}),
+    "chat without usage": (CHAT, {**PLAIN_QUESTION, "stream": True}),
+    "chat with running usage": (CHAT, {**QUESTION, **RUNNING}),
+    "completion without usage": (COMPLETIONS, {**COMPLETION, "stream": True}),
+    "completion with running usage": (COMPLETIONS, {**COMPLETION, **RUNNING}),
+    "chat that fails as a stream: too many log probabilities": (CHAT, {**PLAIN_QUESTION, **USAGE, "logprobs": True, "top_logprobs": 50}),
+    "chat that fails as a stream: unknown tokens": (CHAT, {**PLAIN_QUESTION, **USAGE, "logit_bias": {"999999": 1}}),
+    "completion that fails as a stream": (COMPLETIONS, {**COMPLETION, **USAGE, "logprobs": 50}),
     "message that fails as a stream": (
         MESSAGES,
         {**MESSAGE, "stream": True, "output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}},
     ),
 }
 REFUSALS: Final[dict[str, tuple[str, Body]]] = {
-    "an unknown model": (CHAT, {**SAID, "model": "other"}),
-    "an unknown model for completions": (COMPLETIONS, {**STORY, "model": "other"}),
+    "an unknown model": (CHAT, {**PLAIN_QUESTION, "model": "other"}),
+    "an unknown model for completions": (COMPLETIONS, {**COMPLETION, "model": "other"}),
     "an unknown model for responses": (RESPONSES, {**RESPONSE, "model": "other"}),
     "an unknown model for messages": (MESSAGES, {**MESSAGE, "model": "other"}),
     "an unknown model for tokens": ("/tokenize", {"model": "other", "prompt": "a"}),
     "no messages": (CHAT, {"model": "tiny"}),
     "a prompt and no messages": (CHAT, {"model": "tiny", "prompt": "Hello"}),
-    "a type that is wrong": (CHAT, {**SAID, "max_tokens": "many"}),
-    "a stream that is no boolean": (CHAT, {**SAID, "stream": "perhaps"}),
-    "stream options without a stream": (CHAT, {**SAID, "stream_options": {"include_usage": True}}),
-    "stream options without a stream for completions": (COMPLETIONS, {**STORY, "stream_options": {"include_usage": True}}),
-    "too many log probabilities": (CHAT, {**SAID, "logprobs": True, "top_logprobs": 50}),
-    "top_logprobs without logprobs": (CHAT, {**SAID, "top_logprobs": 2}),
-    "top_logprobs that are negative": (CHAT, {**SAID, "logprobs": True, "top_logprobs": -2}),
-    "top_logprobs that are text": (CHAT, {**SAID, "logprobs": True, "top_logprobs": "two"}),
-    "unknown tokens in logit_bias": (CHAT, {**SAID, "logit_bias": {"999999": 1}}),
-    "two choices without chance": (CHAT, {**SAID, "n": 2}),
-    "no choices": (CHAT, {**SAID, "n": 0}),
-    "a temperature that is too high": (CHAT, {**SAID, "temperature": 5}),
-    "a temperature below zero": (CHAT, {**SAID, "temperature": -1}),
-    "a top_p of zero": (CHAT, {**SAID, "top_p": 0}),
-    "a penalty that is too high": (CHAT, {**SAID, "presence_penalty": 3}),
-    "no tokens at all": (CHAT, {**SAID, "max_tokens": 0}),
-    "more tokens than the context": (CHAT, {**SAID, "max_tokens": 80000}),
-    "more completion tokens than the context": (CHAT, {**SAID, "max_completion_tokens": 80000}),
-    "more tokens than the context for completions": (COMPLETIONS, {**STORY, "max_tokens": 80000}),
+    "a type that is wrong": (CHAT, {**PLAIN_QUESTION, "max_tokens": "many"}),
+    "a stream that is no boolean": (CHAT, {**PLAIN_QUESTION, "stream": "perhaps"}),
+    "stream options without a stream": (CHAT, {**PLAIN_QUESTION, "stream_options": {"include_usage": True}}),
+    "stream options without a stream for completions": (COMPLETIONS, {**COMPLETION, "stream_options": {"include_usage": True}}),
+    "too many log probabilities": (CHAT, {**PLAIN_QUESTION, "logprobs": True, "top_logprobs": 50}),
+    "top_logprobs without logprobs": (CHAT, {**PLAIN_QUESTION, "top_logprobs": 2}),
+    "top_logprobs that are negative": (CHAT, {**PLAIN_QUESTION, "logprobs": True, "top_logprobs": -2}),
+    "top_logprobs that are text": (CHAT, {**PLAIN_QUESTION, "logprobs": True, "top_logprobs": "two"}),
+    "unknown tokens in logit_bias": (CHAT, {**PLAIN_QUESTION, "logit_bias": {"999999": 1}}),
+    "two choices without chance": (CHAT, {**PLAIN_QUESTION, "n": 2}),
+    "no choices": (CHAT, {**PLAIN_QUESTION, "n": 0}),
+    "a temperature that is too high": (CHAT, {**PLAIN_QUESTION, "temperature": 5}),
+    "a temperature below zero": (CHAT, {**PLAIN_QUESTION, "temperature": -1}),
+    "a top_p of zero": (CHAT, {**PLAIN_QUESTION, "top_p": 0}),
+    "a penalty that is too high": (CHAT, {**PLAIN_QUESTION, "presence_penalty": 3}),
+    "no tokens at all": (CHAT, {**PLAIN_QUESTION, "max_tokens": 0}),
+    "more tokens than the context": (CHAT, {**PLAIN_QUESTION, "max_tokens": 80000}),
+    "more completion tokens than the context": (CHAT, {**PLAIN_QUESTION, "max_completion_tokens": 80000}),
+    "more tokens than the context for completions": (COMPLETIONS, {**COMPLETION, "max_tokens": 80000}),
     "more tokens than the context for responses": (RESPONSES, {**RESPONSE, "max_output_tokens": 80000}),
-    "a prompt that is too long": (CHAT, {**SAID, "messages": user("word " * 3000)}),
-    "a prompt that is too long, streamed": (CHAT, {**SAID, "stream": True, "messages": user("word " * 3000)}),
-    "a prompt that is far too long": (CHAT, {**SAID, "messages": user("word " * 200_000)}),
-    "a prompt that is too long for completions": (COMPLETIONS, {**STORY, "prompt": "word " * 3000}),
+    "a prompt that is too long": (CHAT, {**PLAIN_QUESTION, "messages": user("word " * 3000)}),
+    "a prompt that is too long, streamed": (CHAT, {**PLAIN_QUESTION, "stream": True, "messages": user("word " * 3000)}),
+    "a prompt that is far too long": (CHAT, {**PLAIN_QUESTION, "messages": user("word " * 200_000)}),
+    "a prompt that is too long for completions": (COMPLETIONS, {**COMPLETION, "prompt": "word " * 3000}),
     "a prompt that is too long for messages": (MESSAGES, {**MESSAGE, "messages": user("word " * 3000)}),
-    "no tools in a list": (CHAT, {**SAID, "tools": []}),
-    "a tool choice without tools": (CHAT, {**SAID, "tool_choice": "auto"}),
+    "no tools in a list": (CHAT, {**PLAIN_QUESTION, "tools": []}),
+    "a tool choice without tools": (CHAT, {**PLAIN_QUESTION, "tool_choice": "auto"}),
     "a tool choice that is none of the tools": (CHAT, {**TOOL, "tool_choice": {"type": "function", "function": {"name": "other"}}}),
     "a tool choice that is unknown": (CHAT, {**TOOL, "tool_choice": "always"}),
-    "a schema that is missing": (CHAT, {**SAID, "response_format": {"type": "json_schema"}}),
-    "two constraints": (CHAT, {**SAID, "structured_outputs": {"regex": "a", "choice": ["a"]}}),
-    "five stop strings": (CHAT, {**SAID, "stop": ["a", "b", "c", "d", "e"]}),
-    "an empty stop string": (CHAT, {**SAID, "stop": [""]}),
-    "a salt that may not be": (CHAT, {**SAID, "cache_salt": "a/b"}),
-    "a template": (CHAT, {**SAID, "chat_template": "x"}),
-    "an effort that is unknown": (CHAT, {**SAID, "reasoning_effort": "huge"}),
+    "a schema that is missing": (CHAT, {**PLAIN_QUESTION, "response_format": {"type": "json_schema"}}),
+    "two constraints": (CHAT, {**PLAIN_QUESTION, "structured_outputs": {"regex": "a", "choice": ["a"]}}),
+    "five stop strings": (CHAT, {**PLAIN_QUESTION, "stop": ["a", "b", "c", "d", "e"]}),
+    "an empty stop string": (CHAT, {**PLAIN_QUESTION, "stop": [""]}),
+    "a salt that may not be": (CHAT, {**PLAIN_QUESTION, "cache_salt": "a/b"}),
+    "a template": (CHAT, {**PLAIN_QUESTION, "chat_template": "x"}),
+    "an effort that is unknown": (CHAT, {**PLAIN_QUESTION, "reasoning_effort": "huge"}),
     "no prompt": (COMPLETIONS, {"model": "tiny"}),
     "no input": (RESPONSES, {"model": "tiny"}),
     "a response before it that is unknown": (RESPONSES, {**RESPONSE, "previous_response_id": "resp_0"}),
@@ -187,10 +190,10 @@ REFUSALS: Final[dict[str, tuple[str, Body]]] = {
     "an empty model for messages": (MESSAGES, {**MESSAGE, "model": ""}),
     "a temperature that is too high for messages": (MESSAGES, {**MESSAGE, "temperature": 5}),
     "tokens that are no numbers": ("/detokenize", {"tokens": ["a"]}),
-    "a batch without conversations": (BATCH, {**SAID, "messages": []}),
-    "a batch with an empty conversation": (BATCH, {**SAID, "messages": [[]]}),
-    "a batch that is one conversation": (BATCH, SAID),
-    "a batch with two choices": (BATCH, {**SAID, "messages": [user("Hello")], "n": 2}),
+    "a batch without conversations": (BATCH, {**PLAIN_QUESTION, "messages": []}),
+    "a batch with an empty conversation": (BATCH, {**PLAIN_QUESTION, "messages": [[]]}),
+    "a batch that is one conversation": (BATCH, PLAIN_QUESTION),
+    "a batch with two choices": (BATCH, {**PLAIN_QUESTION, "messages": [user("Hello")], "n": 2}),
     "an unknown route": ("/v1/nothing", {}),
 }
 RAW: Final[dict[str, tuple[bytes, str]]] = {
@@ -202,13 +205,13 @@ RAW: Final[dict[str, tuple[bytes, str]]] = {
     "too deep": (b"[" * 100_000, "application/json"),
     "an endless number": (b'{"model": "tiny", "n": ' + b"9" * 5000 + b"}", "application/json"),
     "a form": (b"model=tiny", "application/x-www-form-urlencoded"),
-    "text": (json.dumps(SAID).encode(), "text/plain"),
+    "text": (json.dumps(PLAIN_QUESTION).encode(), "text/plain"),
 }
 ENCODED: Final[dict[str, bytes]] = {
-    "UTF-16": json.dumps(SAID).encode("utf-16"),
-    "a byte order mark": b"\xef\xbb\xbf" + json.dumps(SAID).encode(),
-    "the last of two models": json.dumps(SAID).encode()[:-1] + b', "model": "other", "mod\\u0065l": "tiny"}',
-    "NaN in an unknown field": json.dumps(SAID).encode()[:-1] + b', "other": NaN}',
+    "UTF-16": json.dumps(PLAIN_QUESTION).encode("utf-16"),
+    "a byte order mark": b"\xef\xbb\xbf" + json.dumps(PLAIN_QUESTION).encode(),
+    "the last of two models": json.dumps(PLAIN_QUESTION).encode()[:-1] + b', "model": "other", "mod\\u0065l": "tiny"}',
+    "NaN in an unknown field": json.dumps(PLAIN_QUESTION).encode()[:-1] + b', "other": NaN}',
 }
 
 
@@ -219,9 +222,9 @@ def shape(value: Any, name: str = "") -> Any:
     if name == "top_logprobs" and isinstance(value, list) and value and "token" not in value[0]:
         return [len(tokens) for tokens in value]
     if isinstance(value, dict):
-        return {key: shape(member, key) for key, member in value.items()}
+        return {key: shape(item, key) for key, item in value.items()}
     if isinstance(value, list):
-        shapes = [shape(member) for member in value]
+        shapes = [shape(item) for item in value]
         return [element for at, element in enumerate(shapes) if element not in shapes[:at]]
     return "number" if type(value) in (int, float) else type(value).__name__
 
@@ -245,8 +248,8 @@ def kind(name: str, data: Any) -> str:
     choice = data["choices"][0]
     if choice["finish_reason"] is not None:
         return f"{choice['index']} finish {choice['finish_reason']}"
-    said = sorted(choice["delta"]) if "delta" in choice else ["text"]
-    return f"{choice['index']} {' '.join(said) or 'empty'}"
+    fields = sorted(choice["delta"]) if "delta" in choice else ["text"]
+    return f"{choice['index']} {' '.join(fields) or 'empty'}"
 
 
 def summary(text: str) -> list[str]:
@@ -328,13 +331,13 @@ def test_what_is_read_is_the_same(clients: tuple[httpx2.Client, httpx2.Client], 
 
 
 def test_the_id_is_the_request_id(clients: tuple[httpx2.Client, httpx2.Client]) -> None:
-    real, simulated = both(clients, CHAT, json=SAID, headers={"x-request-id": "mine"})
+    real, simulated = both(clients, CHAT, json=PLAIN_QUESTION, headers={"x-request-id": "mine"})
     assert simulated.json()["id"] == real.json()["id"] == "chatcmpl-mine"
 
 
 def test_ids_have_the_same_form(clients: tuple[httpx2.Client, httpx2.Client]) -> None:
-    for path, body in ((CHAT, SAID), (COMPLETIONS, STORY), (RESPONSES, RESPONSE), (MESSAGES, MESSAGE)):
-        ids = [re.sub("[0-9a-f]", "0", answer.json()["id"]) for answer in both(clients, path, json=body)]
+    for path, body in ((CHAT, PLAIN_QUESTION), (COMPLETIONS, COMPLETION), (RESPONSES, RESPONSE), (MESSAGES, MESSAGE)):
+        ids = [re.sub("[0-9a-f]", "0", response.json()["id"]) for response in both(clients, path, json=body)]
         assert ids[0] == ids[1]
 
 

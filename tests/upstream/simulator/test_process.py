@@ -57,8 +57,10 @@ class Simulated:
 @contextmanager
 def running(*flags: str, uds: Path | None = None, environ: Mapping[str, str] | None = None) -> Iterator[Simulated]:
     """A simulator that serves ``tiny``, until the ``with`` ends."""
-    place = ["--uds", str(uds)] if uds else ["--host", "127.0.0.1", "--port", "0"]
-    process = subprocess.Popen([*COMMAND, "tiny", *place, *flags], stderr=subprocess.PIPE, text=True, env={**os.environ, **(environ or {})})
+    listen = ["--uds", str(uds)] if uds else ["--host", "127.0.0.1", "--port", "0"]
+    process = subprocess.Popen(
+        [*COMMAND, "tiny", *listen, *flags], stderr=subprocess.PIPE, text=True, env={**os.environ, **(environ or {})}
+    )
     transport = httpx2.HTTPTransport(uds=str(uds)) if uds else None
     try:
         port = _announced(process)
@@ -74,13 +76,13 @@ def running(*flags: str, uds: Path | None = None, environ: Mapping[str, str] | N
 def _announced(process: subprocess.Popen[str]) -> int:
     """The port that the process says it listens on, 0 for a unix socket."""
     assert process.stderr is not None
-    said = ""
+    text = ""
     for line in process.stderr:
-        said += line
+        text += line
         found = re.search(r"Starting vLLM server on (?:unix:|http://.*:(\d+))", line)
         if found:
             return int(found[1] or 0)
-    raise AssertionError(f"the simulator did not start: {said}")
+    raise AssertionError(f"the simulator did not start: {text}")
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -240,8 +242,8 @@ def test_idle_connections_are_closed_after_the_time_of_the_environment() -> None
 
 def test_sigterm_aborts_what_is_in_flight() -> None:
     with running("--sim-tokens", "100000", "--max-model-len", "200000") as simulated:
-        with simulated.client.stream("POST", "/v1/chat/completions", json=_LONG) as answer:
-            lines = answer.iter_lines()
+        with simulated.client.stream("POST", "/v1/chat/completions", json=_LONG) as response:
+            lines = response.iter_lines()
             next(lines)
             simulated.process.send_signal(signal.SIGTERM)
             frames = [line for line in lines if line]
@@ -255,8 +257,8 @@ _LONG = {"messages": [{"role": "user", "content": "Hello"}], "stream": True}
 
 def test_sigterm_waits_for_requests_in_flight_if_configured() -> None:
     with running("--shutdown-timeout", "20", "--sim-tokens", "40", "--sim-tokens-per-second", "60") as simulated:
-        with simulated.client.stream("POST", "/v1/chat/completions", json=_LONG) as answer:
-            lines = answer.iter_lines()
+        with simulated.client.stream("POST", "/v1/chat/completions", json=_LONG) as response:
+            lines = response.iter_lines()
             next(lines)
             simulated.process.send_signal(signal.SIGTERM)
             frames = [line for line in lines if line]
@@ -283,8 +285,8 @@ def test_a_draining_server_lives_and_fails_new_requests() -> None:
 
 def _hold(simulated: Simulated, opened: threading.Event, finish: threading.Event) -> None:
     """Hold a stream that has fallen silent open, and then leave."""
-    with simulated.client.stream("POST", "/v1/chat/completions", json={**_LONG, "simulate": {"hang_after": 2}}) as answer:
-        next(answer.iter_lines())
+    with simulated.client.stream("POST", "/v1/chat/completions", json={**_LONG, "simulate": {"hang_after": 2}}) as response:
+        next(response.iter_lines())
         opened.set()
         finish.wait(WITHIN)
 
@@ -293,11 +295,11 @@ def _hold(simulated: Simulated, opened: threading.Event, finish: threading.Event
 def test_it_exits_when_it_is_configured_to(flag: str, status: int) -> None:
     with running(flag, "2", "--sim-tokens", "1") as simulated:
         assert simulated.chat().status_code == 200
-        assert not _answers(simulated)
+        assert not _responds(simulated)
         assert simulated.process.wait(WITHIN) == status
 
 
-def _answers(simulated: Simulated) -> bool:
+def _responds(simulated: Simulated) -> bool:
     """Whether it answers a request. It may write its last answer before it dies of it."""
     try:
         return simulated.chat().status_code == 200 and simulated.chat().status_code == 200
@@ -309,14 +311,14 @@ def test_sleep_mode_holds_requests_until_it_wakes() -> None:
     with running("--enable-sleep-mode", environ={"VLLM_SERVER_DEV_MODE": "1"}) as simulated:
         assert simulated.client.post("/sleep?level=1").json() == {"status": "sleeping", "level": 1}
         assert simulated.client.get("/is_sleeping").json() == {"is_sleeping": True}
-        answers: list[int] = []
-        asking = threading.Thread(target=lambda: answers.append(simulated.chat().status_code))
-        asking.start()
+        statuses: list[int] = []
+        requesting = threading.Thread(target=lambda: statuses.append(simulated.chat().status_code))
+        requesting.start()
         until(lambda: simulated.metric("vllm:num_requests_running") == 1)
-        assert answers == []
+        assert statuses == []
         simulated.client.post("/wake_up")
-        asking.join()
-        assert answers == [200]
+        requesting.join()
+        assert statuses == [200]
 
 
 def test_sleep_routes_are_absent_otherwise() -> None:

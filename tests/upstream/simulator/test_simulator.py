@@ -66,8 +66,8 @@ def raw(simulated: Simulated, body: Body, path: str = CHAT) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", simulated.port))
     connection.settimeout(WITHIN)
     content = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
-    connection.sendall(head.encode() + content)
+    headers = f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+    connection.sendall(headers.encode() + content)
     return connection
 
 
@@ -80,7 +80,7 @@ def everything(connection: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def test_the_same_request_has_the_same_answer_streamed_or_not(simulated: Simulated) -> None:
+def test_the_same_request_has_the_same_response_streamed_or_not(simulated: Simulated) -> None:
     message = simulated.chat().json()["choices"][0]["message"]
     assert message == simulated.chat().json()["choices"][0]["message"]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks(streamed(simulated))]
@@ -96,14 +96,14 @@ def test_seed_and_prompt_make_other_texts(simulated: Simulated) -> None:
 
 
 def test_choices_differ_and_are_counted_together(simulated: Simulated) -> None:
-    answer = simulated.chat(n=3, temperature=1, simulate={"tokens": 10}).json()
-    assert len({choice["message"]["content"] for choice in answer["choices"]}) == 3
-    assert answer["usage"]["completion_tokens"] == 30
+    response = simulated.chat(n=3, temperature=1, simulate={"tokens": 10}).json()
+    assert len({choice["message"]["content"] for choice in response["choices"]}) == 3
+    assert response["usage"]["completion_tokens"] == 30
 
 
 def test_the_length_is_as_configured_and_the_limit_ends_it(simulated: Simulated) -> None:
-    told = simulated.chat(simulate={"tokens": 30}).json()
-    assert (told["usage"]["completion_tokens"], told["choices"][0]["finish_reason"]) == (30, "stop")
+    configured = simulated.chat(simulate={"tokens": 30}).json()
+    assert (configured["usage"]["completion_tokens"], configured["choices"][0]["finish_reason"]) == (30, "stop")
     limited = simulated.chat(simulate={"tokens": 30}, max_tokens=7).json()
     assert (limited["usage"]["completion_tokens"], limited["choices"][0]["finish_reason"]) == (7, "length")
     endless = simulated.chat(ignore_eos=True, max_tokens=99).json()
@@ -135,9 +135,9 @@ def test_tools_are_called_once_and_their_result_gets_a_response(simulated: Simul
 
 
 def test_several_tools_are_called_if_configured(simulated: Simulated) -> None:
-    told = {"tools": [TOOL], "simulate": {"tool_calls": 3}}
-    assert len(simulated.chat(**told).json()["choices"][0]["message"]["tool_calls"]) == 3
-    assert len(simulated.chat(**told, parallel_tool_calls=False).json()["choices"][0]["message"]["tool_calls"]) == 1
+    fields = {"tools": [TOOL], "simulate": {"tool_calls": 3}}
+    assert len(simulated.chat(**fields).json()["choices"][0]["message"]["tool_calls"]) == 3
+    assert len(simulated.chat(**fields, parallel_tool_calls=False).json()["choices"][0]["message"]["tool_calls"]) == 1
     assert simulated.chat(tools=[TOOL], simulate={"tool_calls": 0}).json()["choices"][0]["finish_reason"] == "stop"
 
 
@@ -145,8 +145,8 @@ def test_constraints_are_met(simulated: Simulated) -> None:
     schema = {"type": "object", "properties": {"n": {"type": "integer", "minimum": 3}}, "required": ["n"]}
 
     def content(**fields: Any) -> str:
-        said: str = simulated.chat(**fields).json()["choices"][0]["message"]["content"]
-        return said
+        generated: str = simulated.chat(**fields).json()["choices"][0]["message"]["content"]
+        return generated
 
     assert json.loads(content(response_format={"type": "json_schema", "json_schema": {"name": "s", "schema": schema}})) == {"n": 3}
     assert isinstance(json.loads(content(response_format={"type": "json_object"})), dict)
@@ -172,12 +172,12 @@ def test_usage_everywhere_by_flag_and_cached_tokens_by_flag() -> None:
         assert details[0] == salted == 0
         assert details[1] > 64
         assert one.metric("vllm:prefix_cache_hits_total") == details[1]
-        told = one.post("/v1/messages", {"model": "tiny", "messages": long, "max_tokens": 1}).json()["usage"]
+        usage = one.post("/v1/messages", {"model": "tiny", "messages": long, "max_tokens": 1}).json()["usage"]
         entry = last_entry(one)
-        assert told["cache_read_input_tokens"] == details[1] == entry["prompt_tokens"] - told["input_tokens"]
+        assert usage["cache_read_input_tokens"] == details[1] == entry["prompt_tokens"] - usage["input_tokens"]
 
 
-def test_the_counters_are_the_sum_of_usage_and_of_what_was_broken_off(simulated: Simulated) -> None:
+def test_the_counters_are_the_sum_of_usage_and_of_truncated_responses(simulated: Simulated) -> None:
     before = [simulated.metric(f"vllm:{kind}_tokens_total") for kind in ("prompt", "generation")]
     for number in range(4):
         simulated.chat(n=2, temperature=1, seed=number)
@@ -195,8 +195,8 @@ def test_the_counters_are_the_sum_of_usage_and_of_what_was_broken_off(simulated:
 
 def test_what_the_journal_counts_is_the_usage(simulated: Simulated) -> None:
     for path, body in STREAMED.values():
-        answer = simulated.post(path, {**body, "stream": False}).json()
-        usage = answer["usage"]
+        response = simulated.post(path, {**body, "stream": False}).json()
+        usage = response["usage"]
         counted = [usage.get("prompt_tokens", usage.get("input_tokens")), usage.get("completion_tokens", usage.get("output_tokens"))]
         entry = last_entry(simulated)
         assert [entry["prompt_tokens"], entry["completion_tokens"]] == counted
@@ -215,13 +215,13 @@ def test_the_journal_shows_the_request_as_it_came(simulated: Simulated) -> None:
 
 @pytest.mark.parametrize(("path", "body"), STREAMED.values(), ids=STREAMED)
 @pytest.mark.parametrize("state", ["waiting", "generating", "hanging"])
-def test_a_client_that_leaves_ends_its_request(simulated: Simulated, path: str, body: Body, state: str) -> None:
-    told: dict[str, Body] = {
+def test_a_client_that_disconnects_ends_its_request(simulated: Simulated, path: str, body: Body, state: str) -> None:
+    fields: dict[str, Body] = {
         "waiting": {"time_to_first_token": 600},
         "generating": {"tokens": 100_000, "tokens_per_second": 20},
         "hanging": {"hang_after": 3},
     }
-    connection = raw(simulated, {**body, "simulate": told[state]}, path)
+    connection = raw(simulated, {**body, "simulate": fields[state]}, path)
     with connection:
         assert connection.recv(10) == b"HTTP/1.1 2"
         assert simulated.metric("vllm:num_requests_running") == 1
@@ -233,9 +233,9 @@ def last_entry_of(simulated: Simulated, path: str) -> Body:
     return [entry for entry in simulated.requests() if entry["path"] == path][-1]
 
 
-def test_a_client_that_leaves_before_the_headers_ends_its_request(simulated: Simulated) -> None:
-    for told in ({"hang_before_headers": True}, {"time_to_first_token": 600}):
-        connection = raw(simulated, {"messages": HELLO, "simulate": told})
+def test_a_client_that_disconnects_before_the_headers_ends_its_request(simulated: Simulated) -> None:
+    for behavior in ({"hang_before_headers": True}, {"time_to_first_token": 600}):
+        connection = raw(simulated, {"messages": HELLO, "simulate": behavior})
         until(lambda: simulated.metric("vllm:num_requests_running") == 1)
         connection.close()
         until(lambda: simulated.metric("vllm:num_requests_running") == 0)
@@ -254,8 +254,8 @@ def test_a_cut_after_some_events_sends_exactly_those(simulated: Simulated, count
 @pytest.mark.parametrize("count", [0, 1, 6, 300, 301])
 @pytest.mark.parametrize("size", [None, 7])
 def test_a_cut_after_some_bytes_sends_exactly_those(simulated: Simulated, count: int, size: int | None) -> None:
-    told = {"cut_bytes": count, "chunk_bytes": size}
-    received = everything(raw(simulated, {"messages": HELLO, "stream": True, "simulate": told}))
+    behavior = {"cut_bytes": count, "chunk_bytes": size}
+    received = everything(raw(simulated, {"messages": HELLO, "stream": True, "simulate": behavior}))
     assert len(unchunked(received.split(b"\r\n\r\n", 1)[1])) == count
     assert not received.endswith(b"0\r\n\r\n")
 
@@ -273,7 +273,7 @@ def test_a_cut_before_the_headers_sends_nothing(simulated: Simulated) -> None:
     assert everything(raw(simulated, {"messages": HELLO, "simulate": {"cut_before_headers": True}})) == b""
 
 
-def test_a_plain_answer_can_be_cut_in_its_middle(simulated: Simulated) -> None:
+def test_a_non_streaming_response_can_be_cut_in_its_middle(simulated: Simulated) -> None:
     received = everything(raw(simulated, {"messages": HELLO, "simulate": {"cut_bytes": 50}}))
     assert b"content-length: " in received
     assert len(received.split(b"\r\n\r\n", 1)[1]) == 50
@@ -281,9 +281,9 @@ def test_a_plain_answer_can_be_cut_in_its_middle(simulated: Simulated) -> None:
 
 @pytest.mark.parametrize("size", [1, 7, 64, 1000])
 def test_rechunking_changes_no_byte(simulated: Simulated, size: int) -> None:
-    asked = {"messages": HELLO, "stream": True, "request_id": "same", "simulate": {"tokens": 12}}
-    plain = simulated.post(CHAT, asked).text
-    received = everything(raw_closing(simulated, {**asked, "simulate": {"tokens": 12, "chunk_bytes": size}}))
+    fields = {"messages": HELLO, "stream": True, "request_id": "same", "simulate": {"tokens": 12}}
+    plain = simulated.post(CHAT, fields).text
+    received = everything(raw_closing(simulated, {**fields, "simulate": {"tokens": 12, "chunk_bytes": size}}))
     body = received.split(b"\r\n\r\n", 1)[1]
     sizes = chunk_sizes(body)
     assert set(sizes[:-2]) <= {size}
@@ -295,10 +295,10 @@ def raw_closing(simulated: Simulated, body: Body) -> socket.socket:
     connection = socket.create_connection(("127.0.0.1", simulated.port))
     connection.settimeout(WITHIN)
     content = json.dumps(body).encode()
-    head = (
+    headers = (
         f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
     )
-    connection.sendall(head.encode() + content)
+    connection.sendall(headers.encode() + content)
     return connection
 
 
@@ -357,7 +357,7 @@ def test_a_hang_sends_what_it_has_and_then_nothing(simulated: Simulated) -> None
             connection.recv(1)
 
 
-def test_a_process_dies_in_the_middle_of_an_answer() -> None:
+def test_a_process_dies_in_the_middle_of_a_response() -> None:
     with running() as one:
         received = everything(raw(one, {"messages": HELLO, "stream": True, "simulate": {"die_after": 4}}))
         assert received.count(b"data: ") == 1 + 3
@@ -379,12 +379,12 @@ def test_the_servers_own_behavior_yields_to_the_requests() -> None:
 def test_many_streams_at_once_are_each_whole(simulated: Simulated) -> None:
     endings: list[str] = []
 
-    def ask(number: int) -> None:
+    def request(number: int) -> None:
         with httpx2.Client(base_url=simulated.url, timeout=WITHIN) as client:
-            answer = client.post(CHAT, json={"messages": HELLO, "seed": number, "stream": True, "simulate": {"tokens": 20}})
-            endings.append(answer.text[-len("data: [DONE]\n\n") :])
+            response = client.post(CHAT, json={"messages": HELLO, "seed": number, "stream": True, "simulate": {"tokens": 20}})
+            endings.append(response.text[-len("data: [DONE]\n\n") :])
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(40)]
+    threads = [threading.Thread(target=request, args=(number,)) for number in range(40)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -405,11 +405,11 @@ POOLED: dict[str, tuple[str, Body, str]] = {
 
 
 @pytest.mark.parametrize(("path", "body", "member"), POOLED.values(), ids=POOLED)
-def test_pooling_routes_answer_each_text_with_usage(simulated: Simulated, path: str, body: Body, member: str) -> None:
-    answers = [simulated.post(path, {"model": "tiny", **body}).json() for _ in range(2)]
-    assert len(answers[0][member]) == 2
-    assert answers[0][member] == answers[1][member]
-    assert answers[0]["usage"]["total_tokens"] == answers[0]["usage"]["prompt_tokens"] > 0
+def test_pooling_routes_return_each_text_with_usage(simulated: Simulated, path: str, body: Body, member: str) -> None:
+    responses = [simulated.post(path, {"model": "tiny", **body}).json() for _ in range(2)]
+    assert len(responses[0][member]) == 2
+    assert responses[0][member] == responses[1][member]
+    assert responses[0]["usage"]["total_tokens"] == responses[0]["usage"]["prompt_tokens"] > 0
     assert simulated.post(path, {**body, "model": "other"}).status_code == 404
 
 
@@ -423,14 +423,14 @@ COHERE: dict[str, Body] = {
 @pytest.mark.parametrize("given", COHERE)
 def test_coheres_embeddings_have_their_types_and_billed_units(simulated: Simulated, given: str) -> None:
     kinds = ["float", "base64", "binary", "ubinary"]
-    answer = simulated.post("/v2/embed", {"model": "tiny", **COHERE[given], "embedding_types": kinds, "output_dimension": 16}).json()
-    shown = answer["embeddings"]
+    response = simulated.post("/v2/embed", {"model": "tiny", **COHERE[given], "embedding_types": kinds, "output_dimension": 16}).json()
+    shown = response["embeddings"]
     assert [len(shown[kind]) for kind in kinds] == [2, 2, 2, 2]
     assert [len(shown["float"][0]), len(shown["binary"][0]), len(shown["ubinary"][0])] == [16, 2, 2]
     assert [number + 128 for number in shown["binary"][0]] == shown["ubinary"][0]
-    billed = answer["meta"]["billed_units"]
+    billed = response["meta"]["billed_units"]
     assert (billed["image_tokens"] > 0) == (given == "images") and (billed["input_tokens"] > 0) == (given != "images")
-    assert answer.get("texts") == COHERE[given].get("texts")
+    assert response.get("texts") == COHERE[given].get("texts")
 
 
 @pytest.mark.parametrize("body", [{}, {"texts": []}, {"texts": ["a"], "images": ["b"]}, {"texts": ["a"], "input_type": "search_query"}])
@@ -440,15 +440,15 @@ def test_coheres_embeddings_are_refused_as_vllm_does(simulated: Simulated, body:
 
 def test_a_batch_has_a_choice_for_each_conversation(simulated: Simulated) -> None:
     path, body = CHAT + "/batch", {"model": "tiny", "messages": [HELLO, [{"role": "user", "content": "Bye"}]], "max_tokens": 4}
-    answer = simulated.post(path, body).json()
-    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    response = simulated.post(path, body).json()
+    assert [choice["index"] for choice in response["choices"]] == [0, 1]
     alone = [simulated.post(CHAT, {**body, "messages": each}).json() for each in body["messages"]]  # type: ignore[attr-defined]
-    assert [choice["message"] for choice in answer["choices"]] == [each["choices"][0]["message"] for each in alone]
+    assert [choice["message"] for choice in response["choices"]] == [each["choices"][0]["message"] for each in alone]
     for name in ("prompt_tokens", "completion_tokens", "total_tokens"):
-        assert answer["usage"][name] == sum(each["usage"][name] for each in alone)
+        assert response["usage"][name] == sum(each["usage"][name] for each in alone)
 
 
-def test_embeddings_have_the_size_and_the_encoding_asked_for(simulated: Simulated) -> None:
+def test_embeddings_have_the_requested_size_and_encoding(simulated: Simulated) -> None:
     (one,) = simulated.post("/v1/embeddings", {"input": "a", "dimensions": 8}).json()["data"]
     assert len(one["embedding"]) == 8
     (packed,) = simulated.post("/v1/embeddings", {"input": "a", "dimensions": 8, "encoding_format": "base64"}).json()["data"]
@@ -463,7 +463,7 @@ def test_ranks_fall_and_are_cut_at_the_top(simulated: Simulated) -> None:
 
 
 @pytest.mark.parametrize("name", ["transcriptions", "translations"])
-def test_audio_is_answered_plain_and_streamed(simulated: Simulated, name: str) -> None:
+def test_audio_responses_are_plain_and_streamed(simulated: Simulated, name: str) -> None:
     def hear(**fields: str) -> httpx2.Response:
         return simulated.client.post(f"/v1/audio/{name}", files={"file": ("a.wav", b"\x01" * 32000)}, data={"model": "tiny", **fields})
 
@@ -477,9 +477,9 @@ def test_audio_is_answered_plain_and_streamed(simulated: Simulated, name: str) -
 
 def test_tokens_are_those_that_usage_counts(simulated: Simulated) -> None:
     text = "Once upon a time — 你好 🙂\n"
-    answer = simulated.post("/tokenize", {"prompt": text}).json()
-    assert answer["count"] == simulated.post("/v1/completions", {"prompt": text}).json()["usage"]["prompt_tokens"]
-    assert simulated.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": text}
+    response = simulated.post("/tokenize", {"prompt": text}).json()
+    assert response["count"] == simulated.post("/v1/completions", {"prompt": text}).json()["usage"]["prompt_tokens"]
+    assert simulated.post("/detokenize", {"tokens": response["tokens"]}).json() == {"prompt": text}
     counted = simulated.post("/v1/messages/count_tokens", {"model": "tiny", "messages": HELLO}).json()["input_tokens"]
     assert counted == simulated.chat().json()["usage"]["prompt_tokens"]
 

@@ -30,10 +30,10 @@ def test_any_ids_have_a_text(ids: list[int]) -> None:
 
 
 @given(some.integers(0, 2**64), some.integers(0, 300))
-def test_a_speaker_says_exactly_as_many_pieces_as_asked(seed: int, count: int) -> None:
-    said = Speaker(seed).pieces(count)
-    assert len(said) == count
-    assert said == Speaker(seed).pieces(count)
+def test_a_speaker_says_exactly_as_many_pieces_as_requested(seed: int, count: int) -> None:
+    pieces = Speaker(seed).pieces(count)
+    assert len(pieces) == count
+    assert pieces == Speaker(seed).pieces(count)
 
 
 SCHEMAS: list[tuple[dict[str, Any], Any]] = [
@@ -66,12 +66,12 @@ def test_lengths_bound_a_string() -> None:
 
 
 @pytest.mark.parametrize("bad", [{"type": "nothing"}, {"$ref": "#/no"}, {"type": "object", "properties": {"a": 5}, "required": ["a"]}])
-def test_a_schema_that_is_none_is_told(bad: dict[str, Any]) -> None:
+def test_an_invalid_schema_is_reported(bad: dict[str, Any]) -> None:
     with pytest.raises(json_schema.UnsatisfiableSchemaError):
         json_schema.instance(bad, Speaker(0))
 
 
-def test_a_schema_without_end_is_told() -> None:
+def test_an_endless_schema_is_reported() -> None:
     endless = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"]}}}
     with pytest.raises(json_schema.UnsatisfiableSchemaError):
         json_schema.instance(endless, Speaker(0))
@@ -85,32 +85,34 @@ def test_a_simple_expression_is_matched_whole(pattern: str) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(", "[", "(?=a)b(?=c)c{3}"])
-def test_an_expression_that_cannot_be_met_is_told(pattern: str) -> None:
+def test_an_expression_that_cannot_be_met_is_reported(pattern: str) -> None:
     with pytest.raises(json_schema.UnsatisfiableSchemaError):
         json_schema.matching(pattern, Speaker(0))
 
 
-def ask(**more: Any) -> GenerationRequest:
+def generation_request(**more: Any) -> GenerationRequest:
     return GenerationRequest((Prompt.of_text("Hello"),), **{"limit": 1000, **more})
 
 
 @given(some.integers(1, 200), some.integers(1, 200), some.booleans())
 def test_a_plan_keeps_the_length_and_the_limit(wanted: int, limit: int, thinking: bool) -> None:
-    (choice,) = plan(ask(limit=limit, thinking=thinking), Behavior(tokens=wanted, reasoning_tokens=1 if thinking else None), 0).choices
+    (choice,) = plan(
+        generation_request(limit=limit, thinking=thinking), Behavior(tokens=wanted, reasoning_tokens=1 if thinking else None), 0
+    ).choices
     assert len(choice.tokens) <= limit
     assert (choice.finish == "stop") == (choice.tokens[-1].piece == tokenizer.END)
 
 
 def test_reasoning_comes_before_the_content_and_its_end_is_silent() -> None:
-    (choice,) = plan(ask(thinking=True), Behavior(tokens=20, reasoning_tokens=5), 0).choices
+    (choice,) = plan(generation_request(thinking=True), Behavior(tokens=20, reasoning_tokens=5), 0).choices
     kinds = [token.kind for token in choice.tokens]
     assert kinds == [TokenKind.REASONING] * 5 + [TokenKind.SILENT] + [TokenKind.CONTENT] * 13 + [TokenKind.SILENT]
 
 
 @given(some.text(min_size=1, max_size=3), some.integers(0, 50))
 def test_nothing_is_shown_from_a_stop_string_on(stop: str, seed: int) -> None:
-    (free,) = plan(ask(seed=seed), Behavior(tokens=60), 0).choices
-    (stopped,) = plan(ask(seed=seed, stops=(stop,)), Behavior(tokens=60), 0).choices
+    (free,) = plan(generation_request(seed=seed), Behavior(tokens=60), 0).choices
+    (stopped,) = plan(generation_request(seed=seed, stops=(stop,)), Behavior(tokens=60), 0).choices
     text = "".join(token.text for token in free.tokens)
     assert "".join(token.text for token in stopped.tokens) == text.split(stop)[0]
     assert stopped.stop == (stop if stop in text else None)

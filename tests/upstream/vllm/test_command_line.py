@@ -71,8 +71,8 @@ def test_adapters_are_served_beside_their_model_and_all_at_once() -> None:
 def test_the_operators_numbers_of_adapters_win() -> None:
     many = tuple(Adapter(str(number), "/x") for number in range(40))
     assert command_line(LaunchSettings("m", ("m",), adapters=many), UDS, KEY).argv[-4:] == ("--max-loras", "8", "--max-cpu-loras", "40")
-    words = command_line(LaunchSettings("m", ("m",), args={"max_loras": 2}, adapters=many), UDS, KEY).argv
-    assert words[-2:] == ("--max-loras", "2") and "--max-cpu-loras" not in words
+    argv = command_line(LaunchSettings("m", ("m",), args={"max_loras": 2}, adapters=many), UDS, KEY).argv
+    assert argv[-2:] == ("--max-loras", "2") and "--max-cpu-loras" not in argv
 
 
 def test_another_command_takes_the_place_of_vllm_serve() -> None:
@@ -134,7 +134,7 @@ def test_what_cannot_work_is_refused_with_its_place(wrong: LaunchSettings, place
         command_line(wrong, UDS, KEY)
 
 
-def test_all_problems_are_told_at_once() -> None:
+def test_all_problems_are_reported_at_once() -> None:
     assert len(problems(settings(api_key="x", port=0))) == 2
 
 
@@ -164,7 +164,7 @@ def test_where_the_operator_says_to_listen_wins(args: dict[str, ArgumentValue], 
     assert command_line(own, address, KEY).argv[5:] == flags
 
 
-def test_one_that_sleeps_is_told_so_and_its_routes_are_opened() -> None:
+def test_a_server_that_sleeps_has_the_flag_and_its_routes_are_open() -> None:
     sleeper = LaunchSettings("m", ("m",), sleeps=True)
     line = command_line(sleeper, UDS, KEY)
     assert line.argv[-1] == "--enable-sleep-mode" and line.env["VLLM_SERVER_DEV_MODE"] == "1"
@@ -184,7 +184,7 @@ def test_one_that_sleeps_is_told_so_and_its_routes_are_opened() -> None:
         (("my-server",), False),
     ],
 )
-def test_vllm_is_told_how_long_to_drain_and_other_commands_are_not(command: tuple[str, ...], told: bool) -> None:
+def test_vllm_receives_the_drain_time_and_other_commands_do_not(command: tuple[str, ...], told: bool) -> None:
     line = command_line(LaunchSettings("m", ("m",), command=command, drain=29.5), UDS, KEY)
     assert line.argv[-2:] == ("--shutdown-timeout", "30") if told else "--shutdown-timeout" not in line.argv
 

@@ -18,7 +18,7 @@ API = "RuntimeError: Engine core initialization failed. See root cause above. Fa
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class Case:
     """A line of a log and the cause that it shows."""
 
     code: str
@@ -27,36 +27,36 @@ class Said:
 
 # Written by vLLM 0.32 on a CPU for settings that cannot work.
 PROVOKED = (
-    Said("kv_cache_too_small", "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"),
-    Said(
+    Case("kv_cache_too_small", "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when"),
+    Case(
         "context_exceeds_kv_cache",
         "ValueError: To serve at least one request with the model's max seq len (2048), (0.0 GiB KV cache is needed, which is larger than",
     ),
-    Said(
+    Case(
         "context_exceeds_model",
         "  Value error, User-specified max_model_len (9999999) is greater than the derived max_model_len (max_position_embeddings=32768.0",
     ),
-    Said(
+    Case(
         "host_out_of_memory",
         "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate",
     ),
-    Said(
+    Case(
         "weights_not_found",
         "huggingface_hub.errors.HFValidationError: Repo id must be in the form 'repo_name' or 'namespace/repo_name': '/no'",
     ),
-    Said(
+    Case(
         "weights_not_found",
         "huggingface_hub.errors.LocalEntryNotFoundError: Cannot find an appropriate cached snapshot folder for the specified",
     ),
-    Said("unknown_flag", "vllm: error: unrecognized arguments: --no-such-flag 1"),
-    Said("unix_socket_unsupported", "old: error: unrecognized arguments: --uds /run/0.sock"),
-    Said("invalid_flag_value", "vllm serve: error: argument --dtype: invalid choice: 'float99' (choose from 'auto', 'bfloat16')"),
-    Said("unknown_parser", "KeyError: 'invalid tool call parser: nonesuch (chose from { apertus,cohere_command3 })'"),
-    Said("unknown_parser", "KeyError: \"Reasoning parser 'nonesuch' not found. Available parsers: cohere_command3, cohere_command4\""),
-    Said("port_in_use", "OSError: [Errno 98] Address already in use"),
-    Said("tensor_parallel_size", "  Value error, Total number of attention heads (2) must be divisible by tensor parallel size (3)."),
-    Said("unsupported_quantization", "  Value error, Cannot find the config file for awq"),
-    Said(
+    Case("unknown_flag", "vllm: error: unrecognized arguments: --no-such-flag 1"),
+    Case("unix_socket_unsupported", "old: error: unrecognized arguments: --uds /run/0.sock"),
+    Case("invalid_flag_value", "vllm serve: error: argument --dtype: invalid choice: 'float99' (choose from 'auto', 'bfloat16')"),
+    Case("unknown_parser", "KeyError: 'invalid tool call parser: nonesuch (chose from { apertus,cohere_command3 })'"),
+    Case("unknown_parser", "KeyError: \"Reasoning parser 'nonesuch' not found. Available parsers: cohere_command3, cohere_command4\""),
+    Case("port_in_use", "OSError: [Errno 98] Address already in use"),
+    Case("tensor_parallel_size", "  Value error, Total number of attention heads (2) must be divisible by tensor parallel size (3)."),
+    Case("unsupported_quantization", "  Value error, Cannot find the config file for awq"),
+    Case(
         "engine_died",
         "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the root cause.",
     ),
@@ -64,43 +64,43 @@ PROVOKED = (
 
 # They need a GPU, its driver or the hub. The lines are as users of vLLM, PyTorch and the hub have published them.
 PUBLISHED = (
-    Said("gpu_out_of_memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 786.00 MiB. GPU 0 has a total capacity of"),
-    Said("gpu_out_of_memory", "torch.cuda.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB."),
-    Said("gpu_out_of_memory", "ValueError: Free memory on device (3.22/4.0 GiB) on startup is less than desired GPU memory utilization"),
-    Said("cuda_driver", "RuntimeError: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"),
-    Said("cuda_driver", "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 803: system has unsupported display driver / cuda "
+    Case("gpu_out_of_memory", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 786.00 MiB. GPU 0 has a total capacity of"),
+    Case("gpu_out_of_memory", "torch.cuda.OutOfMemoryError: HIP out of memory. Tried to allocate 2.00 GiB."),
+    Case("gpu_out_of_memory", "ValueError: Free memory on device (3.22/4.0 GiB) on startup is less than desired GPU memory utilization"),
+    Case("cuda_driver", "RuntimeError: The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver"),
+    Case("cuda_driver", "RuntimeError: Unexpected error from cudaGetDeviceCount(). Error 803: system has unsupported display driver / cuda "
          "driver combination"),
-    Said("cuda_driver", "RuntimeError: CUDA error: no kernel image is available for execution on the device"),
-    Said("cuda_driver", "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"),
-    Said("cuda_driver", "RuntimeError: No CUDA GPUs are available"),
-    Said("cuda_driver", "RuntimeError: Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG`"),
-    Said("model_access_denied", "huggingface_hub.errors.GatedRepoError: 401 Client Error. (Request ID: Root=1)"),
-    Said("model_access_denied", "OSError: You are trying to access a gated repo."),
-    Said("weights_not_found", "huggingface_hub.errors.RepositoryNotFoundError: 401 Client Error. (Request ID: Root=1)"),
-    Said("weights_not_found", "OSError: org/name is not a local folder and is not a valid model identifier listed on 'https://hub'"),
-    Said("hub_unreachable", "OSError: We couldn't connect to 'https://huggingface.co' to load the files"),
-    Said("disk_full", "OSError: [Errno 28] No space left on device"),
-    Said("disk_full", "RuntimeError: unable to write to file </torch_1_2_3>: No space left on device (28)"),
-    Said("remote_code_required", "ValueError: The repository for org/m contains custom code which must be executed to correctly load"),
-    Said("unsupported_architecture", "ValueError: Model architectures ['NewForCausalLM'] are not supported for now. Supported"),
-    Said("unsupported_architecture", "  Value error, The checkpoint you are trying to load has model type `new` but Transformers does not "
+    Case("cuda_driver", "RuntimeError: CUDA error: no kernel image is available for execution on the device"),
+    Case("cuda_driver", "ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"),
+    Case("cuda_driver", "RuntimeError: No CUDA GPUs are available"),
+    Case("cuda_driver", "RuntimeError: Failed to infer device type, please set the environment variable `VLLM_LOGGING_LEVEL=DEBUG`"),
+    Case("model_access_denied", "huggingface_hub.errors.GatedRepoError: 401 Client Error. (Request ID: Root=1)"),
+    Case("model_access_denied", "OSError: You are trying to access a gated repo."),
+    Case("weights_not_found", "huggingface_hub.errors.RepositoryNotFoundError: 401 Client Error. (Request ID: Root=1)"),
+    Case("weights_not_found", "OSError: org/name is not a local folder and is not a valid model identifier listed on 'https://hub'"),
+    Case("hub_unreachable", "OSError: We couldn't connect to 'https://huggingface.co' to load the files"),
+    Case("disk_full", "OSError: [Errno 28] No space left on device"),
+    Case("disk_full", "RuntimeError: unable to write to file </torch_1_2_3>: No space left on device (28)"),
+    Case("remote_code_required", "ValueError: The repository for org/m contains custom code which must be executed to correctly load"),
+    Case("unsupported_architecture", "ValueError: Model architectures ['NewForCausalLM'] are not supported for now. Supported"),
+    Case("unsupported_architecture", "  Value error, The checkpoint you are trying to load has model type `new` but Transformers does not "
          "recognize this architecture."),
-    Said("unsupported_quantization", "ValueError: The quantization method fp8 is not supported for the current GPU. Minimum"),
-    Said("unsupported_dtype", "ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your Tesla T4 GPU"),
-    Said("unsupported_dtype", "ValueError: torch.bfloat16 is not supported for quantization method awq. Supported dtypes: [torch.float16]"),
-    Said("too_few_gpus", "  Value error, World size (4) is larger than the number of available GPUs (1) in this node."),
-    Said("tensor_parallel_size", "ValueError: Weight output_size_per_partition = 10944 is not divisible by min_thread_n = 64."),
-    Said("gpu_communication", "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:268, unhandled system error"),
-    Said("missing_package", "ModuleNotFoundError: No module named 'flash_attn'"),
-    Said("tools_without_parser", "TypeError: Error: --enable-auto-tool-choice requires --tool-call-parser"),
-    Said("chat_template_not_found", "vllm.exceptions.VLLMValidationError: The supplied chat template (t.jinja) looks like a file path"),
-    Said("too_many_open_files", "OSError: [Errno 24] Too many open files"),
+    Case("unsupported_quantization", "ValueError: The quantization method fp8 is not supported for the current GPU. Minimum"),
+    Case("unsupported_dtype", "ValueError: Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your Tesla T4 GPU"),
+    Case("unsupported_dtype", "ValueError: torch.bfloat16 is not supported for quantization method awq. Supported dtypes: [torch.float16]"),
+    Case("too_few_gpus", "  Value error, World size (4) is larger than the number of available GPUs (1) in this node."),
+    Case("tensor_parallel_size", "ValueError: Weight output_size_per_partition = 10944 is not divisible by min_thread_n = 64."),
+    Case("gpu_communication", "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:268, unhandled system error"),
+    Case("missing_package", "ModuleNotFoundError: No module named 'flash_attn'"),
+    Case("tools_without_parser", "TypeError: Error: --enable-auto-tool-choice requires --tool-call-parser"),
+    Case("chat_template_not_found", "vllm.exceptions.VLLMValidationError: The supplied chat template (t.jinja) looks like a file path"),
+    Case("too_many_open_files", "OSError: [Errno 24] Too many open files"),
 )  # fmt: skip
 
 
 def in_a_log(line: str, process: str = "EngineCore_DP0") -> str:
     """A log as vLLM writes it: the line in the traceback of a process, and then the API server's, which says nothing."""
-    head = f"({process} pid=71) ERROR 11-22 16:36:30 [core.py:1510] "
+    prefix = f"({process} pid=71) ERROR 11-22 16:36:30 [core.py:1510] "
     traceback = ["Traceback (most recent call last):", '  File "/v/core.py", line 85, in __init__', "    raise ValueError(", line]
     api = [
         "Traceback (most recent call last):",
@@ -109,7 +109,7 @@ def in_a_log(line: str, process: str = "EngineCore_DP0") -> str:
         API,
     ]
     start = ["(APIServer pid=7) INFO 11-22 16:36:19 [api_server.py:1] vLLM API server version 0.32.0", *noise()]
-    return "\n".join([*start, *(head + text for text in traceback), *api, *noise()])
+    return "\n".join([*start, *(prefix + text for text in traceback), *api, *noise()])
 
 
 def noise() -> Iterable[str]:
@@ -121,7 +121,7 @@ def noise() -> Iterable[str]:
 
 
 @each_row("said", [*PROVOKED, *PUBLISHED], ids=lambda said: f"{said.code}: {said.line[:50]}")
-def test_the_line_that_says_why_is_found_above_the_end(said: Said) -> None:
+def test_the_line_that_says_why_is_found_above_the_end(said: Case) -> None:
     cause = find_cause(in_a_log(said.line), EXIT)
     assert cause.code == said.code
     assert cause.summary and cause.hint
@@ -178,11 +178,11 @@ def test_what_is_shown_of_a_line_is_short_and_printable() -> None:
     assert len(cause.line) == LINE_LENGTH and cause.line.isprintable()
 
 
-def test_every_cause_has_a_code_of_its_own_that_can_be_a_label() -> None:
+def test_every_cause_has_its_own_code_that_can_be_a_label() -> None:
     codes = [cause.code for cause in CAUSES]
     assert len(set(codes)) == len(codes)
     assert all(re.fullmatch("[a-z_]+", code) for code in codes)
-    assert {said.code for said in (*PROVOKED, *PUBLISHED)} <= set(codes)
+    assert {each.code for each in (*PROVOKED, *PUBLISHED)} <= set(codes)
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_when_it_will_not_come_back_by_itself(failures: int, seen: ProbeResult, 
     assert not needs_new_process(UP, ProbeResult(True))
 
 
-def test_of_a_model_only_the_id_and_the_length_are_kept() -> None:
+def test_only_a_models_id_and_length_are_stored() -> None:
     assert read_models(json.dumps(LISTED).encode()) == CARDS
     assert read_models(b'{"data": [{"id": "x"}, {"id": "y", "max_model_len": "long"}]}') == (ModelCard("x"), ModelCard("y"))
 
@@ -106,10 +106,10 @@ class FakeServer:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            path = head.split()[1]
+            headers = (await reader.readuntil(b"\r\n\r\n")).decode()
+            path = headers.split()[1]
             self.asked.append(path)
-            self.keys.update(line.split(": ", 1)[1] for line in head.split("\r\n") if line.lower().startswith("authorization"))
+            self.keys.update(line.split(": ", 1)[1] for line in headers.split("\r\n") if line.lower().startswith("authorization"))
             status, body = self.routes.get(path, (404, b'{"detail":"Not Found"}'))
             if status is None:
                 await reader.read()
@@ -137,7 +137,7 @@ async def listening(server: FakeServer, uds: Path | None = None, port: int = 0) 
         await listener.wait_closed()
 
 
-class Told(list[ServerHealth]):
+class Reported(list[ServerHealth]):
     async def up(self, up: bool) -> ServerHealth:
         await until(lambda: bool(self) and self[-1].up is up)
         return self[-1]
@@ -145,7 +145,7 @@ class Told(list[ServerHealth]):
 
 @asynccontextmanager
 async def probing(
-    told: Told, *targets: Target, interval: float = 0.02, deadline: float = 30.0, every: float = 60.0
+    told: Reported, *targets: Target, interval: float = 0.02, deadline: float = 30.0, every: float = 60.0
 ) -> AsyncIterator[Prober]:
     async with Prober(on_change=told.append, interval=interval, deadline=deadline, models_every=every) as prober:
         prober.set_targets(targets)
@@ -153,68 +153,68 @@ async def probing(
         yield prober
 
 
-async def test_a_server_that_answers_is_up_with_its_models() -> None:
+async def test_a_server_that_responds_is_up_with_its_models() -> None:
     async with listening(FakeServer()) as server:
-        told = Told()
-        async with probing(told, Target("s", server.address, "the-key")) as prober:
-            assert told == [ServerHealth("s", True, "", CARDS)]
-            assert prober.servers() == tuple(told)
+        reported = Reported()
+        async with probing(reported, Target("s", server.address, "the-key")) as prober:
+            assert reported == [ServerHealth("s", True, "", CARDS)]
+            assert prober.servers() == tuple(reported)
         assert server.keys == {"Bearer the-key"}
     assert "the-key" not in repr(Target("s", server.address, "the-key"))
 
 
 async def test_a_unix_socket_is_probed_too(tmp_path: Path) -> None:
-    told = Told()
+    reported = Reported()
     target = Target("s", Address(host="localhost", uds=str(tmp_path / "s")))
-    async with probing(told, target):
-        assert not (await told.up(False)).up
+    async with probing(reported, target):
+        assert not (await reported.up(False)).up
         async with listening(FakeServer(), uds=tmp_path / "s"):
-            assert (await told.up(True)).models == CARDS
+            assert (await reported.up(True)).models == CARDS
         os.unlink(tmp_path / "s")
-        assert "No such file" in (await told.up(False)).reason
+        assert "No such file" in (await reported.up(False)).reason
 
 
-async def test_only_changes_are_told() -> None:
+async def test_only_changes_are_reported() -> None:
     async with listening(FakeServer()) as server:
-        told = Told()
-        async with probing(told, Target("s", server.address)):
+        reported = Reported()
+        async with probing(reported, Target("s", server.address)):
             await until(lambda: len(server.asked) > 6)
-        assert len(told) == 1
+        assert len(reported) == 1
         assert server.asked.count("/v1/models") == 1, "models are looked at now and then, health each time"
 
 
-async def test_one_bad_answer_is_forgiven_two_are_not() -> None:
+async def test_one_bad_response_is_tolerated_two_are_not() -> None:
     async with listening(FakeServer()) as server:
-        told = Told()
-        async with probing(told, Target("s", server.address)) as prober:
+        reported = Reported()
+        async with probing(reported, Target("s", server.address)) as prober:
             before = len(server.asked)
             server.routes["/health"] = (503, b"")
-            down = await told.up(False)
+            down = await reported.up(False)
             assert down == ServerHealth("s", False, "GET /health: status 503", CARDS)
             assert server.asked[before:].count("/health") >= 2
             server.routes["/health"] = (200, b"")
-            await told.up(True)
+            await reported.up(True)
             assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
         assert server.asked.count("/v1/models") >= 2, "a server that comes back may have other models"
 
 
 async def test_a_server_that_goes_and_comes_back() -> None:
-    told = Told()
+    reported = Reported()
     async with AsyncExitStack() as listener:
         server = await listener.enter_async_context(listening(FakeServer()))
-        async with probing(told, Target("s", server.address)):
+        async with probing(reported, Target("s", server.address)):
             await listener.aclose()
-            assert (await told.up(False)).reason
+            assert (await reported.up(False)).reason
             async with listening(server, port=server.address.port):
-                await told.up(True)
+                await reported.up(True)
 
 
-async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) -> None:
+async def test_one_probe_is_conclusive_only_if_nothing_listens(tmp_path: Path) -> None:
     with refusing() as port:
-        nobody = (Address(port=port), Address(host="localhost", port=port), Address(host="localhost", uds=str(tmp_path / "s")))
+        closed = (Address(port=port), Address(host="localhost", port=port), Address(host="localhost", uds=str(tmp_path / "s")))
         unknown = Address(host="no-such-host.invalid", port=80)
         async with listening(FakeServer({"/health": (503, b"")})) as server:
-            expected = dict.fromkeys(nobody, True) | {unknown: False, server.address: False}
+            expected = dict.fromkeys(closed, True) | {unknown: False, server.address: False}
             for address, conclusive in expected.items():
                 seen = await HealthCheck(Target("s", address), 30).run()
                 assert seen is not None
@@ -222,19 +222,19 @@ async def test_only_where_nobody_listens_is_one_look_conclusive(tmp_path: Path) 
 
 
 async def test_a_probe_without_a_file_descriptor_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    told, gone = Told(), Told()
+    reported, gone = Reported(), Reported()
     async with (
         listening(FakeServer()) as server,
-        Prober(on_change=told.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober,
+        Prober(on_change=reported.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober,
     ):
         prober.set_targets([Target("s", server.address)])
-        await until(lambda: len(told) == 1)
+        await until(lambda: len(reported) == 1)
         with no_descriptors():
             await until(lambda: caplog.text.count("cannot be probed") > 2 * FAILURES_UNTIL_LOST)
             assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
         server.routes["/health"] = (503, b"")
-        await told.up(False)
-    assert [probe.up for probe in told] == [True, False]
+        await reported.up(False)
+    assert [probe.up for probe in reported] == [True, False]
     assert not gone or gone[0].reason == "GET /health: status 503", "what was never looked at is not counted"
 
 
@@ -266,33 +266,33 @@ async def test_the_routes_of_a_server_say_what_it_is_for(name: str) -> None:
     fake.routes |= {path: (status, b"") for path, status in statuses.items()}
     last = next((path for path in TASK_ROUTES if path in statuses), "/classify")  # the one that decides
     async with listening(fake) as server:
-        told = Told()
-        async with probing(told, Target("s", server.address)):
-            await until(lambda: last in fake.asked and told[-1].task == task)
-            assert told[-1] == ServerHealth("s", True, "", CARDS, task)
+        reported = Reported()
+        async with probing(reported, Target("s", server.address)):
+            await until(lambda: last in fake.asked and reported[-1].task == task)
+            assert reported[-1] == ServerHealth("s", True, "", CARDS, task)
 
 
 async def test_silence_is_a_failure_at_the_deadline() -> None:
     async with listening(FakeServer({"/health": (None, b"")})) as server:
-        told = Told()
-        async with probing(told, Target("s", server.address), deadline=0.1):
-            assert told == [ServerHealth("s", False, "no response within 0.1 s")]
+        reported = Reported()
+        async with probing(reported, Target("s", server.address), deadline=0.1):
+            assert reported == [ServerHealth("s", False, "no response within 0.1 s")]
 
 
 async def test_a_name_that_does_not_resolve_is_a_failure_with_its_reason() -> None:
-    told = Told()
-    async with probing(told, Target("s", Address(host="no-such-host.invalid", port=80))):
-        assert not told[0].up and told[0].reason
+    reported = Reported()
+    async with probing(reported, Target("s", Address(host="no-such-host.invalid", port=80))):
+        assert not reported[0].up and reported[0].reason
 
 
 async def test_a_server_without_health_is_judged_by_its_models() -> None:
     routes: dict[str, tuple[int | None, bytes]] = {"/v1/models": (200, json.dumps(LISTED).encode())}
     async with listening(FakeServer(routes)) as server:
-        told = Told()
-        async with probing(told, Target("s", server.address)):
-            assert told == [ServerHealth("s", True, "", CARDS)]
+        reported = Reported()
+        async with probing(reported, Target("s", server.address)):
+            assert reported == [ServerHealth("s", True, "", CARDS)]
             server.routes["/v1/models"] = (500, b"")
-            assert (await told.up(False)).reason == "GET /v1/models: status 500"
+            assert (await reported.up(False)).reason == "GET /v1/models: status 500"
 
 
 @pytest.mark.parametrize(
@@ -306,9 +306,9 @@ async def test_a_server_without_health_is_judged_by_its_models() -> None:
 )
 async def test_models_that_cannot_be_learned_leave_it_up_and_say_why(answer: tuple[int, bytes], reason: str) -> None:
     async with listening(FakeServer({"/health": (200, b""), "/v1/models": answer})) as server:
-        told = Told()
-        async with probing(told, Target("s", server.address)):
-            assert told == [ServerHealth("s", True, reason)]
+        reported = Reported()
+        async with probing(reported, Target("s", server.address)):
+            assert reported == [ServerHealth("s", True, reason)]
 
 
 @pytest.mark.parametrize(
@@ -326,41 +326,44 @@ async def test_a_server_that_refuses_the_gateways_key_is_down(
     """Every request to it would be refused too."""
     routes = {"/health": health, "/v1/models": (status, b'{"error":"Unauthorized"}')}
     async with listening(FakeServer(routes)) as server:
-        told, gone = Told(), Told()
-        async with Prober(on_change=told.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober:
+        reported, gone = Reported(), Reported()
+        async with Prober(on_change=reported.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober:
             prober.set_targets([Target("s", server.address, key)])
-            assert await told.up(False) == ServerHealth("s", False, reason)
+            assert await reported.up(False) == ServerHealth("s", False, reason)
             before = server.asked.count("/v1/models")
             await until(lambda: server.asked.count("/v1/models") > before + FAILURES_UNTIL_LOST)
             assert gone == [], "another process would refuse the key as well"
             server.routes["/v1/models"] = (200, json.dumps(LISTED).encode())
-            assert (await told.up(True)).models == CARDS
+            assert (await reported.up(True)).models == CARDS
 
 
 async def test_a_key_that_a_server_accepts_no_longer_takes_it_down_and_another_key_brings_it_back() -> None:
-    async with scripted(_asks_for_the_new_key) as server, Prober(on_change=(told := Told()).append, interval=0.02, deadline=30.0) as prober:
+    async with (
+        scripted(_requires_the_new_key) as server,
+        Prober(on_change=(reported := Reported()).append, interval=0.02, deadline=30.0) as prober,
+    ):
         address = Address(port=server.port)
         prober.set_targets([Target("s", address, "old")])
-        assert "rejected the gateway's key" in (await told.up(False)).reason
+        assert "rejected the gateway's key" in (await reported.up(False)).reason
         prober.set_targets([Target("s", address, "new")])
-        assert (await told.up(True)).models == CARDS
+        assert (await reported.up(True)).models == CARDS
         prober.set_targets([Target("s", address, "old")])
-        await told.up(False)
-        assert [probe.up for probe in told] == [False, True, False], "one probe is enough to see it"
+        await reported.up(False)
+        assert [probe.up for probe in reported] == [False, True, False], "one probe is enough to see it"
 
 
-async def _asks_for_the_new_key(talk: Conversation) -> None:
+async def _requires_the_new_key(talk: Conversation) -> None:
     allowed = talk.request.head.split()[1] != b"/v1/models" or talk.request.header("authorization") == "Bearer new"
     await talk.respond(json.dumps(LISTED).encode(), "200 OK" if allowed else "401 Unauthorized")
 
 
 async def test_models_are_looked_at_again_now_and_then() -> None:
     async with listening(FakeServer()) as server:
-        told = Told()
-        async with probing(told, Target("s", server.address), every=0.05):
+        reported = Reported()
+        async with probing(reported, Target("s", server.address), every=0.05):
             server.routes["/v1/models"] = (200, b'{"data": [{"id": "m"}, {"id": "lora"}]}')
-            await until(lambda: told[-1].models == (ModelCard("m"), ModelCard("lora")))
-        assert len(told) == 2
+            await until(lambda: reported[-1].models == (ModelCard("m"), ModelCard("lora")))
+        assert len(reported) == 2
 
 
 async def test_bytes_that_are_not_http_are_a_failure() -> None:
@@ -369,24 +372,24 @@ async def test_bytes_that_are_not_http_are_a_failure() -> None:
         writer.close()
 
     async with await asyncio.start_server(rude, "127.0.0.1", 0) as listener:
-        told = Told()
-        async with probing(told, Target("s", Address(port=listener.sockets[0].getsockname()[1]))):
-            assert not told[0].up and told[0].reason
+        reported = Reported()
+        async with probing(reported, Target("s", Address(port=listener.sockets[0].getsockname()[1]))):
+            assert not reported[0].up and reported[0].reason
 
 
 async def test_targets_that_stay_keep_their_state_and_those_that_go_are_silent() -> None:
     async with listening(FakeServer()) as one, listening(FakeServer()) as two, listening(FakeServer()) as three:
-        told = Told()
+        reported = Reported()
         first, second, third = (Target(name, each.address) for name, each in (("one", one), ("two", two), ("three", three)))
-        async with probing(told, first, second) as prober:
+        async with probing(reported, first, second) as prober:
             prober.set_targets([second, third])
             assert [probe.name for probe in prober.servers()] == ["two"]
             await until(lambda: len(prober.servers()) == 2)
             one.routes["/health"] = (503, b"")
-            two_asked = len(two.asked)
-            await until(lambda: len(two.asked) > two_asked + 4)
+            two_requests = len(two.asked)
+            await until(lambda: len(two.asked) > two_requests + 4)
             assert [probe.name for probe in prober.servers()] == ["two", "three"]
-        assert sorted(probe.name for probe in told) == ["one", "three", "two"]
+        assert sorted(probe.name for probe in reported) == ["one", "three", "two"]
 
 
 async def test_a_callback_that_fails_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
@@ -400,25 +403,25 @@ async def test_a_callback_that_fails_does_not_end_the_watch(caplog: pytest.LogCa
 
 
 async def test_the_environments_proxy_is_not_for_probes(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as nobody:
-        nobody.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{nobody.getsockname()[1]}")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{closed.getsockname()[1]}")
         async with listening(FakeServer()) as server:
-            told = Told()
-            async with probing(told, Target("s", server.address)):
-                assert told[0].up
+            reported = Reported()
+            async with probing(reported, Target("s", server.address)):
+                assert reported[0].up
 
 
-async def test_a_server_with_another_key_is_taken_for_what_it_was_until_it_is_looked_at() -> None:
-    told: list[ServerHealth] = []
-    async with scripted(_healthy) as server, Prober(on_change=told.append, interval=60.0, deadline=30.0) as prober:
+async def test_a_server_with_another_key_keeps_its_health_until_it_is_probed() -> None:
+    reported: list[ServerHealth] = []
+    async with scripted(_healthy) as server, Prober(on_change=reported.append, interval=60.0, deadline=30.0) as prober:
         address = Address(port=server.port)
         prober.set_targets([Target("a", address, "old")])
-        await until(lambda: bool(told))
-        assert [(probe.name, probe.up) for probe in told] == [("a", True)]
+        await until(lambda: bool(reported))
+        assert [(probe.name, probe.up) for probe in reported] == [("a", True)]
         prober.set_targets([Target("a", address, "new"), Target("b", Address(port=server.port, prefix="/other"))])
         assert [(probe.name, probe.up) for probe in prober.servers()] == [("a", True)], "and of another address nothing is known"
-        assert len(told) == 1, "that is no change"
+        assert len(reported) == 1, "that is no change"
         await until(lambda: {request.header("authorization") for request in server.requests} == {"Bearer old", "Bearer new", None})
 
 

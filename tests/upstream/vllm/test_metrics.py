@@ -43,7 +43,7 @@ async def test_slow_ones_are_not_waited_for() -> None:
             await metrics.read(Target("s", Address(port=server.port)), 0.2)
 
 
-async def test_a_server_without_them_is_told() -> None:
+async def test_a_server_without_metrics_is_reported() -> None:
     async def script(talk: Conversation) -> None:
         await talk.respond(b"{}", "404 Not Found")
 
@@ -52,6 +52,6 @@ async def test_a_server_without_them_is_told() -> None:
             await metrics.read(Target("s", Address(port=server.port)), 30)
 
 
-async def test_one_that_is_not_there_is_told() -> None:
+async def test_an_unreachable_server_is_reported() -> None:
     with refusing() as port, pytest.raises(MetricsUnavailableError, match=r"^s: "):
         await metrics.read(Target("s", Address(port=port)), 30)

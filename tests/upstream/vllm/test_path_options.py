@@ -63,8 +63,8 @@ def test_for_another_command_only_what_is_here_is_certain_to_be_meant() -> None:
 
 
 def test_the_words_of_a_command() -> None:
-    words = absolute_command(("./serve.sh", "../p", "vllm", "./t.jinja"), FOLDER, THERE.__contains__)
-    assert words == ("/etc/gateway/serve.sh", "../p", "vllm", "/etc/gateway/t.jinja")
+    command = absolute_command(("./serve.sh", "../p", "vllm", "./t.jinja"), FOLDER, THERE.__contains__)
+    assert command == ("/etc/gateway/serve.sh", "../p", "vllm", "/etc/gateway/t.jinja")
 
 
 def test_the_table_names_options_that_vllm_has() -> None:

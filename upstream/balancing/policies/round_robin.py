@@ -17,5 +17,5 @@ class RoundRobin(Policy[C]):
     def choose(self, candidates: Candidates[C], request: RequestFacts) -> C:  # noqa: ARG002  every request counts the same
         """Return the next candidate."""
         self._choices += 1
-        members = candidates.members
-        return members[self._choices % len(members)]
+        servers = candidates.members
+        return servers[self._choices % len(servers)]

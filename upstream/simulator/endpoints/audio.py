@@ -76,12 +76,12 @@ def job(call: ApiRequest, recording: Recording, task: Task) -> Job:
     if request.response_format not in ("json", "text", "verbose_json"):
         raise errors.plain("Currently only support response_format: `text`, `json`, `verbose_json` or `diarized_json`")
     prompt = Prompt.of_text(f"<|im_start|>{task}\n{request.prompt}" + "\x00" * math.ceil(recording.seconds * TOKENS_PER_SECOND))
-    room = call.settings.max_model_len - len(prompt.ids)
-    ask = GenerationRequest((prompt,), max(1, min(room, request.max_completion_tokens or room)), seed=request.seed)
-    planned, refusal = call.planned(ask)
+    available = call.settings.max_model_len - len(prompt.ids)
+    generated = GenerationRequest((prompt,), max(1, min(available, request.max_completion_tokens or available)), seed=request.seed)
+    planned, refusal = call.planned(generated)
     transcript = Transcript(planned)
-    answer = AudioResponse(call, request, model, transcript, recording, task)
-    return Job(transcript, answer, bool(request.stream), call.behavior, refusal)
+    response = AudioResponse(call, request, model, transcript, recording, task)
+    return Job(transcript, response, bool(request.stream), call.behavior, refusal)
 
 
 class AudioResponse:
@@ -145,8 +145,8 @@ class AudioResponse:
             "text": text,
             "tokens": [],
         }
-        answer = {"duration": self._recording.seconds, "language": self._request.language or "en", "text": text, "segments": [segment]}
-        return {**answer, "words": None}
+        body = {"duration": self._recording.seconds, "language": self._request.language or "en", "text": text, "segments": [segment]}
+        return {**body, "words": None}
 
 
 def _frame(event: dict[str, Any]) -> bytes:

@@ -155,8 +155,8 @@ def job(call: ApiRequest) -> Job:
     prepared = prepare(call, request)
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
-    answer = ChatResponse(call, prepared, transcript)
-    return Job(transcript, answer, bool(request.stream), call.behavior, prepared.refusal or refusal)
+    response = ChatResponse(call, prepared, transcript)
+    return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
 def prepare(call: ApiRequest, request: ChatRequest) -> Prepared:
@@ -175,10 +175,10 @@ def prepare(call: ApiRequest, request: ChatRequest) -> Prepared:
     thinking = _thinks(call, request)
     prompt = Prompt.of_text(rendered(call, request))
     context_checked(prompt.text, len(prompt.ids), settings)
-    room = settings.max_model_len - len(prompt.ids)
-    limit = room if request.most_tokens is None else min(room, request.most_tokens)
+    available = settings.max_model_len - len(prompt.ids)
+    limit = available if request.most_tokens is None else min(available, request.most_tokens)
     fields.check_sampling(request, limit)
-    ask = GenerationRequest(
+    generated = GenerationRequest(
         (prompt,),
         limit,
         n=request.n or 1,
@@ -192,7 +192,7 @@ def prepare(call: ApiRequest, request: ChatRequest) -> Prepared:
         cache_salt=request.cache_salt or "",
     )
     refusal = fields.engine_refusal(request, request.top_logprobs if request.logprobs else None)
-    return Prepared(request, ask, model, f"chatcmpl-{call.request_id()}", refusal)
+    return Prepared(request, generated, model, f"chatcmpl-{call.request_id()}", refusal)
 
 
 def _check_tools(call: ApiRequest, request: ChatRequest) -> None:
@@ -209,10 +209,10 @@ def _thinks(call: ApiRequest, request: ChatRequest) -> bool:
     """Return whether the model reasons: with a reasoning parser, unless the template disables it."""
     if call.settings.reasoning_parser is None:
         return False
-    said = (request.chat_template_kwargs or {}).get("enable_thinking")
-    if said is None and request.reasoning_effort is not None:
-        said = request.reasoning_effort != "none"
-    return call.settings.thinks_by_default if said is None else bool(said)
+    thinks = (request.chat_template_kwargs or {}).get("enable_thinking")
+    if thinks is None and request.reasoning_effort is not None:
+        thinks = request.reasoning_effort != "none"
+    return call.settings.thinks_by_default if thinks is None else bool(thinks)
 
 
 def _called(call: ApiRequest, request: ChatRequest) -> tuple[Tool, ...]:
@@ -250,8 +250,8 @@ def rendered(call: ApiRequest, request: ChatRequest) -> str:
 
 
 def _content(message: Message) -> str:
-    said = message.content or ""
-    text = said if isinstance(said, str) else "\n".join(str(part.get("text", f"<{part.get('type')}>")) for part in said)
+    content = message.content or ""
+    text = content if isinstance(content, str) else "\n".join(str(part.get("text", f"<{part.get('type')}>")) for part in content)
     return text + (orjson.dumps(message.tool_calls).decode() if message.tool_calls else "")
 
 
@@ -311,15 +311,15 @@ class ChatResponse:
         return _content(last) if last is not None and last.role == self._role else ""
 
     def _event(self, emission: Emission) -> bytes | None:
-        said = self._transcript.choices[emission.choice]
-        delta = self._delta(emission, said)
-        logprobs = self._logprobs(emission, said)
+        generated = self._transcript.choices[emission.choice]
+        delta = self._delta(emission, generated)
+        logprobs = self._logprobs(emission, generated)
         ids = [number(emission.token.piece)] if emission.token and self._request.return_token_ids and not self._hides else None
         if delta is None and emission.finish is None and logprobs is None and ids is None:
             return None
         choice: dict[str, Any] = {"index": emission.choice, "delta": delta or {}, "logprobs": logprobs, "finish_reason": None}
         if emission.finish is not None:
-            choice |= {"finish_reason": self._finish(said), "stop_reason": emission.stop}
+            choice |= {"finish_reason": self._finish(generated), "stop_reason": emission.stop}
         event = {**self._head, "choices": [{**choice, "token_ids": ids}], **self._running_usage(emission.choice)}
         if emission.finish is not None and not self._usage.at_end:
             event["system_fingerprint"] = fingerprint(self._settings)
@@ -333,11 +333,11 @@ class ChatResponse:
             return {"content": token.text, "reasoning": None} if self._hides else {"content": token.text}
         if token.kind is TokenKind.REASONING:
             return {"reasoning": token.text} if self._request.include_reasoning else None
-        place = len(said.calls) - 1
+        index = len(said.calls) - 1
         if token.kind is TokenKind.CALL:
-            opened = {"id": said.calls[place].id, "type": "function", "index": place, "function": {"name": token.text}}
+            opened = {"id": said.calls[index].id, "type": "function", "index": index, "function": {"name": token.text}}
             return {"tool_calls": [opened]}
-        return {"tool_calls": [{"index": place, "function": {"arguments": token.text}}]}
+        return {"tool_calls": [{"index": index, "function": {"arguments": token.text}}]}
 
     def _logprobs(self, emission: Emission, said: GeneratedChoice) -> dict[str, Any] | None:
         if not self._request.logprobs or self._hides or emission.token is None:
@@ -358,7 +358,7 @@ class ChatResponse:
         return {
             **self._head,
             "object": "chat.completion",
-            "choices": [self._choice(at, said) for at, said in enumerate(self._transcript.choices)],
+            "choices": [self._choice(at, choice) for at, choice in enumerate(self._transcript.choices)],
             "service_tier": None,
             "system_fingerprint": fingerprint(self._settings),
             "usage": usage.chat(self._transcript, self._settings),
@@ -372,7 +372,7 @@ class ChatResponse:
 
     def _choice(self, at: int, said: GeneratedChoice) -> dict[str, Any]:
         shown = not self._hides
-        logprobs = [self._logprob(token.piece, place) for place, token in enumerate(said.tokens)]
+        logprobs = [self._logprob(token.piece, index) for index, token in enumerate(said.tokens)]
         return {
             "index": at,
             "message": self._message(said),

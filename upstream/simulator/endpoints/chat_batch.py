@@ -29,11 +29,11 @@ def job(call: ApiRequest) -> Job:
     singles = [chat.prepare(one, chat.read(one)) for one in _calls(call)]
     first = singles[0]
     limit = min(single.ask.limit for single in singles)
-    ask = replace(first.ask, prompts=tuple(single.ask.prompts[0] for single in singles), limit=limit)
-    planned, refusal = call.planned(ask)
+    combined = replace(first.ask, prompts=tuple(single.ask.prompts[0] for single in singles), limit=limit)
+    planned, refusal = call.planned(combined)
     transcript = Transcript(planned)
-    answer = BatchResponse(call, replace(first, ask=ask), transcript)
-    return Job(transcript, answer, stream=False, behavior=call.behavior, refusal=first.refusal or refusal)
+    response = BatchResponse(call, replace(first, ask=combined), transcript)
+    return Job(transcript, response, stream=False, behavior=call.behavior, refusal=first.refusal or refusal)
 
 
 def _calls(call: ApiRequest) -> list[ApiRequest]:

@@ -46,20 +46,20 @@ def job(call: ApiRequest) -> Job:
         CompletionRequest, {**body, "max_tokens": DEFAULT_TOKENS if body.get("max_tokens") is None else body["max_tokens"]}
     )
     model = call.model()
-    planned, refusal = call.planned(_ask(call, request))
+    planned, refusal = call.planned(_generation_request(call, request))
     transcript = Transcript(planned)
-    answer = CompletionResponse(call, request, model, transcript)
-    return Job(transcript, answer, bool(request.stream), call.behavior, fields.engine_refusal(request, request.logprobs) or refusal)
+    response = CompletionResponse(call, request, model, transcript)
+    return Job(transcript, response, bool(request.stream), call.behavior, fields.engine_refusal(request, request.logprobs) or refusal)
 
 
-def _ask(call: ApiRequest, request: CompletionRequest) -> GenerationRequest:
+def _generation_request(call: ApiRequest, request: CompletionRequest) -> GenerationRequest:
     settings = call.settings
     output_checked(request.max_tokens, "max_tokens", settings)
     prompts = tuple(prompts_of(request.prompt))
     for prompt in prompts:
         context_checked(prompt.text, len(prompt.ids), settings)
-    room = settings.max_model_len - max((len(prompt.ids) for prompt in prompts), default=0)
-    limit = min(room, DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens)
+    available = settings.max_model_len - max((len(prompt.ids) for prompt in prompts), default=0)
+    limit = min(available, DEFAULT_TOKENS if request.max_tokens is None else request.max_tokens)
     fields.check_sampling(request, max(limit, 1) if request.echo else limit)
     return GenerationRequest(
         prompts,
@@ -105,8 +105,8 @@ class CompletionResponse:
         return refusal.body()
 
     def _event(self, emission: Emission) -> bytes:
-        at, said = emission.choice, self._transcript.choices[emission.choice]
-        first = len(said.tokens) <= 1
+        at, generated = emission.choice, self._transcript.choices[emission.choice]
+        first = len(generated.tokens) <= 1
         text = emission.token.text if emission.token else ""
         pieces = [emission.token.piece] if emission.token else []
         if first and self._request.echo:
@@ -116,7 +116,7 @@ class CompletionResponse:
         choice = {
             "index": at,
             "text": text,
-            "logprobs": self._logprobs(at, pieces, len(said.tokens) - 1),
+            "logprobs": self._logprobs(at, pieces, len(generated.tokens) - 1),
             "finish_reason": emission.finish,
             "stop_reason": emission.stop,
             "prompt_token_ids": self._prompt(at).ids if shows_prompt else None,
@@ -124,7 +124,7 @@ class CompletionResponse:
         }
         event = {**self._head, "choices": [choice]}
         if self._usage.running:
-            event["usage"] = usage.counts(len(self._prompt(at).ids), len(said.tokens))
+            event["usage"] = usage.counts(len(self._prompt(at).ids), len(generated.tokens))
         if emission.finish is not None and not self._usage.at_end:
             event["system_fingerprint"] = fingerprint(self._settings)
         return _frame(event)
@@ -142,7 +142,7 @@ class CompletionResponse:
     def body(self) -> dict[str, Any]:
         return {
             **self._head,
-            "choices": [self._choice(at, said) for at, said in enumerate(self._transcript.choices)],
+            "choices": [self._choice(at, choice) for at, choice in enumerate(self._transcript.choices)],
             "service_tier": None,
             "system_fingerprint": fingerprint(self._settings),
             "usage": usage.completion(self._transcript, self._settings),

@@ -130,8 +130,8 @@ def check_logprobs(body: Mapping[str, Any], name: str) -> None:
             raise errors.bad(f"`{field}` must be an integer.", field, value)
         if value is not None and value < 0 and value != -1:
             raise errors.bad(f"`{field}` must be a positive value or -1.", field, value)
-    asked = body.get("prompt_logprobs")
-    if body.get("stream") and asked is not None and (asked > 0 or asked == -1):
+    requested = body.get("prompt_logprobs")
+    if body.get("stream") and requested is not None and (requested > 0 or requested == -1):
         raise errors.bad("`prompt_logprobs` are not available when `stream=True`.", "prompt_logprobs")
 
 

@@ -109,8 +109,8 @@ def job(call: ApiRequest) -> Job:
     prepared = _prepared(call, _as_chat(request))
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
-    answer = MessagesResponse(prepared, transcript, call.settings)
-    return Job(transcript, answer, bool(request.stream), call.behavior, prepared.refusal or refusal)
+    response = MessagesResponse(prepared, transcript, call.settings)
+    return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
 def count(call: ApiRequest) -> dict[str, Any]:
@@ -130,9 +130,9 @@ def _prepared(call: ApiRequest, body: dict[str, Any]) -> Prepared:
 
 def _as_chat(request: CountRequest) -> dict[str, Any]:
     """Return the chat request to which vLLM converts the request."""
-    turns = [{"role": "system", "content": _text(request.system)}] if request.system else []
-    turns += [turn for message in request.messages for turn in _turns(message)]
-    body: dict[str, Any] = {"model": request.model, "messages": turns, "chat_template_kwargs": request.chat_template_kwargs}
+    messages = [{"role": "system", "content": _text(request.system)}] if request.system else []
+    messages += [converted for message in request.messages for converted in _chat_messages(message)]
+    body: dict[str, Any] = {"model": request.model, "messages": messages, "chat_template_kwargs": request.chat_template_kwargs}
     if request.tools is not None:
         body["tools"] = [{"type": "function", "function": _function(tool)} for tool in request.tools] or None
         body["tool_choice"] = _choice(request.tool_choice)
@@ -162,13 +162,13 @@ def _choice(choice: ToolChoice | None) -> Any:
     return _CHOICES.get(choice.type) or {"type": "function", "function": {"name": choice.name}}
 
 
-def _turns(turn: AnthropicMessage) -> list[dict[str, Any]]:
+def _chat_messages(turn: AnthropicMessage) -> list[dict[str, Any]]:
     """Return the tool results of a message as separate messages, then its other content."""
     blocks = [{"type": "text", "text": turn.content}] if isinstance(turn.content, str) else turn.content
     results = [block for block in blocks if block.get("type") == "tool_result"]
     others = [block for block in blocks if block.get("type") != "tool_result"]
-    said = [{"role": "tool", "content": _text(block.get("content") or "")} for block in results]
-    return said + ([{"role": turn.role, "content": _text(others)}] if others else [])
+    messages = [{"role": "tool", "content": _text(block.get("content") or "")} for block in results]
+    return messages + ([{"role": turn.role, "content": _text(others)}] if others else [])
 
 
 def _text(content: str | list[dict[str, Any]]) -> str:
@@ -271,18 +271,18 @@ class MessagesResponse:
         self._index += 1
 
     def _stop(self) -> tuple[str | None, str | None]:
-        said = self._said
-        if said.finish == "length":
+        choice = self._said
+        if choice.finish == "length":
             return "max_tokens", None
-        if said.finish != "stop":
+        if choice.finish != "stop":
             return None, None
-        if said.calls:
+        if choice.calls:
             return "tool_use", None
-        return ("stop_sequence", said.stop) if said.stop is not None else ("end_turn", None)
+        return ("stop_sequence", choice.stop) if choice.stop is not None else ("end_turn", None)
 
     def body(self) -> dict[str, Any]:
         reason, sequence = self._stop()
-        answer = {
+        fields = {
             "id": self._prepared.id,
             "type": "message",
             "role": "assistant",
@@ -292,15 +292,15 @@ class MessagesResponse:
             "stop_sequence": sequence,
             "usage": usage.message(self._transcript, self._settings),
         }
-        return {name: member for name, member in answer.items() if member is not None}
+        return {name: value for name, value in fields.items() if value is not None}
 
     def _blocks(self) -> Iterator[dict[str, Any]]:
-        said = self._said
-        if said.reasoning:
-            yield {"type": "thinking", "thinking": said.reasoning, "signature": uuid.uuid4().hex}
-        if said.content:
-            yield {"type": "text", "text": said.content}
-        for called in said.calls:
+        choice = self._said
+        if choice.reasoning:
+            yield {"type": "thinking", "thinking": choice.reasoning, "signature": uuid.uuid4().hex}
+        if choice.content:
+            yield {"type": "text", "text": choice.content}
+        for called in choice.calls:
             yield {"type": "tool_use", "id": called.id, "name": called.name, "input": _arguments(called.arguments)}
 
 

@@ -116,7 +116,7 @@ def embeddings(call: ApiRequest) -> Job:
     shown = [
         {"index": at, "object": "embedding", "embedding": _shown(_vector(call, prompt, size), request)} for at, prompt in enumerate(prompts)
     ]
-    return _job(call, prompts, {**_head(call, "embd"), "data": shown})
+    return _job(call, prompts, {**_identity(call, "embd"), "data": shown})
 
 
 def cohere_embeddings(call: ApiRequest) -> Job:
@@ -136,14 +136,14 @@ def cohere_embeddings(call: ApiRequest) -> Job:
     tokens = sum(len(prompt.ids) for prompt in prompts)
     with_images = any(part.type == "image_url" for each in inputs for part in each.content)
     billed = {"input_tokens": 0 if with_images else tokens, "image_tokens": tokens if with_images else 0}
-    answer = {
+    body = {
         "id": f"embd-{call.request_id()}",
         "embeddings": shown,
         **({} if request.texts is None else {"texts": request.texts}),
         "meta": {"api_version": {"version": "2"}, "billed_units": billed},
         "response_type": "embeddings_by_type",
     }
-    return Job(_transcript(call, prompts), Ready(answer), stream=False, behavior=call.behavior)
+    return Job(_transcript(call, prompts), Ready(body), stream=False, behavior=call.behavior)
 
 
 def _of_image(url: str) -> CohereInput:
@@ -176,13 +176,15 @@ def pooling(call: ApiRequest) -> Job:
     shown = [
         {"index": at, "object": "pooling", "data": _shown(_vector(call, prompt, DIMENSIONS), request)} for at, prompt in enumerate(prompts)
     ]
-    return _job(call, prompts, {**_head(call, "pooling"), "data": shown})
+    return _job(call, prompts, {**_identity(call, "pooling"), "data": shown})
 
 
 def classify(call: ApiRequest) -> Job:
     _, prompts = _texts(call)
     return _job(
-        call, prompts, {**_head(call, "classify"), "data": [_classified(at, _draw(call, prompt.text)) for at, prompt in enumerate(prompts)]}
+        call,
+        prompts,
+        {**_identity(call, "classify"), "data": [_classified(at, _draw(call, prompt.text)) for at, prompt in enumerate(prompts)]},
     )
 
 
@@ -201,7 +203,7 @@ def score(call: ApiRequest) -> Job:
         raise errors.plain("Input lengths must be either 1:1, 1:N or N:N")
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
     shown = [{"index": at, "object": "score", "score": _draw(call, *pair)} for at, pair in enumerate(pairs)]
-    return _job(call, [Prompt.of_text(one + other) for one, other in pairs], {**_head(call, "score"), "data": shown})
+    return _job(call, [Prompt.of_text(one + other) for one, other in pairs], {**_identity(call, "score"), "data": shown})
 
 
 def rerank(call: ApiRequest) -> Job:
@@ -214,9 +216,9 @@ def rerank(call: ApiRequest) -> Job:
     ]
     results.sort(key=_relevance, reverse=True)
     tokens = sum(len(prompt.ids) for prompt in prompts)
-    head = {"id": f"rerank-{call.request_id()}", "model": call.model()}
-    answer = {**head, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}, "results": results[: request.top_n or None]}
-    return Job(_transcript(call, prompts), Ready(answer), stream=False, behavior=call.behavior)
+    identity = {"id": f"rerank-{call.request_id()}", "model": call.model()}
+    body = {**identity, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}, "results": results[: request.top_n or None]}
+    return Job(_transcript(call, prompts), Ready(body), stream=False, behavior=call.behavior)
 
 
 def _relevance(result: dict[str, Any]) -> float:
@@ -243,7 +245,7 @@ def _text(given: Any) -> str:
     return given if isinstance(given, str) else "\n".join(str(part.get("text", "")) for part in given)
 
 
-def _head(call: ApiRequest, prefix: str) -> dict[str, Any]:
+def _identity(call: ApiRequest, prefix: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{call.request_id()}", "object": "list", "created": now(), "model": call.model()}
 
 

@@ -64,8 +64,8 @@ def job(call: ApiRequest) -> Job:
     prepared = chat.prepare(inner, chat.read(inner))
     planned, refusal = call.planned(prepared.ask)
     transcript = Transcript(planned)
-    answer = ResponsesResponse(request, prepared, transcript)
-    return Job(transcript, answer, bool(request.stream), call.behavior, prepared.refusal or refusal)
+    response = ResponsesResponse(request, prepared, transcript)
+    return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
 def not_found(response_id: str) -> ApiError:
@@ -113,16 +113,16 @@ _PASSED = (
 
 def _as_chat(body: dict[str, Any], request: ResponsesRequest) -> dict[str, Any]:
     """Return the chat request with the same prompt, limits and tools."""
-    asked = {name: body[name] for name in _PASSED if name in body}
+    chat_body = {name: body[name] for name in _PASSED if name in body}
     tools = [_tool(tool) for tool in request.tools if tool.get("type") == "function"]
-    asked |= {"messages": _messages(request), "max_tokens": request.max_output_tokens}
+    chat_body |= {"messages": _messages(request), "max_tokens": request.max_output_tokens}
     if tools:
-        asked |= {"tools": tools, "tool_choice": _choice(request.tool_choice)}
+        chat_body |= {"tools": tools, "tool_choice": _choice(request.tool_choice)}
     if request.reasoning and request.reasoning.get("effort"):
-        asked["reasoning_effort"] = request.reasoning["effort"]
+        chat_body["reasoning_effort"] = request.reasoning["effort"]
     if "message.output_text.logprobs" in (request.include or []):
-        asked |= {"logprobs": True, "top_logprobs": request.top_logprobs}
-    return asked | _format((request.text or {}).get("format"))
+        chat_body |= {"logprobs": True, "top_logprobs": request.top_logprobs}
+    return chat_body | _format((request.text or {}).get("format"))
 
 
 def _format(given: Any) -> dict[str, Any]:
@@ -140,9 +140,9 @@ def _choice(choice: str | dict[str, Any]) -> Any:
 
 
 def _messages(request: ResponsesRequest) -> list[dict[str, Any]]:
-    said = [{"role": "system", "content": request.instructions}] if request.instructions else []
+    instructions = [{"role": "system", "content": request.instructions}] if request.instructions else []
     items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    return said + [_message(item) for item in items if item.get("type") != "reasoning"]
+    return instructions + [_message(item) for item in items if item.get("type") != "reasoning"]
 
 
 def _message(item: dict[str, Any]) -> dict[str, Any]:
@@ -216,8 +216,8 @@ class ResponsesResponse:
         self._item = f"{prefix}_{random_id()}"
         yield self._event("response.output_item.added", item=self._begun(token.kind), output_index=len(self._output))
         if part is not None:
-            place = {"item_id": self._item, "output_index": len(self._output)}
-            yield self._event("response.content_part.added", content_index=0, **place, part=part)
+            position = {"item_id": self._item, "output_index": len(self._output)}
+            yield self._event("response.content_part.added", content_index=0, **position, part=part)
 
     def _begun(self, kind: TokenKind) -> dict[str, Any]:
         if kind is TokenKind.REASONING:
@@ -231,21 +231,21 @@ class ResponsesResponse:
         if self._open is None:
             return
         part: dict[str, Any] = {}
-        place: dict[str, Any] = {"item_id": self._item, "output_index": len(self._output)}
+        position: dict[str, Any] = {"item_id": self._item, "output_index": len(self._output)}
         if self._open is TokenKind.REASONING:
-            yield self._event("response.reasoning_text.done", content_index=0, **place, text=self._text)
+            yield self._event("response.reasoning_text.done", content_index=0, **position, text=self._text)
             part = {"text": self._text, "type": "reasoning_text"}
             done = _reasoning(self._item, [part], "completed")
         elif self._open is TokenKind.CONTENT:
-            yield self._event("response.output_text.done", content_index=0, **place, logprobs=[], text=self._text)
+            yield self._event("response.output_text.done", content_index=0, **position, logprobs=[], text=self._text)
             part = {"annotations": [], "text": self._text, "type": "output_text", "logprobs": None}
             done = _message_item(self._item, [part], "completed")
         else:
             called = self._said.calls[-1]
-            yield self._event("response.function_call_arguments.done", arguments=self._text, **place, name=called.name)
+            yield self._event("response.function_call_arguments.done", arguments=self._text, **position, name=called.name)
             done = _call_item(self._item, called.id, called.name, self._text, "completed")
         if self._open is not TokenKind.CALL:
-            yield self._event("response.content_part.done", content_index=0, **place, part=part)
+            yield self._event("response.content_part.done", content_index=0, **position, part=part)
         yield self._event("response.output_item.done", item=done, output_index=len(self._output))
         self._output.append(done)
         self._open = None
@@ -259,13 +259,13 @@ class ResponsesResponse:
         return self._response(self._status(), list(self._items()), self._usage())
 
     def _items(self) -> Iterator[dict[str, Any]]:
-        said = self._said
-        if said.reasoning and self._request.include_reasoning:
-            yield _reasoning(f"rs_{random_id()}", [{"text": said.reasoning, "type": "reasoning_text"}], None)
-        if said.content:
-            shown: dict[str, Any] = {"annotations": [], "text": said.content, "type": "output_text", "logprobs": None}
+        choice = self._said
+        if choice.reasoning and self._request.include_reasoning:
+            yield _reasoning(f"rs_{random_id()}", [{"text": choice.reasoning, "type": "reasoning_text"}], None)
+        if choice.content:
+            shown: dict[str, Any] = {"annotations": [], "text": choice.content, "type": "output_text", "logprobs": None}
             yield _message_item(f"msg_{random_id()}", [shown], "completed")
-        for called in said.calls:
+        for called in choice.calls:
             yield _call_item(f"fc_{random_id()}", called.id, called.name, called.arguments, "completed")
 
     def _status(self) -> str:
@@ -341,8 +341,8 @@ def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a function with every field of openai's own model."""
     if tool.get("type") != "function":
         return tool
-    members = ("name", "parameters", "strict", "type", "allowed_callers", "async", "defer_loading", "description", "output_schema")
-    return {name: tool.get(name) for name in members}
+    names = ("name", "parameters", "strict", "type", "allowed_callers", "async", "defer_loading", "description", "output_schema")
+    return {name: tool.get(name) for name in names}
 
 
 def _reasoning(item: str, content: list[dict[str, Any]] | None, status: str | None) -> dict[str, Any]:
@@ -354,5 +354,5 @@ def _message_item(item: str, content: list[dict[str, Any]], status: str) -> dict
 
 
 def _call_item(item: str, call: str, name: str, arguments: str, status: str) -> dict[str, Any]:
-    said = {"arguments": arguments, "call_id": call, "name": name, "type": "function_call", "id": item}
-    return {**said, "async": None, "caller": None, "namespace": None, "status": status}
+    fields = {"arguments": arguments, "call_id": call, "name": name, "type": "function_call", "id": item}
+    return {**fields, "async": None, "caller": None, "namespace": None, "status": status}

@@ -45,9 +45,9 @@ def chat(transcript: Transcript, settings: Settings) -> dict[str, Any]:
 
 def running_chat(transcript: Transcript, at: int, settings: Settings) -> dict[str, Any]:
     """Return the usage of one choice so far."""
-    said = transcript.choices[at]
-    details = _completion_details(said.reasoning_tokens, settings)
-    return {**counts(transcript.prompt_tokens, len(said.tokens)), "completion_tokens_details": details}
+    choice = transcript.choices[at]
+    details = _completion_details(choice.reasoning_tokens, settings)
+    return {**counts(transcript.prompt_tokens, len(choice.tokens)), "completion_tokens_details": details}
 
 
 def completion(transcript: Transcript, settings: Settings) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def pooled(prompt: int) -> dict[str, Any]:
 
 def present(value: dict[str, Any]) -> dict[str, Any]:
     """Remove null fields at any depth (pydantic's exclude_none)."""
-    return {name: present(member) if isinstance(member, dict) else member for name, member in value.items() if member is not None}
+    return {name: present(field) if isinstance(field, dict) else field for name, field in value.items() if field is not None}
 
 
 def _completion_details(reasoning: int, settings: Settings) -> dict[str, int] | None:

@@ -36,19 +36,19 @@ class Generation:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._run(Wire(scope, send, self.job.behavior, self.entry)))
-        leaving = asyncio.ensure_future(_disconnected(receive))
-        leaving.add_done_callback(lambda _: work.cancel())
+        disconnecting = asyncio.ensure_future(_disconnected(receive))
+        disconnecting.add_done_callback(lambda _: work.cancel())
         try:
             await work
         except asyncio.CancelledError:
-            if not leaving.done():
+            if not disconnecting.done():
                 raise
             self.entry.end("disconnected")
         except Cut:
             self.entry.end("cut")
-            await leaving
+            await disconnecting
         finally:
-            leaving.cancel()
+            disconnecting.cancel()
 
     async def _run(self, wire: Wire) -> None:
         try:
@@ -67,18 +67,18 @@ class Generation:
             await self._whole(slot, wire)
 
     async def _stream(self, slot: Slot, wire: Wire) -> None:
-        answer = self.job.answer
+        response = self.job.answer
         await wire.head(200, EVENT_STREAM)
         try:
-            for event in answer.opening():
+            for event in response.opening():
                 await wire.event(event)
             self._check()
             async for emissions in self.engine.steps(slot, self.job.transcript.plan, self.job.behavior):
                 self.job.transcript.add(emissions, slot)
                 self._count(slot)
-                for event in answer.step(emissions):
+                for event in response.step(emissions):
                     await wire.event(event)
-            for event in answer.closing():
+            for event in response.closing():
                 await wire.event(event)
         except ApiError as refusal:
             slot.finish = "error"

@@ -93,11 +93,11 @@ class Transcript:
 
     @property
     def completion_tokens(self) -> int:
-        return sum(len(said.tokens) for said in self.choices)
+        return sum(len(choice.tokens) for choice in self.choices)
 
     @property
     def reasoning_tokens(self) -> int:
-        return sum(said.reasoning_tokens for said in self.choices)
+        return sum(choice.reasoning_tokens for choice in self.choices)
 
 
 class ResponseShape(Protocol):
@@ -145,11 +145,11 @@ class ApiRequest:
 
     def model(self) -> str:
         """Return the model of the response: the first served name, or the adapter's. Raises ApiError for an unknown name."""
-        asked = self.body.get("model")
-        if asked in {lora.name for lora in self.settings.loras}:
-            return str(asked)
-        if asked and asked not in self.settings.served:
-            raise errors.unknown_model(asked, self.settings.served)
+        requested = self.body.get("model")
+        if requested in {lora.name for lora in self.settings.loras}:
+            return str(requested)
+        if requested and requested not in self.settings.served:
+            raise errors.unknown_model(requested, self.settings.served)
         return self.settings.served[0]
 
     def request_id(self) -> str:

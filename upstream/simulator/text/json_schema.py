@@ -84,13 +84,13 @@ class _Maker:
         return make(schema, depth)
 
     def _resolve(self, reference: str) -> Any:
-        place: Any = self._root
+        node: Any = self._root
         for step in reference.removeprefix("#").strip("/").split("/"):
             step = step.replace("~1", "/").replace("~0", "~")
-            if step and (not isinstance(place, Mapping) or step not in place):
+            if step and (not isinstance(node, Mapping) or step not in node):
                 raise UnsatisfiableSchemaError(f"unresolved reference: {reference}")
-            place = place[step] if step else place
-        return place
+            node = node[step] if step else node
+        return node
 
     def _object(self, schema: Schema, depth: int) -> dict[str, Any]:
         properties = schema.get("properties") or {}
@@ -161,10 +161,10 @@ def matching(pattern: str, speaker: Speaker) -> str:
         raise UnsatisfiableSchemaError(f"malformed expression: {error}") from error
     text, rest = _alternatives(pattern.removeprefix("^").removesuffix("$"), 0)
     if rest != len(pattern.removeprefix("^").removesuffix("$")) or not compiled.fullmatch(text):
-        word = speaker.word()
-        if not compiled.fullmatch(word):
+        candidate = speaker.word()
+        if not compiled.fullmatch(candidate):
             raise UnsatisfiableSchemaError(f"not a simple expression: {pattern}")
-        return word
+        return candidate
     return text
 
 
@@ -177,12 +177,12 @@ def _alternatives(pattern: str, at: int) -> tuple[str, int]:
 
 
 def _sequence(pattern: str, at: int) -> tuple[str, int]:
-    said: list[str] = []
+    parts: list[str] = []
     while at < len(pattern) and pattern[at] not in "|)":
         atom, at = _atom(pattern, at)
         count, at = _count(pattern, at)
-        said.append(atom * count)
-    return "".join(said), at
+        parts.append(atom * count)
+    return "".join(parts), at
 
 
 def _atom(pattern: str, at: int) -> tuple[str, int]:

@@ -184,10 +184,10 @@ def _tokens_until(said: list[Token], end: int) -> int:
 
 def _shortened(said: list[Token], keep: int) -> list[Token]:
     """Show only the first ``keep`` characters of the content."""
-    kept: list[Token] = []
+    shortened: list[Token] = []
     for token in said:
         if token.kind is TokenKind.CONTENT:
             shown, keep = token.text[:keep], max(0, keep - len(token.text))
             token = Token(TokenKind.CONTENT if shown else TokenKind.SILENT, shown, token.piece)
-        kept.append(token)
-    return kept
+        shortened.append(token)
+    return shortened

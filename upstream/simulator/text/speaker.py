@@ -50,10 +50,10 @@ class Speaker:
 
     def pieces(self, count: int) -> list[str]:
         """Exactly ``count`` pieces of text; the first has no space before it."""
-        said: list[str] = []
-        while len(said) < count:
-            said += tokenizer.pieces(self._next_word(first=not said))
-        return said[:count]
+        texts: list[str] = []
+        while len(texts) < count:
+            texts += tokenizer.pieces(self._next_word(first=not texts))
+        return texts[:count]
 
     def _next_word(self, *, first: bool) -> str:
         space = "" if first else " "
