@@ -126,8 +126,8 @@ def test_a_gateway_that_is_gone_is_told(tmp_path: Path, seen: Seen) -> None:
     with gateway(tmp_path, configuration(launched())) as one:
         seen.browser.open(f"http://127.0.0.1:{one.admin}/status")
         wait_for(lambda: seen.state("sim/one") == "ready")
-        assert "does not answer" not in seen.browser.text()
-    wait_for(lambda: "The gateway does not answer" in seen.browser.text())
+        assert "does not respond" not in seen.browser.text()
+    wait_for(lambda: "The gateway does not respond" in seen.browser.text())
 
 
 def test_a_request_that_wakes_a_model_is_seen(tmp_path: Path, seen: Seen) -> None:

@@ -168,12 +168,12 @@ def test_problems_that_check_reports(tmp_path: Path) -> None:
         "jwt[0].keys: set claims.key to select one of them for a token, or write a single entry"
     ]
     assert "this issuer is already on line" in problems(tmp_path, provider(url), provider(url, keys="team-a"))[0]
-    assert "subjects of two issuers would be taken for each other" in problems(tmp_path, provider(url), provider(url) | {"issuer": "b"})[0]
+    assert "subjects of two issuers would be indistinguishable" in problems(tmp_path, provider(url), provider(url) | {"issuer": "b"})[0]
     assert "algorithms" in problems(tmp_path, provider(url, algorithms=["HS256"]))[0]
     assert "algorithms" in problems(tmp_path, provider(url, algorithms=["none"]))[0]
     keys = [{"id": "staff"}, {"id": "staff/alice", "hash": "sha256:" + "a" * 64}, {"id": "any", "anonymous": True}]
-    assert "behind that of its entry" in problems(tmp_path, provider(url), keys=keys)[0]
-    assert "needs another" in problems(tmp_path, provider(url, keys="any"), keys=keys[2:])[0]
+    assert "after the ID of its entry" in problems(tmp_path, provider(url), keys=keys)[0]
+    assert "need another entry" in problems(tmp_path, provider(url, keys="any"), keys=keys[2:])[0]
     (tmp_path / "keys.json").write_bytes(Issuer().document)
     assert configured(tmp_path, provider("keys.json")).jwt[0].jwks.keys is not None
 
@@ -185,7 +185,8 @@ def test_without_its_packages_the_setting_is_an_error(tmp_path: Path) -> None:
     line = [sys.executable, "-c", program, "check", str(tmp_path / "gateway.yaml")]
     done = subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    assert "jwt[0].issuer: tokens need packages that are not installed: the extra `jwt` (in a clone: pip install '.[jwt]')" in done.stdout
+    problem = "jwt[0].issuer: tokens require packages that are not installed: the extra `jwt` (in a clone: pip install '.[jwt]')"
+    assert problem in done.stdout
 
 
 def send_chat(one: Gateway, token: str) -> httpx2.Response:
