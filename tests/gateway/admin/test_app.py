@@ -1,4 +1,4 @@
-"""The admin port: servers' own metrics, where Prometheus finds them, and the description of it all."""
+"""The admin port: the metrics of each server, the targets for Prometheus, and the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one_hash(digit: str, **more: str) -> dict[str, str]:
     return {"hash": "sha256:" + digit * 64, **more}
 
 
-ENDING: list[dict[str, Any]] = [
+EXPIRING: list[dict[str, Any]] = [
     {"id": "short", **one_hash("1", expires="2030-01-01")},
     {"id": "rotated", "hash": [one_hash("2", expires="2032-01-01"), one_hash("3", expires="2034-01-01")]},
     {"id": "both", "hash": one_hash("4", expires="2032-01-01"), "expires": "2030-01-01"},
@@ -38,8 +38,8 @@ ENDING: list[dict[str, Any]] = [
 ]
 
 
-class Found(BaseHTTPRequestHandler):
-    """A server that runs already; its metrics are a line, or an error."""
+class ExistingServer(BaseHTTPRequestHandler):
+    """A server that the gateway does not launch. Its metrics are one line or an error."""
 
     broken = False
 
@@ -52,12 +52,12 @@ class Found(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 @contextmanager
 def found() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Found)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), ExistingServer)
     server.broken = False  # type: ignore[attr-defined]
     with threaded(server):
         yield server
@@ -73,18 +73,18 @@ def other() -> Iterator[ThreadingHTTPServer]:
 def running(tmp_path_factory: pytest.TempPathFactory, other: ThreadingHTTPServer) -> Iterator[Gateway]:
     found_one = {"id": "found", "servers": [{"url": f"http://127.0.0.1:{other.server_port}"}]}
     config = configuration(launched(), found_one, launched("sim/late", **{"sim-healthy-after": 600}))
-    config["keys"] += ENDING
+    config["keys"] += EXPIRING
     with gateway(tmp_path_factory.mktemp("gateway"), config, ready=False) as one:
         wait_for(lambda: len(one.get("/metrics/targets").json()) == 2)
         yield one
 
 
-def test_a_launched_servers_metrics_are_to_be_had(running: Gateway) -> None:
+def test_the_metrics_of_a_launched_server(running: Gateway) -> None:
     running.ask()
     for name in (quote(LAUNCHED, safe=""), quote(LAUNCHED)):
-        answer = running.get(f"/metrics/servers/{name}")
-        assert answer.status_code == 200 and answer.headers["content-type"] == "text/plain; version=0.0.4"
-        assert "vllm:num_requests_running{" in answer.text
+        response = running.get(f"/metrics/servers/{name}")
+        assert response.status_code == 200 and response.headers["content-type"] == "text/plain; version=0.0.4"
+        assert "vllm:num_requests_running{" in response.text
 
 
 @pytest.mark.parametrize(
@@ -94,41 +94,41 @@ def test_a_launched_servers_metrics_are_to_be_had(running: Gateway) -> None:
         ("application/openmetrics-text;version=next", "text/plain; version=0.0.4"),
     ],
 )
-def test_the_gateways_own_metrics_come_in_the_form_that_is_asked_for(running: Gateway, accept: str, form: str) -> None:
-    answer = httpx2.get(f"http://127.0.0.1:{running.admin}/metrics", headers={"accept": accept}, timeout=30, verify=False)
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith(form)
-    assert "vllm_gateway_build_info{" in answer.text
+def test_the_gateways_metrics_have_the_format_that_accept_requests(running: Gateway, accept: str, form: str) -> None:
+    response = httpx2.get(f"http://127.0.0.1:{running.admin}/metrics", headers={"accept": accept}, timeout=30, verify=False)
+    assert response.status_code == 200 and response.headers["content-type"].startswith(form)
+    assert "vllm_gateway_build_info{" in response.text
 
 
-def test_a_found_servers_metrics_are_to_be_had_and_its_failure_is_told(running: Gateway, other: ThreadingHTTPServer) -> None:
+def test_the_metrics_and_the_failure_of_a_server_that_runs_elsewhere(running: Gateway, other: ThreadingHTTPServer) -> None:
     name = f"http://127.0.0.1:{other.server_port}"
     for written in (quote(name, safe=""), name):
         assert running.get(f"/metrics/servers/{written}").text == "vllm:found 1\n"
     other.broken = True  # type: ignore[attr-defined]
     try:
-        answer = running.get(f"/metrics/servers/{quote(name, safe='')}")
-        assert (answer.status_code, answer.text) == (502, f"{name}: GET /metrics: status 500\n")
+        response = running.get(f"/metrics/servers/{quote(name, safe='')}")
+        assert (response.status_code, response.text) == (502, f"{name}: GET /metrics: status 500\n")
     finally:
         other.broken = False  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("name", ["", "sim/one", "sim/late%230", "http%3A%2F%2F127.0.0.1%3A1", "..%2F..%2Fetc%2Fpasswd", "sim/one%230%2F"])
-def test_nothing_else_can_be_asked(running: Gateway, name: str) -> None:
+def test_other_names_are_not_found(running: Gateway, name: str) -> None:
     assert running.get(f"/metrics/servers/{name}").status_code == 404
 
 
-def test_prometheus_is_told_where_they_are(running: Gateway, other: ThreadingHTTPServer) -> None:
-    answer = running.get("/metrics/targets")
+def test_the_targets_for_prometheus(running: Gateway, other: ThreadingHTTPServer) -> None:
+    response = running.get("/metrics/targets")
     url = f"http://127.0.0.1:{other.server_port}"
-    assert answer.headers["content-type"] == "application/json"
-    assert {(*group["targets"], *group["labels"].items()) for group in answer.json()} == {
+    assert response.headers["content-type"] == "application/json"
+    assert {(*group["targets"], *group["labels"].items()) for group in response.json()} == {
         (f"127.0.0.1:{running.admin}", ("__metrics_path__", f"/metrics/servers/{name}"), ("model", model), ("server", name))
         for name, model in ((LAUNCHED, "sim/one"), (url, "found"))
     }
 
 
-def test_when_a_key_expires_is_shown(running: Gateway) -> None:
-    """That of its last good hash; nothing of those that have no end, or were revoked."""
+def test_the_expiry_of_a_key_is_a_metric(running: Gateway) -> None:
+    """The metric has the expiry of the last valid hash. A key without an expiry and a revoked key have no metric."""
     name = "vllm_gateway_key_expires_timestamp_seconds"
     shown = dict(re.findall(rf'^{name}{{key="([^"]+)"}} (\S+)$', running.get("/metrics").text, re.MULTILINE))
     assert {key: datetime.fromtimestamp(float(value), UTC).year for key, value in shown.items()} == {
@@ -136,7 +136,7 @@ def test_when_a_key_expires_is_shown(running: Gateway) -> None:
     }  # fmt: skip
 
 
-# The description
+# The OpenAPI document
 
 
 class Nothing:
@@ -150,37 +150,40 @@ def served(app: Any) -> set[tuple[str, str]]:
     return {(method, route.path) for route in app.routes if isinstance(route, Route) for method in route.methods or () if method != "HEAD"}
 
 
-def test_what_is_served_is_described_and_what_is_described_is_served() -> None:
+def test_every_served_route_is_described_and_every_described_route_is_served() -> None:
     nothing: Any = Nothing()
     assert served(application(nothing, nothing)) == {(route.method, route.path) for route in ROUTES}
 
 
 def test_the_document_is_openapi(running: Gateway) -> None:
-    told = running.get("/openapi.json").json()
-    assert told == document() and told["openapi"].startswith("3.1.")
-    for path, methods in told["paths"].items():
+    served_document = running.get("/openapi.json").json()
+    assert served_document == document() and served_document["openapi"].startswith("3.1.")
+    for path, methods in served_document["paths"].items():
         for operation in methods.values():
             named = {each["name"] for each in operation["parameters"] if each["required"] and each["in"] == "path"}
             assert named == set(re.findall(r"\{(\w+)\}", path))
-            assert operation["summary"] and all(answer["description"] for answer in operation["responses"].values())
-    acts = told["paths"]["/models/{id}/{operation}"]["post"]
+            assert operation["summary"] and all(response["description"] for response in operation["responses"].values())
+    acts = served_document["paths"]["/models/{id}/{operation}"]["post"]
     assert acts["security"] == [{"token": []}] and {"401", "403"} <= set(acts["responses"])
-    assert told["paths"]["/status"]["get"]["security"] == [{}, {"token": []}] and "security" not in told["paths"]["/livez"]["get"]
+    assert (
+        served_document["paths"]["/status"]["get"]["security"] == [{}, {"token": []}]
+        and "security" not in served_document["paths"]["/livez"]["get"]
+    )
     assert acts["parameters"][1]["schema"]["enum"] == list(OPERATIONS)
 
 
 @pytest.mark.parametrize("path", [route.path for route in ROUTES if "{" not in route.path and not route.is_operation])
-def test_a_described_route_answers_as_it_says(running: Gateway, path: str) -> None:
-    answer = running.get(path)
+def test_a_described_route_responds_as_described(running: Gateway, path: str) -> None:
+    response = running.get(path)
     (described,) = (route for route in ROUTES if route.path == path)
-    assert answer.status_code in described.responses
-    assert answer.status_code != 200 or any(answer.headers["content-type"].startswith(kind) for kind in described.kinds)
+    assert response.status_code in described.responses
+    assert response.status_code != 200 or any(response.headers["content-type"].startswith(kind) for kind in described.kinds)
 
 
-def test_the_page_says_the_same_and_needs_nothing_else(running: Gateway, tmp_path: Path) -> None:
-    answer = running.get("/docs")
-    assert answer.text == page()[0] and "default-src 'none'" in answer.headers["content-security-policy"]
-    assert not re.search(r"(src|href)=", answer.text)
+def test_the_page_shows_every_route_and_loads_nothing_else(running: Gateway, tmp_path: Path) -> None:
+    response = running.get("/docs")
+    assert response.text == page()[0] and "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"(src|href)=", response.text)
     with chromium(tmp_path) as browser:
         browser.open(f"http://127.0.0.1:{running.admin}/docs")
         wait_for(lambda: "admin API" in browser.text() and browser.evaluate("document.readyState") == "complete")

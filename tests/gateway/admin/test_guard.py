@@ -1,4 +1,4 @@
-"""Who may look at the admin port."""
+"""Authentication and `Host` checks of the admin port."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ TOKEN = "an-admin-token"
 PATHS = ["/metrics", "/status", "/", "/nothing", "/livez/", "/status/", "/metrics?x=/livez", "//livez", "/models/sim%2Fone/stop"]
 
 
-def asked(one: Gateway, path: str, **headers: str) -> httpx2.Response:
+def get(one: Gateway, path: str, **headers: str) -> httpx2.Response:
     return httpx2.get(f"http://127.0.0.1:{one.admin}{path}", headers=headers, timeout=30, verify=False)
 
 
-def test_a_token_is_asked_for(tmp_path: Path) -> None:
+def test_a_token_is_required(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN + "\n")
     config = configuration(launched(), admin={"port": 0, "token": {"file": "token"}})
     with gateway(tmp_path, config) as one:
         for path in PATHS:
             for shown in ({}, {"authorization": f"Bearer {TOKEN}x"}, {"authorization": TOKEN}, {"authorization": f"Basic {TOKEN}"},
                           {"authorization": "Bearer"}, {"x-api-key": TOKEN}, {"authorization": "Bearer %00"}):  # fmt: skip
-                answer = asked(one, path, **shown)
-                assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer", (path, shown)
-                assert "sim/one" not in answer.text and "vllm_gateway" not in answer.text
+                response = get(one, path, **shown)
+                assert response.status_code == 401 and response.headers["www-authenticate"] == "Bearer", (path, shown)
+                assert "sim/one" not in response.text and "vllm_gateway" not in response.text
         for scheme in ("Bearer", "bearer"):
-            assert "vllm_gateway_requests_total" in asked(one, "/metrics", authorization=f"{scheme} {TOKEN}").text
-        assert asked(one, "/status", authorization=f"Bearer {TOKEN}", host="gateway.internal").json()["ready"]
-        assert [asked(one, path).status_code for path in ("/livez", "/readyz")] == [200, 200]
+            assert "vllm_gateway_requests_total" in get(one, "/metrics", authorization=f"{scheme} {TOKEN}").text
+        assert get(one, "/status", authorization=f"Bearer {TOKEN}", host="gateway.internal").json()["ready"]
+        assert [get(one, path).status_code for path in ("/livez", "/readyz")] == [200, 200]
         assert one.command("status").returncode == 0, "the socket needs none"
         assert TOKEN not in one.said + one.log
 
 
-def test_a_browser_without_the_token_gets_a_page_that_says_how_to_authenticate(tmp_path: Path) -> None:
+def test_a_browser_without_the_token_gets_a_page_that_explains_authentication(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
     with gateway(tmp_path, configuration(launched(), admin={"port": 0, "token": {"file": "token"}})) as guarded:
         for path in ("/status", "/docs", "/nothing"):
-            answer = asked(guarded, path, accept=browser)
-            assert (answer.status_code, answer.headers["content-type"]) == (401, "text/html; charset=utf-8")
-            assert (answer.headers["www-authenticate"], answer.headers["vary"]) == ("Bearer", "accept")
-            assert "server.admin.token" in answer.text and "--token-file" in answer.text
-            assert "sim/one" not in answer.text and TOKEN not in answer.text
-        page = asked(guarded, "/status", accept=browser, authorization=f"Bearer {TOKEN}")
+            response = get(guarded, path, accept=browser)
+            assert (response.status_code, response.headers["content-type"]) == (401, "text/html; charset=utf-8")
+            assert (response.headers["www-authenticate"], response.headers["vary"]) == ("Bearer", "accept")
+            assert "server.admin.token" in response.text and "--token-file" in response.text
+            assert "sim/one" not in response.text and TOKEN not in response.text
+        page = get(guarded, "/status", accept=browser, authorization=f"Bearer {TOKEN}")
         assert page.status_code == 200 and "sim/one" in page.text
-        assert answer.headers["content-security-policy"] == page.headers["content-security-policy"]
-        assert asked(guarded, "/status", accept="application/json").json() == {"error": "the admin port requires its token"}
+        assert response.headers["content-security-policy"] == page.headers["content-security-policy"]
+        assert get(guarded, "/status", accept="application/json").json() == {"error": "the admin port requires its token"}
 
 
 @pytest.mark.parametrize(
@@ -71,27 +71,27 @@ def test_a_browser_without_the_token_gets_a_page_that_says_how_to_authenticate(t
         ("localhost@evil.example.com", 421),
     ],
 )
-def test_no_other_sites_page_reads_the_loopback_port(one: Gateway, host: str, status: int) -> None:
+def test_a_page_of_another_site_cannot_read_the_loopback_port(one: Gateway, host: str, status: int) -> None:
     for path in ("/status", "/metrics"):
-        assert asked(one, path, host=host).status_code == status
-    assert asked(one, "/livez", host=host).status_code == 200
+        assert get(one, path, host=host).status_code == status
+    assert get(one, "/livez", host=host).status_code == 200
 
 
-def twice(one: Gateway, path: str, name: str, *values: str, method: str = "GET") -> tuple[int, str]:
-    """The status and the words for a header that comes more than once."""
+def get_twice(one: Gateway, path: str, name: str, *values: str, method: str = "GET") -> tuple[int, str]:
+    """Return the status and the error message for a header that is sent more than once."""
     with closing(HTTPConnection("127.0.0.1", one.admin, timeout=10)) as connection:
         connection.putrequest(method, path, skip_host=name == "Host")
         for value in values:
             connection.putheader(name, value)
         connection.endheaders()
-        answer = connection.getresponse()
-        return answer.status, json.loads(answer.read())["error"]
+        response = connection.getresponse()
+        return response.status, json.loads(response.read())["error"]
 
 
 @pytest.mark.parametrize("path", ["/status", "/metrics", "/livez", "/nothing"])
 def test_a_second_host_is_refused(one: Gateway, path: str) -> None:
     for hosts in (("evil.example.com", "localhost"), ("localhost", "evil.example.com"), ("localhost", "localhost")):
-        assert twice(one, path, "Host", *hosts) == (400, "the header host or authorization was sent more than once")
+        assert get_twice(one, path, "Host", *hosts) == (400, "the header host or authorization was sent more than once")
 
 
 def test_a_second_authorization_is_refused(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_a_second_authorization_is_refused(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), admin={"port": 0, "token": {"file": "token"}})) as guarded:
         for shown in ((wrong, right), (right, wrong), (right, right)):
             for path, method in (("/status", "GET"), ("/reload", "POST")):
-                assert twice(guarded, path, "Authorization", *shown, method=method)[0] == 400
-        assert asked(guarded, "/status", authorization=right).status_code == 200
+                assert get_twice(guarded, path, "Authorization", *shown, method=method)[0] == 400
+        assert get(guarded, "/status", authorization=right).status_code == 200
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Operations over the admin port: with the token alone, for no page in a browser, noted with who asked; and the keys as it shows them."""
+"""Operations over the admin port: they need the token, are refused for web pages, and are logged with their client. Also: listed keys."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ STOP = "/models/sim%2Fone/stop"
 ACTS = [STOP, "/models/sim/one/restart", "/models/sim/one/nonsense", "/reload", "/drain", "/livez", "/status", "/nothing"]
 
 
-def asked(one: Gateway, path: str, headers: dict[str, str] | None = None, method: str = "POST") -> httpx2.Response:
+def call(one: Gateway, path: str, headers: dict[str, str] | None = None, method: str = "POST") -> httpx2.Response:
     return httpx2.request(method, f"http://127.0.0.1:{one.admin}{path}", headers=headers, timeout=60, verify=False)
 
 
-def typed(*words: str) -> subprocess.CompletedProcess[str]:
-    """A command of somebody who has neither the configuration nor the socket."""
+def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+    """Run a command without access to the configuration and the socket."""
     command = str(Path(sys.executable).with_name("vllm-gateway"))
     return subprocess.run([command, *words], capture_output=True, text=True, timeout=60, cwd="/")
 
@@ -48,35 +48,35 @@ def one(folder: Path) -> Iterator[Gateway]:
 
 
 def state(one: Gateway) -> str:
-    return str(asked(one, "/status", SHOWN, "GET").json()["models"][0]["state"])
+    return str(call(one, "/status", SHOWN, "GET").json()["models"][0]["state"])
 
 
-def answers(one: Gateway) -> bool:
+def responds(one: Gateway) -> bool:
     return one.ask().status_code == 200
 
 
 def recorded(one: Gateway) -> bool:
-    """Whether the ledger has every request so far; all came with a key."""
+    """Return whether the ledger has every request so far; every request had a key."""
     line = re.compile(r'^vllm_gateway_requests_total\{.*endpoint="/v1/chat/completions".*\} (\S+)$', re.MULTILINE)
-    text = asked(one, "/metrics", SHOWN, "GET").text
+    text = call(one, "/metrics", SHOWN, "GET").text
     written = re.search(r'^vllm_gateway_ledger_rows_total\{outcome="written"\} (\S+)$', text, re.MULTILINE)
     return written is not None and float(written[1]) == sum(map(float, line.findall(text)))
 
 
-def test_without_a_token_nothing_is_done(tmp_path: Path) -> None:
+def test_operations_need_a_configured_token(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as open_one:
         for path in ACTS:
             for headers in ({}, SHOWN, {"authorization": "Bearer"}):
-                answer = asked(open_one, path, headers)
-                assert answer.status_code == 403 and "server.admin.token" in answer.json()["error"]
-        said = typed("stop", "sim/one", "--admin", f"http://127.0.0.1:{open_one.admin}")
-        assert (said.returncode, said.stderr.count("\n")) == (1, 1)
-        assert "operations over the admin port require server.admin.token" in said.stderr
+                response = call(open_one, path, headers)
+                assert response.status_code == 403 and "server.admin.token" in response.json()["error"]
+        result = run_command("stop", "sim/one", "--admin", f"http://127.0.0.1:{open_one.admin}")
+        assert (result.returncode, result.stderr.count("\n")) == (1, 1)
+        assert "operations over the admin port require server.admin.token" in result.stderr
         assert open_one.ask().status_code == 200
 
 
 @pytest.mark.parametrize("path", ACTS)
-def test_without_the_token_nothing_is_done(one: Gateway, path: str) -> None:
+def test_operations_are_refused_without_the_token(one: Gateway, path: str) -> None:
     for headers in (
         {},
         {"authorization": f"Bearer {TOKEN}x"},
@@ -84,40 +84,40 @@ def test_without_the_token_nothing_is_done(one: Gateway, path: str) -> None:
         {"x-api-key": TOKEN},
         {"cookie": f"token={TOKEN}"},
     ):
-        assert asked(one, f"{path}?token={TOKEN}", headers).status_code == 401
-    assert asked(one, path, {"authorization": f"Basic {TOKEN}"}).headers["www-authenticate"] == "Bearer"
+        assert call(one, f"{path}?token={TOKEN}", headers).status_code == 401
+    assert call(one, path, {"authorization": f"Basic {TOKEN}"}).headers["www-authenticate"] == "Bearer"
     assert one.ask().status_code == 200
 
 
 @pytest.mark.parametrize(
     "page", [{"origin": "https://evil.example.com"}, {"origin": "null"}, {"origin": "http://127.0.0.1"}, {"sec-fetch-site": "same-origin"}]
 )
-def test_nothing_is_done_for_a_page(one: Gateway, page: dict[str, str]) -> None:
+def test_operations_are_refused_for_web_pages(one: Gateway, page: dict[str, str]) -> None:
     for path in (STOP, "/reload", "/drain"):
-        answer = asked(one, path, SHOWN | page)
-        assert (answer.status_code, answer.json()["error"]) == (403, "operations are refused for web pages")
-    preflight = asked(one, STOP, page | {"access-control-request-method": "POST"}, "OPTIONS")
+        response = call(one, path, SHOWN | page)
+        assert (response.status_code, response.json()["error"]) == (403, "operations are refused for web pages")
+    preflight = call(one, STOP, page | {"access-control-request-method": "POST"}, "OPTIONS")
     assert preflight.status_code == 403 and not any(name.startswith("access-control") for name in preflight.headers)
     assert one.ask().status_code == 200
 
 
-def test_with_the_token_it_is_done_and_noted(one: Gateway) -> None:
-    answer = asked(one, STOP, SHOWN)
-    assert (answer.status_code, answer.json()["state"]) == (200, "stopped")
+def test_operations_with_the_token_are_done_and_logged(one: Gateway) -> None:
+    response = call(one, STOP, SHOWN)
+    assert (response.status_code, response.json()["state"]) == (200, "stopped")
     assert "stop of sim/one requested by the token, from 127.0.0.1" in one.said
-    assert asked(one, "/models/sim%2Fone/start", SHOWN | {"host": "gateway.internal:9090"}).status_code == 200
+    assert call(one, "/models/sim%2Fone/start", SHOWN | {"host": "gateway.internal:9090"}).status_code == 200
     wait_for(lambda: state(one) == "ready", why=lambda: one.said)
-    wait_for(lambda: answers(one))  # once the workers have heard, too
-    assert asked(one, "/reload", SHOWN).json()["successful"]
-    assert asked(one, "/models/none/stop", SHOWN).status_code == 404
-    assert asked(one, "/models/sim%2Fone/drain", SHOWN).status_code == 404
-    assert asked(one, STOP, SHOWN, "GET").status_code == asked(one, "/status", SHOWN).status_code == 405
+    wait_for(lambda: responds(one))  # after the workers received the snapshot, too
+    assert call(one, "/reload", SHOWN).json()["successful"]
+    assert call(one, "/models/none/stop", SHOWN).status_code == 404
+    assert call(one, "/models/sim%2Fone/drain", SHOWN).status_code == 404
+    assert call(one, STOP, SHOWN, "GET").status_code == call(one, "/status", SHOWN).status_code == 405
     assert one.command("reload").returncode == 0
     assert "reload requested by uid " in one.said and "(pid " in one.said
     assert TOKEN not in one.said + one.log
 
 
-def test_the_commands_reach_it_from_elsewhere(one: Gateway, folder: Path) -> None:
+def test_the_commands_reach_the_gateway_from_elsewhere(one: Gateway, folder: Path) -> None:
     there = ("--admin", f"http://localhost:{one.admin}", "--token-file", str(folder / "token"))
     known: list[tuple[tuple[str, ...], str]] = [
         (("restart", "sim/one"), "sim/one: "),
@@ -125,9 +125,9 @@ def test_the_commands_reach_it_from_elsewhere(one: Gateway, folder: Path) -> Non
         (("reload",), "nothing has changed"),
         (("status",), "sim/one"),
     ]
-    for words, said in known:
-        done = typed(*words, *there)
-        assert (done.returncode, done.stderr) == (0, "") and said in done.stdout
+    for arguments, expected in known:
+        done = run_command(*arguments, *there)
+        assert (done.returncode, done.stderr) == (0, "") and expected in done.stdout
     wrong, two_lines = folder / "other", folder / "two-lines"
     wrong.write_text("wrong")
     two_lines.write_text("wrong\nwrong")
@@ -140,46 +140,46 @@ def test_the_commands_reach_it_from_elsewhere(one: Gateway, folder: Path) -> Non
         (("--admin", "http://localhost:1", *there[2:]), "http://localhost:1: "),
         (("--admin", "nonsense", *there[2:]), "nonsense: "),
     ]
-    for words, why in failing:
-        done = typed("status", *words)
+    for arguments, why in failing:
+        done = run_command("status", *arguments)
         assert "wrong" not in done.stderr.replace(str(folder), "")
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
         assert why in done.stderr
-    assert typed("status", *there[2:]).returncode == 2
+    assert run_command("status", *there[2:]).returncode == 2
 
 
-def test_usage_and_keys_are_shown_elsewhere_as_on_the_machine_itself(one: Gateway, folder: Path) -> None:
+def test_usage_and_keys_are_the_same_elsewhere_as_on_the_machine_itself(one: Gateway, folder: Path) -> None:
     there = ("--admin", f"http://localhost:{one.admin}", "--token-file", str(folder / "token"))
     here = ("--config", str(folder / "gateway.yaml"))
-    wait_for(lambda: answers(one))  # what was restarted
-    until = (datetime.now(UTC) + timedelta(days=1)).strftime("%Y-%m-%d")  # so that both are asked for the same time
+    wait_for(lambda: responds(one))  # after its restart
+    until = (datetime.now(UTC) + timedelta(days=1)).strftime("%Y-%m-%d")  # so that both commands have the same period
 
-    def usage(*words: str) -> str:
-        done = typed("usage", "--by", "key,day", "--since", "2026-01-01", "--until", until, "--key", "team-a", *words)
+    def usage(*arguments: str) -> str:
+        done = run_command("usage", "--by", "key,day", "--since", "2026-01-01", "--until", until, "--key", "team-a", *arguments)
         assert (done.returncode, done.stderr) == (0, "")
         return done.stdout
 
-    wait_for(lambda: recorded(one))  # or one more would come between two looks
+    wait_for(lambda: recorded(one))  # otherwise a row could be added between two commands
     assert usage("--format", "csv", *there).count("\nteam-a,")
     for form in ("table", "csv", "json"):
         assert usage("--format", form, *there) == usage("--format", form, *here)
     assert "nothing" in usage("--team", "nobody", *there)
-    for words in (("keys", "list"), ("keys", "list", "--json")):
-        shown, local = typed(*words, *there), typed(*words, *here)
+    for arguments in (("keys", "list"), ("keys", "list", "--json")):
+        shown, local = run_command(*arguments, *there), run_command(*arguments, *here)
         assert (shown.returncode, shown.stdout, shown.stderr) == (0, local.stdout, "") and "unused" in shown.stdout
     for command in (["keys", "list"], ["usage"]):
-        assert typed(*command, *there[2:]).returncode == 2, "a token for nobody"
-        assert "the admin port requires its token" in typed(*command, *there[:2]).stderr
-    assert typed("usage", "--by", "color", *there).returncode == 2
+        assert run_command(*command, *there[2:]).returncode == 2, "a token for nobody"
+        assert "the admin port requires its token" in run_command(*command, *there[:2]).stderr
+    assert run_command("usage", "--by", "color", *there).returncode == 2
 
 
-def test_keys_are_shown_and_no_hash(one: Gateway) -> None:
+def test_keys_are_shown_without_their_hashes(one: Gateway) -> None:
     before = datetime.now(UTC) - timedelta(seconds=2)
-    wait_for(lambda: answers(one))
+    wait_for(lambda: responds(one))
     wait_for(lambda: recorded(one))
 
     def used() -> Any:
-        listed = {key["id"]: key for key in asked(one, "/keys", SHOWN, "GET").json()["keys"]}
+        listed = {key["id"]: key for key in call(one, "/keys", SHOWN, "GET").json()["keys"]}
         last = listed["team-a"]["last_used"]
         return last is not None and datetime.fromisoformat(last) >= before and listed
 
@@ -188,27 +188,27 @@ def test_keys_are_shown_and_no_hash(one: Gateway) -> None:
         "id": "unused", "state": "ends soon", "team": None, "models": ["sim/*"], "expires": 0, "hashes": 1, "hashes_end": [],
         "tokens": False, "limits": {}, "last_used": None,
     }  # fmt: skip
-    assert "sha256" not in asked(one, "/keys", SHOWN, "GET").text
-    assert asked(one, "/keys", method="GET").status_code == 401
+    assert "sha256" not in call(one, "/keys", SHOWN, "GET").text
+    assert call(one, "/keys", method="GET").status_code == 401
     shown = one.command("keys", "list").stdout
     assert listed["team-a"]["last_used"][:16] in shown and "ends soon" in shown
 
 
 def test_a_gateway_is_drained(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
-    with gateway(tmp_path, configuration(launched(), admin={"port": 0, "token": {"file": "token"}}, linger="1m")) as leaving:
-        answer = asked(leaving, "/drain", SHOWN)
-        assert (answer.status_code, answer.json()) == (202, {"draining": True})
-        assert leaving.get("/readyz").status_code == 503
-        again = asked(leaving, "/drain", SHOWN)
+    with gateway(tmp_path, configuration(launched(), admin={"port": 0, "token": {"file": "token"}}, linger="1m")) as draining:
+        response = call(draining, "/drain", SHOWN)
+        assert (response.status_code, response.json()) == (202, {"draining": True})
+        assert draining.get("/readyz").status_code == 503
+        again = call(draining, "/drain", SHOWN)
         assert (again.status_code, again.json()["error"]) == (409, "the gateway is stopping")
-        assert leaving.ask().status_code == 200, "it lingers"
-        assert leaving.command("drain").returncode == 1
-        assert leaving.stop() == 0
+        assert draining.ask().status_code == 200, "it lingers"
+        assert draining.command("drain").returncode == 1
+        assert draining.stop() == 0
 
 
 def test_a_gateway_is_drained_by_a_command(tmp_path: Path) -> None:
-    with gateway(tmp_path, configuration(launched())) as leaving:
-        assert leaving.command("drain").stdout == "the gateway is stopping; open requests finish first\n"
-        assert leaving.process.wait(60) == 0
-        assert "drain requested by uid " in leaving.said
+    with gateway(tmp_path, configuration(launched())) as draining:
+        assert draining.command("drain").stdout == "the gateway is stopping; open requests finish first\n"
+        assert draining.process.wait(60) == 0
+        assert "drain requested by uid " in draining.said

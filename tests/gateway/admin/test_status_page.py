@@ -1,4 +1,4 @@
-"""The page at /status, as a browser shows it: every state, a change that appears by itself, and text that stays text."""
+"""The page at /status in a browser: every state, automatic updates, and text that is never markup."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Seen:
     browser: Chromium
 
     def state(self, model: str) -> str:
-        """A model's state as its card shows it."""
+        """Return the state on the card of a model."""
         cards = "[...document.querySelectorAll('article')]"
         return str(self.browser.evaluate(f"{cards}.find((one) => one.dataset.part === {model!r})?.querySelector('.state').innerText"))
 
 
 def command(one: Gateway, *words: str) -> str:
-    """A command to the running gateway; it has to succeed."""
+    """Run a command on the gateway and check that it succeeds."""
     done = one.command(*words)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -77,7 +77,7 @@ def test_a_change_appears_by_itself(seen: Seen) -> None:
     assert seen.browser.evaluate("window.still") == "here", "the page was not loaded again"
 
 
-def test_what_somebody_has_opened_stays_open(seen: Seen) -> None:
+def test_an_opened_section_stays_open(seen: Seen) -> None:
     wait_for(lambda: seen.state("sim/one") == "ready")
     details = "[...document.querySelectorAll('details')].find((one) => one.dataset.key === 'sim/one#0 ready')"
     seen.browser.evaluate(f"{details}.open = true")
@@ -94,7 +94,7 @@ def test_names_and_lines_of_logs_stay_text(seen: Seen) -> None:
     assert seen.browser.evaluate("document.querySelectorAll('script').length") == 1
 
 
-def test_the_browser_has_nothing_to_complain_of_and_runs_no_other_script(seen: Seen) -> None:
+def test_the_browser_reports_no_violation_and_runs_no_other_script(seen: Seen) -> None:
     wait_for(lambda: seen.state("sim/one") == "ready")
     assert seen.browser.complaints == []
     script = "const s = document.createElement('script'); s.textContent = 'window.ran = true'; document.body.append(s); 1"
@@ -117,12 +117,12 @@ def test_the_browser_has_nothing_to_complain_of_and_runs_no_other_script(seen: S
         ("", "application/json"),
     ],
 )
-def test_who_asks_for_html_gets_it(seen: Seen, accept: str, kind: str) -> None:
-    answer = httpx2.get(f"http://127.0.0.1:{seen.gateway.admin}/status", headers={"accept": accept}, timeout=10)
-    assert (answer.status_code, answer.headers["content-type"], answer.headers["vary"]) == (200, kind, "accept")
+def test_a_client_that_accepts_html_gets_html(seen: Seen, accept: str, kind: str) -> None:
+    response = httpx2.get(f"http://127.0.0.1:{seen.gateway.admin}/status", headers={"accept": accept}, timeout=10)
+    assert (response.status_code, response.headers["content-type"], response.headers["vary"]) == (200, kind, "accept")
 
 
-def test_a_gateway_that_is_gone_is_told(tmp_path: Path, seen: Seen) -> None:
+def test_a_stopped_gateway_is_reported(tmp_path: Path, seen: Seen) -> None:
     with gateway(tmp_path, configuration(launched())) as one:
         seen.browser.open(f"http://127.0.0.1:{one.admin}/status")
         wait_for(lambda: seen.state("sim/one") == "ready")
@@ -130,8 +130,8 @@ def test_a_gateway_that_is_gone_is_told(tmp_path: Path, seen: Seen) -> None:
     wait_for(lambda: "The gateway does not respond" in seen.browser.text())
 
 
-def test_a_request_that_wakes_a_model_is_seen(tmp_path: Path, seen: Seen) -> None:
-    """By an adapter's name: it is the base that is woken."""
+def test_a_request_that_wakes_a_model_is_shown(tmp_path: Path, seen: Seen) -> None:
+    """The request has the name of an adapter, so its base is woken."""
     fifo, model = tmp_path / "fifo", launched("sim/lazy") | {"loras": [{"id": "sim/l", "path": "/x"}]}
     os.mkfifo(fifo)
     model["launch"] |= {"start": "on_demand", "command": ["sh", "-c", f'read go <{fifo} && exec "$@"', "-", *SIMULATOR]}
@@ -139,11 +139,11 @@ def test_a_request_that_wakes_a_model_is_seen(tmp_path: Path, seen: Seen) -> Non
     with gateway(tmp_path, configuration(model)) as one:
         seen.browser.open(f"http://127.0.0.1:{one.admin}/status")
         wait_for(lambda: seen.state("sim/lazy") == "stopped", why=seen.browser.text)
-        answers: list[httpx2.Response] = []
-        asking = threading.Thread(target=lambda: answers.append(one.ask(model="sim/l")))
-        asking.start()
+        responses: list[httpx2.Response] = []
+        thread = threading.Thread(target=lambda: responses.append(one.ask(model="sim/l")))
+        thread.start()
         wait_for(lambda: seen.state("sim/lazy") == "starting" and "1 (longest" in seen.browser.text(), why=seen.browser.text)
         fifo.write_text("go\n")
         wait_for(lambda: seen.state("sim/lazy") == "ready", why=seen.browser.text)
-        asking.join(60)
-        assert (answers[0].status_code, answers[0].json()["model"]) == (200, "sim/l")
+        thread.join(60)
+        assert (responses[0].status_code, responses[0].json()["model"]) == (200, "sim/l")

@@ -1,4 +1,4 @@
-"""The status in the words of people: what the JSON becomes, on the page and on the terminal."""
+"""The status for people: how the page and the terminal show the JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NOTHING = {"prompt": 0.0, "completion": 0.0}
 
 
 def status(*servers: dict[str, Any], **model: Any) -> dict[str, Any]:
-    """What /status says of one model with these servers."""
+    """Return a /status document of one model with these servers."""
     shown = {"id": "m", "in_flight": 2, "tokens_per_second": NOTHING, "state": "ready", "since": 940.0, "servers": servers, **model}
     workers = [{"up": True}, {"up": False}]
     return {"time": 1000.0, "started": 10.0, "ready": False, "reason": "waiting", "version": "1", "workers": workers, "models": [shown]}
@@ -53,20 +53,20 @@ def test_a_duration(seconds: float, words: str) -> None:
         ({"condition": "down", "state": "sleeping"}, "sleeping"),
     ],
 )
-def test_a_servers_state_is_one_of_six_words(known: dict[str, Any], state: str) -> None:
+def test_a_servers_state_is_one_of_six(known: dict[str, Any], state: str) -> None:
     assert state in STATES
     assert status_view(status(server(**known))).models[0].servers[0].state == state
 
 
 @pytest.mark.parametrize("state", ["sleeping", "draining", "stopped"])
-def test_a_server_that_is_put_away_is_as_its_model_is(state: str) -> None:
+def test_a_server_out_of_rotation_has_the_state_of_its_model(state: str) -> None:
     for known in ({}, {"state": "ready"}):
         shown = status_view(status(server(condition="out_of_rotation", **known), state=state))
         assert shown.models[0].servers[0].state == state
 
 
 @pytest.mark.parametrize(("known", "state"), [({"state": "ready"}, "draining"), ({}, "stopped"), ({"state": "starting"}, "starting")])
-def test_a_server_that_a_ready_model_goes_without_is_not_ready(known: dict[str, Any], state: str) -> None:
+def test_a_server_out_of_rotation_of_a_ready_model_is_not_ready(known: dict[str, Any], state: str) -> None:
     model = status(server(condition="out_of_rotation", **known), server(name="m#1"))["models"][0]
     assert in_a_line(model) == f"m: ready (m#0: {state})"
     assert status_view(status(*model["servers"])).models[0].servers[0].state == state
@@ -78,24 +78,24 @@ def test_a_model_in_a_line() -> None:
     assert in_a_line(status(*down)["models"][0]) == "m: ready (m#0: failed, m#2: starting)"
 
 
-def test_a_bounded_server_says_of_how_many() -> None:
+def test_a_bounded_server_shows_its_bound() -> None:
     assert status_view(status(server())).models[0].servers[0].load == "2"
     shown = status_view(status(server(), max_inflight=8))
     assert shown.models[0].servers[0].load == "2 of 8"
     assert "2 of 8 in flight" in page(shown)
 
 
-def test_how_far_a_start_has_come() -> None:
+def test_the_progress_of_a_start() -> None:
     line = "Loading safetensors checkpoint shards:  50% Completed | 1/2"
     starting = server(condition="loading", state="starting", last_log_lines=["INFO", line])
     (shown,) = status_view(status(starting, state="starting")).models[0].servers
     assert (shown.progress, shown.percent) == (line, 50)
-    (told,) = status_view(status(starting | {"progress": "Capturing graphs"}, state="starting")).models[0].servers
-    assert (told.progress, told.percent) == ("Capturing graphs", None)
+    (reported,) = status_view(status(starting | {"progress": "Capturing graphs"}, state="starting")).models[0].servers
+    assert (reported.progress, reported.percent) == ("Capturing graphs", None)
     assert 'value="50"' in page(status_view(status(starting)))
 
 
-def test_what_is_said_of_the_whole() -> None:
+def test_the_summary_and_the_fields_of_a_model() -> None:
     adapters = [{"id": "l", "in_flight": 3, "tokens_per_second": {"prompt": 4.0, "completion": 12.34}}]
     shown = status_view(status(server(), queued=4, waiting_s=61, loras=adapters, aliases=["a"]))
     assert (shown.headline, shown.facts[:3]) == ("waiting", ("1 of 1 model ready", "5 in flight", "1 of 2 workers up"))
@@ -111,13 +111,13 @@ def test_the_root_cause_and_the_hint_come_before_the_log() -> None:
     failed = server(condition="down", state="failed", log="/l", last_log_lines=["boom"], **known)
     shown, out = status_view(status(failed)), io.StringIO()
     show(shown, Console(file=out, width=200))
-    told = out.getvalue().splitlines()[-4:]
-    assert told == ["m#0: could not start: no memory: ValueError: x (exit code 1)", "  Hint: Raise it.", "  end of /l:", "  | boom"]
+    lines = out.getvalue().splitlines()[-4:]
+    assert lines == ["m#0: could not start: no memory: ValueError: x (exit code 1)", "  Hint: Raise it.", "  end of /l:", "  | boom"]
     text = page(shown)
     assert text.index("no memory: ValueError") < text.index("Hint: Raise it.") < text.index("boom")
 
 
-def test_a_configuration_that_is_not_in_use_is_told() -> None:
+def test_a_configuration_that_is_not_in_use_is_reported() -> None:
     known = status(server())
     read = {
         "problems": ["g.yaml:3: x: unknown key", "g.yaml:9: y: <b>bad</b>"],
@@ -150,14 +150,14 @@ def test_each_dependency_that_is_down_is_shown_with_its_error() -> None:
     assert "&lt;b&gt;refused" in page(shown)
 
 
-def test_rows_in_memory_are_shown_while_they_can_be_stored_nowhere() -> None:
+def test_rows_in_memory_are_shown_while_they_cannot_be_stored() -> None:
     known = status(server()) | {"ledger": {"memory_rows": 23}}
     both = [dependency("ledger_database", "down", "", "full"), dependency("ledger_spool", "down", "", "full")]
     assert status_view(known | {"dependencies": both}).warnings[-1] == "23 rows of the ledger in memory only"
     assert len(status_view(known | {"dependencies": both[1:]}).warnings) == 1
 
 
-def test_a_gateway_that_is_ready_and_has_trouble_is_degraded() -> None:
+def test_a_ready_gateway_with_problems_is_degraded() -> None:
     known = status(server()) | {"ready": True, "reason": None}
     assert (status_view(known).state, status_view(known).headline) == ("ready", "ready")
     shown = status_view(known | {"degraded": ["1 of 1 model without a ready server", "limits_store is down"]})
@@ -175,7 +175,7 @@ def test_nothing_acts_on_a_terminal() -> None:
 
 
 @given(st.text(), st.text())
-def test_text_and_attributes_cannot_leave_their_places(text: str, value: str) -> None:
+def test_text_and_attributes_cannot_escape_into_markup(text: str, value: str) -> None:
     made = tag("p", text, title=value, data_some="x", hidden=False, open=True)
     assert made.startswith('<p title="') and made.endswith("</p>")
     assert made.count("<") == made.count(">") == 2 and made.count('"') == 4

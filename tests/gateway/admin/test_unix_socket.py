@@ -1,4 +1,4 @@
-"""The admin socket: where it is, who may use it, and what becomes of one that was left behind."""
+"""The admin socket: its path, which users may use it, and the replacement of a stale socket."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ import pytest
 from gateway.admin.unix_socket import SocketTakenError, listening, peer, socket_path
 from tests.support.process import configuration, gateway, launched
 
-NOBODY = 65534
+OTHER_USER = 65534
 
 
 @pytest.fixture
 def folder() -> Iterator[Path]:
-    """A folder whose path is short, as those of unix sockets have to be."""
+    """Yield a folder with a short path, because the path of a unix socket has a maximum length."""
     with tempfile.TemporaryDirectory(prefix="gw-") as name:
         yield Path(name) / "vllm-gateway"
 
 
-def test_the_place_follows_from_the_configurations_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_socket_path_depends_on_the_configurations_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runtime = {"XDG_RUNTIME_DIR": "/run/user/7"}
-    place = socket_path(tmp_path / "gateway.yaml", runtime)
-    assert place.parent == Path("/run/user/7/vllm-gateway") and place.suffix == ".sock"
+    path = socket_path(tmp_path / "gateway.yaml", runtime)
+    assert path.parent == Path("/run/user/7/vllm-gateway") and path.suffix == ".sock"
     monkeypatch.chdir(tmp_path)
-    assert socket_path(Path("./gateway.yaml"), runtime) == place
-    assert socket_path(Path("other.yaml"), runtime) != place
+    assert socket_path(Path("./gateway.yaml"), runtime) == path
+    assert socket_path(Path("other.yaml"), runtime) != path
     assert socket_path(tmp_path / "gateway.yaml", {}).parent == Path(f"/tmp/vllm-gateway-{os.geteuid()}")
 
 
@@ -42,7 +42,7 @@ def test_a_link_that_changes_its_target_changes_nothing(tmp_path: Path) -> None:
     assert socket_path(link, {}) != socket_path(before, {})
 
 
-def test_only_this_user_can_open_it_and_it_goes_in_the_end(folder: Path) -> None:
+def test_only_this_user_can_open_the_socket_and_it_is_removed_at_the_end(folder: Path) -> None:
     with listening(folder / "a.sock") as listener:
         modes = [stat.S_IMODE(path.stat().st_mode) for path in (folder, folder / "a.sock")]
         assert modes == [0o700, 0o600]
@@ -61,7 +61,7 @@ def test_a_folder_that_others_may_enter_is_closed_to_them(folder: Path) -> None:
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_what_a_dead_gateway_left_is_replaced_and_a_living_one_is_not(folder: Path) -> None:
+def test_the_socket_of_a_dead_gateway_is_replaced_and_of_a_running_gateway_is_not(folder: Path) -> None:
     folder.mkdir()
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(folder / "a.sock"))
@@ -73,42 +73,42 @@ def test_what_a_dead_gateway_left_is_replaced_and_a_living_one_is_not(folder: Pa
         living.accept()[0].close()
 
 
-def test_a_successors_socket_is_left_alone(folder: Path) -> None:
+def test_the_socket_of_a_successor_is_not_removed(folder: Path) -> None:
     with listening(folder / "a.sock"):
         (folder / "a.sock").unlink()
         (folder / "a.sock").touch()
     assert (folder / "a.sock").exists()
 
 
-def test_a_link_in_the_folders_place_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_link_instead_of_the_folder_is_refused(folder: Path, tmp_path: Path) -> None:
     folder.symlink_to(tmp_path)
     with pytest.raises(PermissionError, match="belongs to another user"), listening(folder / "a.sock"):
         pass
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_a_folder_of_somebody_else_is_refused(folder: Path) -> None:
+def test_a_folder_of_another_user_is_refused(folder: Path) -> None:
     folder.mkdir()
-    os.chown(folder, NOBODY, NOBODY)
+    os.chown(folder, OTHER_USER, OTHER_USER)
     with pytest.raises(PermissionError, match="belongs to another user"), listening(folder / "a.sock"):
         pass
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
-def test_somebody_else_is_cut_off_even_where_the_files_would_let_them(tmp_path: Path) -> None:
+def test_another_user_is_disconnected_even_if_the_file_modes_allow_access(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as one:
-        place = socket_path(one.folder / "gateway.yaml", {"XDG_RUNTIME_DIR": str(one.runtime)})
-        for path, mode in ((one.runtime, 0o755), (place.parent, 0o755), (place, 0o666)):
+        socket_file = socket_path(one.folder / "gateway.yaml", {"XDG_RUNTIME_DIR": str(one.runtime)})
+        for path, mode in ((one.runtime, 0o755), (socket_file.parent, 0o755), (socket_file, 0o666)):
             path.chmod(mode)
-        ask = "import socket, sys; s = socket.socket(1); s.connect(sys.argv[1]); s.sendall(b'GET /status HTTP/1.0\\r\\n\\r\\n')\n"
-        words = ["/usr/bin/env", "python3", "-c", ask + "print(s.recv(100))", str(place)]
-        stranger = subprocess.run(words, user=NOBODY, group=NOBODY, extra_groups=[], capture_output=True, text=True, timeout=30)
-        assert "HTTP" not in stranger.stdout and ("b''" in stranger.stdout or "reset" in stranger.stderr or "Broken" in stranger.stderr)
-        own = subprocess.run([sys.executable, *words[2:]], capture_output=True, text=True, timeout=30)
+        request = "import socket, sys; s = socket.socket(1); s.connect(sys.argv[1]); s.sendall(b'GET /status HTTP/1.0\\r\\n\\r\\n')\n"
+        command = ["/usr/bin/env", "python3", "-c", request + "print(s.recv(100))", str(socket_file)]
+        other = subprocess.run(command, user=OTHER_USER, group=OTHER_USER, extra_groups=[], capture_output=True, text=True, timeout=30)
+        assert "HTTP" not in other.stdout and ("b''" in other.stdout or "reset" in other.stderr or "Broken" in other.stderr)
+        own = subprocess.run([sys.executable, *command[2:]], capture_output=True, text=True, timeout=30)
         assert "200 OK" in own.stdout
 
 
-def test_a_gateway_that_can_have_no_socket_serves_all_the_same(tmp_path: Path) -> None:
+def test_a_gateway_without_a_socket_still_serves(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="gw-") as runtime:
         (Path(runtime) / "vllm-gateway").write_text("a file in the folder's place")
         with gateway(tmp_path, configuration(launched()), runtime=Path(runtime)) as one:

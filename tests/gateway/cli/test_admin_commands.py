@@ -46,13 +46,13 @@ def test_a_model_is_stopped_and_started(running: Gateway) -> None:
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
     assert running.get("/readyz").status_code == 200, "what the operator stopped keeps nobody from the other models"
     assert running.metric('vllm_gateway_server_up{model="sim/one",server="sim/one#0"}') == 0
-    for word in ("start", "wake"):
-        assert running.command(word, "sim/one").returncode == 0
+    for operation in ("start", "wake"):
+        assert running.command(operation, "sim/one").returncode == 0
     until_ready(running, "sim/one")
     wait_for(lambda: running.ask().status_code == 200)
 
 
-def test_a_model_is_started_anew(running: Gateway) -> None:
+def test_a_model_is_restarted(running: Gateway) -> None:
     before = until_ready(running, ID)["servers"][0]["pid"]
     restarted = running.command("restart", ID)
     assert (restarted.returncode, restarted.stderr) == (0, "")
@@ -71,7 +71,7 @@ def test_a_model_is_started_anew(running: Gateway) -> None:
         (("start", "far"), "far is not launched by the gateway"),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_1(running: Gateway, words: tuple[str, ...], said: str) -> None:
+def test_a_refused_operation_prints_one_line_and_exits_with_1(running: Gateway, words: tuple[str, ...], said: str) -> None:
     done = running.command(*words)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"vllm-gateway: {said}\n")
 
@@ -94,8 +94,8 @@ def test_the_status_at_a_terminal_is_colored(running: Gateway) -> None:
     with os.fdopen(ours, "rb", closefd=True) as terminal:
         environ = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "XDG_RUNTIME_DIR": str(running.runtime)}
         environ.pop("NO_COLOR", None)
-        words = [str(Path(sys.executable).with_name("vllm-gateway")), "status", "--config", str(running.folder / "gateway.yaml")]
-        done = subprocess.run(words, stdout=theirs, stderr=theirs, env=environ, timeout=60)
+        command = [str(Path(sys.executable).with_name("vllm-gateway")), "status", "--config", str(running.folder / "gateway.yaml")]
+        done = subprocess.run(command, stdout=theirs, stderr=theirs, env=environ, timeout=60)
         os.close(theirs)
         shown = all_of(terminal.fileno())
     assert done.returncode == 0
@@ -104,7 +104,7 @@ def test_the_status_at_a_terminal_is_colored(running: Gateway) -> None:
 
 def test_tokens_per_second_follow_the_requests(running: Gateway) -> None:
     def rate() -> dict[str, float]:
-        """As the commands have it, without the time that each takes."""
+        """Read the rates from the admin port, which is faster than a command."""
         rates: dict[str, float] = next(each for each in running.get("/status").json()["models"] if each["id"] == ID)["tokens_per_second"]
         return rates
 
@@ -115,31 +115,31 @@ def test_tokens_per_second_follow_the_requests(running: Gateway) -> None:
     wait_for(lambda: rate() == {"prompt": 0, "completion": 0})
 
 
-def test_where_no_gateway_runs_it_says_so(tmp_path: Path) -> None:
+def test_without_a_running_gateway_a_command_says_so(tmp_path: Path) -> None:
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     program = str(Path(sys.executable).with_name("vllm-gateway"))
 
-    def said(*words: str) -> tuple[int, str, str]:
-        done = subprocess.run([program, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
+    def run_command(*arguments: str) -> tuple[int, str, str]:
+        done = subprocess.run([program, *arguments], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout, done.stderr
 
     missing = "vllm-gateway: no gateway of this user runs with gateway.yaml, and there is no such file; name it as the last argument\n"
-    assert said("status") == (1, "", missing)
+    assert run_command("status") == (1, "", missing)
     (tmp_path / "other.yaml").touch()
-    assert said("stop", "x", "--config", "other.yaml") == (1, "", "vllm-gateway: no gateway of this user runs with other.yaml\n")
+    assert run_command("stop", "x", "--config", "other.yaml") == (1, "", "vllm-gateway: no gateway of this user runs with other.yaml\n")
 
 
 def test_a_second_gateway_of_the_same_file_does_not_start(running: Gateway) -> None:
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(running.runtime), "XDG_STATE_HOME": str(running.folder)}
-    words = [str(Path(sys.executable).with_name("vllm-gateway")), "serve", str(running.folder / "gateway.yaml")]
-    second = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=60)
+    command = [str(Path(sys.executable).with_name("vllm-gateway")), "serve", str(running.folder / "gateway.yaml")]
+    second = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
     assert (second.returncode, second.stdout) == (1, "")
     assert second.stderr.startswith("vllm-gateway: another gateway runs with this configuration (it responds on ")
     assert second.stderr.count("\n") == 1
     assert running.command("status").returncode == 0
 
 
-def test_the_socket_of_a_killed_gateway_is_taken_over(tmp_path: Path) -> None:
+def test_the_socket_of_a_killed_gateway_is_replaced(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as first:
         first.process.send_signal(signal.SIGKILL)
         first.process.wait(30)

@@ -1,4 +1,4 @@
-"""``vllm-gateway command``: what a launch runs, told by running what it prints."""
+"""``vllm-gateway command`` prints the command of a launch; the tests run the printed command."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ SECRET = "canary-9f2c41"
 
 
 def written(folder: Path) -> None:
-    tell = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
+    report = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
     launch = {
-        "command": [sys.executable, "-c", tell],
+        "command": [sys.executable, "-c", report],
         "replicas": 2,
         "gpus": [[0, 1], [2, 3]],
         "args": {"chat-template": "it's a $HOME template", "hf_token": SECRET, "enforce-eager": True},
@@ -36,7 +36,7 @@ def command(folder: Path, model: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([PROGRAM, "command", model], cwd=folder, env=environ, capture_output=True, text=True, timeout=60)
 
 
-def test_what_is_printed_is_what_is_run_but_for_secrets(tmp_path: Path) -> None:
+def test_the_printed_command_is_the_launched_command_without_secrets(tmp_path: Path) -> None:
     written(tmp_path)
     done = command(tmp_path, "org/m")
     assert (done.returncode, done.stderr) == (0, "")
@@ -45,10 +45,10 @@ def test_what_is_printed_is_what_is_run_but_for_secrets(tmp_path: Path) -> None:
     assert [block.splitlines()[0] for block in blocks] == ["# org/m#0", "# org/m#1"]
     for number, block in enumerate(blocks):
         ran = subprocess.run(["sh", "-c", block], capture_output=True, text=True, check=True, timeout=60)
-        words, environ = json.loads(ran.stdout)
-        assert words[:5] == ["org/m", "--served-model-name", "org/m", "--uds", f"/tmp/vllm-gateway-XXXXXXXX/{number}.sock"]
-        assert words[-5:] == ["--chat-template", "it's a $HOME template", "--enforce-eager", "--hf-token", "***"]
-        assert json.loads(words[words.index("--lora-modules") + 1])["path"] == str(tmp_path / "sql")
+        arguments, environ = json.loads(ran.stdout)
+        assert arguments[:5] == ["org/m", "--served-model-name", "org/m", "--uds", f"/tmp/vllm-gateway-XXXXXXXX/{number}.sock"]
+        assert arguments[-5:] == ["--chat-template", "it's a $HOME template", "--enforce-eager", "--hf-token", "***"]
+        assert json.loads(arguments[arguments.index("--lora-modules") + 1])["path"] == str(tmp_path / "sql")
         shown = {name: environ[name] for name in ("CUDA_VISIBLE_DEVICES", "NOTE", "HF_TOKEN", "MY_PASSWORD", "VLLM_API_KEY")}
         assert list(shown.values()) == ["0,1" if number == 0 else "2,3", "two words", "***", "***", "***"]
 
@@ -60,7 +60,7 @@ def test_what_is_printed_is_what_is_run_but_for_secrets(tmp_path: Path) -> None:
         ("far", "far is not launched: its servers run elsewhere"),
     ],
 )
-def test_what_has_no_command(tmp_path: Path, model: str, said: str) -> None:
+def test_a_model_that_has_no_command(tmp_path: Path, model: str, said: str) -> None:
     written(tmp_path)
     done = command(tmp_path, model)
     assert (done.returncode, done.stdout, done.stderr) == (1, "", f"vllm-gateway: {said}\n")

@@ -1,4 +1,4 @@
-"""The command line: its words, its exit codes, and what never shows up in either."""
+"""The command line: its output, its exit codes, and secrets that it never prints."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEY = mint("team-a")
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """How a command ended."""
+    """The exit code and the output of a command."""
 
     code: int
     out: str
@@ -77,10 +77,12 @@ def test_without_a_name_the_configuration_is_gateway_yaml_here(folder: Path) -> 
     assert gateway("keys", "verify", folder=folder, stdin=KEY) == Ran(0, "team-a: valid, for Qwen/*\n", "")
 
 
-def test_check_of_what_another_command_writes(folder: Path) -> None:
+def test_check_reads_standard_input(folder: Path) -> None:
     text = (folder / "good.yaml").read_text()
-    told = "/dev/stdin:5: keys[1].expires: has expired: all keys of this entry are refused\n/dev/stdin is valid: 1 model, 2 keys, 1 note\n"
-    assert gateway("check", "/dev/stdin", stdin=text) == Ran(0, told, "")
+    expected = (
+        "/dev/stdin:5: keys[1].expires: has expired: all keys of this entry are refused\n/dev/stdin is valid: 1 model, 2 keys, 1 note\n"
+    )
+    assert gateway("check", "/dev/stdin", stdin=text) == Ran(0, expected, "")
     assert gateway("check", "/dev/stdin", stdin=text + "modles: []\n").out.endswith("6: modles: unknown key; did you mean `models`?\n")
 
 
@@ -98,7 +100,7 @@ def test_check_at_a_terminal_is_colored_and_not_wrapped(folder: Path) -> None:
 
 
 def all_of(terminal: int) -> str:
-    """What is left to read; a terminal that nobody writes to any more ends with an error on Linux."""
+    """Return the remaining output. On Linux, reading from a terminal without a writer ends with an error."""
     data = b""
     try:
         while chunk := os.read(terminal, 65_536):
@@ -124,14 +126,14 @@ def test_serve_refuses_a_bad_file_as_check_does(folder: Path) -> None:
         (["keys", "hash"], "vllm-gateway: expected one key, on one line, on stdin"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_2(arguments: list[str], said: str) -> None:
+def test_an_invalid_command_line_prints_one_line_and_exits_with_2(arguments: list[str], said: str) -> None:
     ran = gateway(*arguments)
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith(said)
     assert ran.err.count("\n") == 1
 
 
-def test_a_new_key_is_printed_once_and_its_stanza_lets_it_in(folder: Path) -> None:
+def test_a_new_key_is_printed_once_and_is_valid_with_its_stanza(folder: Path) -> None:
     ran = gateway("keys", "new", "--id", "team-b", "--models", "Qwen/*", "--models", "Qwen/Q", "--expires", "2999-01-01")
     key, empty, *stanza = ran.out.splitlines()
     assert (ran.code, empty, has_valid_checksum(key)) == (0, "", True)
@@ -147,7 +149,7 @@ def test_a_new_key_is_printed_once_and_its_stanza_lets_it_in(folder: Path) -> No
     assert gateway("keys", "verify", more, stdin=key).out == "team-b: valid, until 2999-01-01T00:00:00+00:00, for Qwen/*, Qwen/Q\n"
 
 
-def test_a_hash_is_that_of_the_key_without_its_line_end() -> None:
+def test_the_line_end_of_a_key_is_not_hashed() -> None:
     assert gateway("keys", "hash", stdin="test\n") == Ran(0, hash_of("test") + "\n", "")
     assert gateway("keys", "hash", stdin="two\nkeys\n").code == 2
 
@@ -177,7 +179,7 @@ def test_the_schema_is_json() -> None:
     assert set(json.loads(ran.out)["properties"]) >= {"server", "models", "keys", "keys_file", "limits_store", "ledger"}
 
 
-def test_help_is_for_newcomers() -> None:
+def test_help_lists_the_commands_and_cuts_no_line() -> None:
     for ran in (gateway(), gateway("--help")):
         assert (ran.code, ran.err) == (0, "")
         for command in ("serve", "check", "schema", "keys", "demo", "simulate"):
@@ -198,7 +200,7 @@ def test_the_simulators_help_names_the_command_that_was_typed() -> None:
 
 
 def tree(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Every command of a command line, with the words that name it."""
+    """Yield every command of a command line, with the words that name it."""
     for name, below in command.commands.items():
         yield (*words, name), below
         if hasattr(below, "commands"):
@@ -219,9 +221,9 @@ def test_every_command_has_help(words: tuple[str, ...]) -> None:
 def test_every_command_takes_its_configuration_in_the_same_way() -> None:
     without = {("schema",), ("demo",), ("simulate",), ("keys",), ("keys", "hash")}
     assert COMMANDS.keys() - CONFIGURED.keys() == without
-    for words, command in CONFIGURED.items():
+    for names, command in CONFIGURED.items():
         *_, last = (each for each in command.params if each.param_type_name == "argument")
-        assert (last.name, last.metavar, last.required, last.nargs) == ("file", "FILE", False, 1), words
+        assert (last.name, last.metavar, last.required, last.nargs) == ("file", "FILE", False, 1), names
 
 
 @pytest.mark.parametrize("words", CONFIGURED, ids=" ".join)
@@ -237,7 +239,7 @@ def test_a_configuration_is_an_argument_or_an_option_and_not_both(tmp_path: Path
     assert twice == Ran(2, "", "vllm-gateway: the configuration is given twice: one.yaml and --config two.yaml\n")
 
 
-def test_a_reader_that_leaves_is_no_traceback() -> None:
+def test_a_closed_output_causes_no_traceback() -> None:
     with subprocess.Popen([COMMAND, "schema"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stderr is not None
         process.stdout.close()
@@ -245,7 +247,7 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
         assert process.wait(60) == 1
 
 
-def test_the_version_needs_no_configuration_machinery() -> None:
+def test_the_version_command_imports_no_configuration_packages() -> None:
     code = (
         "import sys, gateway.cli.main; code = gateway.cli.main.run(['--version']);"
         "print(code, [name for name in ('pydantic', 'yaml', 'uvicorn', 'rich') if name in sys.modules])"
