@@ -1,10 +1,10 @@
-"""The cost of a request and a chunk, counted and not timed: every call of a function, and every step of the interpreter.
+"""The cost of a request and a chunk. It is counted, not timed: every function call, and every step of the interpreter.
 
 A fixed exchange runs between two stand-ins for transports, with authentication over 1,000 keys, ``extra_body``, usage, metrics and the
-access log on. It runs in a separate process without pytest, which rewrites assertions; what is in ``tests/`` is not counted. So the
-counts are those of the program, and equal on every machine. Each bound is 10% above the count of the day when it was set.
+access log on. It runs in a separate process without pytest, which rewrites assertions; code in ``tests/`` is not counted. So the
+counts are those of the program, and equal on every machine. Each bound was set to 10% above the count of that day.
 
-``python -m tests.gateway.test_cost`` prints the counts, and with the name of a row the functions behind them.
+``python -m tests.gateway.test_cost`` prints the counts. With the name of a row, it prints the counts by function.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ BOUNDS = {
     "request of a limited key": Count(166, 118, 5230),
     "chunk": Count(3.3, 11, 211),
 }
-"""10% above the counts with CPython 3.11. Only there the steps are compared, because each version has its own byte code."""
+"""10% above the counts with CPython 3.11. Steps are compared with that version only, because each version has its own byte code."""
 
 
-class Still(WriteBatch):
-    """The batches of a busy event loop. The test ends each of them, because the loop's part is shared by all that it has to send."""
+class ManualWriteBatch(WriteBatch):
+    """The write batch of a busy event loop. The test flushes each batch, because the loop's own work is shared by all of its writes."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ class Still(WriteBatch):
 
 
 class Exchange(NamedTuple):
-    """A client's connection, and an idle one to the only server."""
+    """A client connection, and an idle connection to the only server."""
 
     client: ClientConnection
     client_wire: Wire
@@ -131,11 +131,11 @@ class Exchange(NamedTuple):
 async def exchange() -> AsyncIterator[Exchange]:
     spec = ServerSpec("tiny#0", Address(port=1), "tiny", keep_idle=1e9)
     keys = tuple(Key(f"team-{n}", (hashlib.sha256(b"key-%d" % n).digest(),)) for n in range(KEYS))
-    board, nowhere = SharedCounters.create("cost", 1 << 20), os.open(os.devnull, os.O_WRONLY)
-    batch = Still(math.inf)
+    counters, nowhere = SharedCounters.create("cost", 1 << 20), os.open(os.devnull, os.O_WRONLY)
+    batch = ManualWriteBatch(math.inf)
     batch.batching = True
     with live_servers(batch) as servers, access_log(nowhere) as log:
-        context = WorkerContext(handle_request, metrics=WorkerMetrics(board), log=log, write_batch=batch)
+        context = WorkerContext(handle_request, metrics=WorkerMetrics(counters), log=log, write_batch=batch)
         worker = Worker(Snapshot(1, keys, (Model("tiny", (spec,)),)), context, fleet=servers)
         worker.apply_health(Health({spec.name: Condition.UP}, {}, {}))
         client = worker.connection()
@@ -149,7 +149,7 @@ async def exchange() -> AsyncIterator[Exchange]:
         client.connection_lost(None)
         connection.connection_lost(None)
     os.close(nowhere)
-    board.close()
+    counters.close()
 
 
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -1,4 +1,4 @@
-"""What control and a worker say to each other arrives as it was said, or ends the link."""
+"""Messages between control and a worker arrive unchanged, or the link is closed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MESSAGES: list[Message] = [
 
 @asynccontextmanager
 async def pair() -> AsyncIterator[tuple[Link, asyncio.StreamWriter]]:
-    """A link, and the raw other end of its socket."""
+    """Yield a link and a writer for the other end of its socket."""
     ours, theirs = socket.socketpair()
     link = Link(*await asyncio.open_connection(sock=ours))
     _, writer = await asyncio.open_connection(sock=theirs)
@@ -86,15 +86,15 @@ async def test_messages_arrive_as_they_were_sent(size: int) -> None:
         await sending
 
 
-async def test_both_ends() -> None:
+async def test_messages_in_both_directions() -> None:
     ours, theirs = socket.socketpair()
     one, two = Link(*await asyncio.open_connection(sock=ours)), Link(*await asyncio.open_connection(sock=theirs))
     for message in MESSAGES:
         one.send(message)
-    heard = two.messages()
-    assert [await anext(heard) for _ in MESSAGES] == MESSAGES
+    received = two.messages()
+    assert [await anext(received) for _ in MESSAGES] == MESSAGES
     one.close()
-    assert [message async for message in heard] == []
+    assert [message async for message in received] == []
     two.send(SnapshotApplied(1))
     two.send(SnapshotApplied(2))
     two.close()
@@ -103,7 +103,7 @@ async def test_both_ends() -> None:
 
 
 @pytest.mark.parametrize("end", [b"", b"\x05", b"\x05\x00\x00\x00", b"\x05\x00\x00\x00abc"])
-async def test_half_a_frame_is_the_end(end: bytes) -> None:
+async def test_a_partial_frame_ends_the_messages(end: bytes) -> None:
     async with pair() as (link, writer):
         writer.write(encode(SnapshotApplied(1)) + end)
         writer.close()
@@ -120,25 +120,25 @@ async def test_half_a_frame_is_the_end(end: bytes) -> None:
         pytest.param(struct.pack("<I", 12) + b"\x81\xa4type\xa5Other", id="another kind"),
     ],
 )
-async def test_what_is_no_frame_ends_the_link(frame: bytes) -> None:
+async def test_an_invalid_frame_breaks_the_link(frame: bytes) -> None:
     async with pair() as (link, writer):
         writer.write(encode(SnapshotApplied(1)) + frame)
-        heard = link.messages()
-        assert await anext(heard) == SnapshotApplied(1)
+        received = link.messages()
+        assert await anext(received) == SnapshotApplied(1)
         with pytest.raises(LinkBrokenError):
-            await anext(heard)
+            await anext(received)
 
 
-async def test_an_end_that_reads_nothing_is_given_up() -> None:
+async def test_a_link_whose_peer_does_not_read_is_closed() -> None:
     ours, theirs = socket.socketpair()
     with theirs:
         link = Link(*await asyncio.open_connection(sock=ours), max_unread=1 << 20)
-        word = Health({f"server {number}": Condition.UP for number in range(10_000)}, {})
+        large = Health({f"server {number}": Condition.UP for number in range(10_000)}, {})
         sent = 0
         while not link.ended and sent < 1000:
-            link.send(word)
+            link.send(large)
             sent += 1
             await asyncio.sleep(0)
-        assert 1 << 20 < sent * len(encode(word)) < 1 << 23, "what waits has a bound, and a message may be longer than a socket's buffer"
+        assert 1 << 20 < sent * len(encode(large)) < 1 << 23, "what waits has a bound, and a message may be longer than a socket's buffer"
         assert [message async for message in link.messages()] == []
         link.close()

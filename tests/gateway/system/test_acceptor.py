@@ -1,4 +1,4 @@
-"""Workers that share a listening socket share its connections, too."""
+"""Workers that share a listening socket get even shares of its connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.running import until
 WORKERS = 2
 MANY = 100
 MOST = 4 * MANY
-"""Connections within which two workers are even, however long one of them gets no time."""
+"""The connections within which two workers become even, however long a worker gets no CPU time."""
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def seats() -> Iterator[Seats]:
         yield made
 
 
-def test_who_is_clearly_ahead_stands_back(seats: Seats) -> None:
+def test_a_worker_that_is_clearly_ahead_pauses(seats: Seats) -> None:
     other = Seats(seats.fd, 1)
     assert not seats.is_ahead(1000), "the other is not there yet"
     other.publish(0)
@@ -40,8 +40,8 @@ def test_who_is_clearly_ahead_stands_back(seats: Seats) -> None:
     assert not seats.is_ahead(1000), "it is gone"
 
 
-async def test_nobody_waits_for_a_worker_that_takes_none(seats: Seats) -> None:
-    Seats(seats.fd, 1).publish(0)  # and that is all it does
+async def test_no_connection_waits_for_a_worker_that_accepts_none(seats: Seats) -> None:
+    Seats(seats.fd, 1).publish(0)  # the other worker accepts nothing
     taken: list[socket.socket] = []
 
     async def begin(connection: socket.socket) -> None:
@@ -56,7 +56,7 @@ async def test_nobody_waits_for_a_worker_that_takes_none(seats: Seats) -> None:
         connection.close()
 
 
-async def test_a_connection_that_cannot_be_begun_is_closed(seats: Seats) -> None:
+async def test_a_connection_that_fails_to_start_is_closed(seats: Seats) -> None:
     async def begin(_: socket.socket) -> None:
         raise ConnectionResetError
 
@@ -67,8 +67,8 @@ async def test_a_connection_that_cannot_be_begun_is_closed(seats: Seats) -> None
         writer.close()
 
 
-class Sharing:
-    """Two that take connections from one socket, as two workers do, in one loop: a machine that stands still holds up both."""
+class TwoAcceptors:
+    """Two acceptors of one socket in one event loop. They act as two workers, and a stalled machine delays both."""
 
     def __init__(self, seats: Seats, stack: ExitStack) -> None:
         self.held: list[list[socket.socket]] = [[], []]
@@ -77,7 +77,7 @@ class Sharing:
         self._listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=MANY))
 
     def begin(self, number: int) -> None:
-        """This one takes connections from now on."""
+        """Start the acceptor with this number."""
         mine = self.held[number]
 
         async def begin(connection: socket.socket) -> None:
@@ -87,7 +87,7 @@ class Sharing:
         self._stack.enter_context(closing(acceptor))
 
     async def connect(self, count: int) -> None:
-        """So many more, all at once; returns when they have been taken."""
+        """Open this many connections at once, and wait until they are accepted."""
         before = sum(map(len, self.held))
         for _ in range(count):
             self._stack.enter_context(socket.create_connection(self._listener.getsockname()))
@@ -96,16 +96,16 @@ class Sharing:
 
 async def test_connections_are_shared(seats: Seats) -> None:
     with ExitStack() as stack:
-        both = Sharing(seats, stack)
+        both = TwoAcceptors(seats, stack)
         both.begin(0)
         both.begin(1)
         await both.connect(MANY)
         assert max(map(len, both.held)) <= 0.65 * MANY
 
 
-async def test_one_that_came_later_takes_what_the_other_has_too_much(seats: Seats) -> None:
+async def test_a_late_worker_accepts_connections_until_both_are_even(seats: Seats) -> None:
     with ExitStack() as stack:
-        both = Sharing(seats, stack)
+        both = TwoAcceptors(seats, stack)
         both.begin(0)
         await both.connect(MANY // 2)
         both.begin(1)
@@ -113,44 +113,45 @@ async def test_one_that_came_later_takes_what_the_other_has_too_much(seats: Seat
         assert max(map(len, both.held)) <= 0.65 * MANY
 
 
-def _held(running: Gateway) -> list[int]:
-    """How many clients each worker has."""
-    found = []
+def _clients_by_worker(running: Gateway) -> list[int]:
+    """Count the clients of each worker."""
+    counts = []
     for pid in running.workers().values():
-        links = psutil.Process(pid).net_connections("tcp")
-        found.append(sum(link.status == psutil.CONN_ESTABLISHED and link.laddr.port == running.data for link in links))
-    return found
+        sockets = psutil.Process(pid).net_connections("tcp")
+        counts.append(sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == running.data for each in sockets))
+    return counts
 
 
-def _all_up(running: Gateway) -> bool:
+def _all_workers_up(running: Gateway) -> bool:
     return all(each["up"] for each in running.get("/status").json()["workers"])
 
 
-def _share(running: Gateway, clients: ExitStack, count: int) -> None:
-    """Connect so many more, and on until no worker has clearly more than the other.
+def _connect_until_even(running: Gateway, clients: ExitStack, count: int) -> None:
+    """Open this many connections, and then more until no worker has clearly more than the other.
 
-    A worker that gets no time for some milliseconds is not waited for, and the other takes its part; they are even again once both run.
+    The other worker does not wait for a worker that gets no CPU time for some milliseconds, and accepts its share.
+    The workers are even again once both run.
     """
-    there = sum(_held(running))
+    there = sum(_clients_by_worker(running))
 
     def connect(more: int) -> None:
         nonlocal there
         for _ in range(more):
             clients.enter_context(socket.create_connection(("127.0.0.1", running.data)))
         there += more
-        wait_for(lambda: sum(_held(running)) == there, why=lambda: str(_held(running)))
+        wait_for(lambda: sum(_clients_by_worker(running)) == there, why=lambda: str(_clients_by_worker(running)))
 
     connect(count)
-    while max(_held(running)) > 0.65 * there:
-        assert there < MOST, _held(running)
+    while max(_clients_by_worker(running)) > 0.65 * there:
+        assert there < MOST, _clients_by_worker(running)
         connect(5)
 
 
-def test_connections_are_shared_also_with_a_worker_that_came_later(tmp_path: Path) -> None:
+def test_a_restarted_worker_gets_its_share_of_connections(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), workers=WORKERS, headers_timeout="10m")) as running, ExitStack() as clients:
-        wait_for(lambda: _all_up(running))
-        _share(running, clients, MANY)
+        wait_for(lambda: _all_workers_up(running))
+        _connect_until_even(running, clients, MANY)
         os.kill(running.workers()[0], signal.SIGKILL)
-        wait_for(lambda: running.get("/status").json()["workers"][0]["restarts"] and _all_up(running))
-        _share(running, clients, sum(_held(running)))
+        wait_for(lambda: running.get("/status").json()["workers"][0]["restarts"] and _all_workers_up(running))
+        _connect_until_even(running, clients, sum(_clients_by_worker(running)))
         assert running.ask().status_code == 200

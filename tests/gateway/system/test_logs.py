@@ -1,4 +1,4 @@
-"""What is said on standard error: in the form and at the levels that are set, not too often, and nothing that a request held."""
+"""Log lines on standard error: their format and levels, limits on repeats, and no content of a request."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ TOUCHED = ("", "vllm_gateway", "upstream", "python_multipart", *PARTS.values())
 
 @pytest.fixture
 def untouched() -> Iterator[None]:
-    """Every logger as it was."""
+    """Restore every logger after the test."""
     root = logging.getLogger()
     levels, handlers = {name: logging.getLogger(name).level for name in TOUCHED}, root.handlers[:]
-    root.handlers[:] = [handler for handler in handlers if not isinstance(handler, Handler)]  # another test's
+    root.handlers[:] = [handler for handler in handlers if not isinstance(handler, Handler)]  # handlers of another test
     yield
     root.handlers[:] = handlers
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
 
 
-def spoken(formatter: logging.Formatter) -> tuple[logging.Logger, io.StringIO]:
-    """A logger of the gateway, and what it writes."""
+def logger_with_stream(formatter: logging.Formatter) -> tuple[logging.Logger, io.StringIO]:
+    """Return a logger of the gateway and the stream to which it writes."""
     stream, logger = io.StringIO(), logging.Logger("vllm_gateway.worker")
     handler = Handler(stream)
     handler.setFormatter(formatter)
@@ -45,7 +45,7 @@ def spoken(formatter: logging.Formatter) -> tuple[logging.Logger, io.StringIO]:
     return logger, stream
 
 
-def failing(text: str) -> BaseException:
+def raised_error(text: str) -> BaseException:
     try:
         try:
             raise OSError(28, "No space left on device", text)
@@ -55,9 +55,9 @@ def failing(text: str) -> BaseException:
         return error
 
 
-def test_a_line_for_machines() -> None:
-    logger, stream = spoken(JsonFormatter("worker 3"))
-    logger.error("request %s\nfailed", "req_1", exc_info=failing(CANARY), extra={"request_id": "req_1"})
+def test_the_json_format() -> None:
+    logger, stream = logger_with_stream(JsonFormatter("worker 3"))
+    logger.error("request %s\nfailed", "req_1", exc_info=raised_error(CANARY), extra={"request_id": "req_1"})
     (written,) = stream.getvalue().splitlines()
     line = orjson.loads(written)
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", line.pop("time"))
@@ -67,20 +67,20 @@ def test_a_line_for_machines() -> None:
     assert "test_logs.py" in trace and "in failing" in trace
 
 
-def test_a_line_for_people_begins_with_its_time_and_level() -> None:
-    logger, stream = spoken(TextFormatter("worker 3"))
+def test_a_line_of_text_begins_with_its_time_and_level() -> None:
+    logger, stream = logger_with_stream(TextFormatter("worker 3"))
     logger.warning("request %s failed", "req_1")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING worker 3: request req_1 failed\n", stream.getvalue())
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter("-"), TextFormatter("-")])
-def test_what_an_error_says_is_not_written(formatter: logging.Formatter) -> None:
-    logger, stream = spoken(formatter)
-    logger.error("it failed", exc_info=failing(CANARY))
+def test_the_message_of_an_error_is_not_logged(formatter: logging.Formatter) -> None:
+    logger, stream = logger_with_stream(formatter)
+    logger.error("it failed", exc_info=raised_error(CANARY))
     assert "KeyError" in stream.getvalue() and CANARY not in stream.getvalue()
 
 
-def test_an_error_that_nobody_caught_shows_neither_words_nor_arguments(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_uncaught_error_shows_neither_message_nor_arguments(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
     configure(LogSettings(), "worker 0")
     loop = asyncio.new_event_loop()
     loop.set_exception_handler(uncaught)
@@ -88,8 +88,8 @@ def test_an_error_that_nobody_caught_shows_neither_words_nor_arguments(untouched
     loop.call_soon(loop.stop)
     loop.run_forever()
     loop.close()
-    said = capsys.readouterr().err
-    assert "builtins.ValueError" in said and CANARY not in said
+    output = capsys.readouterr().err
+    assert "builtins.ValueError" in output and CANARY not in output
 
 
 def test_repeats_are_counted() -> None:
@@ -102,15 +102,15 @@ def test_repeats_are_counted() -> None:
     assert list(repeats.expired(100.0)) == [], "what was all written is not told"
 
 
-def test_what_is_remembered_of_repeats_is_bounded() -> None:
+def test_the_memory_for_repeats_is_bounded() -> None:
     repeats = Repeats()
     for number in range(5000):
         assert repeats.admits("a", 30, f"text {number}", 0)
     assert len(repeats._kinds) <= 1000
 
 
-def test_a_flood_is_a_few_lines_and_a_number() -> None:
-    logger, stream = spoken(JsonFormatter("worker 0"))
+def test_a_flood_becomes_a_few_lines_and_a_count() -> None:
+    logger, stream = logger_with_stream(JsonFormatter("worker 0"))
     for number in range(1000):
         logger.warning("again %d", number)
     (handler,) = logger.handlers
@@ -119,8 +119,8 @@ def test_a_flood_is_a_few_lines_and_a_number() -> None:
     handler.report_suppressed(float("inf"))
     *lines, last = map(orjson.loads, stream.getvalue().splitlines())
     assert [line["message"] for line in lines] == [f"again {number}" for number in range(BURST)]
-    left_out = 1000 - BURST
-    assert (last["message"], last["suppressed"], last["level"]) == (f"{left_out} more lines like this: again %d", left_out, "warning")
+    suppressed = 1000 - BURST
+    assert (last["message"], last["suppressed"], last["level"]) == (f"{suppressed} more lines like this: again %d", suppressed, "warning")
 
 
 def test_each_part_has_its_level_and_libraries_are_quiet(untouched: None, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,17 +135,17 @@ def test_each_part_has_its_level_and_libraries_are_quiet(untouched: None, capsys
     ):
         for level in ("debug", "info", "warning", "error"):
             getattr(logging.getLogger(name), level)("%s %s", name, level)
-    said = {tuple(line.split()[3:]) for line in capsys.readouterr().err.splitlines()}
+    written = {tuple(line.split()[3:]) for line in capsys.readouterr().err.splitlines()}
     fleet = {("vllm_gateway.fleet", level) for level in ("debug", "info", "warning", "error")}
     infos = {(name, level) for name in ("vllm_gateway.control", "upstream.vllm.health") for level in ("info", "warning", "error")}
-    assert said == fleet | infos | {
+    assert written == fleet | infos | {
         ("upstream.launcher.server", "error"), ("httpx2", "warning"), ("httpx2", "error"), ("python_multipart", "error"),
     }  # fmt: skip
     configure(LogSettings("error"), "control")
     assert not logging.getLogger("vllm_gateway.fleet").isEnabledFor(logging.WARNING), "settings that are gone leave nothing behind"
 
 
-def test_who_cannot_be_heard_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_failed_write_to_standard_error_is_ignored(tmp_path: Path) -> None:
     with open("/dev/full", "w") as full:
         handler = Handler(full)
         handler.emit(logging.LogRecord("a", 30, "", 0, "x", None, None))
@@ -156,17 +156,17 @@ def test_who_cannot_be_heard_is_no_reason_to_fail(tmp_path: Path) -> None:
 
 
 def test_every_logger_belongs_to_a_part() -> None:
-    spoken_under = {
+    logger_names = {
         name if name != "__name__" else ".".join(file.relative_to(ROOT).with_suffix("").parts)
         for folder in ("gateway", "upstream")
         for file in (ROOT / folder).rglob("*.py")
         for name in re.findall(r'getLogger\("?([\w.]+)"?\)', file.read_text())
         if name in ("__name__",) or name.startswith("vllm_gateway.")
     }
-    assert {part_of(name) for name in spoken_under} == set(PARTS), "gateway.system.logs.PARTS names the parts that can have a level"
+    assert {part_of(name) for name in logger_names} == set(PARTS), "gateway.system.logs.PARTS names the parts that can have a level"
 
 
-def test_a_part_that_is_none_is_a_problem(tmp_path: Path) -> None:
+def test_an_unknown_part_is_a_problem(tmp_path: Path) -> None:
     text = "models: [{id: m, launch: {}}]\nkeys: [{id: k, anonymous: true}]\nlog: {levels: {fleets: debug, fleet: loud}}\n"
     first, second = sorted(problems(tmp_path, text))
     assert "log.levels.fleet: " in first and "`debug`" in first
@@ -175,28 +175,28 @@ def test_a_part_that_is_none_is_a_problem(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway that speaks JSON."""
+    """A gateway that logs in JSON."""
     config = configuration(launched(), launched("sim/bad", **{"reasoning-parser": "no_such_parser"}), port=0)
     with gateway(tmp_path_factory.mktemp("json"), config | {"log": {"format": "json", "level": "debug"}}) as one:
         yield one
 
 
 def lines(one: Gateway) -> list[dict[str, Any]]:
-    """What it has said; of a line that is being written nothing."""
+    """Return the complete lines that the gateway has logged."""
     return [orjson.loads(line) for line in one.said.rpartition("\n")[0].splitlines()]
 
 
 def test_every_line_of_standard_error_is_an_object(machine: Gateway) -> None:
     wait_for(lambda: "servers up" in machine.said)
-    said = lines(machine)
-    assert all({"time", "level", "process", "part", "message"} <= line.keys() for line in said)
-    assert {"process": "control", "part": "control", "model": "sim/one"}.items() <= said[0].items()
-    failure = next(line for line in said if "no_such_parser" in line["message"] and line["level"] == "error")
+    written = lines(machine)
+    assert all({"time", "level", "process", "part", "message"} <= line.keys() for line in written)
+    assert {"process": "control", "part": "control", "model": "sim/one"}.items() <= written[0].items()
+    failure = next(line for line in written if "no_such_parser" in line["message"] and line["level"] == "error")
     assert failure["process"] == "control" and "\n" not in failure["message"]
-    assert any(line["message"].startswith("ready: 1 of 2") for line in said)
+    assert any(line["message"].startswith("ready: 1 of 2") for line in written)
 
 
-def test_a_worker_that_dies_is_told_in_the_same_form(machine: Gateway) -> None:
+def test_the_exit_of_a_worker_is_logged_in_the_same_format(machine: Gateway) -> None:
     os.kill(machine.workers()[0], signal.SIGKILL)
     wait_for(lambda: "worker 0 exited unexpectedly" in machine.said)
     wait_for(lambda: machine.get("/readyz").status_code == 200)

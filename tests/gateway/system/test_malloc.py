@@ -1,4 +1,4 @@
-"""Memory of large bodies: kept for the next one."""
+"""Memory of large bodies is reused for the next body."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-def faults(how: str) -> int:
-    done = subprocess.run([sys.executable, "-c", FAULTS, how], check=True, capture_output=True, text=True, timeout=60)
-    return int(done.stdout)
+def page_faults(how: str) -> int:
+    completed = subprocess.run([sys.executable, "-c", FAULTS, how], check=True, capture_output=True, text=True, timeout=60)
+    return int(completed.stdout)
 
 
-def test_what_large_bodies_leave_is_used_again() -> None:
-    assert faults("kept") < 500 < faults("given back"), "pages of five megabytes, twenty times, are more than 20,000"
+def test_memory_of_large_bodies_is_reused() -> None:
+    assert page_faults("kept") < 500 < page_faults("given back"), "pages of five megabytes, twenty times, are more than 20,000"

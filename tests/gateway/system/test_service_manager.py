@@ -1,4 +1,4 @@
-"""What a service manager is told, and when: ready, reloading, stopping, and signs of life as long as there is life."""
+"""Messages to a service manager, and their times: ready, reloading, stopping, and watchdog messages while the gateway works."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from tests.support.process import SIMULATOR, configuration, gateway, launched, w
 from tests.support.running import until
 from tests.support.service_manager import Inbox, service_manager
 
-LASTING = 60_000_000  # microseconds
+EXTENSION = 60_000_000  # microseconds
 
 
-class Stage:
-    """A gateway of which only is known what its service manager hears."""
+class GatewayState:
+    """The part of a gateway's state that its service manager receives."""
 
     def __init__(self) -> None:
         self.waits: str | None = "waiting for one"
@@ -56,109 +56,109 @@ def inbox(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
         yield found
 
 
-def test_ready_is_told_once_and_the_start_is_extended_until_then(inbox: Inbox) -> None:
-    told, stage = manager(inbox), Stage()
-    told.notify(stage, 0)
-    told.notify(stage, 1)
-    assert inbox.told == [{"STATUS": "waiting for one", "EXTEND_TIMEOUT_USEC": str(LASTING)}]
-    told.notify(stage, 11)
-    stage.waits = None
-    told.notify(stage, 13)
-    told.notify(stage, 13.5)
+def test_ready_is_sent_once_and_the_start_is_extended_until_then(inbox: Inbox) -> None:
+    notifier, state = manager(inbox), GatewayState()
+    notifier.notify(state, 0)
+    notifier.notify(state, 1)
+    assert inbox.told == [{"STATUS": "waiting for one", "EXTEND_TIMEOUT_USEC": str(EXTENSION)}]
+    notifier.notify(state, 11)
+    state.waits = None
+    notifier.notify(state, 13)
+    notifier.notify(state, 13.5)
     assert inbox.told[1:] == [
-        {"EXTEND_TIMEOUT_USEC": str(LASTING)},
+        {"EXTEND_TIMEOUT_USEC": str(EXTENSION)},
         {"READY": "1", "STATUS": "1 of 1 servers up and more"},
         {"WATCHDOG": "1"},
     ]
     assert inbox.senders == {os.getpid()}
 
 
-def test_the_watchdog_is_fed_three_times_in_its_patience_and_only_while_all_is_well(inbox: Inbox) -> None:
-    told, stage = manager(inbox), Stage()
-    stage.waits = None
+def test_watchdog_messages_are_sent_three_times_per_timeout_and_only_while_healthy(inbox: Inbox) -> None:
+    notifier, state = manager(inbox), GatewayState()
+    state.waits = None
     for tick in range(12):
-        told.notify(stage, tick / 4)
+        notifier.notify(state, tick / 4)
     assert [each for each in inbox.told if "WATCHDOG" in each] == [{"WATCHDOG": "1"}] * 3
     inbox.forget()
-    stage.wrong = "no worker starts"
+    state.wrong = "no worker starts"
     for tick in range(12, 24):
-        told.notify(stage, tick / 4)
+        notifier.notify(state, tick / 4)
     assert inbox.told == [{"STATUS": "no worker starts"}]
-    stage.wrong = None
-    told.notify(stage, 7)
+    state.wrong = None
+    notifier.notify(state, 7)
     assert inbox.has("WATCHDOG", "1")
 
 
-def test_a_start_that_is_broken_is_not_extended(inbox: Inbox) -> None:
-    told, stage = manager(inbox), Stage()
-    stage.wrong = "no worker starts"
-    told.notify(stage, 0)
+def test_a_failing_start_is_not_extended(inbox: Inbox) -> None:
+    notifier, state = manager(inbox), GatewayState()
+    state.wrong = "no worker starts"
+    notifier.notify(state, 0)
     assert inbox.told == [{"STATUS": "no worker starts"}]
 
 
 @pytest.mark.parametrize(("microseconds", "pid"), [(None, 0), (3_000_000, 1)], ids=["none", "another's"])
-def test_no_watchdog_is_fed_that_is_not_this_process(inbox: Inbox, microseconds: int | None, pid: int) -> None:
-    told, stage = manager(inbox, microseconds, pid), Stage()
-    stage.waits = None
+def test_no_watchdog_messages_for_another_process(inbox: Inbox, microseconds: int | None, pid: int) -> None:
+    notifier, state = manager(inbox, microseconds, pid), GatewayState()
+    state.waits = None
     for tick in range(20):
-        told.notify(stage, tick)
+        notifier.notify(state, tick)
     assert inbox.has("READY") and not inbox.has("WATCHDOG")
 
 
-def test_a_reading_is_told_with_the_moment_of_its_beginning(inbox: Inbox) -> None:
-    told, stage = manager(inbox), Stage()
-    with told.reloading():
-        assert inbox.told == []  # a part of the start
-    stage.waits = None
-    told.notify(stage, 0)
+def test_a_reload_is_reported_with_its_start_time(inbox: Inbox) -> None:
+    notifier, state = manager(inbox), GatewayState()
+    with notifier.reloading():
+        assert inbox.told == []  # a reload during startup is part of it
+    state.waits = None
+    notifier.notify(state, 0)
     inbox.forget()
     before = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-    with told.reloading():
+    with notifier.reloading():
         [reloading] = inbox.told
     assert reloading.pop("RELOADING") == "1"
     assert before <= int(reloading.pop("MONOTONIC_USEC")) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     assert inbox.told[1:] == [{"READY": "1"}] and not reloading
 
 
-def test_after_the_end_has_begun_nothing_is_ready_any_more(inbox: Inbox) -> None:
-    told, stage = manager(inbox), Stage()
-    stage.waits = None
-    told.notify(stage, 0)
+def test_no_ready_message_after_stopping(inbox: Inbox) -> None:
+    notifier, state = manager(inbox), GatewayState()
+    state.waits = None
+    notifier.notify(state, 0)
     inbox.forget()
-    with told.reloading():
-        told.stopping(90.5)
-    stage.waits, stage.wrong = "draining", "the reloader has ended"
-    told.notify(stage, 2)
+    with notifier.reloading():
+        notifier.stopping(90.5)
+    state.waits, state.wrong = "draining", "the reloader has ended"
+    notifier.notify(state, 2)
     assert inbox.told[1:] == [{"STOPPING": "1", "STATUS": "stopping", "EXTEND_TIMEOUT_USEC": "90500000"}, {"WATCHDOG": "1"}]
 
 
-def test_what_was_not_heard_is_said_again(tmp_path: Path) -> None:
-    address, stage = str(tmp_path / "notify"), Stage()
-    stage.waits = None
-    told = ServiceManager.of({"NOTIFY_SOCKET": address}, os.getpid())
-    told.notify(stage, 0)
+def test_an_unsent_message_is_sent_again(tmp_path: Path) -> None:
+    address, state = str(tmp_path / "notify"), GatewayState()
+    state.waits = None
+    notifier = ServiceManager.of({"NOTIFY_SOCKET": address}, os.getpid())
+    notifier.notify(state, 0)
     with service_manager(address) as inbox:
-        told.notify(stage, 2)
+        notifier.notify(state, 2)
         assert inbox.told == [{"READY": "1", "STATUS": "1 of 1 servers up and more"}]
 
 
 @pytest.mark.parametrize("environ", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:2:1"}, {"NOTIFY_SOCKET": "relative"}], ids=str)
-async def test_without_a_service_manager_nothing_is_said(environ: dict[str, str]) -> None:
-    await ServiceManager.of(environ, 1).run(Stage())  # it ends at once
+async def test_without_a_service_manager_nothing_is_sent(environ: dict[str, str]) -> None:
+    await ServiceManager.of(environ, 1).run(GatewayState())  # returns at once
 
 
-async def test_one_look_that_fails_is_not_the_last(inbox: Inbox) -> None:
-    class Failing(Stage):
+async def test_notifications_continue_after_a_failed_check(inbox: Inbox) -> None:
+    class Failing(GatewayState):
         def not_ready(self) -> str | None:
             self.waits, waits = None, self.waits
             if waits is not None:
                 raise KeyError
             return None
 
-    telling = asyncio.create_task(manager(inbox).run(Failing()))
+    running = asyncio.create_task(manager(inbox).run(Failing()))
     await until(lambda: inbox.has("READY"), 60)
-    telling.cancel()
-    await asyncio.gather(telling, return_exceptions=True)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
 # The whole gateway
@@ -194,7 +194,7 @@ def test_a_service_manager_follows_the_gateway_from_its_start_to_its_end(tmp_pat
             assert inbox.senders == {one.process.pid}
 
 
-def test_a_control_process_that_hangs_feeds_no_watchdog(tmp_path: Path) -> None:
+def test_a_control_process_that_hangs_sends_no_watchdog_messages(tmp_path: Path) -> None:
     with service_manager("@") as inbox:
         variables = {"NOTIFY_SOCKET": inbox.address, "WATCHDOG_USEC": "300000"}
         with gateway(tmp_path, configuration(launched()), variables=variables) as one:
@@ -202,13 +202,13 @@ def test_a_control_process_that_hangs_feeds_no_watchdog(tmp_path: Path) -> None:
             one.process.send_signal(signal.SIGSTOP)
             wait_for(lambda: psutil.Process(one.process.pid).status() == psutil.STATUS_STOPPED)
             inbox.forget()
-            time.sleep(1)  # nothing is to come, and that can only be waited for
+            time.sleep(1)  # no message may arrive, so a wait is the only check
             assert inbox.told == []
             one.process.send_signal(signal.SIGCONT)
             inbox.wait_for("WATCHDOG")
 
 
-async def test_a_part_of_control_that_has_ended_is_told() -> None:
+async def test_a_critical_task_that_has_ended_is_reported() -> None:
     critical = CriticalTasks()
 
     async def part() -> None:
@@ -224,26 +224,26 @@ async def test_a_part_of_control_that_has_ended_is_told() -> None:
 # Workers that hang
 
 
-def served(folder: Path, count: int) -> tuple[Config, socket.socket]:
+def config_and_listener(folder: Path, count: int) -> tuple[Config, socket.socket]:
     write(folder / "gateway.yaml", configuration({"id": "m", "servers": [{"url": "http://127.0.0.1:9"}]}, workers=count))
     return load(folder / "gateway.yaml"), socket.create_server(("127.0.0.1", 0))
 
 
-def stopped(pid: int) -> None:
-    """Have a process stand still, from now on."""
+def suspend(pid: int) -> None:
+    """Stop a process with SIGSTOP."""
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
 
 
 async def test_a_worker_that_hangs_is_replaced_and_the_others_are_not(tmp_path: Path) -> None:
-    config, listener = served(tmp_path, 2)
+    config, listener = config_and_listener(tmp_path, 2)
     with closing(listener):
         async with running_workers(listener, 2, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
             supervisor.apply_snapshot(build_snapshot(config, ObservedServers({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: all(worker.up for worker in supervisor.statuses), 60)
             first, second = (worker.pid for worker in supervisor.statuses)
             assert first is not None
-            stopped(first)
+            suspend(first)
             for _ in range(7):
                 supervisor.check(time.monotonic())
                 await until(lambda: not supervisor.statuses[1].unanswered, 60)
@@ -253,24 +253,24 @@ async def test_a_worker_that_hangs_is_replaced_and_the_others_are_not(tmp_path: 
 
 
 async def test_a_worker_that_hangs_before_it_serves_is_replaced_too(tmp_path: Path) -> None:
-    config, listener = served(tmp_path, 1)
+    config, listener = config_and_listener(tmp_path, 1)
     with closing(listener):
         async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
             supervisor.apply_snapshot(build_snapshot(config, ObservedServers({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: supervisor.statuses[0].pid is not None, 60)
             first = supervisor.statuses[0].pid
             assert first is not None
-            stopped(first)
+            suspend(first)
             for _ in range(13):
                 assert not supervisor.statuses[0].up
                 supervisor.check(time.monotonic())
-            # One that had begun before it was stopped may have said so, and counts as up until its end is noticed
+            # A worker that served before it was stopped may have reported it, and counts as up until its exit is noticed
             await until(lambda: supervisor.statuses[0].up and supervisor.statuses[0].pid != first, 60)
             assert supervisor.statuses[0].restarts == 1
 
 
-async def test_what_will_not_come_up_again_is_told(tmp_path: Path) -> None:
-    config, listener = served(tmp_path, 1)
+async def test_workers_that_do_not_start_are_reported(tmp_path: Path) -> None:
+    config, listener = config_and_listener(tmp_path, 1)
     with closing(listener):
         async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Long work gives way: one step in an event-loop iteration, one large body at a time, and no step that holds up the others."""
+"""Long work yields: one step per event-loop iteration, one large body at a time, and no step that delays other requests."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.support.examples import examples
 from tests.support.running import until
 from upstream.http.inline_task import InlineTask
 
-GENEROUS = 5
-"""How much slower than the machine of the figures a machine may be."""
-LONGEST_STEP = 0.100 * GENEROUS
-PER_MB = 0.060 * GENEROUS
-DENSEST = 0.150 * GENEROUS
-"""CPU of one transformation of the densest body of all, which has a bracket in each byte and ends at 1 MB."""
+TOLERANCE = 5
+"""The factor by which a machine may be slower than the one on which the limits were measured."""
+LONGEST_STEP = 0.100 * TOLERANCE
+PER_MB = 0.060 * TOLERANCE
+DENSEST = 0.150 * TOLERANCE
+"""CPU seconds per MB of one transformation of the densest body, which has a bracket in each byte and at most 1 MB."""
 
 
 def counting(to: int, seen: list[int]) -> Generator[None, None, str]:
@@ -41,12 +41,12 @@ def busy(seconds: float, times: int) -> Generator[None, None, None]:
         yield
 
 
-def test_at_once_it_is_the_same() -> None:
+def test_the_result_without_pauses_is_the_same() -> None:
     seen: list[int] = []
     assert finished(counting(3, seen)) == "done" and seen == [0, 1, 2]
 
 
-async def test_one_iteration_resumes_one_waiting_work() -> None:
+async def test_one_iteration_resumes_one_waiting_task() -> None:
     steps, resumed = Steps(), list[str]()
 
     async def work(name: str) -> None:
@@ -64,7 +64,7 @@ async def test_one_iteration_resumes_one_waiting_work() -> None:
     assert resumed == list("ababab") and max(counts) == 1
 
 
-async def test_work_gives_way_when_its_slice_is_used_up() -> None:
+async def test_work_yields_when_its_time_slice_is_used_up() -> None:
     steps, iterations, stop = Steps(), 0, False
 
     async def count() -> None:
@@ -102,7 +102,7 @@ async def test_large_bodies_are_processed_one_at_a_time_and_in_order() -> None:
 
 
 @pytest.mark.parametrize("where", ["waiting for its turn", "between two steps"])
-async def test_a_request_that_is_cancelled_gives_its_turn_back(where: str) -> None:
+async def test_a_cancelled_request_lets_the_next_one_run(where: str) -> None:
     steps, done = Steps(), list[int]()
 
     async def work(number: int) -> None:
@@ -137,7 +137,7 @@ async def test_the_collector_is_paused_while_a_body_is_processed() -> None:
     assert gc.isenabled()
 
 
-# What bodies cost
+# CPU time by body
 
 FULL = {
     **{f"a text of {name}": partial(lambda piece: ("/v1/chat/completions", text(piece, LIMIT)), piece) for name, piece in TEXTS.items()},
@@ -148,14 +148,14 @@ FULL = {
 
 @pytest.mark.parametrize("name", FULL)
 def test_no_step_is_long_at_the_limits(name: str) -> None:
-    """The least of some runs counts, since a busy machine makes any of them longer."""
+    """The shortest of several runs counts, because a busy machine lengthens any run."""
     path, body = FULL[name]()
     longest, rate = 1e9, 1e9
     for _ in range(5):
         costs = processed(path, body)
         longest = min(longest, max(cost.longest for cost in costs.values()))
         rate = min(rate, max(cost.total for cost in costs.values()) / (len(body) / 1e6))
-        if longest < LONGEST_STEP / GENEROUS and rate < PER_MB / GENEROUS:
+        if longest < LONGEST_STEP / TOLERANCE and rate < PER_MB / TOLERANCE:
             break
     print(f"{name}: {len(body) / 1e6:.1f} MB, longest step {longest * 1e3:.0f} ms, {rate * 1e3:.0f} ms per MB")
     assert longest < LONGEST_STEP
@@ -189,7 +189,7 @@ def test_twice_the_body_costs_about_twice(unit: bytes, place: str) -> None:
 
 
 def _cost(path: str, body: bytes) -> float:
-    """The least of two runs."""
+    """Return the shorter CPU time of two runs."""
     return min(sum(cost.total for cost in processed(path, body).values()) for _ in range(2))
 
 

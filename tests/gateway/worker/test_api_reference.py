@@ -1,4 +1,4 @@
-"""The API reference on the data port: for everybody where the operator wants it, and not there otherwise."""
+"""The API reference on the data port: public if the operator enables it, and absent otherwise."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         yield one
 
 
-def asked(one: Gateway, path: str, method: str = "GET") -> httpx2.Response:
+def send_request(one: Gateway, path: str, method: str = "GET") -> httpx2.Response:
     return httpx2.request(method, one.url + path, timeout=30, verify=False)
 
 
 def test_the_document_needs_no_key(running: Gateway) -> None:
-    answer = asked(running, "/openapi.json")
-    assert (answer.status_code, answer.headers["content-type"]) == (200, "application/json")
-    assert answer.json() == document() and answer.headers["x-request-id"].startswith("req_")
+    response = send_request(running, "/openapi.json")
+    assert (response.status_code, response.headers["content-type"]) == (200, "application/json")
+    assert response.json() == document() and response.headers["x-request-id"].startswith("req_")
 
 
-def test_it_is_read_and_not_written(running: Gateway) -> None:
-    answer = asked(running, "/docs", "POST")
-    assert (answer.status_code, answer.headers["allow"]) == (405, "GET")
+def test_other_methods_are_refused(running: Gateway) -> None:
+    response = send_request(running, "/docs", "POST")
+    assert (response.status_code, response.headers["allow"]) == (405, "GET")
 
 
 def test_a_browser_shows_the_page(running: Gateway, tmp_path: Path) -> None:
-    answer = asked(running, "/docs")
-    assert answer.text == page(document()) and "default-src 'none'" in answer.headers["content-security-policy"]
+    response = send_request(running, "/docs")
+    assert response.text == page(document()) and "default-src 'none'" in response.headers["content-security-policy"]
     with chromium(tmp_path) as browser:
         browser.open(running.url + "/docs")
         wait_for(lambda: "POST /v1/chat/completions" in browser.text())
@@ -47,14 +47,14 @@ def test_a_browser_shows_the_page(running: Gateway, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
-async def test_it_is_not_there_unless_it_is_wanted(path: str) -> None:
+async def test_the_reference_is_absent_by_default(path: str) -> None:
     async with serving([model(1)]) as served:
         reply = await ask(served.port, request(b"", path, method="GET", token=None))
         assert reply.status == 404
 
 
 @pytest.mark.parametrize("path", ["/docs/", "/docs/x", "/openapi.json/", "/openapi.yaml"])
-async def test_nothing_else_is_there(path: str) -> None:
+async def test_no_other_path_is_served(path: str) -> None:
     async with serving([model(1)], docs=True) as served:
         reply = await ask(served.port, request(b"", path, method="GET", token=None))
         assert reply.status == 404

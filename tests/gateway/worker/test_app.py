@@ -1,4 +1,4 @@
-"""The routes that need no server: their methods, their keys, and the slash at their end."""
+"""The routes that need no model server: their methods, their keys, and a trailing slash."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.support.wire import ask, request
 
 
 @pytest.mark.parametrize("path", ["/version", "/version/"])
-async def test_the_version_is_for_those_with_a_key(path: str) -> None:
-    """vLLM's clients read the member ``version``; without a key it would tell anybody which faults to try."""
+async def test_the_version_requires_a_key(path: str) -> None:
+    """vLLM's clients read the field ``version``. An unauthenticated client could use it to choose an exploit."""
     async with serving([model(1)]) as served:
         reply = await ask(served.port, request(b"", path, method="GET"))
         assert (reply.status, orjson.loads(reply.body)) == (200, {"version": __version__})
@@ -23,13 +23,13 @@ async def test_the_version_is_for_those_with_a_key(path: str) -> None:
         assert served.value("requests_total", "other", "/version", "200") == 1
 
 
-async def test_the_version_needs_no_key_if_requests_need_none() -> None:
+async def test_the_version_needs_no_key_if_anonymous_requests_are_allowed() -> None:
     async with serving([model(1)], [key(token=KEY), key("all", "-", anonymous=True)]) as served:
         assert (await ask(served.port, request(b"", "/version", method="GET", token=None))).status == 200
 
 
 @pytest.mark.parametrize("path", ["/health", "/health/", "/v1/models", "/v1/models/", "/i-1/v1/models/"])
-async def test_a_slash_at_the_end_of_a_path_changes_nothing(path: str) -> None:
+async def test_a_trailing_slash_changes_nothing(path: str) -> None:
     async with serving([model(1, mounts=("/i-1",))], docs=True) as served:
         assert (await ask(served.port, request(b"", path, method="GET"))).status == 200
 

@@ -1,4 +1,4 @@
-"""The model list: what each kind of client reads of it, and its pages."""
+"""The model list: the fields that each kind of client reads, and its pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from upstream.balancing.server import Condition
 QWEN = Model("Qwen/big", (), aliases=("qwen", "default"), created=1_760_000_000)
 
 
-def test_an_entry_has_the_members_of_openai_and_anthropic() -> None:
+def test_an_entry_has_the_fields_of_openai_and_anthropic() -> None:
     assert card(QWEN) == {
         "id": "Qwen/big", "object": "model", "created": 1_760_000_000, "owned_by": "vllm-gateway", "type": "model",
         "display_name": "Qwen/big", "created_at": "2025-10-09T08:53:20Z", "lifecycle": "active", "aliases": ["qwen", "default"],
@@ -60,7 +60,7 @@ def test_the_context_length_has_the_names_that_clients_read() -> None:
         ),
     ],
 )
-def test_what_a_model_is_for(settings: dict[str, Any], reported: str | None, expected: dict[str, Any]) -> None:
+def test_task_capabilities_and_parameters_of_a_model(settings: dict[str, Any], reported: str | None, expected: dict[str, Any]) -> None:
     shown = card(Model("m", (), **settings), Reported(task=reported))
     assert {name: shown[name] for name in ("task", "supported_parameters", "architecture") if name in shown} == expected
 
@@ -110,7 +110,7 @@ def test_an_empty_list_has_no_first_and_no_last() -> None:
     assert page([], {}) == {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
 
 
-async def test_the_list_of_a_key_with_what_servers_report() -> None:
+async def test_the_list_of_a_key_with_values_that_servers_report() -> None:
     models = [model(1, aliases=("t",)), model(2, identity="other")]
     async with serving(models, [key(models=("tiny",))]) as served:
         served.worker.apply_health(Health({"tiny#0": Condition.UP}, {"tiny": 2048, "other": 1}, tasks={"tiny": "embedding"}))

@@ -1,4 +1,4 @@
-"""What the kernel says of the workers' processes is in the metrics, for as long as the processes exist."""
+"""The metrics show the kernel's figures for the worker processes while those processes exist."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def test_each_worker_with_a_process_has_its_series() -> None:
     assert 0 < shown["worker_open_fds", ("0",)] <= shown["worker_max_fds", ("0",)]
 
 
-def test_a_process_that_is_gone_has_no_series() -> None:
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    assert list(process_series([worker(0, ended.pid)])) == []
+def test_an_exited_process_has_no_series() -> None:
+    exited = subprocess.Popen(["true"])
+    exited.wait()
+    assert list(process_series([worker(0, exited.pid)])) == []
 
 
 def test_workers_show_cpu_memory_descriptors_and_the_lag_of_their_loop(tmp_path: Path) -> None:
@@ -42,9 +42,9 @@ def test_workers_show_cpu_memory_descriptors_and_the_lag_of_their_loop(tmp_path:
             for family in ("worker_cpu_seconds_total", "worker_resident_memory_bytes", "worker_open_fds", "worker_max_fds"):
                 assert one.metric(f'vllm_gateway_{family}{{worker="{number}"}}') > 0
         stalled = psutil.Process(one.workers()[1])
-        late = 'vllm_gateway_worker_event_loop_lag_seconds_sum{worker="1"}'
-        before, began = one.metric(late), time.monotonic()
+        lag_sum = 'vllm_gateway_worker_event_loop_lag_seconds_sum{worker="1"}'
+        before, began = one.metric(lag_sum), time.monotonic()
         stalled.send_signal(signal.SIGSTOP)
         wait_for(lambda: time.monotonic() > began + 2)
         stalled.send_signal(signal.SIGCONT)
-        wait_for(lambda: one.metric(late) > before + 1)
+        wait_for(lambda: one.metric(lag_sum) > before + 1)

@@ -1,4 +1,4 @@
-"""Control's side of the workers: their processes."""
+"""Control's supervision of the worker processes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NO_EVENTS = WorkerEvents(lambda: None, lambda _: None)
 
 
 @pytest.mark.parametrize("turns", range(8))
-async def test_who_is_cancelled_while_a_worker_starts_leaves_no_process(turns: int) -> None:
+async def test_cancellation_while_a_worker_starts_leaves_no_process(turns: int) -> None:
     before = set(psutil.Process().children())
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
@@ -32,17 +32,17 @@ async def test_who_is_cancelled_while_a_worker_starts_leaves_no_process(turns: i
 
 
 @pytest.mark.parametrize("turns", [0, 1, 3])
-async def test_a_worker_that_is_being_started_when_the_gateway_stops_is_not_waited_for(turns: int) -> None:
+async def test_the_gateway_does_not_wait_for_a_starting_worker_when_it_stops(turns: int) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             for _ in range(turns):
                 await asyncio.sleep(0)
-            async with asyncio.timeout(60):  # to start and to end; nothing is in flight
+            async with asyncio.timeout(60):  # for the start and the exit; no request is in flight
                 await supervisor.drain(600)
 
 
-async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_when_it_can(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_later(caplog: pytest.LogCaptureFixture) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
@@ -50,7 +50,7 @@ async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_when_it_can(
             pid = supervisor.statuses[0].pid
             assert pid is not None
             soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # what is open stays, and nothing more can be opened
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # open descriptors stay open, and no more can be opened
             try:
                 os.kill(pid, signal.SIGKILL)
                 await until(lambda: "worker 0 cannot be started" in caplog.text, 60)
@@ -69,7 +69,7 @@ async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_when_it_can(
         ([0.1, 0.1, 5, 0.1], [1, 2, 0, 1]),
     ],
 )
-def test_one_that_dies_young_again_and_again_is_replaced_more_slowly(lives: list[float], pauses: list[float]) -> None:
+def test_a_worker_that_keeps_exiting_early_is_replaced_more_slowly(lives: list[float], pauses: list[float]) -> None:
     taken = [0.0]
     for lived in lives:
         taken.append(pause_after(lived, taken[-1]))
