@@ -48,16 +48,16 @@ def shared(workers: int) -> Iterator[Buckets]:
 
 @contextmanager
 def taker(buckets: Buckets, worker: int) -> Iterator[subprocess.Popen[str]]:
-    """A process that takes a token at a time until there is none, and then two places, which it keeps."""
-    words = [sys.executable, "-P", "-c", TAKER, str(buckets.fd), str(worker)]
-    with subprocess.Popen(words, pass_fds=(buckets.fd,), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    """Start a process that takes one token at a time until none is left, then takes two slots and keeps them."""
+    command = [sys.executable, "-P", "-c", TAKER, str(buckets.fd), str(worker)]
+    with subprocess.Popen(command, pass_fds=(buckets.fd,), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
             yield process
         finally:
             process.kill()
 
 
-def test_processes_count_together_and_a_dead_ones_places_come_back() -> None:
+def test_processes_count_together_and_slots_of_a_dead_process_are_released() -> None:
     with shared(3) as buckets:
         holder = buckets.holder("key a", LIMITS)
         with taker(buckets, 0) as first, taker(buckets, 1) as second, taker(buckets, 2) as third:
@@ -76,20 +76,20 @@ def test_processes_count_together_and_a_dead_ones_places_come_back() -> None:
         assert buckets.cells[holder.offset + DAY + USED] == 1000
 
 
-def test_a_process_that_dies_with_the_lock_leaves_it() -> None:
+def test_the_lock_of_a_process_that_dies_is_released() -> None:
     code = "import sys, fcntl, time; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX); print('held', flush=True); time.sleep(600)"
     with shared(2) as buckets:
         holder = buckets.holder("key a", LIMITS)
-        words = [sys.executable, "-c", code, str(buckets.fd)]
-        with subprocess.Popen(words, pass_fds=(buckets.fd,), stdout=subprocess.PIPE, text=True) as process:
+        command = [sys.executable, "-c", code, str(buckets.fd)]
+        with subprocess.Popen(command, pass_fds=(buckets.fd,), stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            said = process.stdout.readline()
+            line = process.stdout.readline()
             process.kill()
-        assert said == "held\n"
+        assert line == "held\n"
         assert buckets.reserve([(holder, Amounts(tokens=1))], moment(monotonic(), WALL), {}) is None
 
 
-def test_a_name_is_a_meter() -> None:
+def test_a_name_identifies_a_bucket() -> None:
     buckets = Buckets.private()
     holder = buckets.holder("key a", LIMITS)
     assert buckets.reserve([(holder, Amounts(tokens=400))], moment(0.0, WALL), {}) is None
@@ -106,7 +106,7 @@ def test_settling(used: int) -> None:
     buckets = Buckets.private()
     holder, at = buckets.holder("key a", LIMITS), moment(0.0, WALL)
     reserved = [(holder, Amounts(slots=1, tokens=400))]
-    ends: dict[int, float] = {}
-    assert buckets.reserve(reserved, at, ends) is None
-    buckets.settle(reserved, ends, Amounts(tokens=used), at, 5.0)
+    end_times: dict[int, float] = {}
+    assert buckets.reserve(reserved, at, end_times) is None
+    buckets.settle(reserved, end_times, Amounts(tokens=used), at, 5.0)
     assert (buckets.in_flight(holder.offset), buckets.cells[holder.offset + DAY + USED]) == (0, used)

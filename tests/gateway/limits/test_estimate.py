@@ -1,4 +1,4 @@
-"""What a request is guessed to use, held to, and found to have used."""
+"""The estimated tokens of a request, its token limit, and the tokens that it used."""
 
 from __future__ import annotations
 
@@ -50,15 +50,15 @@ CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completion
         ("/v1/embeddings", {"input": "a", "max_tokens": 8}, 0),
     ],
 )
-def test_the_answer_is_guessed(path: str, fields: dict[str, Any], completion: int) -> None:
+def test_completion_tokens_are_estimated(path: str, fields: dict[str, Any], completion: int) -> None:
     guess = estimate(fields, path, b"x" * 400)
     assert (guess.prompt, guess.completion) == (100, completion)
     assert guess.completion % guess.choices == 0
 
 
-def test_media_do_not_count_by_their_bytes() -> None:
-    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
-    body = orjson.dumps({"messages": [{"role": "user", "content": [picture, picture, {"type": "text", "text": "b" * 4000}]}]})
+def test_media_is_not_counted_by_its_bytes() -> None:
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 100_000}}
+    body = orjson.dumps({"messages": [{"role": "user", "content": [part, part, {"type": "text", "text": "b" * 4000}]}]})
     assert 3048 <= estimate(orjson.loads(body), CHAT, body).prompt <= 3148
 
 
@@ -67,7 +67,7 @@ def image(url: str) -> dict[str, Any]:
 
 
 URL = "data:;base64," + "A" * 40_000
-PLAIN = "data:text/plain," + "A" * 40_000  # as long as a text, which it is
+PLAIN = "data:text/plain," + "A" * 40_000  # a text, which counts by its length
 
 
 @each_row(
@@ -89,8 +89,8 @@ PLAIN = "data:text/plain," + "A" * 40_000  # as long as a text, which it is
         ({"documents": {"content": [{"type": "video_url", "video_url": {"url": URL}}]}}, 1),
     ],
 )
-def test_media_are_where_messages_have_them(document: dict[str, Any], media: int) -> None:
-    """A text is no picture, whatever is written in it."""
+def test_media_is_found_where_messages_contain_it(document: dict[str, Any], media: int) -> None:
+    """Count only the fields that hold media. Text that looks like a media URL counts as text."""
     body = orjson.dumps(document)
     urls = media * len(URL)
     assert estimate(document, CHAT, body).prompt == max((len(body) - urls) // 4 + media * 1024, 1)
@@ -111,12 +111,12 @@ def test_media_are_where_messages_have_them(document: dict[str, Any], media: int
         ("/v1/embeddings", {}, {}),
     ],
 )
-def test_an_answer_is_held_to_its_limit(path: str, fields: dict[str, Any], becomes: dict[str, Any]) -> None:
+def test_the_output_limit_is_applied(path: str, fields: dict[str, Any], becomes: dict[str, Any]) -> None:
     apply_max_tokens(fields, path, 100)
     assert fields == becomes
 
 
-def test_the_limit_of_an_answer_may_be_below_the_servers_own() -> None:
+def test_an_output_limit_may_be_lower_than_the_servers_default() -> None:
     fields: dict[str, Any] = {}
     apply_max_tokens(fields, COMPLETIONS, 10)
     assert fields == {"max_tokens": 10}
@@ -135,7 +135,7 @@ def test_the_limit_of_an_answer_may_be_below_the_servers_own() -> None:
         {"max_tokens": [5]},
     ],
 )
-def test_a_longer_answer_is_refused(fields: dict[str, Any]) -> None:
+def test_a_request_above_the_output_limit_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(Refusal) as caught:
         apply_max_tokens(fields, CHAT, 100)
     assert (caught.value.code, caught.value.param) == ("invalid_value", list(fields)[-1])
@@ -166,12 +166,12 @@ WHOLE = Outcome(reached_server=True, status=200, usage=None, events=0, incomplet
         ({"incomplete": "upstream", "usage": Usage(30, 50), "events": 10}, (30, 50)),
     ],
 )
-def test_what_was_used(what: dict[str, Any], counts: tuple[int, int]) -> None:
+def test_used_tokens(what: dict[str, Any], counts: tuple[int, int]) -> None:
     assert used_tokens(WHOLE._replace(**what), TokenEstimate(100, 1024)) == TokenEstimate(*counts)
 
 
 @pytest.mark.parametrize(
     ("status", "counts"), [(200, True), (400, True), (404, True), (499, True), (429, False), (500, False), (503, False)]
 )
-def test_what_counts_as_a_request(status: int, counts: bool) -> None:
+def test_which_statuses_count_as_a_request(status: int, counts: bool) -> None:
     assert counts_as_request(WHOLE._replace(status=status)) is counts

@@ -1,4 +1,4 @@
-"""The limits' headers, in OpenAI's words."""
+"""The headers of limits, as OpenAI names them."""
 
 from __future__ import annotations
 

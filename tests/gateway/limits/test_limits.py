@@ -1,4 +1,4 @@
-"""Limits as clients meet them, in one worker."""
+"""Limits as clients see them, in one worker."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Reply, ask, chat, client, request
 
 USED = 5
-"""Tokens that an answer of these servers has used, by its usage."""
+"""Tokens in the `usage` of a response of these servers."""
 
 
-async def answer(talk: Conversation) -> None:
-    """The answer whose prompt says which."""
-    said = str(talk.request.json.get("messages", talk.request.json.get("prompt")))
-    if "fail" in said:
+async def respond(talk: Conversation) -> None:
+    """Send the response that the prompt names."""
+    prompt_text = str(talk.request.json.get("messages", talk.request.json.get("prompt")))
+    if "fail" in prompt_text:
         await talk.respond(b'{"error":{"message":"no","type":"BadRequestError","param":null,"code":400}}', "400 Bad Request")
-    elif "stay" in said:
+    elif "stay" in prompt_text:
         await talk.begin_stream()
         for each in (ROLE, HELLO, HELLO):
             await talk.chunk(each)
@@ -50,7 +50,7 @@ def limited(identity: str = "team-a", token: str = KEY, *more: Allowance, **limi
 
 @asynccontextmanager
 async def gateway(*keys: Key, **more: Any) -> AsyncIterator[tuple[Served, Scripted]]:
-    async with scripted(answer) as server, serving([model(server.port, **more), model(server.port, identity="other")], keys) as served:
+    async with scripted(respond) as server, serving([model(server.port, **more), model(server.port, identity="other")], keys) as served:
         yield served, server
 
 
@@ -68,7 +68,7 @@ def limited_total(served: Served, reason: str, identity: str = "team-a") -> floa
 
 @dataclass(frozen=True)
 class Counted:
-    """What a holder has used today and in this month, and its requests under way."""
+    """Usage of a holder today and this month, and its requests in flight."""
 
     day: float
     day_cost: float
@@ -76,11 +76,13 @@ class Counted:
     in_flight: float
 
 
-def meter(served: Served, holder: str = "key team-a") -> Counted:
+def counted(served: Served, holder: str = "key team-a") -> Counted:
     buckets = served.context.limiter.buckets
-    place = buckets.holder(holder, Limits()).offset
-    cells = buckets.cells[place : place + rules.SIZE]
-    return Counted(cells[rules.DAY + rules.USED], cells[rules.DAY + rules.SPENT], cells[rules.MONTH + rules.USED], buckets.in_flight(place))
+    offset = buckets.holder(holder, Limits()).offset
+    cells = buckets.cells[offset : offset + rules.SIZE]
+    return Counted(
+        cells[rules.DAY + rules.USED], cells[rules.DAY + rules.SPENT], cells[rules.MONTH + rules.USED], buckets.in_flight(offset)
+    )
 
 
 def ratelimits(reply: Reply) -> dict[str, str]:
@@ -107,7 +109,7 @@ async def test_requests_per_minute() -> None:
 @pytest.mark.parametrize(
     ("limits", "body"), [(Limits(requests_per_minute=30), chat()), (Limits(tokens_per_minute=60), chat(max_tokens=30))]
 )
-async def test_who_waits_as_long_as_he_is_told_gets_in(limits: Limits, body: dict[str, object]) -> None:
+async def test_a_client_that_waits_for_retry_after_is_admitted(limits: Limits, body: dict[str, object]) -> None:
     data = request(body)
     async with gateway(key(allowances=(Allowance("key team-a", limits),))) as (served, _):
         while (reply := await ask(served.port, data)).status == 200:
@@ -127,7 +129,7 @@ async def test_a_refusal_comes_before_the_body() -> None:
 
 
 async def test_tokens_are_reserved_and_settled() -> None:
-    async with gateway(limited(tokens_per_minute=60)) as (served, _):  # one comes back in a second, so time changes little
+    async with gateway(limited(tokens_per_minute=60)) as (served, _):  # one token is refilled each second, so time changes little
         began = monotonic()
         reply = await ask(served.port, request(chat(max_tokens=20)))
         assert int(ratelimits(reply)["remaining-tokens"]) >= 60 - USED, "a whole answer tells what is left behind it"
@@ -143,7 +145,7 @@ async def test_a_day_is_counted_by_usage_alone() -> None:
     async with gateway(limited(tokens_per_day=1200, tokens_per_month=100_000)) as (served, _):
         assert await statuses(served, 20, request(chat(max_tokens=1000))) == [200] * 20
         assert await statuses(served, 2, request(chat(max_tokens=1000, stream=True))) == [200] * 2
-        assert (meter(served).day, meter(served).month) == (22 * USED, 22 * USED)
+        assert (counted(served).day, counted(served).month) == (22 * USED, 22 * USED)
         reply = await ask(served.port, request(chat(max_tokens=1100)))
         assert reply.status == 429 and reply.error["code"] == "insufficient_quota"
         assert 0 < int(reply.headers["retry-after"]) <= 86400 and reply.headers["x-should-retry"] == "false"
@@ -152,7 +154,7 @@ async def test_a_day_is_counted_by_usage_alone() -> None:
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": number} for number in (5000, 5000.0, "5000", " 5_000 ")] + [{"n": 5}, {"n": 5.0}])
-async def test_a_number_in_another_form_is_reserved_as_that_number(fields: dict[str, Any]) -> None:
+async def test_a_number_in_another_type_reserves_the_same_tokens(fields: dict[str, Any]) -> None:
     async with gateway(limited(tokens_per_day=8000)) as (served, server):
         async with client(served.port) as first:
             first.send(request(prompt("stay", stream=True, **fields)))
@@ -162,38 +164,41 @@ async def test_a_number_in_another_form_is_reserved_as_that_number(fields: dict[
         assert len(server.requests) == 1
 
 
-def told(reply: Reply) -> str:
-    """The message of a refusal, without how long it lasts."""
+def message_without_wait(reply: Reply) -> str:
+    """Return the message of a refusal without the time to wait."""
     assert reply.status == 429
-    message, mark, wait = str(reply.error["message"]).lower().rpartition("try again in ")
+    message, separator, wait = str(reply.error["message"]).lower().rpartition("try again in ")
     if "retry-after" not in reply.headers:
-        assert not mark
+        assert not separator
         return str(reply.error["message"])
     assert wait == f"{duration(int(reply.headers['retry-after']))}."
     return str(reply.error["message"])[: len(message)].rstrip()
 
 
-async def test_a_refusal_says_what_is_left_and_what_was_asked_for() -> None:
-    """Nothing is said to be reached that a shorter answer would find room in."""
+async def test_a_refusal_reports_what_is_left_and_what_was_requested() -> None:
+    """Do not report a limit as reached if a shorter response fits into it."""
     async with gateway(limited(tokens_per_day=200)) as (served, _):
         assert await statuses(served, 6, request(chat(max_tokens=1))) == [200] * 6
         guess, day = len(orjson.dumps(chat())) // 4, "of the limit of 200 tokens per day only 170 are left (key team-a)."
         reply = await ask(served.port, request(chat(max_tokens=160)))
         guess = len(orjson.dumps(chat(max_tokens=160))) // 4
         fits = f"Set 'max_tokens' to at most {170 - guess}, or"
-        assert told(reply) == f"This request reserves {guess + 160} tokens, and {day} {fits}"
+        assert message_without_wait(reply) == f"This request reserves {guess + 160} tokens, and {day} {fits}"
         assert reply.error["code"] == "insufficient_quota" and reply.headers["x-should-retry"] == "false"
         assert await statuses(served, 1, request(chat(max_tokens=170 - guess))) == [200], "it fits as was said"
         day = day.replace("170", "165")
         long = prompt("a" * 620, max_tokens=1)
         guess = len(orjson.dumps(long)) // 4
-        assert told(await ask(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
-        place = served.context.limiter.buckets.holder("key team-a", Limits()).offset
-        served.context.limiter.buckets.cells[place + rules.DAY + rules.USED] = 200
-        assert told(await ask(served.port, request(chat(max_tokens=1)))) == "The limit of 200 tokens per day is reached (key team-a)."
+        assert message_without_wait(await ask(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
+        offset = served.context.limiter.buckets.holder("key team-a", Limits()).offset
+        served.context.limiter.buckets.cells[offset + rules.DAY + rules.USED] = 200
+        assert (
+            message_without_wait(await ask(served.port, request(chat(max_tokens=1))))
+            == "The limit of 200 tokens per day is reached (key team-a)."
+        )
 
 
-async def test_a_request_larger_than_the_limit_is_not_told_to_wait_for_it() -> None:
+async def test_a_request_larger_than_the_limit_gets_no_retry_after() -> None:
     async with gateway(limited(tokens_per_day=20_000)) as (served, _):
         assert await statuses(served, 1, request(chat(max_tokens=1))) == [200]
         body = chat(max_tokens=32_000)
@@ -207,10 +212,10 @@ async def test_a_request_larger_than_the_limit_is_not_told_to_wait_for_it() -> N
         assert "retry-after" not in reply.headers and reply.headers["x-should-retry"] == "false"
 
 
-async def test_a_refusal_of_a_minute_and_of_a_cost() -> None:
+async def test_refusals_by_a_minute_and_by_a_cost() -> None:
     async with gateway(limited(tokens_per_minute=2000, cost_per_month=0.5), price=(0.0, 1000.0)) as (served, _):
         assert await statuses(served, 1, request(chat(max_tokens=1))) == [200]
-        assert told(await ask(served.port, request(chat(max_tokens=499)))) == (
+        assert message_without_wait(await ask(served.port, request(chat(max_tokens=499)))) == (
             "This request reserves a cost of 0.499, and of the limit of a cost of 0.5 per month only 0.498 is left (key team-a)."
             " Set 'max_tokens' to at most 498, or"
         )
@@ -218,7 +223,7 @@ async def test_a_refusal_of_a_minute_and_of_a_cost() -> None:
         async with client(served.port) as first:
             first.send(request(prompt("stay", stream=True, max_tokens=12_000_000)))
             await first.reader.readuntil(HELLO)
-            message = told(await ask(served.port, request(chat(max_tokens=12_000_000))))
+            message = message_without_wait(await ask(served.port, request(chat(max_tokens=12_000_000))))
             assert " and of the limit of 20,000,000 tokens per minute only 8" in message and message.endswith(", or")
         await until(lambda: served.in_flight == 0)
 
@@ -226,17 +231,17 @@ async def test_a_refusal_of_a_minute_and_of_a_cost() -> None:
 async def test_costs_are_tokens_by_price() -> None:
     async with gateway(limited(cost_per_day=0.01), price=(1000.0, 1000.0)) as (served, _):
         assert await statuses(served, 3, request(chat(max_tokens=1))) == [200, 429, 429]
-        assert meter(served).day_cost == pytest.approx(0.005)
+        assert counted(served).day_cost == pytest.approx(0.005)
         assert limited_total(served, "cost_per_day") == 2
 
 
 @pytest.mark.parametrize("text", ["fail", "nothing wrong, but for another model"])
-async def test_what_did_not_run_costs_no_tokens(text: str) -> None:
+async def test_a_request_that_did_not_run_costs_no_tokens(text: str) -> None:
     async with gateway(limited(tokens_per_day=100_000, requests_per_minute=6)) as (served, _):
         fields = {} if text == "fail" else {"model": "unknown"}
         reply = await ask(served.port, request(prompt(text, **fields)))
         assert reply.status in (400, 404)
-        assert (meter(served).day, meter(served).in_flight) == (0, 0)
+        assert (counted(served).day, counted(served).in_flight) == (0, 0)
         assert ratelimits(reply)["remaining-requests"] == "5"
 
 
@@ -246,7 +251,7 @@ async def test_a_request_that_the_gateway_fails_does_not_count() -> None:
         assert await statuses(served, 4, request(chat())) == [503] * 4
         served.context.draining = False
         assert await statuses(served, 3, request(chat())) == [200, 200, 429]
-        assert meter(served).day == 2 * USED
+        assert counted(served).day == 2 * USED
 
 
 async def test_a_refusal_by_tokens_takes_no_request() -> None:
@@ -256,19 +261,19 @@ async def test_a_refusal_by_tokens_takes_no_request() -> None:
         assert await statuses(served, 1, request(chat(max_tokens=10))) == [200]
 
 
-async def test_who_leaves_pays_for_what_was_seen() -> None:
+async def test_a_client_that_disconnects_pays_for_the_received_tokens() -> None:
     async with gateway(limited(tokens_per_day=100_000, concurrent=1)) as (served, _):
         body = prompt("stay", stream=True)
         async with client(served.port) as visitor:
             visitor.send(request(body))
             await visitor.reader.readuntil(HELLO)
             assert await statuses(served, 1, request(chat())) == [429]
-        await until(lambda: meter(served).in_flight == 0)
+        await until(lambda: counted(served).in_flight == 0)
         guess = len(orjson.dumps(body)) // 4
-        assert guess + 2 <= meter(served).day <= guess + 3
+        assert guess + 2 <= counted(served).day <= guess + 3
 
 
-async def test_requests_at_once() -> None:
+async def test_concurrent_requests() -> None:
     async with gateway(limited(concurrent=2)) as (served, _):
         async with client(served.port) as first, client(served.port) as second:
             for visitor in (first, second):
@@ -281,21 +286,21 @@ async def test_requests_at_once() -> None:
         assert limited_total(served, "concurrent") == 1
 
 
-async def test_what_a_request_used_is_known_when_a_stream_says_that_it_is_over() -> None:
-    async def slow_to_end(talk: Conversation) -> None:
+async def test_usage_is_counted_as_soon_as_a_stream_is_done() -> None:
+    async def respond_without_closing(talk: Conversation) -> None:
         await talk.begin_stream()
         for each in (ROLE, HELLO, STOP, COUNT, DONE):
             await talk.chunk(each)
         await talk.closed_by_peer()
 
     async with (
-        scripted(slow_to_end) as server,
+        scripted(respond_without_closing) as server,
         serving([model(server.port)], [limited(concurrent=1, tokens_per_day=50_000)]) as served,
         client(served.port) as first,
     ):
         first.send(request(chat(stream=True)))
         await first.reader.readuntil(DONE)
-        known = meter(served)
+        known = counted(served)
         first.leave()
         await until(lambda: not served.inline_tasks)
     assert (known.day, known.in_flight) == (USED, 0)
@@ -328,19 +333,19 @@ async def test_a_fallback_is_counted_as_itself(room: bool) -> None:
     first = Allowance("key team-a for tiny", Limits(requests_per_minute=5, tokens_per_day=50_000, concurrent=1), ("tiny",))
     second = Allowance("key team-a for other", Limits(requests_per_minute=1, tokens_per_day=50_000, max_tokens=70), ("other",))
     one = key(allowances=(Allowance("key team-a", Limits(tokens_per_day=50_000)), first, second))
-    with refusing() as nobody:
-        async with scripted(answer) as server:
-            models = [model(nobody, fallbacks=("other",)), model(server.port, identity="other")]
+    with refusing() as closed_port:
+        async with scripted(respond) as server:
+            models = [model(closed_port, fallbacks=("other",)), model(server.port, identity="other")]
             async with serving(models, [one]) as served:
                 assert await statuses(served, 1, request(chat(model="other" if not room else "tiny"))) == [200]
                 assert await statuses(served, 1, request(chat())) == [429]
                 assert server.requests[0].json["max_tokens"] == 70
-                assert [meter(served, f"key team-a for {name}").day for name in ("tiny", "other")] == [0, USED]
-                assert meter(served).day == USED
-                assert meter(served, "key team-a for tiny").in_flight == served.in_flight == 0
+                assert [counted(served, f"key team-a for {name}").day for name in ("tiny", "other")] == [0, USED]
+                assert counted(served).day == USED
+                assert counted(served, "key team-a for tiny").in_flight == served.in_flight == 0
 
 
-async def test_the_length_of_an_answer() -> None:
+async def test_the_length_of_a_response() -> None:
     async with gateway(limited(max_tokens=100)) as (served, server):
         reply = await ask(served.port, request(chat(extra_body={"max_completion_tokens": 101})))
         assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "invalid_value", "max_completion_tokens")
@@ -363,18 +368,21 @@ async def test_a_reload_keeps_the_counts() -> None:
         assert served.in_flight == 0
 
 
-async def test_a_form_is_limited_too() -> None:
-    async def heard(talk: Conversation) -> None:
+async def test_form_requests_are_limited_too() -> None:
+    async def transcribe(talk: Conversation) -> None:
         await talk.respond(b'{"text":"hi"}')
 
     boundary = "--b\r\ncontent-disposition: form-data; name="
     form = f'{boundary}"model"\r\n\r\ntiny\r\n{boundary}"file"; filename="a"\r\n\r\n{"x" * 4000}\r\n--b--\r\n'.encode()
     data = request(form, "/v1/audio/transcriptions").replace(b"application/json", b"multipart/form-data; boundary=b")
-    async with scripted(heard) as server, serving([model(server.port)], [limited(requests_per_minute=2, tokens_per_minute=10)]) as served:
+    async with (
+        scripted(transcribe) as server,
+        serving([model(server.port)], [limited(requests_per_minute=2, tokens_per_minute=10)]) as served,
+    ):
         assert await statuses(served, 3, data) == [200, 200, 429]
 
 
-async def test_a_key_without_limits_is_not_told_of_any() -> None:
+async def test_a_key_without_limits_gets_no_ratelimit_headers() -> None:
     async with gateway(key()) as (served, _):
         reply = await ask(served.port, request(chat()))
         assert reply.status == 200 and ratelimits(reply) == {}

@@ -1,4 +1,4 @@
-"""A refusal by a limit says how the limit stands and what lets the request pass."""
+"""The message of a refusal by a limit: the state of the limit, and how the request can pass."""
 
 from __future__ import annotations
 
@@ -67,9 +67,9 @@ TABLE: dict[str, tuple[ExceededLimit, TokenEstimate, str, str | None]] = {
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_the_table(name: str) -> None:
+def test_messages(name: str) -> None:
     refused, guess, message, retry_after = TABLE[name]
-    told = refusal("key a", refused, guess, (1.0, 10.0) if refused.reason.startswith("cost") else None)
-    assert told.message == message
-    assert told.headers.get("retry-after") == retry_after
-    assert (told.headers.get("x-should-retry") == "false") == ("day" in refused.reason)
+    raised = refusal("key a", refused, guess, (1.0, 10.0) if refused.reason.startswith("cost") else None)
+    assert raised.message == message
+    assert raised.headers.get("retry-after") == retry_after
+    assert (raised.headers.get("x-should-retry") == "false") == ("day" in refused.reason)

@@ -1,4 +1,4 @@
-"""Limits that are counted in a Redis: the same decisions as in memory, and what happens while it is unavailable."""
+"""Limits counted in Redis: the same decisions as in memory, and the behavior while Redis is unavailable."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def shared() -> Iterator[RedisServer]:
 
 @pytest.fixture
 def server(shared: RedisServer) -> RedisServer:
-    """The shared one, empty."""
+    """Return the shared server, emptied."""
     with shared.client() as each:
         each.flushall()
     return shared
@@ -79,7 +79,7 @@ _STEPS = st.lists(
 
 
 def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
-    """Two holders, over and over: the same is admitted, and the same limit refuses with the same wait."""
+    """Compare both for two holders: they admit the same requests, and the same limit refuses with the same wait."""
 
     @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(_STEPS)
@@ -92,7 +92,7 @@ def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
 
 
 async def _compare(server: RedisServer, steps: list[Any]) -> None:
-    """Each decides by a clock of its own: when half a second has passed, one may have a token more than the other, and no more is said."""
+    """Compare the decisions of both. Each uses its own clock, so after half a second one may have a token more: the comparison stops."""
     buckets, began = Buckets.private(), monotonic()
     one, both = buckets.holder("key one", LIMITS), buckets.holder("team", Limits(requests_per_minute=9, tokens_per_day=700))
     running: list[Any] = []
@@ -101,35 +101,35 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
             if kind == "come":
                 at, identity = moment(monotonic(), time()), str(number)
                 wanted = [(holder, Amounts(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
-                ends: dict[int, float] = {}
-                expected, answer = buckets.reserve(wanted, at, ends), await store.admit(identity, wanted)
+                end_times: dict[int, float] = {}
+                expected, decision = buckets.reserve(wanted, at, end_times), await store.admit(identity, wanted)
                 if monotonic() - began > 0.5:
                     return
-                assert (answer.exceeded and answer.exceeded[1].reason) == (expected and expected[1].reason)
-                if answer.exceeded is None:
-                    running.append((identity, wanted, at, ends))
+                assert (decision.exceeded and decision.exceeded[1].reason) == (expected and expected[1].reason)
+                if decision.exceeded is None:
+                    running.append((identity, wanted, at, end_times))
                 elif expected is not None and expected[1].wait is not None:
-                    assert answer.exceeded[1].wait == pytest.approx(expected[1].wait, abs=2)
-                    assert answer.exceeded[1].requested == expected[1].requested
-                    assert answer.exceeded[1].left == pytest.approx(expected[1].left, abs=3)
+                    assert decision.exceeded[1].wait == pytest.approx(expected[1].wait, abs=2)
+                    assert decision.exceeded[1].requested == expected[1].requested
+                    assert decision.exceeded[1].left == pytest.approx(expected[1].left, abs=3)
             elif running:
-                identity, wanted, at, ends = running.pop(amount % len(running))
+                identity, wanted, at, end_times = running.pop(amount % len(running))
                 used = Amounts(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
-                buckets.settle(wanted, ends, used, at, monotonic())
+                buckets.settle(wanted, end_times, used, at, monotonic())
                 store.settle(identity, wanted, used)
 
 
 @pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
-async def test_what_time_has_given_back_is_not_given_back_again(server: RedisServer, forgotten: int) -> None:
-    """Reserved a minute and a half ago: time has filled it up, whoever else has come. Reserved now: it is given back."""
+async def test_tokens_refilled_by_time_are_not_released_again(server: RedisServer, forgotten: int) -> None:
+    """Time has refilled a reservation of 90 seconds ago, so its settlement releases nothing. A new reservation is released."""
     wanted = [(Holder("key a", Limits(requests_per_minute=2, tokens_per_minute=1000), 0), Amounts(1, 0, 400))]
     with server.client() as each:
         async with opened(server.place()) as store:
             for name in ("r1", "r2"):
                 assert (await store.admit(name, wanted)).exceeded is None
             written = "vllm-gateway:reserved a worker", "r1 vllm-gateway:key a"
-            day, month, at, *ends = map(float, each.hget(*written).split())
-            aged = day, month, at - 90, *(end + forgotten - 90 for end in ends)
+            day, month, at, *end_times = map(float, each.hget(*written).split())
+            aged = day, month, at - 90, *(end + forgotten - 90 for end in end_times)
             each.hset(*written, " ".join(map(repr, aged)))
             before = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")]
             store.settle("r1", wanted, Amounts())
@@ -141,7 +141,7 @@ async def test_what_time_has_given_back_is_not_given_back_again(server: RedisSer
             assert found == pytest.approx([before[0] - 30, before[1] - 24, 30, 24], abs=1e-3)
 
 
-def test_the_stores_calendar(server: RedisServer) -> None:
+def test_the_calendar_of_the_store(server: RedisServer) -> None:
     script = source("calendar") + "local m = month_of(tonumber(ARGV[1])) return {m, first_day_of(m)}"
     days = [number for year in range(1970, 2470, 3) for number in range(_day(year, 2, 27), _day(year, 3, 3))]
     days += range(_day(2026, 1, 1), _day(2028, 1, 1), 2)
@@ -160,41 +160,41 @@ def _day(year: int, month: int, day: int) -> int:
 
 
 async def test_the_latest_other_day_is_remembered(server: RedisServer) -> None:
-    """As in the memory: a clock that was set back and on again between this request and the one before forgets the older day."""
+    """Compare with the memory: a clock that is set back and forward again between two requests forgets the older day."""
     holder, today = Holder("key a", Limits(tokens_per_day=10), 0), int(datetime.now(UTC).timestamp() // 86400)
     with server.client() as each:
         each.hset("vllm-gateway:key a", mapping={"d": today - 2, "dt": 7, "dc": 0, "od": today - 1, "odt": 3, "odc": 0})
         async with opened(server.place()) as store:
             assert (await store.admit("r1", [(holder, Amounts(1, 1, 4))])).exceeded is None
-        kept = each.hgetall("vllm-gateway:key a")
+        stored = each.hgetall("vllm-gateway:key a")
     now = int(datetime.now(UTC).timestamp() // 86400)
-    if now == today:  # or the test ran over midnight
-        assert [float(kept[name]) for name in (b"d", b"dt", b"od", b"odt")] == [today, 4, today - 1, 3]
+    if now == today:  # otherwise midnight passed during the test
+        assert [float(stored[name]) for name in (b"d", b"dt", b"od", b"odt")] == [today, 4, today - 1, 3]
 
 
 async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
-    """On a busy machine it may be this process that does not come to it."""
+    """Accept a reply that this process reads late, for example on a busy machine."""
     holder = Holder("key a", Limits(requests_per_minute=10), 0)
-    place = server.place(patience=0.25)
-    async with opened(place) as store:
+    limits_store = server.place(patience=0.25)
+    async with opened(limits_store) as store:
         assert (await store.admit("r1", [(holder, Amounts(1, 1, 0))])).exceeded is None
-        asked = asyncio.create_task(store.admit("r2", [(holder, Amounts(1, 1, 0))]))
+        admission = asyncio.create_task(store.admit("r2", [(holder, Amounts(1, 1, 0))]))
         await asyncio.sleep(0)
-        sleep(2 * place.patience)  # noqa: ASYNC251  # it is held up
+        sleep(2 * limits_store.patience)  # noqa: ASYNC251  # the event loop is blocked
         store.tick()
-        assert (await asked).exceeded is None
+        assert (await admission).exceeded is None
     assert caplog.text == ""
 
 
-async def test_what_the_store_says(server: RedisServer) -> None:
+async def test_replies_of_the_store(server: RedisServer) -> None:
     holder = Holder("key a", Limits(tokens_per_month=10, tokens_per_minute=600), 0)
     async with opened(LimitsStore(path=str(server.socket_path), database=3)) as store:
         before = monotonic()
-        answer = await store.admit("r1", [(holder, Amounts(1, 1, 10))])
+        decision = await store.admit("r1", [(holder, Amounts(1, 1, 10))])
         after, now = monotonic(), datetime.now(UTC)
-        assert before + 0.9 < answer.full_times[0][2] < after + 1.1
-        answer = await store.admit("r2", [(holder, Amounts(1, 1, 1))])
-        assert answer.exceeded is not None and answer.exceeded[1].reason == "tokens_per_month"
+        assert before + 0.9 < decision.full_times[0][2] < after + 1.1
+        decision = await store.admit("r2", [(holder, Amounts(1, 1, 1))])
+        assert decision.exceeded is not None and decision.exceeded[1].reason == "tokens_per_month"
     with server.client() as each:
         each.execute_command("SELECT", 3)
         assert each.hget("vllm-gateway:key a", "m") == str(now.year * 12 + now.month - 1).encode()
@@ -206,14 +206,14 @@ async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: Re
     wanted = [(holder, Amounts(1, 1))]
     async with opened(server.place()) as store:
         for number in range(3):
-            answer = await store.admit(f"r{number}", wanted)
-            assert answer.exceeded is None
+            decision = await store.admit(f"r{number}", wanted)
+            assert decision.exceeded is None
             with server.client() as each:
                 each.script_flush()
             store.settle(f"r{number}", wanted, Amounts(1))
 
 
-async def test_nobody_waits_for_a_store_that_is_not_there() -> None:
+async def test_requests_do_not_wait_for_an_unavailable_store() -> None:
     holder = Holder("key a", Limits(requests_per_minute=100), 0)
     async with opened(LimitsStore("127.0.0.1", 1)) as store:
         for number in range(3):
@@ -221,31 +221,31 @@ async def test_nobody_waits_for_a_store_that_is_not_there() -> None:
                 await store.admit(f"r{number}", [(holder, Amounts(1, 1))])
 
 
-async def test_a_change_of_its_state_is_reported_once_and_without_the_password(server: RedisServer) -> None:
+async def test_a_change_of_state_is_reported_once_and_without_the_password(server: RedisServer) -> None:
     reported: list[str | None] = []
     async with opened(server.place(), on_change=reported.append) as store:
         await store.admit("r1", [(Holder("key a", Limits(requests_per_minute=100), 0), Amounts(1, 1))])
         assert reported == [None]
     echo = b"-ERR unknown command 'AUTH', with args beginning with: 'a-password'\r\n"
 
-    async def refuses(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(echo)
         await reader.read()
         writer.close()
 
     reported.clear()
-    async with await asyncio.start_server(refuses, "127.0.0.1", 0) as odd:
-        place = LimitsStore("127.0.0.1", odd.sockets[0].getsockname()[1], password="a-password")
-        async with opened(place, on_change=reported.append) as store:
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as odd:
+        limits_store = LimitsStore("127.0.0.1", odd.sockets[0].getsockname()[1], password="a-password")
+        async with opened(limits_store, on_change=reported.append) as store:
             for number in range(3):
                 with pytest.raises(StoreUnavailableError):
                     await store.admit(f"r{number}", [(Holder("key a", Limits(requests_per_minute=100), 0), Amounts(1, 1))])
     assert reported == ["ERR unknown command 'AUTH', with args beginning with: '…'"]
 
 
-def test_the_stores_clock_by_ones_own() -> None:
-    """It is between what a reply says at the moment at which its command was sent, and at that at which it was read."""
+def test_the_clock_of_the_store_is_derived_from_the_local_clock() -> None:
+    """Bound the clock by a reply: its time belongs to a moment between sending the command and reading the reply."""
     clock = StoreClock()
     clock.synchronize(1000.4, sent=10.0, now=11.0)
     assert clock.time_at(10.0) == pytest.approx(999.4), "never too late"
@@ -259,44 +259,44 @@ def test_the_stores_clock_by_ones_own() -> None:
     assert clock.time_at(50.0) == pytest.approx(1050.0), "it was set back"
 
 
-async def test_a_clock_that_is_set_forward_is_learned_at_once(server: RedisServer) -> None:
+async def test_a_clock_that_is_set_forward_is_used_at_once(server: RedisServer) -> None:
     wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=1), 0), Amounts(1, 1, 10))]
     async with opened(server.place()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         store.settle("r1", wanted, Amounts(1, 0, 5))
-        store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
+        store._clock._ahead -= 3600  # as if the clock of the store had been an hour behind until now
         assert (await store.admit("r2", wanted)).exceeded is None
     with server.client() as each:
         assert each.hget("vllm-gateway:key a", "dt") == b"15"
 
 
-async def test_places_are_kept_where_the_clock_is_set_forward(server: RedisServer) -> None:
-    """Though nobody else asks the store meanwhile."""
+async def test_leases_are_renewed_after_the_clock_is_set_forward(server: RedisServer) -> None:
+    """Renew them even if no other request uses the store in the meantime."""
     wanted = [(Holder("key a", Limits(concurrent=1), 0), Amounts(1, 1, 10))]
     async with opened(server.place()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
-        store._clock._ahead -= 3600  # as if the store's had been behind by an hour until now
+        store._clock._ahead -= 3600  # as if the clock of the store had been an hour behind until now
         with server.client() as each:
             before = each.zscore("vllm-gateway:key a leases", "r1") or 0
             async with asyncio.timeout(30):
                 while (each.zscore("vllm-gateway:key a leases", "r1") or 0) <= before:
-                    store._renewed = 0.0  # it is time to
+                    store._renewed = 0.0  # the next renewal is due
                     store.tick()
                     await asyncio.sleep(0.02)
 
 
-async def test_nothing_is_taken_for_a_gateway_that_has_gone_meanwhile(server: RedisServer) -> None:
-    """What it had asked waits in the socket, and nobody will give it back."""
+async def test_nothing_is_reserved_for_a_gateway_that_has_stopped(server: RedisServer) -> None:
+    """Ignore its requests that still wait in the socket, because no process would release them."""
     wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=5), 0), Amounts(1, 1, 10))]
     async with opened(server.place(patience=1.0)) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         server.signal(signal.SIGSTOP)
         try:
-            asked = asyncio.create_task(store.admit("r2", wanted))
-            while not asked.done():
+            admission = asyncio.create_task(store.admit("r2", wanted))
+            while not admission.done():
                 store.tick()
                 await asyncio.sleep(0.02)
-            assert isinstance(asked.exception(), StoreUnavailableError)
+            assert isinstance(admission.exception(), StoreUnavailableError)
             store.close()
             await asyncio.sleep(0.02)
         finally:
@@ -307,12 +307,12 @@ async def test_nothing_is_taken_for_a_gateway_that_has_gone_meanwhile(server: Re
         assert b"r2" not in each.zrange("vllm-gateway:key a leases", 0, -1)
 
 
-async def test_wherever_a_connection_is_cut_the_counts_are_right(server: RedisServer) -> None:
-    """Before, in and after the replies to both scripts: what the store let in counts as what it used, and the rest as nothing."""
+async def test_counts_are_right_wherever_a_connection_is_cut(server: RedisServer) -> None:
+    """Cut before, in and after the replies to both scripts: an admitted request counts as the tokens it used, any other as nothing."""
     cuts = range(120, 240, 3)
 
     async def one(network: Chaos, number: int) -> tuple[str, float]:
-        """The holder, and what it has used; once the store has heard of it."""
+        """Return the holder and its used tokens after the store has received them."""
         wanted = [(Holder(f"key {number}", Limits(tokens_per_day=1000, concurrent=1), 0), Amounts(1, 1, 900))]
         async with opened(server.place(port=network.port, patience=0.9), f"worker {number}") as store:
             try:
@@ -322,7 +322,7 @@ async def test_wherever_a_connection_is_cut_the_counts_are_right(server: RedisSe
             else:
                 used = 7
                 store.settle("r1", wanted, Amounts(1, 0, used))
-            await heard(store)
+            await acknowledged(store)
         return f"vllm-gateway:key {number}", used
 
     def weather(number: int) -> Weather:
@@ -337,22 +337,22 @@ async def test_wherever_a_connection_is_cut_the_counts_are_right(server: RedisSe
         assert [name for name in each.scan_iter() if name.endswith(b"leases")] == []
 
 
-async def heard(store: RedisStore) -> None:
-    """Wait until the store has been told everything."""
+async def acknowledged(store: RedisStore) -> None:
+    """Wait until the store has acknowledged all settlements."""
     async with asyncio.timeout(60):
         while store._unacknowledged:
             store.tick()
             await asyncio.sleep(0.02)
 
 
-async def test_a_settlement_that_is_lost_is_told_again(server: RedisServer) -> None:
+async def test_a_lost_settlement_is_sent_again(server: RedisServer) -> None:
     wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
     async with opened(server.place()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         assert store._open_connection is not None
         store._open_connection.transport.abort()
         store.settle("r1", wanted, Amounts(1, 0, 7))
-        await heard(store)
+        await acknowledged(store)
     with server.client() as each:
         assert each.hget("vllm-gateway:key a", "dt") == b"7"
 
@@ -365,7 +365,7 @@ async def test_a_settlement_that_is_lost_is_told_again(server: RedisServer) -> N
     ],
     ids=["full", "a replica"],
 )
-async def test_a_settlement_that_the_store_cannot_write_is_told_again(
+async def test_a_settlement_that_the_store_cannot_write_is_sent_again(
     server: RedisServer, full: tuple[str, ...], free: tuple[str, ...]
 ) -> None:
     wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
@@ -381,21 +381,21 @@ async def test_a_settlement_that_the_store_cannot_write_is_told_again(
                 assert len(store._unacknowledged) == 1, "and nothing of what it has not taken"
             finally:
                 each.execute_command(*free)
-            await heard(store)
+            await acknowledged(store)
         assert each.hget("vllm-gateway:key a", "dt") == b"7"
 
 
-async def test_a_settlement_that_makes_no_sense_to_the_store_is_told_once(server: RedisServer) -> None:
-    """It would keep all others from being heard."""
+async def test_a_settlement_that_the_store_rejects_is_sent_once(server: RedisServer) -> None:
+    """Drop it: otherwise it would block all other settlements."""
     wanted = [(Holder(name, Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900)) for name in ("key a", "key b")]
     with server.client() as each:
         async with opened(server.place()) as store:
-            for identity, ask in zip(("r1", "r2"), wanted, strict=True):
-                assert (await store.admit(identity, [ask])).exceeded is None
+            for identity, reservation in zip(("r1", "r2"), wanted, strict=True):
+                assert (await store.admit(identity, [reservation])).exceeded is None
             each.set("vllm-gateway:key a", "what somebody else has put here")
-            for identity, ask in zip(("r1", "r2"), wanted, strict=True):
-                store.settle(identity, [ask], Amounts(1, 0, 7))
-            await heard(store)
+            for identity, reservation in zip(("r1", "r2"), wanted, strict=True):
+                store.settle(identity, [reservation], Amounts(1, 0, 7))
+            await acknowledged(store)
         assert each.hget("vllm-gateway:key b", "dt") == b"7"
 
 
@@ -433,7 +433,7 @@ async def test_two_workers_count_together(server: RedisServer) -> None:
         assert 12 - (monotonic() - began) <= int(reply.headers["retry-after"]) <= 12
 
 
-async def test_what_is_known_to_be_used_up_is_refused_before_the_body(server: RedisServer) -> None:
+async def test_an_exhausted_limit_refuses_before_the_body(server: RedisServer) -> None:
     async with gateway(server.place(), requests_per_minute=1, tokens_per_minute=1000) as served:
         assert await statuses(served, 2) == [200, 429]
         async with client(served.port) as visitor:
@@ -443,33 +443,33 @@ async def test_what_is_known_to_be_used_up_is_refused_before_the_body(server: Re
         assert reply.headers["x-ratelimit-limit-tokens"] == "1000"
 
 
-async def test_what_is_known_to_be_used_up_is_so_by_its_limit(server: RedisServer) -> None:
-    """One that a reload has made larger, or has taken away, refuses nobody any more."""
+async def test_an_exhausted_limit_that_a_reload_changes_admits_again(server: RedisServer) -> None:
+    """Admit requests again after a reload has raised or removed the limit."""
     async with gateway(server.place(), requests_per_minute=1, tokens_per_minute=1000) as served:
         assert await statuses(served, 2) == [200, 429]
         for version, requests in enumerate((600_000, None), 2):
             allowance = Allowance("key team-a", Limits(requests_per_minute=requests, tokens_per_minute=1000))
             served.worker.apply_snapshot(replace(served.worker.snapshot, version=version, keys=(key(allowances=(allowance,)),)))
-            async with asyncio.timeout(30):  # the larger one goes on from what has been used, which is a minute's worth
+            async with asyncio.timeout(30):  # the raised limit starts from the used amount, which is a full minute's
                 while await statuses(served, 1) != [200]:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
             assert await statuses(served, 2) == [200, 200]
 
 
 @pytest.mark.parametrize("gone", [False, True], ids=["", "and without limits for a while"])
-async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisServer, gone: bool) -> None:
-    """Another word on what happens while it is unavailable is no other store: leases are renewed, and what is owed is told."""
+async def test_a_reload_keeps_the_reservations_in_the_store(server: RedisServer, gone: bool) -> None:
+    """Keep the store when only `on_store_failure` changes: leases are renewed, and pending settlements are sent."""
     async with gateway(server.place(), concurrent=1, tokens_per_day=5000) as served:
         with server.client() as each:
             async with client(served.port) as visitor:
                 visitor.send(request(chat(max_tokens=1, stream=True)))
                 await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 1)
-                ((lease, until_then),) = each.zrange("vllm-gateway:key team-a leases", 0, -1, withscores=True)
+                ((lease, expiry),) = each.zrange("vllm-gateway:key team-a leases", 0, -1, withscores=True)
                 before = served.worker.snapshot
                 if gone:
                     served.worker.apply_snapshot(replace(before, version=2, keys=(key(),)))
                 served.worker.apply_snapshot(replace(before, version=3, limits_store=server.place(refuses=True)))
-                await until(lambda: (each.zscore("vllm-gateway:key team-a leases", lease) or 0) > until_then)
+                await until(lambda: (each.zscore("vllm-gateway:key team-a leases", lease) or 0) > expiry)
             await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 0)
         server.stop()
         try:
@@ -478,8 +478,8 @@ async def test_a_reload_keeps_what_the_store_holds_for_requests(server: RedisSer
             server.start()
 
 
-async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: RedisServer) -> None:
-    """What is taken in memory then, and only that, is given back there."""
+async def test_a_reload_removes_the_store_while_a_body_is_received(server: RedisServer) -> None:
+    """Release in memory only the amounts that were reserved in memory."""
     async with gateway(server.place(), concurrent=1, tokens_per_day=5000) as served:
         async with client(served.port) as visitor:
             data = request(chat(max_tokens=1))
@@ -492,17 +492,17 @@ async def test_a_store_that_a_reload_takes_away_while_a_body_comes(server: Redis
         assert buckets.in_flight(buckets.holder("key team-a", Limits()).offset) == 0
 
 
-async def test_a_store_that_a_reload_takes_away_before_a_fallback(server: RedisServer) -> None:
+async def test_a_reload_removes_the_store_before_a_fallback(server: RedisServer) -> None:
     rows = tuple(Allowance(f"key team-a for {name}", Limits(tokens_per_day=5000), (name,)) for name in ("tiny", "other"))
     async with scripted(respond) as upstream:
         models = [model(1, fallbacks=("other",), queue=Queue(size=1, wait=30.0)), model(upstream.port, identity="other")]
         async with serving(models, [key(allowances=rows)], limits_store=server.place(), up=False) as served:
             served.worker.apply_health(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
-            waits = asyncio.create_task(ask(served.port, request(chat(max_tokens=1))))
+            queued = asyncio.create_task(ask(served.port, request(chat(max_tokens=1))))
             await until(lambda: served.value("queued_requests", "tiny") == 1)
             served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, limits_store=None))
             served.worker.apply_health(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
-            assert (await waits).status == 200
+            assert (await queued).status == 200
 
 
 async def test_tokens_are_settled_in_the_store(server: RedisServer) -> None:
@@ -518,9 +518,9 @@ async def test_a_fallback_is_counted_as_itself(server: RedisServer) -> None:
     limits = Limits(tokens_per_day=50_000, concurrent=1)
     rows = tuple(Allowance(f"key team-a for {name}", limits, (name,)) for name in ("tiny", "other"))
     one = key(allowances=(Allowance("key team-a", limits), *rows))
-    with refusing() as nobody:
+    with refusing() as closed_port:
         async with scripted(respond) as upstream:
-            models = [model(nobody, fallbacks=("other",)), model(upstream.port, identity="other")]
+            models = [model(closed_port, fallbacks=("other",)), model(upstream.port, identity="other")]
             async with serving(models, [one], limits_store=server.place()) as served:
                 assert await statuses(served, 3) == [200] * 3
                 with server.client() as each:
@@ -530,15 +530,15 @@ async def test_a_fallback_is_counted_as_itself(server: RedisServer) -> None:
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-async def test_a_store_that_goes_and_comes_back(server: RedisServer, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_store_that_stops_and_starts_again(server: RedisServer, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
     async with gateway(server.place(refuses=refuses), requests_per_minute=3) as served:
         assert await statuses(served, 4) == [200, 200, 200, 429]
         server.stop()
         try:
             if refuses:
                 replies = [await ask(served.port, request(chat())) for _ in range(3)]
-                told = [(reply.status, reply.error["code"], reply.headers["retry-after"]) for reply in replies]
-                assert told == [(503, "overloaded", "1")] * 3
+                refusals = [(reply.status, reply.error["code"], reply.headers["retry-after"]) for reply in replies]
+                assert refusals == [(503, "overloaded", "1")] * 3
                 assert served.value("limited_total", "team-a", "store") == 3
             else:
                 assert await statuses(served, 5) == [200, 200, 200, 429, 429], "each gateway by itself"
@@ -549,9 +549,9 @@ async def test_a_store_that_goes_and_comes_back(server: RedisServer, refuses: bo
         assert [record.levelno for record in caplog.records if record.name == "vllm_gateway.limits"] == [logging.WARNING] * 2
 
 
-async def test_a_store_that_hangs_holds_up_one_request_and_no_more(server: RedisServer) -> None:
-    place, took = server.place(patience=0.25), list[float]()
-    async with gateway(place, requests_per_minute=1000) as served:
+async def test_a_store_that_hangs_delays_only_one_request(server: RedisServer) -> None:
+    limits_store, took = server.place(patience=0.25), list[float]()
+    async with gateway(limits_store, requests_per_minute=1000) as served:
         assert await statuses(served, 1) == [200]
         server.signal(signal.SIGSTOP)
         try:
@@ -562,7 +562,7 @@ async def test_a_store_that_hangs_holds_up_one_request_and_no_more(server: Redis
                 took.append(monotonic() - began)
         finally:
             server.signal(signal.SIGCONT)
-        assert statistics.median(took) < place.patience, "they did not wait for it"
+        assert statistics.median(took) < limits_store.patience, "they did not wait for it"
         with server.client() as each:
             before = float(each.hget("vllm-gateway:key team-a", "r") or 0)
 
@@ -575,10 +575,10 @@ async def test_a_store_that_hangs_holds_up_one_request_and_no_more(server: Redis
                     await asyncio.sleep(0.2)
 
 
-async def test_who_leaves_while_the_store_is_asked_gives_back_what_it_says(server: RedisServer) -> None:
+async def test_a_client_that_disconnects_during_admission_releases_its_reservation(server: RedisServer) -> None:
     async with chaos(server.port, Weather(delay=0.05)) as network:
-        place = LimitsStore("127.0.0.1", network.port)
-        async with gateway(place, requests_per_minute=10, concurrent=2) as served:
+        limits_store = LimitsStore("127.0.0.1", network.port)
+        async with gateway(limits_store, requests_per_minute=10, concurrent=2) as served:
             assert await statuses(served, 1) == [200]
             passed = network.passed
             async with client(served.port) as visitor:
@@ -592,9 +592,12 @@ async def test_who_leaves_while_the_store_is_asked_gives_back_what_it_says(serve
 
 
 @pytest.mark.parametrize("refuses", [False, True])
-async def test_a_stall_of_the_store_costs_nothing(server: RedisServer, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """What waits in its socket is run when it goes on. Two streams were let in before it: one ends while the settlement still goes into
-    the socket too, the other when the store is known to be away."""
+async def test_a_stall_of_the_store_loses_no_counts(server: RedisServer, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Run the commands that wait in the socket when the store resumes.
+
+    Two streams are admitted before the stall. One finishes while its settlement is still written to the socket, the other after the
+    store is known to be unavailable.
+    """
     end, holder = [asyncio.Event(), asyncio.Event()], "vllm-gateway:key team-a"
 
     async def respond_in_time(talk: Conversation) -> None:
@@ -613,10 +616,14 @@ async def test_a_stall_of_the_store_costs_nothing(server: RedisServer, refuses: 
         return await visitor.ask(request(chat(stream=True, user=str(number), max_tokens=300)))
 
     allowance = Allowance("key team-a", Limits(tokens_per_day=50_000, concurrent=20))
-    place = server.place(patience=2.0, refuses=refuses)
+    limits_store = server.place(patience=2.0, refuses=refuses)
     async with scripted(respond_in_time) as upstream:
         one = key(allowances=(allowance,))
-        async with serving([model(upstream.port)], [one], limits_store=place) as served, client(served.port) as a, client(served.port) as b:
+        async with (
+            serving([model(upstream.port)], [one], limits_store=limits_store) as served,
+            client(served.port) as a,
+            client(served.port) as b,
+        ):
             assert await statuses(served, 1) == [200]
             streams = [asyncio.create_task(streamed(visitor, number)) for number, visitor in enumerate((a, b))]
             with server.client() as each:
@@ -624,8 +631,8 @@ async def test_a_stall_of_the_store_costs_nothing(server: RedisServer, refuses: 
             server.signal(signal.SIGSTOP)
             try:
                 end[0].set()
-                asked = [ask(served.port, request(chat(max_tokens=300))) for _ in range(6)]
-                ended, *replies = await asyncio.wait_for(asyncio.gather(streams[0], *asked), 60)
+                pending = [ask(served.port, request(chat(max_tokens=300))) for _ in range(6)]
+                ended, *replies = await asyncio.wait_for(asyncio.gather(streams[0], *pending), 60)
                 assert ended.status == 200 and {reply.status for reply in replies} == {503 if refuses else 200}
                 end[1].set()
                 assert (await asyncio.wait_for(streams[1], 30)).status == 200
@@ -633,6 +640,6 @@ async def test_a_stall_of_the_store_costs_nothing(server: RedisServer, refuses: 
                 server.signal(signal.SIGCONT)
             await until(lambda: "is available again" in caplog.text, 60)
             with server.client() as each:
-                await until(lambda: each.info("clients")["connected_clients"] == 2, 60)  # it has read what all others had sent
+                await until(lambda: each.info("clients")["connected_clients"] == 2, 60)  # it has read the commands of all other connections
                 assert {bytes(name): float(each.hget(name, "dt") or 0) for name in each.scan_iter()} == {holder.encode(): 3 * 5}
             assert await statuses(served, 1) == [200]

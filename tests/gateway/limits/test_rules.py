@@ -1,4 +1,4 @@
-"""The decisions about limits, held against a second way of counting: every request that was ever admitted, added up."""
+"""The decisions about limits, checked against a second count: the sum of all admitted requests."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def later(at: Moment, seconds: float) -> Moment:
 
 
 class Meter:
-    """One by itself, of which some requests are under way."""
+    """The buckets of one holder without shared memory: their cells and the requests in flight."""
 
     def __init__(self, cells: Sequence[float] = (0.0,) * SIZE, in_flight: float = 0) -> None:
         self.cells = list(cells)
@@ -55,7 +55,7 @@ class Meter:
         return refused
 
     def fill(self, limits: Limits, ask: Amounts, at: Moment = AT) -> tuple[int, ExceededLimit]:
-        """Ask until it is refused: how often it was admitted, and why not any more."""
+        """Admit requests until one is refused; return the number of admitted requests and the refusal."""
         count = 0
         while (refused := self.admit(limits, ask, at)) is None:
             count += 1
@@ -76,24 +76,24 @@ class Meter:
         (Limits(concurrent=3), REQUEST, 3, None),
     ],
 )
-def test_a_limit_holds_and_says_when_there_is_room(limits: Limits, ask: Amounts, times: int, wait: float | None) -> None:
-    meter = Meter()
-    count, refused = meter.fill(limits, ask)
+def test_a_limit_holds_and_reports_when_it_has_capacity(limits: Limits, ask: Amounts, times: int, wait: float | None) -> None:
+    bucket = Meter()
+    count, refused = bucket.fill(limits, ask)
     assert count == times
     assert refused.wait == (None if wait is None else pytest.approx(wait))
     if wait is not None:
-        assert meter.admit(limits, ask, later(AT, wait - 0.01)) is not None, "not a moment earlier"
-        assert meter.admit(limits, ask, later(AT, wait + 1e-6)) is None
+        assert bucket.admit(limits, ask, later(AT, wait - 0.01)) is not None, "not a moment earlier"
+        assert bucket.admit(limits, ask, later(AT, wait + 1e-6)) is None
 
 
-def test_the_turn_of_a_minute_means_nothing() -> None:
-    limits, at, meter = Limits(requests_per_minute=600), moment(59.999, LAST_DAY_OF_MAY), Meter()
-    count, _ = meter.fill(limits, REQUEST, at)
-    more, _ = meter.fill(limits, REQUEST, later(at, 0.25))
+def test_minute_boundaries_have_no_effect() -> None:
+    limits, at, bucket = Limits(requests_per_minute=600), moment(59.999, LAST_DAY_OF_MAY), Meter()
+    count, _ = bucket.fill(limits, REQUEST, at)
+    more, _ = bucket.fill(limits, REQUEST, later(at, 0.25))
     assert (count, more) == (600, 2)
 
 
-def test_the_longest_wait_is_told() -> None:
+def test_the_longest_wait_is_reported() -> None:
     limits = Limits(requests_per_minute=1, tokens_per_minute=60, tokens_per_day=10)
     _, refused = Meter().fill(limits, Amounts(1, 1, 10))
     assert refused.reason == "tokens_per_day"
@@ -101,16 +101,16 @@ def test_the_longest_wait_is_told() -> None:
     assert refused.reason == "tokens_per_minute" and refused.wait == pytest.approx(60)
 
 
-def test_what_was_used_beyond_the_guess_is_paid_off() -> None:
-    account = Account(Limits(tokens_per_minute=600))
-    account.settle(Amounts(tokens=100), Amounts(tokens=1200), account.take(Amounts(tokens=100)))
-    refused = account.meter.admit(account.limits, Amounts(tokens=1))
+def test_tokens_used_beyond_the_estimate_are_paid_off() -> None:
+    timeline = Timeline(Limits(tokens_per_minute=600))
+    timeline.settle(Amounts(tokens=100), Amounts(tokens=1200), timeline.take(Amounts(tokens=100)))
+    refused = timeline.meter.admit(timeline.limits, Amounts(tokens=1))
     assert refused is not None and refused.wait == pytest.approx(60.1)
 
 
 @dataclass
-class Account:
-    """What is admitted by one meter, with the clock by its side, and how much in all."""
+class Timeline:
+    """Admissions by one bucket along a clock, and their number."""
 
     limits: Limits
     meter: Meter = field(default_factory=Meter)
@@ -118,13 +118,13 @@ class Account:
     passed: int = 0
 
     def take(self, ask: Amounts) -> dict[int, float]:
-        """Until when it is missing."""
-        ends: dict[int, float] = {}
-        assert self.meter.admit(self.limits, ask, self.at, ends) is None
-        return ends
+        """Admit a request and return when its amounts will be refilled."""
+        end_times: dict[int, float] = {}
+        assert self.meter.admit(self.limits, ask, self.at, end_times) is None
+        return end_times
 
     def fill(self, ask: Amounts) -> None:
-        """As often as there is room."""
+        """Admit as many requests as the limits allow."""
         self.passed += self.meter.fill(self.limits, ask, self.at)[0]
 
     def settle(self, ask: Amounts, used: Amounts, ends: dict[int, float]) -> None:
@@ -134,69 +134,69 @@ class Account:
         self.at = later(self.at, seconds)
 
 
-def test_requests_that_fail_late_make_no_room_twice() -> None:
-    """Sixty that end in an error after two minutes, while others of the same key come as fast as they may."""
-    account = Account(Limits(requests_per_minute=60))
-    failing = [account.take(REQUEST) for _ in range(60)]
-    account.wait(60)
-    account.fill(REQUEST)
-    for ends in failing:
-        account.settle(REQUEST, Amounts(), ends)
-        account.wait(1)
-        account.fill(REQUEST)
-    assert account.passed <= 60 * 2
+def test_late_failures_do_not_release_capacity_twice() -> None:
+    """Fail sixty requests after two minutes while other requests of the same key use all capacity."""
+    timeline = Timeline(Limits(requests_per_minute=60))
+    failing = [timeline.take(REQUEST) for _ in range(60)]
+    timeline.wait(60)
+    timeline.fill(REQUEST)
+    for end_times in failing:
+        timeline.settle(REQUEST, Amounts(), end_times)
+        timeline.wait(1)
+        timeline.fill(REQUEST)
+    assert timeline.passed <= 60 * 2
 
 
-def test_tokens_that_time_has_given_back_are_not_given_back_again() -> None:
-    account = Account(Limits(tokens_per_minute=1000))
-    ends = account.take(Amounts(tokens=1000))
-    account.wait(120)
-    account.fill(Amounts(tokens=10))
-    account.settle(Amounts(tokens=1000), Amounts(tokens=20), ends)
-    account.fill(Amounts(tokens=10))
-    assert account.passed == 100
+def test_tokens_refilled_by_time_are_not_released_again() -> None:
+    timeline = Timeline(Limits(tokens_per_minute=1000))
+    end_times = timeline.take(Amounts(tokens=1000))
+    timeline.wait(120)
+    timeline.fill(Amounts(tokens=10))
+    timeline.settle(Amounts(tokens=1000), Amounts(tokens=20), end_times)
+    timeline.fill(Amounts(tokens=10))
+    assert timeline.passed == 100
 
 
-def test_what_moved_up_is_not_given_back_as_if_it_had_not() -> None:
-    """Half a bucket each for two. The first gives its half back at once, so the second's is filled up half a minute earlier."""
-    account, half = Account(Limits(tokens_per_minute=600)), Amounts(tokens=300)
-    first, second = account.take(half), account.take(half)
-    account.settle(half, Amounts(), first)
-    account.wait(29)
-    account.take(half)
-    account.wait(1)
-    account.settle(half, Amounts(), second)
-    account.fill(Amounts(tokens=1))
-    assert account.passed <= 600 * (1 + 1 / 60) - 300
+def test_a_reservation_whose_refill_moved_earlier_releases_less() -> None:
+    """Reserve half a bucket twice. The first half is released at once, so the second is refilled half a minute earlier."""
+    timeline, half = Timeline(Limits(tokens_per_minute=600)), Amounts(tokens=300)
+    first, second = timeline.take(half), timeline.take(half)
+    timeline.settle(half, Amounts(), first)
+    timeline.wait(29)
+    timeline.take(half)
+    timeline.wait(1)
+    timeline.settle(half, Amounts(), second)
+    timeline.fill(Amounts(tokens=1))
+    assert timeline.passed <= 600 * (1 + 1 / 60) - 300
 
 
 @pytest.mark.parametrize(("after", "missing"), [(0, 31.2), (30, 1.2), (59, 0)])
-def test_what_is_still_missing_is_given_back(after: float, missing: float) -> None:
-    """Half a bucket is reserved where half a minute was missing: it is missing for a minute, and of 28.8 seconds so much is given back."""
-    account = Account(Limits(tokens_per_minute=100))
-    account.fill(Amounts(tokens=50))
-    account.wait(30)
-    ends = account.take(Amounts(tokens=50))
-    account.wait(after)
-    account.settle(Amounts(tokens=50), Amounts(tokens=2), ends)
-    assert account.meter.cells[TOKENS] - account.at.now == pytest.approx(missing)
+def test_tokens_that_are_not_refilled_yet_are_released(after: float, missing: float) -> None:
+    """Reserve half a bucket while half a minute is missing: a minute is missing then, of which up to 28.8 seconds are released."""
+    timeline = Timeline(Limits(tokens_per_minute=100))
+    timeline.fill(Amounts(tokens=50))
+    timeline.wait(30)
+    end_times = timeline.take(Amounts(tokens=50))
+    timeline.wait(after)
+    timeline.settle(Amounts(tokens=50), Amounts(tokens=2), end_times)
+    assert timeline.meter.cells[TOKENS] - timeline.at.now == pytest.approx(missing)
 
 
-def test_standing() -> None:
-    account = Account(Limits(requests_per_minute=60))
-    account.take(REQUEST)
-    full = account.meter.cells[REQUESTS]
+def test_bucket_state() -> None:
+    timeline = Timeline(Limits(requests_per_minute=60))
+    timeline.take(REQUEST)
+    full = timeline.meter.cells[REQUESTS]
     assert bucket_state(60, full, AT.now) == BucketState(60, 59, 1.0)
     assert bucket_state(60, full, AT.now + 1) == BucketState(60, 60, 0.0)
     assert bucket_state(60, AT.now + 90, AT.now) == BucketState(60, 0, 90.0)
 
 
 def test_the_latest_other_day_is_remembered() -> None:
-    """A clock goes a day on, back, two on and one back: that day's count is still known."""
-    limits, meter, days = Limits(tokens_per_day=5), Meter(), [later(AT, day * 86400) for day in range(3)]
-    assert meter.admit(limits, Amounts(tokens=5), days[1]) is None
-    assert [meter.admit(limits, Amounts(tokens=1), days[day]) for day in (0, 2)] == [None, None]
-    assert meter.admit(limits, Amounts(tokens=1), days[1]) is not None
+    """Set the clock a day forward, back, two forward and one back: the count of that day is still known."""
+    limits, bucket, days = Limits(tokens_per_day=5), Meter(), [later(AT, day * 86400) for day in range(3)]
+    assert bucket.admit(limits, Amounts(tokens=5), days[1]) is None
+    assert [bucket.admit(limits, Amounts(tokens=1), days[day]) for day in (0, 2)] == [None, None]
+    assert bucket.admit(limits, Amounts(tokens=1), days[1]) is not None
 
 
 def test_months() -> None:
@@ -219,7 +219,7 @@ limits_of_all_kinds = st.builds(
     concurrent=some(3),
 )
 periods = st.tuples(st.integers(-1, 1), st.integers(0, 300), st.integers(0, 5))
-meters = st.builds(
+bucket_cells = st.builds(
     lambda full, back, days, months: [
         *(AT.now + seconds for seconds in full),
         *back,
@@ -231,18 +231,18 @@ meters = st.builds(
     st.tuples(periods, periods),
     st.tuples(periods, periods),
 )
-asks = st.builds(Amounts, st.integers(0, 1), st.integers(0, 1), st.integers(0, 250), st.integers(0, 4))
+amounts = st.builds(Amounts, st.integers(0, 1), st.integers(0, 1), st.integers(0, 250), st.integers(0, 4))
 
 
-@given(limits_of_all_kinds, meters, st.integers(0, 4), asks)
-def test_admitted_is_who_is_not_refused_and_nothing_is_taken_from_others(
+@given(limits_of_all_kinds, bucket_cells, st.integers(0, 4), amounts)
+def test_a_request_is_admitted_or_refused_and_a_refusal_changes_nothing(
     limits: Limits, cells: list[float], flying: int, ask: Amounts
 ) -> None:
     assert len(cells) == SIZE
     before, expected = list(cells), rules.exceeded_limit(limits, cells, 0, flying, ask, AT)
-    ends: dict[int, float] = {}
-    assert rules.admit(limits, cells, 0, flying, ask, AT, ends) == expected
-    assert expected is None or (cells == before and not ends)
+    end_times: dict[int, float] = {}
+    assert rules.admit(limits, cells, 0, flying, ask, AT, end_times) == expected
+    assert expected is None or (cells == before and not end_times)
 
 
 KEYS = Limits(
@@ -259,7 +259,7 @@ TEAM = Limits(requests_per_minute=7, tokens_per_minute=150, tokens_per_day=600, 
 
 @dataclass
 class Request:
-    """One that was admitted. ``used``: its tokens, once it is over; ``counts``: as a request."""
+    """An admitted request. ``used``: its tokens, after it has finished; ``counts``: it counts as a request."""
 
     key: str
     worker: int
@@ -271,21 +271,23 @@ class Request:
     is_open: bool = True
 
     def taken(self, limit: float) -> float:
-        """What it keeps of what it took in advance."""
+        """Return the tokens it keeps of its reservation."""
         return min(self.ask.tokens, limit) if self.used is None else min(self.ask.tokens, limit, self.used)
 
     def counted(self, limit: float) -> float:
-        """Its tokens in a day or month."""
+        """Return its tokens in a day or month."""
         return min(self.ask.tokens, limit) if self.used is None else self.used
 
     def beyond(self, limit: float) -> float:
-        """Tokens that it used beyond what it took in advance."""
+        """Return the tokens it used beyond its reservation."""
         return 0 if self.used is None else max(self.used - min(self.ask.tokens, limit), 0)
 
 
 class Limiting(RuleBasedStateMachine):
-    """Requests of two keys of a team come to two workers, are settled, fail or are lost with their worker, while the wall clock goes forth
-    and back over a turn of month."""
+    """Requests of two keys of a team in two workers: they are settled, fail, or are lost with their worker.
+
+    The wall clock moves forward and back over the end of a month.
+    """
 
     requests = Bundle("requests")
 
@@ -330,21 +332,21 @@ class Limiting(RuleBasedStateMachine):
         return None
 
     def _comes_in_after(self, key: str, ask: Amounts, refused: ExceededLimit) -> None:
-        """Who waits as long as he is told gets in, or is told to wait for another limit, which then says the truth."""
-        at, told, holders = self.at, (self.keys[key], refused), (self.keys[key], self.team)
+        """Check that a request that waits as reported is admitted, or refused by another limit whose wait is then correct."""
+        at, reported, holders = self.at, (self.keys[key], refused), (self.keys[key], self.team)
         for _ in range(8):
-            wait = told[1].wait
+            wait = reported[1].wait
             assert wait is not None
             at = later(at, wait + 1e-5)
-            answers = [(each, self._refusal(each, ask, at)) for each in holders]
-            again = [(each, why) for each, why in answers if why is not None]
+            decisions = [(each, self._refusal(each, ask, at)) for each in holders]
+            again = [(each, why) for each, why in decisions if why is not None]
             if not again or any(why.wait is None for _, why in again):
                 return
-            # A day or month that the clock had been in before it was set back may be used up too.
-            assert (again[0][0], again[0][1].reason) != (told[0], told[1].reason) or (
+            # The limit of a day or month before the clock was set back may be exhausted too.
+            assert (again[0][0], again[0][1].reason) != (reported[0], reported[1].reason) or (
                 again[0][1].reason in QUOTAS and at.day <= self.newest
             )
-            told = again[0]
+            reported = again[0]
         raise AssertionError(f"{refused} was not the truth")
 
     def _check_admitted(self, holder: Holder) -> None:
@@ -356,7 +358,7 @@ class Limiting(RuleBasedStateMachine):
             counted = [each for each in mine if getattr(each.then, period) == now]
             assert limit is None or sum(each.counted(limit) for each in counted) <= limit + sum(each.beyond(limit) for each in counted)
         requests, tokens = 0.0, 0.0
-        for each in reversed(mine):  # the window that begins with it
+        for each in reversed(mine):  # the window that starts with this request
             requests, tokens = requests + each.counts, tokens + each.taken(limits.tokens_per_minute)
             minutes = 1 + (self.at.now - each.then.now) / 60
             assert requests <= limits.requests_per_minute * minutes + 1e-4
@@ -364,7 +366,7 @@ class Limiting(RuleBasedStateMachine):
 
     @rule(request=consumes(requests), share=st.sampled_from([None, None, 0.0, 0.5, 1.0]), more=st.sampled_from([0, 0, 0, 40]))
     def end(self, request: Request | None, share: float | None, more: int) -> None:
-        """``share``: of what it has reserved; None: it failed."""
+        """Settle a request. ``share``: the used share of its reservation; None: it failed."""
         if request is None or not request.is_open:
             return
         request.is_open, request.counts = False, share is not None
@@ -375,7 +377,7 @@ class Limiting(RuleBasedStateMachine):
 
     @rule(worker=st.integers(0, 1))
     def crash(self, worker: int) -> None:
-        """A worker dies: the places of its requests are free again, what they had reserved stays counted."""
+        """Kill a worker: the slots of its requests are released, and their reserved tokens stay counted."""
         self.workers[worker].close()
         self.workers[worker] = self._worker(worker + 1)
         for each in self.all:
@@ -388,7 +390,7 @@ class Limiting(RuleBasedStateMachine):
 
     @rule(hours=st.integers(-30, 30))
     def set_clock(self, hours: int) -> None:
-        """The wall clock alone; a day more than one back is forgotten."""
+        """Set only the wall clock. Days before the previous one are forgotten."""
         changed = moment(self.at.now, self.at.wall + hours * 3600)
         if self.newest - 1 <= changed.day <= self.newest + 1:
             self.at = changed
@@ -405,19 +407,19 @@ class Limiting(RuleBasedStateMachine):
                 assert not period or tokens == sum(each.counted(limit) for each in self._of(holder) if each.then.day == period)
 
     def teardown(self) -> None:
-        """A while later all of a minute's limits are there again."""
+        """Check that all limits per minute are refilled after a while."""
         if not hasattr(self, "control"):
             return
         for holder in (*self.keys.values(), self.team):
-            meter, limits = Meter(self._meter(holder), self.control.in_flight(holder.offset)), holder.limits
+            bucket, limits = Meter(self._meter(holder), self.control.in_flight(holder.offset)), holder.limits
             assert limits.tokens_per_minute and limits.requests_per_minute
-            debt = max(meter.cells[TOKENS], meter.cells[REQUESTS]) - self.at.now
+            debt = max(bucket.cells[TOKENS], bucket.cells[REQUESTS]) - self.at.now
             beyond = sum(each.beyond(limits.tokens_per_minute) for each in self._of(holder))
             assert debt <= 60 * (1 + beyond / limits.tokens_per_minute) + 1e-6
             fresh = Limits(requests_per_minute=limits.requests_per_minute, concurrent=100)
-            assert meter.fill(fresh, REQUEST, later(self.at, max(debt, 0) + 0.001))[0] == limits.requests_per_minute
-        for meters in (*self.workers, self.control):
-            meters.close()
+            assert bucket.fill(fresh, REQUEST, later(self.at, max(debt, 0) + 0.001))[0] == limits.requests_per_minute
+        for buckets in (*self.workers, self.control):
+            buckets.close()
 
 
 Limiting.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)

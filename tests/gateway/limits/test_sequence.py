@@ -1,4 +1,4 @@
-"""Who asks one request after the other, each on a connection of its own: whichever worker takes it, the one before is settled."""
+"""A client sends one request after the other, each on a new connection: the previous one is settled, whichever worker ran it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ BEARER = {"authorization": f"Bearer {KEY}"}
 LIMITED = {"id": "team-a", "hash": keys.hash_of(KEY), "limits": {"concurrent": 1, "tokens_per_day": 4000}}
 
 
-def asked_in_turn(one: Gateway) -> list[int]:
-    """The answers' statuses, half of them streams. Each request reserves more than half of the day's tokens."""
+def statuses_in_sequence(one: Gateway) -> list[int]:
+    """Send requests one after the other and return their statuses. Every second request streams.
+
+    Each request reserves more than half of the tokens per day.
+    """
     statuses = []
     for number in range(100):
         body: dict[str, Any] = {
@@ -28,19 +31,19 @@ def asked_in_turn(one: Gateway) -> list[int]:
             "max_tokens": 2100,
             "stream": number % 2 == 1,
         }
-        answer = httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers=BEARER, timeout=60, verify=False)
-        statuses.append(answer.status_code)
+        response = httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers=BEARER, timeout=60, verify=False)
+        statuses.append(response.status_code)
     return statuses
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_nobody_is_in_his_own_way(tmp_path: Path, workers: int) -> None:
+def test_a_client_does_not_block_itself(tmp_path: Path, workers: int) -> None:
     with gateway(tmp_path, configuration(MODEL, workers=workers) | {"keys": [LIMITED]}) as one:
-        assert asked_in_turn(one) == [200] * 100
+        assert statuses_in_sequence(one) == [200] * 100
 
 
-def test_nor_where_a_store_counts(tmp_path: Path) -> None:
+def test_a_client_does_not_block_itself_with_a_store(tmp_path: Path) -> None:
     with redis_server() as redis:
         config = configuration(MODEL, workers=2) | {"keys": [LIMITED], "limits_store": redis.url, "limits": {"on_store_failure": "refuse"}}
         with gateway(tmp_path, config) as one:
-            assert {*asked_in_turn(one)} <= {200, 503}, "a store that takes its time is away"
+            assert {*statuses_in_sequence(one)} <= {200, 503}, "a store that takes its time is away"

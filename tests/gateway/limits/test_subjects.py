@@ -1,4 +1,4 @@
-"""Limits of tokens' subjects: each for itself, with its team, and with its entry where there is no room for one more."""
+"""Limits of the subjects of JWTs: each subject has its own, shares its team's, and shares its entry's if the counters are full."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def limiter(request: pytest.FixtureRequest) -> Iterator[Limiter]:
 
 
 async def admitted(limiter: Limiter, key: Key, times: int) -> list[str | None]:
-    """Why each of so many requests does not get in; None for one that does."""
+    """Send requests and return the code of each refusal; None for an admitted request."""
     return [await refusal_of(limiter, key, f"req_{key.id}_{number}") for number in range(times)]
 
 
@@ -49,7 +49,7 @@ async def refusal_of(limiter: Limiter, key: Key, identity: str) -> str | None:
 
 
 @pytest.mark.parametrize("limiter", [1 << 20], indirect=True)
-async def test_each_has_its_own_and_its_teams(limiter: Limiter) -> None:
+async def test_each_subject_has_its_own_and_its_teams_limits(limiter: Limiter) -> None:
     for name in ("alice", "bob"):
         assert await admitted(limiter, subject(name), 3) == [None, None, FULL]
     assert await admitted(limiter, subject("carol", "lab"), 2) == [None, None]
@@ -58,7 +58,7 @@ async def test_each_has_its_own_and_its_teams(limiter: Limiter) -> None:
 
 
 @pytest.mark.parametrize("limiter", [512], indirect=True)
-async def test_without_room_they_share_their_entrys(limiter: Limiter) -> None:
+async def test_without_room_subjects_share_the_limits_of_their_entry(limiter: Limiter) -> None:
     first = [await admitted(limiter, subject(f"early-{number}"), 3) for number in range(3)]
     assert first[0] == [None, None, FULL]
     assert await admitted(limiter, subject("late"), 1) + await admitted(limiter, subject("later"), 1) == [FULL, FULL]
@@ -66,7 +66,7 @@ async def test_without_room_they_share_their_entrys(limiter: Limiter) -> None:
 
 
 @pytest.mark.parametrize("limiter", [1 << 14], indirect=True)
-async def test_a_key_that_a_reload_brings_has_room_however_many_subjects_came(limiter: Limiter) -> None:
+async def test_a_key_added_by_a_reload_has_room_after_any_number_of_subjects(limiter: Limiter) -> None:
     for number in range(100):
         await admitted(limiter, subject(f"subject-{number}"), 1)
     new = Key("new", allowances=(Allowance("key new", TWO),))
