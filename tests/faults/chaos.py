@@ -1,7 +1,7 @@
-"""A network that misbehaves: a proxy between a client and a server, whose every fault a test decides.
+"""A faulty network: a proxy between a client and a server. The test decides each of its faults.
 
-The rule: what happens to a connection is fixed by its ``Weather`` when it is accepted, counted in bytes and not in
-time wherever that is possible, so that a fault comes at the same place in every run.
+The rule: the ``Weather`` of a connection is fixed when the connection is accepted. Faults are counted in bytes rather than in
+time wherever possible, so that a fault occurs at the same byte in every run.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 _READ = 65536
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time: closing sends RST
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time: closing the socket sends RST
 
 
 class End(Enum):
     """How a connection is cut."""
 
     CLOSE = auto()
-    """FIN both ways, as from a process that ends."""
+    """FIN in both directions, as from a process that exits."""
     RESET = auto()
-    """RST both ways, as from a machine that has forgotten the connection."""
+    """RST in both directions, as from a machine that has restarted."""
     HALF_CLOSE = auto()
-    """FIN to the client alone: the way to the server stays open."""
+    """FIN to the client only. The direction to the server stays open."""
     BLACK_HOLE = auto()
-    """Nothing more passes in either direction, and nobody is told."""
+    """No more packets pass in either direction, and neither side is notified."""
 
 
 @dataclass(frozen=True, slots=True)
 class Weather:
-    """What happens to one connection. Bytes are counted in the server's answer, from the first of the connection.
+    """The faults of one connection. Bytes of responses are counted from the start of the connection.
 
-    ``delay`` in seconds before each piece of the answer; ``rate`` in its bytes per second; after ``cut_at`` bytes it ends
-    as ``end`` says; the byte at ``garble_at`` has its bits turned over; ``pieces``: the most bytes that are passed on at once.
+    ``delay``: seconds before each piece of the response. ``rate``: bytes per second. After ``cut_at`` bytes the connection is cut
+    as ``end`` specifies. All bits of the byte at ``garble_at`` are inverted. ``pieces``: the most bytes that are forwarded at once.
     """
 
     delay: float = 0.0
@@ -52,19 +52,19 @@ CLEAR = Weather()
 
 @dataclass
 class Chaos:
-    """The running proxy. ``weather`` gives that of connection ``n``, counted from 0."""
+    """The running proxy. ``weather`` returns the ``Weather`` of connection ``n``, counted from 0."""
 
     port: int
     weather: Callable[[int], Weather]
     accepted: int = 0
     open: int = 0
     passed: int = 0
-    """Bytes of answers that went through."""
+    """Bytes of responses that were forwarded."""
 
 
 @asynccontextmanager
 async def chaos(to: int, weather: Weather | Callable[[int], Weather] = CLEAR) -> AsyncIterator[Chaos]:
-    """Stand before a server on a loopback port."""
+    """Run the proxy in front of a server on a loopback port."""
     tasks: set[asyncio.Task[None]] = set()
     rule: Callable[[int], Weather] = weather if callable(weather) else lambda _: weather
 
@@ -96,13 +96,13 @@ async def chaos(to: int, weather: Weather | Callable[[int], Weather] = CLEAR) ->
 
 async def _connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, to: int, weather: Weather, state: Chaos) -> None:
     up_reader, up_writer = await asyncio.open_connection("127.0.0.1", to)
-    upwards = asyncio.create_task(_pass(reader, up_writer))
+    upwards = asyncio.create_task(_forward_request(reader, up_writer))
     try:
-        ended = await _answer(up_reader, writer, weather, state)
+        ended = await _forward_response(up_reader, writer, weather, state)
         if ended is End.BLACK_HOLE:
             upwards.cancel()
             await asyncio.gather(upwards, return_exceptions=True)
-            while await reader.read(_READ):  # dropped, until the client has had enough
+            while await reader.read(_READ):  # dropped, until the client disconnects
                 pass
         elif ended is End.RESET:
             for each in (writer, up_writer):
@@ -116,19 +116,19 @@ async def _connect(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, t
         up_writer.close()
 
 
-async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """The request, as it is; the client's end is the server's."""
+async def _forward_request(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Forward the request unchanged. When the client closes, close the connection to the server."""
     try:
         while data := await reader.read(_READ):
             writer.write(data)
             await writer.drain()
         writer.close()
     except asyncio.CancelledError:
-        return  # the fault goes on without it
+        return  # the fault continues without this task
 
 
-async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, weather: Weather, state: Chaos) -> End:
-    """The answer, with what happens to it; returns how it ended."""
+async def _forward_response(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, weather: Weather, state: Chaos) -> End:
+    """Forward the response, apply the faults, and return how the connection ended."""
     passed = 0
     while data := await reader.read(weather.pieces):
         if weather.delay:

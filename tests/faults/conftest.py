@@ -1,8 +1,8 @@
-"""What the tests of the matrix of faults share."""
+"""Shared definitions of the tests of the fault matrix."""
 
 from __future__ import annotations
 
 import os
 
 FULL = bool(os.environ.get("FAULTS_FULL"))
-"""The whole size (``make faults``): thousands of sockets; otherwise one that an ordinary run can bear."""
+"""Run at full size, with thousands of sockets (``make faults``). The default is a size that fits an ordinary test run."""

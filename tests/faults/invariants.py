@@ -1,12 +1,12 @@
-"""What must hold after every fault, whatever it was.
+"""Invariants that must hold after every fault.
 
-1. Whatever was started was finished and recorded: requests begun = requests settled = records.
-2. Nothing is in flight: no ticket, gauge, server's slot, place in a queue or watched deadline.
-3. Nothing is left: no task, connection, or file descriptor more than before.
+1. Every started request was finished and recorded: requests started = requests settled = records.
+2. Nothing is in flight: no in-flight slot, gauge, server slot, queue slot or watched deadline.
+3. Nothing is left: no additional task, connection or file descriptor.
 
-``unharmed`` serves a worker in the test's own loop and sees all of it. ``whole`` looks at a gateway of several processes from
-outside: what its metrics and its access log say, and what the system says of its processes. A worker's tasks are not to be seen
-from there; what a task would hold, a request in flight or a connection, is.
+``unharmed`` serves a worker in the event loop of the test and can inspect all of its state. ``whole`` inspects a gateway of several
+processes from outside, by its metrics, its access log and its processes in the operating system. It cannot see the tasks of a worker,
+but it can see what a task would hold: a request in flight or a connection.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tests.support.process import Gateway, alive
 from tests.support.running import Served, serving, until
 
 _SETTLES_WITHIN = 15.0
-"""Seconds that whatever is ending may take on a busy machine."""
+"""Seconds that requests and tasks may take to finish on a busy machine."""
 _WHOLE_SETTLES_WITHIN = 60.0
-"""The same for all the processes of a gateway, of which a launched server may have to be started again."""
-_LOOK = 0.05
+"""Seconds that all processes of a gateway may take to settle. A launched server may have to be restarted meanwhile."""
+_POLL_INTERVAL = 0.05
 _IN_FLIGHT = ("inflight_requests", "queued_requests", "server_inflight")
 
 
 @asynccontextmanager
 async def unharmed(models: Sequence[Model], keys: Sequence[Key] = (), **more: Any) -> AsyncIterator[Served]:
-    """Serve as ``serving`` does, through a fault that the block provokes; then check that everything is as it was."""
+    """Serve as ``serving`` does while the block provokes a fault. Then check the invariants."""
     async with nothing_left(), serving(models, keys, **more) as served:
         yield served
         await settled(served)
@@ -50,7 +50,7 @@ async def unharmed(models: Sequence[Model], keys: Sequence[Key] = (), **more: An
 
 @asynccontextmanager
 async def nothing_left() -> AsyncIterator[None]:
-    """Wait in the end until there is no task, descriptor or process of this process's that was not there before."""
+    """Wait at the end until this process has no more tasks, descriptors and child processes than before the block."""
     tasks, descriptors, processes = len(asyncio.all_tasks()), _descriptors(), _children()
     yield
     await until(lambda: len(asyncio.all_tasks()) <= tasks, _SETTLES_WITHIN)
@@ -59,9 +59,9 @@ async def nothing_left() -> AsyncIterator[None]:
 
 
 async def settled(served: Served) -> None:
-    """Wait until nothing is in flight, and check that whatever was begun was recorded, once.
+    """Wait until nothing is in flight. Then check that every started request was recorded exactly once.
 
-    The other routes (``/health``, the model lists) have records too, and are not begun as stories.
+    The other routes (``/health``, the model lists) have records too, but they are not counted as started requests.
     """
     await until(lambda: served.in_flight == 0 and served.total("queued_requests") == 0 and not served.inline_tasks, _SETTLES_WITHIN)
     records = [record for record in served.context.records if record.endpoint in ENDPOINTS]
@@ -70,7 +70,7 @@ async def settled(served: Served) -> None:
 
 
 async def longest_iteration(stop: asyncio.Event) -> float:
-    """The longest iteration of the loop until ``stop``, in seconds that it took of the processor: other programs are not its doing."""
+    """Return the CPU time, in seconds, of the longest event-loop iteration until ``stop``. CPU time excludes other programs."""
     longest, last = 0.0, time.thread_time()
     while not stop.is_set():
         await asyncio.sleep(0)
@@ -79,19 +79,19 @@ async def longest_iteration(stop: asyncio.Event) -> float:
     return longest
 
 
-# A whole gateway
+# A gateway of several processes
 
 
 def soon_idle(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The model, whose launched servers close idle connections after half a second, not after 75: what is there later has leaked."""
+    """Return the model with launched servers that close idle connections after 0.5 s instead of 75 s. Later connections are leaks."""
     launch = {**model["launch"], "env": {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "0.5"}}
     return {**model, "launch": launch}
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A gateway from outside. ``processes``: control and its workers by name; ``starting``: how many of these are not up yet; ``samples``:
-    family, labels and value of each series; ``log``: the access log, None where there is none to be read."""
+    """A gateway seen from outside. ``processes``: control and its workers by name. ``starting``: number of workers that are not up yet.
+    ``samples``: family, labels and value of each series. ``log``: the access log, or None if it cannot be read."""
 
     processes: Callable[[], Mapping[str, int]]
     starting: Callable[[], int]
@@ -127,10 +127,10 @@ def _of_control(one: Controlled, log: Callable[[], str] | None) -> View:
 
 
 class Whole:
-    """A gateway as a row found it, to be compared with what the row leaves.
+    """The state of a gateway before a fault, to be compared with its state afterwards.
 
-    ``lost``: lines of the access log that a killed worker had gathered and not written, at most. ``written``: whether the log can be
-    written at all; ``within``: seconds.
+    ``lost``: the most lines of the access log that a killed worker may have buffered and not written. ``written``: whether the log can
+    be written at all. ``within``: seconds in which the gateway has to settle.
     """
 
     def __init__(self, view: View, lost: int, written: bool, within: float) -> None:
@@ -144,27 +144,27 @@ class Whole:
 
     def __enter__(self) -> Whole:
         for _ in self._beginning():
-            time.sleep(_LOOK)
+            time.sleep(_POLL_INTERVAL)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is None:
             for _ in self._end():
-                time.sleep(_LOOK)
+                time.sleep(_POLL_INTERVAL)
 
     async def __aenter__(self) -> Whole:
         for _ in self._beginning():
-            await asyncio.sleep(_LOOK)
+            await asyncio.sleep(_POLL_INTERVAL)
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        """While the test's own loop goes on: its clients' connections end in it, and perhaps control runs in it."""
+        """Wait without blocking the event loop of the test. The clients' connections close in it, and control may run in it."""
         if error is None:
             for _ in self._end():
-                await asyncio.sleep(_LOOK)
+                await asyncio.sleep(_POLL_INTERVAL)
 
     def _beginning(self) -> Iterator[None]:
-        """Note what there is once every worker is up and nothing is being opened any more; come back for each look."""
+        """Record the state once every worker is up and no more descriptors are opened. Yield between two polls."""
         yield from self._until("workers that are not up", self._view.starting)
         while self._descriptors != (held := self._held()):
             self._descriptors = held
@@ -172,7 +172,10 @@ class Whole:
         self._processes = _children(self._control)
 
     def _end(self) -> Iterator[None]:
-        """Come back for each look, until nothing is left. Raises AssertionError with what stays."""
+        """Yield between two polls until nothing is left.
+
+        Raises AssertionError with what remains.
+        """
         yield from self._until("in flight", self._in_flight)
         if self._logged:
             yield from self._until("requests that have ended, and are not in the log once", self._unrecorded)
@@ -214,9 +217,9 @@ def whole(
     written: bool = True,
     within: float = _WHOLE_SETTLES_WITHIN,
 ) -> Whole:
-    """Check at the end of the block, whose clients are gone by then, that the gateway is as it was when the block began.
+    """Check the invariants at the end of the block. All clients of the block must have disconnected by then.
 
-    ``log`` reads the access log of a gateway whose control is in the test's own process (see ``logged``). It is an
+    ``log`` reads the access log of a gateway whose control runs in the test process (see ``logged``). The result is an
     asynchronous context manager too.
     """
     return Whole(_of_processes(one) if isinstance(one, Gateway) else _of_control(one, log), lost, written, within)
@@ -224,21 +227,21 @@ def whole(
 
 @contextmanager
 def ended(one: Gateway, within: float = _SETTLES_WITHIN) -> Iterator[None]:
-    """For a block in which the gateway itself ends: none of its processes outlives it, and no request is in its log twice."""
+    """Check a block in which the gateway exits: none of its processes remains, and no request is in its log twice."""
     tree = one.tree()
     yield
     assert one.process.poll() is not None
     deadline = time.monotonic() + within
     while left := alive(tree):
         assert time.monotonic() < deadline, f"outlives the gateway: {left}"
-        time.sleep(_LOOK)
+        time.sleep(_POLL_INTERVAL)
     lines = request_ids(one.log)
     assert len(set(lines)) == len(lines), "a request was recorded twice"
 
 
 @contextmanager
 def logged(file: Path) -> Iterator[Callable[[], str]]:
-    """The access log of workers that are started in the block, where control is in the test's own process: its standard output."""
+    """Yield a reader of the access log of workers that the block starts, with control in the test process. The log is its stdout."""
     before = os.dup(1)
     try:
         with open(file, "ab") as output:
@@ -250,12 +253,12 @@ def logged(file: Path) -> Iterator[Callable[[], str]]:
 
 
 def request_ids(log: str) -> list[str]:
-    """Those of an access log, in its order; the last line may be half written."""
+    """Return the request IDs of an access log, in order. An incomplete last line is skipped."""
     return [str(json.loads(line)["request_id"]) for line in log.splitlines(keepends=True) if line.endswith("\n") and line.startswith("{")]
 
 
 def _descriptors(pid: int | str = "self") -> int:
-    """Of a process; of one that has just ended none."""
+    """Count the file descriptors of a process. A process that has just exited has none."""
     try:
         return len(os.listdir(f"/proc/{pid}/fd"))
     except FileNotFoundError:
@@ -263,5 +266,5 @@ def _descriptors(pid: int | str = "self") -> int:
 
 
 def _children(pid: int | None = None) -> int:
-    """A process's descendants."""
+    """Count the descendants of a process."""
     return len(psutil.Process(pid).children(recursive=True))

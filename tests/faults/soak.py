@@ -1,6 +1,6 @@
-"""``make soak``: the whole gateway, with servers that fail in many ways at once, for ten minutes; and what it holds at the end.
+"""``make soak``: run the whole gateway for ten minutes with servers that fail in many ways at once, and report its memory.
 
-The rule: a look is taken at the processes as they are, from outside; the workload is drawn from a seed.
+The rule: the processes are measured from outside, and the workload is drawn from a seed.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from tests.upstream.simulator.test_process import Simulated, running
 PAGE = ROOT / "docs" / "reliability-soak.md"
 CLIENTS = 24
 LONG = 600.0
-"""Seconds from which on a soak is long enough to have filled every cache and pool in its first half."""
+"""Seconds after which a soak is long enough: every cache and pool is full after its first half."""
 GROWTH, SHORT_GROWTH = 5.0, 30.0
-"""MiB by which a process may grow over the second half, as the line through its looks says: of a long soak (1 MiB in a minute, which is
-about 150 bytes for each request that a worker has had), and of a shorter one, which still fills caches and pools."""
+"""MiB by which a process may grow over the second half, by a linear fit. A long soak may grow by 1 MiB per minute, which is about
+150 bytes per request of a worker. A shorter soak may grow more, since it still fills caches and pools."""
 TIMEOUTS = {"connect": "1s", "first_byte": "2s", "idle": "1s", "total": "20s"}
 FAULTS: tuple[dict[str, Any], ...] = (
     {}, {}, {}, {},
     {"status": 503}, {"status": 500}, {"error_first": True}, {"error_after": 5}, {"abort_after": 5}, {"hang_after": 3},
     {"hang_before_headers": True}, {"cut_before_headers": True}, {"cut_after": 2}, {"cut_bytes": 90}, {"chunk_bytes": 7},
 )  # fmt: skip
-"""What a server may do with a request; most often nothing out of the way."""
+"""Faults of a server. Most requests have none."""
 KINDS = ("plain", "stream", "leave early", "leave in the stream", "no key", "bad body", "no such model")
 _READ = 65536
 
 
 @dataclass
 class Look:
-    """What a process holds at a moment: seconds since the beginning, bytes, descriptors."""
+    """One measurement of a process: seconds since the start of the soak, resident bytes, file descriptors."""
 
     at: float
     rss: int
@@ -56,8 +56,8 @@ class Look:
 
 @dataclass
 class Findings:
-    """What a soak saw. ``looks`` are by process, the last ones when all clients had gone; ``left``: what there was then that there was not
-    at first, in words."""
+    """The results of a soak. ``looks`` has the measurements of each process; the last one was taken after all clients had disconnected.
+    ``left`` describes what remained then and was not there at first."""
 
     seconds: float
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -67,33 +67,35 @@ class Findings:
     recorded: int = 0
 
     def slope(self, name: str) -> float:
-        """By how much a process grew, in MiB per minute, over the second half: the first fills caches and pools."""
-        points = [(look.at, look.rss) for look in self.looks[name] if self.seconds / 2 <= look.at <= self.seconds]
+        """Return the growth of a process over the second half, in MiB per minute. The first half fills caches and pools."""
+        points = [(sample.at, sample.rss) for sample in self.looks[name] if self.seconds / 2 <= sample.at <= self.seconds]
         return slope(points) * 60 / 2**20
 
     @property
     def more_descriptors(self) -> list[str]:
-        """Which processes have more of them than at first, in words."""
+        """List the processes that have more descriptors than at first, as text."""
         return [
-            f"{name} has {looks[-1].fds} descriptors, and had {looks[0].fds} at first"
-            for name, looks in self.looks.items()
-            if looks[-1].fds > looks[0].fds
+            f"{name} has {samples[-1].fds} descriptors, and had {samples[0].fds} at first"
+            for name, samples in self.looks.items()
+            if samples[-1].fds > samples[0].fds
         ]
 
     @property
     def unmet(self) -> list[str]:
-        """The bars that were missed, in words."""
+        """List the missed requirements, as text."""
         most = (GROWTH if self.seconds >= LONG else SHORT_GROWTH) / (self.seconds / 120)
-        said = [f"{name} grew by {self.slope(name):.1f} MiB/min, and {most:.1f} may be" for name in self.looks if self.slope(name) >= most]
-        said += self.more_descriptors
-        unheard = self.outcomes["left"]  # a request may have been on its way when its client reset the connection
-        if not self.sent - unheard <= self.recorded <= self.sent:
-            said.append(f"{self.recorded:,} requests are recorded, of {self.sent:,} that were sent and {unheard:,} whose clients left")
-        return said + [self.left] * bool(self.left)
+        missed = [
+            f"{name} grew by {self.slope(name):.1f} MiB/min, and {most:.1f} may be" for name in self.looks if self.slope(name) >= most
+        ]
+        missed += self.more_descriptors
+        aborted = self.outcomes["left"]  # a request may not have arrived when its client reset the connection
+        if not self.sent - aborted <= self.recorded <= self.sent:
+            missed.append(f"{self.recorded:,} requests are recorded, of {self.sent:,} that were sent and {aborted:,} whose clients left")
+        return missed + [self.left] * bool(self.left)
 
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
-    """Of the line through the points that is nearest to them (least squares); 0 for fewer than two."""
+    """Return the slope of the linear fit through the points (least squares), or 0 for fewer than two points."""
     if len(points) < 2:
         return 0.0
     middle_x, middle_y = (sum(values) / len(points) for values in zip(*points, strict=True))
@@ -102,7 +104,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float:
 
 
 class Soak:
-    """A running soak: clients, and somebody who freezes and kills servers."""
+    """A running soak: clients, and a task that freezes and kills servers."""
 
     def __init__(self, one: Gateway, servers: Sequence[Simulated], seconds: float, seed: int) -> None:
         self._one = one
@@ -116,7 +118,7 @@ class Soak:
         return time.monotonic() - self._began > self.findings.seconds
 
     async def run(self) -> Findings:
-        """Everything, until the time is over and the last client has gone."""
+        """Run all clients until the time has passed and the last client has disconnected."""
         watching = asyncio.create_task(self._watch())
         await asyncio.gather(self._freeze(), *(self._client() for _ in range(CLIENTS)))
         watching.cancel()
@@ -132,9 +134,9 @@ class Soak:
             await asyncio.sleep(self._dice.uniform(0, 0.02))
 
     async def _ask(self, kind: str) -> str:
-        asked = chat(stream="stream" in kind, simulate={"tokens": 20, "tokens_per_second": 200, **self._dice.choice(FAULTS)})
-        asked["model"] = "nobody" if kind == "no such model" else self._dice.choice(["sim/found", "sim/launched", "sim/down"])
-        wire = request(b"{" if kind == "bad body" else asked, token=None if kind == "no key" else "sk-a-test-key")
+        body = chat(stream="stream" in kind, simulate={"tokens": 20, "tokens_per_second": 200, **self._dice.choice(FAULTS)})
+        body["model"] = "nobody" if kind == "no such model" else self._dice.choice(["sim/found", "sim/launched", "sim/down"])
+        wire = request(b"{" if kind == "bad body" else body, token=None if kind == "no key" else "sk-a-test-key")
         async with client(self._one.data) as one:
             one.send(wire)
             if kind.startswith("leave"):
@@ -144,7 +146,7 @@ class Soak:
             return outcome(await one.reply())
 
     async def _freeze(self) -> None:
-        """Now and then a server stands still for a while, or a launched one is killed."""
+        """Freeze a server for a while at random times, and sometimes kill a launched one."""
         while not self._over:
             await asyncio.sleep(min(self._dice.uniform(1, 10), self.findings.seconds / 4))
             server = self._dice.choice(self._servers)
@@ -157,7 +159,7 @@ class Soak:
     def _kill_launched(self) -> None:
         (shown,) = (model for model in self._one.get("/status").json()["models"] if model["id"] == "sim/launched")
         with suppress(psutil.NoSuchProcess):
-            if (pid := shown["servers"][0].get("pid")) is not None:  # without one psutil would take this very process
+            if (pid := shown["servers"][0].get("pid")) is not None:  # without a pid psutil would use this process
                 psutil.Process(pid).kill()
 
     async def _watch(self) -> None:
@@ -166,7 +168,7 @@ class Soak:
             await asyncio.sleep(max(self.findings.seconds / 100, 0.2))
 
     def look(self) -> None:
-        """Note what each process holds now."""
+        """Measure each process now."""
         at = time.monotonic() - self._began
         watched = {"control": self._one.process.pid, **{f"worker {number}": pid for number, pid in self._one.workers().items()}}
         for name, pid in watched.items():
@@ -174,7 +176,7 @@ class Soak:
             self.findings.looks.setdefault(name, []).append(Look(at, process.memory_info().rss, process.num_fds()))
 
     def look_at_rest(self, within: float = 15.0) -> None:
-        """The last look, between two probes of the servers: each is a descriptor of control's for as long as it takes."""
+        """Take the last measurement between two probes of the servers. A probe holds a descriptor of control while it runs."""
         deadline = time.monotonic() + within
         self.look()
         while self.findings.more_descriptors and time.monotonic() < deadline:
@@ -183,7 +185,7 @@ class Soak:
 
 
 def outcome(reply: Reply) -> str:
-    """How an answer ended, in a word or two. Raises AssertionError for one that no client could understand."""
+    """Classify how a response ended. Raises AssertionError if the response is invalid."""
     stream = reply.headers.get("content-type", "").startswith("text/event-stream")
     if not stream or reply.status != 200:
         assert reply.whole or reply.status == 200, reply
@@ -193,7 +195,7 @@ def outcome(reply: Reply) -> str:
 
 
 def soak(seconds: float, folder: Path, seed: int = 33) -> Findings:
-    """Run for so long. Raises AssertionError for an answer that no client could understand."""
+    """Run a soak for ``seconds``. Raises AssertionError if a response is invalid."""
     with ExitStack() as stack:
         flags = ("--served-model-name", "sim/found", "sim/launched")
         servers = [stack.enter_context(running(*flags)) for _ in range(2)]
@@ -217,7 +219,7 @@ def soak(seconds: float, folder: Path, seed: int = 33) -> Findings:
 
 
 def rendered(findings: Findings) -> str:
-    """The page."""
+    """Render the page."""
     outcomes = ", ".join(f"{name} {count:,}" for name, count in findings.outcomes.most_common())
     lines = [
         "# Soak test",
@@ -232,20 +234,20 @@ def rendered(findings: Findings) -> str:
         "",
         f"- {findings.sent:,} requests sent, {findings.recorded:,} recorded.",
         f"- Outcomes: {outcomes}.",
-        *[f"- **Missed:** {said}." for said in findings.unmet],
+        *[f"- **Missed:** {message}." for message in findings.unmet],
         "",
         "| process | initial memory | final memory | slope over the second half | initial descriptors | maximum | final |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, looks in findings.looks.items():
-        first, last = looks[0], looks[-1]
+    for name, samples in findings.looks.items():
+        first, last = samples[0], samples[-1]
         memory = f"{first.rss / 2**20:.1f} MiB | {last.rss / 2**20:.1f} MiB | {findings.slope(name):+.2f} MiB/min"
-        lines.append(f"| {name} | {memory} | {first.fds} | {max(look.fds for look in looks)} | {last.fds} |")
+        lines.append(f"| {name} | {memory} | {first.fds} | {max(sample.fds for sample in samples)} | {last.fds} |")
     return "\n".join([*lines, ""])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run, and write the page; returns 1 when a bar was missed, which the page tells."""
+    """Run a soak and write the page. Return 1 if a requirement was missed."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=LONG)
     parser.add_argument("--to", type=Path, default=PAGE, help="the page to write")
@@ -253,8 +255,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         findings = soak(options.seconds, Path(folder))
     options.to.write_text(rendered(findings))
-    for said in findings.unmet:
-        print(said, file=sys.stderr)
+    for message in findings.unmet:
+        print(message, file=sys.stderr)
     return int(bool(findings.unmet))
 
 

@@ -1,4 +1,4 @@
-"""Bodies that are no bodies, bodies that say two things, and fields that nobody may send."""
+"""Invalid bodies, ambiguous bodies, and forbidden fields."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, ask, chat, client, request
 
 DEEP = 100_000
-TURNS = 20
+TRIES = 20
 STALL = 0.010
-"""Seconds for which one request's body may hold up all the others."""
+"""Seconds for which the body of one request may delay all other requests."""
 
 
-async def _answer(talk: Conversation) -> None:
+async def _respond(talk: Conversation) -> None:
     await talk.respond(COMPLETION)
 
 
 @asynccontextmanager
 async def _served(*models: Any, **more: Any) -> AsyncIterator[tuple[Served, Scripted]]:
-    async with scripted(_answer) as server, unharmed([make(server.port) for make in models or (model,)], **more) as served:
+    async with scripted(_respond) as server, unharmed([make(server.port) for make in models or (model,)], **more) as served:
         yield served, server
 
 
@@ -73,7 +73,7 @@ BODIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
 
 
 @pytest.mark.row(14)
-async def test_bodies_that_are_no_json(measured: Callable[[str], None]) -> None:
+async def test_invalid_json_bodies(measured: Callable[[str], None]) -> None:
     async with _served() as (served, server):
         for name, (body, extra) in BODIES.items():
             reply = await ask(served.port, request(body, extra=extra))
@@ -84,12 +84,12 @@ async def test_bodies_that_are_no_json(measured: Callable[[str], None]) -> None:
 
 
 @pytest.mark.row(14)
-async def test_no_body_holds_up_the_others(measured: Callable[[str], None]) -> None:
-    """Of several turns the least counts, since a busy machine makes any of them longer."""
+async def test_no_body_delays_the_others(measured: Callable[[str], None]) -> None:
+    """The shortest of several tries counts, since a busy machine can only make them longer."""
     async with _served() as (served, _):
         least = dict.fromkeys(BODIES, 1.0)
         for name, (body, extra) in BODIES.items():
-            for _ in range(TURNS):
+            for _ in range(TRIES):
                 least[name] = min(least[name], await _stall(served, request(body, extra=extra)))
                 if least[name] < STALL:
                     break
@@ -105,16 +105,16 @@ async def _stall(served: Served, data: bytes) -> float:
     return await watch
 
 
-# What is authorized is what is dispatched
+# The authorized request is the dispatched request
 
 _NAMES = st.sampled_from(
     ["tiny", "secret", "TINY", "tiny ", "tiny\u200b", "tіny", "ｔiny", "small", "hush", "tiny\x00", "secret/../tiny", ""]
 )
 _VALUES = _NAMES | st.sampled_from([None, 5, ["tiny"], {"a": 1}, True])
-_MEMBER = st.tuples(st.sampled_from([b'"model"', b'"\\u006dodel"', b'"mod\\u0065l"', b'"Model"', b'"model "']), _VALUES)
+_FIELD = st.tuples(st.sampled_from([b'"model"', b'"\\u006dodel"', b'"mod\\u0065l"', b'"Model"', b'"model "']), _VALUES)
 _BODY = st.builds(
     lambda members, extra: (members, extra),
-    st.lists(_MEMBER, max_size=4),
+    st.lists(_FIELD, max_size=4),
     st.none() | st.dictionaries(st.just("model"), _VALUES, max_size=1),
 )
 
@@ -127,8 +127,8 @@ def _written(members: list[tuple[bytes, Any]], extra: Any) -> bytes:
 
 
 @pytest.mark.row(15)
-async def test_what_is_authorized_is_what_is_dispatched(measured: Callable[[str], None]) -> None:
-    """One server has each model under a name of its own, so that what reaches it tells which model it was sent to."""
+async def test_the_authorized_request_is_the_dispatched_one(measured: Callable[[str], None]) -> None:
+    """One server serves both models under different names. The name in a request shows the model that the gateway chose."""
     made = (
         lambda port: model(port, identity="tiny", served="inner-tiny", aliases=("small",)),
         lambda port: model(port, identity="secret", served="inner-secret", aliases=("hush",)),
@@ -169,9 +169,9 @@ async def test_what_is_authorized_is_what_is_dispatched(measured: Callable[[str]
     measured(f"{tried} bodies: dispatched = authorized in each")
 
 
-# Fields that nobody may send
+# Forbidden fields
 
-_PLACES: dict[str, Callable[[str, Any], dict[str, Any]]] = {
+_POSITIONS: dict[str, Callable[[str, Any], dict[str, Any]]] = {
     "top-level": lambda name, value: {name: value},
     "in extra_body": lambda name, value: {"extra_body": {name: value}},
     "in both": lambda name, value: {name: value, "extra_body": {name: value}},
@@ -188,34 +188,37 @@ async def test_no_forbidden_field_reaches_a_server(measured: Callable[[str], Non
     tried = 0
     async with _served() as (served, server), client(served.port) as one:
         for route in [route for route in ROUTES.values() if route.body is Body.JSON]:
-            for place, put in _PLACES.items():
+            for position, put in _POSITIONS.items():
                 for name in sorted(FORBIDDEN):
                     before = len(server.requests)
                     text: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "input": "x", "max_tokens": 1}
                     reply = await one.ask(request(text | put(name, {"x": _CANARY}), route.path))
-                    assert reply.status in (200, 400), (route.path, place, name)
+                    assert reply.status in (200, 400), (route.path, position, name)
                     for each in server.requests[before:]:
-                        assert _CANARY.encode() not in each.body + each.head, (route.path, place, name)
+                        assert _CANARY.encode() not in each.body + each.head, (route.path, position, name)
                         assert name not in each.json and name not in each.json.get("chat_template_kwargs", {})  # type: ignore[operator]
-                    told = orjson.loads(reply.body) if reply.status == 400 else None
-                    if told is not None and not route.anthropic:
-                        assert str(told["error"]["param"]).removeprefix("chat_template_kwargs.") == name
-                    assert (reply.status == 400) == (("nested" in place) or (name in REFUSED and "inside" not in place)), (place, name)
+                    error = orjson.loads(reply.body) if reply.status == 400 else None
+                    if error is not None and not route.anthropic:
+                        assert str(error["error"]["param"]).removeprefix("chat_template_kwargs.") == name
+                    assert (reply.status == 400) == (("nested" in position) or (name in REFUSED and "inside" not in position)), (
+                        position,
+                        name,
+                    )
                     tried += 1
     measured(f"{tried} requests with one of {len(STRIPPED)} stripped and {len(REFUSED)} refused fields: absent upstream or 400")
 
 
 @pytest.mark.row(16)
-async def test_numbers_beyond_the_bounds_are_refused_wherever_they_stand() -> None:
+async def test_numbers_above_the_maximum_are_refused_at_every_position() -> None:
     async with _served() as (served, server), client(served.port) as one:
         for name, most in MAXIMA.items():
             for put in ("top-level", "in extra_body", "over a harmless one"):
-                reply = await one.ask(request(chat(**_PLACES[put](name, most + 1))))
+                reply = await one.ask(request(chat(**_POSITIONS[put](name, most + 1))))
                 assert (reply.status, reply.error["param"]) == (400, name)
         assert server.requests == []
 
 
-# Forms, of which nothing is stripped
+# Forms are refused rather than stripped
 
 _SPELLED: dict[str, str] = {
     "quoted": '; name="{name}"',
@@ -223,7 +226,7 @@ _SPELLED: dict[str, str] = {
     "a file": '; name="{name}"; filename="a"',
     "in capitals": '; NAME="{name}"',
 }
-"""How a part may be named."""
+"""The spellings of the name of a part."""
 _FORMS = [route.path for route in ROUTES.values() if route.body is Body.FORM]
 _ORDERS: dict[str, Callable[[bytes], tuple[bytes, ...]]] = {
     "before the model": lambda named: (named, MODEL, FILE),
@@ -232,12 +235,12 @@ _ORDERS: dict[str, Callable[[bytes], tuple[bytes, ...]]] = {
     "twice": lambda named: (named, MODEL, FILE, named),
 }
 _CUTS = (0, 11)
-"""Bytes of the chunks in which it comes; 0: with its length."""
+"""Chunk sizes of the form in bytes; 0: sent with a content length."""
 
 
 @pytest.mark.row(16)
 async def test_no_forbidden_field_of_a_form_reaches_a_server(measured: Callable[[str], None]) -> None:
-    """A server may have the beginning of a form that is refused, never the whole of it."""
+    """A server may have received the start of a refused form, but never the complete form."""
     tried = 0
     async with _served() as (served, server):
         for path, order, name in itertools.product(_FORMS, _ORDERS, sorted(FORBIDDEN)):
@@ -263,7 +266,7 @@ def _spelled(words: str) -> bytes:
 
 # URLs that a server would fetch
 
-_INSIDE = "http://169.254.169.254/latest"
+_INTERNAL_URL = "http://169.254.169.254/latest"
 _SHAPES: dict[str, Callable[[str], dict[str, Any]]] = {
     "image_url": lambda url: {"type": "image_url", "image_url": {"url": url}},
     "image_url, a text": lambda url: {"type": "image_url", "image_url": url},
@@ -281,20 +284,20 @@ _SHAPES: dict[str, Callable[[str], dict[str, Any]]] = {
     "Responses' file": lambda url: {"type": "input_file", "file_url": url},
     "Responses' screenshot": lambda url: {"type": "computer_screenshot", "image_url": url},
 }
-"""Parts of messages that name a URL."""
-_PLACES_OF_PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "a message": lambda part: {"messages": [_said(part)]},
-    "a later message": lambda part: {"messages": [{"role": "user", "content": "x"}] * 40 + [_said(part)]},
-    "in extra_body": lambda part: {"messages": [], "extra_body": {"messages": [_said(part)]}},
+"""Message parts that contain a URL."""
+_POSITIONS_OF_PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "a message": lambda part: {"messages": [_message(part)]},
+    "a later message": lambda part: {"messages": [{"role": "user", "content": "x"}] * 40 + [_message(part)]},
+    "in extra_body": lambda part: {"messages": [], "extra_body": {"messages": [_message(part)]}},
     "a tool's message": lambda part: {"messages": [{"role": "tool", "tool_call_id": "1", "content": [part]}]},
     "Anthropic's tool result": lambda part: {
-        "messages": [_said({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}, part]})]
+        "messages": [_message({"type": "tool_result", "tool_use_id": "1", "content": [{"type": "text", "text": "x"}, part]})]
     },
     "Responses' tool result": lambda part: {"input": [{"type": "function_call_output", "call_id": "1", "output": [part]}]},
     "Responses' computer": lambda part: {"input": [{"type": "computer_call_output", "call_id": "1", "output": part}]},
-    "Responses' message": lambda part: {"input": [{"type": "message", **_said(part)}]},
+    "Responses' message": lambda part: {"input": [{"type": "message", **_message(part)}]},
     "an item itself": lambda part: {"input": [part]},
-    "a batch": lambda part: {"input": [[_said(part)]]},
+    "a batch": lambda part: {"input": [[_message(part)]]},
     "a query": lambda part: {"query": {"content": [part]}, "documents": ["x"]},
     "a document": lambda part: {"query": "x", "documents": [{"content": [part]}]},
     "a text to compare": lambda part: {"text_1": [part], "text_2": "x"},
@@ -302,38 +305,43 @@ _PLACES_OF_PARTS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def _said(part: dict[str, Any]) -> dict[str, Any]:
+def _message(part: dict[str, Any]) -> dict[str, Any]:
     return {"role": "user", "content": [{"type": "text", "text": "x"}, part]}
 
 
 def _with_urls(url: str) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
-    """Route, place, shape and body: every shape at every place, and each of both on every route."""
+    """Yield route, position, shape and body: every shape at every position, and each of both on every route."""
     paths = [route.path for route in ROUTES.values() if route.body is Body.JSON]
     first = "/v1/chat/completions", "a message", "image_url"
-    for path, place, shape in itertools.product(paths, _PLACES_OF_PARTS, _SHAPES):
-        if first[0] == path or first[1] == place or first[2] == shape:
-            yield path, place, shape, {"model": "tiny", "messages": [], "input": "x", **_PLACES_OF_PARTS[place](_SHAPES[shape](url))}
+    for path, position, shape in itertools.product(paths, _POSITIONS_OF_PARTS, _SHAPES):
+        if first[0] == path or first[1] == position or first[2] == shape:
+            yield (
+                path,
+                position,
+                shape,
+                {"model": "tiny", "messages": [], "input": "x", **_POSITIONS_OF_PARTS[position](_SHAPES[shape](url))},
+            )
 
 
 @pytest.mark.row(16)
-async def test_no_url_of_the_inside_reaches_a_server(measured: Callable[[str], None]) -> None:
+async def test_no_internal_url_reaches_a_server(measured: Callable[[str], None]) -> None:
     tried = 0
     async with _served() as (served, server), client(served.port) as one:
-        for path, place, shape, body in _with_urls(_INSIDE):
+        for path, position, shape, body in _with_urls(_INTERNAL_URL):
             reply = await one.ask(request(body, path))
-            assert reply.status == 400 and b"The URL in '" in reply.body, (path, place, shape)
+            assert reply.status == 400 and b"The URL in '" in reply.body, (path, position, shape)
             tried += 1
         assert server.requests == []
     measured(
-        f"{tried} requests with an internal URL, in {len(_SHAPES)} forms at {len(_PLACES_OF_PARTS)} positions: "
+        f"{tried} requests with an internal URL, in {len(_SHAPES)} forms at {len(_POSITIONS_OF_PARTS)} positions: "
         "400, no request reached a server"
     )
 
 
 @pytest.mark.row(16)
-async def test_it_is_the_url_for_which_they_are_refused() -> None:
-    """The same requests, where the place is one that media may come from."""
+async def test_the_url_is_the_reason_for_the_refusal() -> None:
+    """The same requests are accepted if the host is in ``media_hosts``."""
     allowing = BodyRules(media_hosts=("169.254.169.254",))
     async with _served(lambda port: model(port, body=allowing)) as (served, _), client(served.port) as one:
-        for path, place, shape, body in _with_urls(_INSIDE):
-            assert (await one.ask(request(body, path))).status == 200, (path, place, shape)
+        for path, position, shape, body in _with_urls(_INTERNAL_URL):
+            assert (await one.ask(request(body, path))).status == 200, (path, position, shape)

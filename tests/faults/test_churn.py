@@ -1,4 +1,4 @@
-"""Servers that come and go by the hundred under streams: nobody is dropped, nothing is asked of a server that is leaving."""
+"""Hundreds of servers are added and removed under streams: no stream is dropped, and a draining server gets no request."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FOUND = {"id": MODEL, "discover": {"kubernetes": {"service": "vllm"}}}
 
 
 class Farm(Source):
-    """Servers on every address; ``asked`` is where requests have come to."""
+    """Servers on every address. ``asked`` lists the address that received each request."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,12 +36,12 @@ class Farm(Source):
 
 
 def slices(entries: list[Document], port: int) -> list[Document]:
-    """In slices of at most 100 endpoints, as Kubernetes makes them; the last may be empty."""
+    """Return slices of at most 100 endpoints, as Kubernetes creates them. The last slice may be empty."""
     return [slice_of(f"vllm-{start}", entries[start : start + 100], ("http", port)) for start in (0, 100)]
 
 
 def up(one: Controlled) -> set[str]:
-    """The servers that are up, by host."""
+    """Return the hosts of the servers that are up."""
     return {each["name"].split("/")[-1].split(":")[0] for each in one.status(MODEL)["servers"] if each["condition"] == "up"}
 
 
@@ -56,15 +56,15 @@ async def test_two_hundred_endpoints_come_and_go_under_streams(tmp_path: Path) -
                 async with asking(one, [KEY]) as seen:
                     began, before = time.monotonic(), one.control.publisher.version
                     await churn(api, server, dice)
-                    generations, seconds = one.control.publisher.version - before, time.monotonic() - began
-                    assert generations <= 2 * seconds + 3, "generations are gathered"
+                    versions, seconds = one.control.publisher.version - before, time.monotonic() - began
+                    assert versions <= 2 * seconds + 3, "generations are gathered"
                     assert not any(stream.done() for stream in streams), [stream.result() for stream in streams if stream.done()][:1]
                     staying = set(HOSTS[150:])
                     await api.put(*slices([endpoint(host, terminating=host not in staying) for host in HOSTS], server.port))
                     await until(lambda: up(one) == staying, 60.0)
                     await one.heard()
                     assert up(one) == staying
-                count = len(farm.asked)  # nothing is on its way now: those who asked are gone
+                count = len(farm.asked)  # no request is on its way now: the clients have disconnected
                 async with asking(one, [KEY]) as later:
                     await until(lambda: len(farm.asked) > count + 100, 60.0)
                 assert set(farm.asked[count:]) <= staying, "a server that is leaving was asked"
@@ -79,9 +79,9 @@ async def test_two_hundred_endpoints_come_and_go_under_streams(tmp_path: Path) -
 
 
 async def churn(api: Api, server: Scripted, dice: random.Random) -> None:
-    """Each time, other endpoints are ready, not yet, or leaving, or there at all; in between the watch breaks, or has to begin anew.
+    """Publish endpoints at random as ready, unready, terminating or absent. In between, cut or restart the watch.
 
-    The first ten stay, as somebody has to serve.
+    The first ten endpoints always stay ready, to serve requests.
     """
     for number in range(ROUNDS):
         entries = [endpoint(host) for host in HOSTS[:10]]
@@ -98,27 +98,27 @@ async def churn(api: Api, server: Scripted, dice: random.Random) -> None:
 
 
 async def test_a_rolling_update_is_not_noticed(tmp_path: Path) -> None:
-    """As a Deployment does it: a new pod that is not ready for a while, then an old one that leaves, serves to its end, and is gone."""
+    """Follow a Deployment: a new pod starts unready. Then an old pod terminates, finishes its streams, and is removed."""
     farm, old, new = Farm(), list(HOSTS[:4]), list(HOSTS[4:8])
     (tmp_path / "pod").mkdir()
     async with kubernetes_api(tmp_path / "pod") as api, scripted(farm, *HOSTS[1:8]) as server:
 
-        async def publish(ready: list[str], unready: list[str], leaving: list[str]) -> None:
-            entries = [endpoint(host, ready=host in ready, terminating=host in leaving) for host in (*ready, *unready, *leaving)]
+        async def publish(ready: list[str], unready: list[str], terminating: list[str]) -> None:
+            entries = [endpoint(host, ready=host in ready, terminating=host in terminating) for host in (*ready, *unready, *terminating)]
             await api.put(slice_of("a", entries, ("http", server.port)))
 
         await publish(old, [], [])
         async with controlled(tmp_path, FOUND, cluster=api.cluster) as one:
             async with asking(one, [KEY]) as seen, streaming(one, farm, 12) as streams:
-                for number, (leaving, coming) in enumerate(zip(old, new, strict=True)):
+                for number, (terminating, coming) in enumerate(zip(old, new, strict=True)):
                     staying = [*old[number + 1 :], *new[:number]]
-                    await publish([*staying, leaving], [coming], [])
-                    await publish([*staying, leaving, coming], [], [])
+                    await publish([*staying, terminating], [coming], [])
+                    await publish([*staying, terminating, coming], [], [])
                     await until(lambda host=coming: _condition(one, host) == "up", 30.0)
-                    await publish([*staying, coming], [], [leaving])
-                    await until(lambda host=leaving: _condition(one, host) == "out_of_rotation", 30.0)
+                    await publish([*staying, coming], [], [terminating])
+                    await until(lambda host=terminating: _condition(one, host) == "out_of_rotation", 30.0)
                     await publish([*staying, coming], [], [])
-                    await until(lambda host=leaving: _condition(one, host) == "", 30.0)
+                    await until(lambda host=terminating: _condition(one, host) == "", 30.0)
                 assert not any(stream.done() for stream in streams)
                 assert up(one) == set(new)
             assert all(stream.result().whole for stream in streams)
@@ -127,6 +127,6 @@ async def test_a_rolling_update_is_not_noticed(tmp_path: Path) -> None:
 
 
 def _condition(one: Controlled, host: str) -> str:
-    """How a server is; empty for one that is not there."""
+    """Return the condition of a server, or an empty text if the server is unknown."""
     found = [each["condition"] for each in one.status(MODEL)["servers"] if each["name"].startswith(f"http://{host}:")]
     return str(found[0]) if found else ""

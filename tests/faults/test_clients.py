@@ -1,4 +1,4 @@
-"""Clients that are slow, silent, greedy or many, against a gateway that runs as a process: others do not notice."""
+"""Slow, silent, greedy or many clients of a gateway that runs as a process. Other clients are not affected."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ MODEL = "sim/one"
 MiB = 1 << 20
 WINDOW = 500 if FULL else 40
 WINDOWS = 5
-"""Requests of which a 99th percentile is taken, and how many of them a figure is the median of, at least."""
+"""``WINDOW``: requests in each 99th percentile. ``WINDOWS``: the least number of percentiles of which a figure is the median."""
 FLOOR = 0.005
-"""Seconds."""
+"""Seconds. Shorter times depend on the machine rather than on the gateway."""
 
 
 @pytest.fixture(autouse=True)
 def descriptors() -> Iterator[None]:
-    """As many as may be, for the sockets of many clients."""
+    """Raise the limit of file descriptors to its maximum, for the sockets of many clients."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (before[1], before[1]))
     yield
@@ -47,12 +47,12 @@ def descriptors() -> Iterator[None]:
 
 SERVED = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",error="",model="{MODEL}"}}'
 QUICK = soon_idle(launched(MODEL, **{"sim-tokens": 4, "sim-tokens-per-second": 0}))
-"""A simulator that answers at once."""
+"""A simulator that responds at once."""
 
 
 @contextmanager
 def serving(folder: Path, *models: dict[str, Any], **server: Any) -> Iterator[Gateway]:
-    """A gateway, which is in the end as it was at first."""
+    """Run a gateway, and check the invariants at the end."""
     with gateway(folder, configuration(*models, **server)) as running, whole(running):
         yield running
 
@@ -68,8 +68,8 @@ def worker(running: Gateway) -> psutil.Process:
 def connected(
     stack: ExitStack, running: Gateway, count: int, *, receive: int | None = None, port: int | None = None
 ) -> list[socket.socket]:
-    """So many connections, which are closed with the stack; ``receive``: the size of their buffers for what they receive;
-    ``port``: another than the data port."""
+    """Open ``count`` connections, which are closed with the stack. ``receive``: the size of their receive buffers. ``port``: a port
+    other than the data port."""
     made = []
     for _ in range(count):
         one = stack.enter_context(socket.socket())
@@ -82,8 +82,11 @@ def connected(
 
 
 def ended(sockets: list[socket.socket], seconds: float, meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
-    """What each of them was told until its end. Raises AssertionError when that does not come in time."""
-    told = {one.fileno(): b"" for one in sockets}
+    """Return the bytes that each connection received until it was closed.
+
+    Raises AssertionError if a connection is not closed in time.
+    """
+    received = {one.fileno(): b"" for one in sockets}
     by_number, poll, deadline = {one.fileno(): one for one in sockets}, select.epoll(), time.monotonic() + seconds
     last = 0.0
     with poll:
@@ -93,14 +96,14 @@ def ended(sockets: list[socket.socket], seconds: float, meanwhile: Callable[[], 
             assert time.monotonic() < deadline, f"{len(by_number)} of {len(sockets)} connections are still open"
             for number, _ in poll.poll(0.25):
                 data = _received(by_number[number])
-                told[number] += data
+                received[number] += data
                 if not data:
                     poll.unregister(number)
                     del by_number[number]
             if time.monotonic() - last > 0.25:
                 meanwhile()
                 last = time.monotonic()
-    return list(told.values())
+    return list(received.values())
 
 
 def _received(one: socket.socket) -> bytes:
@@ -111,7 +114,7 @@ def _received(one: socket.socket) -> bytes:
 
 
 class Healthy:
-    """A client that asks one thing after the other, in a thread of its own; ``times`` are its seconds for each."""
+    """A client that sends one request after the other in a separate thread. ``times`` has the seconds of each."""
 
     def __init__(self, running: Gateway) -> None:
         self._running = running
@@ -133,26 +136,26 @@ class Healthy:
         with httpx2.Client(base_url=self._running.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60, trust_env=False) as one:
             while not self._stop.is_set():
                 since = time.perf_counter()
-                answer = one.post("/v1/chat/completions", json=body)
+                response = one.post("/v1/chat/completions", json=body)
                 self.times.append(time.perf_counter() - since)
-                if answer.status_code != 200:
-                    self.failures.append(answer.text)
+                if response.status_code != 200:
+                    self.failures.append(response.text)
                 time.sleep(0.005)
 
     @property
     def enough(self) -> bool:
-        """There are as many times as a figure is made of."""
+        """Whether there are enough times for a figure."""
         return len(self.times) >= WINDOWS * WINDOW
 
     @property
     def p99(self) -> float:
-        """The median of the 99th percentiles of windows of one size, so that one bad moment of the machine does not decide."""
+        """The median of the 99th percentiles of windows of equal size, so that a single slow moment of the machine does not count."""
         windows = [self.times[at : at + WINDOW] for at in range(0, len(self.times) - WINDOW + 1, WINDOW)]
         return statistics.median(statistics.quantiles(window, n=100)[98] for window in windows or [self.times])
 
 
 def healthy_alone(running: Gateway) -> float:
-    """The 99th percentile of a client's times when nobody else is there."""
+    """Return the 99th percentile of the times of a client that is the only one."""
     with Healthy(running) as client:
         wait_for(lambda: client.enough, 120)
     assert client.failures == []
@@ -160,9 +163,9 @@ def healthy_alone(running: Gateway) -> float:
 
 
 def is_not_held_up(client: Healthy, alone: float) -> bool:
-    """The bar of a client beside a fault, where the machine has nothing else to do: less than twice its time without it.
+    """Check that a client is at most slowed by a factor of two during a fault. This applies at full size, on an idle machine.
 
-    What is below the floor is the machine's doing.
+    Times below the floor depend on the machine rather than on the gateway.
     """
     return not FULL or (client.enough and client.p99 < 2 * max(alone, FLOOR))
 
@@ -177,43 +180,43 @@ def faults(running: Gateway, reason: str) -> float:
 
 @pytest.mark.row(10)
 @pytest.mark.timeout(400)
-def test_slow_and_silent_clients_are_ended_and_others_do_not_notice(tmp_path: Path, measured: Callable[[str], None]) -> None:
+def test_slow_and_silent_clients_are_disconnected_and_others_are_not_affected(tmp_path: Path, measured: Callable[[str], None]) -> None:
     count = 5000 if FULL else 200
     limits = {} if FULL else {"headers_timeout": "6s", "body_timeout": "7s"}
     longest = 60 if FULL else 7
-    head, body = (
+    partial_headers, partial_body = (
         request(chat(model=MODEL)).partition(b"host: te")[0] + b"host: te",
         request(chat(model=MODEL, user="u" * 100_000))[:-50_000],
     )
     with started(tmp_path, **limits) as running, ExitStack() as stack:
         alone, since = healthy_alone(running), time.monotonic()
-        silent, heads, bodies = (connected(stack, running, number) for number in (count, count, count // 10))
-        for one in heads:
-            one.sendall(head)
-        for one in bodies:
-            one.sendall(body)
+        silent, slow_headers, slow_bodies = (connected(stack, running, number) for number in (count, count, count // 10))
+        for one in slow_headers:
+            one.sendall(partial_headers)
+        for one in slow_bodies:
+            one.sendall(partial_body)
 
         def trickle() -> None:
-            """A byte now and then is no help."""
-            for one in (*heads[::10], *bodies):
+            """Send single bytes, which does not extend the deadline."""
+            for one in (*slow_headers[::10], *slow_bodies):
                 try:
                     one.send(b"a")
                 except OSError:
-                    pass  # it has been ended
+                    pass  # the gateway has closed it
 
         with Healthy(running) as client:
-            told = ended([*silent, *heads, *bodies], 3 * longest + 60, trickle)
+            received = ended([*silent, *slow_headers, *slow_bodies], 3 * longest + 60, trickle)
         took = time.monotonic() - since
         measured(
-            f"{count} silent connections, {count} slow headers, {len(bodies)} slow bodies: all closed after {took:.0f} s; "
+            f"{count} silent connections, {count} slow headers, {len(slow_bodies)} slow bodies: all closed after {took:.0f} s; "
             f"a healthy client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
         )
         assert client.failures == [] and len(client.times) > 10
         assert is_not_held_up(client, alone), f"{client.p99} s, {alone} s alone"
-        assert told[: len(silent)] == [b""] * len(silent)
-        assert {each[:12] for each in told[len(silent) :]} == {b"HTTP/1.1 408"}
+        assert received[: len(silent)] == [b""] * len(silent)
+        assert {each[:12] for each in received[len(silent) :]} == {b"HTTP/1.1 408"}
         counted = {reason: faults(running, reason) for reason in ("silent", "slow_head", "slow_body")}
-        assert counted == {"silent": len(silent), "slow_head": len(heads), "slow_body": len(bodies)}
+        assert counted == {"silent": len(silent), "slow_head": len(slow_headers), "slow_body": len(slow_bodies)}
         wait_for(lambda: in_flight(running) == 0)
 
 
@@ -227,7 +230,7 @@ def control(running: Gateway) -> psutil.Process:
 
 
 def alive(running: Gateway) -> bool:
-    """Whether a probe on a connection of its own is told so."""
+    """Whether a probe on a new connection succeeds."""
     try:
         return running.get("/livez").status_code == 200
     except httpx2.TransportError:
@@ -236,7 +239,7 @@ def alive(running: Gateway) -> bool:
 
 @contextmanager
 def few_descriptors(soft: int = 1024) -> Iterator[None]:
-    """What is started meanwhile begins with so many."""
+    """Lower the limit of file descriptors for the processes that the block starts."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
     try:
@@ -248,7 +251,7 @@ def few_descriptors(soft: int = 1024) -> Iterator[None]:
 @pytest.mark.row(10)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("place", ["port", "socket"])
-def test_slow_and_silent_clients_of_the_admin_port_are_ended(tmp_path: Path, place: str, measured: Callable[[str], None]) -> None:
+def test_slow_and_silent_clients_of_the_admin_port_are_disconnected(tmp_path: Path, place: str, measured: Callable[[str], None]) -> None:
     count = 50
     with started(tmp_path, headers_timeout="6s", body_timeout="7s", write_timeout="7s") as running, ExitStack() as stack:
         before, since = control(running).num_fds(), time.monotonic()
@@ -262,17 +265,17 @@ def test_slow_and_silent_clients_of_the_admin_port_are_ended(tmp_path: Path, pla
                 one.connect(str(path))
             return made
 
-        silent, heads, seconds, bodies = (connect(count) for _ in range(4))
-        for one in heads:
+        silent, slow_headers, seconds, bodies = (connect(count) for _ in range(4))
+        for one in slow_headers:
             one.sendall(HALF)
         for one in seconds:
             one.sendall(HALF + b"\r\n\r\n" + HALF)
         for one in bodies:
             one.sendall(HALF + b"\r\ncontent-length: 100\r\n\r\nab")
-        told = ended([*silent, *heads, *seconds, *bodies], 60, lambda: _assert_alive(running))
+        received = ended([*silent, *slow_headers, *seconds, *bodies], 60, lambda: _assert_alive(running))
         took = time.monotonic() - since
-        assert told[: 2 * count] == [b""] * 2 * count
-        assert [each.count(b"HTTP/1.1 200") for each in told[2 * count :]] == [1] * 2 * count
+        assert received[: 2 * count] == [b""] * 2 * count
+        assert [each.count(b"HTTP/1.1 200") for each in received[2 * count :]] == [1] * 2 * count
         wait_for(lambda: control(running).num_fds() <= before)
     measured(
         f"admin {place}: {4 * count} silent connections, partial headers and partial bodies: all closed after {took:.0f} s, /livez responds"
@@ -285,7 +288,7 @@ def _assert_alive(running: Gateway) -> None:
 
 @pytest.mark.row(10)
 @pytest.mark.timeout(200)
-def test_a_head_without_end_is_not_gathered_by_the_admin_port(tmp_path: Path) -> None:
+def test_endless_headers_are_not_buffered_by_the_admin_port(tmp_path: Path) -> None:
     with started(tmp_path) as running, ExitStack() as stack:
         for first in (HALF, HALF + b"\r\n\r\n" + HALF):
             (one,) = connected(stack, running, 1, port=running.admin)
@@ -301,7 +304,7 @@ def test_a_head_without_end_is_not_gathered_by_the_admin_port(tmp_path: Path) ->
 @pytest.mark.row(28)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("head", [b"", HALF], ids=["silent", "half a head"])
-def test_connections_without_number_on_the_admin_port(tmp_path: Path, head: bytes, measured: Callable[[str], None]) -> None:
+def test_many_connections_to_the_admin_port(tmp_path: Path, head: bytes, measured: Callable[[str], None]) -> None:
     count = 2000
     with ExitStack() as stack:
         with few_descriptors():
@@ -334,8 +337,8 @@ def test_connections_without_number_on_the_admin_port(tmp_path: Path, head: byte
 
 @pytest.mark.row(28)
 @pytest.mark.timeout(200)
-def test_control_has_no_descriptor_left(tmp_path: Path, measured: Callable[[str], None]) -> None:
-    """Fewer than it lets in: who holds them is ended by the deadline, and it goes on."""
+def test_all_descriptors_of_control_are_used_up(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    """The limit is below the number of accepted connections. Their deadline closes them, and control continues."""
     with started(tmp_path, headers_timeout="2s") as running, ExitStack() as stack:
         process = control(running)
         before = process.num_fds()
@@ -372,8 +375,8 @@ def test_a_reader_that_stops_frees_its_slot(tmp_path: Path, measured: Callable[[
 
 
 def _flood(count: int) -> Script:
-    """Streams without end, as fast as they are read, once so many of them have begun."""
-    begun, all_here = 0, asyncio.Event()
+    """Send endless streams, as fast as they are read, after ``count`` streams have started."""
+    begun, all_started = 0, asyncio.Event()
 
     async def script(talk: Conversation) -> None:
         nonlocal begun
@@ -384,8 +387,8 @@ def _flood(count: int) -> Script:
         await talk.chunk(HELLO)
         begun += 1
         if begun == count:
-            all_here.set()
-        await all_here.wait()
+            all_started.set()
+        await all_started.wait()
         while True:
             await talk.chunk(HELLO * 400)
 
@@ -393,8 +396,8 @@ def _flood(count: int) -> Script:
 
 
 class _Lasting:
-    """Streams that go on until it is enough, with how many events each of them had; everything else at once, on a connection that is
-    not kept."""
+    """Streams that continue until ``enough`` is set. ``sent`` has the number of events of each. All other requests are served at once, and
+    their connection is closed."""
 
     def __init__(self) -> None:
         self.enough = threading.Event()
@@ -423,7 +426,7 @@ class _Lasting:
 
 @contextmanager
 def serving_beside(script: Script) -> Iterator[dict[str, Any]]:
-    """A model of that name on a scripted server in a thread of its own."""
+    """Run a scripted server in a separate thread, and yield the configuration of its model ``beside``."""
     port: Queue[int] = Queue()
     stop, loop = asyncio.Event(), asyncio.new_event_loop()
 
@@ -470,7 +473,9 @@ def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measure
             f"a fast client's p99 {client.p99 * 1000:.1f} ms, alone {alone * 1000:.1f} ms"
         )
         assert client.failures == [] and len(client.times) > 10
-        assert growth < 256 * count / 1000 + (0 if FULL else 32), f"{growth:.0f} MiB"  # so few cannot be told from what else is kept
+        assert growth < 256 * count / 1000 + (0 if FULL else 32), (
+            f"{growth:.0f} MiB"
+        )  # the growth by so few readers is less than that of caches
         assert is_not_held_up(client, alone), f"{client.p99} s, {alone} s alone"
         for one in readers:
             one.close()
@@ -483,18 +488,18 @@ def _post(port: int, data: bytes, answers: list[bytes]) -> None:
         try:
             one.sendall(data)
         except ConnectionError:
-            pass  # it was refused before it was sent; the answer is there to be read
+            pass  # it was refused before it was sent completely; the response can be read
         answers.append(_received(one)[:12])
 
 
 @contextmanager
 def _at_once(running: Gateway, bodies: list[bytes]) -> Iterator[list[bytes]]:
-    """Send all of them at the same time; ``answers`` fill while the block runs, and are whole behind it."""
-    answers: list[bytes] = []
-    threads = [threading.Thread(target=_post, args=(running.data, body, answers)) for body in bodies]
+    """Send all bodies at the same time. The yielded list fills during the block and is complete after it."""
+    status_lines: list[bytes] = []
+    threads = [threading.Thread(target=_post, args=(running.data, body, status_lines)) for body in bodies]
     for each in threads:
         each.start()
-    yield answers
+    yield status_lines
     for each in threads:
         each.join()
 
@@ -513,12 +518,12 @@ def test_many_large_bodies_at_once_cost_bounded_memory(tmp_path: Path, framing: 
         running = stack.enter_context(serving(tmp_path, beside, body_limit=f"{limit}B", body_memory=f"{budget}B"))
         process = worker(running)
         before = most = process.memory_info().rss
-        with _at_once(running, [data] * count) as answers:
-            while len(answers) < count:
+        with _at_once(running, [data] * count) as status_lines:
+            while len(status_lines) < count:
                 most = max(most, process.memory_info().rss)
                 time.sleep(0.02)
-        growth, refused = most - before, answers.count(b"HTTP/1.1 503")
-        assert set(answers) <= {b"HTTP/1.1 200", b"HTTP/1.1 503"} and b"HTTP/1.1 200" in answers
+        growth, refused = most - before, status_lines.count(b"HTTP/1.1 503")
+        assert set(status_lines) <= {b"HTTP/1.1 200", b"HTTP/1.1 503"} and b"HTTP/1.1 200" in status_lines
         assert growth < 4 * budget + 32 * MiB, f"{growth / MiB:.0f} MiB"
         wait_for(lambda: in_flight(running, "beside") == 0)
         with _at_once(running, [data]) as alone:
@@ -532,28 +537,28 @@ def test_many_large_bodies_at_once_cost_bounded_memory(tmp_path: Path, framing: 
 
 
 @pytest.mark.row(11)
-def test_a_body_beyond_the_limit(tmp_path: Path, measured: Callable[[str], None]) -> None:
+def test_a_body_above_the_limit(tmp_path: Path, measured: Callable[[str], None]) -> None:
     limit = 100_000
     head = request(b"")[:-4].replace(b"content-length: 0", b"transfer-encoding: chunked") + b"\r\n\r\n"
     with started(tmp_path, body_limit=f"{limit}B") as running:
         for data in (request(b"a" * (limit + 1)), head + b"%x\r\n%b\r\n0\r\n\r\n" % (limit + 1, b"a" * (limit + 1))):
-            answers: list[bytes] = []
-            _post(running.data, data, answers)
-            assert answers == [b"HTTP/1.1 413"]
-        answers = []
-        _post(running.data, request(b"a" * limit), answers)
-        assert answers == [b"HTTP/1.1 400"], "a body of exactly the limit is read"
+            status_lines: list[bytes] = []
+            _post(running.data, data, status_lines)
+            assert status_lines == [b"HTTP/1.1 413"]
+        status_lines = []
+        _post(running.data, request(b"a" * limit), status_lines)
+        assert status_lines == [b"HTTP/1.1 400"], "a body of exactly the limit is read"
     measured("limit + 1, sized and chunked: 413")
 
 
 @pytest.mark.row(28)
 @pytest.mark.timeout(400)
-def test_no_descriptor_is_left(tmp_path: Path, measured: Callable[[str], None]) -> None:
+def test_all_descriptors_are_used_up(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with started(tmp_path, headers_timeout="600s") as running:
         process = worker(running)
         before = process.num_fds()
         assert running.ask().status_code == 200
-        wait_for(lambda: process.num_fds() <= before)  # the client has gone, and the idle connection to the server
+        wait_for(lambda: process.num_fds() <= before)  # the client's connection and the idle connection to the server are closed
         most = before + 40
         process.rlimit(resource.RLIMIT_NOFILE, (most, most))
         with ExitStack() as stack:
@@ -566,12 +571,12 @@ def test_no_descriptor_is_left(tmp_path: Path, measured: Callable[[str], None]) 
             assert held[-1].recv(12) == b"HTTP/1.1 200"
             assert faults(running, "evicted") >= 100 and process.num_fds() < most
         wait_for(lambda: process.num_fds() < most, 120)
-        wait_for(lambda: _answered(running), 120)
+        wait_for(lambda: _serves(running), 120)
         assert running.workers() == {0: process.pid}, "the worker has not been replaced"
     measured("descriptors used up by idle connections without a key: the oldest are closed, and every request is served")
 
 
-def _answered(running: Gateway) -> bool:
+def _serves(running: Gateway) -> bool:
     try:
         return running.ask().status_code == 200
     except httpx2.TransportError:
@@ -580,7 +585,7 @@ def _answered(running: Gateway) -> bool:
 
 @pytest.mark.row(28)
 def test_the_disk_of_the_access_log_is_full(tmp_path: Path, measured: Callable[[str], None]) -> None:
-    """The log itself is what is broken, so records are those of the metrics alone."""
+    """The log cannot be written, so only metrics are checked."""
     (tmp_path / "stdout").symlink_to("/dev/full")
     with gateway(tmp_path, configuration(QUICK)) as running:
         with whole(running, written=False):
@@ -598,7 +603,7 @@ def test_the_disk_of_the_access_log_is_full(tmp_path: Path, measured: Callable[[
 
 @pytest.mark.row(28)
 def test_the_clock_jumps(tmp_path: Path, measured: Callable[[str], None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The wall clock, as a false NTP server would set it: the monotonic one goes on."""
+    """The wall clock jumps, as a wrong NTP server would set it. The monotonic clock continues."""
     library = next(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"), None)
     if library is None:
         pytest.skip("libfaketime is not installed (Debian: faketime)")
@@ -626,15 +631,15 @@ def test_the_clock_jumps(tmp_path: Path, measured: Callable[[str], None], monkey
             wait_for(lambda: _day(running) not in days)
             days.add(_day(running))
         source.enough.set()
-        told = ended(streams, 60)
-        assert sorted(each.count(HELLO) for each in told) == sorted(source.sent) and len(told) == len(source.sent)
-        assert all(each.endswith(DONE + b"\r\n0\r\n\r\n") for each in told)
+        received = ended(streams, 60)
+        assert sorted(each.count(HELLO) for each in received) == sorted(source.sent) and len(received) == len(source.sent)
+        assert all(each.endswith(DONE + b"\r\n0\r\n\r\n") for each in received)
         assert in_flight(running, "beside") == 0 and running.workers() and "exited unexpectedly" not in running.said
     measured("clock moved two days forward and back: 10 of 10 streams whole, every request served")
 
 
 def _day(running: Gateway) -> str:
-    """The day that an answer was given on, as the gateway has it."""
-    answer = running.ask(model="beside")
-    assert answer.status_code == 200
-    return answer.headers["date"][:16]
+    """Return the day in the ``Date`` header of a response of the gateway."""
+    response = running.ask(model="beside")
+    assert response.status_code == 200
+    return response.headers["date"][:16]

@@ -1,4 +1,4 @@
-"""Streams that are cut: no client ever sees a part of an event, and every stream has an end that a client understands."""
+"""Truncated streams: a client never receives a partial event, and every stream has a valid end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upstream.http.deadlines import Timeouts
 
 EVENTS = (ROLE, HELLO, STOP)
 WIRE = STREAM_HEAD + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in EVENTS)
-"""What the server sends of a stream that it never ends."""
+"""The bytes of a stream that the server never finishes."""
 
 
 async def _three_events(talk: Conversation) -> None:
@@ -27,7 +27,7 @@ async def _three_events(talk: Conversation) -> None:
 
 @pytest.mark.row(2)
 @pytest.mark.parametrize("end", [End.CLOSE, End.RESET, End.HALF_CLOSE])
-async def test_a_cut_at_any_byte_leaves_whole_events(end: End, measured: Callable[[str], None]) -> None:
+async def test_a_cut_at_any_byte_leaves_complete_events(end: End, measured: Callable[[str], None]) -> None:
     cuts = range(1, len(WIRE) + 1)
     async with (
         scripted(_three_events) as server,
@@ -42,17 +42,17 @@ async def test_a_cut_at_any_byte_leaves_whole_events(end: End, measured: Callabl
 
 
 def _events_before(at: int) -> int:
-    """How many of the events are whole in the first ``at`` bytes of the wire."""
-    ends, place = [], len(STREAM_HEAD)
+    """Count the complete events in the first ``at`` bytes of ``WIRE``."""
+    event_ends, position = [], len(STREAM_HEAD)
     for event in EVENTS:
-        place += len(b"%x\r\n" % len(event)) + len(event)
-        ends.append(place)
-        place += 2
-    return sum(end <= at for end in ends)
+        position += len(b"%x\r\n" % len(event)) + len(event)
+        event_ends.append(position)
+        position += 2
+    return sum(end <= at for end in event_ends)
 
 
 def _check(reply: Reply, whole: int) -> None:
-    """Nothing was sent before the first event, so a status can still say it; afterwards the stream does."""
+    """Check the error: a 502 before the first event, since no status was sent yet; afterwards an error event."""
     if not whole:
         assert reply.status == 502 and reply.error["code"] == "upstream_disconnected"
         return
@@ -63,7 +63,7 @@ def _check(reply: Reply, whole: int) -> None:
 
 
 @pytest.mark.row(2)
-async def test_a_network_that_falls_silent_is_the_idle_deadline(measured: Callable[[str], None]) -> None:
+async def test_a_silent_network_hits_the_idle_timeout(measured: Callable[[str], None]) -> None:
     async with (
         scripted(_three_events) as server,
         chaos(server.port, Weather(cut_at=len(STREAM_HEAD) + 5, end=End.BLACK_HOLE)) as network,

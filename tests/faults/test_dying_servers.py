@@ -1,4 +1,4 @@
-"""Servers that are killed, frozen, or not there."""
+"""Servers that are killed, frozen or unreachable."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from upstream.http.deadlines import TICK, Timeouts
 
 STREAMS = 1_000 if FULL else 150
 WITHIN = 5.0 if FULL else 30.0
-"""Seconds in which every stream has to have ended; the smaller size shares its machine with others."""
-PATIENCE = 90.0
+"""Seconds in which every stream has to finish. The smaller size shares its machine with other tests."""
+TIMEOUT = 90.0
 QUICK = {"tokens": 12, "tokens_per_second": 0}
 SIMULATED = {"tokens": 600, "tokens_per_second": 2}
 
 
 class Stream:
-    """A client's stream: when its first event came and when it ended, in monotonic seconds."""
+    """The stream of a client. ``first`` is set by its first event; ``ended`` is its end in monotonic seconds."""
 
     def __init__(self, port: int, **fields: object) -> None:
         self._port = port
@@ -53,7 +53,7 @@ class Stream:
 
 
 async def _rest(one: Client, head: bytes, size: bytes) -> Reply:
-    """The rest of a chunked answer of which the head and the first size were read."""
+    """Read the rest of a chunked response. Its headers and its first chunk size have been read."""
     reply = Reply(int(head.split()[1]), {}, b"")
     try:
         while length := int(size, 16):
@@ -66,11 +66,11 @@ async def _rest(one: Client, head: bytes, size: bytes) -> Reply:
 
 
 def _valid(reply: Reply) -> bool:
-    """Whole events, the last of them the error, then [DONE]."""
+    """Check for complete events, with the error event as the last one, and then [DONE]."""
     *events, error, done, rest = reply.body.split(b"\n\n")
-    told = orjson.loads(error.removeprefix(b"data: ")).get("error", {})
+    error_fields = orjson.loads(error.removeprefix(b"data: ")).get("error", {})
     whole = all(orjson.loads(event.removeprefix(b"data: ")) for event in events)
-    return reply.whole and whole and (done, rest) == (DONE.strip(), b"") and told.get("code") == "upstream_disconnected"
+    return reply.whole and whole and (done, rest) == (DONE.strip(), b"") and error_fields.get("code") == "upstream_disconnected"
 
 
 @pytest.mark.row(1)
@@ -83,12 +83,12 @@ async def test_kill_the_server_under_many_streams(tmp_path: Path, measured: Call
             tasks = [asyncio.create_task(stream.run()) for stream in streams]
             begun = [asyncio.Event() for _ in range(4)]
             sdk = [asyncio.create_task(_with_the_sdk(one, each)) for each in begun]
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 await asyncio.gather(*(each.wait() for each in (*begun, *(stream.first for stream in streams))))
-            await until(lambda: one.metric('vllm_gateway_inflight_requests{model="tiny"}') == STREAMS + len(sdk), PATIENCE)
+            await until(lambda: one.metric('vllm_gateway_inflight_requests{model="tiny"}') == STREAMS + len(sdk), TIMEOUT)
             since = time.monotonic()
             os.kill(server, signal.SIGKILL)
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(TIMEOUT):
                 replies, errors = await asyncio.gather(*tasks), await asyncio.gather(*sdk)
             took = sorted(stream.ended - since for stream in streams)
             assert took[-1] < WITHIN
@@ -102,8 +102,8 @@ async def test_kill_the_server_under_many_streams(tmp_path: Path, measured: Call
 
 
 async def _with_the_sdk(one: Gateway, begun: asyncio.Event) -> Exception | None:
-    """What OpenAI's SDK raises at the end of a stream."""
-    async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key=KEY, max_retries=0, timeout=PATIENCE) as sdk:
+    """Return the exception that OpenAI's SDK raises at the end of a stream, or None."""
+    async with openai.AsyncOpenAI(base_url=f"{one.url}/v1", api_key=KEY, max_retries=0, timeout=TIMEOUT) as sdk:
         stream = await sdk.chat.completions.create(
             model="tiny", messages=[{"role": "user", "content": "Hello"}], stream=True, extra_body={"simulate": SIMULATED}
         )
@@ -125,23 +125,23 @@ DEATHS = {
 
 @pytest.mark.row(3)
 async def test_death_before_the_first_event(measured: Callable[[str], None]) -> None:
-    said, reset = [b""], [False]
+    sent, reset = [b""], [False]
 
     async def dies(talk: Conversation) -> None:
-        await talk.write(said[0])
+        await talk.write(sent[0])
         await asyncio.sleep(0.01)
         if reset[0]:
             talk.writer.transport.abort()
         else:
             talk.writer.close()
 
-    async def answers(talk: Conversation) -> None:
+    async def responds(talk: Conversation) -> None:
         await talk.respond(COMPLETION)
 
     cases = [(wire, stream, end) for wire in DEATHS.values() for stream in (False, True) for end in (False, True)]
-    async with scripted(dies) as server, scripted(answers) as other:
+    async with scripted(dies) as server, scripted(responds) as other:
         for wire, stream, end in cases:
-            said[0], reset[0] = wire, end
+            sent[0], reset[0] = wire, end
             async with unharmed([model(server.port)]) as served:
                 reply = await ask(served.port, request(chat(stream=stream)))
                 assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
@@ -163,19 +163,19 @@ async def test_a_frozen_server(measured: Callable[[str], None]) -> None:
         async with unharmed([model(server.port, timeouts=Timeouts(idle=idle, first_byte=idle))]) as served:
             stream = Stream(served.port, simulate=SIMULATED)
             task = asyncio.create_task(stream.run())
-            await asyncio.wait_for(stream.first.wait(), PATIENCE)
+            await asyncio.wait_for(stream.first.wait(), TIMEOUT)
             os.kill(server.process.pid, signal.SIGSTOP)
             try:
                 since = time.monotonic()
                 waiting = asyncio.create_task(ask(served.port, request(chat(seed=1))))
-                reply = await asyncio.wait_for(task, PATIENCE)
+                reply = await asyncio.wait_for(task, TIMEOUT)
                 took = stream.ended - since
-                late = await asyncio.wait_for(waiting, PATIENCE)
+                late = await asyncio.wait_for(waiting, TIMEOUT)
             finally:
                 os.kill(server.process.pid, signal.SIGCONT)
             assert b'"code":"upstream_timeout"' in reply.body and reply.body.endswith(DONE) and reply.whole
             assert (late.status, late.error["code"]) == (504, "upstream_timeout")
-            assert idle - 1 - TICK <= took < PATIENCE / 2, "the last event may have come a little before the freeze"
+            assert idle - 1 - TICK <= took < TIMEOUT / 2, "the last event may have come a little before the freeze"
             for _ in range(20):
                 after = await ask(served.port, request(chat(seed=7, simulate=QUICK)))
                 assert after.status == 200 and orjson.loads(after.body)["choices"] == wanted, "somebody else's bytes"
@@ -185,21 +185,21 @@ async def test_a_frozen_server(measured: Callable[[str], None]) -> None:
 
 @pytest.mark.row(5)
 @pytest.mark.timeout(120)
-async def test_nobody_there(measured: Callable[[str], None]) -> None:
-    async def answers(talk: Conversation) -> None:
+async def test_no_server_reachable(measured: Callable[[str], None]) -> None:
+    async def responds(talk: Conversation) -> None:
         await talk.respond(COMPLETION)
 
     async def timed(*ports: int) -> tuple[int, float]:
         async with unharmed([model(*ports, balance="round_robin")]) as served:
             since = time.monotonic()
-            reply = await asyncio.wait_for(ask(served.port, request()), PATIENCE)
+            reply = await asyncio.wait_for(ask(served.port, request()), TIMEOUT)
             took = time.monotonic() - since
             assert reply.status == 200 or reply.error["code"] == "upstream_unreachable"
             return reply.status, took
 
     with refusing() as refused, silent() as full:
-        async with scripted(answers) as server:
-            # A turn begins with the second server
+        async with scripted(responds) as server:
+            # Round robin starts with the second server
             cases = {"refused": (refused,), "refused, another": (server.port, refused),
                      "full": (full,), "full, another": (server.port, full)}  # fmt: skip
             seen = {name: await timed(*ports) for name, ports in cases.items()}
@@ -210,6 +210,6 @@ async def test_nobody_there(measured: Callable[[str], None]) -> None:
         "full": 502,
         "full, another": 200,
     }
-    bar = 2.1 + TICK if FULL else PATIENCE / 2
+    bar = 2.1 + TICK if FULL else TIMEOUT / 2
     assert all(took < bar for _, took in seen.values())
     measured("; ".join(f"{name}: {status} after {took:.2f} s" for name, (status, took) in seen.items()))

@@ -1,4 +1,6 @@
-"""The gateway is told to end, or killed: streams inside the grace are whole, the others are told, and nothing is orphaned."""
+"""The gateway is stopped or killed. Streams that finish within the drain time are complete; all others get an error event. No process
+is orphaned.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,21 @@ from tests.support.wire import DONE, Reply, ask, client, request
 
 STREAMS = 500 if FULL else 40
 RATE = 5.0 if FULL else 20.0
-"""Tokens per second of a stream: what one simulator can do for so many."""
+"""Tokens per second of a stream. One simulator can sustain this rate for all streams."""
 BACK = 2.0 if FULL else 30.0
-"""Seconds in which whoever was killed has to serve again; the smaller size shares its machine with others."""
+"""Seconds in which a killed process has to be replaced. The smaller size shares its machine with other tests."""
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
 def stream(seconds: float) -> bytes:
-    """A request for a stream that takes so long."""
+    """Return a request for a stream that takes ``seconds``."""
     simulate = {"tokens": round(seconds * RATE), "tokens_per_second": RATE}
     return request({"model": "sim/one", "messages": HELLO, "stream": True, "simulate": simulate})
 
 
 @asynccontextmanager
 async def started(one: Gateway, count: int, seconds: float) -> AsyncIterator[list[asyncio.Task[Reply]]]:
-    """So many streams, each of which has begun."""
+    """Open ``count`` streams and wait until each has started."""
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(client(one.data)) for _ in range(count)]
         streams = [asyncio.create_task(each.ask(stream(seconds))) for each in clients]
@@ -48,19 +50,19 @@ async def started(one: Gateway, count: int, seconds: float) -> AsyncIterator[lis
 
 
 def complete(reply: Reply) -> bool:
-    """A stream to its end, as the server gave it."""
+    """Whether a stream is complete and without an error."""
     return reply.status == 200 and reply.whole and reply.body.endswith(DONE) and b'"error"' not in reply.body
 
 
-def told(reply: Reply) -> bool:
-    """A stream that was broken off, and says so in whole events."""
+def truncated_by_drain(reply: Reply) -> bool:
+    """Whether a stream was truncated by the drain and ends with a complete error event."""
     last = b'"code":"draining"' in reply.body and reply.body.endswith(b"}\n\n" + DONE)
     return reply.status == 200 and reply.whole and last
 
 
 @pytest.mark.row(23)
 @pytest.mark.timeout(300)
-async def test_streams_inside_the_grace_are_whole(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_streams_within_the_drain_time_are_complete(tmp_path: Path, measured: Callable[[str], None]) -> None:
     config = configuration(launched(), workers=2, drain="2m")
     with gateway(tmp_path, config) as one, ended(one):
         async with started(one, STREAMS, 4.0) as streams:
@@ -73,32 +75,32 @@ async def test_streams_inside_the_grace_are_whole(tmp_path: Path, measured: Call
 
 @pytest.mark.row(23)
 @pytest.mark.timeout(300)
-async def test_streams_beyond_the_grace_get_the_error_frame(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_streams_beyond_the_drain_time_get_an_error_event(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with gateway(tmp_path, configuration(launched(), workers=2, drain="500ms")) as one, ended(one):
         async with started(one, STREAMS, 120.0) as streams:
             one.process.send_signal(signal.SIGTERM)
             replies = await asyncio.gather(*streams)
         assert await asyncio.to_thread(one.process.wait, 60) == 0
-    assert [reply for reply in replies if not told(reply)] == []
+    assert [reply for reply in replies if not truncated_by_drain(reply)] == []
     assert len(request_ids(one.log)) == STREAMS
     measured(f"SIGTERM under {STREAMS} streams beyond the drain time: each ends with the error event")
 
 
 @pytest.mark.row(23)
-async def test_while_it_lingers_requests_are_served_though_it_is_not_ready(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_requests_are_served_during_linger_although_readyz_fails(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with gateway(tmp_path, configuration(launched(), linger="8s", drain="30s")) as one, ended(one):
         one.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         await asyncio.to_thread(wait_for, lambda: one.get("/readyz").status_code == 503)
         served = 0
         while time.monotonic() - began < 1.5:
-            async with client(one.data) as kept:
+            async with client(one.data) as persistent:
                 for data in (request(path="/v1/models", method="GET"), request({"model": "sim/one", "messages": HELLO})):
                     reply = await ask(one.data, data)
                     assert (reply.status, reply.headers["connection"]) == (200, "close")
-                reply = await kept.ask(data)
+                reply = await persistent.ask(data)
                 assert (reply.status, reply.headers["connection"]) == (200, "close")
-                assert await kept.closed(), "so that whoever keeps connections turns away in time"
+                assert await persistent.closed(), "so that whoever keeps connections turns away in time"
                 served += 3
         assert await asyncio.to_thread(one.process.wait, 60) == 0
     assert time.monotonic() - began >= 8.0 and len(request_ids(one.log)) == served
@@ -107,30 +109,30 @@ async def test_while_it_lingers_requests_are_served_though_it_is_not_ready(tmp_p
 
 @pytest.mark.row(23)
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_whoever_is_let_in_is_served(tmp_path: Path, workers: int, measured: Callable[[str], None]) -> None:
-    """A load balancer sends a request again that met a closed port, but not one on a connection that was made and then reset."""
-    data, seen, over = request({"model": "sim/one", "messages": HELLO}), Counter[str](), asyncio.Event()
+async def test_every_accepted_connection_is_served(tmp_path: Path, workers: int, measured: Callable[[str], None]) -> None:
+    """A load balancer retries a request if the port is closed, but not if the connection was accepted and then reset."""
+    data, seen, stopped = request({"model": "sim/one", "messages": HELLO}), Counter[str](), asyncio.Event()
 
-    async def come_again(port: int) -> None:
-        while not over.is_set():
+    async def keep_sending(port: int) -> None:
+        while not stopped.is_set():
             seen[await outcome(port, data)] += 1
 
     config = configuration(launched("sim/one", **{"sim-tokens-per-second": 0}), workers=workers, drain="1m")
     with gateway(tmp_path, config) as one, ended(one):
         async with asyncio.TaskGroup() as group:
             for _ in range(30):
-                group.create_task(come_again(one.data))
+                group.create_task(keep_sending(one.data))
             await until(lambda: seen["200"] > 100, 60.0)
             one.process.send_signal(signal.SIGTERM)
             assert await asyncio.to_thread(one.process.wait, 60) == 0
-            over.set()
+            stopped.set()
     assert seen.keys() <= {"200", "refused"}, seen
     assert len(request_ids(one.log)) == seen["200"]
     measured(f"SIGTERM while clients connect all the time, {workers} workers: each of {seen['200']} accepted connections was served")
 
 
 async def outcome(port: int, data: bytes) -> str:
-    """Of a request on a connection of its own."""
+    """Send a request on a new connection and classify its outcome."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
     except ConnectionError:
@@ -146,7 +148,7 @@ async def outcome(port: int, data: bytes) -> str:
 
 
 @pytest.mark.row(23)
-async def test_who_has_connected_and_says_nothing_does_not_hold_it_up(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_a_silent_connection_does_not_delay_the_stop(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with gateway(tmp_path, configuration(launched(), drain="2m")) as one, ended(one):
         async with client(one.data) as silent, client(one.data) as slow:
             slow.send(request()[:20])
@@ -157,7 +159,7 @@ async def test_who_has_connected_and_says_nothing_does_not_hold_it_up(tmp_path: 
 
 
 def ports_of_clients(worker: int, port: int) -> set[int]:
-    """The other ends of a worker's connections on the data port."""
+    """Return the client ports of a worker's connections to the data port."""
     return {
         each.raddr.port
         for each in psutil.Process(worker).net_connections(kind="tcp")
@@ -167,19 +169,23 @@ def ports_of_clients(worker: int, port: int) -> set[int]:
 
 @pytest.mark.row(24)
 @pytest.mark.timeout(180)
-async def test_streams_of_other_workers_live_when_one_is_killed(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_streams_of_other_workers_continue_when_one_is_killed(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with gateway(tmp_path, configuration(soon_idle(launched()), workers=2)) as one:
-        async with whole(one):  # what the dead worker had under way has no record but the ledger's
+        async with whole(one):  # requests in flight of the killed worker are recorded only in the ledger
             before, servers = one.workers(), {each.pid for each in one.named("upstream.simulator")}
             async with AsyncExitStack() as stack:
                 replies = {}
-                while min(len(ports_of_clients(before[number], one.data)) for number in (0, 1)) < 4:  # who accepts is the kernel's choice
+                while (
+                    min(len(ports_of_clients(before[number], one.data)) for number in (0, 1)) < 4
+                ):  # the kernel chooses which worker accepts
                     each = await stack.enter_async_context(client(one.data))
                     replies[each.writer.get_extra_info("sockname")[1]] = asyncio.create_task(each.ask(stream(8.0)))
                     await asyncio.sleep(0)
                 await until(lambda: len(ports_of_clients(before[0], one.data) | ports_of_clients(before[1], one.data)) == len(replies))
                 others = ports_of_clients(before[1], one.data)
-                over = {port for port, reply in replies.items() if reply.done()}  # already, on a machine that had no time for us
+                finished = {
+                    port for port, reply in replies.items() if reply.done()
+                }  # these streams finished early, on a machine that was busy
                 began = time.monotonic()
                 os.kill(before[0], signal.SIGKILL)
                 await asyncio.to_thread(wait_for, lambda: one.workers().get(0) not in (None, before[0]))
@@ -187,7 +193,7 @@ async def test_streams_of_other_workers_live_when_one_is_killed(tmp_path: Path, 
                 restarted = time.monotonic() - began
                 await asyncio.wait(replies.values())
             assert all(complete(replies[port].result()) for port in others)
-            cut = [reply for port, reply in replies.items() if port not in others | over]
+            cut = [reply for port, reply in replies.items() if port not in others | finished]
             assert not any(reply.exception() is None and reply.result().whole for reply in cut)
             assert {each.pid for each in one.named("upstream.simulator")} == servers
             assert one.workers()[1] == before[1]
@@ -197,7 +203,7 @@ async def test_streams_of_other_workers_live_when_one_is_killed(tmp_path: Path, 
 
 @pytest.mark.row(24)
 @pytest.mark.timeout(180)
-async def test_a_killed_gateway_leaves_nothing_and_is_soon_back(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_a_killed_gateway_leaves_no_process_and_restarts_soon(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with reserved() as port, gateway(tmp_path, configuration(launched(), workers=2, port=port)) as one, ended(one):
         async with started(one, 10, 60.0) as streams:
             tree = one.tree()

@@ -1,4 +1,4 @@
-"""Errors that come inside an answer, and answers that end as if they were whole: told as what they are, and held against the server."""
+"""Errors inside a response, and aborted responses that look complete. Each is reported as an error and counted as a server failure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CASES: dict[int, tuple[int, str, str | None]] = {
     500: (500, "server_error", "server_error"),
     503: (503, "overloaded", "server_error"),
 }
-"""By the code in the event: status and code at the client, and the reason that is counted against the server."""
+"""By the code in the event: the status and error code for the client, and the reason of the counted server failure."""
 NAMED = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
@@ -37,18 +37,18 @@ def _event(code: int, message: str, path: str) -> bytes:
 
 @pytest.mark.row(30)
 async def test_an_error_as_the_first_event(measured: Callable[[str], None]) -> None:
-    said = [b""]
+    sent = [b""]
 
     async def script(talk: Conversation) -> None:
         await talk.begin_stream()
-        await talk.chunk(said[0])
+        await talk.chunk(sent[0])
         await talk.chunk(DONE)
         await talk.end_stream()
 
     async with scripted(script) as server, unharmed([model(server.port)]) as served:
         for path in NAMED:
             for code, (status, name, reason) in CASES.items():
-                said[0] = _event(code, "no", path)
+                sent[0] = _event(code, "no", path)
                 failures = served.value("server_failures_total", "tiny", "tiny#0", reason or "server_error")
                 counted = served.value("requests_total", "tiny", path, str(status))
                 reply = await ask(served.port, request(chat(stream=True, input="x", prompt=None), path))
@@ -61,7 +61,7 @@ async def test_an_error_as_the_first_event(measured: Callable[[str], None]) -> N
 @pytest.mark.row(30)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_dead_engine_is_passed_over(stream: bool) -> None:
-    """Its quick errors would make it the least busy server of all."""
+    """Without this, its quick errors would make it the least busy server."""
 
     async def dead(talk: Conversation) -> None:
         if stream:
@@ -72,10 +72,10 @@ async def test_a_dead_engine_is_passed_over(stream: bool) -> None:
             body = {"error": {"message": DEAD, "type": "InternalServerError", "param": None, "code": 500}}
             await talk.respond(orjson.dumps(body), "500 Internal Server Error")
 
-    async def lives(talk: Conversation) -> None:
+    async def responds(talk: Conversation) -> None:
         await talk.respond(COMPLETION)
 
-    async with scripted(dead) as a, scripted(lives) as b, unharmed([model(a.port, b.port)]) as served:
+    async with scripted(dead) as a, scripted(responds) as b, unharmed([model(a.port, b.port)]) as served:
         data = request(chat(stream=stream))
         failed, since = await _until_passed_over(served, data)
         assert failed == 3 == served.value("server_failures_total", "tiny", "tiny#0", "engine_dead")
@@ -94,7 +94,7 @@ def _is_passed_over(served: Served) -> bool:
 
 
 async def _until_passed_over(served: Served, data: bytes) -> tuple[int, float]:
-    """Ask until the first server is passed over: how many of the requests were errors of its own, and when the last one began."""
+    """Send requests until the first server is passed over. Return the number of its errors and the start of the last request."""
     failed = 0
     while not _is_passed_over(served):
         since = monotonic()
@@ -103,7 +103,7 @@ async def _until_passed_over(served: Served, data: bytes) -> tuple[int, float]:
 
 
 @pytest.mark.row(30)
-async def test_what_an_engine_stops_is_the_servers_failure() -> None:
+async def test_an_aborted_response_is_a_server_failure() -> None:
     async def aborts(talk: Conversation) -> None:
         end = b'"index":0,"finish_reason":"abort"}]}'
         if talk.request.json.get("stream"):

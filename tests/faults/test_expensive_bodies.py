@@ -1,4 +1,4 @@
-"""Ten clients send the most expensive bodies that are accepted, or refused late: another client's requests are answered all the same."""
+"""Ten clients send the most expensive bodies that are accepted or refused late. Requests of another client are still served in time."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from tests.support.wire import COMPLETION, ask, request
 CLIENTS = 10
 SECONDS = 30.0 if FULL else 6.0
 BOUND = 1.5
-"""Seconds to the first byte of another client's response, for 99 of 100 requests."""
+"""Seconds to the first byte of a response to another client, for 99 of 100 requests."""
 GENEROUS = 8
-"""How much slower than the machine of the figures a machine may be."""
+"""The factor by which a machine may be slower than the machine of the published figures."""
 
 ATTACK = """
 import socket, sys, threading, time
@@ -81,7 +81,7 @@ ATTACKS: Mapping[str, Callable[[], bytes]] = MappingProxyType(
 )
 
 
-async def _answer(talk: Conversation) -> None:
+async def _respond(talk: Conversation) -> None:
     await talk.respond(COMPLETION)
 
 
@@ -91,19 +91,19 @@ async def _answer(talk: Conversation) -> None:
 async def test_no_body_stalls_a_worker(name: str, tmp_path: Path, measured: Callable[[str], None]) -> None:
     data = tmp_path / "body"
     data.write_bytes(ATTACKS[name]())
-    async with nothing_left(), scripted(_answer) as server:
+    async with nothing_left(), scripted(_respond) as server:
         config = configuration({"id": MODEL, "servers": [{"url": f"http://127.0.0.1:{server.port}"}]}, workers=1)
         with gateway(tmp_path, config, ready=False) as served:
             await asyncio.to_thread(wait_for, lambda: served.get("/readyz").status_code == 200)
             before = served.workers()
-            words = (sys.executable, "-c", ATTACK, str(served.data), str(data), str(CLIENTS), str(SECONDS))
-            attack = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
-            told, times = asyncio.create_task(attack.communicate()), list[float]()
-            while not told.done():
+            arguments = (sys.executable, "-c", ATTACK, str(served.data), str(data), str(CLIENTS), str(SECONDS))
+            attack = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
+            output, times = asyncio.create_task(attack.communicate()), list[float]()
+            while not output.done():
                 began = monotonic()
                 assert (await ask(served.data, request())).status == 200
                 times.append(monotonic() - began)
-            sent = (await told)[0].decode().split()
+            sent = (await output)[0].decode().split()
             assert served.workers() == before, "the worker was replaced"
     late = sorted(times)[int(0.99 * (len(times) - 1))]
     measured(f"{name}: {sent[-1]} bodies from {CLIENTS} clients in {SECONDS:.0f} s; another client's "
@@ -114,10 +114,10 @@ async def test_no_body_stalls_a_worker(name: str, tmp_path: Path, measured: Call
 @pytest.mark.row(34)
 @pytest.mark.parametrize("name", [name for name in ATTACKS if "forms" not in name])
 async def test_no_iteration_of_the_event_loop_is_long(name: str, measured: Callable[[str], None]) -> None:
-    """In what it takes of the processor. The client has a thread of its own; the server of the test is in the same loop."""
+    """Measure CPU time. The client runs in a separate thread; the server of the test runs in the same event loop."""
     data, longest = ATTACKS[name](), 1e9
     limited = key(allowances=(Allowance("key team-a", Limits(tokens_per_minute=10**12)),))
-    async with scripted(_answer) as server, unharmed([model(server.port)], [limited]) as served:
+    async with scripted(_respond) as server, unharmed([model(server.port)], [limited]) as served:
         for _ in range(3):
             stop = asyncio.Event()
             watch = asyncio.create_task(longest_iteration(stop))

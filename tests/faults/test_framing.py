@@ -1,7 +1,7 @@
-"""Where one request ends and the next begins: what can be read in two ways is not read at all.
+"""Request framing: a request whose end is ambiguous is refused.
 
-The table's bytes go over real sockets, each with a second request behind it that a wrong reading would let through. The
-comparison with h11, an HTTP parser with another history, goes through the connection's own callbacks, thousands of times.
+The bytes of the table are sent over real sockets. Each is followed by a second request that a wrong parser would accept. The
+comparison with h11, an independent HTTP parser, calls the callbacks of the connection directly, thousands of times.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def sized(*lines: bytes, body: bytes = BODY) -> bytes:
 
 
 def chunked(size: bytes, *, behind: bytes = b"\r\n", last: bytes = b"0\r\n\r\n") -> bytes:
-    """A body of one chunk with this line for its size, without its CRLF."""
+    """Return a request with a body of one chunk. ``size`` is the size line without its CRLF."""
     return LINE + HOST + KEYED + CHUNKED + b"\r\n" + size + b"\r\n" + BODY + behind + last
 
 
@@ -116,12 +116,12 @@ AMBIGUOUS = {
 }
 
 
-async def answers(talk: Conversation) -> None:
+async def responds(talk: Conversation) -> None:
     await talk.respond(COMPLETION)
 
 
 async def _refused(port: int, data: bytes, status: int) -> None:
-    """One answer, with its error, and the end, although a good request stands behind it."""
+    """Check for one error response and a closed connection, although a valid request follows."""
     async with client(port) as one:
         one.send(data + request())
         reply = await one.reply()
@@ -131,8 +131,8 @@ async def _refused(port: int, data: bytes, status: int) -> None:
 
 
 @pytest.mark.row(13)
-async def test_what_can_be_read_in_two_ways_is_refused(measured: Callable[[str], None]) -> None:
-    async with scripted(answers) as server, unharmed([model(server.port)]) as served:
+async def test_ambiguous_framing_is_refused(measured: Callable[[str], None]) -> None:
+    async with scripted(responds) as server, unharmed([model(server.port)]) as served:
         await asyncio.gather(*(_refused(served.port, data, 400) for data in AMBIGUOUS.values()))
         assert server.requests == []
         assert served.value("client_faults_total", "malformed") == len(AMBIGUOUS)
@@ -144,10 +144,10 @@ async def test_what_can_be_read_in_two_ways_is_refused(measured: Callable[[str],
 
 
 async def _refused_behind(port: int, ahead: bytes, count: int, data: bytes, pause: float) -> None:
-    """The answers to those ahead, in their order, then one for these bytes, and the end."""
+    """Check for the responses to the requests ahead, in order, then one error response, and a closed connection."""
     async with client(port) as one:
         one.send(ahead)
-        await asyncio.sleep(pause)  # in one read, or in one of its own, while those ahead are under way
+        await asyncio.sleep(pause)  # in the same read, or in a separate one while the requests ahead are in flight
         one.send(data + request())
         statuses = [(await one.reply()).status for _ in range(count + 1)]
         assert statuses == [200] * count + [400], data[:300]
@@ -166,10 +166,10 @@ AHEAD = {
 @pytest.mark.row(13)
 @pytest.mark.parametrize("ahead", AHEAD)
 @pytest.mark.parametrize("pause", [0, 0.05])
-async def test_what_is_refused_waits_for_its_turn(ahead: str, pause: float, measured: Callable[[str], None]) -> None:
+async def test_a_refusal_follows_the_responses_ahead(ahead: str, pause: float, measured: Callable[[str], None]) -> None:
     async def slowly(talk: Conversation) -> None:
         await asyncio.sleep(0.1)
-        await answers(talk)
+        await responds(talk)
 
     requests, count = AHEAD[ahead]
     async with scripted(slowly) as server, unharmed([model(server.port)]) as served:
@@ -181,8 +181,8 @@ async def test_what_is_refused_waits_for_its_turn(ahead: str, pause: float, meas
 
 @pytest.mark.row(13)
 @pytest.mark.parametrize("pause", [0, 0.1])
-async def test_a_body_that_nobody_reads_goes_wrong(pause: float) -> None:
-    """The request has an answer already, or will have: no second one."""
+async def test_an_unread_body_is_malformed(pause: float) -> None:
+    """The request has a response or will get one. There is no second response."""
     head = (LINE + HOST + CHUNKED + b"\r\n").replace(b"/v1/chat/completions", b"/nowhere")
     async with unharmed([model(1)]) as served:
         for ahead in (b"", HEALTH):
@@ -206,10 +206,10 @@ async def test_a_body_that_nobody_reads_goes_wrong(pause: float) -> None:
     ids=["to be closed", "to be closed, of the other kind", "another protocol"],
 )
 @pytest.mark.parametrize("pause", [0, 0.05])
-async def test_nothing_is_said_of_what_comes_behind_the_last_request(last: bytes, pause: float) -> None:
+async def test_bytes_after_the_last_request_get_no_response(last: bytes, pause: float) -> None:
     async def slowly(talk: Conversation) -> None:
         await asyncio.sleep(0.1)
-        await answers(talk)
+        await responds(talk)
 
     async with scripted(slowly) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
         one.send(request() + last)
@@ -223,7 +223,7 @@ async def test_nothing_is_said_of_what_comes_behind_the_last_request(last: bytes
 
 @pytest.mark.row(13)
 @pytest.mark.parametrize("kind", ["HTTP", "body"])
-async def test_leaving_is_seen_while_a_refusal_waits(kind: str) -> None:
+async def test_a_disconnect_is_noticed_while_a_refusal_waits(kind: str) -> None:
     async def never(talk: Conversation) -> None:
         await talk.closed_by_peer()
 
@@ -237,9 +237,9 @@ async def test_leaving_is_seen_while_a_refusal_waits(kind: str) -> None:
 
 
 @pytest.mark.row(13)
-async def test_framing_without_end_is_refused(measured: Callable[[str], None]) -> None:
-    """A chunk of one byte may have an extension of any length; many of them would be work without end."""
-    async with scripted(answers) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
+async def test_endless_framing_is_refused(measured: Callable[[str], None]) -> None:
+    """A chunk of one byte may have an extension of any length. Many such chunks would be unbounded work."""
+    async with scripted(responds) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
         one.send(LINE + HOST + KEYED + CHUNKED + b"\r\n")
         refused = asyncio.create_task(one.reply())
         sent = 0
@@ -253,10 +253,10 @@ async def test_framing_without_end_is_refused(measured: Callable[[str], None]) -
 
 
 @pytest.mark.row(13)
-async def test_chunks_of_a_byte_are_a_body_too() -> None:
+async def test_a_body_in_chunks_of_one_byte_is_accepted() -> None:
     body = orjson.dumps(chat(user="u" * 30_000))
     data = sized(CHUNKED, body=b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n")
-    async with scripted(answers) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(responds) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
         for at in range(0, len(data), 50_000):
             one.send(data[at : at + 50_000])
             await asyncio.sleep(0.005)
@@ -265,17 +265,17 @@ async def test_chunks_of_a_byte_are_a_body_too() -> None:
 
 
 @pytest.mark.row(12)
-async def test_heads_without_measure(measured: Callable[[str], None]) -> None:
-    heads = {
+async def test_oversized_headers_are_refused(measured: Callable[[str], None]) -> None:
+    oversized = {
         "a header of 64 KiB": request(extra=("x: " + "a" * MAX_HEAD,)),
         "1,000 headers": request(extra=("x: y",) * 1000),
         "a path of 64 KiB": request(path="/" + "a" * MAX_HEAD),
         "a name of 64 KiB": request(extra=("a" * MAX_HEAD + ": x",)),
     }
-    async with scripted(answers) as server, unharmed([model(server.port)]) as served:
-        await asyncio.gather(*(_refused(served.port, data, 431) for data in heads.values()))
+    async with scripted(responds) as server, unharmed([model(server.port)]) as served:
+        await asyncio.gather(*(_refused(served.port, data, 431) for data in oversized.values()))
         assert server.requests == []
-    measured(f"{', '.join(heads)}: 431")
+    measured(f"{', '.join(oversized)}: 431")
 
 
 TRAILER = b"x: " + b"a" * 69_000 + b"\r\n"
@@ -284,10 +284,10 @@ TRAILER = b"x: " + b"a" * 69_000 + b"\r\n"
 @pytest.mark.row(12)
 @pytest.mark.parametrize("path", [b"/v1/chat/completions", b"/nowhere"])
 @pytest.mark.parametrize("cut", [1, 30_000, 10**6])
-async def test_trailers_without_measure(path: bytes, cut: int) -> None:
-    """However the network cuts them, and whatever is sent behind."""
+async def test_oversized_trailers_are_refused(path: bytes, cut: int) -> None:
+    """The result does not depend on how the network cuts them or on the bytes that follow."""
     data = chunked(SIZE, last=b"0\r\n" + TRAILER + b"\r\n").replace(b"/v1/chat/completions", path)
-    async with scripted(answers) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(responds) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
         split = data.index(TRAILER) + cut
         one.send(data[:split])
         if split < len(data):
@@ -300,7 +300,7 @@ async def test_trailers_without_measure(path: bytes, cut: int) -> None:
 
 
 @pytest.mark.row(12)
-async def test_a_head_that_never_ends_is_not_gathered() -> None:
+async def test_endless_headers_are_not_buffered() -> None:
     async def pour(one: Client) -> None:
         while True:
             one.send(b"x: " + b"a" * 1000 + b"\r\n")
@@ -315,14 +315,14 @@ async def test_a_head_that_never_ends_is_not_gathered() -> None:
 
 
 @pytest.mark.row(13)
-async def test_a_request_line_is_read_alike_wherever_it_is_cut() -> None:
-    """Requests sent ahead, whose bodies have lines in them that look like request lines."""
+async def test_a_request_line_is_parsed_alike_wherever_it_is_cut() -> None:
+    """The pipelined requests have bodies with lines that look like request lines."""
     text = orjson.dumps(chat(user="POST  /v1/chat/completions HTTP/1.1\r\n"), option=orjson.OPT_INDENT_2)
     text = text.replace(b"{", b"{\n\nPOST  / HTTP/1.1\r\n".replace(b"POST  / HTTP/1.1", b" "), 1)
     good = request(text) + sized(CHUNKED, body=b"%x\r\n%b\r\n0\r\nx: a HTTP/1.1 b\r\n\r\n" % (len(text), text)) + b"\r\n" + request(text)
     bad = sized(LENGTH).replace(b" HTTP", b"  HTTP", 1)
     data = good + bad
-    async with scripted(answers) as server, unharmed([model(server.port)]) as served:
+    async with scripted(responds) as server, unharmed([model(server.port)]) as served:
         for at in (
             0,
             10,
@@ -343,7 +343,7 @@ async def test_a_request_line_is_read_alike_wherever_it_is_cut() -> None:
     assert len(server.requests) == 30
 
 
-# Beside another parser
+# Comparison with another parser
 
 
 class Bodies:
@@ -386,7 +386,7 @@ async def taken_by_the_gateway(bodies: tuple[Worker, Bodies], data: bytes, piece
     at = 0
     for size in [*pieces, len(data)]:
         connection.data_received(data[at : at + size])
-        await asyncio.sleep(0)  # the next of those that were sent ahead begins in a turn of its own
+        await asyncio.sleep(0)  # the next pipelined request starts in a new event-loop iteration
         at += size
     for _ in range(4):
         await asyncio.sleep(0)
@@ -395,7 +395,7 @@ async def taken_by_the_gateway(bodies: tuple[Worker, Bodies], data: bytes, piece
 
 
 def taken_by_h11(data: bytes) -> list[bytes]:
-    """The bodies that it reads, up to what it does not accept."""
+    """Return the bodies that h11 reads, up to the first request that it does not accept."""
     bodies: list[bytes] = []
     while data := data.lstrip(b"\r\n"):  # blank lines between requests are skipped (RFC 9112, section 2.2)
         connection, body = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20), b""
@@ -413,7 +413,7 @@ def taken_by_h11(data: bytes) -> list[bytes]:
     return bodies
 
 
-FIXED = LINE + HOST + KEYED  # left alone: h11 is stricter in some of it, and the gateway in some
+FIXED = LINE + HOST + KEYED  # never changed: h11 and the gateway differ in how strict they are about it
 HEADERS = st.sampled_from([b"", b"x: y\r\n", b"upgrade: h2c\r\nconnection: upgrade\r\n", b"accept: */*\r\naccept: b\r\n"])
 BODIES = st.sampled_from([b"{}", b"0\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", LINE + HOST + KEYED + b"content-length: 2\r\n\r\n{}", b"a" * 300])
 SPLINTERS = st.sampled_from(
@@ -424,7 +424,7 @@ SPLINTERS = st.sampled_from(
 
 @st.composite
 def parts(draw: st.DrawFn) -> tuple[bytes, bytes]:
-    """A request, in two parts: its beginning, which is left alone, and what may be changed."""
+    """Draw a request in two parts: a start that is never changed, and a rest that may be changed."""
     body, more = draw(BODIES), draw(HEADERS)
     if draw(st.booleans()):
         return FIXED, more + b"content-length: %d\r\n\r\n%b" % (len(body), body)
@@ -434,8 +434,8 @@ def parts(draw: st.DrawFn) -> tuple[bytes, bytes]:
 
 
 def _changed(data: bytes, at: float, cut: int, splinter: bytes) -> bytes:
-    place = int(at * len(data))
-    return data[:place] + splinter + data[place + cut :]
+    position = int(at * len(data))
+    return data[:position] + splinter + data[position + cut :]
 
 
 CHANGES = st.lists(st.tuples(st.integers(0, 2), st.floats(0, 1), st.integers(0, 3), SPLINTERS), max_size=3)
@@ -454,7 +454,7 @@ PIECES = st.lists(st.integers(1, 400), max_size=6)
     changes=[(0, 0.0, 0, b"connection: close\r\n")],
     pieces=[335],
 )
-def test_nothing_is_dispatched_that_another_parser_does_not_read(
+def test_h11_reads_every_dispatched_request(
     runner: asyncio.Runner,
     bodies: tuple[Worker, Bodies],
     requests: list[tuple[bytes, bytes]],
@@ -465,7 +465,7 @@ def test_nothing_is_dispatched_that_another_parser_does_not_read(
     for number, at, cut, splinter in changes:
         if number < len(whole):
             whole[number] = (whole[number][0], _changed(whole[number][1], at, cut, splinter))
-    data = b"".join(beginning + rest for beginning, rest in whole)
+    data = b"".join(fixed + rest for fixed, rest in whole)
     expected, taken = taken_by_h11(data), runner.run(taken_by_the_gateway(bodies, data, pieces))
     assert taken == expected[: len(taken)]
     if not changes:

@@ -1,4 +1,4 @@
-"""Servers that send what no server should: memory stays bounded, the client gets a 502 or a stream's error, the next one is served."""
+"""Hostile servers: memory stays bounded, the client gets a 502 or an error event, and the next request is served."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ JSON_HEAD = OK + b"content-type: application/json\r\n"
 ERROR = b"HTTP/1.1 500 Internal Server Error\r\ncontent-type: application/json\r\n"
 CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
 FLOOD = (1 << 30) if FULL else (96 << 20)
-"""Bytes of what never ends."""
+"""Bytes of an endless response."""
 GROWTH = 48 << 20
-"""Bytes by which the process may grow meanwhile: what sockets, server and gateway hold, and what the allocator keeps."""
+"""Bytes by which the process may grow meanwhile: buffers of the sockets, the server and the gateway, and free memory of the allocator."""
 PIECE = b"x" * 65536
 
 
 def says(*pieces: bytes) -> Script:
-    """A server that says this and leaves."""
+    """Return the script of a server that sends these pieces and closes the connection."""
 
     async def script(talk: Conversation) -> None:
         for piece in pieces:
@@ -41,7 +41,7 @@ def says(*pieces: bytes) -> Script:
 
 
 def floods(beginning: bytes, piece: bytes) -> Callable[[list[int]], Script]:
-    """A server that says this without end, as far as it is let; it notes how much."""
+    """Return a factory of scripts that send ``piece`` until the gateway disconnects. ``sent`` counts the bytes."""
 
     def make(sent: list[int]) -> Script:
         async def script(talk: Conversation) -> None:
@@ -56,7 +56,7 @@ def floods(beginning: bytes, piece: bytes) -> Callable[[list[int]], Script]:
     return make
 
 
-ANSWERS: dict[str, bytes] = {
+RESPONSES: dict[str, bytes] = {
     "not HTTP": b"SSH-2.0-OpenSSH_9.2\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "a status that is none": b"HTTP/1.1 2000 OK\r\ncontent-length: 2\r\n\r\n{}",
@@ -98,7 +98,7 @@ STREAM = OK + b"content-type: text/event-stream\r\n" + CHUNKED
 
 
 async def _watched(served: Served, ask_for: Callable[[], Awaitable[Reply]]) -> tuple[Reply, int]:
-    """The answer, and by how much the process was larger at most."""
+    """Return the reply and the largest growth of the process."""
     process = psutil.Process()
     before = most = process.memory_info().rss
     task = asyncio.ensure_future(ask_for())
@@ -110,28 +110,28 @@ async def _watched(served: Served, ask_for: Callable[[], Awaitable[Reply]]) -> t
 
 
 @pytest.mark.row(29)
-async def test_answers_that_are_none(measured: Callable[[str], None]) -> None:
-    said: list[bytes] = [b""]
+async def test_malformed_responses(measured: Callable[[str], None]) -> None:
+    sent: list[bytes] = [b""]
 
     async def script(talk: Conversation) -> None:
-        await says(said[0])(talk)
+        await says(sent[0])(talk)
 
     async with scripted(script) as server, unharmed([model(server.port)]) as served:
-        for name, wire in ANSWERS.items():
-            said[0] = wire
+        for name, wire in RESPONSES.items():
+            sent[0] = wire
             for stream in (False, True):
                 reply = await asyncio.wait_for(ask(served.port, request(chat(stream=stream))), 20)
-                told = reply.status == 502 and reply.error["code"] == "upstream_disconnected"
-                assert told or (reply.status == 200 and not reply.whole), f"{name}: {reply}"
+                reported = reply.status == 502 and reply.error["code"] == "upstream_disconnected"
+                assert reported or (reply.status == 200 and not reply.whole), f"{name}: {reply}"
                 assert "set-cookie" not in reply.headers
-        said[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b" % (len(COMPLETION), COMPLETION)
+        sent[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b" % (len(COMPLETION), COMPLETION)
         assert (await ask(served.port, request())).body == COMPLETION
-    measured(f"{len(ANSWERS)} malformed responses: each a 502, or truncated if the response had started")
+    measured(f"{len(RESPONSES)} malformed responses: each a 502, or truncated if the response had started")
 
 
 @pytest.mark.row(29)
 @pytest.mark.parametrize("name", FLOODS)
-async def test_heads_without_end(name: str) -> None:
+async def test_endless_headers(name: str) -> None:
     sent = [0]
     async with scripted(FLOODS[name](sent)) as server, unharmed([model(server.port)]) as served:
         reply, grown = await _watched(served, lambda: asyncio.wait_for(ask(served.port, request()), 60))
@@ -142,7 +142,7 @@ async def test_heads_without_end(name: str) -> None:
 
 @pytest.mark.row(29)
 @pytest.mark.parametrize("value", [b"9" * 100_000, b"1" * 6, b"-5", b"soon"])
-async def test_a_retry_after_of_no_sense_is_not_passed_on(value: bytes) -> None:
+async def test_an_invalid_retry_after_is_not_forwarded(value: bytes) -> None:
     head = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: %b\r\ncontent-length: 0\r\n\r\n" % value
     async with scripted(says(head)) as server, unharmed([model(server.port)]) as served:
         reply = await ask(served.port, request())
@@ -159,7 +159,7 @@ async def test_an_error_event_of_text_is_bounded() -> None:
 
 @pytest.mark.row(29)
 @pytest.mark.parametrize("begun", [False, True])
-async def test_an_event_without_end(begun: bool, measured: Callable[[str], None]) -> None:
+async def test_an_endless_event(begun: bool, measured: Callable[[str], None]) -> None:
     sent = [0]
     first = b"%x\r\n%b\r\n" % (len(ROLE), ROLE) if begun else b""
     flood = floods(STREAM + first + b"6\r\ndata: \r\n", b"10000\r\n" + PIECE + b"\r\n")
@@ -176,7 +176,7 @@ async def test_an_event_without_end(begun: bool, measured: Callable[[str], None]
 
 @pytest.mark.row(29)
 @pytest.mark.parametrize("framing", [b"content-length: 99999999999\r\n\r\n", CHUNKED, b"\r\n"])
-async def test_an_error_without_end_is_cut(framing: bytes) -> None:
+async def test_an_endless_error_is_cut(framing: bytes) -> None:
     sent = [0]
     piece = b"10000\r\n" + PIECE + b"\r\n" if framing == CHUNKED else PIECE
     async with scripted(floods(ERROR + framing, piece)(sent)) as server, unharmed([model(server.port)]) as served:
@@ -204,23 +204,23 @@ async def test_an_error_that_trickles_is_cut(measured: Callable[[str], None]) ->
 
 
 @pytest.mark.row(29)
-async def test_lengths_that_lie() -> None:
-    """Too long a promise is cut; what is beyond a short one makes the connection useless, and never the next one's answer."""
-    said: list[bytes] = [b""]
+async def test_wrong_content_lengths() -> None:
+    """A response shorter than its length is truncated. Bytes beyond the length close the connection and never reach the next request."""
+    sent: list[bytes] = [b""]
 
     async def script(talk: Conversation) -> None:
-        await talk.write(said[0])
-        if b"999" in said[0]:
+        await talk.write(sent[0])
+        if b"999" in sent[0]:
             talk.writer.close()
 
     async with scripted(script) as server, unharmed([model(server.port)]) as served:
-        said[0] = JSON_HEAD + b"content-length: 999\r\n\r\n{}"
+        sent[0] = JSON_HEAD + b"content-length: 999\r\n\r\n{}"
         reply = await ask(served.port, request())
         assert (reply.status, reply.whole) == (200, False) or reply.status == 502
         poison = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\npoison"
-        said[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b%b" % (len(COMPLETION), COMPLETION, poison)
+        sent[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b%b" % (len(COMPLETION), COMPLETION, poison)
         for _ in range(20):
             reply = await ask(served.port, request())
             assert b"poison" not in reply.body and reply.status in (200, 502)
-        said[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b" % (len(COMPLETION), COMPLETION)
+        sent[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b" % (len(COMPLETION), COMPLETION)
         assert (await ask(served.port, request())).body == COMPLETION

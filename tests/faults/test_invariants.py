@@ -1,4 +1,4 @@
-"""That the invariants of a whole gateway are seen to be broken."""
+"""The checks of a gateway of several processes detect broken invariants."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from tests.support.wire import chat, request
 MODEL = "sim/one"
 SLOWLY = {"tokens": 1000, "tokens_per_second": 5}
 WITHIN = 4.0
-"""Seconds for what will not come, and for what is looked at before it, and comes, on a busy machine too."""
+"""Seconds to wait for a state that is never reached. It suffices for the states that are checked before, on a busy machine too."""
 Harm = Callable[[Gateway, ExitStack], object]
 
 
 def _connections(one: Gateway, stack: ExitStack) -> None:
-    """More than could end of their own meanwhile, as a probe's may that was open when the block began."""
+    """Leave more connections open than could close meanwhile. A probe that was open when the block started may close."""
     for _ in range(8):
         _connection(one, stack)
 
 
 def _connection(one: Gateway, stack: ExitStack) -> socket.socket:
-    """That stays open until the stack ends; it has been accepted."""
+    """Return an accepted connection that stays open until the stack is closed."""
     made = stack.enter_context(socket.create_connection(("127.0.0.1", one.data), 30))
     made.sendall(request(b"", "/health", method="GET"))
     assert made.recv(12) == b"HTTP/1.1 200"
@@ -42,7 +42,7 @@ def _stream(one: Gateway, stack: ExitStack) -> None:
 
 
 def _line_twice(one: Gateway, _: ExitStack) -> None:
-    """As a worker would write it that settles a request again."""
+    """Write a line of the log again, as a worker that settled a request twice."""
     assert one.ask().status_code == 200
     wait_for(lambda: one.log.endswith("\n"))
     with open(one.folder / "stdout", "a") as log:
@@ -57,17 +57,17 @@ def _kill(one: Gateway) -> None:
 BROKEN: dict[str, Harm] = {"more descriptors than before": _connections, "in flight": _stream, "recorded twice": _line_twice}
 
 
-def test_what_a_row_leaves_is_seen(tmp_path: Path) -> None:
+def test_broken_invariants_are_detected(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(soon_idle(launched(MODEL)))) as one:
         with whole(one):
             assert one.ask().status_code == 200
         assert len(request_ids(one.log)) == 1
-        for said, harm in BROKEN.items():
-            with ExitStack() as stack, pytest.raises(AssertionError, match=said), whole(one, within=WITHIN):
+        for message, harm in BROKEN.items():
+            with ExitStack() as stack, pytest.raises(AssertionError, match=message), whole(one, within=WITHIN):
                 harm(one, stack)
 
 
-def test_a_line_that_was_not_written_is_seen(tmp_path: Path) -> None:
+def test_a_missing_line_is_detected(tmp_path: Path) -> None:
     (tmp_path / "stdout").symlink_to("/dev/null")
     with gateway(tmp_path, configuration(soon_idle(launched(MODEL)))) as one:
         with pytest.raises(AssertionError, match="not in the log once: 1"), whole(one, within=WITHIN):
@@ -76,7 +76,7 @@ def test_a_line_that_was_not_written_is_seen(tmp_path: Path) -> None:
             assert one.ask().status_code == 200
 
 
-def test_a_process_that_outlives_its_gateway_is_seen(tmp_path: Path) -> None:
+def test_a_process_that_outlives_its_gateway_is_detected(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(soon_idle(launched(MODEL)))) as one:
         (shim,) = (each for each in psutil.Process(one.process.pid).children() if "upstream.launcher.shim" in " ".join(each.cmdline()))
         with ended(one):

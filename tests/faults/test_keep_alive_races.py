@@ -1,4 +1,4 @@
-"""Requests that meet a server in the moment in which it closes a connection that it takes for idle."""
+"""Requests that reach a server at the moment at which it closes their idle connection."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tests.support.wire import Client, chat, client, request
 POSTS = 100_000 if FULL else 3_000
 CLIENTS = 24
 IDLE = 0.02
-"""Seconds: about how long the server keeps an idle connection, and clients wait between two requests."""
+"""Seconds, on average, after which the server closes an idle connection, and for which clients wait between two requests."""
 
 
 class Closing(asyncio.Protocol):
-    """A server's connection. It closes when it was idle for a random while, now and then as a request arrives, which it does not read."""
+    """A connection of the server. It closes after a random idle time. In some cases it closes as a request arrives, without reading it."""
 
     def __init__(self, ran: Counter[int], closed: Counter[str], dice: random.Random) -> None:
         self._ran, self._closed, self._dice = ran, closed, dice
@@ -38,7 +38,7 @@ class Closing(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            if self._dice.random() < 0.1:  # its limit was over, a moment before
+            if self._dice.random() < 0.1:  # its idle timeout expired a moment before
                 self._close("as a request came")
                 return
         self._held += data
@@ -52,7 +52,7 @@ class Closing(asyncio.Protocol):
 
     def _close(self, why: str) -> None:
         self._closed[why] += 1
-        self._transport.abort()  # as RST where a request is on its way
+        self._transport.abort()  # sends RST if a request is on its way
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._timer is not None:
@@ -61,7 +61,7 @@ class Closing(asyncio.Protocol):
 
 @contextmanager
 def closing_server(ran: Counter[int], closed: Counter[str]) -> Iterator[int]:
-    """In a thread of its own, so that its closing and the gateway's sending really cross."""
+    """Run the server in a separate thread, so that it closes connections while the gateway sends requests."""
     dice, ports, done = random.Random(6), asyncio.Queue[int](), threading.Event()
     started = threading.Event()
 
@@ -85,7 +85,7 @@ def closing_server(ran: Counter[int], closed: Counter[str]) -> Iterator[int]:
 
 @pytest.mark.row(6)
 @pytest.mark.timeout(1200)
-async def test_every_request_is_answered_and_runs_once(measured: Callable[[str], None]) -> None:
+async def test_every_request_succeeds_and_runs_once(measured: Callable[[str], None]) -> None:
     ran, closed, numbers, dice = Counter[int](), Counter[str](), iter(range(POSTS)), random.Random(66)
     statuses = Counter[int]()
 

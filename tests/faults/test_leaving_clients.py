@@ -1,4 +1,4 @@
-"""Clients that leave, thousands of them, in whatever state: their requests end at the server, and nothing stays behind."""
+"""Thousands of clients disconnect, in every state. Their requests end at the server, and nothing is left."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.wire import COMPLETION, HELLO, ROLE, Client, chat, client, re
 from upstream.balancing.server import Condition
 from upstream.http.deadlines import Timeouts
 
-LEAVING = 10_000 if FULL else 600
+DISCONNECTING = 10_000 if FULL else 600
 AT_ONCE = 16
 STREAM = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 STATES: dict[str, bytes] = {
@@ -35,18 +35,18 @@ STATES: dict[str, bytes] = {
     "in half an event": STREAM + b"%x\r\n%b" % (len(ROLE), ROLE[:-9]),
     "in a plain answer": b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{",
 }
-"""What the server has said when the client leaves."""
-UNSENT = ("in its head", "in its body", "while connecting", "in the queue", "while a fallback is tried")
-"""States in which the server has not heard of the request."""
+"""The bytes that the server has sent when the client disconnects."""
+UNSEEN = ("in its head", "in its body", "while connecting", "in the queue", "while a fallback is tried")
+"""States in which the server has not received the request."""
 UPLOADING = "in the upload of a form"
-"""The server has the beginning of it."""
-EVERY = (*STATES, *UNSENT, UPLOADING)
+"""The state in which the server has received the start of a form."""
+EVERY = (*STATES, *UNSEEN, UPLOADING)
 HOLDER = -2
-"""The request that has the one slot of a model, so that others wait for it."""
+"""The number of the request that holds the only slot of a model, so that other requests are queued."""
 
 
 class Server:
-    """Says what a state wants and waits for its connection's end, of which it notes the time."""
+    """A server that sends the bytes of the requested state, waits until the connection is closed, and records the time."""
 
     def __init__(self) -> None:
         self.asked: dict[int, asyncio.Event] = {}
@@ -65,12 +65,12 @@ class Server:
         self.ended[number] = time.monotonic()
 
     async def hear(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A form that never ends: which one it is stands in its beginning."""
-        heard = b""
-        while (found := re.search(rb"number-(\d+)-", heard)) is None:
+        """Receive a form that never ends. Its start contains its number."""
+        received = b""
+        while (found := re.search(rb"number-(\d+)-", received)) is None:
             piece = await reader.read(65536)
-            assert piece, f"it ended: {heard!r}"
-            heard += piece
+            assert piece, f"it ended: {received!r}"
+            received += piece
         self.asked[int(found[1])].set()
         while await reader.read(65536):
             pass
@@ -80,13 +80,13 @@ class Server:
 
 @asynccontextmanager
 async def _listening(server: Server) -> AsyncIterator[int]:
-    """A port on which the server takes forms."""
+    """Open a port on which the server receives forms."""
     listener = await asyncio.start_server(server.hear, "127.0.0.1", 0)
     async with listener:
         yield listener.sockets[0].getsockname()[1]
 
 
-def _leave(one: Client, dice: random.Random) -> None:
+def _disconnect(one: Client, dice: random.Random) -> None:
     if dice.random() < 0.5:
         one.leave()
     else:
@@ -95,9 +95,9 @@ def _leave(one: Client, dice: random.Random) -> None:
 
 @pytest.mark.row(7)
 @pytest.mark.timeout(1200)
-async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -> None:
-    server, dice, left, seen = Server(), random.Random(7), dict[int, float](), Counter[str]()
-    numbers = iter(range(LEAVING))
+async def test_thousands_disconnect_in_every_state(measured: Callable[[str], None]) -> None:
+    server, dice, disconnected, seen = Server(), random.Random(7), dict[int, float](), Counter[str]()
+    numbers = iter(range(DISCONNECTING))
     with silent() as full:
         async with (
             scripted(server) as upstream,
@@ -107,7 +107,7 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
                     model(upstream.port),
                     model(full, identity="full", timeouts=Timeouts(connect=60.0)),
                     model(forms, identity="forms"),
-                    model(upstream.port, identity="busy", max_inflight=1, queue=Queue(LEAVING, 600.0)),
+                    model(upstream.port, identity="busy", max_inflight=1, queue=Queue(DISCONNECTING, 600.0)),
                     model(full, identity="down", fallbacks=("full",)),
                 ]
             ) as served,
@@ -119,20 +119,20 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             await server.asked[HOLDER].wait()
             baseline = sum(len(each._idle) for each in served.worker.fleet)
 
-            async def leave(number: int) -> None:
+            async def disconnect(number: int) -> None:
                 state = dice.choice(EVERY)
                 seen[state] += 1
                 async with client(served.port) as one:
                     await begun[state](one, number, state)
-                    _leave(one, dice)
-                    left[number] = time.monotonic()
+                    _disconnect(one, dice)
+                    disconnected[number] = time.monotonic()
 
             async def to_the_server(one: Client, number: int, state: str) -> None:
                 event = server.asked[number] = asyncio.Event()
                 one.send(request(chat(seed=number, top_k=state, stream=state != "in a plain answer")))
                 await event.wait()
                 if dice.random() < 0.5:
-                    await asyncio.sleep(0.005)  # so that what the server said has come through, or not
+                    await asyncio.sleep(0.005)  # so that the response has arrived in some cases
 
             async def in_head(one: Client, number: int, _: str) -> None:
                 one.send(request(chat(seed=number))[: dice.randrange(1, 60)])
@@ -161,14 +161,14 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
                 await event.wait()
 
             begun: dict[str, Callable[[Client, int, str], Awaitable[None]]] = dict.fromkeys(STATES, to_the_server)
-            begun |= dict(zip(UNSENT, (in_head, in_body, connecting, in_the_queue, elsewhere), strict=True)) | {UPLOADING: uploading}
+            begun |= dict(zip(UNSEEN, (in_head, in_body, connecting, in_the_queue, elsewhere), strict=True)) | {UPLOADING: uploading}
 
             async def many() -> None:
                 for number in numbers:
-                    await leave(number)
+                    await disconnect(number)
 
             await asyncio.gather(*(many() for _ in range(AT_ONCE)))
-            left[HOLDER] = time.monotonic()
+            disconnected[HOLDER] = time.monotonic()
             holder.leave()
             await until(lambda: len(server.ended) == len(server.asked), 30)
             await until(lambda: served.in_flight == 0, 30)
@@ -178,7 +178,7 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             assert {record.status for record in served.context.records} == {499}
             assert served.total("server_failures_total") == 0, "a client's leaving is no failure of a server"
             assert served.total("server_ejected") == 0
-            took = sorted(server.ended[number] - left[number] for number in server.ended)
+            took = sorted(server.ended[number] - disconnected[number] for number in server.ended)
             p99 = took[int(0.99 * len(took))]
             assert p99 < (0.2 if FULL else 20.0)
             await until(lambda: upstream.open == 0)
@@ -186,5 +186,5 @@ async def test_thousands_leave_in_every_state(measured: Callable[[str], None]) -
             async with client(served.port) as one:
                 reply = await one.ask(request(chat(seed=-1, top_k="none")))
                 assert (reply.status, orjson.loads(reply.body)["id"]) == (200, "chatcmpl-1")
-    measured(f"{LEAVING:,} clients disconnected in {len(seen)} states; {len(took):,} requests ended at the server, "
+    measured(f"{DISCONNECTING:,} clients disconnected in {len(seen)} states; {len(took):,} requests ended at the server, "
              f"p99 {p99 * 1000:.0f} ms later (most {took[-1] * 1000:.0f} ms); nothing left over")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The ledger through deaths: of its database, of a worker, of control. Every request that was over is there once, to the token."""
+"""The ledger survives crashes of its database, of a worker and of control. Every finished request has one row with its exact tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CLIENTS = 8 if FULL else 4
 STREAMS = 20 if FULL else 5
 TOKENS = 7
 GATHERED = 2_000
-"""Lines of the access log, at most, that a worker gathers in a tick and that die with it; their rows of the ledger do not."""
+"""The most lines of the access log that a worker buffers in a tick. They are lost if it is killed; their rows in the ledger are not."""
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ def settings(url: str, **server: Any) -> dict[str, Any]:
     return configuration(model, **server) | {"ledger": url}
 
 
-def kept(url: str, folder: Path) -> dict[str, dict[str, Any]]:
-    """Every row by its request's id, which the database itself holds to be unique."""
+def stored_rows(url: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Read every row, by request ID. The database enforces that IDs are unique."""
     with closing(UsageStore(database_url(url, folder))) as store, store.engine.connect() as connection:
         return {each["request_id"]: dict(each) for each in connection.execute(select(USAGE)).mappings()}
 
@@ -63,15 +63,15 @@ def rows(one: Gateway, outcome: str) -> float:
 
 
 async def warm(one: Gateway) -> str:
-    """One request, until it is in the ledger: from then on control holds what it needs for its database. Returns the request's id."""
-    answer = await asyncio.to_thread(one.ask)
+    """Send one request and wait until it is in the ledger. Control has then opened its database. Return the request ID."""
+    response = await asyncio.to_thread(one.ask)
     await until(lambda: rows(one, "written") == 1, 60)
-    return answer.headers["x-request-id"]
+    return response.headers["x-request-id"]
 
 
 @dataclass
 class Load:
-    """Clients that ask one request after the other: the completion tokens of each whole answer by its id, and what went wrong."""
+    """Clients that send one request after the other. ``answered`` has the completion tokens of each complete response by request ID."""
 
     port: int
     answered: dict[str, int] = field(default_factory=dict)
@@ -113,11 +113,11 @@ async def load(port: int) -> AsyncIterator[Load]:
 
 @asynccontextmanager
 async def long_streams(port: int, count: int) -> AsyncIterator[list[str]]:
-    """So many streams that are under way, by their requests' ids."""
+    """Open ``count`` streams and yield their request IDs while they run."""
     simulate = {"tokens": 100_000, "tokens_per_second": 5}
     async with asyncio.timeout(120), asyncio.TaskGroup() as group:
-        asked = group.create_task(_hold(port, request(chat(model=MODEL, stream=True, simulate=simulate)), count, group))
-        ids, tasks = await asked
+        opening = group.create_task(_hold(port, request(chat(model=MODEL, stream=True, simulate=simulate)), count, group))
+        ids, tasks = await opening
         yield ids
         for task in tasks:
             task.cancel()
@@ -144,7 +144,7 @@ async def _hold(port: int, data: bytes, count: int, group: asyncio.TaskGroup) ->
 
 
 def check(found: dict[str, dict[str, Any]], seen: Load) -> None:
-    """Every answer has its row, with the tokens that the client was told; whatever else there is was never answered as a whole."""
+    """Check that every complete response has a row with the tokens that its client received."""
     assert {identity: found[identity]["completion_tokens"] for identity in seen.answered} == seen.answered
     assert all(found[identity]["incomplete"] is None for identity in seen.answered)
 
@@ -155,7 +155,7 @@ def _stopped(server: postgres.Postgres) -> Callable[[], None]:
 
 
 def _frozen(server: postgres.Postgres) -> Callable[[], None]:
-    """Nobody is told: connections stay, and nothing on them is answered."""
+    """Freeze the database: its connections stay open, and nothing on them gets a response."""
     assert server.process is not None
     whole = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children()]
     for each in whole:
@@ -171,7 +171,7 @@ def _frozen(server: postgres.Postgres) -> Callable[[], None]:
 @pytest.mark.row(28)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("harm", [_stopped, _frozen])
-async def test_a_database_that_is_away_costs_no_request_and_no_row(
+async def test_an_unavailable_database_costs_no_request_and_no_row(
     server: postgres.Postgres, tmp_path: Path, harm: Callable[[postgres.Postgres], Callable[[], None]], measured: Callable[[str], None]
 ) -> None:
     url = server.database()
@@ -186,12 +186,12 @@ async def test_a_database_that_is_away_costs_no_request_and_no_row(
                 assert len(seen.answered) > before
                 await until(lambda: spooled(one) > 0, 60)
             finally:
-                heal()  # on this thread, with which the server is to end
+                heal()  # on this thread: the server exits with the thread that started it
             most = spooled(one)
         assert (seen.refused, seen.broken) == ([], 0)
         await asyncio.to_thread(wait_for, lambda: rows(one, "written") == len(seen.answered) + 1 and spooled(one) == 0, 120)
         assert (rows(one, "lost"), rows(one, "dropped")) == (0, 0)
-        found = kept(url, tmp_path)
+        found = stored_rows(url, tmp_path)
     assert set(found) == {first, *seen.answered}
     check(found, seen)
     waited = f"{most:g} rows waited, 0 were lost or doubled"
@@ -199,32 +199,32 @@ async def test_a_database_that_is_away_costs_no_request_and_no_row(
 
 
 @pytest.mark.row(28)
-def test_a_database_that_is_away_at_the_start_keeps_nobody_from_being_served(server: postgres.Postgres, tmp_path: Path) -> None:
+def test_requests_are_served_if_the_database_is_unavailable_at_the_start(server: postgres.Postgres, tmp_path: Path) -> None:
     url = server.database()
     server.stop()
     try:
         with gateway(tmp_path, settings(url)) as one:
-            answered = {one.ask().headers["x-request-id"] for _ in range(5)}
+            request_ids = {one.ask().headers["x-request-id"] for _ in range(5)}
             wait_for(lambda: spooled(one) == 5)
             wait_for(lambda: "the ledger's database accepts no rows" in one.said)
             wait_for(lambda: one.get("/status").json()["ledger"]["away"])
             state = one.get("/status").json()["ledger"]
             assert (state["waiting_rows"], state["dropped_rows"]) == (5, 0)
-            asked = one.get("/usage")
-            assert (asked.status_code, "does not respond" in asked.json()["error"]) == (503, True)
+            usage = one.get("/usage")
+            assert (usage.status_code, "does not respond" in usage.json()["error"]) == (503, True)
             assert one.stop() == 0
         server.start()
         with gateway(tmp_path, settings(url)) as one:
-            answered.add(one.ask().headers["x-request-id"])
+            request_ids.add(one.ask().headers["x-request-id"])
             wait_for(lambda: rows(one, "written") == 6)
     finally:
         if server.process is None:
             server.start()
-    assert set(kept(url, tmp_path)) == answered
+    assert set(stored_rows(url, tmp_path)) == request_ids
 
 
 @pytest.mark.row(24)
-async def test_a_worker_that_is_killed_loses_no_row_and_names_what_it_had_under_way(
+async def test_a_killed_worker_loses_no_row_and_its_requests_in_flight_are_recorded_as_lost(
     tmp_path: Path, measured: Callable[[str], None]
 ) -> None:
     url = "sqlite:///usage.db"
@@ -236,19 +236,19 @@ async def test_a_worker_that_is_killed_loses_no_row_and_names_what_it_had_under_
             await until(lambda: len(seen.answered) > before + 50, 60)
         wait_for(lambda: rows(one, "lost") >= STREAMS)
         assert one.stop() == 0
-    found = kept(url, tmp_path)
+    found = stored_rows(url, tmp_path)
     check(found, seen)
     lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}
     assert lost >= set(streams) and all((found[each]["key"], found[each]["model"]) == ("team-a", MODEL) for each in lost)
-    told = 1 + len(seen.answered) + len(seen.refused)  # a worker that has just begun may know of no server yet
-    assert len(lost) - STREAMS <= CLIENTS and 0 <= len(found) - told - STREAMS <= CLIENTS
+    responses = 1 + len(seen.answered) + len(seen.refused)  # a worker that has just started may not have a server yet
+    assert len(lost) - STREAMS <= CLIENTS and 0 <= len(found) - responses - STREAMS <= CLIENTS
     measured(
         f"kill -9 of a worker: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} recorded as lost"
     )
 
 
 @pytest.mark.row(24)
-async def test_control_that_is_killed_loses_no_row(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_killed_control_loses_no_row(tmp_path: Path, measured: Callable[[str], None]) -> None:
     url = "sqlite:///usage.db"
     with gateway(tmp_path, settings(url, workers=2)) as one, ended(one):
         workers = [psutil.Process(pid) for pid in one.workers().values()]
@@ -257,8 +257,10 @@ async def test_control_that_is_killed_loses_no_row(tmp_path: Path, measured: Cal
             await asyncio.to_thread(one.process.wait)
             await until(lambda: not alive(workers), 60)
     with gateway(tmp_path, settings(url)) as again:
-        await asyncio.to_thread(wait_for, lambda: spooled(again) == 0 and len(kept(url, tmp_path)) >= len(seen.answered) + STREAMS, 60)
-    found = kept(url, tmp_path)
+        await asyncio.to_thread(
+            wait_for, lambda: spooled(again) == 0 and len(stored_rows(url, tmp_path)) >= len(seen.answered) + STREAMS, 60
+        )
+    found = stored_rows(url, tmp_path)
     check(found, seen)
     lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}
     assert lost >= set(streams) and len(lost) - STREAMS <= CLIENTS

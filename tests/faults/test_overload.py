@@ -1,6 +1,6 @@
-"""More than there is room for: capacity is used and not exceeded, the rest is refused at once, and a greedy key waits for itself.
+"""Overload: capacity is used and not exceeded, excess requests are refused at once, and a greedy key delays only itself.
 
-The figures are taken beside the same load without the fault, in the same process, so that a busy machine slows both.
+The figures are compared with the same load without the fault, in the same process, so that a busy machine slows both.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, Client, chat, client, request
 
 SLOTS = 8
-SERVICE = 0.5 if FULL else 0.4  # seconds that the server takes for each
+SERVICE = 0.5 if FULL else 0.4  # seconds of each request at the server
 GREEDY = 12 * SLOTS  # clients
 SECONDS = 20.0 if FULL else 4.0
 
 
 @dataclass
 class Tally:
-    """What clients were told, by key: how many answers (and how many came too late to count), and how long each refusal took, in
-    seconds."""
+    """Results of the clients: responses by key, the number of responses that were too late to count, and the seconds that each refusal
+    took."""
 
     answered: Counter[str] = field(default_factory=Counter)
     late: int = 0
@@ -38,12 +38,12 @@ class Tally:
 
     @property
     def share(self) -> dict[str, float]:
-        return {who: count / self.answered.total() for who, count in self.answered.items()}
+        return {name: count / self.answered.total() for name, count in self.answered.items()}
 
 
 @dataclass
 class Busy:
-    """A server of a fixed speed that notes how many it had at once."""
+    """A server of a fixed speed. ``most`` is the largest number of concurrent requests."""
 
     port: int
     most: int = 0
@@ -66,18 +66,18 @@ async def busy() -> AsyncIterator[Busy]:
         yield state
 
 
-async def _keep_asking(served: Served, who: str, tally: Tally, end: float, pause: float) -> None:
-    """Ask again and again; after a refusal, which says to come back in a second or more, pause as little as a rude client would.
+async def _send_continuously(served: Served, who: str, tally: Tally, end: float, pause: float) -> None:
+    """Send requests until ``end``. After a refusal pause for ``pause`` only, although its ``Retry-After`` is a second or more.
 
-    What is answered later than ``end`` does not count.
+    Responses after ``end`` do not count.
     """
     async with client(served.port) as one:
         while monotonic() < end:
-            await _ask(one, who, tally, end, pause)
+            await _send(one, who, tally, end, pause)
 
 
-async def _ask(one: Client, who: str, tally: Tally, end: float, pause: float) -> None:
-    asked = monotonic()
+async def _send(one: Client, who: str, tally: Tally, end: float, pause: float) -> None:
+    began = monotonic()
     reply = await one.ask(request(chat(), token=f"sk-{who}"))
     if reply.status == 200:
         in_time = monotonic() <= end
@@ -85,16 +85,18 @@ async def _ask(one: Client, who: str, tally: Tally, end: float, pause: float) ->
         tally.late += not in_time
         return
     assert (reply.status, reply.error["code"]) == (503, "overloaded") and int(reply.headers["retry-after"]) >= 1
-    tally.refusals.append(monotonic() - asked)
+    tally.refusals.append(monotonic() - began)
     await asyncio.sleep(pause)
 
 
 async def load(clients: dict[str, int], keys: Sequence[Key], queue: Queue, pause: float = 0.0) -> tuple[Tally, Busy]:
-    """So many clients of each key for SECONDS, against one server of SLOTS."""
+    """Run this number of clients of each key for ``SECONDS``, against one server with ``SLOTS`` slots."""
     tally = Tally()
     async with busy() as server, unharmed([model(server.port, max_inflight=SLOTS, queue=queue)], keys) as served:
         end = monotonic() + SECONDS
-        await asyncio.gather(*(_keep_asking(served, who, tally, end, pause) for who, count in clients.items() for _ in range(count)))
+        await asyncio.gather(
+            *(_send_continuously(served, name, tally, end, pause) for name, count in clients.items() for _ in range(count))
+        )
         assert served.value("requests_total", "tiny", "/v1/chat/completions", "503") == len(tally.refusals)
     return tally, server
 
@@ -103,37 +105,37 @@ def of(*names: str) -> tuple[Key, ...]:
     return tuple(key(name, f"sk-{name}") for name in names)
 
 
-def late(times: list[float]) -> float:
-    """The 99th percentile, in milliseconds."""
+def p99_ms(times: list[float]) -> float:
+    """Return the 99th percentile in milliseconds."""
     return 1000 * sorted(times)[int(0.99 * (len(times) - 1))]
 
 
-def assert_prompt(refusals: list[float]) -> None:
-    """The bar of a refusal; the smaller size shares its machine with others."""
-    assert late(refusals) < (50 if FULL else 5_000), f"{late(refusals):.0f} ms"
+def check_prompt(refusals: list[float]) -> None:
+    """Check the time of refusals. The smaller size shares its machine with other tests."""
+    assert p99_ms(refusals) < (50 if FULL else 5_000), f"{p99_ms(refusals):.0f} ms"
 
 
 TRIES = 1 if FULL else 4
-"""Of several tries the best counts where others share the machine: they make any of them worse, and none better."""
+"""Number of tries, of which the best counts. Other tests on the machine can only make a try worse."""
 GOODPUT = 0.9 if FULL else 0.75
 
 
 @pytest.mark.row(26)
-async def test_ten_times_the_load_leaves_the_capacity_as_it_is(measured: Callable[[str], None]) -> None:
+async def test_ten_times_the_load_leaves_the_goodput_unchanged(measured: Callable[[str], None]) -> None:
     for _ in range(TRIES):
-        goodput, refusals, said = await _under_overload()
+        goodput, refusals, text = await _under_overload()
         if goodput >= GOODPUT:
             break
-    measured(said)
-    assert goodput >= GOODPUT, said
-    assert_prompt(refusals)
+    measured(text)
+    assert goodput >= GOODPUT, text
+    check_prompt(refusals)
 
 
 async def _under_overload() -> tuple[float, list[float], str]:
-    """The share of the answers that there are without the overload, the seconds of each refusal, and what was seen, in words."""
+    """Return the goodput relative to a load without overload, the seconds of each refusal, and the figures as text."""
     queue = Queue(SLOTS, 60.0)
     enough, _ = await load({"a": 2 * SLOTS}, of("a"), queue)
-    # Those beyond slots and queue come back ten times in the time of one answer each.
+    # Each request beyond slots and queue is retried ten times in the time of one response.
     many, server = await load({"a": 10 * SLOTS}, of("a"), queue, pause=SERVICE)
     assert server.most == SLOTS
     assert len(many.refusals) > many.answered.total(), "it was an overload"
@@ -144,20 +146,20 @@ async def _under_overload() -> tuple[float, list[float], str]:
         many.refusals,
         (
             f"{times:.0f} times what there is room for, {SECONDS:g} s: goodput {goodput:.0%} of capacity; never more than {SLOTS} at "
-            f"the server; {len(many.refusals)} refusals, p99 {late(many.refusals):.0f} ms with clients, gateway and server in one process"
+            f"the server; {len(many.refusals)} refusals, p99 {p99_ms(many.refusals):.0f} ms with clients, gateway and server in one process"
         ),
     )
 
 
 @pytest.mark.row(26)
-async def test_beyond_the_bound_of_the_gateway_nothing_waits(measured: Callable[[str], None]) -> None:
+async def test_no_request_is_queued_beyond_max_inflight(measured: Callable[[str], None]) -> None:
     tally = Tally()
     async with busy() as server, unharmed([model(server.port)], of("a"), max_inflight=SLOTS) as served:
         end = monotonic() + SECONDS / 2
-        await asyncio.gather(*(_keep_asking(served, "a", tally, end, SERVICE) for _ in range(10 * SLOTS)))
+        await asyncio.gather(*(_send_continuously(served, "a", tally, end, SERVICE) for _ in range(10 * SLOTS)))
     assert server.most == SLOTS and tally.answered.total() + tally.late and tally.refusals
-    measured(f"server.max_inflight: {len(tally.refusals)} refusals before the body was read, p99 {late(tally.refusals):.0f} ms")
-    assert_prompt(tally.refusals)
+    measured(f"server.max_inflight: {len(tally.refusals)} refusals before the body was read, p99 {p99_ms(tally.refusals):.0f} ms")
+    check_prompt(tally.refusals)
 
 
 @pytest.mark.row(27)
@@ -168,7 +170,7 @@ async def test_a_greedy_key_takes_nothing_from_the_others(size: int, measured: C
     fair, _ = await load(dict.fromkeys((*others, "greedy"), SLOTS // 2), keys, queue)
     unfair, server = await load(dict.fromkeys(others, SLOTS // 2) | {"greedy": GREEDY}, keys, queue, pause=SERVICE)
     assert server.most == SLOTS
-    lost = {who: 1 - unfair.share[who] / fair.share[who] for who in others}
+    lost = {name: 1 - unfair.share[name] / fair.share[name] for name in others}
     measured(
         f"one of 5 keys with {GREEDY} clients instead of {SLOTS // 2}, a queue of {size}: the others lose "
         f"{sum(lost.values()) / len(lost):.1%} of their share, at most {max(lost.values()):.1%}; the greedy key has "
@@ -178,18 +180,18 @@ async def test_a_greedy_key_takes_nothing_from_the_others(size: int, measured: C
 
 
 @pytest.mark.row(27)
-async def test_a_greedy_key_does_not_fill_the_house(measured: Callable[[str], None]) -> None:
+async def test_a_greedy_key_does_not_use_up_max_inflight(measured: Callable[[str], None]) -> None:
     others = ("a", "b", "c", "d")
     tally, refused = Tally(), Tally()
     async with busy() as server, unharmed([model(server.port)], of(*others, "greedy"), max_inflight=10 * SLOTS) as served:
         end = monotonic() + SECONDS
-        greedy = [asyncio.create_task(_keep_asking(served, "greedy", tally, end, SERVICE)) for _ in range(15 * SLOTS)]
+        greedy = [asyncio.create_task(_send_continuously(served, "greedy", tally, end, SERVICE)) for _ in range(15 * SLOTS)]
         await until(lambda: tally.refusals)
-        await asyncio.gather(*greedy, *(_keep_asking(served, who, refused, end, SERVICE) for who in others))
+        await asyncio.gather(*greedy, *(_send_continuously(served, name, refused, end, SERVICE) for name in others))
     assert server.most <= 10 * SLOTS and refused.answered.keys() == set(others)
-    turned_away = len(refused.refusals) / (refused.answered.total() + len(refused.refusals))
-    assert turned_away <= (0.1 if FULL else 0.5)
+    rejected = len(refused.refusals) / (refused.answered.total() + len(refused.refusals))
+    assert rejected <= (0.1 if FULL else 0.5)
     measured(
-        f"server.max_inflight alone, filled by one key before the others: {turned_away:.1%} of their requests were rejected, "
+        f"server.max_inflight alone, filled by one key before the others: {rejected:.1%} of their requests were rejected, "
         f"{len(tally.refusals) / (tally.answered.total() + len(tally.refusals)):.0%} of its own"
     )

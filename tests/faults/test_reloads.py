@@ -1,4 +1,4 @@
-"""The configuration changes under streams: good files and bad ones, keys that come and go. Nobody is dropped, no byte differs."""
+"""Configuration changes under streams: valid and invalid files, new and revoked keys. No stream is dropped and no byte differs."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ RELOADS = 1000 if FULL else 40
 PAUSE = 1.0 if FULL else 0.1
 """Seconds between two events of a stream."""
 CLIENTS = 3
-"""For each key."""
+"""Clients of each key."""
 MIB = 1 << 20
 
 
 class Source:
-    """A server whose streams go on until a test says that it is enough, and which remembers what it sent in each."""
+    """A server whose streams continue until ``enough`` is set. ``sent`` has the bytes of each stream."""
 
     def __init__(self) -> None:
         self.sent: dict[str, bytes] = {}
@@ -77,7 +77,7 @@ def far(server: Scripted, **more: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def harmless(folder: Path, server: Scripted, **more: Any) -> AsyncIterator[Controlled]:
-    """A gateway before this server, which is in the end as it was at first."""
+    """Run a gateway in front of this server, and check the invariants at the end."""
     with logged(folder / "access-log") as log:
         async with controlled(folder, far(server), **more) as one, whole(one, log=log):
             yield one
@@ -86,7 +86,7 @@ async def harmless(folder: Path, server: Scripted, **more: Any) -> AsyncIterator
 
 @asynccontextmanager
 async def streaming(one: Controlled, source: Source, count: int) -> AsyncIterator[list[asyncio.Task[Reply]]]:
-    """So many streams, under way for the length of the block."""
+    """Run ``count`` streams for the duration of the block."""
     streams = [asyncio.create_task(ask(one.port, request(chat(stream=True, user=f"s{number}")))) for number in range(count)]
     await until(lambda: len(source.sent) == count, 60.0)
     yield streams
@@ -96,7 +96,7 @@ async def streaming(one: Controlled, source: Source, count: int) -> AsyncIterato
 
 @dataclass
 class Seen:
-    """What a key was answered. ``served``: when the last request began that was served."""
+    """The statuses that a key received. ``served``: the start of the last request that succeeded."""
 
     statuses: Counter[int] = field(default_factory=Counter)
     served: float = 0.0
@@ -109,29 +109,29 @@ class Seen:
 
 @asynccontextmanager
 async def asking(one: Controlled, tokens: Sequence[str]) -> AsyncIterator[dict[str, Seen]]:
-    """Some clients for each key, which ask again and again on connections of their own; gives what each key has seen."""
+    """Run ``CLIENTS`` clients for each key. Each sends requests continuously on a separate connection. Yield the results of each key."""
     seen = {token: Seen() for token in tokens}
-    over = asyncio.Event()
+    stopped = asyncio.Event()
 
-    async def keep_asking(token: str) -> None:
+    async def send_continuously(token: str) -> None:
         async with client(one.port) as connection:
-            while not over.is_set():
-                asked = time.monotonic()
+            while not stopped.is_set():
+                began = time.monotonic()
                 reply = await connection.ask(request(token=token))
                 assert reply.status != 200 or reply.body == COMPLETION
-                seen[token].note(asked, reply.status)
+                seen[token].note(began, reply.status)
                 await asyncio.sleep(0.005)
 
-    tasks = [asyncio.create_task(keep_asking(token)) for token in tokens for _ in range(CLIENTS)]
+    tasks = [asyncio.create_task(send_continuously(token)) for token in tokens for _ in range(CLIENTS)]
     try:
         yield seen
     finally:
-        over.set()
+        stopped.set()
         await asyncio.gather(*tasks)
 
 
 def variants(server: Scripted) -> list[tuple[bool, dict[str, Any] | str]]:
-    """Configurations in turn, each with whether it is good."""
+    """Return configurations to be loaded in turn. Each comes with a flag that says whether it is valid."""
     good = configuration(far(server), workers=2)
     changes: list[dict[str, Any]] = [{"aliases": ["other"]}, {"timeouts": {"idle": "50s"}}, {"keepalive": "30s"}, {"defaults": {"seed": 1}}]
     more = {"keys": [*good["keys"], {"id": "team-b", "hash": keys.hash_of("sk-b")}]}
@@ -159,7 +159,7 @@ def workers_memory(one: Controlled) -> float:
 
 @pytest.mark.row(22)
 @pytest.mark.timeout(1200 if FULL else 120)
-async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_valid_and_invalid_reloads_under_streams(tmp_path: Path, measured: Callable[[str], None]) -> None:
     source = Source()
     async with scripted(source) as server, harmless(tmp_path, server, workers=2) as one:
         pids = [worker.pid for worker in one.control.workers.statuses]
@@ -195,7 +195,7 @@ async def test_reloads_good_and_bad_under_streams(tmp_path: Path, measured: Call
 
 @asynccontextmanager
 async def watched(one: Controlled) -> AsyncIterator[None]:
-    """The files are watched, as in a whole gateway."""
+    """Watch the files for changes, as control does."""
     watching = asyncio.create_task(one.reloader.run())
     try:
         yield
@@ -210,23 +210,23 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
     async with scripted(source) as server, harmless(tmp_path, server, workers=2) as one, watched(one):
         for number in range(rounds):
             former, latter = f"sk-former-{number}", f"sk-latter-{number}"
-            book = KeyFiles(one.file)
-            book.add([{"id": f"team-{number}", "hash": keys.hash_of(former)}])
+            file = KeyFiles(one.file)
+            file.add([{"id": f"team-{number}", "hash": keys.hash_of(former)}])
             await _until_all(one, former, 200)
             async with asking(one, [KEY, former]) as seen:
                 KeyFiles(one.file).change(f"team-{number}", "hash", [keys.hash_of(former), keys.hash_of(latter)])
                 await _until_all(one, latter, 200)
                 assert set(seen[former].statuses) == {200}, "two keys of one principal overlap"
                 async with asking(one, [latter]) as fresh:
-                    times.append(await _taken_away(one, f"team-{number}", "hash", keys.hash_of(latter), former, seen))
-                    times.append(await _taken_away(one, f"team-{number}", "revoked", True, latter, fresh))
+                    times.append(await _time_to_reject(one, f"team-{number}", "hash", keys.hash_of(latter), former, seen))
+                    times.append(await _time_to_reject(one, f"team-{number}", "revoked", True, latter, fresh))
             assert set(seen[KEY].statuses) == {200}, "a key that nobody touched was refused"
     measured(f"{len(times)} keys revoked under load: served for {max(times):.2f} s at most afterwards; 0 false 401s")
     assert max(times) < (1.0 if FULL else 5.0), times
 
 
-async def _taken_away(one: Controlled, identity: str, name: str, value: Any, token: str, seen: dict[str, Seen]) -> float:
-    """Change an entry so that a key is good no more; returns for how many seconds it was still served."""
+async def _time_to_reject(one: Controlled, identity: str, name: str, value: Any, token: str, seen: dict[str, Seen]) -> float:
+    """Change an entry so that a key becomes invalid. Return the seconds for which it was still served."""
     KeyFiles(one.file).change(identity, name, value)
     began = time.monotonic()
     await _until_all(one, token, 401)
@@ -236,7 +236,7 @@ async def _taken_away(one: Controlled, identity: str, name: str, value: Any, tok
 
 
 async def _until_all(one: Controlled, token: str, status: int) -> None:
-    """Wait until a key gets this answer, on many connections in a row, and every worker serves by the same version."""
+    """Wait until a key gets this status on many connections in a row and all workers have the current snapshot."""
     async with asyncio.timeout(20.0):
         streak = 0
         while streak < 12:
@@ -246,7 +246,7 @@ async def _until_all(one: Controlled, token: str, status: int) -> None:
 
 
 @pytest.mark.row(21)
-async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_an_expired_hash_is_rejected_without_a_reload(tmp_path: Path, measured: Callable[[str], None]) -> None:
     source = Source()
     async with scripted(source) as server, harmless(tmp_path, server) as one:
         end = time.time() + 3.0
@@ -264,7 +264,7 @@ async def test_an_overlap_ends_by_the_clock_without_a_reload(tmp_path: Path, mea
 
 
 @pytest.mark.row(22)
-async def test_what_is_open_at_a_reload_is_not_kept_for_ever(tmp_path: Path, measured: Callable[[str], None]) -> None:
+async def test_connections_that_are_open_at_a_reload_are_released_later(tmp_path: Path, measured: Callable[[str], None]) -> None:
     count, rounds = 400, 12
     async with controlled(tmp_path, launched()) as one:
         (status,) = one.control.workers.statuses
@@ -282,4 +282,4 @@ async def test_what_is_open_at_a_reload_is_not_kept_for_ever(tmp_path: Path, mea
             sizes.append(process.memory_info().rss)
         growth = (sizes[-1] - sizes[2]) / 2**20
         measured(f"{rounds} reloads, {count} connections open at each: {growth:.1f} MiB more resident after the last than after the third")
-        assert growth < 10  # kept, they are 25 KiB each: 88 MiB
+        assert growth < 10  # if they were retained, they would hold 25 KiB each: 88 MiB

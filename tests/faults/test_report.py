@@ -15,7 +15,7 @@ from tests.faults.conftest import FULL
 from tests.faults.rows import ROWS
 
 
-def test_every_row_is_there_and_one_without_a_figure_says_so(tmp_path: Path) -> None:
+def test_every_row_is_in_the_page_with_or_without_a_figure(tmp_path: Path) -> None:
     given, page = tmp_path / "figures.json", tmp_path / "page.md"
     given.write_text(json.dumps({"2": ["one | two", "three"], "33": ["five"]}))
     assert report.main(["--from", str(given), "--to", str(page)]) == 0
@@ -54,20 +54,20 @@ def test_a_soak(tmp_path: Path, measured: Callable[[str], None]) -> None:
     assert f"{findings.sent:,} requests sent" in page and "| worker 1 |" in page
 
 
-def test_a_soak_that_misses_a_bar_says_so() -> None:
-    """Each bar missed by itself, and none by a soak as it should be."""
+def test_a_soak_reports_a_missed_requirement() -> None:
+    """Each requirement is missed alone, and a good soak misses none."""
     assert _found().unmet == []
-    for said, findings in {
+    for message, findings in {
         "a worker grew by 2.0 MiB/min, and 1.0 may be": _found(grows=2 << 20),
         "a worker has 23 descriptors, and had 22 at first": _found(fds=23),
         "94 requests are recorded, of 100 that were sent and 5 whose clients left": _found(recorded=94),
         "101 requests are recorded, of 100 that were sent and 5 whose clients left": _found(recorded=101),
         "in flight: 1": _found(left="in flight: 1"),
     }.items():
-        assert findings.unmet == [said] and f"- **Missed:** {said}.\n" in soak.rendered(findings)
+        assert findings.unmet == [message] and f"- **Missed:** {message}.\n" in soak.rendered(findings)
 
 
 def _found(*, grows: int = 0, fds: int = 22, recorded: int = 95, left: str = "") -> soak.Findings:
-    """A soak of ten minutes with a process that grows by so many bytes a minute and ends with so many descriptors."""
-    looks = [soak.Look(60.0 * minute, grows * minute, 22) for minute in range(11)] + [soak.Look(601.0, 0, fds)]
-    return soak.Findings(600.0, Counter({"left": 5}), {"a worker": looks}, left, 100, recorded)
+    """Return a soak of ten minutes. Its process grows by ``grows`` bytes per minute and has ``fds`` descriptors at the end."""
+    samples = [soak.Look(60.0 * minute, grows * minute, 22) for minute in range(11)] + [soak.Look(601.0, 0, fds)]
+    return soak.Findings(600.0, Counter({"left": 5}), {"a worker": samples}, left, 100, recorded)

@@ -1,4 +1,4 @@
-"""Requests that want to be somewhere else: paths, hosts, keys and headers."""
+"""Requests with forbidden paths, hosts, keys and headers."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from tests.support.scripted import Conversation, Scripted, scripted
 from tests.support.wire import COMPLETION, EVENTS, Reply, ask, chat, client, request
 
 
-async def _answer(talk: Conversation) -> None:
-    """With headers that are nobody's but the server's."""
+async def _respond(talk: Conversation) -> None:
+    """Respond with headers that are private to the server."""
     if b'"stream":true' in talk.request.body:
         await talk.write(b"HTTP/1.1 200 OK\r\n" + _OWN + b"content-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
         for event in EVENTS:
@@ -41,7 +41,7 @@ _OWN = b"server: uvicorn\r\nset-cookie: a=b\r\nx-inside: 10.0.0.7\r\nkeep-alive:
 
 @asynccontextmanager
 async def _served(keys: Sequence[Key] = (), issuers: Sequence[Trusted] = ()) -> AsyncIterator[tuple[Served, Scripted]]:
-    async with scripted(_answer) as server, unharmed([model(server.port, mounts=("/i/1",))], keys, issuers=tuple(issuers)) as served:
+    async with scripted(_respond) as server, unharmed([model(server.port, mounts=("/i/1",))], keys, issuers=tuple(issuers)) as served:
         yield served, server
 
 
@@ -97,7 +97,7 @@ PATHS = [
 
 
 @pytest.mark.row(17)
-async def test_only_the_tables_paths_lead_anywhere(measured: Callable[[str], None]) -> None:
+async def test_only_the_paths_of_the_table_are_served(measured: Callable[[str], None]) -> None:
     async with _served() as (served, server):
         for path in PATHS:
             for method in (b"POST", b"GET", b"PUT", b"CONNECT"):
@@ -130,8 +130,8 @@ STRANGE_HOSTS = [b"host: evil.example.com", b"host: [::1]:80", b"host: 127.0.0.1
 
 
 @pytest.mark.row(17)
-async def test_the_host_decides_nothing(measured: Callable[[str], None]) -> None:
-    """One that is none ends the request (RFC 9112, section 3.2); of any other the path alone decides."""
+async def test_the_host_has_no_effect(measured: Callable[[str], None]) -> None:
+    """An invalid host is rejected (RFC 9112, section 3.2). With any valid host, only the path matters."""
     async with _served() as (served, server):
         for host in (*BAD_HOSTS, *STRANGE_HOSTS):
             statuses = {b"/pause": 404, b"/v1/models": 200, b"/health": 200}
@@ -158,7 +158,7 @@ def _with(token: str | None) -> list[bytes]:
     return [] if token is None else [b"authorization: Bearer " + token.encode()]
 
 
-def _asking(method: bytes, path: bytes, lines: Sequence[bytes], body: bytes, kind: bytes) -> bytes:
+def _request_bytes(method: bytes, path: bytes, lines: Sequence[bytes], body: bytes, kind: bytes) -> bytes:
     head = [method + b" " + path + b" HTTP/1.1", b"host: test", *lines, b"content-type: " + kind, b"content-length: %d" % len(body)]
     return b"\r\n".join([*head, b"", b""]) + body
 
@@ -186,42 +186,42 @@ SHOWN: dict[str, tuple[list[bytes], int]] = {
 
 
 @pytest.mark.row(18)
-async def test_every_route_asks_for_its_key(measured: Callable[[str], None]) -> None:
+async def test_every_route_requires_a_key(measured: Callable[[str], None]) -> None:
     async with _served(KEYS, [TRUSTED]) as (served, server):
-        asked = 0
+        count = 0
         for prefix in (b"", b"/i/1"):
             for path, route in ROUTES.items():
                 form = route.body is Body.FORM
                 body, kind = (FORM, b"multipart/form-data; boundary=b") if form else (b'{"model":"tiny"}', b"application/json")
                 for name, (lines, status) in SHOWN.items():
                     for query in (b"", b"?api_key=" + KEY.encode()):
-                        reply = await ask(served.port, _asking(b"POST", prefix + path.encode() + query, lines, body, kind))
+                        reply = await ask(served.port, _request_bytes(b"POST", prefix + path.encode() + query, lines, body, kind))
                         assert reply.status == status, (path, name)
                         assert (status != 401) or reply.headers["www-authenticate"] == "Bearer"
-                        asked += 1
+                        count += 1
             for listed in (b"/v1/models", b"/v1/models/tiny"):
                 for name, (lines, status) in SHOWN.items():
                     if status == 400:
-                        continue  # Starlette takes the first of two, which opens nothing that is not its own
-                    reply = await ask(served.port, _asking(b"GET", prefix + listed, lines, b"", b"text/plain"))
+                        continue  # Starlette uses the first of two headers, which gives access to nothing else
+                    reply = await ask(served.port, _request_bytes(b"GET", prefix + listed, lines, b"", b"text/plain"))
                     assert reply.status == (200 if status == 404 and listed.endswith(b"models") else status), (listed, name)
                     assert b"tiny" not in reply.body or reply.status == 404
-                    asked += 1
+                    count += 1
         assert server.requests == []
-    measured(f"{asked} requests on every route: 401, 404, or 400 for two keys; no request reached a server")
+    measured(f"{count} requests on every route: 401, 404, or 400 for two keys; no request reached a server")
 
 
 @pytest.mark.row(18)
 @pytest.mark.parametrize("token", [KEY, ISSUER.token()], ids=["key", "token"])
 async def test_a_good_key_opens_every_route(token: str) -> None:
-    """Without this the other test would pass with no route at all."""
+    """Without this check, the other test would pass if no route existed."""
     async with _served(KEYS, [TRUSTED]) as (served, server):
         for path, route in ROUTES.items():
             form = route.body is Body.FORM
             body, kind = (
                 (FORM, b"multipart/form-data; boundary=b") if form else (request()[request().index(b"\r\n\r\n") + 4 :], b"application/json")
             )
-            reply = await ask(served.port, _asking(b"POST", path.encode(), _with(token), body, kind))
+            reply = await ask(served.port, _request_bytes(b"POST", path.encode(), _with(token), body, kind))
             assert reply.status == 200, path
         assert len(server.requests) == len(ROUTES)
 
@@ -274,8 +274,8 @@ async def test_only_named_headers_pass(measured: Callable[[str], None]) -> None:
     async with _served() as (served, server):
         path = b"/v1/chat/completions"
         body = request(chat(stream=True))[request(chat(stream=True)).index(b"\r\n\r\n") + 4 :]
-        asked = [_bytes(path + b"?x=canary", line, body=each) for line in SMUGGLED for each in (None, body)]
-        replies: list[Reply] = [await ask(served.port, each) for each in (*asked, _bytes(path, *SMUGGLED[4:]))]
+        requests = [_bytes(path + b"?x=canary", line, body=each) for line in SMUGGLED for each in (None, body)]
+        replies: list[Reply] = [await ask(served.port, each) for each in (*requests, _bytes(path, *SMUGGLED[4:]))]
         assert {reply.status for reply in replies} == {200}
         for seen in server.requests:
             assert _names(seen.head) <= TO_SERVER and seen.head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
@@ -303,7 +303,7 @@ async def test_only_named_headers_pass(measured: Callable[[str], None]) -> None:
     ],
     ids=lambda line: repr(line[:24]),
 )
-async def test_ids_that_are_more_than_ids(line: bytes) -> None:
+async def test_malformed_id_headers(line: bytes) -> None:
     async with _served() as (served, server):
         async with client(served.port) as one:
             one.send(_bytes(b"/v1/chat/completions", line))
@@ -313,19 +313,19 @@ async def test_ids_that_are_more_than_ids(line: bytes) -> None:
         assert (reply.status == 200) == (len(server.requests) == 1)
 
 
-# Names that nobody configured
+# Unknown names
 
 STRANGE = 100_000 if FULL else 3_000
 
 
 @pytest.mark.row(32)
-async def test_names_and_keys_of_strangers_leave_nothing_behind(measured: Callable[[str], None]) -> None:
-    """After a first tenth, in which buffers and caches grow to what they are, memory and series stay."""
+async def test_unknown_names_and_keys_leave_nothing_behind(measured: Callable[[str], None]) -> None:
+    """Memory and series do not grow after the first tenth of the requests, which fills buffers and caches."""
     async with _served(KEYS) as (served, server):
         process = psutil.Process()
-        await _strangers(served, 0, STRANGE // 10)
+        await _send_unknown(served, 0, STRANGE // 10)
         series, memory = len(sum_series([served.board])), process.memory_info().rss
-        await _strangers(served, STRANGE // 10, STRANGE)
+        await _send_unknown(served, STRANGE // 10, STRANGE)
         served.context.records.clear()
         grown = process.memory_info().rss - memory
         assert len(sum_series([served.board])) == series
@@ -335,7 +335,7 @@ async def test_names_and_keys_of_strangers_leave_nothing_behind(measured: Callab
     measured(f"{STRANGE:,} names and keys: 0 new series, {grown / 1024 / 1024:.1f} MiB more resident")
 
 
-async def _strangers(served: Served, first: int, last: int) -> None:
+async def _send_unknown(served: Served, first: int, last: int) -> None:
     async with asyncio.TaskGroup() as group:
         for share in range(4):
             group.create_task(_share(served, range(first + share, last, 4)))

@@ -1,4 +1,4 @@
-"""Secrets and prompts stay where they belong: a canary in each place, looked for in everything that comes out."""
+"""Secrets and prompts do not leak: each contains a canary, and every output is searched for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _config(port: int) -> dict[str, Any]:
 
 
 def _bodies() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Requests that succeed and that fail in every way there is."""
+    """Yield requests that succeed, and requests that fail in every possible way."""
     message = {"role": "user", "content": PROMPT}
     good = {"model": "sim/one", "messages": [message]}
     yield from (("/v1/chat/completions", good | more) for more in _MORE)
@@ -79,69 +79,69 @@ _MORE: list[dict[str, Any]] = [
 ]
 
 
-def _asked(one: Gateway) -> list[bytes]:
-    """The bodies of all errors."""
+def _errors(one: Gateway) -> list[bytes]:
+    """Send all requests and return the bodies of all error responses."""
     with httpx2.Client(base_url=one.url, timeout=60, verify=False) as client:
         shown = [{"authorization": f"Bearer {token}"} for token in (GOOD, BAD, EXPIRED, GOOD[:-1], f"{GOOD} {BAD}", "x" * 600)]
-        answers = [client.post(path, json=body, headers=headers) for path, body in _bodies() for headers in shown]
-        answers += [client.post("/v1/messages", json={}, headers={"x-api-key": token}) for token in (GOOD, BAD)]
+        responses = [client.post(path, json=body, headers=headers) for path, body in _bodies() for headers in shown]
+        responses += [client.post("/v1/messages", json={}, headers={"x-api-key": token}) for token in (GOOD, BAD)]
         raw = f'{{"model": "sim/one", "a": {PROMPT}'.encode()
-        answers.append(client.post("/v1/chat/completions", content=raw, headers=shown[0] | {"content-type": "application/json"}))
-        answers.append(
+        responses.append(client.post("/v1/chat/completions", content=raw, headers=shown[0] | {"content-type": "application/json"}))
+        responses.append(
             client.post(
                 "/v1/audio/transcriptions", data={"model": "sim/one", "vllm_xargs": PROMPT}, files={"file": (PROMPT, b"")}, headers=shown[0]
             )
         )
-        answers.append(client.get(f"/v1/models/{PROMPT}", headers={"authorization": f"Bearer {PROMPT}"}))
-    assert {answer.status_code for answer in answers} >= {200, 400, 401, 404, 503}
-    return [answer.content for answer in answers if answer.status_code >= 400]
+        responses.append(client.get(f"/v1/models/{PROMPT}", headers={"authorization": f"Bearer {PROMPT}"}))
+    assert {response.status_code for response in responses} >= {200, 400, 401, 404, 503}
+    return [response.content for response in responses if response.status_code >= 400]
 
 
 def _command_lines(one: Gateway) -> str:
     return "\n".join(" ".join(words_of(each)) for each in [psutil.Process(one.process.pid), *one.tree()])
 
 
-def _servers_know_their_own_secrets_only(one: Gateway) -> None:
+def _check_that_servers_have_only_their_own_secrets(one: Gateway) -> None:
     environ = one.named("upstream.simulator")[-1].environ()
     assert environ["ITS_SECRET"] == SECRETS["launched"]
     assert not {SECRETS[name] for name in ("admin", "server", "salt")} & set(environ.values())
 
 
 @pytest.mark.row(20)
-def test_no_canary_comes_out_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Callable[[str], None]) -> None:
+def test_no_canary_is_in_any_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: Callable[[str], None]) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(f"TEST_{name.upper()}", value)
     admin = {"authorization": f"Bearer {SECRETS['admin']}"}
     with refusing() as port, gateway(tmp_path, _config(port)) as one:
-        errors = _asked(one)
+        errors = _errors(one)
         wait_for(lambda: len(one.log.splitlines()) > 50)
-        _servers_know_their_own_secrets_only(one)
+        _check_that_servers_have_only_their_own_secrets(one)
         os.kill(one.workers()[0], signal.SIGKILL)
         one.named("upstream.simulator")[-1].kill()
         wait_for(lambda: httpx2.get(one.url + "/health", timeout=10, verify=False).status_code == 200)
-        places = {f"an error's body: {body[:60]!r}": body for body in errors}
-        places |= {
+        outputs = {f"an error's body: {body[:60]!r}": body for body in errors}
+        outputs |= {
             path: httpx2.get(f"http://127.0.0.1:{one.admin}{path}", headers=admin, timeout=10, verify=False).content
             for path in ("/metrics", "/status")
         }
         page = httpx2.get(f"http://127.0.0.1:{one.admin}/status", headers=admin | {"accept": "text/html"}, timeout=10, verify=False)
         shown = one.command("status")
         command = one.command("command", "failing")
-        places |= {"the page": page.content, "status": shown.stdout.encode(), "command": (command.stdout + command.stderr).encode()}
-        places["ps"] = _command_lines(one).encode()
-        assert shown.returncode == command.returncode == 0 and b"sim/one" in page.content and b"vllm_gateway" in places["/metrics"]
-    places |= {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
-    assert len([name for name in places if name.endswith(".log")]) == 2, sorted(places)
-    found = [name for name, text in places.items() if CANARY.encode() in text]
+        outputs |= {"the page": page.content, "status": shown.stdout.encode(), "command": (command.stdout + command.stderr).encode()}
+        outputs["ps"] = _command_lines(one).encode()
+        assert shown.returncode == command.returncode == 0 and b"sim/one" in page.content and b"vllm_gateway" in outputs["/metrics"]
+    outputs |= {str(file.relative_to(tmp_path)): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    assert len([name for name in outputs if name.endswith(".log")]) == 2, sorted(outputs)
+    found = [name for name, text in outputs.items() if CANARY.encode() in text]
     assert found == []
-    lines = len(places["stdout"].splitlines())
-    assert b'"request":{' in places["stdout"], "and the shapes of bodies are there"
-    measured(f"{len(places)} outputs searched after {lines} requests at log level debug: 0 hits")
-    assert KEY.encode() not in places["stdout"]
+    lines = len(outputs["stdout"].splitlines())
+    assert b'"request":{' in outputs["stdout"], "and the shapes of bodies are there"
+    measured(f"{len(outputs)} outputs searched after {lines} requests at log level debug: 0 hits")
+    assert KEY.encode() not in outputs["stdout"]
 
 
 class _Broken(Catalog):
-    """A part of the gateway that fails, and says of what."""
+    """A catalog that fails with an error whose message contains secrets."""
 
     def resolve(self, name: str, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
         try:

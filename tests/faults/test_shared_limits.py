@@ -1,4 +1,4 @@
-"""Limits that several processes share, under load: as much is admitted as the limit says, and nothing is lost with who dies."""
+"""Shared limits of several processes under load: exactly the limit is admitted, and a killed process loses no count."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ PAUSE = 0.02
 """Seconds for which a client waits after a refusal."""
 REFUSING = {"on_store_failure": "refuse"}
 USED = 20
-"""Tokens that an answer has used, by its usage: about what is reserved for it, since what is still reserved when the load ends was not
-there for others."""
-_ANSWER = COMPLETION.replace(USAGE, b'"usage":{"prompt_tokens":19,"completion_tokens":1,"total_tokens":20}')
+"""Tokens of a response, by its usage. They are about as many as its reservation, since a reservation that is open when the load ends
+was not available for other requests."""
+_RESPONSE = COMPLETION.replace(USAGE, b'"usage":{"prompt_tokens":19,"completion_tokens":1,"total_tokens":20}')
 
 
 async def respond(talk: Conversation) -> None:
@@ -45,31 +45,31 @@ async def respond(talk: Conversation) -> None:
             await talk.chunk(each)
         await talk.closed_by_peer()
     else:
-        await talk.respond(_ANSWER)
+        await talk.respond(_RESPONSE)
 
 
 @asynccontextmanager
 async def gateways(folder: Path, count: int, of_key: dict[str, Any], **more: Any) -> AsyncIterator[list[Gateway]]:
-    """As many gateways in front of one server; ``more`` goes into their configuration."""
+    """Run ``count`` gateways in front of one server. ``more`` is added to their configuration."""
     server = more.pop("server", {})
     async with scripted(respond) as upstream, AsyncExitStack() as stack:
         model = {"id": MODEL, "servers": [{"url": f"http://127.0.0.1:{upstream.port}"}]}
         config = configuration(model, **server) | more
         config["keys"] = [{"id": "team-a", "hash": keys.hash_of(KEY), "limits": of_key}]
-        yield await asyncio.gather(*(stack.enter_async_context(_started(place, config)) for place in _places(folder, count)))
+        yield await asyncio.gather(*(stack.enter_async_context(_started(path, config)) for path in _folders(folder, count)))
 
 
-def _places(folder: Path, count: int) -> list[Path]:
-    """A folder for each."""
-    places = [folder / str(number) for number in range(count)]
-    for place in places:
-        place.mkdir()
-    return places
+def _folders(folder: Path, count: int) -> list[Path]:
+    """Create a folder for each gateway."""
+    folders = [folder / str(number) for number in range(count)]
+    for path in folders:
+        path.mkdir()
+    return folders
 
 
 @asynccontextmanager
 async def _started(place: Path, config: dict[str, Any]) -> AsyncIterator[Gateway]:
-    """A gateway, waited for beside the loop, on which its server runs."""
+    """Start a gateway and wait for it in a thread, since its server runs in this event loop."""
     with ExitStack() as stack:
         running = await asyncio.to_thread(stack.enter_context, gateway(place, config, seconds=60))
         try:
@@ -80,30 +80,30 @@ async def _started(place: Path, config: dict[str, Any]) -> AsyncIterator[Gateway
 
 @dataclass
 class Load:
-    """The answers by status. Seconds from the first request: ``refused`` to the last one that was refused for its rate, at least;
-    ``elapsed`` to the last answer."""
+    """The responses by status. ``refused``: seconds from the first request to the start of the last refusal by a rate
+    limit. ``elapsed``: seconds from the first request to the last response."""
 
     seen: Counter[int] = field(default_factory=Counter)
     refused: float = 0.0
     elapsed: float = 0.0
 
     def assert_admitted(self, limit: int, each: int = 1) -> None:
-        """As much as a limit for a minute says, of which an answer takes ``each``: all that there was when somebody was refused, and no
-        more than there was in the end."""
+        """Check the admitted total against a limit per minute, of which each response uses ``each``. It is at least the amount
+        available at the last refusal, and at most the amount available at the end."""
         assert 0.98 * limit * (1 + self.refused / 60) <= self.seen[200] * each <= 1.02 * limit * (1 + self.elapsed / 60)
 
 
 async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object], *, until_refused: bool = False) -> Load:
-    """Send requests one after the other for so long; ``until_refused``: longer, until one has been refused for its rate."""
+    """Send requests one after the other for ``seconds``. ``until_refused``: continue until a rate limit refused a request."""
     data, load, began = request(body), Load(), monotonic()
 
     async def one(port: int) -> None:
         async with client(port) as visitor:
-            while (asked := monotonic() - began) < seconds or (until_refused and not load.seen[429]):
+            while (sent_at := monotonic() - began) < seconds or (until_refused and not load.seen[429]):
                 status = (await visitor.ask(data)).status
                 load.seen[status] += 1
                 if status == 429:
-                    load.refused = max(load.refused, asked)
+                    load.refused = max(load.refused, sent_at)
                     await asyncio.sleep(PAUSE)
 
     await asyncio.gather(*(one(port) for port in ports for _ in range(CONNECTIONS)))
@@ -114,12 +114,12 @@ async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object], 
 @pytest.mark.parametrize(
     ("requests", "tokens", "limit", "each"), [(600, 60_000, 600, 1), (60_000, 12_000, 12_000, USED)], ids=["requests", "tokens"]
 )
-async def test_three_gateways_on_one_redis_admit_what_the_limit_says(
+async def test_three_gateways_on_one_redis_admit_exactly_the_limit(
     tmp_path: Path, requests: int, tokens: int, limit: int, each: int
 ) -> None:
-    """A key with both limits, of which one holds it; ``each``: what an answer takes of that.
+    """The key has two limits, of which only one is reached. ``each``: the amount of that limit that a response uses.
 
-    A Redis that gets no CPU time on a busy machine counts as away: nobody is let in then whom it has not counted.
+    A Redis server without CPU time on a busy machine counts as unavailable. Requests that it has not counted are then refused.
     """
     limits = {"requests_per_minute": requests, "tokens_per_minute": tokens}
     with redis_server() as redis:
@@ -136,7 +136,7 @@ async def test_the_workers_of_one_gateway_need_no_store(tmp_path: Path) -> None:
         load.assert_admitted(600)
 
 
-async def test_counts_outlive_a_worker_and_its_places_do_not(tmp_path: Path) -> None:
+async def test_counts_outlive_a_worker_and_its_slots_do_not(tmp_path: Path) -> None:
     async with gateways(tmp_path, 1, {"tokens_per_day": 1000, "concurrent": 1}) as (one,):
         async with client(one.data) as visitor:
             await begin(visitor)
@@ -148,15 +148,15 @@ async def test_counts_outlive_a_worker_and_its_places_do_not(tmp_path: Path) -> 
 
 
 async def begin(visitor: Client) -> None:
-    """Have a stream that stays."""
+    """Start a stream that stays open."""
     data = request(chat(stream=True, max_tokens=500))
     visitor.send(data)
-    while b" 503 " in await visitor.reader.readuntil(b"\r\n\r\n"):  # its store has had no time to answer
+    while b" 503 " in await visitor.reader.readuntil(b"\r\n\r\n"):  # the store did not respond in time
         visitor.send(data)
     await visitor.reader.readuntil(HELLO)
 
 
-async def test_the_places_of_a_gateway_that_is_killed_come_back(tmp_path: Path) -> None:
+async def test_the_slots_of_a_killed_gateway_are_freed(tmp_path: Path) -> None:
     with redis_server() as redis:
         more = {"limits_store": redis.url, "limits": REFUSING}
         async with gateways(tmp_path, 2, {"concurrent": 2}, **more) as (one, two), client(one.data) as stays:
@@ -175,7 +175,7 @@ async def test_the_places_of_a_gateway_that_is_killed_come_back(tmp_path: Path) 
 
 
 async def status(one: Gateway, max_tokens: int = 1) -> int:
-    """Of a request; of one for which the limits' store has had no time there is none."""
+    """Return the status of a request. Retry it if the limits store did not respond in time."""
     async with client(one.data) as visitor:
         while (found := (await visitor.ask(request(chat(max_tokens=max_tokens)))).status) == 503:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -183,7 +183,7 @@ async def status(one: Gateway, max_tokens: int = 1) -> int:
 
 
 def kill(one: Gateway) -> None:
-    """The gateway and its workers at once, so that nobody tidies up."""
+    """Kill the gateway and its workers at once, so that no process cleans up."""
     workers = [psutil.Process(pid) for pid in one.workers().values()]
     for each in workers:
         each.kill()
@@ -205,8 +205,9 @@ async def test_a_redis_that_stops_and_starts_under_load(tmp_path: Path, policy: 
             assert [await in_time(one) for one in three] == [200, 200, 200]
 
 
-async def test_a_redis_that_stalls_under_load_counts_what_was_used(tmp_path: Path) -> None:
-    """To the token: of what waited in it, of what it had run when nobody heard of it, and of what ended meanwhile."""
+async def test_a_redis_that_stalls_under_load_counts_all_usage(tmp_path: Path) -> None:
+    """The count is exact. It includes commands that Redis had queued, commands whose reply was not read, and requests that ended
+    meanwhile."""
     with redis_server() as redis:
         more = {"limits_store": redis.url, "limits": REFUSING}
         async with gateways(tmp_path, 3, {"tokens_per_day": 10**9, "concurrent": 100}, **more) as three:
@@ -222,7 +223,7 @@ async def test_a_redis_that_stalls_under_load_counts_what_was_used(tmp_path: Pat
 
 
 async def stall(redis: RedisServer, pause: float) -> None:
-    """Freeze it after a while, and let it go on after another."""
+    """Freeze Redis after ``pause`` seconds, and resume it after ``pause`` more."""
     await asyncio.sleep(pause)
     redis.signal(signal.SIGSTOP)
     await asyncio.sleep(pause)
@@ -230,14 +231,14 @@ async def stall(redis: RedisServer, pause: float) -> None:
 
 
 async def in_time(one: Gateway) -> int:
-    """The status of a request that is made until its limit lets it pass."""
+    """Send a request until its limit admits it. Return its status."""
     while (found := await status(one)) == 429:  # noqa: ASYNC110  # nothing tells that a bucket has filled
         await asyncio.sleep(0.05)
     return found
 
 
 async def restart(redis: RedisServer, pause: float) -> None:
-    """Stop it after a while, and start it after another."""
+    """Stop Redis after ``pause`` seconds, and start it after ``pause`` more."""
     await asyncio.sleep(pause)
     await asyncio.to_thread(redis.stop)
     await asyncio.sleep(pause)

@@ -1,4 +1,4 @@
-"""What goes through is what was sent, wherever network and server cut it: tens of thousands of streams, without sockets."""
+"""A stream is forwarded unchanged, wherever network and server cut it. Tens of thousands of streams run without sockets."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIDDLE = (HELLO, STOP, LONG % b"x", LONG % (b"y" * 300), LONG % (b"error" * 9), 
 
 @pytest.mark.row(31)
 @pytest.mark.timeout(1200)
-async def test_streams_however_they_are_cut(measured: Callable[[str], None]) -> None:
+async def test_streams_cut_at_random_are_unchanged(measured: Callable[[str], None]) -> None:
     dice = random.Random(31)
     async with nothing_left():
         with way() as one:
@@ -35,9 +35,9 @@ async def test_streams_however_they_are_cut(measured: Callable[[str], None]) -> 
                 wire = STREAM_HEAD + chunked(chunks)
                 framed = [STREAM_HEAD, *(b"%x\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks), b"0\r\n\r\n"]
                 reads = framed if dice.random() < 0.5 else cut(wire, [dice.randrange(len(wire)) for _ in range(dice.randrange(30))])
-                asks = dice.random() < 0.5
-                wanted = b"".join(event for event in events if asks or event is not COUNT)
-                assert unchunked(one.streamed(reads, asks)) == wanted
+                wants_usage = dice.random() < 0.5
+                wanted = b"".join(event for event in events if wants_usage or event is not COUNT)
+                assert unchunked(one.streamed(reads, wants_usage)) == wanted
                 assert one.context.records.pop().incomplete is None and not one.context.records, "each is recorded once"
             assert one.context.started == STREAMS
             assert one.context.inflight.in_flight == 0 and not one.context.deadlines
@@ -50,8 +50,8 @@ _BLANK = re.compile(rb"(?:\r\n|\n|\r)(?:\r\n|\n|\r)")
 
 @pytest.mark.row(31)
 @pytest.mark.timeout(600)
-def test_any_bytes_through_the_splitter(measured: Callable[[str], None]) -> None:
-    """Nothing is lost, changed or reordered, and what is held back holds no whole event; a bound is a bound."""
+def test_random_bytes_through_the_splitter(measured: Callable[[str], None]) -> None:
+    """No byte is lost, changed or reordered. The held bytes contain no complete event, and their limit is enforced."""
     dice, limit = random.Random(311), 40
     for _ in range(TEXTS):
         text = b"".join(dice.choices([b"\r", b"\n", b"\r\n", b"data: x", b"\xff", b"a" * 7], k=dice.randrange(30)))
