@@ -299,7 +299,7 @@ class EventRelay(ResponseRelay):
     def _forward(self, events: bytes) -> None:
         """Send a run of complete events to the client. Raises BadResponse for events that cannot be translated; none of them is sent."""
         request, received = self._request, events
-        # The accounting of a read. ``fast_path`` does the same for an ordinary chunk (tests/gateway/test_fast_path.py).
+        # The accounting of a read. ``fast_path`` does the same for an ordinary chunk (tests/gateway/proxy/test_fast_path.py).
         now = self._response.last_byte_at
         if self.gaps is None:
             self.first_token = now

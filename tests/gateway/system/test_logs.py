@@ -64,7 +64,7 @@ def test_the_json_format() -> None:
     trace = line.pop("trace")
     assert line == {"level": "error", "process": "worker 3", "part": "worker", "message": "request req_1\nfailed", "request_id": "req_1"}
     assert trace.startswith("builtins.KeyError, from\n") and "builtins.OSError (No space left on device), from\n" in trace
-    assert "test_logs.py" in trace and "in failing" in trace
+    assert "test_logs.py" in trace and "in raised_error" in trace
 
 
 def test_a_line_of_text_begins_with_its_time_and_level() -> None:

@@ -6,7 +6,7 @@ import os
 import resource
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -222,14 +222,20 @@ async def test_one_probe_is_conclusive_only_if_nothing_listens(tmp_path: Path) -
 
 
 async def test_a_probe_without_a_file_descriptor_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    reported, gone = Reported(), Reported()
+    reported, gone, limit = Reported(), Reported(), ExitStack()
+
+    def report(probe: ServerHealth) -> None:
+        """Take the descriptors away between two probes. In a probe, its server could not accept, and the probe would never end."""
+        if not reported:
+            limit.enter_context(no_descriptors())
+        reported.append(probe)
+
     async with (
         listening(FakeServer()) as server,
-        Prober(on_change=reported.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober,
+        Prober(on_change=report, on_lost=gone.append, interval=0.02, deadline=30.0) as prober,
     ):
-        prober.set_targets([Target("s", server.address)])
-        await until(lambda: len(reported) == 1)
-        with no_descriptors():
+        with limit:
+            prober.set_targets([Target("s", server.address)])
             await until(lambda: caplog.text.count("cannot be probed") > 2 * FAILURES_UNTIL_LOST)
             assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
         server.routes["/health"] = (503, b"")
