@@ -24,7 +24,7 @@ from typing import Any
 
 from tests.support.process import gateway, wait_for
 from tests.support.prometheus import Prometheus, prometheus
-from tests.support.traffic import MODEL, RESTING, Traffic, everything, running_servers
+from tests.support.traffic import MODEL, ON_DEMAND, Traffic, everything, running_servers
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
@@ -68,7 +68,7 @@ def under_load(traffic: Traffic) -> Iterator[None]:
             tokens, speed = random.randint(20, 120), random.uniform(20, 120)
             simulate = {"tokens": tokens, "tokens_per_second": speed, "time_to_first_token": random.expovariate(8)}
             messages = [{"role": "user", "content": "Tell me more of this. " * random.randint(1, 40)}]
-            traffic.ask(model=random.choice((MODEL, MODEL, RESTING)), stream=True, messages=messages, simulate=simulate)
+            traffic.request(model=random.choice((MODEL, MODEL, ON_DEMAND)), stream=True, messages=messages, simulate=simulate)
             finished.wait(random.uniform(0, 1))
 
     with ThreadPoolExecutor(_WORKERS) as users:

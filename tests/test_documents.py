@@ -96,9 +96,11 @@ def test_the_changelog_knows_this_version() -> None:
 # Commands and links
 
 
-def written_commands(word: str) -> set[str]:
+def written_commands(command: str) -> set[str]:
     """What stands behind a command's name in the blocks for a shell and between backticks."""
-    return {found.strip() for text in shown_texts() for found in re.findall(rf"(?:^|\n|\s\[){word}[ ,]+([a-z][a-z-]*(?: [a-z]+)?)", text)}
+    return {
+        found.strip() for text in shown_texts() for found in re.findall(rf"(?:^|\n|\s\[){command}[ ,]+([a-z][a-z-]*(?: [a-z]+)?)", text)
+    }
 
 
 def shown_texts() -> list[str]:

@@ -25,7 +25,7 @@ from tests.documents.blocks import DOCS, ROOT
 from upstream.balancing.policies import POLICIES
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A file that must have every name of a registry, the names that it has, and what to do about a missing one."""
 
     file: str
@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 
     registry: str
     names: Iterable[str]
-    places: tuple[Place, ...]
+    locations: tuple[Location, ...]
 
 
 def first_cells(page: str) -> set[str]:
@@ -84,22 +84,22 @@ KINDS = {
         "gateway/api/errors.py, ERRORS",
         ERRORS,
         (
-            Place("docs/errors.md", described("docs/errors.md"), "add a row for clients"),
-            Place("docs/operators/troubleshooting.md", described("docs/operators/troubleshooting.md"), "add a row for operators"),
+            Location("docs/errors.md", described("docs/errors.md"), "add a row for clients"),
+            Location("docs/operators/troubleshooting.md", described("docs/operators/troubleshooting.md"), "add a row for operators"),
         ),
     ),
     "metric": Kind(
         "gateway/telemetry/metrics.py, FAMILIES",
         [PREFIX + name for name in FAMILIES],
-        (Place("docs/metrics.md", described("docs/metrics.md"), "add a row"),),
+        (Location("docs/metrics.md", described("docs/metrics.md"), "add a row"),),
     ),
     "route": Kind(
         "gateway/api/routes.py, ROUTES",
         ROUTES,
         (
-            Place("gateway/api/reference", lambda: read().routes, "add an entry with the shapes of its bodies"),
-            Place("docs/routes.md", described("docs/routes.md"), "add a row"),
-            Place(
+            Location("gateway/api/reference", lambda: read().routes, "add an entry with the shapes of its bodies"),
+            Location("docs/routes.md", described("docs/routes.md"), "add a row"),
+            Location(
                 "docs/api.md", lambda: re.findall(r"POST (/\S+?)`?$", (DOCS / "api.md").read_text(), re.MULTILINE), "run docs/reference.py"
             ),
         ),
@@ -108,27 +108,27 @@ KINDS = {
         "gateway/config/models.py",
         SETTINGS,
         (
-            Place("docs/configuration.md", described("docs/configuration.md"), "run docs/reference.py"),
-            Place("deploy/helm/vllm-gateway/values.schema.json", chart_settings, "run deploy/helm/sync.py"),
+            Location("docs/configuration.md", described("docs/configuration.md"), "run docs/reference.py"),
+            Location("deploy/helm/vllm-gateway/values.schema.json", chart_settings, "run deploy/helm/sync.py"),
         ),
     ),
     "limit": Kind(
         "gateway/limits/redis_store.py, COUNTED_LIMITS",
         COUNTED_LIMITS,
         (
-            Place("gateway/snapshot/snapshot.py, Limits", lambda: Limits.__annotations__, "add a field"),
-            Place("gateway/config/models.py, _Amounts", lambda: schema()["$defs"]["Limits"]["properties"], "add a setting"),
-            Place("gateway/limits/messages.py, _NAMES", lambda: _NAMES, "add the text of its refusal"),
-            Place("docs/limits.md", described("docs/limits.md"), "add a row"),
+            Location("gateway/snapshot/snapshot.py, Limits", lambda: Limits.__annotations__, "add a field"),
+            Location("gateway/config/models.py, _Amounts", lambda: schema()["$defs"]["Limits"]["properties"], "add a setting"),
+            Location("gateway/limits/messages.py, _NAMES", lambda: _NAMES, "add the text of its refusal"),
+            Location("docs/limits.md", described("docs/limits.md"), "add a row"),
         ),
     ),
     "balance policy": Kind(
         "upstream/balancing/policies/__init__.py, POLICIES",
         POLICIES,
         (
-            Place("upstream/balancing/policies", modules("upstream/balancing/policies"), "add a module of this name"),
-            Place("tests/upstream/balancing/policies", modules("tests/upstream/balancing/policies", "test_"), "add its test"),
-            Place("docs/configuration.md, Balance policies", documented_policies, "add a row, and run docs/reference.py"),
+            Location("upstream/balancing/policies", modules("upstream/balancing/policies"), "add a module of this name"),
+            Location("tests/upstream/balancing/policies", modules("tests/upstream/balancing/policies", "test_"), "add its test"),
+            Location("docs/configuration.md, Balance policies", documented_policies, "add a row, and run docs/reference.py"),
         ),
     ),
 }
@@ -147,7 +147,7 @@ def test_no_place_is_forgotten(kind: str) -> None:
 
 
 def test_the_named_files_exist() -> None:
-    named = [name.partition(",")[0] for kind in KINDS.values() for name in (kind.registry, *(location.file for location in kind.places))]
+    named = [name.partition(",")[0] for kind in KINDS.values() for name in (kind.registry, *(location.file for location in kind.locations))]
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 

@@ -29,14 +29,14 @@ from tests.benchmarks.results import Section
 from tests.benchmarks.stage import Scale, Stage, say
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-KEPT = Path("performance/results.json")
+STORED = Path("performance/results.json")
 
 
 def main() -> int:
     """Returns the exit code: 2 when this machine cannot run it."""
     arguments = _arguments()
     if arguments.report:
-        report.write(arguments.to, results.read(arguments.to / KEPT))
+        report.write(arguments.to, results.read(arguments.to / STORED))
         return 0
     if missing := [reason for name in ("wrk", "nginx") if (reason := debian(name))]:
         say("\n".join(missing))
@@ -84,8 +84,8 @@ async def run(cases: list[str], proxies: list[str], scale: Scale, to: Path) -> N
     """Run the cases one after the other; what each brought is kept, and in the report, at once."""
     for name in cases:
         section = await measured(name, proxies, scale)
-        stored = results.read(to / KEPT) | {name: section}
-        results.write(to / KEPT, stored)
+        stored = results.read(to / STORED) | {name: section}
+        results.write(to / STORED, stored)
         report.write(to, stored)
 
 

@@ -11,7 +11,7 @@ from functools import partial
 from tests.benchmarks import standin
 from tests.benchmarks.accounting import LOAD_CORE, PROXY_CORE, Tree, connections
 from tests.benchmarks.measures import crowded, first_events, flooded, idle, loaded, streaming
-from tests.benchmarks.peers import GATEWAY, NGINX, Books, Proxy, Running, Setting, debian, gateway_keeping, started, token
+from tests.benchmarks.peers import GATEWAY, NGINX, AccountingReport, Proxy, Running, Setting, debian, gateway_keeping, started, token
 from tests.benchmarks.process import DidNotStart
 from tests.benchmarks.stage import DIRECT, Stage
 from tests.benchmarks.streams import crowd
@@ -37,7 +37,7 @@ def _direct(stage: Stage, port: int) -> Iterator[Running]:
 async def json(stage: Stage) -> None:
     """Chat requests of 300 bytes, answers of 750 bytes."""
     with standin.json_servers(stage.path("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
-        for proxy in stage.turns([*alive, direct]):
+        for proxy in stage.rotation([*alive, direct]):
             await loaded(stage, proxy, "64 connections", chat(), 64, 3.0)
             await loaded(stage, proxy, "1 connection", chat(), 1, 2.0)
 
@@ -49,7 +49,7 @@ async def streams(stage: Stage) -> None:
         stage.running(Setting((port,))) as alive,
         _direct(stage, port) as direct,
     ):
-        for proxy in stage.turns([*alive, direct]):
+        for proxy in stage.rotation([*alive, direct]):
             await streaming(stage, proxy, "50 events a second", stage.scale.streams(proxy.streams), 50, 5.0)
 
 
@@ -75,7 +75,7 @@ async def flood(stage: Stage) -> None:
         stage.running(Setting((port,))) as alive,
         _direct(stage, port) as direct,
     ):
-        for proxy in stage.turns([*alive, direct]):
+        for proxy in stage.rotation([*alive, direct]):
             await flooded(stage, proxy, f"{count:,} events", count, 8.0)
 
 
@@ -83,7 +83,7 @@ async def prompts(stage: Stage) -> None:
     """Requests of 4 KB, 100 KB and 1 MB."""
     sizes = {"4 KB": 4_000, "100 KB": 100_000, "1 MB": 1_000_000}
     with standin.json_servers(stage.path("upstream")) as ports, stage.running(Setting(ports)) as alive:
-        for proxy in stage.turns(alive):
+        for proxy in stage.rotation(alive):
             for name, size in sizes.items():
                 await loaded(stage, proxy, name, chat(size=size), 16, 2.0)
 
@@ -91,7 +91,7 @@ async def prompts(stage: Stage) -> None:
 async def ttfb(stage: Stage) -> None:
     """New streams while 64 connections request JSON."""
     with standin.json_servers(stage.path("upstream")) as ports, stage.running(Setting(ports)) as alive, _direct(stage, *ports) as direct:
-        for proxy in stage.turns([*alive, direct]):
+        for proxy in stage.rotation([*alive, direct]):
             await first_events(stage, proxy, "64 connections of JSON beside", 4.0 * stage.scale.seconds)
 
 
@@ -112,7 +112,7 @@ async def limits_and_ledger(stage: Stage) -> None:
     with standin.json_servers(stage.path("upstream")) as ports, ExitStack() as stack:
         setting, stored = Setting(ports), dict(_ACCOUNTING)
         if (missing := debian("redis-server")) is None:
-            stored["… and the limits in Redis"] = Books(
+            stored["… and the limits in Redis"] = AccountingReport(
                 limits=True, ledger=True, redis=stack.enter_context(standin.redis(stage.path("redis")))
             )
         else:
@@ -120,7 +120,7 @@ async def limits_and_ledger(stage: Stage) -> None:
         more = [gateway_keeping(each, name) for name, each in stored.items()]
         alive = stack.enter_context(stage.running(setting, (GATEWAY.name, NGINX.name, "vllm-router"), more))
         used = [token(number) for number in setting.key_numbers]
-        for proxy in stage.turns(alive):
+        for proxy in stage.rotation(alive):
             tokens = [TOKEN] if proxy.name == NGINX.name else used
             await loaded(stage, proxy, "64 connections", chat(), 64, 4.0, tokens, _WRITTEN)
             await loaded(stage, proxy, "1 connection", chat(), 1, 2.0, tokens, _WRITTEN)
@@ -132,15 +132,15 @@ async def limited_streams(stage: Stage) -> None:
     with standin.stream_server(stage.path("upstream"), 50) as port:
         both = [gateway_keeping(_ACCOUNTING[_BOTH], _BOTH)]
         with stage.running(Setting((port,)), (GATEWAY.name, NGINX.name, "vllm-router"), both) as alive:
-            for proxy in stage.turns(alive):
+            for proxy in stage.rotation(alive):
                 await streaming(stage, proxy, "50 events a second", stage.scale.streams(proxy.streams), 50, 5.0)
 
 
 _BOTH = "… with both"
-_ACCOUNTING: Mapping[str, Books] = {
-    "… with limits": Books(limits=True),
-    "… with a ledger": Books(ledger=True),
-    _BOTH: Books(limits=True, ledger=True),
+_ACCOUNTING: Mapping[str, AccountingReport] = {
+    "… with limits": AccountingReport(limits=True),
+    "… with a ledger": AccountingReport(ledger=True),
+    _BOTH: AccountingReport(limits=True, ledger=True),
 }
 _WRITTEN = 2.0  # seconds in which the ledger's last rows are written
 

@@ -86,7 +86,7 @@ def difference(status: int, body: bytes) -> str | None:
     return None if same and theirs["usage"]["total_tokens"] == ours["usage"]["total_tokens"] else f"another answer: {body[:200]!r}"
 
 
-def whole_answer(port: int, body: bytes) -> tuple[int, bytes]:
+def whole_response(port: int, body: bytes) -> tuple[int, bytes]:
     """Status and body of one answer. Raises httpx2.HTTPError."""
     headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
     response = httpx2.post(f"http://127.0.0.1:{port}/v1/chat/completions", content=body, headers=headers, timeout=20, verify=False)

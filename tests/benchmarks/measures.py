@@ -13,7 +13,7 @@ from time import monotonic
 import httpx2
 
 from tests.benchmarks.accounting import cost
-from tests.benchmarks.load import Load, difference, load, whole_answer
+from tests.benchmarks.load import Load, difference, load, whole_response
 from tests.benchmarks.peers import Running
 from tests.benchmarks.stage import Stage
 from tests.benchmarks.streams import Client, Crowd, crowd, percentile
@@ -67,7 +67,7 @@ def per_unit(proxy: Running, seconds: float, count: int) -> dict[str, float]:
 async def inspected(port: int, body: bytes) -> tuple[str | None, int]:
     """Describe what is wrong with a proxy's response, if anything, and return the size of its body."""
     try:
-        status, response = await asyncio.to_thread(whole_answer, port, body)
+        status, response = await asyncio.to_thread(whole_response, port, body)
     except httpx2.HTTPError as error:
         return f"no answer: {error!r}", 0
     return difference(status, response), len(response)

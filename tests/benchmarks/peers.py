@@ -25,7 +25,7 @@ import yaml
 
 from tests.benchmarks.accounting import PROXY_CORE, Tree
 from tests.benchmarks.install import environment, installed
-from tests.benchmarks.load import whole_answer
+from tests.benchmarks.load import whole_response
 from tests.benchmarks.process import accepts, free_ports, running
 from tests.benchmarks.wire import MODEL, TOKEN, chat
 
@@ -114,7 +114,7 @@ def _responds(port: int, model: str) -> bool:
     if not accepts(port):
         return False
     try:
-        return whole_answer(port, chat(model))[0] == 200
+        return whole_response(port, chat(model))[0] == 200
     except httpx2.HTTPError:
         return False
 
@@ -130,7 +130,7 @@ _NO_LIMIT = 1_000_000_000  # is never reached: what is measured is the counting
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
+class AccountingReport:
     """The gateway's accounting besides metrics and log. `redis`: the port of the Redis that counts limits."""
 
     limits: bool = False
@@ -148,7 +148,7 @@ class Books:
         return ledger | ({"limits_store": f"redis://127.0.0.1:{self.redis}/0"} if self.redis else {})
 
 
-def _gateway(setting: Setting, folder: Path, port: int, accounting: Books = Books()) -> Command:
+def _gateway(setting: Setting, folder: Path, port: int, accounting: AccountingReport = AccountingReport()) -> Command:
     keys = [
         {"id": f"key-{n}", "hash": "sha256:" + hashlib.sha256(token(n).encode()).hexdigest(), **accounting.of_key()}
         for n in setting.key_numbers
@@ -296,7 +296,7 @@ GATEWAY = Proxy(
 )
 
 
-def gateway_keeping(accounting: Books, name: str) -> Proxy:
+def gateway_keeping(accounting: AccountingReport, name: str) -> Proxy:
     """Return the gateway with more accounting: limits, a ledger, or both."""
     return replace(GATEWAY, name=name, command=partial(_gateway, accounting=accounting))
 

@@ -51,7 +51,7 @@ class Layout:
 
     columns: Sequence[Column]
     ratio: str = "cpu"
-    picture: Drawing | None = None
+    drawing: Drawing | None = None
 
 
 REQUEST = Column("cpu", "CPU per request, µs", 1e6, 1)
@@ -66,13 +66,13 @@ CLIENTS = Column("load", "CPU of the clients, % of a core", 100)
 SERVED = (REQUEST, RATE, P50, P99)
 
 LAYOUTS: Mapping[str, Layout] = {
-    "json": Layout(SERVED, picture=Drawing(REQUEST, "A chat completion, 64 connections", "64 connections")),
+    "json": Layout(SERVED, drawing=Drawing(REQUEST, "A chat completion, 64 connections", "64 connections")),
     "limits_and_ledger": Layout((REQUEST, Column("control", "part of control, µs", 1e6, 1), RATE, P50, P99)),
     "limited_streams": Layout((EVENT, *DELAYS, Column("streams", "streams"))),
-    "streams": Layout((EVENT, *DELAYS, Column("streams", "streams"), CLIENTS), picture=Drawing(EVENT, "Streams of 50 events a second")),
-    "many": Layout((EVENT, PER_STREAM, *DELAYS, CLIENTS), picture=Drawing(PER_STREAM, "5,000 open streams")),
+    "streams": Layout((EVENT, *DELAYS, Column("streams", "streams"), CLIENTS), drawing=Drawing(EVENT, "Streams of 50 events a second")),
+    "many": Layout((EVENT, PER_STREAM, *DELAYS, CLIENTS), drawing=Drawing(PER_STREAM, "5,000 open streams")),
     "flood": Layout((EVENT, Column("rate", "events/s"), CLIENTS)),
-    "prompts": Layout(SERVED, picture=Drawing(REQUEST, "A prompt of 100 KB", "100 KB")),
+    "prompts": Layout(SERVED, drawing=Drawing(REQUEST, "A prompt of 100 KB", "100 KB")),
     "ttfb": Layout((P50, P99, Column("rate", "concurrent JSON requests/s")), ratio="p50"),
     "servers": Layout((REQUEST, RATE, P50, IDLE, RSS)),
     "keys": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
@@ -88,7 +88,7 @@ def write(docs: Path, sections: Mapping[str, Section]) -> None:
     """Write the document and its charts below `docs`."""
     (docs / "performance").mkdir(parents=True, exist_ok=True)
     for name, section in sections.items():
-        if (drawing := chart(section, LAYOUTS[name].picture)) is not None:
+        if (drawing := chart(section, LAYOUTS[name].drawing)) is not None:
             (docs / "performance" / f"{name}.svg").write_text(drawing)
     (docs / "performance.md").write_text(document(TEMPLATE.read_text(), sections))
 
@@ -108,8 +108,8 @@ def _machine(case: str, section: Section | None) -> str:
 
 def _parts(section: Section, layout: Layout) -> Iterator[str]:
     """Chart, tables, what went wrong, and what it was measured on."""
-    if chart(section, layout.picture) is not None:
-        yield f"![{layout.picture.title if layout.picture else ''}](performance/{section.case}.svg)"
+    if chart(section, layout.drawing) is not None:
+        yield f"![{layout.drawing.title if layout.drawing else ''}](performance/{section.case}.svg)"
     if len({row.proxy for row in section.rows}) == 1:
         yield table(section.rows, layout, "", first=section.rows[0])
     else:
@@ -161,15 +161,15 @@ def _times(section: Section) -> str:
     return f"{most} round{'s' * (most != 1)}"
 
 
-def chart(section: Section, picture: Drawing | None) -> str | None:
+def chart(section: Section, drawing: Drawing | None) -> str | None:
     """Return a case's chart; None without one, or with nothing to draw."""
-    if picture is None:
+    if drawing is None:
         return None
-    variant = picture.variant or (section.variants or [""])[-1]
-    spreads = [(row.proxy, row.spread(picture.column.value)) for row in section.rows if row.variant == variant]
+    variant = drawing.variant or (section.variants or [""])[-1]
+    spreads = [(row.proxy, row.spread(drawing.column.value)) for row in section.rows if row.variant == variant]
     drawn = [
-        Bar(name, spread, picture.column.text(Spread(spread.median, spread.median, spread.median)), name == GATEWAY.name)
+        Bar(name, spread, drawing.column.text(Spread(spread.median, spread.median, spread.median)), name == GATEWAY.name)
         for name, spread in spreads
         if spread
     ]
-    return bars(picture.title, f"{picture.column.title}; the line is the minimum and the maximum", drawn) if drawn else None
+    return bars(drawing.title, f"{drawing.column.title}; the line is the minimum and the maximum", drawn) if drawn else None

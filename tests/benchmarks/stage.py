@@ -82,7 +82,7 @@ class Stage:
                     self.absent(proxy.name, str(error))
             yield alive
 
-    def turns(self, alive: Sequence[Running]) -> Iterator[Running]:
+    def rotation(self, alive: Sequence[Running]) -> Iterator[Running]:
         """Yield the proxies in rotation, round by round. A proxy's files are truncated after its round."""
         for number in range(self.scale.rounds):
             say(f"round {number + 1} of {self.scale.rounds}")

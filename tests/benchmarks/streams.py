@@ -75,7 +75,7 @@ class Client(asyncio.Protocol):
             if not future.done():
                 future.set_result(None)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection; what happens then is no fault."""
         self._finish()
         self.transport.abort()
@@ -113,7 +113,7 @@ class Crowd:
             await asyncio.get_running_loop().create_connection(lambda: client, "127.0.0.1", self.port)
             await client.began
         took = monotonic_ns() - began
-        client.leave()
+        client.disconnect()
         return took
 
     @property
@@ -144,7 +144,7 @@ async def crowd(port: int, body: bytes, path: str = "/v1/chat/completions") -> A
         yield made
     finally:
         for client in made.clients:
-            client.leave()
+            client.disconnect()
         await asyncio.sleep(0)
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import psutil
 
 from tests.benchmarks import results
-from tests.benchmarks.__main__ import KEPT, run
+from tests.benchmarks.__main__ import STORED, run
 from tests.benchmarks.stage import DIRECT, Scale
 
 
 async def test_streams_are_measured_and_reported(tmp_path: Path) -> None:
     await run(["streams", "flood"], ["vllm-gateway"], Scale(rounds=2, seconds=0.4, crowd=0.02), tmp_path)
-    sections = results.read(tmp_path / KEPT)
+    sections = results.read(tmp_path / STORED)
     assert list(sections) == ["flood", "streams"]
     for section, variant in ((sections["streams"], "50 events a second"), (sections["flood"], "4,000 events")):
         ours, direct = section.find("vllm-gateway", variant), section.find(DIRECT, variant)

@@ -45,7 +45,7 @@ class Overloaded:
     """The running server. ``asked`` holds, by the text of the first message, when it came, in seconds of a steady clock."""
 
     port: int
-    asked: dict[str, list[float]] = field(default_factory=dict)
+    request_times: dict[str, list[float]] = field(default_factory=dict)
 
 
 def _text(body: dict[str, Any]) -> str:
@@ -65,7 +65,7 @@ def overloaded() -> Iterator[Overloaded]:
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            times = state.asked.setdefault(_text(body), [])
+            times = state.request_times.setdefault(_text(body), [])
             times.append(time.monotonic())
             if len(times) == 1:
                 self._respond(429, LIMITED, {"retry-after": RETRY_AFTER})

@@ -30,13 +30,13 @@ class Site:
         self.port = 0
         self.task: dict[str, Any] = {}
         self.results: dict[str, Any] = {}
-        self.told = threading.Event()
+        self.reported = threading.Event()
 
     def read(self, origin: str, folder: Path) -> dict[str, Any]:
         """Return the page's report when a browser opens it under this origin."""
-        self.told.clear()
+        self.reported.clear()
         with browser(origin, folder) as text:
-            assert self.told.wait(100), text.read_text()
+            assert self.reported.wait(100), text.read_text()
         return self.results
 
 
@@ -47,14 +47,14 @@ def site() -> Iterator[Site]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             task = self.path == "/task"
-            self._answer("application/json" if task else "text/html", json.dumps(one.task).encode() if task else PAGE.read_bytes())
+            self._respond("application/json" if task else "text/html", json.dumps(one.task).encode() if task else PAGE.read_bytes())
 
         def do_POST(self) -> None:
             one.results = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self._answer("text/plain", b"")
-            one.told.set()
+            self._respond("text/plain", b"")
+            one.reported.set()
 
-        def _answer(self, kind: str, data: bytes) -> None:
+        def _respond(self, kind: str, data: bytes) -> None:
             self.send_response(200)
             self.send_header("content-type", kind)
             self.send_header("content-length", str(len(data)))
@@ -117,7 +117,7 @@ def test_a_page_of_a_known_origin_chats(page: tuple[Site, Visit], tmp_path: Path
     assert (entry["outcome"], entry["ended"] < results["ended"]) == ("disconnected", True)
 
 
-def test_a_page_of_another_origin_is_kept_out(page: tuple[Site, Visit], tmp_path: Path) -> None:
+def test_a_page_of_another_origin_is_refused(page: tuple[Site, Visit], tmp_path: Path) -> None:
     """The same page under another name of its host: the browser gets no permission and sends nothing."""
     site, visit = page
     before = len(visit.journal())

@@ -17,17 +17,17 @@ OPENAI = ("openai.AuthenticationError", "openai.NotFoundError", "openai.BadReque
 LITELLM = ("litellm.AuthenticationError", "litellm.NotFoundError", "litellm.ContextWindowExceededError")
 ANTHROPIC = ("anthropic.AuthenticationError", "anthropic.NotFoundError", "anthropic.BadRequestError")
 CLIENTS = (
-    Client("openai", None, "use_openai", OPENAI, tells_code=True),
-    Client("openai-1", "older", "use_openai", OPENAI, tells_code=True),
-    Client("openai-2", "litellm", "use_openai", OPENAI, tells_code=True),
-    Client("openai-node", None, "use_openai.mjs", OPENAI, tells_code=True),
+    Client("openai", None, "use_openai", OPENAI, reports_code=True),
+    Client("openai-1", "older", "use_openai", OPENAI, reports_code=True),
+    Client("openai-2", "litellm", "use_openai", OPENAI, reports_code=True),
+    Client("openai-node", None, "use_openai.mjs", OPENAI, reports_code=True),
     Client("anthropic", "current", "use_anthropic", ANTHROPIC),
     Client("anthropic-0", "older", "use_anthropic", ANTHROPIC),
-    Client("langchain", "current", "use_langchain", OPENAI, tells_code=True),
+    Client("langchain", "current", "use_langchain", OPENAI, reports_code=True),
     Client("litellm", "litellm", "use_litellm", LITELLM),
     Client("litellm-vllm", "litellm", "use_litellm", LITELLM, waits=False),
     Client("pydantic-ai", "current", "use_pydantic_ai", ("pydantic_ai.ModelHTTPError",) * 3),
-    Client("curl", None, "use_curl", ("curl.22",) * 3, tells_code=True, waits=False),
+    Client("curl", None, "use_curl", ("curl.22",) * 3, reports_code=True, waits=False),
 )
 REFUSALS = {
     "wrong_key": (401, 0, "invalid_api_key", "The API key is not valid."),
@@ -49,7 +49,7 @@ def client(request: pytest.FixtureRequest) -> Client:
     return one
 
 
-def told(visit: Visit, client: Client, case: str) -> Any:
+def reported(visit: Visit, client: Client, case: str) -> Any:
     """Return the report of a client's script for a case."""
     result = visit.report(client)[case]
     assert "failed" not in result, result["failed"]
@@ -69,20 +69,20 @@ def having(case: str) -> pytest.MarkDecorator:
 
 
 def test_a_chat(visit: Visit, client: Client) -> None:
-    response = told(visit, client, "chat")
+    response = reported(visit, client, "chat")
     assert (response["text"], response["model"]) == (visit.spoken(), MODEL)
     assert response["tokens"] > 0
     assert response.get("request", "req_").startswith("req_")
 
 
 def test_a_stream_says_the_same_in_pieces(visit: Visit, client: Client) -> None:
-    response, whole = told(visit, client, "stream"), told(visit, client, "chat")
+    response, whole = reported(visit, client, "stream"), reported(visit, client, "chat")
     assert (response["text"], response["tokens"]) == (whole["text"], whole["tokens"])
     assert response["pieces"] > 1
 
 
 def test_a_tool_call(visit: Visit, client: Client) -> None:
-    call = told(visit, client, "tool")
+    call = reported(visit, client, "tool")
     assert call["name"] == "get_weather"
     assert isinstance(call["arguments"]["city"], str)
     assert call.get("text") != ""
@@ -90,49 +90,49 @@ def test_a_tool_call(visit: Visit, client: Client) -> None:
 
 @having("streamed_tool")
 def test_a_streamed_tool_call_is_the_same(visit: Visit, client: Client) -> None:
-    call, whole = told(visit, client, "streamed_tool"), told(visit, client, "tool")
+    call, whole = reported(visit, client, "streamed_tool"), reported(visit, client, "tool")
     assert (call["name"], call["arguments"]) == (whole["name"], whole["arguments"])
 
 
 @having("models")
 def test_the_models(visit: Visit, client: Client) -> None:
-    assert told(visit, client, "models") == [MODEL, BUSY]
+    assert reported(visit, client, "models") == [MODEL, BUSY]
 
 
 @having("responses")
 def test_responses(visit: Visit, client: Client) -> None:
-    response = told(visit, client, "responses")
+    response = reported(visit, client, "responses")
     assert response["text"] == response["streamed"] == visit.spoken()
     assert (response["pieces"] > 1, response["last"]) == (True, "response.completed")
 
 
 @having("count_tokens")
 def test_tokens_are_counted_as_they_are_used(visit: Visit, client: Client) -> None:
-    counted = told(visit, client, "count_tokens")
+    counted = reported(visit, client, "count_tokens")
     assert counted["counted"] == counted["used"] > 0
 
 
 @pytest.mark.parametrize("case", REFUSALS)
 def test_a_refusal_has_the_clients_own_class(visit: Visit, client: Client, case: str) -> None:
-    status, which, code, words = REFUSALS[case]
-    refusal = told(visit, client, case)
+    status, which, code, text = REFUSALS[case]
+    refusal = reported(visit, client, case)
     assert client.refusals[which] in refusal.get("classes", ()), refusal
     assert refusal["status_code"] == status
-    assert words in refusal["words"]
-    if client.tells_code:
+    assert text in refusal["words"]
+    if client.reports_code:
         assert refusal["code"] == code
 
 
-def test_an_overloaded_model_is_asked_again(visit: Visit, client: Client) -> None:
+def test_a_request_to_an_overloaded_model_is_retried(visit: Visit, client: Client) -> None:
     """The server answers 429 once. The client itself asks again: where it knows Retry-After, not before the second that it names."""
-    assert told(visit, client, "again") == {"text": TEXT}
-    first, second = visit.overloaded.asked[visit.task(client.name)["again"]]
+    assert reported(visit, client, "again") == {"text": TEXT}
+    first, second = visit.overloaded.request_times[visit.task(client.name)["again"]]
     assert second - first >= (1.0 if client.waits else 0.0)
 
 
 def test_a_client_that_stops_listening_stops_the_model(visit: Visit, client: Client) -> None:
     """The script closes a stream and continues with other requests: the server has noticed before the script ends."""
-    assert told(visit, client, "cancel") == {"pieces": 3}
+    assert reported(visit, client, "cancel") == {"pieces": 3}
     entry = visit.ended_early(client.name)
     assert entry["outcome"] == "disconnected"
     assert entry["ended"] < visit.report(client)["ended"]

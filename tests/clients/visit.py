@@ -25,7 +25,7 @@ import pytest
 from gateway.auth import keys
 from tests.clients.install import LOCKS, NODE, ROOT, environment, installed
 from tests.clients.overloaded import Overloaded, overloaded
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for, words_of
+from tests.support.process import Gateway, command_line, configuration, gateway, launched, wait_for
 
 MODEL, BUSY = "sim/one", "busy/one"
 HELLO, WEATHER = "Say hello.", "What is the weather in Oslo?"
@@ -52,7 +52,7 @@ class Client:
     environment: str | None
     script: str
     refusals: tuple[str, str, str]
-    tells_code: bool = False
+    reports_code: bool = False
     waits: bool = True
 
 
@@ -114,7 +114,7 @@ class Visit:
 
     def journal(self) -> list[dict[str, Any]]:
         """Return the requests that the simulator has received, from its private socket."""
-        [socket] = {argument for each in self.gateway.tree() for argument in words_of(each) if re.search(r"/[^/]+\.sock$", argument)}
+        [socket] = {argument for each in self.gateway.tree() for argument in command_line(each) if re.search(r"/[^/]+\.sock$", argument)}
         with httpx2.Client(transport=httpx2.HTTPTransport(uds=socket), base_url="http://simulator", timeout=60) as server:
             entries: list[dict[str, Any]] = server.get("/sim/requests").json()
         return entries

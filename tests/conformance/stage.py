@@ -25,9 +25,9 @@ import pytest
 
 from gateway.api.routes import ROUTES
 from gateway.auth import keys
-from tests.conformance.asked import ALIASES, CHAT, KEY, LLAMA, MOUNT, QWEN, Json
-from tests.support.described import answer_problems, request_problems
-from tests.support.process import SIMULATOR, Gateway, configuration, gateway, wait_for, words_of
+from tests.conformance.examples import ALIASES, CHAT, KEY, LLAMA, MOUNT, QWEN, Json
+from tests.support.described import request_problems, response_problems
+from tests.support.process import SIMULATOR, Gateway, command_line, configuration, gateway, wait_for
 from tests.vllm.chat import events
 from tests.vllm.dialogues import Architecture
 from tests.vllm.gateway import WorkUntil, finished_requests, held
@@ -109,7 +109,7 @@ class Stage:
         """Stop a real engine, or let it work in bursts. A simulator is not stopped: a test sets its pace."""
         if not self.real:
             return nullcontext(wait_for)
-        [worker] = [each for each in self.api_server(model).children(recursive=True) if "VLLM::Worker" in " ".join(words_of(each))]
+        [worker] = [each for each in self.api_server(model).children(recursive=True) if "VLLM::Worker" in " ".join(command_line(each))]
         return held(worker)
 
     @contextmanager
@@ -151,7 +151,7 @@ def _hold(path: str, body: Json, status: int, media_type: str, text: str) -> Non
         path, body = path.removeprefix(MOUNT), {"model": "-", **body}
     if path not in ROUTES:
         return
-    problems = answer_problems(path, status, media_type, text)
+    problems = response_problems(path, status, media_type, text)
     if status == 200:
         problems += request_problems(path, body)
     assert problems == []

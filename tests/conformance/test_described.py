@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from gateway.api.routes import ROUTES, Body
-from tests.conformance.asked import LLAMA, Json
+from tests.conformance.examples import LLAMA, Json
 from tests.conformance.stage import Stage, on
-from tests.support.described import answer_problems, described, request_problems
+from tests.support.described import described, request_problems, response_problems
 from tests.support.examples import examples
 
 JSON = [path for path, route in ROUTES.items() if route.body is Body.JSON]
@@ -46,9 +46,9 @@ def test_what_is_only_read(stage: Stage) -> None:
     with stage.client() as client:
         for path, address in (("/health", "/health"), ("/v1/models", "/v1/models"), ("/v1/models/{model}", f"/v1/models/{stage.model}")):
             response = client.get(address)
-            assert answer_problems(path, 200, response.headers["content-type"], response.text, "get") == []
+            assert response_problems(path, 200, response.headers["content-type"], response.text, "get") == []
         wrong = client.get("/v1/models/nobody/knows")
-        assert answer_problems("/v1/models/{model}", wrong.status_code, wrong.headers["content-type"], wrong.text, "get") == []
+        assert response_problems("/v1/models/{model}", wrong.status_code, wrong.headers["content-type"], wrong.text, "get") == []
 
 
 @on("simulator")
@@ -62,7 +62,7 @@ def test_what_is_only_read(stage: Stage) -> None:
     suppress_health_check=list(HealthCheck),
 )
 @given(data=st.data())
-def test_any_body_that_it_admits_is_answered_as_it_says(stage: Stage, path: str, data: st.DataObject) -> None:
+def test_any_body_that_it_admits_is_served_as_described(stage: Stage, path: str, data: st.DataObject) -> None:
     (kind,) = described()["paths"][path]["post"]["requestBody"]["content"].values()
     body = {**data.draw(made_by(kind["schema"])), "model": LLAMA}
     assert request_problems(path, body) == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.conformance.asked import CHAT, LLAMA, NOT_THINKING, Json, user, weather
+from tests.conformance.examples import CHAT, LLAMA, NOT_THINKING, Json, user, weather
 from tests.conformance.shapes import lacks
 from tests.conformance.stage import Stage, on, shows_internals
 from tests.vllm.chat import events
@@ -27,7 +27,7 @@ class Wrong:
     fields: Json
     code: str = "invalid_value"
     param: str | None = None
-    said: str = ""
+    message: str = ""
     status: int = 400
     type: str = "invalid_request_error"
     path: str = CHAT
@@ -42,13 +42,13 @@ class Wrong:
 
 
 TABLE = [
-    Wrong("temperature above 2", {"temperature": 3}, param="temperature", said="temperature"),
+    Wrong("temperature above 2", {"temperature": 3}, param="temperature", message="temperature"),
     Wrong("temperature is a word", {"temperature": "hot"}, param="temperature"),
-    Wrong("top_p above 1", {"top_p": 1.5}, param="top_p", said="top_p"),
-    Wrong("no tokens at all", {"max_tokens": 0}, param="max_tokens", said="max_tokens"),
+    Wrong("top_p above 1", {"top_p": 1.5}, param="top_p", message="top_p"),
+    Wrong("no tokens at all", {"max_tokens": 0}, param="max_tokens", message="max_tokens"),
     Wrong("too many stops", {"stop": list("abcde")}, param="stop"),
-    Wrong("n is none", {"n": 0}, param="n", said="n must be"),
-    Wrong("several greedy answers", {"n": 2}, param="n", said="greedy"),
+    Wrong("n is none", {"n": 0}, param="n", message="n must be"),
+    Wrong("several greedy answers", {"n": 2}, param="n", message="greedy"),
     Wrong("messages is a word", {"messages": "Hi"}, param="messages"),
     Wrong("no messages", {}, code="missing_required_parameter", param="messages", without=("messages",)),
     Wrong("stream is a word", {"stream": "yes"}, param="stream"),
@@ -62,7 +62,7 @@ TABLE = [
         param="tool_choice",
     ),
     Wrong("a tool with bad parameters", {"tools": [_BAD_TOOL]}, param="tools.0.function.parameters"),
-    Wrong("two constraints", {"structured_outputs": {"regex": "a", "choice": ["a"]}}, param="structured_outputs", said="one"),
+    Wrong("two constraints", {"structured_outputs": {"regex": "a", "choice": ["a"]}}, param="structured_outputs", message="one"),
     Wrong("a chat template", {"chat_template": "{{ 1 }}"}, param="chat_template"),
     Wrong("extra_body is a word", {"extra_body": "top_k"}, param="extra_body"),
     Wrong("an unknown model", {"model": "no-such-model"}, "model_not_found", "model", "no-such-model", status=404),
@@ -80,7 +80,7 @@ TABLE = [
 ]
 # vLLM finds these when its stream has begun, with status 200 and an error as the first event.
 LATE = [
-    Wrong("logprobs above the limit", {"logprobs": True, "top_logprobs": 50}, param="top_logprobs", said="50"),
+    Wrong("logprobs above the limit", {"logprobs": True, "top_logprobs": 50}, param="top_logprobs", message="50"),
     Wrong("a schema that is none", {"response_format": _BAD_SCHEMA}, param="response_format.json_schema.schema"),
     Wrong("a bad regex", {"structured_outputs": {"regex": "("}}, param="structured_outputs.regex"),
     Wrong("a bias for no token", {"logit_bias": {"999999": 1}}, param="logit_bias"),
@@ -97,7 +97,7 @@ def test_an_error(stage: Stage, wrong: Wrong, streamed: bool) -> None:
     error = response.json()["error"]
     assert lacks(error, {"message": str, "type": str, "code": str}) == [] and set(error) == {"message", "type", "code", "param"}
     assert (error["type"], error["code"], error["param"]) == (wrong.type, wrong.code, wrong.param)
-    assert error["message"] and wrong.said in error["message"]
+    assert error["message"] and wrong.message in error["message"]
     assert not shows_internals(response.text) and LLAMA not in response.text
     assert response.headers["x-request-id"].startswith("req_")
 

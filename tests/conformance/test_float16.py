@@ -11,13 +11,13 @@ from typing import Any
 import openai
 import pytest
 
-from tests.conformance.asked import ALIASES, CHAT, FEELINGS, INSTANCED, LLAMA, MOUNT, QWEN, Json, user
+from tests.conformance.examples import ALIASES, CHAT, FEELINGS, INSTANCED, LLAMA, MOUNT, QWEN, Json, user
 from tests.conformance.shapes import ERROR, JsonText, lacks
 from tests.conformance.stage import Stage, on
 
 INSTANCE = MOUNT + CHAT
 EVERYWHERE = on("simulator", "llama")
-WHO: Json = {"model": INSTANCED, "messages": [user("Who are you?")], "temperature": 0, "max_tokens": 60}
+INTRODUCTION: Json = {"model": INSTANCED, "messages": [user("Who are you?")], "temperature": 0, "max_tokens": 60}
 
 
 # The instance's URL
@@ -26,12 +26,12 @@ WHO: Json = {"model": INSTANCED, "messages": [user("Who are you?")], "temperatur
 @EVERYWHERE
 @pytest.mark.parametrize("key", [None, "not-needed", "of-another-service." * 100], ids=["none", "one", "long"])
 def test_no_key_is_needed(stage: Stage, key: str | None) -> None:
-    assert stage.post(WHO, INSTANCE, key).status_code == 200
+    assert stage.post(INTRODUCTION, INSTANCE, key).status_code == 200
 
 
 @EVERYWHERE
 def test_a_key_that_looks_like_one_is_still_checked(stage: Stage) -> None:
-    response = stage.post(WHO, INSTANCE, "sk-wrong")
+    response = stage.post(INTRODUCTION, INSTANCE, "sk-wrong")
     assert (response.status_code, response.json()["error"]["code"]) == (401, "invalid_api_key")
 
 
@@ -48,7 +48,7 @@ def test_an_instance_lists_its_own_model_alone(stage: Stage) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("name", [LLAMA, INSTANCED, None], ids=["id", "alias", "none"])
 def test_an_instance_serves_its_model_by_its_names_or_none(stage: Stage, name: str | None) -> None:
-    assert stage.post({**WHO, "model": name}, INSTANCE, None).json()["model"] == LLAMA
+    assert stage.post({**INTRODUCTION, "model": name}, INSTANCE, None).json()["model"] == LLAMA
 
 
 @EVERYWHERE
@@ -67,7 +67,7 @@ def test_defaults_are_vllms(stage: Stage) -> None:
 @EVERYWHERE
 def test_a_message_may_have_every_member_that_is_shown(stage: Stage) -> None:
     output = [{**user("My name is Ada."), "name": "ada"}, {"role": "assistant", "content": "Hello Ada!", "tool_calls": []}]
-    response = stage.post({**WHO, "messages": [*output, user("What is my name?")]}, INSTANCE, None)
+    response = stage.post({**INTRODUCTION, "messages": [*output, user("What is my name?")]}, INSTANCE, None)
     assert response.status_code == 200, response.text
     assert not stage.real or response.json()["choices"][0]["message"]["content"] == "Your name is Ada."
 
@@ -80,7 +80,7 @@ MADRID: Json = {
     "required": ["country", "capital"],
     "additionalProperties": False,
 }
-CAPITAL: Json = {**WHO, "messages": [user("Give me the capital of France as JSON.")]}
+CAPITAL: Json = {**INTRODUCTION, "messages": [user("Give me the capital of France as JSON.")]}
 SPANISH = JsonText({"country": "Spain", "capital": "Madrid"})
 
 
@@ -90,16 +90,16 @@ class Guide:
 
     name: str
     value: Any
-    kept: Callable[[str], Any]
-    body: Json = field(default_factory=lambda: WHO)
-    member: str = ""
+    matches: Callable[[str], Any]
+    body: Json = field(default_factory=lambda: INTRODUCTION)
+    field_name: str = ""
 
     def __str__(self) -> str:
         return self.name
 
     @property
     def fields(self) -> Json:
-        return {self.member or self.name: self.value}
+        return {self.field_name or self.name: self.value}
 
 
 GUIDES = [
@@ -119,7 +119,7 @@ def test_guided_decoding_binds(stage: Stage, guide: Guide, nested: bool) -> None
     response = stage.post({**guide.body, **({"extra_body": guide.fields} if nested else guide.fields)}, INSTANCE, None)
     assert response.status_code == 200, response.text
     if stage.real or guide.name != "guided_grammar":
-        assert guide.kept(response.json()["choices"][0]["message"]["content"])
+        assert guide.matches(response.json()["choices"][0]["message"]["content"])
     else:  # the simulator reads no grammars
         assert stage.arrived(response)["body"]["structured_outputs"] == {"grammar": guide.value}
 
@@ -130,12 +130,12 @@ def test_vllm_itself_ignores_the_old_names(stage: Stage, guide: Guide) -> None:
     with stage.directly(LLAMA) as vllm:
         responses = [vllm.post(CHAT, json={**guide.body, "model": LLAMA, **more}).json() for more in ({}, guide.fields)]
     plain, guided = (response["choices"][0]["message"]["content"] for response in responses)
-    assert plain == guided and not guide.kept(guided)
+    assert plain == guided and not guide.matches(guided)
 
 
 @EVERYWHERE
 def test_guided_decoding_streams(stage: Stage) -> None:
-    chunks = stage.chunks({**WHO, "guided_choice": ["positive", "negative"]}, INSTANCE, None)
+    chunks = stage.chunks({**INTRODUCTION, "guided_choice": ["positive", "negative"]}, INSTANCE, None)
     output = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
     assert output in ("positive", "negative")
 
@@ -152,7 +152,7 @@ def test_guided_decoding_streams(stage: Stage) -> None:
     ids=["two", "one in extra_body", "structured_outputs", "response_format"],
 )
 def test_two_constraints_are_a_clear_400(stage: Stage, conflict: Json) -> None:
-    response = stage.post({**WHO, **conflict}, INSTANCE, None)
+    response = stage.post({**INTRODUCTION, **conflict}, INSTANCE, None)
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
     assert response.json()["error"]["param"] in ("guided_choice", "guided_regex", "structured_outputs", "response_format")
 
@@ -161,7 +161,7 @@ def test_two_constraints_are_a_clear_400(stage: Stage, conflict: Json) -> None:
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("guide", [{"guided_regex": "("}, {"guided_json": {"type": "nonsense"}}], ids=["regex", "json"])
 def test_an_invalid_constraint_is_a_400(stage: Stage, guide: Json, streamed: bool) -> None:
-    response = stage.post({**WHO, **guide, "stream": streamed}, INSTANCE, None)
+    response = stage.post({**INTRODUCTION, **guide, "stream": streamed}, INSTANCE, None)
     assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
@@ -172,7 +172,7 @@ def test_an_invalid_constraint_is_a_400(stage: Stage, guide: Json, streamed: boo
 @pytest.mark.parametrize("name", ["no-such-model", QWEN])
 def test_model_not_found(stage: Stage, name: str) -> None:
     """A model that is not this instance's, wherever else it may be."""
-    response = stage.post({**WHO, "model": name}, INSTANCE, None)
+    response = stage.post({**INTRODUCTION, "model": name}, INSTANCE, None)
     assert response.status_code == 404 and lacks(response.json(), ERROR) == []
     assert {name: response.json()["error"][name] for name in ("type", "code", "param")} == {
         "type": "invalid_request_error", "code": "model_not_found", "param": "model",
@@ -182,7 +182,7 @@ def test_model_not_found(stage: Stage, name: str) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 def test_context_length_exceeded(stage: Stage, streamed: bool) -> None:
-    response = stage.post({**WHO, "messages": [user("word " * 4000)], "stream": streamed}, INSTANCE, None)
+    response = stage.post({**INTRODUCTION, "messages": [user("word " * 4000)], "stream": streamed}, INSTANCE, None)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
@@ -190,7 +190,7 @@ def test_context_length_exceeded(stage: Stage, streamed: bool) -> None:
 @pytest.mark.parametrize("fault", [{"status": 500}, {"error_first": True}], ids=["status", "engine"])
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 def test_server_error(stage: Stage, fault: Json, streamed: bool) -> None:
-    response = stage.post({**WHO, "stream": streamed, "simulate": fault}, INSTANCE, None)
+    response = stage.post({**INTRODUCTION, "stream": streamed, "simulate": fault}, INSTANCE, None)
     assert (response.status_code, response.json()["error"]["code"]) == (500, "server_error")
 
 

@@ -10,7 +10,7 @@ import httpx2
 import pytest
 
 from gateway.auth import keys
-from tests.conformance.asked import (
+from tests.conformance.examples import (
     ALIASES,
     CHAT,
     DEPLOYED,
@@ -27,19 +27,19 @@ from tests.conformance.asked import (
 from tests.conformance.shapes import LOGPROBS, lacks, stream_lacks
 from tests.conformance.stage import Stage, on, simulated
 from tests.support.process import Gateway, configuration, gateway
-from tests.vllm.chat import ask, folded
+from tests.vllm.chat import folded, send_chat
 from tests.vllm.dialogues import CALLED, DIE, HANGZHOU, RESULT, SUNNY, TOOLSETS, WEATHER, Answer, on_the_wire
 
 PLAIN_AND_STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 EVERYWHERE = on("simulator", "qwen")
-WHO: Json = {"messages": [user("Who are you?")], "temperature": 0, **NOT_THINKING}
-ASK_WEATHER: Json = {"messages": [user(HANGZHOU)], "tools": [WEATHER], "temperature": 0, "max_tokens": 300, **NOT_THINKING}
+INTRODUCTION: Json = {"messages": [user("Who are you?")], "temperature": 0, **NOT_THINKING}
+WEATHER_REQUEST: Json = {"messages": [user(HANGZHOU)], "tools": [WEATHER], "temperature": 0, "max_tokens": 300, **NOT_THINKING}
 
 
-def said(stage: Stage, body: Json, *, streamed: bool) -> Answer:
+def completion(stage: Stage, body: Json, *, streamed: bool) -> Answer:
     """The one choice of an answer, folded together when it came in pieces."""
     with stage.client() as client:
-        return ask(client, {"model": stage.model, **body}, streamed=streamed)
+        return send_chat(client, {"model": stage.model, **body}, streamed=streamed)
 
 
 # Keys and names
@@ -74,7 +74,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 )
 def test_bearer_keys(keyed: Gateway, authorization: str | None, model: str, status: int, code: str | None) -> None:
     headers = {} if authorization is None else {"authorization": authorization}
-    response = httpx2.post(keyed.url + CHAT, json={**WHO, "model": model}, headers=headers, timeout=60)
+    response = httpx2.post(keyed.url + CHAT, json={**INTRODUCTION, "model": model}, headers=headers, timeout=60)
     assert (response.status_code, response.json().get("error", {}).get("code")) == (status, code)
     assert status != 401 or response.headers["www-authenticate"] == "Bearer"
 
@@ -82,7 +82,7 @@ def test_bearer_keys(keyed: Gateway, authorization: str | None, model: str, stat
 @on("simulator", "llama")
 @pytest.mark.parametrize("name", [LLAMA, *OTHER_LLAMAS, DEPLOYED])
 def test_exact_ids_and_aliases(stage: Stage, name: str) -> None:
-    response = stage.post({**WHO, "model": name})
+    response = stage.post({**INTRODUCTION, "model": name})
     assert (response.status_code, response.json()["model"]) == (200, LLAMA)
 
 
@@ -152,7 +152,7 @@ def test_extra_body_is_set_on_the_body_and_wins(stage: Stage) -> None:
 
 @EVERYWHERE
 def test_extra_body_has_an_effect(stage: Stage) -> None:
-    response = stage.post({**WHO, "extra_body": {"max_tokens": 2}}).json()
+    response = stage.post({**INTRODUCTION, "extra_body": {"max_tokens": 2}}).json()
     assert (response["usage"]["completion_tokens"], response["choices"][0]["finish_reason"]) == (2, "length")
 
 
@@ -168,7 +168,7 @@ def test_extra_body_has_an_effect(stage: Stage) -> None:
     ids=lambda unknown: next(iter(unknown)),
 )
 def test_what_is_unknown_does_nothing(stage: Stage, unknown: Json) -> None:
-    assert stage.content({**WHO, **unknown}) == stage.content(WHO)
+    assert stage.content({**INTRODUCTION, **unknown}) == stage.content(INTRODUCTION)
 
 
 @EVERYWHERE
@@ -182,35 +182,35 @@ def test_what_is_unknown_does_nothing(stage: Stage, unknown: Json) -> None:
     ],
     ids=lambda given: given if isinstance(given, str) else "",
 )
-def test_a_setting_of_what_was_not_asked_for_is_a_400(stage: Stage, setting: Json, param: str) -> None:
-    response = stage.post({**WHO, **setting})
+def test_a_setting_of_an_output_that_was_not_requested_is_a_400(stage: Stage, setting: Json, param: str) -> None:
+    response = stage.post({**INTRODUCTION, **setting})
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
 @EVERYWHERE
 def test_max_completion_tokens_beats_max_tokens(stage: Stage) -> None:
-    response = stage.post({**WHO, "max_completion_tokens": 3, "max_tokens": 9}).json()
+    response = stage.post({**INTRODUCTION, "max_completion_tokens": 3, "max_tokens": 9}).json()
     assert (response["usage"]["completion_tokens"], response["choices"][0]["finish_reason"]) == (3, "length")
 
 
 @EVERYWHERE
 def test_min_tokens_keeps_it_going(stage: Stage) -> None:
-    response = stage.post({**WHO, "min_tokens": 40, "max_tokens": 60}).json()
+    response = stage.post({**INTRODUCTION, "min_tokens": 40, "max_tokens": 60}).json()
     assert response["usage"]["completion_tokens"] >= 40
 
 
 @EVERYWHERE
 def test_stop_ends_it_before_the_words(stage: Stage) -> None:
-    whole = stage.content(WHO)
-    word = whole.split()[3]
-    response = stage.post({**WHO, "stop": [word, "never said"]}).json()["choices"][0]
-    assert (response["message"]["content"], response["finish_reason"]) == (whole[: whole.index(word)], "stop")
+    whole = stage.content(INTRODUCTION)
+    text = whole.split()[3]
+    response = stage.post({**INTRODUCTION, "stop": [text, "never said"]}).json()["choices"][0]
+    assert (response["message"]["content"], response["finish_reason"]) == (whole[: whole.index(text)], "stop")
 
 
 @EVERYWHERE
 @PLAIN_AND_STREAMED
 def test_logprobs(stage: Stage, streamed: bool) -> None:
-    body = {**WHO, "logprobs": True, "top_logprobs": 2}
+    body = {**INTRODUCTION, "logprobs": True, "top_logprobs": 2}
     parts = stage.chunks(body) if streamed else [stage.post(body).json()]
     found = [choice["logprobs"] for part in parts for choice in part["choices"] if choice.get("logprobs")]
     assert found and [problem for each in found for problem in lacks(each, LOGPROBS)] == []
@@ -219,7 +219,7 @@ def test_logprobs(stage: Stage, streamed: bool) -> None:
 
 @EVERYWHERE
 @PLAIN_AND_STREAMED
-def test_n_answers(stage: Stage, streamed: bool) -> None:
+def test_n_choices(stage: Stage, streamed: bool) -> None:
     body = {"messages": [user("Roll a die.")], "n": 3, "temperature": 1, "seed": 5, **NOT_THINKING}
     parts = stage.chunks(body) if streamed else [stage.post(body).json()]
     choices = [choice for part in parts for choice in part["choices"]]
@@ -238,8 +238,8 @@ def test_a_seed_repeats(stage: Stage) -> None:
 @on("qwen")
 def test_logit_bias_has_an_effect(stage: Stage) -> None:
     token = stage.post({"prompt": "I"}, "/tokenize").json()["tokens"][-1]
-    assert stage.content(WHO).startswith("I")
-    assert not (stage.content({**WHO, "logit_bias": {str(token): -100}}) or "").startswith("I")
+    assert stage.content(INTRODUCTION).startswith("I")
+    assert not (stage.content({**INTRODUCTION, "logit_bias": {str(token): -100}}) or "").startswith("I")
 
 
 # Messages
@@ -249,7 +249,7 @@ def test_logit_bias_has_an_effect(stage: Stage) -> None:
 @pytest.mark.parametrize("role", ["system", "developer"])
 def test_instructions_by_system_and_developer_are_the_same(stage: Stage, role: str) -> None:
     messages = [{"role": role, "content": "You are a pirate."}, user("Who are you?")]
-    response = stage.post({**WHO, "messages": messages})
+    response = stage.post({**INTRODUCTION, "messages": messages})
     if stage.real:
         assert response.json()["choices"][0]["message"]["content"] == "Arr, I be a tiny pirate model!"
     else:
@@ -259,12 +259,12 @@ def test_instructions_by_system_and_developer_are_the_same(stage: Stage, role: s
 @EVERYWHERE
 def test_content_is_a_string_or_parts(stage: Stage) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "Who are you?"}]}]
-    assert stage.content({**WHO, "messages": parts}) == stage.content(WHO)
+    assert stage.content({**INTRODUCTION, "messages": parts}) == stage.content(INTRODUCTION)
 
 
 @EVERYWHERE
 def test_a_message_may_have_a_name(stage: Stage) -> None:
-    assert stage.content({**WHO, "messages": [{**user("Who are you?"), "name": "ada"}]})
+    assert stage.content({**INTRODUCTION, "messages": [{**user("Who are you?"), "name": "ada"}]})
 
 
 # Tools
@@ -284,7 +284,7 @@ def test_a_message_may_have_a_name(stage: Stage) -> None:
     ids=["default", "auto", "required", "named", "none"],
 )
 def test_tool_choice(stage: Stage, choice: Json, finish: str, streamed: bool) -> None:
-    response = said(stage, {**ASK_WEATHER, **choice}, streamed=streamed)
+    response = completion(stage, {**WEATHER_REQUEST, **choice}, streamed=streamed)
     assert response.finish_reason == finish
     assert [name for name, _ in response.calls] == ([] if choice.get("tool_choice") == "none" else ["get_current_weather"])
     assert all(isinstance(arguments["location"], str) for _, arguments in response.calls)
@@ -292,9 +292,9 @@ def test_tool_choice(stage: Stage, choice: Json, finish: str, streamed: bool) ->
 
 @EVERYWHERE
 @PLAIN_AND_STREAMED
-def test_a_tools_result_is_answered(stage: Stage, streamed: bool) -> None:
+def test_a_tools_result_gets_a_response(stage: Stage, streamed: bool) -> None:
     messages = on_the_wire([user(HANGZHOU), CALLED, RESULT])
-    response = said(stage, {**ASK_WEATHER, "messages": messages}, streamed=streamed)
+    response = completion(stage, {**WEATHER_REQUEST, "messages": messages}, streamed=streamed)
     assert (response.calls, response.finish_reason) == ((), "stop")
     assert response.content == SUNNY if stage.real else response.content
 
@@ -303,9 +303,9 @@ def test_a_tools_result_is_answered(stage: Stage, streamed: bool) -> None:
 @PLAIN_AND_STREAMED
 @pytest.mark.parametrize("parallel", [True, False])
 def test_parallel_tool_calls(stage: Stage, parallel: bool, streamed: bool) -> None:
-    body: Json = {**ASK_WEATHER, "messages": [user("Compare the weather in Hangzhou and Paris.")], "tools": TOOLSETS[0]}
+    body: Json = {**WEATHER_REQUEST, "messages": [user("Compare the weather in Hangzhou and Paris.")], "tools": TOOLSETS[0]}
     two = {} if stage.real else {"simulate": {"tool_calls": 2}}
-    response = said(stage, {**body, **two, "parallel_tool_calls": parallel}, streamed=streamed)
+    response = completion(stage, {**body, **two, "parallel_tool_calls": parallel}, streamed=streamed)
     assert (len(response.calls), response.finish_reason) == (2 if parallel else 1, "tool_calls")
 
 
@@ -339,7 +339,7 @@ def functions(stage: Stage, body: Json, *, streamed: bool) -> tuple[Json, str]:
     ids=["default", "auto", "named", "none"],
 )
 def test_functions(stage: Stage, choice: Json, calls: bool, finish: str, streamed: bool) -> None:
-    body = {name: value for name, value in ASK_WEATHER.items() if name != "tools"}
+    body = {name: value for name, value in WEATHER_REQUEST.items() if name != "tools"}
     call, finished = functions(stage, {**body, **FUNCTIONS, **choice}, streamed=streamed)
     assert finished == finish
     if calls:
@@ -389,7 +389,7 @@ STRUCTURAL: Json = {
 
 @EVERYWHERE
 def test_response_format_structural_tag(stage: Stage) -> None:
-    response = stage.post({**WHO, "max_tokens": 60, "response_format": STRUCTURAL})
+    response = stage.post({**INTRODUCTION, "max_tokens": 60, "response_format": STRUCTURAL})
     assert response.status_code == 200, response.text
     if stage.real:
         assert response.json()["choices"][0]["message"]["content"] in ("<color>red</color>", "<color>blue</color>")
@@ -405,7 +405,7 @@ def test_response_format_structural_tag(stage: Stage) -> None:
 @pytest.mark.parametrize(("kwargs", "thinks"), [(THINKING, True), (NOT_THINKING, False), ({}, True)], ids=["on", "off", "default"])
 def test_thinking(stage: Stage, kwargs: Json, thinks: bool, streamed: bool) -> None:
     body = {"messages": [user("Which is greater, 9.11 or 9.8?")], "temperature": 0, "max_tokens": 200, **kwargs}
-    response = said(stage, body, streamed=streamed)
+    response = completion(stage, body, streamed=streamed)
     assert (bool(response.reasoning), bool(response.content), response.finish_reason) == (thinks, True, "stop")
     if stage.real:
         assert response.content.strip() == ("9.8 is greater than 9.11." if thinks else "9.8 is greater.")
@@ -413,7 +413,7 @@ def test_thinking(stage: Stage, kwargs: Json, thinks: bool, streamed: bool) -> N
 
 @on("simulator", "llama")
 def test_llama_does_not_think(stage: Stage) -> None:
-    message = stage.post({**WHO, "model": LLAMA}).json()["choices"][0]["message"]
+    message = stage.post({**INTRODUCTION, "model": LLAMA}).json()["choices"][0]["message"]
     assert message["content"] and not message.get("reasoning")
 
 
@@ -423,8 +423,10 @@ def test_llama_does_not_think(stage: Stage) -> None:
 @EVERYWHERE
 @pytest.mark.parametrize("requested", [{}, {"include_usage": False}, {"include_usage": True}], ids=["nothing said", "not asked", "asked"])
 def test_include_usage(stage: Stage, requested: Json) -> None:
-    chunks = stage.chunks({**WHO, **({"stream_options": requested} if requested else {})})
+    chunks = stage.chunks({**INTRODUCTION, **({"stream_options": requested} if requested else {})})
     assert stream_lacks(chunks, usage=requested.get("include_usage", False)) == []
     if chunks[-1]["choices"] == []:
-        counts = [usage["prompt_tokens"] + usage["completion_tokens"] for usage in (chunks[-1]["usage"], stage.post(WHO).json()["usage"])]
+        counts = [
+            usage["prompt_tokens"] + usage["completion_tokens"] for usage in (chunks[-1]["usage"], stage.post(INTRODUCTION).json()["usage"])
+        ]
         assert counts[0] == counts[1]

@@ -12,7 +12,7 @@ import httpx2
 import openai
 import pytest
 
-from tests.conformance.asked import ALIASES, CHAT, LIGHT, LLAMA, Json, user
+from tests.conformance.examples import ALIASES, CHAT, LIGHT, LLAMA, Json, user
 from tests.conformance.shapes import TEXT, USAGE, lacks, stream_lacks
 from tests.conformance.stage import Stage, on, simulated
 from tests.support.process import configuration, gateway, wait_for
@@ -40,8 +40,8 @@ def test_a_raw_prompt(stage: Stage) -> None:
 def test_a_raw_prompt_streams(stage: Stage, usage: bool) -> None:
     chunks = stage.chunks({**RAW, "stream_options": {"include_usage": usage}}, key=None)
     assert stream_lacks(chunks, usage=usage) == []
-    said = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
-    assert said == stage.post(RAW, key=None).json()["choices"][0]["message"]["content"]
+    text = "".join(choice["delta"].get("content") or "" for chunk in chunks for choice in chunk["choices"])
+    assert text == stage.post(RAW, key=None).json()["choices"][0]["message"]["content"]
     assert all(chunk["id"].startswith("cmpl-") for chunk in chunks)
 
 
@@ -91,7 +91,7 @@ def test_the_models(stage: Stage) -> None:
 
 @EVERYWHERE
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "raw prompt"])
-def test_null_is_as_if_nothing_were_said(stage: Stage, raw: bool) -> None:
+def test_null_is_the_same_as_an_omitted_field(stage: Stage, raw: bool) -> None:
     unsaid = dict.fromkeys(("n", "stream", "stop", "temperature", "top_k", "top_p", "presence_penalty", "frequency_penalty"))
     response = stage.post({**(RAW if raw else COUNTING), **unsaid}, key=None)
     assert response.status_code == 200, response.text
@@ -149,10 +149,10 @@ def weighed_tokens(stage: Stage, body: Json) -> list[tuple[str, float]]:
 def test_a_client_that_disconnects_frees_the_server(stage: Stage, raw: bool, streamed: bool) -> None:
     body = {**(RAW if raw else COUNTING), "model": LLAMA, "max_tokens": ENDLESS, "ignore_eos": True, "stream": streamed}
     slow = {} if stage.real else {"simulate": {"tokens_per_second": 20}}  # a minute and a half for the complete response
-    attempted(lambda _: check_that_leaving_frees_the_server(stage, {**body, **slow}))
+    attempted(lambda _: check_that_a_disconnect_frees_the_server(stage, {**body, **slow}))
 
 
-def check_that_leaving_frees_the_server(stage: Stage, body: Json) -> None:
+def check_that_a_disconnect_frees_the_server(stage: Stage, body: Json) -> None:
     """Raise NotAchieved if a real engine had generated the complete response before the client disconnected."""
     in_flight = f'vllm_gateway_inflight_requests{{model="{LLAMA}"}}'
     before, finished = stage.count(GENERATED, LLAMA), stage.finished(LLAMA)

@@ -9,8 +9,8 @@ from typing import Any
 import openai
 import pytest
 
-from tests.conformance import asked, shapes
-from tests.conformance.asked import Call, Case
+from tests.conformance import examples, shapes
+from tests.conformance.examples import Case, SdkCall
 from tests.conformance.shapes import lacks, stream_lacks
 from tests.conformance.stage import Stage, on
 from tests.vllm.chat import events
@@ -40,39 +40,39 @@ def sum_of(usage: dict[str, int]) -> int:
 
 
 @on("simulator", "llama")
-@pytest.mark.parametrize("case", asked.LLAMA_CASES, ids=str)
+@pytest.mark.parametrize("case", examples.LLAMA_CASES, ids=str)
 def test_llama(stage: Stage, case: Case) -> None:
-    check(stage, case, asked.LLAMA)
+    check(stage, case, examples.LLAMA)
 
 
 @on("simulator", "qwen")
-@pytest.mark.parametrize("case", asked.QWEN_CASES, ids=str)
+@pytest.mark.parametrize("case", examples.QWEN_CASES, ids=str)
 def test_qwen(stage: Stage, case: Case) -> None:
-    check(stage, case, asked.QWEN)
+    check(stage, case, examples.QWEN)
 
 
 @on("simulator", "llama")
-@pytest.mark.parametrize("case", asked.GENERIC_CASES, ids=str)
+@pytest.mark.parametrize("case", examples.GENERIC_CASES, ids=str)
 def test_generic(stage: Stage, case: Case) -> None:
-    check(stage, case, asked.LLAMA)
+    check(stage, case, examples.LLAMA)
 
 
 @on("simulator", "llama")
-@pytest.mark.parametrize("case", asked.INSTANCE_CASES, ids=str)
+@pytest.mark.parametrize("case", examples.INSTANCE_CASES, ids=str)
 def test_instance(stage: Stage, case: Case) -> None:
-    check(stage, case, asked.LLAMA)
+    check(stage, case, examples.LLAMA)
 
 
 @on("simulator", "llama")
-@pytest.mark.parametrize("case", asked.LIGHT_CASES, ids=str)
+@pytest.mark.parametrize("case", examples.LIGHT_CASES, ids=str)
 def test_light(stage: Stage, case: Case) -> None:
-    check(stage, case, asked.LLAMA)
+    check(stage, case, examples.LLAMA)
 
 
 # Through OpenAI's SDK
 
 
-def create(stage: Stage, call: Call) -> Any:
+def create(stage: Stage, call: SdkCall) -> Any:
     """The snippet: the SDK with an arbitrary key."""
     with stage.sdk(call.mount, BY_KEY if call.mount else WITHOUT_KEY) as client:
         made = client.chat.completions.create(**call.arguments)
@@ -80,8 +80,8 @@ def create(stage: Stage, call: Call) -> Any:
 
 
 @on("simulator", "llama")
-@pytest.mark.parametrize("call", asked.SDK_CALLS, ids=str)
-def test_snippet(stage: Stage, call: Call) -> None:
+@pytest.mark.parametrize("call", examples.SDK_CALLS, ids=str)
+def test_snippet(stage: Stage, call: SdkCall) -> None:
     made = create(stage, call)
     if isinstance(made, list):
         assert "".join(chunk.choices[0].delta.content or "" for chunk in made)
@@ -91,7 +91,7 @@ def test_snippet(stage: Stage, call: Call) -> None:
 
 @on("simulator", "llama")
 def test_snippet_with_tools(stage: Stage) -> None:
-    (choice,) = create(stage, asked.TOOLS_CALL).choices
+    (choice,) = create(stage, examples.TOOLS_CALL).choices
     if choice.message.tool_calls:
         function = choice.message.tool_calls[0].function
         assert function.name == "get_weather" or stage.real  # the tiny model calls the only tool that it knows
@@ -102,15 +102,15 @@ def test_snippet_with_tools(stage: Stage) -> None:
 
 @on("simulator", "llama")
 def test_snippet_with_a_schema(stage: Stage) -> None:
-    (choice,) = create(stage, asked.GUIDED_JSON).choices
+    (choice,) = create(stage, examples.GUIDED_JSON).choices
     assert unfinished(stage, choice) or lacks(json.loads(choice.message.content), {"name": str, "age": int}) == []
 
 
 @on("simulator", "llama")
 def test_snippet_with_a_regex(stage: Stage) -> None:
-    (choice,) = create(stage, asked.GUIDED_REGEX).choices
-    prefix = re.fullmatch(asked.BEGINNING_OF_EMAIL, choice.message.content)
-    assert prefix if unfinished(stage, choice) else re.fullmatch(asked.EMAIL, choice.message.content)
+    (choice,) = create(stage, examples.GUIDED_REGEX).choices
+    prefix = re.fullmatch(examples.START_OF_EMAIL, choice.message.content)
+    assert prefix if unfinished(stage, choice) else re.fullmatch(examples.EMAIL, choice.message.content)
 
 
 def unfinished(stage: Stage, choice: Any) -> bool:
@@ -120,19 +120,19 @@ def unfinished(stage: Stage, choice: Any) -> bool:
 
 @on("simulator", "llama")
 def test_snippet_with_choices(stage: Stage) -> None:
-    assert create(stage, asked.GUIDED_CHOICE).choices[0].message.content in asked.FEELINGS
+    assert create(stage, examples.GUIDED_CHOICE).choices[0].message.content in examples.FEELINGS
 
 
 @on("simulator")
 def test_snippet_with_top_k_beside_the_sdks_own_arguments(stage: Stage) -> None:
     """As the light server's page writes it, the SDK itself refuses: what it does not know goes into its ``extra_body``."""
     with stage.sdk(key=WITHOUT_KEY) as client, pytest.raises(TypeError, match="top_k"):
-        client.chat.completions.create(model=asked.LIGHT, messages=[{"role": "user", "content": "x"}], top_k=50)  # type: ignore[call-overload]
+        client.chat.completions.create(model=examples.LIGHT, messages=[{"role": "user", "content": "x"}], top_k=50)  # type: ignore[call-overload]
 
 
 @on("simulator", "llama")
 def test_snippet_with_errors(stage: Stage) -> None:
-    with stage.sdk(asked.MOUNT, BY_KEY) as client, pytest.raises(openai.APIError) as caught:
+    with stage.sdk(examples.MOUNT, BY_KEY) as client, pytest.raises(openai.APIError) as caught:
         client.chat.completions.create(model="no-such-model", messages=[{"role": "user", "content": "Hello"}])
     assert caught.value.message and caught.value.code == "model_not_found"
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.conformance.asked import LLAMA, Json, user
+from tests.conformance.examples import LLAMA, Json, user
 from tests.conformance.shapes import FilledText, Nullable, lacks
 from tests.conformance.stage import Stage, on
 from tests.support.process import wait_for
@@ -51,9 +51,9 @@ def used(stage: Stage) -> float:
 
 def held(stage: Stage, path: str, body: Json, shape: Json) -> Json:
     """The answer, which has its shape."""
-    answer = stage.post(body, path)
-    assert answer.status_code == 200, answer.text
-    document: Json = answer.json()
+    response = stage.post(body, path)
+    assert response.status_code == 200, response.text
+    document: Json = response.json()
     assert lacks(document, shape) == []
     return document
 
@@ -102,8 +102,8 @@ def test_embeddings_in_coheres_api(stage: Stage) -> None:
     "body", [{}, {"texts": []}, {"texts": ["a"], "images": ["data:,"]}, {"texts": ["a"], "input_type": "search_query"}]
 )
 def test_what_coheres_api_does_not_take(stage: Stage, body: Json) -> None:
-    answer = stage.post(body, "/v2/embed")
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    response = stage.post(body, "/v2/embed")
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
 @GENERATING
@@ -132,9 +132,9 @@ def test_a_batch_has_the_rules_of_chat(stage: Stage) -> None:
         ({"messages": [conversation], "model": "other"}, 404, "model"),
         ({"messages": [conversation, pictured]}, 400, "messages.1.0.content.0.image_url"),
     ):
-        answer = stage.post(body, "/v1/chat/completions/batch")
-        assert answer.status_code == status, answer.text
-        assert param in (None, answer.json()["error"]["param"])
+        response = stage.post(body, "/v1/chat/completions/batch")
+        assert response.status_code == status, response.text
+        assert param in (None, response.json()["error"]["param"])
 
 
 @on("simulator")
@@ -216,9 +216,9 @@ def test_messages(stage: Stage) -> None:
         "stop_reason": "end_turn",
         "usage": usage,
     }
-    answer = held(stage, "/v1/messages", body, shape)
+    response = held(stage, "/v1/messages", body, shape)
     counted = held(stage, "/v1/messages/count_tokens", {"messages": body["messages"]}, {"input_tokens": int})
-    assert counted["input_tokens"] == answer["usage"]["input_tokens"]
+    assert counted["input_tokens"] == response["usage"]["input_tokens"]
 
 
 @ANYWHERE
@@ -235,6 +235,6 @@ def test_health_and_models(stage: Stage) -> None:
 
 
 @on("simulator")
-def test_a_model_is_asked_under_its_own_name_at_the_server(stage: Stage) -> None:
-    answer = stage.post({"model": "your-model-name", "messages": [user("Hi")]})
-    assert stage.arrived(answer)["body"]["model"] == LLAMA
+def test_the_server_gets_its_own_name_for_a_model(stage: Stage) -> None:
+    response = stage.post({"model": "your-model-name", "messages": [user("Hi")]})
+    assert stage.arrived(response)["body"]["model"] == LLAMA

@@ -49,7 +49,7 @@ class Network:
         """The words before a command that is to run in it."""
         return ["nsenter", f"--net=/proc/{self.pid}/ns/net", "--"]
 
-    def ask(self, url: str, body: Any = None, **headers: str) -> tuple[int, str]:
+    def request(self, url: str, body: Any = None, **headers: str) -> tuple[int, str]:
         """GET, or POST of JSON: status and body; (0, "") if nothing listens."""
         given = json.dumps([url, {"content-type": "application/json", **headers}, body])
         arguments = [*self.enter, sys.executable, "-I", "-c", _PROBE, given]
@@ -98,7 +98,7 @@ class Container:
     folder: Path
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return (self.folder / "stdout").read_text() + (self.folder / "stderr").read_text()
 
     def run(self, *command: str) -> subprocess.CompletedProcess[str]:

@@ -118,7 +118,7 @@ def _build(base: Path, target: Path) -> None:
         options = ["--isolation=chroot", "--format=docker", "--layers", f"--secret=id=pip,src={secret}", "--build-arg=BASE=localhost/base"]
         options += [f"--volume={path}:{path}:ro" for path in volumes]
         for goal in FILES:
-            _run(["make", "--silent", goal, f"BUILD={' '.join([*buildah.words, 'bud', *options])}", "VERSION=tested"])
+            _run(["make", "--silent", goal, f"BUILD={' '.join([*buildah.prefix, 'bud', *options])}", "VERSION=tested"])
             tag = f"localhost/vllm-gateway{goal.removeprefix('image')}:tested"
             described = json.loads(buildah.run("inspect", "--type", "image", tag))
             (target / f"{goal}.json").write_text(json.dumps(described["Docker"]["config"], indent=1))
@@ -135,11 +135,11 @@ class Buildah:
         self.program = folder / "buildah"
         self.program.write_text(_PROGRAM.format(folder=shlex.quote(str(folder)), command=shlex.join(["buildah", *storage])))
         self.program.chmod(0o755)
-        self.words = ["unshare", "--mount", "--", str(self.program)]
+        self.prefix = ["unshare", "--mount", "--", str(self.program)]
 
     def run(self, *arguments: str) -> str:
         """Its standard output, without the last line's end."""
-        return _run([*self.words, *arguments]).strip()
+        return _run([*self.prefix, *arguments]).strip()
 
     def make_base(self, archive: Path) -> None:
         """The image ``base``: a Debian, with what stands for vLLM in it."""
@@ -153,7 +153,7 @@ class Buildah:
         """Put the files of an image into a folder."""
         container = self.run("from", "--pull-never", tag)
         script = f'cp -a "$({shlex.quote(str(self.program))} mount {container})" {shlex.quote(str(target))}'
-        _run([*self.words[:3], "sh", "-c", script])
+        _run([*self.prefix[:3], "sh", "-c", script])
 
 
 def _overlays(folder: Path) -> bool:

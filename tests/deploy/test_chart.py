@@ -585,7 +585,7 @@ def test_the_commands_of_the_containers_run(tmp_path: Path) -> None:
             assert post_json(one.url, key, "/v1/embeddings", {"model": "embed", "input": "Hello"})["data"]
             assert hooked(two_models, one.url) == 0
             write(root / "etc/vllm-gateway/keys/keys.yaml", {"keys": [{"id": "admin", "hash": hash_of(KEY)}]})
-            wait_for(lambda: one.ask(**chat).status_code == 200, 60)
+            wait_for(lambda: one.request(**chat).status_code == 200, 60)
             assert httpx2.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=60).status_code == 401
 
 

@@ -137,21 +137,21 @@ def test_its_gateway_serves_as_it_says(project: Path, tmp_path: Path) -> None:
         container(built, net, simulate, tmp_path / "simulator") as engine,
         container(built, net, serve, tmp_path / "gateway") as gateway,
     ):
-        wait_for(lambda: chat_status(net, token)[0] == 200, 60, why=lambda: gateway.said + engine.said)
+        wait_for(lambda: chat_status(net, token)[0] == 200, 60, why=lambda: gateway.output + engine.output)
         status, text = chat_status(net, token)
         assert (status, json.loads(text)["model"]) == (200, "Qwen/Qwen3-0.6B")
         assert chat_status(net, "sk-another")[0] == 401
-        assert net.ask("http://127.0.0.1:8001/v1/models")[0] == 401, "the engine asks for its key"
+        assert net.request("http://127.0.0.1:8001/v1/models")[0] == 401, "the engine asks for its key"
         assert passed(gateway, built.config["Healthcheck"]["Test"]) and passed(engine, SERVICES["simulator"]["healthcheck"]["test"])
         usage = ["usage", "--config", "/etc/vllm-gateway/config/gateway.yaml", "--format", "json"]
-        wait_for(lambda: '"admin"' in gateway.run("vllm-gateway", *usage).stdout, 60, why=lambda: gateway.said)
+        wait_for(lambda: '"admin"' in gateway.run("vllm-gateway", *usage).stdout, 60, why=lambda: gateway.output)
         assert redis_says(net, project, "DBSIZE") not in ("", "0"), "limits are counted there"
-        assert gateway.stop() == 0, gateway.said
+        assert gateway.stop() == 0, gateway.output
 
 
 def chat_status(net: Network, token: str) -> tuple[int, str]:
     body = {"model": "qwen", "messages": [{"role": "user", "content": "Hello"}]}
-    return net.ask("http://127.0.0.1:8000/v1/chat/completions", body, authorization=f"Bearer {token}")
+    return net.request("http://127.0.0.1:8000/v1/chat/completions", body, authorization=f"Bearer {token}")
 
 
 def passed(running: Container, check: list[str]) -> bool:

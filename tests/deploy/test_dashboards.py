@@ -15,7 +15,7 @@ import pytest
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.support.process import Gateway, gateway, wait_for
 from tests.support.prometheus import Prometheus, prometheus
-from tests.support.traffic import AWAY, BAD, MODEL, RESTING, Traffic, everything
+from tests.support.traffic import BAD, MODEL, ON_DEMAND, UNREACHABLE, Traffic, everything
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
 BUILD = runpy.run_path(str(FOLDER / "build.py"))
@@ -99,7 +99,7 @@ def test_a_panels_query_has_data(running: tuple[Gateway, Prometheus, Traffic], q
 def test_the_servers_are_found_with_their_labels(running: tuple[Gateway, Prometheus, Traffic]) -> None:
     _, watching, _ = running
     found = {(series["metric"]["model"], series["metric"]["server"]) for series in watching.query('up{job="vllm"} == 1')}
-    assert found == {(MODEL, f"{MODEL}#0"), (MODEL, f"{MODEL}#1"), (RESTING, f"{RESTING}#0")}
+    assert found == {(MODEL, f"{MODEL}#0"), (MODEL, f"{MODEL}#1"), (ON_DEMAND, f"{ON_DEMAND}#0")}
     joined = watching.query('vllm_gateway_server_up{model="sim/one"} * on (model, server) group_left () up{job="vllm"}')
     assert len(joined) == 2
 
@@ -113,6 +113,6 @@ def test_the_rules_are_evaluated_and_what_is_wrong_is_noticed(running: tuple[Gat
     wait_for(lambda: all(rule["health"] == "ok" for rule in watching.rules()), 60)
     wait_for(lambda: state("VllmGatewayNoHealthyServer") == "pending", 60)
     pending = watching.query('ALERTS{alertname="VllmGatewayNoHealthyServer"}')
-    assert {alert["metric"]["model"] for alert in pending} == {BAD, AWAY}
+    assert {alert["metric"]["model"] for alert in pending} == {BAD, UNREACHABLE}
     wait_for(lambda: state("VllmGatewayFailuresFast") != "inactive", 60)
     assert state("VllmGatewayDown") == "inactive"

@@ -62,7 +62,7 @@ def configured(model: dict[str, Any]) -> dict[str, Any]:
 
 def status_of(net: Network, token: str = KEY) -> int:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
-    return net.ask("http://127.0.0.1:8000/v1/chat/completions", body, authorization=f"Bearer {token}")[0]
+    return net.request("http://127.0.0.1:8000/v1/chat/completions", body, authorization=f"Bearer {token}")[0]
 
 
 def healthy(running: Container, of: Image) -> bool:
@@ -78,28 +78,28 @@ def test_the_gateway_serves_from_a_read_only_root_and_stops_in_order(net: Networ
     given = settings(of, tmp_path, config)
     simulator = Settings([*of.config["Entrypoint"], *stand_in], given.user, given.environment, given.folder)
     with container(of, net, given, tmp_path / "gateway") as gateway:
-        wait_for(lambda: net.ask("http://127.0.0.1:9090/livez")[0] == 200, 60, why=lambda: gateway.said)
-        wait_for(lambda: healthy(gateway, of), 60, why=lambda: gateway.said)  # a server that is down does not affect service
+        wait_for(lambda: net.request("http://127.0.0.1:9090/livez")[0] == 200, 60, why=lambda: gateway.output)
+        wait_for(lambda: healthy(gateway, of), 60, why=lambda: gateway.output)  # a server that is down does not affect service
         with container(of, net, simulator, tmp_path / "simulator") as server:
-            wait_for(lambda: status_of(net) == 200, 60, why=lambda: gateway.said + server.said)
+            wait_for(lambda: status_of(net) == 200, 60, why=lambda: gateway.output + server.output)
         wait_for(lambda: not psutil.pid_exists(server.pid))
         assert status_of(net, "sk-another") == 401
         status = gateway.run("vllm-gateway", "status", "--config", "/etc/vllm-gateway/config/gateway.yaml")
         assert MODEL in status.stdout, status
         assert gateway.run("touch", "/opt/vllm-gateway/a").returncode != 0
         assert gateway.run("grep", "-cE", "^Cap(Prm|Eff|Bnd):\\s0{16}$", "/proc/1/status").stdout == "3\n"
-        assert gateway.stop() == 0, gateway.said
+        assert gateway.stop() == 0, gateway.output
 
 
 def test_the_gateway_beside_vllm_launches_it(net: Network, tmp_path: Path) -> None:
     of = image("image-vllm")
     with container(of, net, settings(of, tmp_path, configured({"id": MODEL, "launch": {}})), tmp_path / "gateway") as gateway:
         assert not healthy(gateway, of)
-        wait_for(lambda: status_of(net) == 200, 120, why=lambda: gateway.said)
-        wait_for(lambda: healthy(gateway, of), 60, why=lambda: gateway.said)
+        wait_for(lambda: status_of(net) == 200, 120, why=lambda: gateway.output)
+        wait_for(lambda: healthy(gateway, of), 60, why=lambda: gateway.output)
         log = gateway.run("sh", "-c", f"cat {HOME}/.local/state/vllm-gateway/logs/*").stdout
         found = next(json.loads(line) for line in log.splitlines() if line.startswith('{"'))
-        assert gateway.stop() == 0, gateway.said
+        assert gateway.stop() == 0, gateway.output
     assert found["prefix"] == "/usr" and found["python3"] == "/usr/bin/python3", "vLLM's interpreter is its own"
     assert not found["gateway"] and not [path for path in found["path"] if "vllm-gateway" in path], "and so are its packages"
     assert not {"VIRTUAL_ENV", "PYTHONPATH", "PYTHONHOME"} & set(found["environment"])

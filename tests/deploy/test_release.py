@@ -118,7 +118,7 @@ def test_the_ledger_finds_its_migrations_there(programs: Path, tmp_path: Path) -
     config = configuration(simulator) | {"ledger": "sqlite:///usage.db"}
     program = programs / "vllm-gateway"
     with gateway(tmp_path, config, line=(program, "serve", tmp_path / "gateway.yaml"), seconds=90) as one:
-        assert one.ask().status_code == 200
+        assert one.request().status_code == 200
     shown = json.loads(ran(program, "usage", "--config", tmp_path / "gateway.yaml", "--format", "json", folder=tmp_path))
     assert [row["key"] for row in shown["usage"]] == ["team-a"]
 

@@ -48,7 +48,7 @@ class Replica:
     folder: Path
     config: dict[str, Any]
     running: Gateway | None = None
-    said: str = ""
+    output: str = ""
     """By all processes that have ended."""
     _life: ExitStack = field(default_factory=ExitStack)
 
@@ -61,7 +61,7 @@ class Replica:
         if running is not None:
             running.process.terminate()
             assert running.process.wait(90) == 0
-            self.said += running.said
+            self.output += running.output
         self._life.close()
 
 
@@ -109,9 +109,9 @@ class Load:
     wrong: list[str] = field(default_factory=list)
     begun: Counter[int] = field(default_factory=Counter)
     """Streams of each client."""
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def everybody_streams(self) -> None:
+    async def all_keys_stream(self) -> None:
         """Wait until each of them has begun another stream: on a slow machine some end before others begin. Raises TimeoutError."""
         before = self.begun.copy()
         await until(lambda: all(self.begun[number] > before[number] for number in range(STREAMS)), 90)
@@ -119,9 +119,9 @@ class Load:
     async def stream(self, number: int) -> None:
         simulate = {"tokens": TOKENS, "tokens_per_second": RATE}
         data = request(chat(model=MODEL, stream=True, stream_options={"include_usage": True}, simulate=simulate))
-        while not self.over.is_set():
+        while not self.finished.is_set():
             async with client(self.port) as one:
-                pending = asyncio.create_task(one.ask(data))
+                pending = asyncio.create_task(one.request(data))
                 begun = asyncio.create_task(one.begun.wait())
                 await asyncio.wait((pending, begun), return_when=asyncio.FIRST_COMPLETED)
                 self.begun[number] += 1
@@ -131,16 +131,16 @@ class Load:
 
     async def probe(self) -> None:
         data = request(chat(model=MODEL, simulate={"tokens": 5, "tokens_per_second": 0}))
-        while not self.over.is_set():
+        while not self.finished.is_set():
             async with client(self.port) as one:
-                await self._ask_on(one, data)
+                await self._send_continuously(one, data)
 
-    async def _ask_on(self, one: Client, data: bytes) -> None:
+    async def _send_continuously(self, one: Client, data: bytes) -> None:
         """On one connection, for a while."""
         for _ in range(50):
-            reply = await one.ask(data)
+            reply = await one.request(data)
             self.take(reply, reply.body)
-            if self.over.is_set() or not reply.whole or reply.headers.get("connection") == "close":
+            if self.finished.is_set() or not reply.whole or reply.headers.get("connection") == "close":
                 return
             await asyncio.sleep(0.05)
 
@@ -161,11 +161,11 @@ async def load(port: int) -> AsyncIterator[Load]:
                 group.create_task(made.stream(number))
             for _ in range(CLIENTS):
                 group.create_task(made.probe())
-            await made.everybody_streams()
+            await made.all_keys_stream()
             yield made
-            made.over.set()
+            made.finished.set()
     finally:
-        made.over.set()
+        made.finished.set()
 
 
 def rows(url: str, folder: Path) -> dict[str, int]:
@@ -192,13 +192,13 @@ async def test_gateways_are_replaced_one_after_the_other_without_errors(tmp_path
                 for each in three:
                     await asyncio.to_thread(each.end)
                     await asyncio.to_thread(each.start)
-                    await clients.everybody_streams()
+                    await clients.all_keys_stream()
             with redis.client() as store:
                 await until(lambda: not store.zcard("vllm-gateway:key team-a leases"), 30)
                 counted = float(store.hget("vllm-gateway:key team-a", "dt") or 0)
         assert clients.wrong == [], log.read_text()[-4000:]
         assert rows(url, tmp_path) == clients.tokens
-        was_late = any("limits store at" in each.said for each in three)  # on a busy machine: then each has counted by itself
+        was_late = any("limits store at" in each.output for each in three)  # on a busy machine: then each has counted by itself
         assert was_late or counted == sum(clients.tokens.values())
     measured(
         f"three gateways behind nginx replaced one after the other under {STREAMS} streams: {len(clients.tokens):,} requests, "

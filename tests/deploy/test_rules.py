@@ -30,7 +30,7 @@ class Case:
     alert: str
     series: Mapping[str, str]
     fires: str
-    over: str
+    expires_at: str
     labels: Mapping[str, str] = field(default_factory=dict)
     says: tuple[str, str] = ("", "")
     every: str = "1m"
@@ -180,7 +180,7 @@ def test_an_alert_fires_and_resolves(tmp_path: Path, case: Case) -> None:
     checks: list[dict[str, Any]] = [
         {"alertname": case.alert, "eval_time": "0m", "exp_alerts": []},
         {"alertname": case.alert, "eval_time": case.fires, "exp_alerts": [expected]},
-        {"alertname": case.alert, "eval_time": case.over, "exp_alerts": []},
+        {"alertname": case.alert, "eval_time": case.expires_at, "exp_alerts": []},
     ]
     evaluated(tmp_path, case.series, case.every, checks)
 

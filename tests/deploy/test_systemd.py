@@ -74,7 +74,7 @@ class Installed:
 
     prefix: Path
     wheel: Path
-    said: str = ""
+    output: str = ""
     files: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -88,9 +88,9 @@ class Installed:
     @property
     def key(self) -> str:
         """The key that was printed."""
-        return str(re.findall(r"^sk-\S+$", self.said, re.MULTILINE)[0])
+        return str(re.findall(r"^sk-\S+$", self.output, re.MULTILINE)[0])
 
-    def look(self) -> dict[str, int]:
+    def sample(self) -> dict[str, int]:
         """Every file and when it was written."""
         return {str(file): file.lstat().st_mtime_ns for file in self.prefix.rglob("*") if "__pycache__" not in file.parts}
 
@@ -102,7 +102,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Installed]:
         one = Installed(Path(folder) / "root", wheel)
         done = installing("--prefix", one.prefix, "--wheel", wheel)
         assert done.returncode == 0, done.stdout + done.stderr
-        one.said = done.stdout
+        one.output = done.stdout
         yield one
 
 
@@ -153,7 +153,7 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
 
 
 def test_the_first_installation_shows_a_key_once_and_keeps_its_hash(installed: Installed) -> None:
-    assert installed.said.count(installed.key) == 1
+    assert installed.output.count(installed.key) == 1
     everything = b"".join(file.read_bytes() for file in installed.prefix.glob("etc/**/*") if file.is_file())
     assert installed.key.encode() not in everything
     [key] = load(installed.config).keys
@@ -162,10 +162,10 @@ def test_the_first_installation_shows_a_key_once_and_keeps_its_hash(installed: I
 
 
 def test_a_second_installation_changes_nothing(installed: Installed) -> None:
-    before = installed.look()
+    before = installed.sample()
     done = installing("--prefix", installed.prefix, "--wheel", installed.wheel)
     assert (done.returncode, done.stdout) == (0, "vllm-gateway is installed already, as it is here\n"), done.stderr
-    assert installed.look() == before
+    assert installed.sample() == before
 
 
 def test_a_unit_that_was_changed_is_put_in_order_and_a_configuration_is_left(installed: Installed) -> None:
@@ -183,10 +183,10 @@ def test_a_dry_run_does_nothing(installed: Installed, tmp_path: Path) -> None:
     assert done.returncode == 0 and not target.exists(), done.stderr
     assert f"+ write {target}/etc/systemd/system/vllm-gateway.service" in done.stdout.splitlines()
     assert "--require-hashes" in done.stdout and "sk-" not in done.stdout
-    before = installed.look()
+    before = installed.sample()
     done = installing("--prefix", installed.prefix, "--uninstall", "--purge", "--dry-run")
     assert done.returncode == 0 and done.stdout.startswith("+ 'rm' '-rf'"), done.stderr
-    assert installed.look() == before
+    assert installed.sample() == before
 
 
 def test_a_dry_run_needs_no_wheel(tmp_path: Path) -> None:

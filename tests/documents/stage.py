@@ -40,7 +40,7 @@ class Followed:
     """How far a page was followed. ``reached`` are the lines of the blocks that were begun."""
 
     code: int
-    said: str
+    output: str
     reached: tuple[int, ...]
 
 

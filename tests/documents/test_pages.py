@@ -23,7 +23,7 @@ def test_a_page_is_followed_to_its_end(page: Path) -> None:
         pytest.skip("needs unshare and ip, and to be allowed namespaces of its own")
     with tempfile.TemporaryDirectory(prefix="gw-") as folder:  # a short path: unix sockets allow 107 bytes
         followed = follow(page, Path(folder))
-    assert followed.code == 0, followed.said[-4000:]
+    assert followed.code == 0, followed.output[-4000:]
     assert list(followed.reached) == [block.line for block in run_here(page)]
 
 
@@ -55,7 +55,7 @@ def test_a_command_that_fails_is_where_it_ends(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="gw-") as folder:
         followed = follow(tmp_path / "wrong.md", Path(folder))
     assert (followed.code, followed.reached) == (22, (2, 11))
-    assert "not_found" in followed.said and "not reached" not in followed.said
+    assert "not_found" in followed.output and "not reached" not in followed.output
 
 
 @each_row("block", blocks(*SHELLS), ids=identity)

@@ -137,5 +137,5 @@ def test_a_browser_contacts_no_other_host(site: Path, tmp_path: Path) -> None:
             browser.open(f"{url}/{page}")
             wait_for(lambda: browser.evaluate("document.readyState === 'complete' && document.querySelector('article h1') !== null"), 60)
         wait_for(lambda: browser.evaluate(f"{SEARCH}, {FOUND}"), 60, why=lambda: str(browser.complaints))
-        assert browser.asked and all(each.startswith((url, "data:", "blob:")) for each in browser.asked), browser.asked
+        assert browser.requests and all(each.startswith((url, "data:", "blob:")) for each in browser.requests), browser.requests
         assert browser.complaints == []

@@ -143,7 +143,7 @@ class Whole:
         self._processes = 0
 
     def __enter__(self) -> Whole:
-        for _ in self._beginning():
+        for _ in self._start():
             time.sleep(_POLL_INTERVAL)
         return self
 
@@ -153,7 +153,7 @@ class Whole:
                 time.sleep(_POLL_INTERVAL)
 
     async def __aenter__(self) -> Whole:
-        for _ in self._beginning():
+        for _ in self._start():
             await asyncio.sleep(_POLL_INTERVAL)
         return self
 
@@ -163,7 +163,7 @@ class Whole:
             for _ in self._end():
                 await asyncio.sleep(_POLL_INTERVAL)
 
-    def _beginning(self) -> Iterator[None]:
+    def _start(self) -> Iterator[None]:
         """Record the state once every worker is up and no more descriptors are opened. Yield between two polls."""
         yield from self._until("workers that are not up", self._view.starting)
         while self._descriptors != (held := self._held()):

@@ -46,7 +46,7 @@ _READ = 65536
 
 
 @dataclass
-class Look:
+class Sample:
     """One measurement of a process: seconds since the start of the soak, resident bytes, file descriptors."""
 
     at: float
@@ -61,14 +61,14 @@ class Findings:
 
     seconds: float
     outcomes: Counter[str] = field(default_factory=Counter)
-    looks: dict[str, list[Look]] = field(default_factory=dict)
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
     left: str = ""
     sent: int = 0
     recorded: int = 0
 
     def slope(self, name: str) -> float:
         """Return the growth of a process over the second half, in MiB per minute. The first half fills caches and pools."""
-        points = [(sample.at, sample.rss) for sample in self.looks[name] if self.seconds / 2 <= sample.at <= self.seconds]
+        points = [(sample.at, sample.rss) for sample in self.samples[name] if self.seconds / 2 <= sample.at <= self.seconds]
         return slope(points) * 60 / 2**20
 
     @property
@@ -76,7 +76,7 @@ class Findings:
         """List the processes that have more descriptors than at first, as text."""
         return [
             f"{name} has {samples[-1].fds} descriptors, and had {samples[0].fds} at first"
-            for name, samples in self.looks.items()
+            for name, samples in self.samples.items()
             if samples[-1].fds > samples[0].fds
         ]
 
@@ -85,7 +85,7 @@ class Findings:
         """List the missed requirements, as text."""
         most = (GROWTH if self.seconds >= LONG else SHORT_GROWTH) / (self.seconds / 120)
         missed = [
-            f"{name} grew by {self.slope(name):.1f} MiB/min, and {most:.1f} may be" for name in self.looks if self.slope(name) >= most
+            f"{name} grew by {self.slope(name):.1f} MiB/min, and {most:.1f} may be" for name in self.samples if self.slope(name) >= most
         ]
         missed += self.more_descriptors
         aborted = self.outcomes["left"]  # a request may not have arrived when its client reset the connection
@@ -114,7 +114,7 @@ class Soak:
         self.findings = Findings(seconds)
 
     @property
-    def _over(self) -> bool:
+    def _finished(self) -> bool:
         return time.monotonic() - self._began > self.findings.seconds
 
     async def run(self) -> Findings:
@@ -126,14 +126,14 @@ class Soak:
         return self.findings
 
     async def _client(self) -> None:
-        while not self._over:
+        while not self._finished:
             kind = self._dice.choice(KINDS)
             self.findings.sent += 1
             with suppress(ConnectionError, asyncio.IncompleteReadError):
-                self.findings.outcomes[await asyncio.wait_for(self._ask(kind), 60)] += 1
+                self.findings.outcomes[await asyncio.wait_for(self._send(kind), 60)] += 1
             await asyncio.sleep(self._dice.uniform(0, 0.02))
 
-    async def _ask(self, kind: str) -> str:
+    async def _send(self, kind: str) -> str:
         body = chat(stream="stream" in kind, simulate={"tokens": 20, "tokens_per_second": 200, **self._dice.choice(FAULTS)})
         body["model"] = "nobody" if kind == "no such model" else self._dice.choice(["sim/found", "sim/launched", "sim/down"])
         wire = request(b"{" if kind == "bad body" else body, token=None if kind == "no key" else "sk-a-test-key")
@@ -147,7 +147,7 @@ class Soak:
 
     async def _freeze(self) -> None:
         """Freeze a server for a while at random times, and sometimes kill a launched one."""
-        while not self._over:
+        while not self._finished:
             await asyncio.sleep(min(self._dice.uniform(1, 10), self.findings.seconds / 4))
             server = self._dice.choice(self._servers)
             server.process.send_signal(signal.SIGSTOP)
@@ -164,24 +164,24 @@ class Soak:
 
     async def _watch(self) -> None:
         while True:
-            self.look()
+            self.sample()
             await asyncio.sleep(max(self.findings.seconds / 100, 0.2))
 
-    def look(self) -> None:
+    def sample(self) -> None:
         """Measure each process now."""
         at = time.monotonic() - self._began
         watched = {"control": self._one.process.pid, **{f"worker {number}": pid for number, pid in self._one.workers().items()}}
         for name, pid in watched.items():
             process = psutil.Process(pid)
-            self.findings.looks.setdefault(name, []).append(Look(at, process.memory_info().rss, process.num_fds()))
+            self.findings.samples.setdefault(name, []).append(Sample(at, process.memory_info().rss, process.num_fds()))
 
-    def look_at_rest(self, within: float = 15.0) -> None:
+    def sample_at_rest(self, within: float = 15.0) -> None:
         """Take the last measurement between two probes of the servers. A probe holds a descriptor of control while it runs."""
         deadline = time.monotonic() + within
-        self.look()
+        self.sample()
         while self.findings.more_descriptors and time.monotonic() < deadline:
             time.sleep(0.05)
-            self.look()
+            self.sample()
 
 
 def outcome(reply: Reply) -> str:
@@ -213,7 +213,7 @@ def soak(seconds: float, folder: Path, seed: int = 33) -> Findings:
             held.close()
         except AssertionError as error:
             findings.left = str(error)
-        running_one.look_at_rest()
+        running_one.sample_at_rest()
         findings.recorded = len(request_ids(one.log))
     return findings
 
@@ -239,7 +239,7 @@ def rendered(findings: Findings) -> str:
         "| process | initial memory | final memory | slope over the second half | initial descriptors | maximum | final |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, samples in findings.looks.items():
+    for name, samples in findings.samples.items():
         first, last = samples[0], samples[-1]
         memory = f"{first.rss / 2**20:.1f} MiB | {last.rss / 2**20:.1f} MiB | {findings.slope(name):+.2f} MiB/min"
         lines.append(f"| {name} | {memory} | {first.fds} | {max(sample.fds for sample in samples)} | {last.fds} |")

@@ -23,7 +23,7 @@ from tests.gateway.proxy.test_form import BOUNDARY, FILE, MODEL, form
 from tests.support.examples import examples
 from tests.support.running import Served, key, model
 from tests.support.scripted import Conversation, Scripted, scripted
-from tests.support.wire import COMPLETION, ask, chat, client, request
+from tests.support.wire import COMPLETION, chat, client, request, request_once
 
 DEEP = 100_000
 TRIES = 20
@@ -76,7 +76,7 @@ BODIES: dict[str, tuple[bytes, tuple[str, ...]]] = {
 async def test_invalid_json_bodies(measured: Callable[[str], None]) -> None:
     async with _served() as (served, server):
         for name, (body, extra) in BODIES.items():
-            reply = await ask(served.port, request(body, extra=extra))
+            reply = await request_once(served.port, request(body, extra=extra))
             assert 400 <= reply.status < 500, name
             assert reply.error["code"] in ("invalid_json", "unsupported_media_type", "invalid_request", "request_too_large"), name
         assert server.requests == []
@@ -100,7 +100,7 @@ async def test_no_body_delays_the_others(measured: Callable[[str], None]) -> Non
 async def _stall(served: Served, data: bytes) -> float:
     stop = asyncio.Event()
     watch = asyncio.create_task(longest_iteration(stop))
-    await ask(served.port, data)
+    await request_once(served.port, data)
     stop.set()
     return await watch
 
@@ -113,14 +113,14 @@ _NAMES = st.sampled_from(
 _VALUES = _NAMES | st.sampled_from([None, 5, ["tiny"], {"a": 1}, True])
 _FIELD = st.tuples(st.sampled_from([b'"model"', b'"\\u006dodel"', b'"mod\\u0065l"', b'"Model"', b'"model "']), _VALUES)
 _BODY = st.builds(
-    lambda members, extra: (members, extra),
+    lambda fields, extra: (fields, extra),
     st.lists(_FIELD, max_size=4),
     st.none() | st.dictionaries(st.just("model"), _VALUES, max_size=1),
 )
 
 
-def _written(members: list[tuple[bytes, Any]], extra: Any) -> bytes:
-    parts = [name + b":" + orjson.dumps(value) for name, value in members]
+def _written(fields: list[tuple[bytes, Any]], extra: Any) -> bytes:
+    parts = [name + b":" + orjson.dumps(value) for name, value in fields]
     if extra is not None:
         parts.insert(len(parts) // 2, b'"extra_body":' + orjson.dumps(extra))
     return b"{" + b",".join([*parts, b'"messages":[]']) + b"}"
@@ -139,7 +139,7 @@ async def test_the_authorized_request_is_the_dispatched_one(measured: Callable[[
 
         async def check(body: bytes, query: str) -> None:
             before = len(server.requests)
-            reply = await one.ask(request(body, f"/v1/chat/completions{query}"))
+            reply = await one.request(request(body, f"/v1/chat/completions{query}"))
             arrived = server.requests[before:]
             assert (reply.status == 200) == bool(arrived)
             for each in arrived:
@@ -192,7 +192,7 @@ async def test_no_forbidden_field_reaches_a_server(measured: Callable[[str], Non
                 for name in sorted(FORBIDDEN):
                     before = len(server.requests)
                     text: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": "x"}], "input": "x", "max_tokens": 1}
-                    reply = await one.ask(request(text | put(name, {"x": _CANARY}), route.path))
+                    reply = await one.request(request(text | put(name, {"x": _CANARY}), route.path))
                     assert reply.status in (200, 400), (route.path, position, name)
                     for each in server.requests[before:]:
                         assert _CANARY.encode() not in each.body + each.head, (route.path, position, name)
@@ -213,7 +213,7 @@ async def test_numbers_above_the_maximum_are_refused_at_every_position() -> None
     async with _served() as (served, server), client(served.port) as one:
         for name, most in MAXIMA.items():
             for put in ("top-level", "in extra_body", "over a harmless one"):
-                reply = await one.ask(request(chat(**_POSITIONS[put](name, most + 1))))
+                reply = await one.request(request(chat(**_POSITIONS[put](name, most + 1))))
                 assert (reply.status, reply.error["param"]) == (400, name)
         assert server.requests == []
 
@@ -246,12 +246,12 @@ async def test_no_forbidden_field_of_a_form_reaches_a_server(measured: Callable[
         for path, order, name in itertools.product(_FORMS, _ORDERS, sorted(FORBIDDEN)):
             for spelling, cut in itertools.product(_SPELLED, _CUTS):
                 named = _spelled(_SPELLED[spelling].format(name=name))
-                reply = await ask(served.port, form(*_ORDERS[order](named), path=path, chunks=cut))
+                reply = await request_once(served.port, form(*_ORDERS[order](named), path=path, chunks=cut))
                 assert (reply.status, reply.error["param"]) == (400, name), (path, order, name, spelling, cut)
                 tried += 1
         assert server.requests == []
         for path, cut in itertools.product(_FORMS, _CUTS):
-            reply = await ask(served.port, form(MODEL, _spelled('; name="prompt"'), FILE, path=path, chunks=cut))
+            reply = await request_once(served.port, form(MODEL, _spelled('; name="prompt"'), FILE, path=path, chunks=cut))
             assert reply.status == 200, "a field that anybody may send"
         assert len(server.requests) == len(_FORMS) * len(_CUTS)
     measured(
@@ -260,8 +260,8 @@ async def test_no_forbidden_field_of_a_form_reaches_a_server(measured: Callable[
     )
 
 
-def _spelled(words: str) -> bytes:
-    return b"--%b\r\nContent-Disposition: form-data%b\r\n\r\n%b\r\n" % (BOUNDARY.encode(), words.encode(), _CANARY.encode())
+def _spelled(parameters: str) -> bytes:
+    return b"--%b\r\nContent-Disposition: form-data%b\r\n\r\n%b\r\n" % (BOUNDARY.encode(), parameters.encode(), _CANARY.encode())
 
 
 # URLs that a server would fetch
@@ -328,7 +328,7 @@ async def test_no_internal_url_reaches_a_server(measured: Callable[[str], None])
     tried = 0
     async with _served() as (served, server), client(served.port) as one:
         for path, position, shape, body in _with_urls(_INTERNAL_URL):
-            reply = await one.ask(request(body, path))
+            reply = await one.request(request(body, path))
             assert reply.status == 400 and b"The URL in '" in reply.body, (path, position, shape)
             tried += 1
         assert server.requests == []
@@ -344,4 +344,4 @@ async def test_the_url_is_the_reason_for_the_refusal() -> None:
     allowing = BodyRules(media_hosts=("169.254.169.254",))
     async with _served(lambda port: model(port, body=allowing)) as (served, _), client(served.port) as one:
         for path, position, shape, body in _with_urls(_INTERNAL_URL):
-            assert (await one.ask(request(body, path))).status == 200, (path, position, shape)
+            assert (await one.request(request(body, path))).status == 200, (path, position, shape)

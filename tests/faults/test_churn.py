@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.faults.conftest import FULL
-from tests.faults.test_reloads import Source, asking, streaming
+from tests.faults.test_reloads import Source, sending, streaming
 from tests.support.controlled import Controlled, controlled
 from tests.support.kubernetes_api import Api, Document, endpoint, kubernetes_api, slice_of
 from tests.support.running import KEY, MODEL, until
@@ -27,11 +27,11 @@ class Farm(Source):
 
     def __init__(self) -> None:
         super().__init__()
-        self.asked: list[str] = []
+        self.requested_hosts: list[str] = []
 
     async def __call__(self, talk: Conversation) -> None:
         if talk.request.head.startswith(b"POST"):
-            self.asked.append(talk.host)
+            self.requested_hosts.append(talk.host)
         await super().__call__(talk)
 
 
@@ -53,7 +53,7 @@ async def test_two_hundred_endpoints_come_and_go_under_streams(tmp_path: Path) -
         await api.put(*slices([endpoint(host) for host in HOSTS[:100]], server.port))
         async with controlled(tmp_path, FOUND, cluster=api.cluster, workers=2) as one:
             async with streaming(one, farm, STREAMS) as streams:
-                async with asking(one, [KEY]) as seen:
+                async with sending(one, [KEY]) as seen:
                     began, before = time.monotonic(), one.control.publisher.version
                     await churn(api, server, dice)
                     versions, seconds = one.control.publisher.version - before, time.monotonic() - began
@@ -62,12 +62,12 @@ async def test_two_hundred_endpoints_come_and_go_under_streams(tmp_path: Path) -
                     staying = set(HOSTS[150:])
                     await api.put(*slices([endpoint(host, terminating=host not in staying) for host in HOSTS], server.port))
                     await until(lambda: up(one) == staying, 60.0)
-                    await one.heard()
+                    await one.wait_for_workers()
                     assert up(one) == staying
-                count = len(farm.asked)  # no request is on its way now: the clients have disconnected
-                async with asking(one, [KEY]) as later:
-                    await until(lambda: len(farm.asked) > count + 100, 60.0)
-                assert set(farm.asked[count:]) <= staying, "a server that is leaving was asked"
+                count = len(farm.requested_hosts)  # no request is on its way now: the clients have disconnected
+                async with sending(one, [KEY]) as later:
+                    await until(lambda: len(farm.requested_hosts) > count + 100, 60.0)
+                assert set(farm.requested_hosts[count:]) <= staying, "a server that is leaving was asked"
                 await api.put(*slices([endpoint(host) for host in HOSTS[150:]], server.port))
                 await until(lambda: len(one.status(MODEL)["servers"]) == 50, 60.0)
             for number, stream in enumerate(streams):
@@ -109,7 +109,7 @@ async def test_a_rolling_update_is_not_noticed(tmp_path: Path) -> None:
 
         await publish(old, [], [])
         async with controlled(tmp_path, FOUND, cluster=api.cluster) as one:
-            async with asking(one, [KEY]) as seen, streaming(one, farm, 12) as streams:
+            async with sending(one, [KEY]) as seen, streaming(one, farm, 12) as streams:
                 for number, (terminating, coming) in enumerate(zip(old, new, strict=True)):
                     staying = [*old[number + 1 :], *new[:number]]
                     await publish([*staying, terminating], [coming], [])

@@ -119,7 +119,7 @@ class Healthy:
     def __init__(self, running: Gateway) -> None:
         self._running = running
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._ask)
+        self._thread = threading.Thread(target=self._send)
         self.times: list[float] = []
         self.failures: list[str] = []
 
@@ -131,7 +131,7 @@ class Healthy:
         self._stop.set()
         self._thread.join()
 
-    def _ask(self) -> None:
+    def _send(self) -> None:
         body = chat(model=MODEL)
         with httpx2.Client(base_url=self._running.url, headers={"authorization": f"Bearer {KEY}"}, timeout=60, trust_env=False) as one:
             while not self._stop.is_set():
@@ -250,15 +250,15 @@ def few_descriptors(soft: int = 1024) -> Iterator[None]:
 
 @pytest.mark.row(10)
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("place", ["port", "socket"])
-def test_slow_and_silent_clients_of_the_admin_port_are_disconnected(tmp_path: Path, place: str, measured: Callable[[str], None]) -> None:
+@pytest.mark.parametrize("listener", ["port", "socket"])
+def test_slow_and_silent_clients_of_the_admin_port_are_disconnected(tmp_path: Path, listener: str, measured: Callable[[str], None]) -> None:
     count = 50
     with started(tmp_path, headers_timeout="6s", body_timeout="7s", write_timeout="7s") as running, ExitStack() as stack:
         before, since = control(running).num_fds(), time.monotonic()
         (path,) = running.runtime.glob("vllm-gateway/*.sock")
 
         def connect(number: int) -> list[socket.socket]:
-            if place == "port":
+            if listener == "port":
                 return connected(stack, running, number, port=running.admin)
             made = [stack.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(number)]
             for one in made:
@@ -278,7 +278,8 @@ def test_slow_and_silent_clients_of_the_admin_port_are_disconnected(tmp_path: Pa
         assert [each.count(b"HTTP/1.1 200") for each in received[2 * count :]] == [1] * 2 * count
         wait_for(lambda: control(running).num_fds() <= before)
     measured(
-        f"admin {place}: {4 * count} silent connections, partial headers and partial bodies: all closed after {took:.0f} s, /livez responds"
+        f"admin {listener}: {4 * count} silent connections, partial headers and partial bodies: "
+        f"all closed after {took:.0f} s, /livez responds"
     )
 
 
@@ -322,12 +323,12 @@ def test_many_connections_to_the_admin_port(tmp_path: Path, head: bytes, measure
             most = process.num_fds()
             for _ in range(50):
                 _assert_alive(running)
-            assert most < before + 600 and running.ask().status_code == 200
+            assert most < before + 600 and running.request().status_code == 200
             for one in held:
                 one.close()
             wait_for(lambda: process.num_fds() <= before)
             assert alive(running) and running.metric("process_open_fds") > 0
-        assert "uncaught error" not in running.said and "Too many open files" not in running.said
+        assert "uncaught error" not in running.output and "Too many open files" not in running.output
         assert running.stop() == 0
     measured(
         f"{count} connections to the admin port, {'partial headers each' if head else 'silent'}: "
@@ -346,10 +347,10 @@ def test_all_descriptors_of_control_are_used_up(tmp_path: Path, measured: Callab
         process.rlimit(resource.RLIMIT_NOFILE, (before + 10, limits[1]))
         held = connected(stack, running, 30, port=running.admin)
         wait_for(lambda: process.num_fds() >= before + 10)
-        assert running.ask().status_code == 200, "the data port is nobody's who talks to the other one"
+        assert running.request().status_code == 200, "the data port is nobody's who talks to the other one"
         ended(held, 120)
         wait_for(lambda: alive(running))
-        assert "uncaught error" not in running.said and 1 <= running.said.count("connections cannot be accepted") <= 20
+        assert "uncaught error" not in running.output and 1 <= running.output.count("connections cannot be accepted") <= 20
     measured("control's descriptors used up by 30 silent connections: all closed, /livez responds again")
 
 
@@ -482,14 +483,14 @@ def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measure
         wait_for(lambda: in_flight(running, "beside") == 0, 60)
 
 
-def _post(port: int, data: bytes, answers: list[bytes]) -> None:
+def _post(port: int, data: bytes, status_lines: list[bytes]) -> None:
     with socket.create_connection(("127.0.0.1", port)) as one:
         one.settimeout(120)
         try:
             one.sendall(data)
         except ConnectionError:
             pass  # it was refused before it was sent completely; the response can be read
-        answers.append(_received(one)[:12])
+        status_lines.append(_received(one)[:12])
 
 
 @contextmanager
@@ -557,7 +558,7 @@ def test_all_descriptors_are_used_up(tmp_path: Path, measured: Callable[[str], N
     with started(tmp_path, headers_timeout="600s") as running:
         process = worker(running)
         before = process.num_fds()
-        assert running.ask().status_code == 200
+        assert running.request().status_code == 200
         wait_for(lambda: process.num_fds() <= before)  # the client's connection and the idle connection to the server are closed
         most = before + 40
         process.rlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -565,7 +566,7 @@ def test_all_descriptors_are_used_up(tmp_path: Path, measured: Callable[[str], N
             held = []
             for _ in range(50):
                 held += connected(stack, running, 4)
-                assert running.ask().status_code == 200
+                assert running.request().status_code == 200
             ended(held[:100], 120)
             held[-1].sendall(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
             assert held[-1].recv(12) == b"HTTP/1.1 200"
@@ -578,7 +579,7 @@ def test_all_descriptors_are_used_up(tmp_path: Path, measured: Callable[[str], N
 
 def _serves(running: Gateway) -> bool:
     try:
-        return running.ask().status_code == 200
+        return running.request().status_code == 200
     except httpx2.TransportError:
         return False
 
@@ -590,14 +591,14 @@ def test_the_disk_of_the_access_log_is_full(tmp_path: Path, measured: Callable[[
     with gateway(tmp_path, configuration(QUICK)) as running:
         with whole(running, written=False):
             for _ in range(50):
-                assert running.ask().status_code == 200
+                assert running.request().status_code == 200
             wait_for(lambda: in_flight(running) == 0)
             pids = running.workers()
             time.sleep(1)  # a few ticks, in which lines are written
-            assert running.ask().status_code == 200 and running.workers() == pids
+            assert running.request().status_code == 200 and running.workers() == pids
             wait_for(lambda: running.metric(SERVED) == 51)
         assert running.stop() == 0
-        assert "Traceback" not in running.said
+        assert "Traceback" not in running.output
     measured("standard output is /dev/full: every request served, an orderly stop")
 
 
@@ -634,12 +635,12 @@ def test_the_clock_jumps(tmp_path: Path, measured: Callable[[str], None], monkey
         received = ended(streams, 60)
         assert sorted(each.count(HELLO) for each in received) == sorted(source.sent) and len(received) == len(source.sent)
         assert all(each.endswith(DONE + b"\r\n0\r\n\r\n") for each in received)
-        assert in_flight(running, "beside") == 0 and running.workers() and "exited unexpectedly" not in running.said
+        assert in_flight(running, "beside") == 0 and running.workers() and "exited unexpectedly" not in running.output
     measured("clock moved two days forward and back: 10 of 10 streams whole, every request served")
 
 
 def _day(running: Gateway) -> str:
     """Return the day in the ``Date`` header of a response of the gateway."""
-    response = running.ask(model="beside")
+    response = running.request(model="beside")
     assert response.status_code == 200
     return response.headers["date"][:16]

@@ -12,7 +12,7 @@ from tests.faults.chaos import End, Weather, chaos
 from tests.faults.invariants import unharmed
 from tests.support.running import model
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import DONE, HELLO, ROLE, STOP, STREAM_HEAD, Reply, ask, chat, request
+from tests.support.wire import DONE, HELLO, ROLE, STOP, STREAM_HEAD, Reply, chat, request, request_once
 from upstream.http.deadlines import Timeouts
 
 EVENTS = (ROLE, HELLO, STOP)
@@ -35,7 +35,7 @@ async def test_a_cut_at_any_byte_leaves_complete_events(end: End, measured: Call
         unharmed([model(network.port)]) as served,
     ):
         for at in cuts:
-            reply = await ask(served.port, request(chat(stream=True)))
+            reply = await request_once(served.port, request(chat(stream=True)))
             _check(reply, _events_before(at))
         assert network.accepted == len(cuts)
     measured(f"{len(cuts)} positions, {end.name.lower()}: no partial event seen")
@@ -69,6 +69,6 @@ async def test_a_silent_network_hits_the_idle_timeout(measured: Callable[[str], 
         chaos(server.port, Weather(cut_at=len(STREAM_HEAD) + 5, end=End.BLACK_HOLE)) as network,
         unharmed([model(network.port, timeouts=Timeouts(first_byte=0.5, idle=0.5))]) as served,
     ):
-        reply = await asyncio.wait_for(ask(served.port, request(chat(stream=True))), 10)
+        reply = await asyncio.wait_for(request_once(served.port, request(chat(stream=True))), 10)
         assert reply.status == 504 and reply.error["code"] == "upstream_timeout"
     measured("no packets: 504")

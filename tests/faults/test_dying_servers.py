@@ -20,7 +20,7 @@ from tests.support.ports import refusing, silent
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY, model, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, DONE, Client, Reply, ask, chat, client, request
+from tests.support.wire import COMPLETION, DONE, Client, Reply, chat, client, request, request_once
 from tests.upstream.simulator.test_process import running
 from upstream.http.deadlines import TICK, Timeouts
 
@@ -143,12 +143,12 @@ async def test_death_before_the_first_event(measured: Callable[[str], None]) -> 
         for wire, stream, end in cases:
             sent[0], reset[0] = wire, end
             async with unharmed([model(server.port)]) as served:
-                reply = await ask(served.port, request(chat(stream=stream)))
+                reply = await request_once(served.port, request(chat(stream=stream)))
                 assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
         with refusing() as port:
             async with unharmed([model(port, other.port, balance="round_robin")]) as served:
                 since = time.monotonic()
-                assert [(await ask(served.port, request())).status for _ in range(6)] == [200] * 6
+                assert [(await request_once(served.port, request())).status for _ in range(6)] == [200] * 6
                 assert served.value("retries_total", "tiny") <= 2 + time.monotonic() - since, "it is tried again after a second, at most"
         assert len(server.requests) == len(cases), "what may have run is not sent again"
     measured(f"{len(cases)} crashes: 502 each, never a 200, no retry; a refused connection: another server, 200")
@@ -167,7 +167,7 @@ async def test_a_frozen_server(measured: Callable[[str], None]) -> None:
             os.kill(server.process.pid, signal.SIGSTOP)
             try:
                 since = time.monotonic()
-                waiting = asyncio.create_task(ask(served.port, request(chat(seed=1))))
+                waiting = asyncio.create_task(request_once(served.port, request(chat(seed=1))))
                 reply = await asyncio.wait_for(task, TIMEOUT)
                 took = stream.ended - since
                 late = await asyncio.wait_for(waiting, TIMEOUT)
@@ -177,7 +177,7 @@ async def test_a_frozen_server(measured: Callable[[str], None]) -> None:
             assert (late.status, late.error["code"]) == (504, "upstream_timeout")
             assert idle - 1 - TICK <= took < TIMEOUT / 2, "the last event may have come a little before the freeze"
             for _ in range(20):
-                after = await ask(served.port, request(chat(seed=7, simulate=QUICK)))
+                after = await request_once(served.port, request(chat(seed=7, simulate=QUICK)))
                 assert after.status == 200 and orjson.loads(after.body)["choices"] == wanted, "somebody else's bytes"
             assert served.value("server_failures_total", "tiny", "tiny#0", "idle_timeout") == 1
     measured(f"idle timeout of {idle:g} s: reported after {took:.2f} s; 20 requests after the thaw: each got its own response")
@@ -192,7 +192,7 @@ async def test_no_server_reachable(measured: Callable[[str], None]) -> None:
     async def timed(*ports: int) -> tuple[int, float]:
         async with unharmed([model(*ports, balance="round_robin")]) as served:
             since = time.monotonic()
-            reply = await asyncio.wait_for(ask(served.port, request()), TIMEOUT)
+            reply = await asyncio.wait_for(request_once(served.port, request()), TIMEOUT)
             took = time.monotonic() - since
             assert reply.status == 200 or reply.error["code"] == "upstream_unreachable"
             return reply.status, took

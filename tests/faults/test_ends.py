@@ -22,7 +22,7 @@ from tests.faults.invariants import ended, request_ids, soon_idle, whole
 from tests.support.ports import reserved
 from tests.support.process import Gateway, alive, configuration, gateway, launched, wait_for
 from tests.support.running import until
-from tests.support.wire import DONE, Reply, ask, client, request
+from tests.support.wire import DONE, Reply, client, request, request_once
 
 STREAMS = 500 if FULL else 40
 RATE = 5.0 if FULL else 20.0
@@ -43,7 +43,7 @@ async def started(one: Gateway, count: int, seconds: float) -> AsyncIterator[lis
     """Open ``count`` streams and wait until each has started."""
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(client(one.data)) for _ in range(count)]
-        streams = [asyncio.create_task(each.ask(stream(seconds))) for each in clients]
+        streams = [asyncio.create_task(each.request(stream(seconds))) for each in clients]
         async with asyncio.timeout(60.0):
             await asyncio.gather(*(each.begun.wait() for each in clients))
         yield streams
@@ -96,9 +96,9 @@ async def test_requests_are_served_during_linger_although_readyz_fails(tmp_path:
         while time.monotonic() - began < 1.5:
             async with client(one.data) as persistent:
                 for data in (request(path="/v1/models", method="GET"), request({"model": "sim/one", "messages": HELLO})):
-                    reply = await ask(one.data, data)
+                    reply = await request_once(one.data, data)
                     assert (reply.status, reply.headers["connection"]) == (200, "close")
-                reply = await persistent.ask(data)
+                reply = await persistent.request(data)
                 assert (reply.status, reply.headers["connection"]) == (200, "close")
                 assert await persistent.closed(), "so that whoever keeps connections turns away in time"
                 served += 3
@@ -179,7 +179,7 @@ async def test_streams_of_other_workers_continue_when_one_is_killed(tmp_path: Pa
                     min(len(ports_of_clients(before[number], one.data)) for number in (0, 1)) < 4
                 ):  # the kernel chooses which worker accepts
                     each = await stack.enter_async_context(client(one.data))
-                    replies[each.writer.get_extra_info("sockname")[1]] = asyncio.create_task(each.ask(stream(8.0)))
+                    replies[each.writer.get_extra_info("sockname")[1]] = asyncio.create_task(each.request(stream(8.0)))
                     await asyncio.sleep(0)
                 await until(lambda: len(ports_of_clients(before[0], one.data) | ports_of_clients(before[1], one.data)) == len(replies))
                 others = ports_of_clients(before[1], one.data)
@@ -224,6 +224,6 @@ async def test_a_killed_gateway_leaves_no_process_and_restarts_soon(tmp_path: Pa
 
 def serves(one: Gateway) -> bool:
     try:
-        return one.ask().status_code == 200
+        return one.request().status_code == 200
     except httpx2.HTTPError:
         return False

@@ -20,7 +20,7 @@ from tests.support.bodies import LIMIT, UNITS, filled
 from tests.support.process import configuration, gateway, wait_for
 from tests.support.running import KEY, MODEL, key, model
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, ask, request
+from tests.support.wire import COMPLETION, request, request_once
 
 CLIENTS = 10
 SECONDS = 30.0 if FULL else 6.0
@@ -53,8 +53,8 @@ print(*sorted(set(statuses)), len(statuses))
 """
 
 
-def _json(name: str, place: str = "messages") -> bytes:
-    path, body = filled(place, UNITS[name], LIMIT - 1000)
+def _json(name: str, position: str = "messages") -> bytes:
+    path, body = filled(position, UNITS[name], LIMIT - 1000)
     return request(body.replace(b'"model":"m"', b'"model":"%b"' % MODEL.encode(), 1), path)
 
 
@@ -101,7 +101,7 @@ async def test_no_body_stalls_a_worker(name: str, tmp_path: Path, measured: Call
             output, times = asyncio.create_task(attack.communicate()), list[float]()
             while not output.done():
                 began = monotonic()
-                assert (await ask(served.data, request())).status == 200
+                assert (await request_once(served.data, request())).status == 200
                 times.append(monotonic() - began)
             sent = (await output)[0].decode().split()
             assert served.workers() == before, "the worker was replaced"

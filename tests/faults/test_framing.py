@@ -26,10 +26,10 @@ from gateway.worker.worker import Worker
 from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
 from tests.support.examples import examples
-from tests.support.running import KEY, board, key, model, until
+from tests.support.running import KEY, key, model, shared_counters, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.way import Wire
-from tests.support.wire import COMPLETION, Client, ask, chat, client, request
+from tests.support.wire import COMPLETION, Client, chat, client, request, request_once
 from upstream.balancing.pool import live_servers
 
 BODY = orjson.dumps(chat())
@@ -138,7 +138,7 @@ async def test_ambiguous_framing_is_refused(measured: Callable[[str], None]) -> 
         assert served.value("client_faults_total", "malformed") == len(AMBIGUOUS)
         spaces = sized(b"transfer-encoding:  Chunked  \r\n", body=CHUNKS)
         for good in (sized(LENGTH), sized(CHUNKED, body=CHUNKS), spaces, chunked(b"00" + SIZE + b";a=b")):
-            assert (await ask(served.port, good)).status == 200
+            assert (await request_once(served.port, good)).status == 200
         assert len(server.requests) == 4
     measured(f"{len(AMBIGUOUS)} of {len(AMBIGUOUS)} cases: 400, connection closed, 0 requests upstream")
 
@@ -231,7 +231,7 @@ async def test_a_disconnect_is_noticed_while_a_refusal_waits(kind: str) -> None:
     async with scripted(never) as server, unharmed([model(server.port)]) as served, client(served.port) as one:
         one.send(request() * 2 + data)
         await until(lambda: len(server.requests) == 1)
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.connections and not server.open)
         assert len(server.requests) == 1
 
@@ -372,7 +372,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 @pytest.fixture(scope="module")
 def bodies() -> Iterator[tuple[Worker, Bodies]]:
-    with board() as counts, live_servers() as servers:
+    with shared_counters() as counts, live_servers() as servers:
         handler = Bodies()
         context = WorkerContext(handler.handle, metrics=WorkerMetrics(counts), log=AccessLog(-1), write_batch=servers.write_batch)
         yield Worker(Snapshot(1, (key(),), (model(1),)), context, fleet=servers), handler

@@ -14,7 +14,7 @@ from tests.faults.conftest import FULL
 from tests.faults.invariants import unharmed
 from tests.support.running import Served, model, until
 from tests.support.scripted import Conversation, Script, scripted
-from tests.support.wire import COMPLETION, DONE, ROLE, Reply, ask, chat, request
+from tests.support.wire import COMPLETION, DONE, ROLE, Reply, chat, request, request_once
 from upstream.http.deadlines import Timeouts
 
 OK = b"HTTP/1.1 200 OK\r\n"
@@ -40,12 +40,12 @@ def says(*pieces: bytes) -> Script:
     return script
 
 
-def floods(beginning: bytes, piece: bytes) -> Callable[[list[int]], Script]:
+def floods(start: bytes, piece: bytes) -> Callable[[list[int]], Script]:
     """Return a factory of scripts that send ``piece`` until the gateway disconnects. ``sent`` counts the bytes."""
 
     def make(sent: list[int]) -> Script:
         async def script(talk: Conversation) -> None:
-            await talk.write(beginning)
+            await talk.write(start)
             while sent[0] < FLOOD:
                 await talk.write(piece)
                 sent[0] += len(piece)
@@ -97,11 +97,11 @@ FLOODS: dict[str, Callable[[list[int]], Script]] = {
 STREAM = OK + b"content-type: text/event-stream\r\n" + CHUNKED
 
 
-async def _watched(served: Served, ask_for: Callable[[], Awaitable[Reply]]) -> tuple[Reply, int]:
+async def _watched(served: Served, send: Callable[[], Awaitable[Reply]]) -> tuple[Reply, int]:
     """Return the reply and the largest growth of the process."""
     process = psutil.Process()
     before = most = process.memory_info().rss
-    task = asyncio.ensure_future(ask_for())
+    task = asyncio.ensure_future(send())
     while not task.done():
         most = max(most, process.memory_info().rss)
         await asyncio.sleep(0.01)
@@ -120,12 +120,12 @@ async def test_malformed_responses(measured: Callable[[str], None]) -> None:
         for name, wire in RESPONSES.items():
             sent[0] = wire
             for stream in (False, True):
-                reply = await asyncio.wait_for(ask(served.port, request(chat(stream=stream))), 20)
+                reply = await asyncio.wait_for(request_once(served.port, request(chat(stream=stream))), 20)
                 reported = reply.status == 502 and reply.error["code"] == "upstream_disconnected"
                 assert reported or (reply.status == 200 and not reply.whole), f"{name}: {reply}"
                 assert "set-cookie" not in reply.headers
         sent[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b" % (len(COMPLETION), COMPLETION)
-        assert (await ask(served.port, request())).body == COMPLETION
+        assert (await request_once(served.port, request())).body == COMPLETION
     measured(f"{len(RESPONSES)} malformed responses: each a 502, or truncated if the response had started")
 
 
@@ -134,7 +134,7 @@ async def test_malformed_responses(measured: Callable[[str], None]) -> None:
 async def test_endless_headers(name: str) -> None:
     sent = [0]
     async with scripted(FLOODS[name](sent)) as server, unharmed([model(server.port)]) as served:
-        reply, grown = await _watched(served, lambda: asyncio.wait_for(ask(served.port, request()), 60))
+        reply, grown = await _watched(served, lambda: asyncio.wait_for(request_once(served.port, request()), 60))
         assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
         assert sent[0] < FLOOD and grown < GROWTH
         await until(lambda: server.open == 0)
@@ -145,7 +145,7 @@ async def test_endless_headers(name: str) -> None:
 async def test_an_invalid_retry_after_is_not_forwarded(value: bytes) -> None:
     head = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: %b\r\ncontent-length: 0\r\n\r\n" % value
     async with scripted(says(head)) as server, unharmed([model(server.port)]) as served:
-        reply = await ask(served.port, request())
+        reply = await request_once(served.port, request())
         assert (reply.status, reply.headers["retry-after"]) == (503, "1")
 
 
@@ -153,7 +153,7 @@ async def test_an_invalid_retry_after_is_not_forwarded(value: bytes) -> None:
 async def test_an_error_event_of_text_is_bounded() -> None:
     text = b"event: error\ndata: " + b"at /opt/x.py " * 50_000 + b"\n\n"
     async with scripted(says(STREAM, b"%x\r\n%b\r\n" % (len(text), text))) as server, unharmed([model(server.port)]) as served:
-        reply = await ask(served.port, request(chat(stream=True)))
+        reply = await request_once(served.port, request(chat(stream=True)))
         assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected") and b"/opt" not in reply.body
 
 
@@ -164,7 +164,7 @@ async def test_an_endless_event(begun: bool, measured: Callable[[str], None]) ->
     first = b"%x\r\n%b\r\n" % (len(ROLE), ROLE) if begun else b""
     flood = floods(STREAM + first + b"6\r\ndata: \r\n", b"10000\r\n" + PIECE + b"\r\n")
     async with scripted(flood(sent)) as server, unharmed([model(server.port)]) as served:
-        reply, grown = await _watched(served, lambda: asyncio.wait_for(ask(served.port, request(chat(stream=True))), 60))
+        reply, grown = await _watched(served, lambda: asyncio.wait_for(request_once(served.port, request(chat(stream=True))), 60))
         if begun:
             assert reply.status == 200 and reply.whole and reply.body.startswith(ROLE + b'data: {"error":') and reply.body.endswith(DONE)
         else:
@@ -180,7 +180,7 @@ async def test_an_endless_error_is_cut(framing: bytes) -> None:
     sent = [0]
     piece = b"10000\r\n" + PIECE + b"\r\n" if framing == CHUNKED else PIECE
     async with scripted(floods(ERROR + framing, piece)(sent)) as server, unharmed([model(server.port)]) as served:
-        reply, grown = await _watched(served, lambda: asyncio.wait_for(ask(served.port, request()), 60))
+        reply, grown = await _watched(served, lambda: asyncio.wait_for(request_once(served.port, request()), 60))
         assert (reply.status, reply.error["code"]) == (500, "server_error")
         assert sent[0] < 32 << 20 and grown < GROWTH
         await until(lambda: server.open == 0)
@@ -196,7 +196,7 @@ async def test_an_error_that_trickles_is_cut(measured: Callable[[str], None]) ->
 
     async with scripted(script) as server, unharmed([model(server.port, timeouts=Timeouts(idle=600, total=3600))]) as served:
         since = time.monotonic()
-        reply = await asyncio.wait_for(ask(served.port, request()), 60)
+        reply = await asyncio.wait_for(request_once(served.port, request()), 60)
         took = time.monotonic() - since
         assert (reply.status, reply.error["code"]) == (500, "server_error")
         await until(lambda: server.open == 0)
@@ -215,12 +215,12 @@ async def test_wrong_content_lengths() -> None:
 
     async with scripted(script) as server, unharmed([model(server.port)]) as served:
         sent[0] = JSON_HEAD + b"content-length: 999\r\n\r\n{}"
-        reply = await ask(served.port, request())
+        reply = await request_once(served.port, request())
         assert (reply.status, reply.whole) == (200, False) or reply.status == 502
         poison = b"HTTP/1.1 200 OK\r\ncontent-length: 6\r\n\r\npoison"
         sent[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b%b" % (len(COMPLETION), COMPLETION, poison)
         for _ in range(20):
-            reply = await ask(served.port, request())
+            reply = await request_once(served.port, request())
             assert b"poison" not in reply.body and reply.status in (200, 502)
         sent[0] = JSON_HEAD + b"content-length: %d\r\n\r\n%b" % (len(COMPLETION), COMPLETION)
-        assert (await ask(served.port, request())).body == COMPLETION
+        assert (await request_once(served.port, request())).body == COMPLETION

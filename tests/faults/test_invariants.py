@@ -43,7 +43,7 @@ def _stream(one: Gateway, stack: ExitStack) -> None:
 
 def _line_twice(one: Gateway, _: ExitStack) -> None:
     """Write a line of the log again, as a worker that settled a request twice."""
-    assert one.ask().status_code == 200
+    assert one.request().status_code == 200
     wait_for(lambda: one.log.endswith("\n"))
     with open(one.folder / "stdout", "a") as log:
         log.write(one.log.splitlines(keepends=True)[-1])
@@ -60,7 +60,7 @@ BROKEN: dict[str, Harm] = {"more descriptors than before": _connections, "in fli
 def test_broken_invariants_are_detected(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(soon_idle(launched(MODEL)))) as one:
         with whole(one):
-            assert one.ask().status_code == 200
+            assert one.request().status_code == 200
         assert len(request_ids(one.log)) == 1
         for message, harm in BROKEN.items():
             with ExitStack() as stack, pytest.raises(AssertionError, match=message), whole(one, within=WITHIN):
@@ -71,9 +71,9 @@ def test_a_missing_line_is_detected(tmp_path: Path) -> None:
     (tmp_path / "stdout").symlink_to("/dev/null")
     with gateway(tmp_path, configuration(soon_idle(launched(MODEL)))) as one:
         with pytest.raises(AssertionError, match="not in the log once: 1"), whole(one, within=WITHIN):
-            assert one.ask().status_code == 200
+            assert one.request().status_code == 200
         with whole(one, lost=2), whole(one, written=False):
-            assert one.ask().status_code == 200
+            assert one.request().status_code == 200
 
 
 def test_a_process_that_outlives_its_gateway_is_detected(tmp_path: Path) -> None:

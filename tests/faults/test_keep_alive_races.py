@@ -91,7 +91,7 @@ async def test_every_request_succeeds_and_runs_once(measured: Callable[[str], No
 
     async def one_client(one: Client) -> None:
         for number in numbers:
-            statuses[(await one.ask(request(chat(seed=number)))).status] += 1
+            statuses[(await one.request(request(chat(seed=number)))).status] += 1
             await asyncio.sleep(dice.uniform(0, 2 * IDLE))
 
     with closing_server(ran, closed) as port:

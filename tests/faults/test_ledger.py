@@ -64,7 +64,7 @@ def rows(one: Gateway, outcome: str) -> float:
 
 async def warm(one: Gateway) -> str:
     """Send one request and wait until it is in the ledger. Control has then opened its database. Return the request ID."""
-    response = await asyncio.to_thread(one.ask)
+    response = await asyncio.to_thread(one.request)
     await until(lambda: rows(one, "written") == 1, 60)
     return response.headers["x-request-id"]
 
@@ -74,27 +74,27 @@ class Load:
     """Clients that send one request after the other. ``answered`` has the completion tokens of each complete response by request ID."""
 
     port: int
-    answered: dict[str, int] = field(default_factory=dict)
+    completed: dict[str, int] = field(default_factory=dict)
     refused: list[int] = field(default_factory=list)
     broken: int = 0
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    finished: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def ask_on(self) -> None:
-        while not self.over.is_set():
+    async def send_continuously(self) -> None:
+        while not self.finished.is_set():
             try:
                 async with client(self.port) as one:
-                    await self._ask(one)
+                    await self._send(one)
             except (OSError, EOFError):
                 self.broken += 1
                 await asyncio.sleep(0.05)
 
-    async def _ask(self, one: Any) -> None:
-        while not self.over.is_set():
-            reply = await one.ask(request(chat(model=MODEL)))
+    async def _send(self, one: Any) -> None:
+        while not self.finished.is_set():
+            reply = await one.request(request(chat(model=MODEL)))
             if not reply.whole:
                 raise EOFError
             if reply.status == 200:
-                self.answered[reply.headers["x-request-id"]] = orjson.loads(reply.body)["usage"]["completion_tokens"]
+                self.completed[reply.headers["x-request-id"]] = orjson.loads(reply.body)["usage"]["completion_tokens"]
             else:
                 self.refused.append(reply.status)
 
@@ -102,12 +102,12 @@ class Load:
 @asynccontextmanager
 async def load(port: int) -> AsyncIterator[Load]:
     made = Load(port)
-    tasks = [asyncio.create_task(made.ask_on()) for _ in range(CLIENTS)]
+    tasks = [asyncio.create_task(made.send_continuously()) for _ in range(CLIENTS)]
     try:
-        await until(lambda: len(made.answered) > 50, 60)
+        await until(lambda: len(made.completed) > 50, 60)
         yield made
     finally:
-        made.over.set()
+        made.finished.set()
         await asyncio.gather(*tasks)
 
 
@@ -145,8 +145,8 @@ async def _hold(port: int, data: bytes, count: int, group: asyncio.TaskGroup) ->
 
 def check(found: dict[str, dict[str, Any]], seen: Load) -> None:
     """Check that every complete response has a row with the tokens that its client received."""
-    assert {identity: found[identity]["completion_tokens"] for identity in seen.answered} == seen.answered
-    assert all(found[identity]["incomplete"] is None for identity in seen.answered)
+    assert {identity: found[identity]["completion_tokens"] for identity in seen.completed} == seen.completed
+    assert all(found[identity]["incomplete"] is None for identity in seen.completed)
 
 
 def _stopped(server: postgres.Postgres) -> Callable[[], None]:
@@ -181,18 +181,18 @@ async def test_an_unavailable_database_costs_no_request_and_no_row(
             await until(lambda: rows(one, "written") > 1, 60)
             heal = await asyncio.to_thread(harm, server)
             try:
-                before = len(seen.answered)
+                before = len(seen.completed)
                 await asyncio.sleep(OUTAGE)
-                assert len(seen.answered) > before
+                assert len(seen.completed) > before
                 await until(lambda: spooled(one) > 0, 60)
             finally:
                 heal()  # on this thread: the server exits with the thread that started it
             most = spooled(one)
         assert (seen.refused, seen.broken) == ([], 0)
-        await asyncio.to_thread(wait_for, lambda: rows(one, "written") == len(seen.answered) + 1 and spooled(one) == 0, 120)
+        await asyncio.to_thread(wait_for, lambda: rows(one, "written") == len(seen.completed) + 1 and spooled(one) == 0, 120)
         assert (rows(one, "lost"), rows(one, "dropped")) == (0, 0)
         found = stored_rows(url, tmp_path)
-    assert set(found) == {first, *seen.answered}
+    assert set(found) == {first, *seen.completed}
     check(found, seen)
     waited = f"{most:g} rows waited, 0 were lost or doubled"
     measured(f"database {harm.__name__[1:]} for {OUTAGE:g} s under load: {len(found)} requests, 0 failed; {waited}")
@@ -204,9 +204,9 @@ def test_requests_are_served_if_the_database_is_unavailable_at_the_start(server:
     server.stop()
     try:
         with gateway(tmp_path, settings(url)) as one:
-            request_ids = {one.ask().headers["x-request-id"] for _ in range(5)}
+            request_ids = {one.request().headers["x-request-id"] for _ in range(5)}
             wait_for(lambda: spooled(one) == 5)
-            wait_for(lambda: "the ledger's database accepts no rows" in one.said)
+            wait_for(lambda: "the ledger's database accepts no rows" in one.output)
             wait_for(lambda: one.get("/status").json()["ledger"]["away"])
             state = one.get("/status").json()["ledger"]
             assert (state["waiting_rows"], state["dropped_rows"]) == (5, 0)
@@ -215,7 +215,7 @@ def test_requests_are_served_if_the_database_is_unavailable_at_the_start(server:
             assert one.stop() == 0
         server.start()
         with gateway(tmp_path, settings(url)) as one:
-            request_ids.add(one.ask().headers["x-request-id"])
+            request_ids.add(one.request().headers["x-request-id"])
             wait_for(lambda: rows(one, "written") == 6)
     finally:
         if server.process is None:
@@ -231,19 +231,19 @@ async def test_a_killed_worker_loses_no_row_and_its_requests_in_flight_are_recor
     with gateway(tmp_path, settings(url)) as one:
         await warm(one)
         async with whole(one, lost=GATHERED), long_streams(one.data, STREAMS) as streams, load(one.data) as seen:
-            before = len(seen.answered)
+            before = len(seen.completed)
             os.kill(one.workers()[0], signal.SIGKILL)
-            await until(lambda: len(seen.answered) > before + 50, 60)
+            await until(lambda: len(seen.completed) > before + 50, 60)
         wait_for(lambda: rows(one, "lost") >= STREAMS)
         assert one.stop() == 0
     found = stored_rows(url, tmp_path)
     check(found, seen)
     lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}
     assert lost >= set(streams) and all((found[each]["key"], found[each]["model"]) == ("team-a", MODEL) for each in lost)
-    responses = 1 + len(seen.answered) + len(seen.refused)  # a worker that has just started may not have a server yet
+    responses = 1 + len(seen.completed) + len(seen.refused)  # a worker that has just started may not have a server yet
     assert len(lost) - STREAMS <= CLIENTS and 0 <= len(found) - responses - STREAMS <= CLIENTS
     measured(
-        f"kill -9 of a worker: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} recorded as lost"
+        f"kill -9 of a worker: {len(seen.completed)} of {len(seen.completed)} finished requests in the ledger, {len(lost)} recorded as lost"
     )
 
 
@@ -258,12 +258,12 @@ async def test_killed_control_loses_no_row(tmp_path: Path, measured: Callable[[s
             await until(lambda: not alive(workers), 60)
     with gateway(tmp_path, settings(url)) as again:
         await asyncio.to_thread(
-            wait_for, lambda: spooled(again) == 0 and len(stored_rows(url, tmp_path)) >= len(seen.answered) + STREAMS, 60
+            wait_for, lambda: spooled(again) == 0 and len(stored_rows(url, tmp_path)) >= len(seen.completed) + STREAMS, 60
         )
     found = stored_rows(url, tmp_path)
     check(found, seen)
     lost = {identity for identity, row in found.items() if row["incomplete"] == LOST}
     assert lost >= set(streams) and len(lost) - STREAMS <= CLIENTS
     measured(
-        f"kill -9 of control: {len(seen.answered)} of {len(seen.answered)} finished requests in the ledger, {len(lost)} recorded as lost"
+        f"kill -9 of control: {len(seen.completed)} of {len(seen.completed)} finished requests in the ledger, {len(lost)} recorded as lost"
     )

@@ -32,13 +32,13 @@ class Tally:
     """Results of the clients: responses by key, the number of responses that were too late to count, and the seconds that each refusal
     took."""
 
-    answered: Counter[str] = field(default_factory=Counter)
+    completed: Counter[str] = field(default_factory=Counter)
     late: int = 0
     refusals: list[float] = field(default_factory=list)
 
     @property
     def share(self) -> dict[str, float]:
-        return {name: count / self.answered.total() for name, count in self.answered.items()}
+        return {name: count / self.completed.total() for name, count in self.completed.items()}
 
 
 @dataclass
@@ -66,22 +66,22 @@ async def busy() -> AsyncIterator[Busy]:
         yield state
 
 
-async def _send_continuously(served: Served, who: str, tally: Tally, end: float, pause: float) -> None:
+async def _send_continuously(served: Served, key: str, tally: Tally, end: float, pause: float) -> None:
     """Send requests until ``end``. After a refusal pause for ``pause`` only, although its ``Retry-After`` is a second or more.
 
     Responses after ``end`` do not count.
     """
     async with client(served.port) as one:
         while monotonic() < end:
-            await _send(one, who, tally, end, pause)
+            await _send(one, key, tally, end, pause)
 
 
-async def _send(one: Client, who: str, tally: Tally, end: float, pause: float) -> None:
+async def _send(one: Client, key: str, tally: Tally, end: float, pause: float) -> None:
     began = monotonic()
-    reply = await one.ask(request(chat(), token=f"sk-{who}"))
+    reply = await one.request(request(chat(), token=f"sk-{key}"))
     if reply.status == 200:
         in_time = monotonic() <= end
-        tally.answered[who] += in_time
+        tally.completed[key] += in_time
         tally.late += not in_time
         return
     assert (reply.status, reply.error["code"]) == (503, "overloaded") and int(reply.headers["retry-after"]) >= 1
@@ -138,9 +138,9 @@ async def _under_overload() -> tuple[float, list[float], str]:
     # Each request beyond slots and queue is retried ten times in the time of one response.
     many, server = await load({"a": 10 * SLOTS}, of("a"), queue, pause=SERVICE)
     assert server.most == SLOTS
-    assert len(many.refusals) > many.answered.total(), "it was an overload"
-    goodput = many.answered.total() / enough.answered.total()
-    times = (many.answered.total() + len(many.refusals)) / enough.answered.total()
+    assert len(many.refusals) > many.completed.total(), "it was an overload"
+    goodput = many.completed.total() / enough.completed.total()
+    times = (many.completed.total() + len(many.refusals)) / enough.completed.total()
     return (
         goodput,
         many.refusals,
@@ -157,7 +157,7 @@ async def test_no_request_is_queued_beyond_max_inflight(measured: Callable[[str]
     async with busy() as server, unharmed([model(server.port)], of("a"), max_inflight=SLOTS) as served:
         end = monotonic() + SECONDS / 2
         await asyncio.gather(*(_send_continuously(served, "a", tally, end, SERVICE) for _ in range(10 * SLOTS)))
-    assert server.most == SLOTS and tally.answered.total() + tally.late and tally.refusals
+    assert server.most == SLOTS and tally.completed.total() + tally.late and tally.refusals
     measured(f"server.max_inflight: {len(tally.refusals)} refusals before the body was read, p99 {p99_ms(tally.refusals):.0f} ms")
     check_prompt(tally.refusals)
 
@@ -188,10 +188,10 @@ async def test_a_greedy_key_does_not_use_up_max_inflight(measured: Callable[[str
         greedy = [asyncio.create_task(_send_continuously(served, "greedy", tally, end, SERVICE)) for _ in range(15 * SLOTS)]
         await until(lambda: tally.refusals)
         await asyncio.gather(*greedy, *(_send_continuously(served, name, refused, end, SERVICE) for name in others))
-    assert server.most <= 10 * SLOTS and refused.answered.keys() == set(others)
-    rejected = len(refused.refusals) / (refused.answered.total() + len(refused.refusals))
+    assert server.most <= 10 * SLOTS and refused.completed.keys() == set(others)
+    rejected = len(refused.refusals) / (refused.completed.total() + len(refused.refusals))
     assert rejected <= (0.1 if FULL else 0.5)
     measured(
         f"server.max_inflight alone, filled by one key before the others: {rejected:.1%} of their requests were rejected, "
-        f"{len(tally.refusals) / (tally.answered.total() + len(tally.refusals)):.0%} of its own"
+        f"{len(tally.refusals) / (tally.completed.total() + len(tally.refusals)):.0%} of its own"
     )

@@ -25,7 +25,7 @@ from tests.support.controlled import Controlled, controlled
 from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, MODEL, until
 from tests.support.scripted import Conversation, Scripted, scripted
-from tests.support.wire import COMPLETION, COUNT, DONE, ROLE, STOP, Reply, ask, chat, client, delta, request
+from tests.support.wire import COMPLETION, COUNT, DONE, ROLE, STOP, Reply, chat, client, delta, request, request_once
 
 STREAMS = 500 if FULL else 40
 RELOADS = 1000 if FULL else 40
@@ -87,7 +87,7 @@ async def harmless(folder: Path, server: Scripted, **more: Any) -> AsyncIterator
 @asynccontextmanager
 async def streaming(one: Controlled, source: Source, count: int) -> AsyncIterator[list[asyncio.Task[Reply]]]:
     """Run ``count`` streams for the duration of the block."""
-    streams = [asyncio.create_task(ask(one.port, request(chat(stream=True, user=f"s{number}")))) for number in range(count)]
+    streams = [asyncio.create_task(request_once(one.port, request(chat(stream=True, user=f"s{number}")))) for number in range(count)]
     await until(lambda: len(source.sent) == count, 60.0)
     yield streams
     source.enough.set()
@@ -101,14 +101,14 @@ class Seen:
     statuses: Counter[int] = field(default_factory=Counter)
     served: float = 0.0
 
-    def note(self, asked: float, status: int) -> None:
+    def note(self, began: float, status: int) -> None:
         self.statuses[status] += 1
         if status == 200:
-            self.served = max(self.served, asked)
+            self.served = max(self.served, began)
 
 
 @asynccontextmanager
-async def asking(one: Controlled, tokens: Sequence[str]) -> AsyncIterator[dict[str, Seen]]:
+async def sending(one: Controlled, tokens: Sequence[str]) -> AsyncIterator[dict[str, Seen]]:
     """Run ``CLIENTS`` clients for each key. Each sends requests continuously on a separate connection. Yield the results of each key."""
     seen = {token: Seen() for token in tokens}
     stopped = asyncio.Event()
@@ -117,7 +117,7 @@ async def asking(one: Controlled, tokens: Sequence[str]) -> AsyncIterator[dict[s
         async with client(one.port) as connection:
             while not stopped.is_set():
                 began = time.monotonic()
-                reply = await connection.ask(request(token=token))
+                reply = await connection.request(request(token=token))
                 assert reply.status != 200 or reply.body == COMPLETION
                 seen[token].note(began, reply.status)
                 await asyncio.sleep(0.005)
@@ -163,7 +163,7 @@ async def test_valid_and_invalid_reloads_under_streams(tmp_path: Path, measured:
     source = Source()
     async with scripted(source) as server, harmless(tmp_path, server, workers=2) as one:
         pids = [worker.pid for worker in one.control.workers.statuses]
-        async with asking(one, [KEY]) as seen, streaming(one, source, STREAMS) as streams:
+        async with sending(one, [KEY]) as seen, streaming(one, source, STREAMS) as streams:
             outcomes, grown = {True: 0, False: 0}, 0.0
             for number, (good, text) in zip(range(RELOADS), itertools.cycle(variants(server)), strict=False):
                 if isinstance(text, str):
@@ -213,11 +213,11 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
             file = KeyFiles(one.file)
             file.add([{"id": f"team-{number}", "hash": keys.hash_of(former)}])
             await _until_all(one, former, 200)
-            async with asking(one, [KEY, former]) as seen:
+            async with sending(one, [KEY, former]) as seen:
                 KeyFiles(one.file).change(f"team-{number}", "hash", [keys.hash_of(former), keys.hash_of(latter)])
                 await _until_all(one, latter, 200)
                 assert set(seen[former].statuses) == {200}, "two keys of one principal overlap"
-                async with asking(one, [latter]) as fresh:
+                async with sending(one, [latter]) as fresh:
                     times.append(await _time_to_reject(one, f"team-{number}", "hash", keys.hash_of(latter), former, seen))
                     times.append(await _time_to_reject(one, f"team-{number}", "revoked", True, latter, fresh))
             assert set(seen[KEY].statuses) == {200}, "a key that nobody touched was refused"
@@ -240,7 +240,7 @@ async def _until_all(one: Controlled, token: str, status: int) -> None:
     async with asyncio.timeout(20.0):
         streak = 0
         while streak < 12:
-            reply = await ask(one.port, request(path="/v1/models", method="GET", body=b"", token=token))
+            reply = await request_once(one.port, request(path="/v1/models", method="GET", body=b"", token=token))
             same = {worker.version for worker in one.control.workers.statuses} == {one.control.publisher.version}
             streak = streak + 1 if reply.status == status and same else 0
 
@@ -253,10 +253,10 @@ async def test_an_expired_hash_is_rejected_without_a_reload(tmp_path: Path, meas
         soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(end)) + f".{int(end % 1 * 1e6):06}Z"
         KeyFiles(one.file).change("team-a", "hash", [{"hash": keys.hash_of("sk-ends"), "expires": soon}, keys.hash_of(KEY)])
         assert (await one.reloader.reload()).successful
-        assert (await ask(one.port, request(token="sk-ends"))).status == 200
-        async with asking(one, [KEY, "sk-ends"]) as seen:
+        assert (await request_once(one.port, request(token="sk-ends"))).status == 200
+        async with sending(one, [KEY, "sk-ends"]) as seen:
             await until(lambda: 401 in seen["sk-ends"].statuses, 20.0)
-        refused = await ask(one.port, request(token="sk-ends"))
+        refused = await request_once(one.port, request(token="sk-ends"))
         assert time.time() >= end
         assert orjson.loads(refused.body)["error"]["code"] == "expired_api_key"
         assert set(seen[KEY].statuses) == {200}

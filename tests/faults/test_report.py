@@ -44,11 +44,11 @@ def test_a_slope() -> None:
 def test_a_soak(tmp_path: Path, measured: Callable[[str], None]) -> None:
     seconds = 600 if FULL else 5
     findings = soak.soak(seconds, tmp_path)
-    slopes = ", ".join(f"{name} {findings.slope(name):+.2f} MiB/min" for name in findings.looks)
+    slopes = ", ".join(f"{name} {findings.slope(name):+.2f} MiB/min" for name in findings.samples)
     measured(f"{seconds} s, {findings.sent:,} requests, {findings.recorded:,} records, at the end no request in flight and no additional "
              f"descriptor; memory {slopes}")  # fmt: skip
     assert findings.unmet == []
-    assert set(findings.looks) == {"control", "worker 0", "worker 1"}
+    assert set(findings.samples) == {"control", "worker 0", "worker 1"}
     assert findings.outcomes["200"] and findings.outcomes["stream"] and findings.outcomes["left"]
     page = soak.rendered(findings)
     assert f"{findings.sent:,} requests sent" in page and "| worker 1 |" in page
@@ -69,5 +69,5 @@ def test_a_soak_reports_a_missed_requirement() -> None:
 
 def _found(*, grows: int = 0, fds: int = 22, recorded: int = 95, left: str = "") -> soak.Findings:
     """Return a soak of ten minutes. Its process grows by ``grows`` bytes per minute and has ``fds`` descriptors at the end."""
-    samples = [soak.Look(60.0 * minute, grows * minute, 22) for minute in range(11)] + [soak.Look(601.0, 0, fds)]
+    samples = [soak.Sample(60.0 * minute, grows * minute, 22) for minute in range(11)] + [soak.Sample(601.0, 0, fds)]
     return soak.Findings(600.0, Counter({"left": 5}), {"a worker": samples}, left, 100, recorded)

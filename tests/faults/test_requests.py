@@ -20,7 +20,7 @@ from tests.faults.invariants import unharmed
 from tests.support.issuer import AUDIENCE, Issuer
 from tests.support.running import KEY, Served, key, model
 from tests.support.scripted import Conversation, Scripted, scripted
-from tests.support.wire import COMPLETION, EVENTS, Reply, ask, chat, client, request
+from tests.support.wire import COMPLETION, EVENTS, Reply, chat, client, request, request_once
 
 
 async def _respond(talk: Conversation) -> None:
@@ -101,7 +101,7 @@ async def test_only_the_paths_of_the_table_are_served(measured: Callable[[str], 
     async with _served() as (served, server):
         for path in PATHS:
             for method in (b"POST", b"GET", b"PUT", b"CONNECT"):
-                reply = await ask(served.port, _bytes(path, method=method))
+                reply = await request_once(served.port, _bytes(path, method=method))
                 assert reply.status in (400, 404, 405, 431), (path, method, reply.status)
                 assert b"error" in reply.body and reply.headers["x-request-id"].startswith("req_")
         assert server.requests == []
@@ -136,10 +136,10 @@ async def test_the_host_has_no_effect(measured: Callable[[str], None]) -> None:
         for host in (*BAD_HOSTS, *STRANGE_HOSTS):
             statuses = {b"/pause": 404, b"/v1/models": 200, b"/health": 200}
             for path, status in statuses.items():
-                reply = await ask(served.port, _bytes(path, host=host, method=b"GET", body=b""))
+                reply = await request_once(served.port, _bytes(path, host=host, method=b"GET", body=b""))
                 assert reply.status == (400 if host in BAD_HOSTS else status), (host, path, reply.status)
                 assert reply.status == 200 or reply.error["type"] == "invalid_request_error", "in OpenAI's shape in any case"
-            reply = await ask(served.port, _bytes(b"/v1/chat/completions", host=host))
+            reply = await request_once(served.port, _bytes(b"/v1/chat/completions", host=host))
             assert reply.status == (400 if host in BAD_HOSTS else 200), host
         assert len(server.requests) == len(STRANGE_HOSTS)
         assert all(b"evil" not in each.head and b"/pause" not in each.head for each in server.requests)
@@ -195,7 +195,7 @@ async def test_every_route_requires_a_key(measured: Callable[[str], None]) -> No
                 body, kind = (FORM, b"multipart/form-data; boundary=b") if form else (b'{"model":"tiny"}', b"application/json")
                 for name, (lines, status) in SHOWN.items():
                     for query in (b"", b"?api_key=" + KEY.encode()):
-                        reply = await ask(served.port, _request_bytes(b"POST", prefix + path.encode() + query, lines, body, kind))
+                        reply = await request_once(served.port, _request_bytes(b"POST", prefix + path.encode() + query, lines, body, kind))
                         assert reply.status == status, (path, name)
                         assert (status != 401) or reply.headers["www-authenticate"] == "Bearer"
                         count += 1
@@ -203,7 +203,7 @@ async def test_every_route_requires_a_key(measured: Callable[[str], None]) -> No
                 for name, (lines, status) in SHOWN.items():
                     if status == 400:
                         continue  # Starlette uses the first of two headers, which gives access to nothing else
-                    reply = await ask(served.port, _request_bytes(b"GET", prefix + listed, lines, b"", b"text/plain"))
+                    reply = await request_once(served.port, _request_bytes(b"GET", prefix + listed, lines, b"", b"text/plain"))
                     assert reply.status == (200 if status == 404 and listed.endswith(b"models") else status), (listed, name)
                     assert b"tiny" not in reply.body or reply.status == 404
                     count += 1
@@ -221,7 +221,7 @@ async def test_a_good_key_opens_every_route(token: str) -> None:
             body, kind = (
                 (FORM, b"multipart/form-data; boundary=b") if form else (request()[request().index(b"\r\n\r\n") + 4 :], b"application/json")
             )
-            reply = await ask(served.port, _request_bytes(b"POST", path.encode(), _with(token), body, kind))
+            reply = await request_once(served.port, _request_bytes(b"POST", path.encode(), _with(token), body, kind))
             assert reply.status == 200, path
         assert len(server.requests) == len(ROUTES)
 
@@ -275,7 +275,7 @@ async def test_only_named_headers_pass(measured: Callable[[str], None]) -> None:
         path = b"/v1/chat/completions"
         body = request(chat(stream=True))[request(chat(stream=True)).index(b"\r\n\r\n") + 4 :]
         requests = [_bytes(path + b"?x=canary", line, body=each) for line in SMUGGLED for each in (None, body)]
-        replies: list[Reply] = [await ask(served.port, each) for each in (*requests, _bytes(path, *SMUGGLED[4:]))]
+        replies: list[Reply] = [await request_once(served.port, each) for each in (*requests, _bytes(path, *SMUGGLED[4:]))]
         assert {reply.status for reply in replies} == {200}
         for seen in server.requests:
             assert _names(seen.head) <= TO_SERVER and seen.head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
@@ -324,11 +324,11 @@ async def test_unknown_names_and_keys_leave_nothing_behind(measured: Callable[[s
     async with _served(KEYS) as (served, server):
         process = psutil.Process()
         await _send_unknown(served, 0, STRANGE // 10)
-        series, memory = len(sum_series([served.board])), process.memory_info().rss
+        series, memory = len(sum_series([served.counters])), process.memory_info().rss
         await _send_unknown(served, STRANGE // 10, STRANGE)
         served.context.records.clear()
         grown = process.memory_info().rss - memory
-        assert len(sum_series([served.board])) == series
+        assert len(sum_series([served.counters])) == series
         assert grown < 16 * 1024 * 1024, f"{grown} bytes"
         assert server.requests == [] and served.value("auth_failures_total", "invalid") >= STRANGE // 2
         served.context.started = 0
@@ -345,10 +345,10 @@ async def _share(served: Served, numbers: range) -> None:
     async with client(served.port) as one:
         for number in numbers:
             body = chat(model=f"model-{number}-{'x' * 100}")
-            replies = [await one.ask(request(body)), await one.ask(request(body, token=f"sk-{number}-{'x' * 100}"))]
+            replies = [await one.request(request(body)), await one.request(request(body, token=f"sk-{number}-{'x' * 100}"))]
             assert [reply.status for reply in replies] == [404, 401]
             if number % 100 == 0:
-                reply = await one.ask(request(path=f"/v1/{number}"))
+                reply = await one.request(request(path=f"/v1/{number}"))
                 assert reply.status == 404
             served.context.records.clear()
             served.context.started = 0

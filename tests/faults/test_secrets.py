@@ -22,9 +22,9 @@ from gateway.snapshot.snapshot import Key
 from gateway.system import logs
 from tests.faults.invariants import unharmed
 from tests.support.ports import refusing
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for, words_of
+from tests.support.process import Gateway, command_line, configuration, gateway, launched, wait_for
 from tests.support.running import KEY, key, model
-from tests.support.wire import ask, request
+from tests.support.wire import request, request_once
 
 CANARY = "canary4d71"
 SECRETS = {name: f"{CANARY}-{name}" for name in ("admin", "server", "salt", "launched", "failing")}
@@ -98,7 +98,7 @@ def _errors(one: Gateway) -> list[bytes]:
 
 
 def _command_lines(one: Gateway) -> str:
-    return "\n".join(" ".join(words_of(each)) for each in [psutil.Process(one.process.pid), *one.tree()])
+    return "\n".join(" ".join(command_line(each)) for each in [psutil.Process(one.process.pid), *one.tree()])
 
 
 def _check_that_servers_have_only_their_own_secrets(one: Gateway) -> None:
@@ -162,7 +162,7 @@ async def test_no_canary_in_a_trace(formatter: Callable[[str], logging.Formatter
         async with unharmed([model(1)], [key(token=GOOD)]) as served:
             served.context.active = replace(served.context.active, catalog=_Broken((), {}))
             for path, body in _bodies():
-                reply = await ask(served.port, request(body | {"model": f"{CANARY}-model"}, path, token=GOOD))
+                reply = await request_once(served.port, request(body | {"model": f"{CANARY}-model"}, path, token=GOOD))
                 assert reply.status in (400, 404, 500) and CANARY.encode() not in reply.body
     finally:
         logger.removeHandler(handler)

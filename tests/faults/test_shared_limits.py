@@ -68,10 +68,10 @@ def _folders(folder: Path, count: int) -> list[Path]:
 
 
 @asynccontextmanager
-async def _started(place: Path, config: dict[str, Any]) -> AsyncIterator[Gateway]:
+async def _started(folder: Path, config: dict[str, Any]) -> AsyncIterator[Gateway]:
     """Start a gateway and wait for it in a thread, since its server runs in this event loop."""
     with ExitStack() as stack:
-        running = await asyncio.to_thread(stack.enter_context, gateway(place, config, seconds=60))
+        running = await asyncio.to_thread(stack.enter_context, gateway(folder, config, seconds=60))
         try:
             yield running
         finally:
@@ -100,7 +100,7 @@ async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object], 
     async def one(port: int) -> None:
         async with client(port) as visitor:
             while (sent_at := monotonic() - began) < seconds or (until_refused and not load.seen[429]):
-                status = (await visitor.ask(data)).status
+                status = (await visitor.request(data)).status
                 load.seen[status] += 1
                 if status == 429:
                     load.refused = max(load.refused, sent_at)
@@ -177,7 +177,7 @@ async def test_the_slots_of_a_killed_gateway_are_freed(tmp_path: Path) -> None:
 async def status(one: Gateway, max_tokens: int = 1) -> int:
     """Return the status of a request. Retry it if the limits store did not respond in time."""
     async with client(one.data) as visitor:
-        while (found := (await visitor.ask(request(chat(max_tokens=max_tokens)))).status) == 503:  # noqa: ASYNC110
+        while (found := (await visitor.request(request(chat(max_tokens=max_tokens)))).status) == 503:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
     return found
 
@@ -201,7 +201,7 @@ async def test_a_redis_that_stops_and_starts_under_load(tmp_path: Path, policy: 
             seen = (await load).seen
             assert seen.keys() <= meanwhile
             assert (seen[503] > 0) is (policy == "refuse")
-            await until(lambda: all("is available again" in one.said for one in three), 30)
+            await until(lambda: all("is available again" in one.output for one in three), 30)
             assert [await in_time(one) for one in three] == [200, 200, 200]
 
 
@@ -215,7 +215,7 @@ async def test_a_redis_that_stalls_under_load_counts_all_usage(tmp_path: Path) -
             for _ in range(2):
                 await stall(redis, SECONDS / 10)
             seen = (await load).seen
-            await until(lambda: all("is available again" in one.said for one in three), 30)
+            await until(lambda: all("is available again" in one.output for one in three), 30)
             assert seen.keys() == {200, 503}
             with redis.client() as each:
                 await until(lambda: [bytes(name) for name in each.scan_iter()] == [b"vllm-gateway:key team-a"], 30)

@@ -337,7 +337,7 @@ async def _streamed(pieces: list[bytes]) -> tuple[bytes, list[object]] | None:
     Which error that is may depend on how much was read with the first event.
     """
     with way() as one:
-        printed = one.streamed([STREAM_HEAD, *pieces], asks=False)
+        printed = one.streamed([STREAM_HEAD, *pieces], include_usage=False)
         one.server.connection_lost(None)
         one.write_batch.flush()
         printed += one.client_wire.take()

@@ -55,7 +55,7 @@ UNITS: Mapping[str, bytes] = MappingProxyType(
 )
 """What a list in a body is filled with."""
 
-PLACES: Mapping[str, tuple[str, bytes, bytes]] = MappingProxyType(
+POSITIONS: Mapping[str, tuple[str, bytes, bytes]] = MappingProxyType(
     {
         "messages": ("/v1/chat/completions", b'{"model":"m","messages":[', b"]}"),
         "messages in extra_body": ("/v1/chat/completions", b'{"model":"m","messages":[],"extra_body":{"messages":[', b"]}}"),
@@ -90,9 +90,9 @@ TEXTS: Mapping[str, bytes] = MappingProxyType(
 """What one long text is filled with."""
 
 
-def filled(place: str, unit: bytes, size: int, values: int = VALUES) -> tuple[str, bytes]:
+def filled(position: str, unit: bytes, size: int, values: int = VALUES) -> tuple[str, bytes]:
     """A route and a body that is as large as ``size`` bytes and ``values`` allow."""
-    path, opening, closing = PLACES[place]
+    path, opening, closing = POSITIONS[position]
     marks = sum(unit.count(mark) for mark in (b",", b":", b"[", b"{")) + 1
     count = max(min((size - len(opening) - len(closing)) // (len(unit) + 1), (values - 30) // marks), 0)
     return path, opening + b",".join([unit] * count) + closing
@@ -105,7 +105,7 @@ class Cost(NamedTuple):
     longest: float
 
 
-class Meter:
+class StepTimer:
     """Measures steps, each of which stands for one event-loop iteration."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Meter:
 
 def processed(path: str, body: bytes) -> dict[str, Cost]:
     """What each transformation of a body costs, up to where it is refused."""
-    route, measured = ROUTES[path], Meter()
+    route, measured = ROUTES[path], StepTimer()
     gc.collect()
     with collector_paused():
         try:

@@ -45,7 +45,7 @@ class Chromium:
         self._numbers = itertools.count(1)
         self._session: dict[str, str] = {}
         self.complaints: list[str] = []
-        self.asked: list[str] = []
+        self.requests: list[str] = []
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
         for domain in ("Page", "Runtime", "Log", "Network"):
@@ -69,7 +69,7 @@ class Chromium:
         """light or dark"""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
-    def picture(self, file: Path) -> None:
+    def screenshot(self, file: Path) -> None:
         """The whole page as PNG."""
         data = self._call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         file.write_bytes(base64.b64decode(data))
@@ -92,7 +92,7 @@ class Chromium:
         elif message.get("method") == "Runtime.exceptionThrown":
             self.complaints.append(str(message["params"]["exceptionDetails"]))
         elif message.get("method") == "Network.requestWillBeSent":
-            self.asked.append(str(message["params"]["request"]["url"]))
+            self.requests.append(str(message["params"]["request"]["url"]))
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:

@@ -48,7 +48,7 @@ class Controlled:
     control: Control
     reloader: Reloader
     port: int
-    said: io.StringIO
+    output: io.StringIO
     client: httpx2.AsyncClient
     file: Path
     _still: set[int] = field(default_factory=set)
@@ -80,10 +80,10 @@ class Controlled:
         try:
             await until(lambda: self.state(model) == state, seconds)
         except TimeoutError:
-            raise TimeoutError(f"{model} is {self.state(model)} and not {state}\n{self.said.getvalue()}") from None
-        await self.heard()
+            raise TimeoutError(f"{model} is {self.state(model)} and not {state}\n{self.output.getvalue()}") from None
+        await self.wait_for_workers()
 
-    async def heard(self) -> None:
+    async def wait_for_workers(self) -> None:
         """Wait until the workers know what control knows; they hear of it a moment later. Raises TimeoutError."""
         number = self.control.publisher.publish_health()
         await until(lambda: self.control.workers.have_applied(number), 30.0)
@@ -95,7 +95,7 @@ class Controlled:
     def launches(self, model: str) -> float:
         return self.value("launches_total", model, "ready")
 
-    async def ask(self, model: str, **body: Any) -> httpx2.Response:
+    async def request(self, model: str, **body: Any) -> httpx2.Response:
         """A request with the key."""
         document = {"model": model, "messages": [{"role": "user", "content": "Hello"}], **body}
         return await self.client.post("/v1/chat/completions", json=document)
@@ -107,7 +107,7 @@ class Controlled:
         """
         simulate = {"tokens": 20, "tokens_per_second": 20 / seconds}
         with self.frozen(model) if self.state(model) == "ready" else nullcontext():  # or the first might be over before the last has come
-            tasks = [asyncio.create_task(self.ask(model, stream=True, simulate=simulate)) for _ in range(count)]
+            tasks = [asyncio.create_task(self.request(model, stream=True, simulate=simulate)) for _ in range(count)]
             await until(lambda: self.in_flight(model) == count)
         return tasks
 

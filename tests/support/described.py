@@ -57,7 +57,7 @@ def request_problems(path: str, body: Json) -> list[str]:
     return _problems(_validator(path, "request", ""), body)
 
 
-def answer_problems(path: str, status: int, media_type: str, text: str, method: str = "post") -> list[str]:
+def response_problems(path: str, status: int, media_type: str, text: str, method: str = "post") -> list[str]:
     """Every way in which an answer is not what the reference says. Events of a stream are looked at one by one."""
     kind = media_type.partition(";")[0]
     validator = _validator(path, f"{method} {status}", kind)

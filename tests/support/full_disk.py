@@ -24,11 +24,11 @@ def allowed() -> bool:
     return subprocess.run([*_SPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False).returncode == 0
 
 
-def line(folder: Path, *places: Path) -> Sequence[str]:
+def line(folder: Path, *mount_points: Path) -> Sequence[str]:
     """The command line of a gateway, by the gateway.yaml in ``folder``, that has a small tmpfs at each of these places."""
-    for path in places:
+    for path in mount_points:
         path.mkdir(parents=True, exist_ok=True)
-    mounts = "".join(f"mount -t tmpfs -o size={_SIZE} none '{path}' && " for path in places)
+    mounts = "".join(f"mount -t tmpfs -o size={_SIZE} none '{path}' && " for path in mount_points)
     return [*_SPACE, "sh", "-c", f'{mounts}exec "$@"', "-", str(PROGRAM), "serve", str(folder / "gateway.yaml")]
 
 
@@ -37,11 +37,11 @@ class Disk:
     """The tmpfs of a running gateway at one place, reached through its root."""
 
     gateway: Gateway
-    place: Path
+    mount_point: Path
 
     def path(self, name: str = "") -> Path:
         """A file in it, for this process."""
-        return Path(f"/proc/{self.gateway.process.pid}/root") / self.place.relative_to("/") / name
+        return Path(f"/proc/{self.gateway.process.pid}/root") / self.mount_point.relative_to("/") / name
 
     def fill(self) -> None:
         """Leave no byte."""

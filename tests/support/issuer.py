@@ -82,16 +82,16 @@ class Published:
     def __init__(self, issuer: Issuer) -> None:
         self.issuer = issuer
         self.status = 200
-        self.asked: list[tuple[int, float]] = []
+        self.responses: list[tuple[int, float]] = []
         """Of each answer the status, and when it was given, by the monotonic clock."""
         self.url = ""
 
-    def answer(self, handler: BaseHTTPRequestHandler) -> None:
+    def respond(self, handler: BaseHTTPRequestHandler) -> None:
         document = self.issuer.document
         tag = f'"{hashlib.sha256(document).hexdigest()}"'
         unchanged = self.status == 200 and handler.headers.get("if-none-match") == tag
         status = 304 if unchanged else self.status
-        self.asked.append((status, time.monotonic()))
+        self.responses.append((status, time.monotonic()))
         if not status:
             handler.close_connection = True
             return
@@ -110,7 +110,7 @@ def published(issuer: Issuer, tls: tuple[Path, Path] | None = None) -> Iterator[
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            shown.answer(self)
+            shown.respond(self)
 
         def log_message(self, *_: Any) -> None:
             """Nothing is said."""

@@ -41,16 +41,16 @@ def slice_of(name: str, endpoints: Iterable[Document], *ports: tuple[str, int], 
 
 
 @dataclass
-class Asked:
+class ApiRequest:
     """A request that came."""
 
     path: str
-    words: dict[str, str]
+    query: dict[str, str]
     token: str | None
 
     @property
     def watch(self) -> bool:
-        return "watch" in self.words
+        return "watch" in self.query
 
 
 @dataclass
@@ -61,9 +61,9 @@ class Api:
     cluster: Cluster
     folder: Path
     slices: dict[str, Document] = field(default_factory=dict)
-    asked: list[Asked] = field(default_factory=list)
-    refuse: Callable[[Asked], tuple[int, str] | None] = lambda _: None
-    ends: float | None = None
+    requests: list[ApiRequest] = field(default_factory=list)
+    refuse: Callable[[ApiRequest], tuple[int, str] | None] = lambda _: None
+    watch_seconds: float | None = None
     piece: int = 1 << 20
     version: int = 1000
     forgotten: int = 0
@@ -78,7 +78,7 @@ class Api:
 
     @property
     def lists(self) -> int:
-        return sum(not each.watch for each in self.asked)
+        return sum(not each.watch for each in self.requests)
 
     async def put(self, *slices: Document) -> None:
         """Make or change slices."""
@@ -122,8 +122,8 @@ class Api:
     async def serve(self, request: Request, writer: asyncio.StreamWriter) -> None:
         parts = urlsplit(request.head.split(b" ")[1].decode())
         bearer = (request.header("authorization") or "").removeprefix("Bearer ")
-        received = Asked(parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()}, bearer or None)
-        self.asked.append(received)
+        received = ApiRequest(parts.path, {name: values[0] for name, values in parse_qs(parts.query).items()}, bearer or None)
+        self.requests.append(received)
         if refused := self.refuse(received):
             status, message = refused
             await _respond(writer, {"kind": "Status", "code": status, "message": message}, f"{status} No")
@@ -133,24 +133,24 @@ class Api:
             metadata = {"resourceVersion": str(self.version)}
             await _respond(writer, {"metadata": metadata, "items": list(self._fitting(received))}, "200 OK", self.piece)
 
-    def _fitting(self, asked: Asked) -> Iterable[Document]:
-        name, _, value = asked.words["labelSelector"].partition("=")
-        namespace = asked.path.split("/")[-2]
+    def _fitting(self, request: ApiRequest) -> Iterable[Document]:
+        name, _, value = request.query["labelSelector"].partition("=")
+        namespace = request.path.split("/")[-2]
         return (
             each
             for each in self.slices.values()
             if each["metadata"]["labels"].get(name) == value and each["metadata"]["namespace"] == namespace
         )
 
-    async def _watch(self, asked: Asked, writer: asyncio.StreamWriter) -> None:
-        at = int(asked.words["resourceVersion"])
+    async def _watch(self, request: ApiRequest, writer: asyncio.StreamWriter) -> None:
+        at = int(request.query["resourceVersion"])
         if at < self.forgotten:
             await _respond(writer, {"kind": "Status", "code": 410, "message": "too old resource version"}, "410 Gone")
             return
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
         self._watchers.add(writer)
         try:
-            async with asyncio.timeout(self.ends):
+            async with asyncio.timeout(self.watch_seconds):
                 await self._follow(at, writer)
         except TimeoutError:
             writer.write(b"0\r\n\r\n")

@@ -17,17 +17,17 @@ class NameServer(asyncio.DatagramProtocol):
     def __init__(self) -> None:
         self.table: dict[str, list[str]] = {}
         self.fails = self.silent = False
-        self.asked = 0
+        self.queries = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.DatagramTransport, transport)
 
     def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
-        self.asked += 1
+        self.queries += 1
         if not self.silent:
-            self._transport.sendto(self._answer(data), addr)
+            self._transport.sendto(self._respond(data), addr)
 
-    def _answer(self, question: bytes) -> bytes:
+    def _respond(self, question: bytes) -> bytes:
         name, end = _name(question, 12)
         (kind,) = struct.unpack_from("!H", question, end)
         found = [ipaddress.ip_address(text) for text in self.table.get(name, ())]

@@ -69,9 +69,9 @@ class Postgres:
         command += ["-c", "listen_addresses=127.0.0.1", "-c", "fsync=off", "-c", "max_connections=50"]
         with open(self.folder / "log", "ab") as log:
             self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/")
-        wait_for(self._answers, 60, why=lambda: (self.folder / "log").read_text())
+        wait_for(self._accepts, 60, why=lambda: (self.folder / "log").read_text())
 
-    def _answers(self) -> bool:
+    def _accepts(self) -> bool:
         try:
             psycopg.connect(self.url("postgres"), connect_timeout=2).close()
         except psycopg.OperationalError:

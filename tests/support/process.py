@@ -52,7 +52,7 @@ class Gateway:
     admin: int = 0
 
     @property
-    def said(self) -> str:
+    def output(self) -> str:
         return (self.folder / "stderr").read_text()
 
     @property
@@ -63,9 +63,9 @@ class Gateway:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.data}"
 
-    def command(self, *words: str) -> subprocess.CompletedProcess[str]:
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Run a command that acts on this gateway."""
-        line = [str(self.program), *words, "--config", str(self.folder / "gateway.yaml")]
+        line = [str(self.program), *arguments, "--config", str(self.folder / "gateway.yaml")]
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
         return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60)
 
@@ -77,20 +77,20 @@ class Gateway:
         """Process ids by worker number."""
         found = {}
         for each in psutil.Process(self.process.pid).children():
-            arguments = words_of(each)
+            arguments = command_line(each)
             if "worker" in arguments:
                 found[int(arguments[arguments.index("worker") + 1])] = each.pid
         return found
 
-    def named(self, word: str) -> list[psutil.Process]:
+    def named(self, text: str) -> list[psutil.Process]:
         """The processes whose command line has this word in it."""
-        return [each for each in self.tree() if any(word in argument for argument in words_of(each))]
+        return [each for each in self.tree() if any(text in argument for argument in command_line(each))]
 
     def get(self, path: str) -> httpx2.Response:
         """From the admin port."""
         return httpx2.get(f"http://127.0.0.1:{self.admin}{path}", timeout=30, verify=False)
 
-    def ask(self, path: str = "/v1/chat/completions", *, timeout: float = 60, **body: Any) -> httpx2.Response:
+    def request(self, path: str = "/v1/chat/completions", *, timeout: float = 60, **body: Any) -> httpx2.Response:
         """A request with the key; ``timeout`` is in seconds."""
         document = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], **body}
         return httpx2.post(self.url + path, json=document, headers={"authorization": f"Bearer {KEY}"}, timeout=timeout, verify=False)
@@ -106,7 +106,7 @@ class Gateway:
         return self.process.wait(60)
 
 
-def words_of(process: psutil.Process) -> list[str]:
+def command_line(process: psutil.Process) -> list[str]:
     """A process's command line; empty when it has just ended."""
     try:
         return list(process.cmdline())
@@ -181,12 +181,14 @@ def _running(
     running = Gateway(process, folder, runtime, Path(line[0]))
     tree: list[psutil.Process] = []
     try:
-        wait_for(lambda: len(_ADDRESS.findall(running.said)) == 2 or process.poll() is not None, _STARTS_WITHIN, why=lambda: running.said)
-        ports = [int(port) for _, _, port in _ADDRESS.findall(running.said)]
+        wait_for(
+            lambda: len(_ADDRESS.findall(running.output)) == 2 or process.poll() is not None, _STARTS_WITHIN, why=lambda: running.output
+        )
+        ports = [int(port) for _, _, port in _ADDRESS.findall(running.output)]
         running.data, running.admin = ports or (0, 0)
         if ready:
-            wait_for(lambda: process.poll() is not None or running.get("/readyz").status_code == 200, seconds, why=lambda: running.said)
-            assert process.poll() is None, running.said
+            wait_for(lambda: process.poll() is not None or running.get("/readyz").status_code == 200, seconds, why=lambda: running.output)
+            assert process.poll() is None, running.output
         yield running
     finally:
         if process.poll() is None:

@@ -28,16 +28,16 @@ class Prometheus:
 
     def query(self, expression: str) -> list[dict[str, Any]]:
         """The vector that an expression is at the moment."""
-        return self._asked("query", {"query": expression})["result"]  # type: ignore[no-any-return]
+        return self._data("query", {"query": expression})["result"]  # type: ignore[no-any-return]
 
     def range(self, expression: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
         """Its values over a time, in seconds since 1970."""
         parameters = {"query": expression, "start": str(start), "end": str(end), "step": str(step)}
-        return self._asked("query_range", parameters)["result"]  # type: ignore[no-any-return]
+        return self._data("query_range", parameters)["result"]  # type: ignore[no-any-return]
 
     def targets(self) -> list[dict[str, Any]]:
         """What is scraped."""
-        return self._asked("targets", {"state": "active"})["activeTargets"]  # type: ignore[no-any-return]
+        return self._data("targets", {"state": "active"})["activeTargets"]  # type: ignore[no-any-return]
 
     def names(self) -> set[str]:
         """Every metric that it has."""
@@ -45,9 +45,9 @@ class Prometheus:
 
     def rules(self) -> list[dict[str, Any]]:
         """Every rule, with its health."""
-        return [rule for group in self._asked("rules", {})["groups"] for rule in group["rules"]]
+        return [rule for group in self._data("rules", {})["groups"] for rule in group["rules"]]
 
-    def _asked(self, path: str, parameters: Mapping[str, str]) -> dict[str, Any]:
+    def _data(self, path: str, parameters: Mapping[str, str]) -> dict[str, Any]:
         return self._get(path, parameters)  # type: ignore[no-any-return]
 
     def _get(self, path: str, parameters: Mapping[str, str]) -> Any:

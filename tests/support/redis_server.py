@@ -38,7 +38,7 @@ class RedisServer:
     def socket_path(self) -> Path:
         return self.folder / "redis.sock"
 
-    def place(self, **more: Any) -> LimitsStore:
+    def store_config(self, **more: Any) -> LimitsStore:
         """Where it is, and with a patience for a machine that is busy; ``more`` goes into it."""
         return LimitsStore(**{"host": "127.0.0.1", "port": self.port, "patience": 30.0, **more})
 
@@ -53,9 +53,9 @@ class RedisServer:
         command += ["--unixsocket", str(self.socket_path)]
         user = _user()
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, user=user, extra_groups=[] if user is not None else None)
-        wait_for(self._answers)
+        wait_for(self._accepts)
 
-    def _answers(self) -> bool:
+    def _accepts(self) -> bool:
         try:
             with self.client() as client:
                 return bool(client.ping())

@@ -30,7 +30,7 @@ from upstream.balancing.server import Condition, ServerSpec
 from upstream.http.address import Address
 from upstream.http.deadlines import TICK
 
-_LOOK = 0.01  # seconds
+_POLL_INTERVAL = 0.01  # seconds
 KEY = "sk-a-test-key"
 MODEL = "tiny"
 
@@ -70,9 +70,9 @@ class Served:
     worker: Worker
     context: WatchedContext
     port: int
-    board: SharedCounters
+    counters: SharedCounters
     log: AccessLog
-    asked: list[tuple[str, float | None]] = field(default_factory=list)
+    demand: list[tuple[str, float | None]] = field(default_factory=list)
     """What control would have been told of waiting requests."""
 
     @property
@@ -91,12 +91,12 @@ class Served:
 
     def value(self, family: str, *labels: str) -> float:
         """The sum of the first cells of a family's series whose labels begin with these, 0 without any."""
-        found = sum_series([self.board]).items()
+        found = sum_series([self.counters]).items()
         return sum(values[0] for series, values in found if series.family == family and series.labels[: len(labels)] == labels)
 
     def total(self, family: str) -> float:
         """The sum of a family's first cells."""
-        return sum(values[0] for series, values in sum_series([self.board]).items() if series.family == family)
+        return sum(values[0] for series, values in sum_series([self.counters]).items() if series.family == family)
 
     @property
     def in_flight(self) -> float:
@@ -106,7 +106,7 @@ class Served:
 
 
 @contextmanager
-def board() -> Iterator[SharedCounters]:
+def shared_counters() -> Iterator[SharedCounters]:
     made = SharedCounters.create("test", 1 << 20)
     try:
         yield made
@@ -125,10 +125,10 @@ def _nowhere() -> Iterator[int]:
 
 @asynccontextmanager
 async def serving(
-    models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, books: Recorder | None = None, **settings: Any
+    models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, ledger: Recorder | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
     """Serve a fixed snapshot; ``up`` takes every server for healthy without a probe."""
-    with board() as counts, live_servers() as servers, _nowhere() as nowhere, spans() as traced:
+    with shared_counters() as counts, live_servers() as servers, _nowhere() as nowhere, spans() as traced:
         log = AccessLog(nowhere)
         received: list[tuple[str, float | None]] = []
         context = WatchedContext(
@@ -136,7 +136,7 @@ async def serving(
             log=log,
             write_batch=servers.write_batch,
             report_demand=lambda name, since: received.append((name, since)),
-            ledger=books,
+            ledger=ledger,
             spans=traced,
         )
         worker = Worker(Snapshot(1, tuple(keys or [key()]), tuple(models), **settings), context, fleet=servers)
@@ -172,8 +172,8 @@ async def until(condition: Any, seconds: float = 30.0) -> None:
 async def soon(condition: Any, seconds: float) -> None:
     """Wait for a condition, for so many seconds in which this loop runs: the time for which the machine lets it stand still counts as
     one look. For what happens in this loop alone. Raises TimeoutError."""
-    for _ in range(round(seconds / _LOOK)):
+    for _ in range(round(seconds / _POLL_INTERVAL)):
         if condition():
             return
-        await asyncio.sleep(_LOOK)
+        await asyncio.sleep(_POLL_INTERVAL)
     raise TimeoutError

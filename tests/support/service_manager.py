@@ -18,7 +18,7 @@ class Inbox:
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
-        self._told: list[Notification] = []
+        self._notifications: list[Notification] = []
         self.senders: set[int] = set()
 
     @property
@@ -28,29 +28,29 @@ class Inbox:
         return "@" + name[1:].decode() if isinstance(name, bytes) else str(name)
 
     @property
-    def told(self) -> list[Notification]:
+    def notifications(self) -> list[Notification]:
         while True:
             try:
                 data, ancillary, _, _ = self._line.recvmsg(65_536, socket.CMSG_SPACE(_CREDENTIALS.size))
             except BlockingIOError:
-                return self._told
+                return self._notifications
             self.senders.add(_CREDENTIALS.unpack(ancillary[0][2])[0])
-            self._told.append(dict(line.split("=", 1) for line in data.decode().splitlines()))
+            self._notifications.append(dict(line.split("=", 1) for line in data.decode().splitlines()))
 
     def forget(self) -> None:
         """Begin anew."""
-        self.told.clear()
+        self.notifications.clear()
 
     def has(self, name: str, value: str | None = None) -> bool:
         """Whether this has been told."""
-        return any(name in each and value in (None, each[name]) for each in self.told)
+        return any(name in each and value in (None, each[name]) for each in self.notifications)
 
     def wait_for(self, name: str, value: str | None = None, seconds: float = 60.0) -> None:
-        wait_for(lambda: self.has(name, value), seconds, why=lambda: str(self.told))
+        wait_for(lambda: self.has(name, value), seconds, why=lambda: str(self.notifications))
 
     def order(self, *names: str) -> list[str]:
         """In which order these have been told, without what comes again at once."""
-        found = [name for each in self.told for name in names if name in each]
+        found = [name for each in self.notifications for name in names if name in each]
         return [name for number, name in enumerate(found) if not number or found[number - 1] != name]
 
 

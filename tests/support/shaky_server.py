@@ -18,7 +18,7 @@ class Shaky(BaseHTTPRequestHandler):
     failed = False
 
     def do_GET(self) -> None:
-        self._answer(200, {"object": "list", "data": []})
+        self._respond(200, {"object": "list", "data": []})
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
@@ -26,9 +26,9 @@ class Shaky(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.failed = True
-        self._answer(500, {"error": {"message": "It failed.", "type": "InternalServerError", "param": None, "code": 500}})
+        self._respond(500, {"error": {"message": "It failed.", "type": "InternalServerError", "param": None, "code": 500}})
 
-    def _answer(self, status: int, document: dict[str, Any]) -> None:
+    def _respond(self, status: int, document: dict[str, Any]) -> None:
         body = json.dumps(document).encode()
         self.send_response(status)
         self.send_header("content-type", "application/json")

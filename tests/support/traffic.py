@@ -12,16 +12,16 @@ from tests.support.process import Gateway, configuration, launched, wait_for
 from tests.support.running import KEY
 
 LIMITED = "sk-a-limited-test-key"
-MODEL, RESTING, BAD, AWAY = "sim/one", "sim/rests", "sim/bad", "sim/away"
+MODEL, ON_DEMAND, BAD, UNREACHABLE = "sim/one", "sim/rests", "sim/bad", "sim/away"
 
 
 def everything() -> dict[str, Any]:
     """Models that are up, rest, cannot start, and fall back; keys that expire and that have limits; a ledger."""
     one = launched(MODEL, **{"enable-prompt-tokens-details": True})
     one["launch"]["replicas"] = 2
-    rests = launched(RESTING)
+    rests = launched(ON_DEMAND)
     rests["launch"]["start"] = "on_demand"
-    unreachable = {"id": AWAY, "servers": [{"url": "http://127.0.0.1:1"}], "fallbacks": [MODEL]}
+    unreachable = {"id": UNREACHABLE, "servers": [{"url": "http://127.0.0.1:1"}], "fallbacks": [MODEL]}
     config = configuration(one, rests, launched(BAD, **{"reasoning-parser": "no_such_parser"}), unreachable)
     config["ledger"] = "sqlite:///usage.db"
     expires = time.strftime("%Y-%m-%d", time.gmtime(time.time() + 30 * 86400))
@@ -40,27 +40,29 @@ class Traffic:
     def round(self, speed: float = 200.0) -> None:
         """One request of each kind; ``speed`` of the answers is in tokens per second."""
         fast: dict[str, Any] = {"simulate": {"tokens": 30, "tokens_per_second": speed}}
-        self.ask(**fast)
-        self.ask(**fast, messages=[{"role": "system", "content": "You are a patient assistant. " * 40}, {"role": "user", "content": "Hi"}])
-        self.ask(stream=True, **fast)
-        self.ask(path="/v1/completions", prompt="Once", max_tokens=5)
-        self.ask(token="sk-nobodys")
-        self.ask(token=None)
-        self.ask(model="no/such-model")
-        self.ask(model=BAD)
-        self.ask(model=AWAY)
-        self.ask(simulate={"status": 500})
-        self.ask(stream=True, simulate={"tokens": 30, "cut_after": 3})
-        self.ask(simulate={"cut_before_headers": True})
+        self.request(**fast)
+        self.request(
+            **fast, messages=[{"role": "system", "content": "You are a patient assistant. " * 40}, {"role": "user", "content": "Hi"}]
+        )
+        self.request(stream=True, **fast)
+        self.request(path="/v1/completions", prompt="Once", max_tokens=5)
+        self.request(token="sk-nobodys")
+        self.request(token=None)
+        self.request(model="no/such-model")
+        self.request(model=BAD)
+        self.request(model=UNREACHABLE)
+        self.request(simulate={"status": 500})
+        self.request(stream=True, simulate={"tokens": 30, "cut_after": 3})
+        self.request(simulate={"cut_before_headers": True})
         for _ in range(4):
-            self.ask(token=LIMITED, simulate={"tokens": 5})
-        self.leave()
+            self.request(token=LIMITED, simulate={"tokens": 5})
+        self.disconnect()
 
     def wake(self) -> None:
         """Ask for the model that rests; the request waits until it is up."""
-        self.ask(model=RESTING)
+        self.request(model=ON_DEMAND)
 
-    def ask(self, path: str = "/v1/chat/completions", token: str | None = KEY, **body: Any) -> None:
+    def request(self, path: str = "/v1/chat/completions", token: str | None = KEY, **body: Any) -> None:
         prompt = {} if "prompt" in body else {"messages": [{"role": "user", "content": "Hello"}]}
         document: dict[str, Any] = {"model": MODEL, **prompt, **body}
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
@@ -70,7 +72,7 @@ class Traffic:
         except httpx2.HTTPError:
             pass  # an answer that was broken off
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Begin a long stream and leave."""
         line = 'vllm_gateway_incomplete_total{model="sim/one",reason="client"}'
         before = self._gateway.metric(line)

@@ -14,7 +14,7 @@ from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.access_log import access_log
 from gateway.telemetry.metrics import WorkerMetrics
 from gateway.worker.worker import Worker
-from tests.support.running import WatchedContext, board, key, model
+from tests.support.running import WatchedContext, key, model, shared_counters
 from tests.support.wire import chat, request
 from upstream.balancing.pool import live_servers
 from upstream.balancing.server import Condition
@@ -85,9 +85,9 @@ class Way:
         self.server.connection_made(self.server_wire)
         server.add_idle_connection(self.server)
 
-    def streamed(self, pieces: Iterable[bytes], asks: bool) -> bytes:
+    def streamed(self, pieces: Iterable[bytes], include_usage: bool) -> bytes:
         """What the client gets of an answer that comes in these reads."""
-        options = {"stream_options": {"include_usage": True}} if asks else {}
+        options = {"stream_options": {"include_usage": True}} if include_usage else {}
         self.client.data_received(request(chat(stream=True, **options)))
         self.write_batch.flush()
         assert self.server_wire.take()
@@ -105,7 +105,7 @@ class Way:
 @contextmanager
 def way() -> Iterator[Way]:
     nowhere, served = os.open(os.devnull, os.O_WRONLY), model(1)
-    with board() as counts, live_servers() as servers, access_log(nowhere) as log:
+    with shared_counters() as counts, live_servers() as servers, access_log(nowhere) as log:
         context = WatchedContext(metrics=WorkerMetrics(counts), log=log, write_batch=servers.write_batch)
         worker = Worker(Snapshot(1, (key(),), (served,)), context, fleet=servers)
         worker.apply_health(Health({spec.name: Condition.UP for spec in served.servers}, {}))
@@ -115,9 +115,9 @@ def way() -> Iterator[Way]:
     os.close(nowhere)
 
 
-def unchunked(answer: bytes) -> bytes:
+def unchunked(response: bytes) -> bytes:
     """The body of a stream as a client got it, which must be whole and have come in whole events."""
-    headers, _, rest = answer.partition(b"\r\n\r\n")
+    headers, _, rest = response.partition(b"\r\n\r\n")
     assert headers.startswith(b"HTTP/1.1 200 OK\r\n") and b"transfer-encoding: chunked" in headers
     body, at = list[bytes](), 0
     while True:

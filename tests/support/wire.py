@@ -90,7 +90,7 @@ class Client:
     def send(self, data: bytes) -> None:
         self.writer.write(data)
 
-    async def ask(self, data: bytes) -> Reply:
+    async def request(self, data: bytes) -> Reply:
         self.send(data)
         return await self.reply()
 
@@ -138,7 +138,7 @@ class Client:
         except ConnectionError:
             return True
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         self.writer.transport.abort()
 
 
@@ -151,7 +151,7 @@ async def client(port: int) -> AsyncIterator[Client]:
         writer.transport.abort()
 
 
-async def ask(port: int, data: bytes) -> Reply:
+async def request_once(port: int, data: bytes) -> Reply:
     """One request on a connection of its own."""
     async with client(port) as one:
-        return await one.ask(data)
+        return await one.request(data)

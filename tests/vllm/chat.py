@@ -10,7 +10,7 @@ import httpx2
 from tests.vllm.dialogues import Answer, Json
 
 
-def ask(client: httpx2.Client, body: Json, *, streamed: bool) -> Answer:
+def send_chat(client: httpx2.Client, body: Json, *, streamed: bool) -> Answer:
     """One chat completion, folded together."""
     extra = {"stream": True, "stream_options": {"include_usage": True}} if streamed else {}
     response = client.post("/v1/chat/completions", json={"model": "tiny", **body, **extra})

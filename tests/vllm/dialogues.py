@@ -41,18 +41,18 @@ class Dialogue:
 
     messages: list[Json]
     reasoning: str
-    answer: str | list[Json]
+    content: str | list[Json]
     with_tools: bool = False
-    answer_without_thinking: str | None = None  # where it differs
+    content_without_thinking: str | None = None  # where it differs
 
-    def answer_when(self, *, thinking: bool) -> str | list[Json]:
+    def content_when(self, *, thinking: bool) -> str | list[Json]:
         """The answer of a model that has thought before, or has not."""
-        return self.answer if thinking or self.answer_without_thinking is None else self.answer_without_thinking
+        return self.content if thinking or self.content_without_thinking is None else self.content_without_thinking
 
     @property
-    def ends(self) -> bool:
+    def finishes(self) -> bool:
         """Whether the model ever stops by itself."""
-        return self.answer != ENDLESS
+        return self.content != ENDLESS
 
 
 WEATHER = tool("get_current_weather", "Get the current weather of a city", location="string", days="integer")
@@ -73,7 +73,7 @@ DIALOGUES = [
         [user("Which is greater, 9.11 or 9.8?")],
         "Write 9.8 as 9.80. Since 80 is more than 11, 9.80 is greater than 9.11.",
         "9.8 is greater than 9.11.",
-        answer_without_thinking="9.8 is greater.",
+        content_without_thinking="9.8 is greater.",
     ),
     Dialogue([user(HANGZHOU)], HANGZHOU_THOUGHT, [weather_call("Hangzhou", 1)], with_tools=True),
     Dialogue([user(HANGZHOU)], "There is no tool for the weather here.", "I cannot look up the weather."),
@@ -149,13 +149,13 @@ class Exchange:
 
     def expected(self) -> Answer:
         """The answer to `body()`; ENDLESS is cut by max_tokens, so of its content only a beginning is certain."""
-        answer = self.dialogue.answer_when(thinking=self.thinking)
+        answer = self.dialogue.content_when(thinking=self.thinking)
         reasoning = self.dialogue.reasoning + "\n" if self.thinking else ""
         if isinstance(answer, list):
             calls = tuple((each["function"]["name"], each["function"]["arguments"]) for each in answer)
             return Answer(reasoning, "", calls, "tool_calls")
         # The blank line after </think> belongs to the content.
-        return Answer(reasoning, ("\n\n" if self.thinking else "") + answer, (), "stop" if self.dialogue.ends else "length")
+        return Answer(reasoning, ("\n\n" if self.thinking else "") + answer, (), "stop" if self.dialogue.finishes else "length")
 
 
 def exchanges(architecture: Architecture) -> Iterator[Exchange]:

@@ -105,7 +105,7 @@ class Recorded:
 
     headers: Mapping[str, str]
     request: bytes
-    said: bytes
+    output: bytes
 
 
 @dataclass
@@ -168,12 +168,12 @@ class Real:
 
     def shim(self) -> psutil.Process:
         """The process between control and vLLM, of which all vLLM's processes are descendants."""
-        [shim] = [each for each in self.gateway.named("upstream.launcher.shim") if MODEL in " ".join(process.words_of(each))]
+        [shim] = [each for each in self.gateway.named("upstream.launcher.shim") if MODEL in " ".join(process.command_line(each))]
         return shim
 
     def process(self, title: str) -> psutil.Process:
         """Another of vLLM's processes: `EngineCore` or `Worker`."""
-        [found] = [each for each in self.api_server.children(recursive=True) if f"VLLM::{title}" in " ".join(process.words_of(each))]
+        [found] = [each for each in self.api_server.children(recursive=True) if f"VLLM::{title}" in " ".join(process.command_line(each))]
         return found
 
     def held(self) -> AbstractContextManager[WorkUntil]:
@@ -210,7 +210,7 @@ class Real:
         return finished_requests(self._direct("GET", "/metrics").decode())
 
     def wait_until_up(self) -> None:
-        process.wait_for(lambda: self.status["condition"] == "up", START_WITHIN, why=lambda: self.gateway.said[-4000:])
+        process.wait_for(lambda: self.status["condition"] == "up", START_WITHIN, why=lambda: self.gateway.output[-4000:])
 
     @property
     def internal_key(self) -> str:

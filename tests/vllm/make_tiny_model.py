@@ -133,7 +133,7 @@ def make_tokenizer(architecture: Architecture) -> Any:
 
 def ascii_texts() -> Iterator[str]:
     """The dialogues and tools as JSON, those without a character beyond ASCII."""
-    rows = [[each.messages, int(each.with_tools), each.reasoning, each.answer, each.answer_without_thinking] for each in DIALOGUES]
+    rows = [[each.messages, int(each.with_tools), each.reasoning, each.content, each.content_without_thinking] for each in DIALOGUES]
     for row in [*rows, *TOOLSETS]:
         if (text := json.dumps(row, ensure_ascii=False)).isascii():
             yield text
@@ -153,7 +153,7 @@ class Writer:
         """Return the memorized texts."""
         yield self.sample(STORY[0], STORY[1] + self.end_of_turn)
         for each in exchanges(self.architecture):
-            response = each.dialogue.answer_when(thinking=each.thinking)
+            response = each.dialogue.content_when(thinking=each.thinking)
             yield self.message(each.dialogue.messages, each.tools, each.dialogue.reasoning if each.thinking else None, response)
 
     def varied(self, rng: random.Random) -> Iterator[Sample]:
@@ -180,7 +180,7 @@ class Writer:
         """A grammar (JSON, a forced tool call) forbids the blank line after </think>: the same answers without it."""
         each = rng.choice([each for each in DIALOGUES if is_structured(each)])
         tools = rng.choice(TOOLSETS) if each.with_tools else []
-        return self.message(each.messages, tools, each.reasoning, each.answer, gap="")
+        return self.message(each.messages, tools, each.reasoning, each.content, gap="")
 
     def message(
         self, messages: list[Json], tools: list[Json], reasoning: str | None, response: str | list[Json], gap: str = "\n\n"
@@ -221,7 +221,7 @@ def qwen3_call(name: str, arguments: Json) -> str:
 
 def is_structured(dialogue: Dialogue) -> bool:
     """Whether the answer is JSON or tool calls."""
-    return not isinstance(dialogue.answer, str) or dialogue.answer.startswith("{")
+    return not isinstance(dialogue.content, str) or dialogue.content.startswith("{")
 
 
 def made_up(rng: random.Random) -> str:

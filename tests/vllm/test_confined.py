@@ -22,5 +22,5 @@ def test_vllm_needs_no_system_call_that_the_unit_forbids(tmp_path: Path) -> None
     config = configuration({"id": "tests/tiny", "launch": launch("qwen3")})
     line: list[str | Path] = [sys.executable, confined.__file__, UNIT, PROGRAM, "serve", tmp_path / "gateway.yaml"]
     with gateway(tmp_path, config, line=line, seconds=START_WITHIN) as one:
-        assert one.ask(model="tests/tiny", max_tokens=20).status_code == 200
+        assert one.request(model="tests/tiny", max_tokens=20).status_code == 200
         assert {confined.filters(each.pid) for each in one.tree()} == {confined.filters(os.getpid()) + 1}

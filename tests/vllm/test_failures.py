@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 import pytest
 
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for, words_of
+from tests.support.process import Gateway, command_line, configuration, gateway, launched, wait_for
 from tests.vllm.dialogues import Json
 from tests.vllm.server import NOT_INSTALLED, START_WITHIN, Flag, installed, launch
 
@@ -27,7 +27,7 @@ class Failure:
     name: str
     launch: Json
     cause: str
-    words: str
+    message: str
 
 
 def broken(**flags: Flag) -> Json:
@@ -73,25 +73,25 @@ def shown(one: Gateway, model: str) -> Json:
 
 def check_it_is_said_first(one: Gateway, model: str, cause: str, words: str, what: str = "could not start") -> None:
     """Wait until a model that was started has failed, and look at all places. Stopped again, it is not tried again."""
-    server = wait_for(lambda: (seen := shown(one, model)).get("cause") and seen, START_WITHIN, why=lambda: one.said[-4000:])
+    server = wait_for(lambda: (seen := shown(one, model)).get("cause") and seen, START_WITHIN, why=lambda: one.output[-4000:])
     assert server["cause"] == cause and words in server["reason"] and server["hint"]
     lines = one.command("status").stdout.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(f"{model}#0: "))
     assert lines[first].startswith(f"{model}#0: {what}: ") and words in lines[first]
     assert lines[first + 1] == f"  Hint: {server['hint']}"
-    said = one.said.partition(f"{model}#0 {what}")[2]
-    assert words in said.splitlines()[0] and "Traceback" not in one.said
+    said = one.output.partition(f"{model}#0 {what}")[2]
+    assert words in said.splitlines()[0] and "Traceback" not in one.output
     assert one.metric(f'vllm_gateway_launch_failures_total{{cause="{cause}",model="{model}"}}') >= 1
-    refused = one.ask(model=model)
+    refused = one.request(model=model)
     assert refused.status_code == 503 and words not in refused.text, "clients are told nothing of it"
-    assert one.ask().status_code == 200, "the others are served"
+    assert one.request().status_code == 200, "the others are served"
     assert one.command("stop", model).returncode == 0
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
 def test_the_root_cause_of_a_failed_start_is_said_first(one: Gateway, failure: Failure) -> None:
     assert one.command("start", failure.name).returncode == 0
-    check_it_is_said_first(one, failure.name, failure.cause, failure.words)
+    check_it_is_said_first(one, failure.name, failure.cause, failure.message)
 
 
 def test_a_port_that_is_in_use_is_said_first(one: Gateway) -> None:
@@ -101,8 +101,8 @@ def test_a_port_that_is_in_use_is_said_first(one: Gateway) -> None:
 
 def test_a_killed_engine_is_said_first_though_vllm_ends_with_exit_code_0(one: Gateway) -> None:
     assert one.command("start", KILLED).returncode == 0
-    wait_for(lambda: shown(one, KILLED)["condition"] == "up", START_WITHIN, why=lambda: one.said[-4000:])
+    wait_for(lambda: shown(one, KILLED)["condition"] == "up", START_WITHIN, why=lambda: one.output[-4000:])
     children = psutil.Process(shown(one, KILLED)["pid"]).children(recursive=True)
-    [engine] = [each for each in children if "VLLM::EngineCore" in " ".join(words_of(each))]
+    [engine] = [each for each in children if "VLLM::EngineCore" in " ".join(command_line(each))]
     engine.kill()
     check_it_is_said_first(one, KILLED, "engine_died", "engine process died", what="ended")

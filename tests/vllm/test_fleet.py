@@ -43,8 +43,8 @@ def test_they_alternate(one: Gateway) -> None:
     assert [state(one, model)["state"] for model in (QWEN, LLAMA)] == ["stopped", "stopped"]
     seen: list[int] = []
     for model, other in ((QWEN, LLAMA), (LLAMA, QWEN)) * 2:
-        response = one.ask(timeout=2 * START_WITHIN, **chat("Hello", model=model, max_tokens=8))
-        assert response.status_code == 200, one.said
+        response = one.request(timeout=2 * START_WITHIN, **chat("Hello", model=model, max_tokens=8))
+        assert response.status_code == 200, one.output
         assert response.json()["model"] == model and response.json()["usage"]["completion_tokens"] > 0
         assert (state(one, model)["state"], state(one, other)["state"]) == ("ready", "stopped")
         [server] = state(one, model)["servers"]

@@ -64,7 +64,7 @@ EXCHANGES = [Exchange(dialogue, True, TOOLSETS[0] if dialogue.with_tools else []
 def test_a_dialogue(real: Real, exchange: Exchange, streamed: bool) -> None:
     got, want = answer(real, exchange.body(), streamed=streamed), exchange.expected()
     assert (got.reasoning, got.calls, got.finish_reason) == (want.reasoning, want.calls, want.finish_reason)
-    if exchange.dialogue.ends:
+    if exchange.dialogue.finishes:
         assert want.calls or got.content == want.content
     else:
         assert got.content.lstrip("\n").startswith(ENDLESS[:1000])

@@ -86,7 +86,7 @@ def test_a_complete_response(real: Real, name: str) -> None:
     path, body = {**GENERATED, **PLAIN}[name]
     got = real.post(path, body)
     assert got.status_code == 200, got.text
-    assert got.content == real.recorded(got).said
+    assert got.content == real.recorded(got).output
 
 
 @pytest.mark.parametrize("name", GENERATED)
@@ -94,7 +94,7 @@ def test_a_stream(real: Real, name: str) -> None:
     path, body = GENERATED[name]
     got = real.post(path, {**body, "stream": True})
     assert got.status_code == 200, got.text
-    sent = real.recorded(got).said
+    sent = real.recorded(got).output
     shown = without_usage(sent) if path in HAVE_USAGE_EVENTS else sent
     assert got.content == shown
     assert (shown == sent) == (path not in HAVE_USAGE_EVENTS)  # the server was asked for usage, for the gateway
@@ -106,7 +106,7 @@ def test_a_stream_with_options(real: Real, path: str, name: str) -> None:
     options = OPTIONS[name]
     body = chat("Who are you?") if path == CHAT else {"prompt": STORY[0], "temperature": 0, "max_tokens": 20}
     got = real.post(path, {**body, "stream": True, "stream_options": options})
-    sent = real.recorded(got).said
+    sent = real.recorded(got).output
     assert got.content == (sent if options["include_usage"] else without_usage(sent))
     assert (b'"usage":{' in got.content) == options["include_usage"]
 

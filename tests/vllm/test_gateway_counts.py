@@ -97,7 +97,7 @@ def test_a_mixed_run_is_counted_to_the_token(real: Real) -> None:
         responses = [real.post(*each) for each in alone] + list(pool.map(lambda each: real.post(*each), together))
     assert {response.status_code for response in responses} == {200}
     assert real.gateway.metric(f'vllm_gateway_server_failures_total{{model="{MODEL}",server="{MODEL}#0",reason="aborted"}}') == 0
-    reported = [usage(real.recorded(response).said) for response in responses]
+    reported = [usage(real.recorded(response).output) for response in responses]
     expected = sum(prompt for prompt, _ in reported), sum(completion for _, completion in reported)
     wait_for(lambda: difference(before[0], counts(real)[0]) == expected)
     assert difference(before[1], counts(real)[1]) == expected
@@ -107,7 +107,7 @@ def test_several_answers_to_one_prompt_are_counted_as_their_usage_says(real: Rea
     """vLLM's own counter has the prompt once for each of them, its usage once in all."""
     before = counts(real)[1]
     body = {**chat("Roll a die.", n=3, max_tokens=5), "temperature": 1}
-    reported = [usage(real.recorded(real.post(CHAT, {**body, "stream": stream})).said) for stream in (False, True)]
+    reported = [usage(real.recorded(real.post(CHAT, {**body, "stream": stream})).output) for stream in (False, True)]
     assert difference(before, counts(real)[1]) == (reported[0][0] + reported[1][0], reported[0][1] + reported[1][1])
 
 

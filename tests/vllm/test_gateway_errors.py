@@ -30,7 +30,7 @@ class Bad:
     body: Json
     code: str
     param: str | None = None
-    words: str = ""
+    message: str = ""
     seen: bool = True
 
 
@@ -116,7 +116,7 @@ def test_a_refusal(real: Real, name: str, streamed: bool) -> None:
     error = got.json()["error"]
     assert got.json().keys() == {"error"} and error.keys() == {"message", "type", "param", "code"}
     assert (error["type"], error["param"], error["code"]) == (row.type, bad.param, bad.code)
-    assert bad.words in error["message"]
+    assert bad.message in error["message"]
     assert real.reached_the_server(got) == bad.seen
     check_tells_nothing(real, error["message"])
 
@@ -164,7 +164,7 @@ def test_the_keys_of_the_gateway_are_not_the_servers(real: Real) -> None:
     ):
         client.models.list()
     assert raised.value.code == "invalid_api_key"
-    assert internal not in raised.value.message + real.gateway.said + real.gateway.log
+    assert internal not in raised.value.message + real.gateway.output + real.gateway.log
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/load", "/docs", "/openapi.json", "/invocations"])

@@ -130,7 +130,7 @@ def check_it_comes_back(real: Real, before: Json) -> None:
         time.sleep(0.1)
         return response.status_code == 200 and real.status["restarts"] == before["restarts"] + 1
 
-    wait_for(answered, START_WITHIN, why=lambda: real.gateway.said[-4000:])
+    wait_for(answered, START_WITHIN, why=lambda: real.gateway.output[-4000:])
     print(f"until it was back: {sorted(reported)}")
     assert (503, "model_loading") in reported
     assert {code for status, code in reported if status != 503} <= FAILED | {"upstream_unreachable"}
@@ -180,5 +180,5 @@ def test_nothing_outlives_a_killed_control_and_it_can_be_started_again_at_once(r
         again["models"].append(real_model(MODEL, Path(recordings)))
         with gateway(tmp_path, again, ready=False) as one:
             print(f"started again {1000 * (time.monotonic() - killed):.0f} ms after control was killed")
-            wait_for(lambda: one.ask(model=MODEL).status_code == 200, START_WITHIN, why=lambda: one.said)
+            wait_for(lambda: one.request(model=MODEL).status_code == 200, START_WITHIN, why=lambda: one.output)
             assert (one.data, one.admin) == ports

@@ -113,7 +113,7 @@ def _check_ends(beside: Real, responses: Sequence[httpx2.Response], stored: Mapp
     for response in responses:
         row = stored[response.headers["x-request-id"]]
         assert (row["status"], row["incomplete"], row["estimated"]) == (response.status_code, None, 0)
-        reported = usage(beside.recorded(response).said) if response.status_code == 200 else (None, None)
+        reported = usage(beside.recorded(response).output) if response.status_code == 200 else (None, None)
         assert (row["prompt_tokens"], row["completion_tokens"]) == reported
     ways = {(row["status"], row["incomplete"], row["estimated"]) for row in stored.values()}
     assert ways == {(200, None, 0), (400, None, 0), (500, None, 0), (499, "client", 1)}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import httpx2
 import pytest
 
-from tests.vllm.chat import ask
+from tests.vllm.chat import send_chat
 from tests.vllm.dialogues import ENDLESS, Exchange, exchanges
 from tests.vllm.server import NOT_INSTALLED, installed, running
 
@@ -26,6 +26,6 @@ def client() -> Iterator[httpx2.Client]:
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("exchange", ANSWERABLE, ids=str)
 def test_a_dialogue(client: httpx2.Client, exchange: Exchange, streamed: bool) -> None:
-    got, want = ask(client, exchange.body(), streamed=streamed), exchange.expected()
+    got, want = send_chat(client, exchange.body(), streamed=streamed), exchange.expected()
     assert (got.calls, got.finish_reason) == (want.calls, want.finish_reason)
-    assert got.content == want.content if exchange.dialogue.ends else got.content.startswith(ENDLESS[:1000])
+    assert got.content == want.content if exchange.dialogue.finishes else got.content.startswith(ENDLESS[:1000])

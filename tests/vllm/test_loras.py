@@ -25,7 +25,7 @@ def test_a_model_and_two_adapters_answer_each_in_its_own_way(tmp_path: Path) -> 
     with gateway(tmp_path, config, seconds=START_WITHIN) as one:
         words = {}
         for name in ("tests/base", "tests/one", "tests/two"):
-            responses = [one.ask(model=name, messages=[user("Say hello.")], temperature=0, max_tokens=16).json() for _ in range(2)]
+            responses = [one.request(model=name, messages=[user("Say hello.")], temperature=0, max_tokens=16).json() for _ in range(2)]
             assert responses[0]["model"] == name
             words[name], again = (response["choices"][0]["message"]["content"] for response in responses)
             assert words[name] == again

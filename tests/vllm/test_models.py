@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from tests.support.shared import Shared
-from tests.vllm.chat import ask, events
+from tests.vllm.chat import events, send_chat
 from tests.vllm.dialogues import DIE, ENDLESS, STORY, TOOLSETS, Exchange, exchanges, user
 from tests.vllm.server import NOT_INSTALLED, installed, running
 
@@ -31,11 +31,11 @@ def client(shared: Shared, request: pytest.FixtureRequest) -> Iterator[httpx2.Cl
 @PLAIN_AND_STREAMED
 @pytest.mark.parametrize("exchange", list(exchanges("qwen3")), ids=str)
 def test_a_dialogue(client: httpx2.Client, exchange: Exchange, streamed: bool) -> None:
-    got, want = ask(client, exchange.body(), streamed=streamed), exchange.expected()
+    got, want = send_chat(client, exchange.body(), streamed=streamed), exchange.expected()
     assert (got.reasoning, got.calls, got.finish_reason) == (want.reasoning, want.calls, want.finish_reason)
     if want.calls:
         assert not got.content.strip()
-    elif exchange.dialogue.ends:
+    elif exchange.dialogue.finishes:
         assert got.content == want.content
     else:
         assert got.content.lstrip("\n").startswith(ENDLESS[:1000])
@@ -51,19 +51,19 @@ def test_the_story_goes_on(client: httpx2.Client, streamed: bool) -> None:
 
 def test_the_die_falls_by_its_seed(client: httpx2.Client) -> None:
     body = {"messages": [user("Roll a die.")], "temperature": 1, "max_tokens": 5, **WITHOUT_THINKING}
-    throws, again = ([ask(client, {**body, "seed": seed}, streamed=False).content for seed in range(20)] for _ in range(2))
+    throws, again = ([send_chat(client, {**body, "seed": seed}, streamed=False).content for seed in range(20)] for _ in range(2))
     assert throws == again
     assert len(set(throws) & set(DIE)) > 1
 
 
 def test_a_choice_binds(client: httpx2.Client) -> None:
     body = {"messages": [user("Who are you?")], "temperature": 0, "structured_outputs": {"choice": ["red", "blue"]}, **WITHOUT_THINKING}
-    assert ask(client, body, streamed=False).content in {"red", "blue"}
+    assert send_chat(client, body, streamed=False).content in {"red", "blue"}
 
 
 @PLAIN_AND_STREAMED
 def test_a_required_call_is_made(client: httpx2.Client, streamed: bool) -> None:
     body = {"messages": [user("Who are you?")], "tools": TOOLSETS[0], "tool_choice": "required", "temperature": 0, "max_tokens": 200}
-    response = ask(client, {**body, **WITHOUT_THINKING}, streamed=streamed)
+    response = send_chat(client, {**body, **WITHOUT_THINKING}, streamed=streamed)
     assert [name for name, _ in response.calls] == ["get_current_weather"]
     assert response.finish_reason == "tool_calls"

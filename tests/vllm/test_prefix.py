@@ -51,7 +51,7 @@ def hit_rate(servers: list[Server], one: Gateway, balance: str) -> float:
     talks: list[list[Json]] = [[user(f"{balance} {number}. {LONG}")] for number in range(CONVERSATIONS)]
     for _ in range(TURNS):
         for talk in talks:
-            response = one.ask(model=balance, messages=talk, max_tokens=4, temperature=0, **WITHOUT_THINKING)
+            response = one.request(model=balance, messages=talk, max_tokens=4, temperature=0, **WITHOUT_THINKING)
             assert response.status_code == 200, response.text
             talk += [{"role": "assistant", "content": "Yes."}, user(f"And then? {LONG}")]
     hits, queries = (count(servers, f"vllm:prefix_cache_{what}_total") - was for what, was in zip(("hits", "queries"), before, strict=True))

@@ -43,7 +43,7 @@ class Line:
 
     name: str
     path: str
-    told: str
+    reported: str
     good: bool
 
 
@@ -67,7 +67,7 @@ def _printed(lines: Iterable[Line]) -> list[Line]:
     """The lines that are not good; all are printed."""
     wrong = []
     for line in lines:
-        print(f"{'   ' if line.good else '!! '}{line.name:<28} {line.path:<44} {line.told}")
+        print(f"{'   ' if line.good else '!! '}{line.name:<28} {line.path:<44} {line.reported}")
         if not line.good:
             wrong.append(line)
     return wrong
@@ -88,7 +88,7 @@ def _record(real: Real, rows: list[WrongField]) -> None:
         response = real.post(row.route, row.body)
         if real.reached_the_server(response):
             seen = real.recorded(response)
-            known[_key(asdict(row))] = {**asdict(row), "sent": json.loads(seen.request), "error": json.loads(seen.said)}
+            known[_key(asdict(row))] = {**asdict(row), "sent": json.loads(seen.request), "error": json.loads(seen.output)}
     stored = [known[key] for key in (_key(asdict(row)) for row in WRONG_FIELDS) if key in known]
     RECORDED.write_text("[\n" + ",\n".join(json.dumps(each, separators=(",", ":")) for each in stored) + "\n]\n")
 

@@ -78,10 +78,10 @@ async def _talked(client: httpx2.AsyncClient, talk: Talk) -> int:
     messages: list[Any] = list(document(talk.system)["messages"])
     failed = 0
     for exchange in talk.turns:
-        messages += document(exchange.asked)["messages"]
+        messages += document(exchange.prompt)["messages"]
         response = await client.post("/v1/chat/completions", json={"model": MODEL, "messages": messages})
         failed += response.status_code != 200
-        messages += document((exchange.answer,))["messages"]
+        messages += document((exchange.completion,))["messages"]
         await asyncio.sleep(random.uniform(0, 0.1))
     return failed
 

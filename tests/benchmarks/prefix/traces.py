@@ -37,8 +37,8 @@ class Segment:
 class Turn:
     """The next request, its response, and the seconds that the user waits before it."""
 
-    asked: tuple[Segment, ...]
-    answer: Segment
+    prompt: tuple[Segment, ...]
+    completion: Segment
     pause: float
 
 
@@ -96,11 +96,11 @@ def _ranked(draw: random.Random, items: list[Segment]) -> Segment:
 
 
 def _exchanges(
-    draw: random.Random, text_of: _Texts, mean: float, asked: tuple[int, int], answer: tuple[int, int], pause: float
+    draw: random.Random, text_of: _Texts, mean: float, prompt: tuple[int, int], completion: tuple[int, int], pause: float
 ) -> tuple[Turn, ...]:
     count = min(1 + int(draw.expovariate(1 / (mean - 1))), 30)
     return tuple(
-        Turn((text_of("user", *asked),), text_of("assistant", *answer), draw.expovariate(1 / pause) if number else 0.0)
+        Turn((text_of("user", *prompt),), text_of("assistant", *completion), draw.expovariate(1 / pause) if number else 0.0)
         for number in range(count)
     )
 

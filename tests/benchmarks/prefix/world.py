@@ -101,19 +101,19 @@ def play(talks: Sequence[Talk], servers: int, chooser: Callable[[Sequence[Machin
         now, prompt = talk.start, talk.system
         for exchange in talk.turns:
             yield (now := now + exchange.pause)
-            prompt += exchange.asked
+            prompt += exchange.prompt
             server = world[choose(prompt)]
             known, length = server.cache.admit(prompt), sum(segment.tokens for segment in prompt)
             requests += 1
             if requests > warming:
                 requested, cached = requested + length, cached + known
             server.change(now, 1)
-            done = server.work(now, length - known, exchange.answer.tokens)
+            done = server.work(now, length - known, exchange.completion.tokens)
             if requests > warming:
                 waits.append(server.free_at - now)
             yield (now := done)
             server.change(now, -1)
-            prompt += (exchange.answer,)
+            prompt += (exchange.completion,)
             server.cache.admit(prompt)
 
     for talk in talks:

@@ -58,8 +58,8 @@ def cancel() -> Any:
 def refused(body: dict[str, Any], key: str = TASK["key"]) -> Any:
     arguments = command(body, "--fail-with-body", "-w", "\n%{http_code}", key=key)
     ended = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    words, _, status = ended.stdout.rpartition("\n")
-    return {"classes": [f"curl.{ended.returncode}"], "status_code": int(status), "words": words, "code": json.loads(words)["error"]["code"]}
+    text, _, status = ended.stdout.rpartition("\n")
+    return {"classes": [f"curl.{ended.returncode}"], "status_code": int(status), "words": text, "code": json.loads(text)["error"]["code"]}
 
 
 run(

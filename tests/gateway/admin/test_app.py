@@ -80,7 +80,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, other: ThreadingHTTPServer
 
 
 def test_the_metrics_of_a_launched_server(running: Gateway) -> None:
-    running.ask()
+    running.request()
     for name in (quote(LAUNCHED, safe=""), quote(LAUNCHED)):
         response = running.get(f"/metrics/servers/{name}")
         assert response.status_code == 200 and response.headers["content-type"] == "text/plain; version=0.0.4"

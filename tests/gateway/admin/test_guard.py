@@ -36,7 +36,7 @@ def test_a_token_is_required(tmp_path: Path) -> None:
         assert get(one, "/status", authorization=f"Bearer {TOKEN}", host="gateway.internal").json()["ready"]
         assert [get(one, path).status_code for path in ("/livez", "/readyz")] == [200, 200]
         assert one.command("status").returncode == 0, "the socket needs none"
-        assert TOKEN not in one.said + one.log
+        assert TOKEN not in one.output + one.log
 
 
 def test_a_browser_without_the_token_gets_a_page_that_explains_authentication(tmp_path: Path) -> None:

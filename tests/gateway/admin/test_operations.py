@@ -52,7 +52,7 @@ def state(one: Gateway) -> str:
 
 
 def responds(one: Gateway) -> bool:
-    return one.ask().status_code == 200
+    return one.request().status_code == 200
 
 
 def recorded(one: Gateway) -> bool:
@@ -72,7 +72,7 @@ def test_operations_need_a_configured_token(tmp_path: Path) -> None:
         result = run_command("stop", "sim/one", "--admin", f"http://127.0.0.1:{open_one.admin}")
         assert (result.returncode, result.stderr.count("\n")) == (1, 1)
         assert "operations over the admin port require server.admin.token" in result.stderr
-        assert open_one.ask().status_code == 200
+        assert open_one.request().status_code == 200
 
 
 @pytest.mark.parametrize("path", ACTS)
@@ -86,7 +86,7 @@ def test_operations_are_refused_without_the_token(one: Gateway, path: str) -> No
     ):
         assert call(one, f"{path}?token={TOKEN}", headers).status_code == 401
     assert call(one, path, {"authorization": f"Basic {TOKEN}"}).headers["www-authenticate"] == "Bearer"
-    assert one.ask().status_code == 200
+    assert one.request().status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -98,23 +98,23 @@ def test_operations_are_refused_for_web_pages(one: Gateway, page: dict[str, str]
         assert (response.status_code, response.json()["error"]) == (403, "operations are refused for web pages")
     preflight = call(one, STOP, page | {"access-control-request-method": "POST"}, "OPTIONS")
     assert preflight.status_code == 403 and not any(name.startswith("access-control") for name in preflight.headers)
-    assert one.ask().status_code == 200
+    assert one.request().status_code == 200
 
 
 def test_operations_with_the_token_are_done_and_logged(one: Gateway) -> None:
     response = call(one, STOP, SHOWN)
     assert (response.status_code, response.json()["state"]) == (200, "stopped")
-    assert "stop of sim/one requested by the token, from 127.0.0.1" in one.said
+    assert "stop of sim/one requested by the token, from 127.0.0.1" in one.output
     assert call(one, "/models/sim%2Fone/start", SHOWN | {"host": "gateway.internal:9090"}).status_code == 200
-    wait_for(lambda: state(one) == "ready", why=lambda: one.said)
+    wait_for(lambda: state(one) == "ready", why=lambda: one.output)
     wait_for(lambda: responds(one))  # after the workers received the snapshot, too
     assert call(one, "/reload", SHOWN).json()["successful"]
     assert call(one, "/models/none/stop", SHOWN).status_code == 404
     assert call(one, "/models/sim%2Fone/drain", SHOWN).status_code == 404
     assert call(one, STOP, SHOWN, "GET").status_code == call(one, "/status", SHOWN).status_code == 405
     assert one.command("reload").returncode == 0
-    assert "reload requested by uid " in one.said and "(pid " in one.said
-    assert TOKEN not in one.said + one.log
+    assert "reload requested by uid " in one.output and "(pid " in one.output
+    assert TOKEN not in one.output + one.log
 
 
 def test_the_commands_reach_the_gateway_from_elsewhere(one: Gateway, folder: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_gateway_is_drained(tmp_path: Path) -> None:
         assert draining.get("/readyz").status_code == 503
         again = call(draining, "/drain", SHOWN)
         assert (again.status_code, again.json()["error"]) == (409, "the gateway is stopping")
-        assert draining.ask().status_code == 200, "it lingers"
+        assert draining.request().status_code == 200, "it lingers"
         assert draining.command("drain").returncode == 1
         assert draining.stop() == 0
 
@@ -211,4 +211,4 @@ def test_a_gateway_is_drained_by_a_command(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as draining:
         assert draining.command("drain").stdout == "the gateway is stopping; open requests finish first\n"
         assert draining.process.wait(60) == 0
-        assert "drain requested by uid " in draining.said
+        assert "drain requested by uid " in draining.output

@@ -64,7 +64,7 @@ def test_every_state_is_shown(seen: Seen) -> None:
             seen.browser.prefer(scheme)
             assert seen.browser.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "nothing sticks out"
             if PICTURES:
-                seen.browser.picture(Path(PICTURES) / f"status-{width}-{scheme}.png")
+                seen.browser.screenshot(Path(PICTURES) / f"status-{width}-{scheme}.png")
 
 
 def test_a_change_appears_by_itself(seen: Seen) -> None:
@@ -82,7 +82,7 @@ def test_an_opened_section_stays_open(seen: Seen) -> None:
     details = "[...document.querySelectorAll('details')].find((one) => one.dataset.key === 'sim/one#0 ready')"
     seen.browser.evaluate(f"{details}.open = true")
     seen.browser.evaluate(f"{details}.dataset.old = 'yes'")
-    seen.gateway.ask()
+    seen.gateway.request()
     wait_for(lambda: seen.browser.evaluate(f"{details}.dataset.old") is None, why=seen.browser.text)
     assert seen.browser.evaluate(f"{details}.open") is True
 
@@ -140,7 +140,7 @@ def test_a_request_that_wakes_a_model_is_shown(tmp_path: Path, seen: Seen) -> No
         seen.browser.open(f"http://127.0.0.1:{one.admin}/status")
         wait_for(lambda: seen.state("sim/lazy") == "stopped", why=seen.browser.text)
         responses: list[httpx2.Response] = []
-        thread = threading.Thread(target=lambda: responses.append(one.ask(model="sim/l")))
+        thread = threading.Thread(target=lambda: responses.append(one.request(model="sim/l")))
         thread.start()
         wait_for(lambda: seen.state("sim/lazy") == "starting" and "1 (longest" in seen.browser.text(), why=seen.browser.text)
         fifo.write_text("go\n")

@@ -112,5 +112,5 @@ def test_a_gateway_without_a_socket_still_serves(tmp_path: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="gw-") as runtime:
         (Path(runtime) / "vllm-gateway").write_text("a file in the folder's place")
         with gateway(tmp_path, configuration(launched()), runtime=Path(runtime)) as one:
-            assert one.ask().status_code == 200
-            assert "the admin socket cannot be opened, so commands cannot reach this gateway" in one.said
+            assert one.request().status_code == 200
+            assert "the admin socket cannot be opened, so commands cannot reach this gateway" in one.output

@@ -17,7 +17,7 @@ from tests.gateway.proxy.test_form import MODEL, form, part
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.way import way
-from tests.support.wire import COMPLETION, Client, ask, chat, client, request
+from tests.support.wire import COMPLETION, Client, chat, client, request, request_once
 
 LARGE = request(chat(user="u" * 300_000))
 HEAD, _, BODY = LARGE.partition(b"\r\n\r\n")
@@ -81,7 +81,7 @@ async def test_a_key_with_many_bodies_leaves_memory_for_another_key() -> None:
             for _ in range(12):
                 (await stack.enter_async_context(client(served.port))).send(greedy + b"\r\n\r\nx")
             await until(lambda: served.context.memory.held == 8 * len(BODY))
-            assert (await ask(served.port, LARGE)).status == 502, "it was read, and went on to a server that is not there"
+            assert (await request_once(served.port, LARGE)).status == 502, "it was read, and went on to a server that is not there"
         await until(lambda: served.context.memory.held == 0)
 
 
@@ -99,11 +99,11 @@ async def test_a_body_beyond_the_limit_is_refused(begin: bytes) -> None:
             assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "overloaded", "1")
             assert reply.headers["connection"] == "close" or begin.startswith(CHUNKED)
         assert served.context.memory.held == held
-        assert (await ask(served.port, request())).status == 200, "small ones are not counted"
+        assert (await request_once(served.port, request())).status == 200, "small ones are not counted"
         first.send(LARGE[-10:])
         assert (await first.reply()).status == 200
         await until(lambda: served.context.memory.held == 0)
-        assert (await ask(served.port, LARGE)).status == 200
+        assert (await request_once(served.port, LARGE)).status == 200
         assert served.value("requests_total", "other", "/v1/chat/completions", "503") == 1
 
 
@@ -130,9 +130,9 @@ async def test_memory_is_released_however_a_request_ends() -> None:
         await _all_released(served)
         release.set()
         for refused in (request(b"[" + b"1," * 100_000), request(b"x" * 200_000), request(chat(model="no", user="u" * 200_000))):
-            assert (await ask(served.port, refused)).status in (400, 404)
+            assert (await request_once(served.port, refused)).status in (400, 404)
             await _all_released(served)
-        assert (await ask(served.port, LARGE)).status == 200
+        assert (await request_once(served.port, LARGE)).status == 200
         await _all_released(served)
 
 
@@ -153,7 +153,7 @@ async def test_pipelined_bodies_are_counted_and_released() -> None:
         release.clear()
         one.send(request() + LARGE)
         await until(lambda: served.context.memory.held > 0)
-        one.leave()
+        one.disconnect()
         await _all_released(served)
 
 

@@ -18,7 +18,7 @@ from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Model, Queue
 from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, SHOWN, STOP, Client, Reply, ask, chat, client, request
+from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, SHOWN, STOP, Client, Reply, chat, client, request, request_once
 from upstream.balancing.server import Condition, ServerSpec
 from upstream.http.address import Address
 
@@ -79,7 +79,7 @@ async def send_and_queue(served: Served, one: Client, number: int = 1, **fields:
 
 
 async def send_and_expect_refusal(served: Served, status: int = 503, **fields: Any) -> Reply:
-    reply = await ask(served.port, request(chat(**fields)))
+    reply = await request_once(served.port, request(chat(**fields)))
     assert reply.status == status
     return reply
 
@@ -97,9 +97,9 @@ async def test_requests_resume_in_order_of_arrival() -> None:
         assert [each.json["seed"] for each in server.requests] == [1, 2, 3]
         await until(lambda: served.in_flight == 0)
         assert queued(served) == 0
-        name, since = served.asked[0]
+        name, since = served.demand[0]
         assert name == "tiny" and since is not None and time.monotonic() - since < 60
-        assert served.asked[-1] == ("tiny", None) and (await ask(served.port, request())).status == 200
+        assert served.demand[-1] == ("tiny", None) and (await request_once(served.port, request())).status == 200
 
 
 async def test_queue_time_is_recorded_and_is_not_overhead() -> None:
@@ -124,14 +124,14 @@ async def test_a_request_to_a_full_queue_is_refused_with_retry_after() -> None:
             latest = retry_after_now(due)
             reply = await send_and_expect_refusal(served)
             assert reply.error["code"] == "model_loading" and retry_after_now(due) <= int(reply.headers["retry-after"]) <= latest
-            b.leave()
+            b.disconnect()
             await until(lambda: queued(served) == 2)
             async with client(served.port) as d:
                 await send_and_queue(served, d, 3)
         await until(lambda: queued(served) == 0)
-        assert served.asked[-1][1] is not None, "who was told to come back still wants the model"
+        assert served.demand[-1][1] is not None, "who was told to come back still wants the model"
         is_up(served)
-        assert served.asked[-1][1] is None
+        assert served.demand[-1][1] is None
 
 
 async def test_a_queue_timeout_is_reported_with_retry_after() -> None:
@@ -142,7 +142,7 @@ async def test_a_queue_timeout_is_reported_with_retry_after() -> None:
     ):
         due, began = model_is_loading(served, 60.5), time.monotonic()
         latest = retry_after_now(due)
-        reply = await one.ask(request())
+        reply = await one.request(request())
         assert time.monotonic() - began >= 0.3
         assert (reply.status, reply.error["code"]) == (503, "model_loading")
         assert retry_after_now(due) <= int(reply.headers["retry-after"]) <= latest
@@ -165,9 +165,9 @@ async def test_a_disconnected_client_frees_its_queue_slot_at_once(way: str, fiel
     async with scripted(respond) as server, serving([waiting_model(server.port)], up=False) as served, client(served.port) as one:
         model_is_loading(served)
         await send_and_queue(served, one, **fields)
-        one.leave() if way == "reset" else one.writer.close()
+        one.disconnect() if way == "reset" else one.writer.close()
         await until(lambda: served.in_flight == 0)
-        assert queued(served) == 0 and served.asked[-1] == ("tiny", None)
+        assert queued(served) == 0 and served.demand[-1] == ("tiny", None)
         assert served.value("requests_total", "tiny", "/v1/chat/completions", "499") == 1
         is_up(served)
         await asyncio.sleep(0.05)
@@ -188,7 +188,7 @@ async def test_a_client_that_disconnects_during_an_upload_is_noticed() -> None:
         one.send(head.encode() + body)
         await until(lambda: queued(served) == 1)
         await one.writer.drain()
-        one.leave()
+        one.disconnect()
         await until(lambda: served.in_flight == 0)
         assert queued(served) == 0
 
@@ -202,7 +202,7 @@ async def test_no_request_waits_for_a_model_that_is_down() -> None:
         is_down(served)
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (503, "no_healthy_server")
-        assert served.asked[-1] == ("tiny", None)
+        assert served.demand[-1] == ("tiny", None)
 
 
 async def test_queued_requests_are_refused_when_the_gateway_drains() -> None:
@@ -341,7 +341,7 @@ async def test_no_comment_precedes_a_non_streaming_response(status: str) -> None
         await talk.write(body[9:])
 
     async with scripted(script) as server, serving([waiting_model(server.port, keepalive=3600.0)]) as served, client(served.port) as one:
-        reply = await one.ask(request({"model": "tiny", "prompt": "x", "stream": True}))
+        reply = await one.request(request({"model": "tiny", "prompt": "x", "stream": True}))
         assert (reply.status, reply.headers["content-type"]) == (int(status[:3]), "application/json")
         assert orjson.loads(reply.body).keys() & {"error", "choices"}
         await until(lambda: served.in_flight == 0)
@@ -379,7 +379,7 @@ async def test_no_comments_on_routes_that_never_stream(path: str) -> None:
         await talk.respond(b'{"input_tokens":3}')
 
     async with scripted(script) as server, serving([waiting_model(server.port, keepalive=0.1)]) as served:
-        reply = await ask(served.port, request(chat(stream=True, input="x"), path))
+        reply = await request_once(served.port, request(chat(stream=True, input="x"), path))
         assert (reply.status, reply.headers["content-type"], reply.body) == (200, "application/json", b'{"input_tokens":3}')
 
 

@@ -25,7 +25,7 @@ from tests.support.ports import silent
 from tests.support.process import launched
 from tests.support.running import Served, key, model, until
 from tests.support.scripted import Conversation, Scripted, scripted
-from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, STOP, ask, chat, client, request
+from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, STOP, chat, client, request, request_once
 from upstream.balancing.server import Condition
 from upstream.http.deadlines import Timeouts
 
@@ -117,7 +117,7 @@ async def send_requests(served: Served, who: str, first: int = 0, **fields: Any)
 
 
 async def _status(served: Served, data: bytes) -> int:
-    return (await ask(served.port, data)).status
+    return (await request_once(served.port, data)).status
 
 
 async def test_a_server_stays_within_its_limit_and_the_rest_continue_one_by_one() -> None:
@@ -128,7 +128,7 @@ async def test_a_server_stays_within_its_limit_and_the_rest_continue_one_by_one(
         assert served.value("server_inflight", "tiny", "tiny#0") == 2 and served.value("inflight_requests", "tiny") == 6
         await slow.let_go()
         await slow.reaches(3)
-        assert queued(served) == 3 and served.asked == []
+        assert queued(served) == 3 and served.demand == []
         for count in (4, 5, 6, 6, 6):
             await slow.let_go()
             await slow.reaches(count)
@@ -186,7 +186,7 @@ async def test_a_request_beyond_the_queue_gets_retry_after() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port, queue=Queue(2, 60.0))], KEYS) as served:
         tasks = await send_requests(served, "aaa")
         await until(lambda: queued(served) == 2)
-        reply = await ask(served.port, request_from("a", 3))
+        reply = await request_once(served.port, request_from("a", 3))
         assert (reply.status, reply.error["code"]) == (503, "overloaded")
         assert 1 <= int(reply.headers["retry-after"]) <= 60
         await slow.let_go(3)
@@ -201,7 +201,7 @@ async def test_a_key_that_fills_the_queue_gives_slots_to_others() -> None:
         tasks += await send_requests(served, "b", 4)
         assert await tasks[3] == 503, "its latest"
         assert queued(served) == 3
-        assert (await ask(served.port, request_from("b", 9))).status == 503, "each has its share"
+        assert (await request_once(served.port, request_from("b", 9))).status == 503, "each has its share"
         await slow.let_go(4)
         assert [await task for task in tasks] == [200, 200, 200, 503, 200]
         assert slow.seeds == [0, 1, 4, 2] or slow.seeds == [0, 4, 1, 2]
@@ -211,7 +211,7 @@ async def test_a_queue_timeout_is_reported_with_retry_after() -> None:
     async with held() as slow, unharmed([bounded(slow.server.port, queue=Queue(2, 0.3))], KEYS) as served:
         tasks = await send_requests(served, "a")
         await slow.reaches(1)
-        reply = await ask(served.port, request_from("b", 1))
+        reply = await request_once(served.port, request_from("b", 1))
         assert (reply.status, reply.error["code"]) == (503, "overloaded") and int(reply.headers["retry-after"]) >= 1
         await all_settled_except(served, 1)
         assert served.context.records[-1].queued >= 0.3
@@ -230,9 +230,9 @@ async def test_a_disconnected_client_frees_its_queue_or_server_slot_at_once(stre
             for number, one in enumerate((first, second, third)):
                 one.send(request_from("a", number, stream=stream))
                 await until(lambda number=number: served.total("inflight_requests") == number + 1)
-            second.leave()
+            second.disconnect()
             await until(lambda: queued(served) == 1)
-            first.leave()
+            first.disconnect()
             await slow.reaches(2)
             assert queued(served) == 0
             await until(lambda: len(slow.under_way) == 1)
@@ -324,9 +324,9 @@ async def test_requests_beyond_the_gateway_limit_are_refused_before_their_body()
         tasks = await send_requests(served, "ab")
         await slow.reaches(2)
         head, _, _ = request_from("c", 2).partition(b"\r\n\r\n")
-        reply = await ask(served.port, head + b"\r\n\r\n")
+        reply = await request_once(served.port, head + b"\r\n\r\n")
         assert (reply.status, reply.error["code"], reply.headers["retry-after"]) == (503, "overloaded", "1")
-        reply = await ask(served.port, request(token="sk-nobody"))
+        reply = await request_once(served.port, request(token="sk-nobody"))
         assert reply.status == 401, "a stranger learns nothing"
         await slow.let_go()
         await all_settled_except(served, 1)
@@ -414,7 +414,7 @@ async def test_several_workers_together_stay_within_a_servers_limit(tmp_path: Pa
     limited = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 40}) | {"max_inflight": 3}
     async with controlled(tmp_path, limited, workers=2) as gateway:
         tasks = await gateway.streams("m", seconds=5.0)
-        tasks += [asyncio.create_task(gateway.ask("m", stream=True)) for _ in range(24)]
+        tasks += [asyncio.create_task(gateway.request("m", stream=True)) for _ in range(24)]
         most = gateway.in_flight("m")
         while not all(task.done() for task in tasks):
             most = max(most, gateway.in_flight("m"))

@@ -33,7 +33,7 @@ class Visitor:
         self.number = number
         self.key = key
         self.fate = "waits"
-        self.over = Signal()
+        self.finished = Signal()
         self.task = InlineTask(self._visit(world))
         self.task.step()
 
@@ -61,7 +61,7 @@ class Visitor:
         self.fate = "served"
         world.served.append(self)
         try:
-            await self.over
+            await self.finished
             self.fate = "done"
         finally:
             server.finish_exchange()
@@ -74,7 +74,7 @@ class World(RuleBasedStateMachine):
         self.servers = [Server(ServerSpec(f"s{n}", Address(port=1), "m"), Condition.UP, clock=lambda: self.now) for n in range(2)]
         self.deadlines = Deadlines()
         self.gauge = [0.0]
-        self.asked: float | None = None
+        self.demand: float | None = None
         self.lobby = ModelQueues(self.deadlines, lambda _: self.gauge, self._ask)  # type: ignore[arg-type, return-value]  # a list holds numbers too
         self.visitors: list[Visitor] = []
         self.served: list[Visitor] = []
@@ -83,7 +83,7 @@ class World(RuleBasedStateMachine):
         self.reload([1, 1], 4, "least_busy")
 
     def _ask(self, _: str, since: float | None) -> None:
-        self.asked = since
+        self.demand = since
 
     def those(self, fate: str) -> list[Visitor]:
         return [one for one in self.visitors if one.fate == fate]
@@ -98,7 +98,7 @@ class World(RuleBasedStateMachine):
     @rule(which=st.integers(0, 99))
     def one_is_done(self, which: int) -> None:
         served = self.those("served")
-        served[which % len(served)].over.set()
+        served[which % len(served)].finished.set()
 
     @precondition(lambda self: self.those("served") or self.those("waits"))
     @rule(which=st.integers(0, 99))
@@ -160,7 +160,7 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def a_model_is_asked_for_while_it_is_not_up(self) -> None:
-        assert self.asked is None if self.pool.is_up else (self.asked is not None or not self.those("waits"))
+        assert self.demand is None if self.pool.is_up else (self.demand is not None or not self.those("waits"))
 
     @invariant()
     def a_keys_own_go_on_in_their_order(self) -> None:
@@ -171,7 +171,7 @@ class World(RuleBasedStateMachine):
     def teardown(self) -> None:
         for _ in range(len(self.visitors) + 1):
             for one in self.those("served"):
-                one.over.set()
+                one.finished.set()
         for one in self.those("waits"):
             one.task.cancel()
         assert {one.fate for one in self.visitors} <= {"done", "refused", "gone"}

@@ -14,7 +14,7 @@ from gateway.api.model_name import ModelRenamer, renamed
 from tests.support.rows import each_row
 from tests.support.running import model, serving
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import ask, chat, request
+from tests.support.wire import chat, request, request_once
 
 HERE = b"HERE"
 CASES = [
@@ -100,11 +100,11 @@ async def answers(talk: Conversation) -> None:
 
 async def test_responses_have_the_model_id_and_no_other_change() -> None:
     async with scripted(answers) as server, serving([model(server.port, served="inside", rewrite=True)]) as served:
-        whole = await ask(served.port, request())
+        whole = await request_once(served.port, request())
         assert (whole.status, whole.body) == (200, outside(BODY))
-        pieces = await ask(served.port, request(chat(seed=1)))
+        pieces = await request_once(served.port, request(chat(seed=1)))
         assert (pieces.status, pieces.body, pieces.whole) == (200, outside(BODY), True)
-        stream = await ask(served.port, request(chat(stream=True)))
+        stream = await request_once(served.port, request(chat(stream=True)))
         assert stream.body == outside(CHUNK * 3) + DONE
         assert served.value("tokens_total", "team-a", "tiny", "prompt") == 9
 
@@ -120,14 +120,14 @@ async def test_a_translated_response_has_the_model_id_too() -> None:
 
     async with scripted(script) as server, serving([model(server.port, served="inside", rewrite=True)]) as served:
         for stream in (False, True):
-            reply = await ask(served.port, request({"model": "tiny", "prompt": "a", "stream": stream}))
+            reply = await request_once(served.port, request({"model": "tiny", "prompt": "a", "stream": stream}))
             assert reply.status == 200 and b'"model":"tiny"' in reply.body and b"inside" not in reply.body
 
 
 async def test_without_the_setting_nothing_is_touched() -> None:
     async with scripted(answers) as server, serving([model(server.port, served="inside")]) as served:
-        assert (await ask(served.port, request())).body == BODY
-        assert (await ask(served.port, request(chat(stream=True)))).body == CHUNK * 3 + DONE
+        assert (await request_once(served.port, request())).body == BODY
+        assert (await request_once(served.port, request(chat(stream=True)))).body == CHUNK * 3 + DONE
 
 
 @pytest.mark.parametrize("pieces", [False, True])
@@ -143,5 +143,5 @@ async def test_a_text_is_no_document(pieces: bool) -> None:
             await talk.write(text[15:])
 
     async with scripted(script) as server, serving([model(server.port, served="inside", rewrite=True)]) as served:
-        reply = await ask(served.port, request())
+        reply = await request_once(served.port, request())
         assert (reply.status, reply.body, reply.headers["content-length"]) == (200, text, str(len(text)))

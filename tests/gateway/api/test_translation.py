@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
-from tests.support.wire import COUNT, DONE, ask, chat, client, event, request
+from tests.support.wire import COUNT, DONE, chat, client, event, request, request_once
 
 COMPLETION = {
     "id": "cmpl-1", "object": "text_completion", "created": 1, "model": "tiny",
@@ -31,12 +31,12 @@ def text(piece: str, finish: str = "null") -> bytes:
 class Server:
     """Answers with what it is given."""
 
-    answer: Any = COMPLETION
+    response: Any = COMPLETION
     events: tuple[bytes, ...] = ()
 
     async def __call__(self, talk: Conversation) -> None:
         if not talk.request.json.get("stream"):
-            await talk.respond(orjson.dumps(self.answer))
+            await talk.respond(orjson.dumps(self.response))
             return
         await talk.begin_stream()
         for one in self.events:
@@ -59,7 +59,7 @@ def sdk(served: Served) -> openai.AsyncOpenAI:
 async def test_a_raw_prompt_gets_a_response_in_chat_shape(trio: tuple[Served, Scripted, Server]) -> None:
     served, upstream, _ = trio
     body = {"model": "tiny", "prompt": "Once upon a time", "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 2, "top_k": 3}
-    reply = await ask(served.port, request(body))
+    reply = await request_once(served.port, request(body))
     assert upstream.requests[0].head.startswith(b"POST /v1/completions ")
     assert upstream.requests[0].json == {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 9, "logprobs": 2, "top_k": 3}
     answer = orjson.loads(reply.body)
@@ -128,14 +128,14 @@ async def test_a_stream_that_cannot_be_translated_ends_with_an_error(odd: Any, e
 @pytest.mark.parametrize("odd", ODD)
 async def test_a_response_that_cannot_be_translated_is_a_failure_of_the_server(trio: tuple[Served, Scripted, Server], odd: Any) -> None:
     served, _, server = trio
-    server.answer = odd
-    reply = await ask(served.port, request({"model": "tiny", "prompt": "x"}))
+    server.response = odd
+    reply = await request_once(served.port, request({"model": "tiny", "prompt": "x"}))
     assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
 
 
 async def test_functions_become_tools_and_come_back(trio: tuple[Served, Scripted, Server]) -> None:
     served, upstream, server = trio
-    server.answer = {"object": "chat.completion", "choices": [
+    server.response = {"object": "chat.completion", "choices": [
         {"index": 0, "message": {"role": "assistant", "content": None, "tool_calls": [CALL]}, "finish_reason": "tool_calls"}]}  # fmt: skip
     function = {"name": "get_weather", "parameters": {"type": "object"}}
     messages = [
@@ -143,7 +143,7 @@ async def test_functions_become_tools_and_come_back(trio: tuple[Served, Scripted
         {"role": "assistant", "content": None, "function_call": {"name": "get_weather", "arguments": "{}"}},
         {"role": "function", "name": "get_weather", "content": "sunny"},
     ]
-    reply = await ask(served.port, request(chat(messages=messages, functions=[function], function_call={"name": "get_weather"})))
+    reply = await request_once(served.port, request(chat(messages=messages, functions=[function], function_call={"name": "get_weather"})))
     (choice,) = orjson.loads(reply.body)["choices"]
     assert choice["finish_reason"] == "function_call"
     assert choice["message"] == {
@@ -181,7 +181,7 @@ async def test_functions_stream(trio: tuple[Served, Scripted, Server]) -> None:
         COUNT,
         DONE,
     )
-    reply = await ask(served.port, request(chat(stream=True, functions=[{"name": "get_weather"}])))
+    reply = await request_once(served.port, request(chat(stream=True, functions=[{"name": "get_weather"}])))
     chunks = [orjson.loads(one[6:]) for one in reply.body.split(b"\n\n")[:-2]]
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     calls = [delta["function_call"] for delta in deltas if "function_call" in delta]
@@ -199,7 +199,7 @@ async def test_developer_messages_are_system_messages(trio: tuple[Served, Script
         {"role": "user", "content": "Hi"},
         {"role": "developer", "content": [{"type": "text", "text": "Now in French."}]},
     ]
-    await ask(served.port, request(chat(messages=messages)))
+    await request_once(served.port, request(chat(messages=messages)))
     assert upstream.requests[0].json["messages"] == [
         {"role": "system", "content": "Be kind.\n\nBe brief."},
         {"role": "user", "content": "Hi"},
@@ -222,7 +222,7 @@ async def test_guided_fields_become_structured_outputs(
     trio: tuple[Served, Scripted, Server], fields: dict[str, Any], constraint: Any, nested: bool
 ) -> None:
     served, upstream, _ = trio
-    assert (await ask(served.port, request(chat(**({"extra_body": fields} if nested else fields))))).status == 200
+    assert (await request_once(served.port, request(chat(**({"extra_body": fields} if nested else fields))))).status == 200
     seen = upstream.requests[0].json
     assert seen.get("structured_outputs") == constraint
     assert not any(name.startswith("guided") for name in seen)
@@ -237,5 +237,5 @@ async def test_a_raw_prompt_that_is_too_long_is_blamed_on_the_prompt(trio: tuple
         "code": 400,
     }
     server.events = (b"data: " + orjson.dumps({"error": error}) + b"\n\n", DONE)
-    reply = await ask(served.port, request({"model": "tiny", "prompt": "x " * 99, "stream": True}))
+    reply = await request_once(served.port, request({"model": "tiny", "prompt": "x " * 99, "stream": True}))
     assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "context_length_exceeded", "prompt")

@@ -12,7 +12,7 @@ from gateway.api.unserved import LONGEST, OTHER_APIS, shown, unserved
 from gateway.telemetry.access_log import line
 from tests.support.rows import each_row
 from tests.support.running import KEY, model, serving, until
-from tests.support.wire import ask, request
+from tests.support.wire import request, request_once
 
 WRONG_BASE_URLS = {
     "/v1/v1/chat/completions": "Remove one /v1 from the base URL: the route is /v1/chat/completions.",
@@ -81,7 +81,7 @@ PATHS = {
 @pytest.mark.parametrize("path", PATHS)
 async def test_the_log_has_the_path_and_no_label_has(path: str) -> None:
     async with serving([model(1)]) as served:
-        reply = await ask(served.port, request(path=path))
+        reply = await request_once(served.port, request(path=path))
         assert (reply.status, reply.error["code"]) == (404, "not_found")
         assert f"POST {PATHS[path]}" in str(reply.error["message"])
         await until(lambda: served.total("requests_total") == 1)
@@ -93,8 +93,8 @@ async def test_the_log_has_the_path_and_no_label_has(path: str) -> None:
 
 async def test_a_served_route_has_no_path_in_the_log() -> None:
     async with serving([model(1)]) as served:
-        await ask(served.port, request(token=None))
-        await ask(served.port, request(b"", "/health", method="GET"))
+        await request_once(served.port, request(token=None))
+        await request_once(served.port, request(b"", "/health", method="GET"))
         await until(lambda: len(served.context.records) == 2)
         assert all("path" not in orjson.loads(line(record)) for record in served.context.records)
 
@@ -103,13 +103,13 @@ async def test_the_words_do_not_depend_on_the_configuration() -> None:
     """A client without a key cannot find out which instance URLs there are."""
     async with serving([model(1, mounts=("/i-1/1",))]) as served:
         for path in ("/v1/realtime", "/chat/completions", "/v1/v1/models", "/else"):
-            here, there = [await ask(served.port, request(path=mount + path, token=None)) for mount in ("/i-1/1", "/i-2/1")]
+            here, there = [await request_once(served.port, request(path=mount + path, token=None)) for mount in ("/i-1/1", "/i-2/1")]
             assert here.body.replace(b"/i-1/1", b"") == there.body.replace(b"/i-2/1", b"")
 
 
 async def test_a_websocket_is_refused_by_its_route() -> None:
     upgrade = ("connection: Upgrade", "upgrade: websocket", "sec-websocket-version: 13", "sec-websocket-key: AAAAAAAAAAAAAAAAAAAAAA==")
     async with serving([model(1)]) as served:
-        reply = await ask(served.port, request(b"", "/v1/realtime?model=tiny", method="GET", extra=upgrade))
+        reply = await request_once(served.port, request(b"", "/v1/realtime?model=tiny", method="GET", extra=upgrade))
         assert (reply.status, reply.error["code"]) == (404, "not_found")
         assert "WebSockets are not served" in str(reply.error["message"])

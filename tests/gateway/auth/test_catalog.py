@@ -13,7 +13,7 @@ from gateway.auth.catalog import Catalog, named_model
 from gateway.snapshot.snapshot import Key, Model
 from tests.support.running import key, model, serving
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, ask, request
+from tests.support.wire import COMPLETION, request, request_once
 
 CATALOG = Catalog(
     [
@@ -147,7 +147,7 @@ async def test_the_default_model_serves_a_body_without_one(body: dict[str, objec
     async with scripted(whole) as server:
         models = [model(server.port, served="inside"), model(server.port, identity="other")]
         async with serving(models, [key()], default_model="tiny") as served:
-            assert (await ask(served.port, request(body))).body == COMPLETION
+            assert (await request_once(served.port, request(body))).body == COMPLETION
             assert server.requests[0].json["model"] == "inside"
             assert served.context.records[0].model == "tiny"
 
@@ -156,13 +156,13 @@ async def test_the_only_model_of_a_key_serves_a_body_without_one() -> None:
     async with scripted(whole) as server:
         models = [model(server.port), model(server.port, identity="other", rewrite=True, served="inside")]
         async with serving(models, [key(models=("other",))]) as served:
-            reply = await ask(served.port, request({"messages": []}))
+            reply = await request_once(served.port, request({"messages": []}))
             assert orjson.loads(reply.body)["model"] == "other", "its ID is in the response"
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions/", "/i-1/v1/chat/completions/", "/v1/chat/completions/?x=1"])
 async def test_a_slash_at_the_end_of_a_path_changes_nothing(path: str) -> None:
     async with scripted(whole) as server, serving([model(server.port, mounts=("/i-1",))]) as served:
-        assert (await ask(served.port, request(path=path))).body == COMPLETION
+        assert (await request_once(served.port, request(path=path))).body == COMPLETION
         assert server.requests[0].head.startswith(b"POST /v1/chat/completions HTTP/1.1\r\n")
         assert served.context.records[0].endpoint == "/v1/chat/completions"

@@ -50,8 +50,8 @@ class Door:
     """A keyring with tokens, and what was asked of control."""
 
     def __init__(self, served: Snapshot | None = None) -> None:
-        self.asked: list[str] = []
-        self.tokens = TokenVerifier(self.asked.append)
+        self.requested_issuers: list[str] = []
+        self.tokens = TokenVerifier(self.requested_issuers.append)
         self.take(served or snapshot())
 
     def take(self, served: Snapshot) -> None:
@@ -80,7 +80,7 @@ def test_a_token_is_a_key(door: Door, signing: SigningKey) -> None:
         assert (found.id, found.entry, found.team) == (f"staff/{signing.kid}@example.com", "staff", "lab")
         assert found.expires == expires + 30
     assert door.key(KEY).id == "team-a", "and other keys are what they were"
-    assert not door.asked
+    assert not door.requested_issuers
 
 
 def test_each_subject_has_its_entrys_limits_and_shares_its_teams(door: Door) -> None:
@@ -223,8 +223,8 @@ def test_rotation() -> None:
     assert door.key(old).id == "staff/old"
     assert "has not published" in door.refusal(new)
     assert "has not published" in door.refusal(ISSUER.token(fresh, sub="another"))
-    assert 1 <= len(door.asked) <= 1 + time.monotonic() - since, "control is asked once a second at most"
-    assert set(door.asked) == {ISSUER.name}
+    assert 1 <= len(door.requested_issuers) <= 1 + time.monotonic() - since, "control is asked once a second at most"
+    assert set(door.requested_issuers) == {ISSUER.name}
     both = Issuer(ISSUER.name, ES, fresh)
     door.take(snapshot(trusted(both)))
     assert [door.key(token).id for token in (old, new)] == ["staff/old", "staff/new"]

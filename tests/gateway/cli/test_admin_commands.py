@@ -34,7 +34,7 @@ def state(one: Gateway, model: str) -> dict[str, Any]:
 
 
 def until_ready(one: Gateway, model: str) -> dict[str, Any]:
-    return dict(wait_for(lambda: (now := state(one, model))["state"] == "ready" and now, why=lambda: one.said))
+    return dict(wait_for(lambda: (now := state(one, model))["state"] == "ready" and now, why=lambda: one.output))
 
 
 def test_a_model_is_stopped_and_started(running: Gateway) -> None:
@@ -42,14 +42,14 @@ def test_a_model_is_stopped_and_started(running: Gateway) -> None:
     stopped = running.command("stop", "sim/one")
     assert (stopped.returncode, stopped.stdout, stopped.stderr) == (0, "sim/one: stopped\n", "")
     assert not Path(f"/proc/{before}").exists()
-    refused = running.ask()
+    refused = running.request()
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
     assert running.get("/readyz").status_code == 200, "what the operator stopped keeps nobody from the other models"
     assert running.metric('vllm_gateway_server_up{model="sim/one",server="sim/one#0"}') == 0
     for operation in ("start", "wake"):
         assert running.command(operation, "sim/one").returncode == 0
     until_ready(running, "sim/one")
-    wait_for(lambda: running.ask().status_code == 200)
+    wait_for(lambda: running.request().status_code == 200)
 
 
 def test_a_model_is_restarted(running: Gateway) -> None:
@@ -58,7 +58,7 @@ def test_a_model_is_restarted(running: Gateway) -> None:
     assert (restarted.returncode, restarted.stderr) == (0, "")
     assert restarted.stdout in (f"{ID}: draining\n", f"{ID}: starting\n")
     assert until_ready(running, ID)["servers"][0]["pid"] != before
-    wait_for(lambda: running.ask(model=ID).status_code == 200)
+    wait_for(lambda: running.request(model=ID).status_code == 200)
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_tokens_per_second_follow_the_requests(running: Gateway) -> None:
         return rates
 
     until_ready(running, ID)
-    wait_for(lambda: running.ask(model=ID).status_code == 200)
+    wait_for(lambda: running.request(model=ID).status_code == 200)
     wait_for(lambda: all(each > 0 for each in rate().values()))
     assert state(running, ID)["tokens_per_second"].keys() == {"prompt", "completion"}
     wait_for(lambda: rate() == {"prompt": 0, "completion": 0})

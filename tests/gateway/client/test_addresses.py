@@ -12,7 +12,7 @@ from gateway.snapshot.snapshot import Clients
 from tests.support.rows import each_row
 from tests.support.running import model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, ask, client, request
+from tests.support.wire import COMPLETION, client, request, request_once
 
 PROXIES = Proxies(("10.0.0.0/8", "2001:db8::/32", "::1"))
 
@@ -72,8 +72,8 @@ async def respond(talk: Conversation) -> None:
 async def test_the_client_is_in_the_record_and_not_sent_to_servers(trusted: tuple[str, ...], client_address: str) -> None:
     extra = ("x-forwarded-for: 1.1.1.1", "x-forwarded-for: 192.0.2.7, 127.0.0.1")
     async with scripted(respond) as server, serving([model(server.port)], clients=Clients(trusted_proxies=trusted)) as served:
-        assert (await ask(served.port, request(extra=extra))).status == 200
-        assert (await ask(served.port, request(b"", "/v1/models", method="GET", extra=extra))).status == 200
+        assert (await request_once(served.port, request(extra=extra))).status == 200
+        assert (await request_once(served.port, request(b"", "/v1/models", method="GET", extra=extra))).status == 200
         await until(lambda: len(served.context.records) == 2)
         assert [record.client for record in served.context.records] == [client_address, client_address]
         assert b"forwarded" not in server.requests[0].head.lower() and b"192.0.2.7" not in server.requests[0].head
@@ -84,7 +84,7 @@ async def test_connections_of_one_address_are_bounded() -> None:
         async with AsyncExitStack() as stack:
             held = [await stack.enter_async_context(client(served.port)) for _ in range(3)]
             for one in held:
-                assert (await one.ask(request())).status == 200
+                assert (await one.request(request())).status == 200
             for sends in (False, True):
                 async with client(served.port) as fourth, asyncio.timeout(30):
                     if sends:
@@ -95,9 +95,9 @@ async def test_connections_of_one_address_are_bounded() -> None:
                     assert await fourth.closed()
             assert server.requests[3:] == []
             assert served.value("client_faults_total", "too_many") == 2
-            assert (await held[0].ask(request())).status == 200
+            assert (await held[0].request(request())).status == 200
         await until(lambda: not len(served.context.addresses))
-        assert (await ask(served.port, request())).status == 200
+        assert (await request_once(served.port, request())).status == 200
 
 
 async def test_a_trusted_proxy_may_have_any_number() -> None:
@@ -105,4 +105,4 @@ async def test_a_trusted_proxy_may_have_any_number() -> None:
     async with scripted(respond) as server, serving([model(server.port)], clients=clients) as served, AsyncExitStack() as stack:
         for _ in range(5):
             one = await stack.enter_async_context(client(served.port))
-            assert (await one.ask(request())).status == 200
+            assert (await one.request(request())).status == 200

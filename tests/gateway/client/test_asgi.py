@@ -56,7 +56,7 @@ async def test_the_scope_describes_the_request() -> None:
         await send(part(b""))
 
     async with application(run) as (served, one):
-        assert (await one.ask(GET)).status == 204
+        assert (await one.request(GET)).status == 204
         (scope,) = scopes
         assert scope.pop("client")[0] == "127.0.0.1" and scope.pop("server") == ("127.0.0.1", served.port)
         assert scope == {
@@ -78,8 +78,8 @@ async def test_a_client_on_a_unix_socket_has_no_address(tmp_path: Path) -> None:
         served.context.other_routes = run
         async with await asyncio.get_running_loop().create_unix_server(lambda: ClientConnection(served.context), path):
             one = Client(*await asyncio.open_unix_connection(path))
-            assert (await one.ask(GET)).body == b"ok"
-            one.leave()
+            assert (await one.request(GET)).body == b"ok"
+            one.disconnect()
             await until(lambda: not served.connections)
     assert (scopes[0]["client"], scopes[0]["server"]) == (None, (path, None))
 
@@ -87,7 +87,7 @@ async def test_a_client_on_a_unix_socket_has_no_address(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", [b"http://test/health", b"test:80", b"/\xe4", b"?a"])
 async def test_a_target_that_is_not_a_path_is_refused(target: bytes) -> None:
     async with serving([model(1)]) as served, client(served.port) as one:
-        reply = await one.ask(GET.replace(b"/a%20b?c=d", target))
+        reply = await one.request(GET.replace(b"/a%20b?c=d", target))
         assert (reply.status, reply.error["code"], reply.headers["connection"]) == (400, "invalid_request", "close")
 
 
@@ -153,7 +153,7 @@ async def test_an_application_learns_of_a_disconnect() -> None:
     async with application(run) as (served, one):
         one.send(GET)
         await one.reader.readuntil(b"1\r\na\r\n")
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.context.handlers and not served.connections)
         assert [each["type"] for each in received] == ["http.request", "http.disconnect"]
 
@@ -191,7 +191,7 @@ async def test_an_application_that_waits_for_a_slow_client_resumes_when_it_disco
         served.context.other_routes = run
         one.send(GET)
         await until(lambda: connection.flow.write_paused)
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.context.handlers)
 
 
@@ -225,7 +225,7 @@ FAILING = {
 @pytest.mark.parametrize("run", FAILING.values(), ids=FAILING.keys())
 async def test_an_application_that_fails_before_its_response_gets_500(run: Any) -> None:
     async with application(run) as (served, one):
-        reply = await one.ask(GET)
+        reply = await one.request(GET)
         assert (reply.status, reply.error["code"], reply.headers["connection"]) == (500, "internal_error", "close")
         assert await one.closed()
         await until(lambda: not served.context.handlers)
@@ -275,7 +275,7 @@ async def test_an_error_behind_the_response_changes_nothing() -> None:
 
     async with application(run) as (_, one):
         for _ in range(2):
-            assert (await one.ask(GET)).body == b"ok"
+            assert (await one.request(GET)).body == b"ok"
 
 
 async def test_an_application_that_is_cancelled_gets_503() -> None:

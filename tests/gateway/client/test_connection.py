@@ -17,7 +17,7 @@ from gateway.client.http_parser import MAX_HEAD, is_host
 from gateway.client.timeouts import KEEP_ALIVE
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, EVENTS, SHOWN, Client, ask, chat, client, request
+from tests.support.wire import COMPLETION, EVENTS, SHOWN, Client, chat, client, request, request_once
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n"
 
@@ -55,11 +55,11 @@ async def test_requests_one_after_the_other() -> None:
         for n in range(5):
             one.send(request(chat(user=str(n))))
             assert await user(one) == str(n)
-        assert (await one.ask(HEALTH)).status == 200
-        assert (await one.ask(request(b"{"))).status == 400
-        assert (await one.ask(request(token="sk-wrong"))).status == 401
-        assert (await one.ask(request(path="/nowhere"))).status == 404
-        assert (await one.ask(request())).body == COMPLETION
+        assert (await one.request(HEALTH)).status == 200
+        assert (await one.request(request(b"{"))).status == 400
+        assert (await one.request(request(token="sk-wrong"))).status == 401
+        assert (await one.request(request(path="/nowhere"))).status == 404
+        assert (await one.request(request())).body == COMPLETION
         assert len(served.connections) == 1
 
 
@@ -93,7 +93,7 @@ async def test_a_disconnect_is_noticed_behind_pipelined_requests(ahead: bytes) -
         one.send(request() + ahead)
         await received.wait()
         await asyncio.sleep(0.05)
-        one.leave()
+        one.disconnect()
         async with asyncio.timeout(30):
             await disconnected.wait()
         await until(lambda: served.in_flight == 0)
@@ -121,7 +121,7 @@ async def test_too_many_pipelined_requests(ahead: bytes, more: int) -> None:
             assert (reply.status, reply.headers["connection"]) == (400, "close")
             assert await one.reader.read() == b""
         else:
-            assert (await one.ask(request())).status == 200
+            assert (await one.request(request())).status == 200
 
 
 @asynccontextmanager
@@ -138,7 +138,7 @@ async def lazy(served: Served) -> AsyncIterator[tuple[Client, ClientConnection]]
     try:
         yield one, connection
     finally:
-        one.leave()
+        one.disconnect()
 
 
 async def test_a_client_that_reads_no_responses_cannot_send_more_requests() -> None:
@@ -206,7 +206,7 @@ async def test_a_chunked_body() -> None:
         for end in (b"0\r\n\r\n", b"0\r\nx-trailer: y\r\ncontent-type: text/plain\r\n\r\n"):
             one.send(head + chunks + end)
             assert await user(one) == "c" * 1000
-        assert (await one.ask(request())).body == COMPLETION
+        assert (await one.request(request())).body == COMPLETION
         assert all(seen.header("content-length") for seen in server.requests)
 
 
@@ -215,13 +215,13 @@ async def test_a_chunked_body() -> None:
 async def test_an_old_client(stream: bool, keep: bool) -> None:
     async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
         extra = ("connection: keep-alive",) if keep else ()
-        reply = await one.ask(request(chat(stream=stream), extra=extra).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        reply = await one.request(request(chat(stream=stream), extra=extra).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
         assert reply.status == 200
         assert "transfer-encoding" not in reply.headers
         assert reply.body == (b"".join(SHOWN) if stream else COMPLETION)
         if keep and not stream:
             assert reply.headers["connection"] == "keep-alive"
-            assert (await one.ask(request())).body == COMPLETION
+            assert (await one.request(request())).body == COMPLETION
         else:
             assert await one.closed()
 
@@ -230,7 +230,7 @@ async def test_a_client_that_asks_to_close() -> None:
     async with scripted(respond) as server, serving([model(server.port)]) as served:
         for stream in (False, True):
             async with client(served.port) as one:
-                reply = await one.ask(request(chat(stream=stream), extra=("connection: close",)) + request())
+                reply = await one.request(request(chat(stream=stream), extra=("connection: close",)) + request())
                 assert reply.headers["connection"] == "close" and reply.whole
                 assert await one.closed()
         assert len(server.requests) == 2, "what follows a close is not served"
@@ -294,7 +294,7 @@ async def test_an_offer_of_another_protocol_is_ignored(pieces: int) -> None:
         assert (await one.reply()).status == 400
         assert await user(one) == "last"
         websocket = HEALTH.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n")
-        assert (await one.ask(websocket)).status == 200
+        assert (await one.request(websocket)).status == 200
 
 
 @pytest.mark.parametrize(("method", "status"), [("HEAD", 405), ("OPTIONS", 405), ("GET", 405), ("DELETE", 405), ("PUT", 405)])
@@ -306,7 +306,7 @@ async def test_other_methods(method: str, status: int) -> None:
         length = next(int(line.split(b":")[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length"))
         if method != "HEAD":
             await one.reader.readexactly(length)
-        assert (await one.ask(request())).body == COMPLETION
+        assert (await one.request(request())).body == COMPLETION
 
 
 # Refusals while bytes still come
@@ -371,9 +371,9 @@ async def test_trailers_are_no_headers(whole: bytes) -> None:
     key = f"authorization: Bearer {KEY}\r\n".encode()
     head = whole.replace(b"content-length: 0", b"transfer-encoding: chunked").replace(key, b"")
     async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
-        reply = await one.ask(head + b"0\r\n" + key + b"\r\n")
+        reply = await one.request(head + b"0\r\n" + key + b"\r\n")
         assert (reply.status, reply.error["code"]) == (401, "missing_api_key")
-        assert (await one.ask(request())).status == 200, "and behind them begins another request"
+        assert (await one.request(request())).status == 200, "and behind them begins another request"
 
 
 @pytest.mark.parametrize("name", ["authorization", "content-type", "host", "content-encoding"])
@@ -381,9 +381,9 @@ async def test_a_header_that_decides_comes_once(name: str) -> None:
     async with scripted(respond) as server, serving([model(server.port)]) as served:
         line = {"authorization": f"Bearer {KEY}", "content-type": "application/json", "host": "test"}.get(name, "identity")
         extra = (f"{name.upper()}: {line}",) * (2 if name == "content-encoding" else 1)
-        reply = await ask(served.port, request(extra=extra))
+        reply = await request_once(served.port, request(extra=extra))
         assert (reply.status, reply.error["code"]) == (400, "invalid_request")
-        assert (await ask(served.port, request(extra=("accept: a", "accept: b")))).status == 200
+        assert (await request_once(served.port, request(extra=("accept: a", "accept: b")))).status == 200
 
 
 GOOD_HOSTS = ["a", "test:8000", "127.0.0.1", "127.0.0.1:80", "[::1]", "[2001:db8::5]:8000", "my_service.my-ns.svc", "a.", "a:", "%C3%A4"]
@@ -426,11 +426,11 @@ async def test_every_request_of_a_connection_names_its_host() -> None:
     async with scripted(respond) as server, serving([model(server.port)]) as served:
         for bad in (b"", b"host: a b\r\n"):
             async with client(served.port) as one:
-                assert (await one.ask(request())).status == 200
-                assert (await one.ask(request().replace(b"host: test", b"host: other"))).status == 200
+                assert (await one.request(request())).status == 200
+                assert (await one.request(request().replace(b"host: test", b"host: other"))).status == 200
                 old = request().replace(b"HTTP/1.1", b"HTTP/1.0").replace(b"host: test", b"connection: keep-alive")
-                assert (await one.ask(old)).status == 200
-                assert (await one.ask(request().replace(b"host: test\r\n", bad))).status == 400
+                assert (await one.request(old)).status == 200
+                assert (await one.request(request().replace(b"host: test\r\n", bad))).status == 400
         assert len(server.requests) == 6
 
 
@@ -465,7 +465,7 @@ async def test_a_slow_reader_slows_its_server_down() -> None:
         for _ in range(15):
             assert (await one.reply()).body == plain
         await one.reader.readexactly(sent + (1 << 20))
-        one.leave()
+        one.disconnect()
         await until(lambda: served.in_flight == 0 and server.open == 0)
 
 
@@ -476,7 +476,7 @@ async def test_a_client_that_disconnects_while_its_response_is_written() -> None
     async with scripted(big) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request())
         await one.reader.readexactly(100_000)
-        one.leave()
+        one.disconnect()
         await until(lambda: served.in_flight == 0)
         await until(lambda: server.open == 0)
 
@@ -520,10 +520,10 @@ async def test_a_connection_that_closes_drops_pipelined_requests(ahead: bytes) -
 
 async def test_writes_after_a_disconnect_are_dropped() -> None:
     async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
-        assert (await one.ask(request())).status == 200
+        assert (await one.request(request())).status == 200
         connection = only(served)
         transport = connection.transport
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.connections)
         transport.write(b"nothing is written any more")
         connection.pause_writing()
@@ -548,5 +548,5 @@ async def test_repeated_requests_of_different_lengths() -> None:
         for size in (1, 5, 5, 1000, 1, 30_000, 2):
             one.send(request(chat(user="u" * size)))
             assert await user(one) == "u" * size
-        assert (await one.ask(request(b"{"))).status == 400
+        assert (await one.request(request(b"{"))).status == 400
         assert len(server.requests) == 7

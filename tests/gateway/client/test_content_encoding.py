@@ -23,7 +23,7 @@ from tests.support import zstd
 from tests.support.rows import each_row
 from tests.support.running import MODEL, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, ask, chat, client, request
+from tests.support.wire import COMPLETION, chat, client, request, request_once
 
 ENCODE: dict[str, Callable[[bytes], bytes]] = {"gzip": gzip.compress, "zstd": zstd.compress}
 WINDOW_LOG = zstd.CompressionParameter.window_log
@@ -110,8 +110,8 @@ def test_what_little_becomes_is_never_refused_for_its_ratio() -> None:
 async def test_a_body_arrives_as_its_client_meant_it(encoding: str, size: int) -> None:
     body = chat(user=os.urandom(size // 2 + 1).hex()[:size], stream=False)
     async with scripted(respond) as server, serving([model(server.port)]) as served, client(served.port) as one:
-        assert (await one.ask(encoded(body, encoding))).status == 200
-        assert (await one.ask(request(body, extra=("content-encoding: Identity",)))).status == 200
+        assert (await one.request(encoded(body, encoding))).status == 200
+        assert (await one.request(request(body, extra=("content-encoding: Identity",)))).status == 200
         assert [seen.json for seen in server.requests] == [{**body, "model": MODEL}] * 2
         assert server.requests[0].header("content-encoding") is None
         assert served.context.records[0].request_bytes == len(encoded(body, encoding).partition(b"\r\n\r\n")[2])
@@ -121,11 +121,11 @@ async def test_a_body_arrives_as_its_client_meant_it(encoding: str, size: int) -
 async def test_other_encodings_are_refused_with_those_that_are_accepted() -> None:
     async with serving([model(1)]) as served:
         for encoding in ("br", "deflate", "gzip, identity", "gzip, gzip", "x-gzip", ""):
-            reply = await ask(served.port, request(extra=(f"content-encoding: {encoding}",)))
+            reply = await request_once(served.port, request(extra=(f"content-encoding: {encoding}",)))
             assert (reply.status, reply.error["code"]) == (415, "unsupported_media_type"), encoding
             assert ", ".join(ENCODINGS) in str(reply.error["message"])
         data = form(MODEL_PART, FILE).replace(b"\r\ncontent-type", b"\r\ncontent-encoding: gzip\r\ncontent-type", 1)
-        reply = await ask(served.port, data)
+        reply = await request_once(served.port, data)
         assert reply.status == 415 and "form" in str(reply.error["message"]) and BOUNDARY
 
 
@@ -133,7 +133,7 @@ async def test_what_a_body_becomes_counts_as_memory() -> None:
     body = chat(user=NOISE.hex() * 500)
     data = encoded(body, "gzip")
     async with scripted(respond) as server, serving([model(server.port)], clients=Clients(body_memory=500_000)) as served:
-        reply = await ask(served.port, data)
+        reply = await request_once(served.port, data)
         assert len(data) < FREE and (reply.status, reply.error["code"]) == (503, "overloaded")
         await until(lambda: served.context.memory.held == 0)
-        assert (await ask(served.port, encoded(chat(), "gzip"))).status == 200
+        assert (await request_once(served.port, encoded(chat(), "gzip"))).status == 200

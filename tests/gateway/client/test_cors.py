@@ -12,7 +12,7 @@ from gateway.snapshot.snapshot import Allowance, Limits
 from tests.support.ports import refusing
 from tests.support.running import Served, key, model, serving
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, ask, chat, request
+from tests.support.wire import COMPLETION, chat, request, request_once
 
 PAGE = "https://app.example.com"
 
@@ -33,7 +33,7 @@ def preflight(origin: str, path: str = "/v1/chat/completions") -> bytes:
 
 
 async def test_a_preflight_of_a_known_page_needs_no_key(served: Served) -> None:
-    reply = await ask(served.port, preflight(PAGE))
+    reply = await request_once(served.port, preflight(PAGE))
     assert reply.status == 204
     assert reply.headers["access-control-allow-origin"] == PAGE
     assert "POST" in reply.headers["access-control-allow-methods"]
@@ -47,7 +47,7 @@ async def test_responses_and_errors_have_the_header(served: Served) -> None:
         request(token=None, extra=(f"origin: {PAGE}",)),
         request(b"", "/v1/models", method="GET", extra=(f"origin: {PAGE}",)),
     ):
-        reply = await ask(served.port, data)
+        reply = await request_once(served.port, data)
         assert (reply.headers["access-control-allow-origin"], reply.headers["vary"]) == (PAGE, "Origin")
         assert "x-request-id" in reply.headers["access-control-expose-headers"]
 
@@ -62,7 +62,7 @@ async def test_a_page_may_read_all_response_headers() -> None:
         with refusing() as port:
             models = [model(port, fallbacks=("other",)), model(server.port, identity="other")]
             async with serving(models, keys, cors_origins=(PAGE,)) as one:
-                replies = [await ask(one.port, message) for _ in range(2)]
+                replies = [await request_once(one.port, message) for _ in range(2)]
     assert [reply.status for reply in replies] == [200, 429]
     expected = {name for reply in replies for name in reply.headers if name.startswith("x-") or name in ("request-id", "retry-after")}
     assert {"x-vllm-gateway-fallback", "x-should-retry", "retry-after", "request-id", "x-ratelimit-remaining-tokens"} <= expected
@@ -71,17 +71,19 @@ async def test_a_page_may_read_all_response_headers() -> None:
 
 
 async def test_another_page_gets_nothing(served: Served) -> None:
-    assert (await ask(served.port, preflight("https://evil.example"))).status == 405
-    reply = await ask(served.port, request(extra=("origin: https://evil.example",)))
+    assert (await request_once(served.port, preflight("https://evil.example"))).status == 405
+    reply = await request_once(served.port, request(extra=("origin: https://evil.example",)))
     assert "access-control-allow-origin" not in reply.headers
 
 
 async def test_it_is_off_by_default() -> None:
     async with scripted(respond) as server, serving([model(server.port)]) as one:
-        assert (await ask(one.port, preflight(PAGE))).status == 405
-        assert not any(name.startswith("access-control") for name in (await ask(one.port, request(extra=(f"origin: {PAGE}",)))).headers)
+        assert (await request_once(one.port, preflight(PAGE))).status == 405
+        assert not any(
+            name.startswith("access-control") for name in (await request_once(one.port, request(extra=(f"origin: {PAGE}",)))).headers
+        )
 
 
 async def test_a_star_allows_every_page() -> None:
     async with scripted(respond) as server, serving([model(server.port)], cors_origins=("*",)) as one:
-        assert (await ask(one.port, request(extra=("origin: null",)))).headers["access-control-allow-origin"] == "*"
+        assert (await request_once(one.port, request(extra=("origin: null",)))).headers["access-control-allow-origin"] == "*"

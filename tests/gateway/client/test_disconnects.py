@@ -84,7 +84,7 @@ async def test_a_disconnect_closes_the_servers_connection(sends: bytes, stream: 
 
 def _disconnect(one: Client, way: str) -> None:
     if way == "reset":
-        one.leave()
+        one.disconnect()
     elif way == "close":
         one.writer.close()
     else:
@@ -144,7 +144,7 @@ async def test_a_disconnect_while_the_server_is_being_connected() -> None:
     async with full_backlog() as port, serving([model(port, timeouts=timeouts)]) as served, client(served.port) as one:
         one.send(request())
         await until(lambda: served.total("server_inflight") == 1)
-        one.leave()
+        one.disconnect()
         await soon(lambda: served.in_flight == 0, CLOSED_WITHIN)
         await gone(served)
 
@@ -165,7 +165,7 @@ async def test_a_connection_in_use_by_another_is_not_touched() -> None:
         one.send(request())
         other.send(request())
         await until(lambda: len(server.requests) == 2)
-        other.leave()
+        other.disconnect()
         await until(lambda: served.total("server_inflight") == 1)
         release.set()
         assert (await one.reply()).body == COMPLETION
@@ -177,7 +177,7 @@ async def test_a_disconnect_is_noticed_while_requests_are_pipelined() -> None:
     async with scripted(silent) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request() + request() + request())
         await silent.received.wait()
-        one.leave()
+        one.disconnect()
         await soon(silent.disconnected.is_set, CLOSED_WITHIN)
         await until(lambda: served.in_flight == 0)
         assert len(server.requests) == 1
@@ -191,7 +191,7 @@ async def test_a_disconnect_while_the_body_is_sent() -> None:
         whole = request()
         one.send(whole[:-10])
         await until(lambda: served.context.inflight.in_flight == 1)
-        one.leave()
+        one.disconnect()
         await until(lambda: served.in_flight == 0)
         assert server.requests == []
 
@@ -215,7 +215,7 @@ async def test_a_disconnect_after_the_last_event_is_not_a_truncation(path: str, 
     async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(request(chat(stream=True), path))
         await one.reader.readuntil(events[-1])
-        one.leave()
+        one.disconnect()
         await until(lambda: served.in_flight == 0 and server.open == 0)
         assert served.value("requests_total", "tiny", path, "200") == 1
         assert served.total("incomplete_total") == 0

@@ -98,11 +98,11 @@ def test_new_clients_are_served_beside_idle_connections_without_number(tmp_path:
             if number == 100:
                 stream.sendall(STREAM)
             if number % 20 == 0:
-                assert running.ask().status_code == 200, "a new client is served at once"
+                assert running.request().status_code == 200, "a new client is served at once"
         assert faults(running, "evicted") >= workers * (IDLE - LIMIT)
         assert _status(stream) == b"HTTP/1.1 200"
         wait_for(lambda: b"[DONE]" in stream.recv(65536))
         assert key.recv(65536)
         key.sendall(request(chat(model=MODEL), token=KEY))
         assert _status(key) == b"HTTP/1.1 200", "a key's connection stays, idle or not"
-        assert "connections cannot be accepted" not in running.said
+        assert "connections cannot be accepted" not in running.output

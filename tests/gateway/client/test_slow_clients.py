@@ -55,7 +55,7 @@ async def test_a_silent_connection_is_closed(before: bytes) -> None:
 async def _unfinished_head(served: Served, used_before: bool, trickle: bytes) -> None:
     async with client(served.port) as one:
         if used_before:
-            assert (await one.ask(request())).status == 200
+            assert (await one.request(request())).status == 200
         one.send(request()[:40])
         await _until_timed_out(one, trickle)
 

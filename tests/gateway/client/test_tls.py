@@ -66,8 +66,8 @@ async def test_requests_and_streams(tmp_path: Path) -> None:
         async with tls_client(served.port, cert) as one:
             spoken = one.writer.get_extra_info("ssl_object")
             assert spoken.selected_alpn_protocol() == "http/1.1" and spoken.version() == "TLSv1.3"
-            assert (await one.ask(request())).body == COMPLETION
-            assert (await one.ask(request(chat(stream=True)))).body == b"".join(SHOWN)
+            assert (await one.request(request())).body == COMPLETION
+            assert (await one.request(request(chat(stream=True)))).body == b"".join(SHOWN)
             one.send(request() * 3)
             for _ in range(3):
                 assert (await one.reply()).body == COMPLETION
@@ -157,7 +157,7 @@ async def test_a_renewed_certificate_is_presented_and_connections_stay(tmp_path:
         for file in certificate(fresh, "second"):
             os.replace(file, tmp_path / file.name)
         await _presents(served, tmp_path / "cert.pem", "second")
-        assert (await stays.ask(request())).status == 200, "who was connected stays so"
+        assert (await stays.request(request())).status == 200, "who was connected stays so"
 
 
 async def _presents(served: Served, cert: Path, name: str) -> None:
@@ -166,7 +166,7 @@ async def _presents(served: Served, cert: Path, name: str) -> None:
             try:
                 async with tls_client(served.port, cert) as one:
                     assert _subject(one) == name
-                    assert (await one.ask(request())).status == 200
+                    assert (await one.request(request())).status == 200
                     return
             except ssl.SSLError:
                 await asyncio.sleep(0.1)
@@ -209,7 +209,7 @@ def test_real_clients(tmp_path: Path) -> None:
     cert, key = certificate(tmp_path)
     settings: dict[str, Any] = configuration(launched("sim/one"), tls={"cert": str(cert), "key": str(key)})
     with gateway(tmp_path, settings) as running:
-        assert "requests  https://" in running.said
+        assert "requests  https://" in running.output
         body = json.dumps(chat(model="sim/one"))
         command = ["curl", "-sS", "--fail", "--cacert", str(cert), "-w", "%{http_version} %{ssl_verify_result}", "-o", os.devnull,
                    f"https://localhost:{running.data}/v1/chat/completions", "-H", f"authorization: Bearer {KEY}",

@@ -42,22 +42,22 @@ class Farm:
     """Servers on several addresses. Records which of them got requests."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.requested_hosts: list[str] = []
         self.keys: set[str | None] = set()
 
     async def __call__(self, talk: Conversation) -> None:
         if talk.request.head.startswith(b"POST"):
-            self.asked.append(talk.host)
+            self.requested_hosts.append(talk.host)
             self.keys.add(talk.request.header("authorization"))
         await respond_ok(talk)
 
     async def used(self, one: Controlled, count: int = 6) -> set[str]:
         """Send this number of requests; return the hosts that got them."""
-        before = len(self.asked)
+        before = len(self.requested_hosts)
         for _ in range(count):
-            reply = await one.ask(MODEL)
+            reply = await one.request(MODEL)
             assert reply.status_code == 200, reply.text
-        return set(self.asked[before:])
+        return set(self.requested_hosts[before:])
 
 
 class Stage:
@@ -82,7 +82,7 @@ class Stage:
         """Wait until the servers of these hosts are in these conditions and every worker has the snapshot."""
         wanted = dict(zip(self.urls(*hosts), conditions, strict=False))
         await until(lambda: self.conditions() == wanted, 30.0)
-        await self.one.heard()
+        await self.one.wait_for_workers()
 
 
 class Staged:
@@ -124,23 +124,23 @@ async def test_endpoints_become_servers_and_removed_endpoints_stop_being_servers
         assert list(states.values()) == ["starting", "draining", "ready"]
         await stage.put()
         await stage.shows()
-        refused = await one.ask(MODEL)
+        refused = await one.request(MODEL)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
         assert one.state(MODEL) == "failed"
         await stage.put(endpoint(HOSTS[1]))
         await stage.shows("up", hosts=HOSTS[1:2])
         assert await stage.farm.used(one) == {HOSTS[1]}
-        assert f"{MODEL}: discovered servers changed: 2 added, 3 in total" in one.said.getvalue()
-        assert f"{MODEL}: discovered servers changed: 3 removed, 0 in total" in one.said.getvalue()
+        assert f"{MODEL}: discovered servers changed: 2 added, 3 in total" in one.output.getvalue()
+        assert f"{MODEL}: discovered servers changed: 3 removed, 0 in total" in one.output.getvalue()
 
 
 async def test_requests_wait_for_the_first_servers(tmp_path: Path) -> None:
     async with Staged(tmp_path, model=found(queue={"size": 2, "wait": "60s"})) as stage:
         one = stage.one
         assert one.control.readiness.not_ready() is None and one.state(MODEL) == "failed"
-        waiting = [asyncio.create_task(one.ask(MODEL)) for _ in range(2)]
+        waiting = [asyncio.create_task(one.request(MODEL)) for _ in range(2)]
         await until(lambda: one.status(MODEL)["queued"] == 2, 30.0)
-        refused = await one.ask(MODEL)
+        refused = await one.request(MODEL)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
         assert 1 <= int(refused.headers["retry-after"]) <= 60
         await stage.put(endpoint(HOSTS[0], ready=False))
@@ -150,7 +150,7 @@ async def test_requests_wait_for_the_first_servers(tmp_path: Path) -> None:
         assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200, 200]
         await stage.put(endpoint(HOSTS[0], ready=False, terminating=True))
         await stage.shows("out_of_rotation")
-        again = asyncio.create_task(one.ask(MODEL))
+        again = asyncio.create_task(one.request(MODEL))
         await until(lambda: one.status(MODEL)["queued"] == 1, 30.0)
         await stage.put(endpoint(HOSTS[1]))
         assert (await again).status_code == 200, "and so do those for servers that are all leaving"
@@ -161,8 +161,8 @@ async def test_no_request_waits_for_servers_that_are_down(tmp_path: Path) -> Non
         await stage.api.put(slice_of("a", [endpoint(HOSTS[0])], ("http", 1)))
         url = f"http://{HOSTS[0]}:1"
         await until(lambda: stage.conditions() == {url: "down"} and stage.one.state(MODEL) == "failed", 30.0)
-        await stage.one.heard()
-        refused = await stage.one.ask(MODEL)
+        await stage.one.wait_for_workers()
+        refused = await stage.one.request(MODEL)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "no_healthy_server")
 
 
@@ -207,7 +207,7 @@ async def test_a_stream_continues_when_its_server_is_removed(tmp_path: Path) -> 
     async with kubernetes_api(tmp_path / "pod") as api, scripted(script, HOSTS[1]) as server:
         await api.put(slice_of("a", [endpoint(HOSTS[0])], ("http", server.port)))
         async with controlled(tmp_path, found(), cluster=api.cluster) as one:
-            stream = asyncio.create_task(one.ask(MODEL, stream=True))
+            stream = asyncio.create_task(one.request(MODEL, stream=True))
             await until(lambda: one.in_flight(MODEL) == 1)
             await api.put(slice_of("a", [endpoint(HOSTS[0], terminating=True), endpoint(HOSTS[1])], ("http", server.port)))
             await until(lambda: [each["condition"] for each in one.status(MODEL)["servers"]] == ["out_of_rotation", "up"], 30.0)
@@ -233,8 +233,8 @@ async def test_a_refusal_is_reported_and_the_gateway_is_ready_for_its_other_mode
             assert Series("discovery_up", ("other",)) not in one.report.series()
             (warning,) = status_view(one.report.status()).warnings
             assert warning.startswith(f"discovery ({MODEL}) is down for ") and ": the API server says 403" in warning
-            assert (await one.ask("other")).status_code == 200
-            assert (await one.ask(MODEL)).json()["error"]["code"] == "no_healthy_server"
+            assert (await one.request("other")).status_code == 200
+            assert (await one.request(MODEL)).json()["error"]["code"] == "no_healthy_server"
 
 
 async def test_readiness_waits_for_the_first_response(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ async def test_readiness_waits_for_the_first_response(tmp_path: Path) -> None:
 
 async def _ready(folder: Path, model: dict[str, Any], resolve: Any) -> int:
     async with controlled(folder, model, resolve=resolve) as one:
-        return (await one.ask(MODEL)).status_code
+        return (await one.request(MODEL)).status_code
 
 
 class Names:
@@ -285,7 +285,7 @@ async def test_names_and_reloads(tmp_path: Path) -> None:
             await until(lambda: len(one.status(MODEL)["servers"]) == 1, 30.0)
             del names.table["one"]
             await until(lambda: "Name or service not known" in one.status(MODEL)["discovery"]["problem"], 30.0)
-            await one.heard()
+            await one.wait_for_workers()
             assert await farm.used(one) == {HOSTS[1]}, "what was found stays"
             reading = await one.reload(named("two", port=server.port))
             assert reading.changes == (f"model {MODEL} changed: discover",)
@@ -302,7 +302,7 @@ async def test_names_and_reloads(tmp_path: Path) -> None:
 def test_the_whole_gateway_discovers_servers_and_reports_them(tmp_path: Path) -> None:
     models = [found(), {"id": "named", "discover": {"dns": {"name": "localhost", "port": 1}}}]
     with gateway(tmp_path, whole(*models)) as one:
-        assert "discovered by kubernetes vllm:http" in one.said and "discovered by dns localhost:1" in one.said
+        assert "discovered by kubernetes vllm:http" in one.output and "discovered by dns localhost:1" in one.output
         shown = {each["id"]: each for each in one.get("/status").json()["models"]}
         assert "KUBERNETES_SERVICE_HOST is not set" in shown[MODEL]["discovery"]["problem"]
         assert "http://127.0.0.1:1" in [each["name"] for each in shown["named"]["servers"]]

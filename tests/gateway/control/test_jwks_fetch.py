@@ -71,7 +71,7 @@ async def test_a_key_set_is_fetched_and_refreshed(tmp_path: Path, sets: JwksFetc
         await until(lambda: not sets.unfetched())
         before = sets.known()[issuer.name]
         assert [key["kid"] for key in json.loads(before)] == [issuer.keys[0].kid]
-        await until(lambda: max(shown.asked) > (304, 0.0) and len(shown.asked) > 2)
+        await until(lambda: max(shown.responses) > (304, 0.0) and len(shown.responses) > 2)
         assert told.times == 1, "what is the same is no news"
         issuer.published.append(SigningKey("RS256", "fresh").jwk())
         await until(lambda: told.times == 2)
@@ -132,9 +132,9 @@ async def test_refreshes_on_request_are_rate_limited(tmp_path: Path, sets: JwksF
             sets.request(issuer.name)
             sets.request("https://unknown.example.com/")
             await asyncio.sleep(0.001)
-        await until(lambda: len(shown.asked) == 2, 60)
-        assert shown.asked[1][1] - shown.asked[0][1] > 4.5
-        assert [status for status, _ in shown.asked] == [200, 304]
+        await until(lambda: len(shown.responses) == 2, 60)
+        assert shown.responses[1][1] - shown.responses[0][1] > 4.5
+        assert [status for status, _ in shown.responses] == [200, 304]
 
 
 async def test_private_certificate_authorities(tmp_path: Path, sets: JwksFetcher) -> None:
@@ -221,7 +221,7 @@ def test_the_whole_gateway(tmp_path: Path) -> None:
             wait_for(lambda: len(usage(tmp_path)) == 3)
             one.stop()
         assert '"key":"staff/alice"' in one.log
-        assert alice not in one.log + one.said
+        assert alice not in one.log + one.output
     assert usage(tmp_path) == [
         (f"staff/{name}", team, '{"cost": "17"}') for name, team in (("alice", "ops"), ("bob", "lab"), ("carol", "lab"))
     ]

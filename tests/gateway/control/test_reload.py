@@ -83,7 +83,7 @@ def test_a_changed_file_is_served_by_every_worker(running: Gateway, config: dict
     assert [worker["pid"] for worker in after["workers"]] == [worker["pid"] for worker in before["workers"]]
     assert [server["pid"] for server in after["models"][0]["servers"]] == [server["pid"] for server in before["models"][0]["servers"]]
     assert after["configuration"]["changes"] == ["key team-b added"]
-    assert OTHER not in running.said and keys.hash_of(OTHER) not in running.said
+    assert OTHER not in running.output and keys.hash_of(OTHER) not in running.output
 
 
 def test_an_invalid_file_changes_nothing_and_is_reported_everywhere(running: Gateway, config: dict[str, Any]) -> None:
@@ -94,14 +94,14 @@ def test_an_invalid_file_changes_nothing_and_is_reported_everywhere(running: Gat
     [problem] = last(running)["problems"]
     line = file.read_text().splitlines().index("modles: []") + 1
     assert problem == f"{file}:{line}: modles: unknown key; did you mean `models`?"
-    assert problem in running.said
+    assert problem in running.output
     assert time.time() - last(running)["when"] < 60
     assert problem in running.command("status").stdout
     shown = httpx2.get(f"http://127.0.0.1:{running.admin}/status", headers={"accept": "text/html"}).text
     assert "did you mean" in shown
     refused = running.command("reload")
     assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", f"{problem}\n")
-    assert running.ask().status_code == 200
+    assert running.request().status_code == 200
     write(file, config)
     wait_for(lambda: running.metric(LAST) == 1)
 
@@ -116,9 +116,9 @@ def test_settings_that_need_a_restart_are_reported_and_the_rest_is_applied(runni
     assert last(running)["needs_restart"] == waiting
     done = running.command("reload")
     assert (done.returncode, done.stdout.splitlines()) == (0, ["nothing has changed", *waiting])
-    wait_for(lambda: running.ask(messages=[{"role": "user", "content": "x" * 2000}]).status_code == 413)
+    wait_for(lambda: running.request(messages=[{"role": "user", "content": "x" * 2000}]).status_code == 413)
     assert len(running.workers()) == 2
-    assert waiting[0] in running.said
+    assert waiting[0] in running.output
 
 
 def test_workers_that_a_restart_will_remove_serve_until_then(running: Gateway, config: dict[str, Any]) -> None:
@@ -128,13 +128,13 @@ def test_workers_that_a_restart_will_remove_serve_until_then(running: Gateway, c
     wait_for(lambda: running.metric(TAKEN) > taken)
     wait_for(lambda: version_count(running.get("/status").json()) == 1)
     assert last(running)["needs_restart"] == ["server.workers needs a restart (1 in the file, 2 in use)"]
-    assert {running.ask(model="bounded").status_code for _ in range(20)} == {200}
+    assert {running.request(model="bounded").status_code for _ in range(20)} == {200}
 
 
 def test_the_command_reports_the_changes(running: Gateway, config: dict[str, Any]) -> None:
     model = config["models"][0] | {"aliases": ["uno"], "timeouts": {"idle": "9s"}}
     write(running.folder / "gateway.yaml", config | {"models": [model]})
-    wait_for(lambda: running.ask(model="uno").status_code == 200)
+    wait_for(lambda: running.request(model="uno").status_code == 200)
     write(running.folder / "gateway.yaml", with_keys(config, **{"team-a": KEY, "b": OTHER}) | {"log": {"level": "debug"}})
     done = running.command("reload")
     assert (done.returncode, done.stderr) == (0, "")
@@ -143,7 +143,7 @@ def test_the_command_reports_the_changes(running: Gateway, config: dict[str, Any
         {"model sim/one changed: aliases, timeouts", "key b added", "log changed: level"},
         {"nothing has changed"},
     )
-    wait_for(lambda: running.ask(model="uno").status_code == 404)
+    wait_for(lambda: running.request(model="uno").status_code == 404)
 
 
 def test_a_hangup_without_a_terminal_is_a_reload(running: Gateway, config: dict[str, Any]) -> None:
@@ -151,7 +151,7 @@ def test_a_hangup_without_a_terminal_is_a_reload(running: Gateway, config: dict[
     os.kill(running.process.pid, signal.SIGHUP)
     wait_for(lambda: running.metric(TAKEN) > taken)
     assert last(running)["changes"] == []
-    assert running.ask().status_code == 200
+    assert running.request().status_code == 200
 
 
 def test_a_half_written_file_is_read_again_when_it_is_complete(running: Gateway, config: dict[str, Any]) -> None:
@@ -161,10 +161,10 @@ def test_a_half_written_file_is_read_again_when_it_is_complete(running: Gateway,
         writing.write(text[: text.index("models:") + 9])
         writing.flush()
         wait_for(lambda: running.metric(FAILED) > failed)
-        assert running.ask().status_code == 200
+        assert running.request().status_code == 200
         writing.write(text[text.index("models:") + 9 :])
     wait_for(lambda: running.metric(LAST) == 1)
-    assert running.ask().status_code == 200
+    assert running.request().status_code == 200
 
 
 def mounted(volume: Path, number: int, **files: str) -> None:
@@ -204,7 +204,7 @@ def test_changes_of_a_mounted_kubernetes_secret_are_applied(tmp_path: Path) -> N
             wait_for(lambda: last(one)["changes"] == ["key team-c changed"])
             mounted(volume, 9, keys=stanza("team-c", "sk-c-4"), upstream="second")
             wait_for(lambda: last(one)["changes"] == ["model far changed: servers"])
-            assert "second" not in one.said
+            assert "second" not in one.output
             assert one.metric(FAILED) == 0
 
 
@@ -224,7 +224,7 @@ def test_a_stopping_gateway_reads_no_configuration(tmp_path: Path) -> None:
         one.process.send_signal(signal.SIGTERM)
         wait_for(lambda: one.get("/readyz").status_code == 503)
         assert one.get("/readyz").json() == {"status": "not_ready", "reasons": ["draining"]}
-        assert one.ask().status_code == 200, "it serves on while others hear of it"
+        assert one.request().status_code == 200, "it serves on while others hear of it"
         refused: subprocess.CompletedProcess[str] = one.command("reload")
         assert (refused.returncode, refused.stderr) == (1, "vllm-gateway: the gateway is stopping\n")
         for operation in ("start", "restart", "wake"):
@@ -246,24 +246,24 @@ async def test_a_servers_key_is_replaced_without_a_failed_request_and_a_refused_
     async with scripted(script) as server:
         far = {"id": "far", "servers": [{"url": f"http://127.0.0.1:{server.port}", "api_key": {"file": str(key)}}]}
         async with controlled(tmp_path, far) as one:
-            assert (await one.ask("far")).status_code == 200
+            assert (await one.request("far")).status_code == 200
             key.write_text("second")
             assert (await one.reloader.reload()).changes == ("model far changed: servers",)
-            assert (await one.ask("far")).status_code == 200
+            assert (await one.request("far")).status_code == 200
             accepted.remove("Bearer first")
-            assert (await one.ask("far")).status_code == 200
+            assert (await one.request("far")).status_code == 200
             key.write_text("first")
             await one.reloader.reload()
             await until(lambda: one.status("far")["servers"][0]["condition"] == "down", 60.0)
-            await one.heard()
-            response = await one.ask("far")
+            await one.wait_for_workers()
+            response = await one.request("far")
             assert (response.status_code, response.json()["error"]["code"]) == (503, "no_healthy_server")
             assert one.status("far")["servers"][0]["reason"].startswith("the server rejected the gateway's key")
             key.write_text("second")
             await one.reloader.reload()
             await until(lambda: one.status("far")["servers"][0]["condition"] == "up", 60.0)
-            await one.heard()
-            assert (await one.ask("far")).status_code == 200
+            await one.wait_for_workers()
+            assert (await one.request("far")).status_code == 200
 
 
 class FailingOnce:

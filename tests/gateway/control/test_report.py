@@ -60,7 +60,7 @@ async def test_a_launched_server_that_does_not_respond_to_probes_degrades_the_ga
 async def test_a_stopped_or_starting_model_does_not_degrade_the_gateway(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A)) as one:
         assert (one.state(A), one.report.degraded()) == ("stopped", [])
-        request = asyncio.create_task(one.ask(A))
+        request = asyncio.create_task(one.request(A))
         while not request.done():
             assert one.report.degraded() == []
             await asyncio.sleep(0.01)
@@ -77,7 +77,7 @@ async def test_a_log_that_blocks_does_not_delay_other_requests(tmp_path: Path) -
         os.mkfifo(server["log"])
         reading = asyncio.create_task(one.report.status_with_logs())
         assert not (await asyncio.wait([reading], timeout=0.2))[0]
-        assert (await one.ask(A)).status_code == 200 and one.state(A) == "ready"
+        assert (await one.request(A)).status_code == 200 and one.state(A) == "ready"
         other_end = os.open(server["log"], os.O_RDWR)
         try:
             await until(reading.done)

@@ -47,11 +47,11 @@ def test_requests_are_served_counted_and_logged(running: Gateway) -> None:
     tokens = 'vllm_gateway_tokens_total{key="team-a",model="sim/one",type="prompt"}'
     requests = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",error="",model="sim/one"}'
     before = running.metric(tokens), running.metric(requests)
-    plain = running.ask()
+    plain = running.request()
     assert plain.status_code == 200 and plain.json()["model"] == "sim/one"
-    streamed = running.ask(stream=True)
+    streamed = running.request(stream=True)
     assert streamed.text.endswith("data: [DONE]\n\n") and '"usage"' not in streamed.text
-    used = running.ask(stream=True, stream_options={"include_usage": True})
+    used = running.request(stream=True, stream_options={"include_usage": True})
     usage = orjson.loads(used.text.split("\n\n")[-3].removeprefix("data: "))["usage"]
     prompt = plain.json()["usage"]["prompt_tokens"] + 2 * usage["prompt_tokens"]
     wait_for(lambda: (running.metric(tokens), running.metric(requests)) == (before[0] + prompt, before[1] + 3))
@@ -60,7 +60,7 @@ def test_requests_are_served_counted_and_logged(running: Gateway) -> None:
     lines = [line for line in map(orjson.loads, running.log.splitlines()) if line["request_id"] in ids]
     assert len(lines) == 3
     assert all((line["key"], line["status"], line["server"]) == ("team-a", 200, "sim/one#0") for line in lines)
-    assert KEY not in running.log + running.said and "Hello" not in running.log + running.said
+    assert KEY not in running.log + running.output and "Hello" not in running.log + running.output
 
 
 def test_the_admin_port(running: Gateway) -> None:
@@ -82,8 +82,8 @@ def test_the_admin_port(running: Gateway) -> None:
 
 
 def test_the_metrics_are_well_formed(running: Gateway) -> None:
-    running.ask()
-    running.ask(model="nobody/knows")
+    running.request()
+    running.request(model="nobody/knows")
     text = running.get("/metrics").text
     for name, family in FAMILIES.items():
         assert f"# TYPE {PREFIX}{name} {family.kind}" in text
@@ -98,8 +98,8 @@ def test_the_metrics_are_well_formed(running: Gateway) -> None:
 def test_an_admin_port_open_to_other_machines_without_a_token_is_reported_at_start(tmp_path: Path, running: Gateway) -> None:
     warning = "other machines can read /status, /keys and /usage on the admin port without a token"
     with gateway(tmp_path, configuration(launched(), admin={"host": "0.0.0.0", "port": 0})) as one:
-        assert warning in one.said
-    assert warning not in running.said
+        assert warning in one.output
+    assert warning not in running.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -110,7 +110,7 @@ def test_every_process_ends_with_the_gateway(tmp_path: Path, number: int) -> Non
         assert one.stop(number) == 0
         assert alive(tree) == []
         assert all(port_is_free(port) for port in ports)
-        assert "Traceback" not in one.said
+        assert "Traceback" not in one.output
 
 
 def test_ctrl_c_stops_the_whole_process_group_cleanly(tmp_path: Path) -> None:
@@ -118,13 +118,13 @@ def test_ctrl_c_stops_the_whole_process_group_cleanly(tmp_path: Path) -> None:
         tree = one.tree()
         os.killpg(one.process.pid, signal.SIGINT)
         assert one.process.wait(30) == 0
-        assert alive(tree) == [] and "Traceback" not in one.said
+        assert alive(tree) == [] and "Traceback" not in one.output
 
 
 def test_streams_finish_before_the_gateway_ends(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), drain="20s")) as one:
         replies: list[httpx2.Response] = []
-        thread = threading.Thread(target=lambda: replies.append(one.ask(**SLOW)))
+        thread = threading.Thread(target=lambda: replies.append(one.request(**SLOW)))
         thread.start()
         wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
         one.process.send_signal(signal.SIGTERM)
@@ -138,7 +138,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error(tmp_path: Path) -> 
     with gateway(tmp_path, configuration(launched(), drain="300ms")) as one:
         replies: list[httpx2.Response] = []
         endless: dict[str, Any] = {"stream": True, "simulate": {"tokens": 4000, "tokens_per_second": 20}}
-        thread = threading.Thread(target=lambda: replies.append(one.ask(**endless)))
+        thread = threading.Thread(target=lambda: replies.append(one.request(**endless)))
         thread.start()
         wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
         assert one.stop() == 0
@@ -151,7 +151,7 @@ def test_a_stream_that_outlasts_the_drain_ends_with_an_error(tmp_path: Path) -> 
 def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), workers=2)) as one:
         for _ in range(8):
-            assert one.ask().status_code == 200
+            assert one.request().status_code == 200
         counted = 'vllm_gateway_requests_total{code="200",endpoint="/v1/chat/completions",error="",model="sim/one"}'
         wait_for(lambda: one.metric(counted) == 8)
         before, vllm = one.workers(), [each.pid for each in one.named("upstream.simulator")]
@@ -161,7 +161,7 @@ def test_a_worker_that_is_killed_is_replaced(tmp_path: Path) -> None:
         assert one.workers()[1] == before[1]
         assert [each.pid for each in one.named("upstream.simulator")] == vllm
         assert one.metric(counted) == 8
-        assert one.ask().status_code == 200
+        assert one.request().status_code == 200
         assert one.get("/status").json()["workers"][0]["restarts"] == 1
 
 
@@ -184,7 +184,7 @@ def test_the_gateway_is_ready_when_its_workers_have_the_state_of_the_servers(tmp
         finally:
             os.kill(deaf, signal.SIGCONT)
         wait_for(lambda: one.get("/readyz").status_code == 200)
-        assert [one.ask().status_code for _ in range(8)] == [200] * 8
+        assert [one.request().status_code for _ in range(8)] == [200] * 8
 
 
 def test_nothing_outlives_a_killed_control(tmp_path: Path) -> None:
@@ -199,10 +199,10 @@ def test_nothing_outlives_a_killed_control(tmp_path: Path) -> None:
 def test_a_server_that_cannot_start_is_reported_and_others_serve(tmp_path: Path) -> None:
     config = configuration(launched(), launched("sim/bad", **{"reasoning-parser": "no_such_parser"}))
     with gateway(tmp_path, config) as one:
-        assert one.ask().status_code == 200
+        assert one.request().status_code == 200
 
         def refused() -> httpx2.Response:
-            response = one.ask(model="sim/bad")
+            response = one.request(model="sim/bad")
             assert response.status_code == 503 and response.headers["retry-after"].isdigit()
             return response
 
@@ -211,7 +211,7 @@ def test_a_server_that_cannot_start_is_reported_and_others_serve(tmp_path: Path)
 
         # The launch is repeated, and the model counts as loading meanwhile
         wait_for(lambda: refused().json()["error"]["code"] == "no_healthy_server")
-        assert "sim/bad#0" in one.said and "no_such_parser" in one.said
+        assert "sim/bad#0" in one.output and "no_such_parser" in one.output
         wait_for(lambda: bad()["condition"] == "down")
         assert "no_such_parser" in bad()["reason"]
         assert one.metric('vllm_gateway_launches_total{model="sim/bad",outcome="failed"}') >= 1
@@ -223,25 +223,25 @@ def test_a_program_that_is_missing_is_reported_with_its_line_and_others_serve(tm
     config = configuration(launched(), {"id": "m", "launch": {"command": ["no-such-vllm", "serve"], "start": "on_demand"}})
     with gateway(tmp_path, config) as one:
         expected = r"ERROR control: \S+gateway\.yaml:\d+: models\[1\]\.launch\.command: no-such-vllm is not found in PATH"
-        assert re.search(expected, one.said), one.said
-        assert one.ask().status_code == 200
+        assert re.search(expected, one.output), one.output
+        assert one.request().status_code == 200
 
 
 def test_requests_for_a_loading_model_are_refused_with_a_reason(tmp_path: Path) -> None:
     config = configuration(launched(), launched("sim/slow", **{"sim-healthy-after": 60}))
     with gateway(tmp_path, config, ready=False) as one:
-        wait_for(lambda: one.get("/metrics").status_code == 200 and one.ask().status_code == 200, why=lambda: one.said)
+        wait_for(lambda: one.get("/metrics").status_code == 200 and one.request().status_code == 200, why=lambda: one.output)
         assert one.get("/readyz").status_code == 503
-        refused = one.ask(model="sim/slow")
+        refused = one.request(model="sim/slow")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
-        wait_for(lambda: re.search(r"waiting for sim/slow#0 \(\d+ s\)", one.said))
+        wait_for(lambda: re.search(r"waiting for sim/slow#0 \(\d+ s\)", one.output))
 
 
 def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as one:
         psutil.Process(one.get("/status").json()["models"][0]["servers"][0]["pid"]).kill()
         wait_for(lambda: one.get("/status").json()["models"][0]["servers"][0]["restarts"] == 1)
-        wait_for(lambda: one.ask().status_code == 200)
+        wait_for(lambda: one.request().status_code == 200)
 
 
 def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
@@ -249,7 +249,7 @@ def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         with gateway(tmp_path, configuration(launched(), port=port), ready=False) as one:
             assert one.process.wait(30) == 1
-            assert len(one.said.strip().splitlines()) == 1 and f"127.0.0.1:{port}" in one.said
+            assert len(one.output.strip().splitlines()) == 1 and f"127.0.0.1:{port}" in one.output
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
@@ -261,7 +261,7 @@ def test_the_unspecified_ipv6_address_listens_on_ipv4_too(tmp_path: Path) -> Non
             url = f"http://{host}:{one.data}/v1/models"
             assert httpx2.get(url, headers={"authorization": f"Bearer {KEY}"}, timeout=60).status_code == 200
             assert httpx2.get(f"http://{host}:{one.admin}/readyz", timeout=60).status_code == 200
-        assert one.ask().status_code == 200
+        assert one.request().status_code == 200
         wait_for(lambda: '"client":"127.0.0.1"' in one.log, why=lambda: one.log)
 
 
@@ -270,14 +270,14 @@ def test_a_closed_terminal_stops_the_gateway_cleanly(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), drain="20s"), stdin=keyboard) as one:
         os.close(keyboard)
         replies: list[httpx2.Response] = []
-        thread = threading.Thread(target=lambda: replies.append(one.ask(**SLOW)))
+        thread = threading.Thread(target=lambda: replies.append(one.request(**SLOW)))
         thread.start()
         wait_for(lambda: one.metric('vllm_gateway_inflight_requests{model="sim/one"}') == 1)
         os.close(screen)
         os.killpg(one.process.pid, signal.SIGHUP)
         wait_for(lambda: one.get("/readyz").status_code == 503)
         with pytest.raises(httpx2.ConnectError):
-            one.ask()
+            one.request()
         thread.join(30)
         assert one.process.wait(30) == 0
         assert replies[0].text.endswith("data: [DONE]\n\n") and '"error"' not in replies[0].text
@@ -287,4 +287,4 @@ def test_the_gateway_serves_with_a_closed_standard_output(tmp_path: Path) -> Non
     write(tmp_path / "gateway.yaml", configuration(launched()))
     line = ("sh", "-c", 'exec "$0" serve "$1" >&-', PROGRAM, tmp_path / "gateway.yaml")
     with gateway(tmp_path, None, line=line) as one:
-        assert one.ask().status_code == 200
+        assert one.request().status_code == 200

@@ -79,10 +79,10 @@ def test_a_failure_that_repeats_adds_one_line_until_the_server_is_up_again() -> 
 
 def test_a_gateway_that_is_stopped_reports_no_server_as_down_and_ends_with_stopped(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), launched("sim/two"))) as one:
-        wait_for(lambda: "sim/one#0 is up" in one.said and "sim/two#0 is up" in one.said)
+        wait_for(lambda: "sim/one#0 is up" in one.output and "sim/two#0 is up" in one.output)
         assert one.stop(signal.SIGTERM) == 0
-        assert "is down" not in one.said and "ended" not in one.said
-        summary, ready, rest = one.said.partition(next(line for line in one.said.splitlines(keepends=True) if re.match(TIMED, line)))
+        assert "is down" not in one.output and "ended" not in one.output
+        summary, ready, rest = one.output.partition(next(line for line in one.output.splitlines(keepends=True) if re.match(TIMED, line)))
         assert "requests  http://" in summary + ready + rest
         lines = [line for line in (ready + rest).splitlines() if not line.startswith(("requests ", "metrics "))]
         assert all(re.match(TIMED, line) for line in lines), lines
@@ -92,6 +92,6 @@ def test_a_gateway_that_is_stopped_reports_no_server_as_down_and_ends_with_stopp
 def test_a_model_that_the_operator_stops_is_not_reported_as_down(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched(), launched("sim/two"))) as one:
         assert one.command("stop", "sim/two").returncode == 0
-        wait_for(lambda: "sim/two stops (" in one.said)
+        wait_for(lambda: "sim/two stops (" in one.output)
         assert one.stop() == 0
-        assert "is down" not in one.said
+        assert "is down" not in one.output

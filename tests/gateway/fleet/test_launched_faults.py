@@ -29,7 +29,7 @@ class Stream:
     """An endless stream, read by one client."""
 
     def __init__(self, one: Gateway, model: str, pool: ThreadPoolExecutor) -> None:
-        self.said = ""
+        self.output = ""
         self._url = one.url
         self._body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], **ENDLESS}
         self._reading = pool.submit(self._read)
@@ -38,12 +38,12 @@ class Stream:
         headers = {"authorization": f"Bearer {KEY}"}
         with httpx2.stream("POST", f"{self._url}/v1/chat/completions", json=self._body, headers=headers, timeout=HUNG_WITHIN) as response:
             for piece in response.iter_text():
-                self.said += piece
+                self.output += piece
 
     def whole(self) -> str:
         """Return all the text after the stream has finished."""
         self._reading.result(HUNG_WITHIN)
-        return self.said
+        return self.output
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Stage:
     def begin(self, model: str) -> Stream:
         """Start a stream and return it after its first text."""
         stream = Stream(self.gateway, model, self.pool)
-        wait_for(lambda: "content" in stream.said and self.in_flight(model) == 1)
+        wait_for(lambda: "content" in stream.output and self.in_flight(model) == 1)
         return stream
 
     def in_flight(self, model: str) -> float:
@@ -77,17 +77,17 @@ class Stage:
         wait_for(lambda: self.in_flight(model) == self.server(model)["in_flight"] == 0)
         wait_for(lambda: responds(self.gateway, model))  # after the workers received the snapshot, too
 
-    def told(self, model: str, timeout: float = 60) -> str | None:
+    def error_of(self, model: str, timeout: float = 60) -> str | None:
         """Return the error code of a request; None if it succeeds or times out."""
         try:
-            response = self.gateway.ask(model=model, timeout=timeout)
+            response = self.gateway.request(model=model, timeout=timeout)
         except httpx2.TimeoutException:
             return None
         return None if response.status_code == 200 else str(response.json()["error"]["code"])
 
 
 def responds(one: Gateway, model: str) -> bool:
-    return one.ask(model=model).status_code == 200
+    return one.request(model=model).status_code == 200
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
                   launched("sim/port", port=port), launched("sim/slow", **{"sim-healthy-after": 600})]  # fmt: skip
         with gateway(folder, configuration(*models), ready=False) as one:
             for model in ("sim/hung", "sim/dead", "sim/ill"):
-                wait_for(partial(responds, one, model), why=lambda: one.said)
+                wait_for(partial(responds, one, model), why=lambda: one.output)
             stage = Stage(one, illness, holder, pool)
             stage.hung = stage.begin("sim/hung")
             os.kill(stage.server("sim/hung")["pid"], signal.SIGSTOP)  # first, because its detection takes a minute
@@ -111,7 +111,7 @@ def test_a_server_that_is_killed(stage: Stage) -> None:
     streaming = stage.begin("sim/dead")
     psutil.Process(stage.server("sim/dead")["pid"]).kill()
     assert '"code":"upstream_disconnected"' in streaming.whole()
-    assert stage.told("sim/dead") in NEXT or stage.server("sim/dead")["restarts"] == 1, "unless it is up again so soon"
+    assert stage.error_of("sim/dead") in NEXT or stage.server("sim/dead")["restarts"] == 1, "unless it is up again so soon"
     stage.check_it_is_over("sim/dead", restarts=1)
 
 
@@ -131,9 +131,9 @@ def test_a_dead_engine_behind_a_living_server(stage: Stage) -> None:
 def test_a_port_that_is_taken(stage: Stage) -> None:
     port = stage.holder.getsockname()[1]
     taken = f"port {port} of 127.0.0.1 is taken by process {os.getpid()} ("
-    wait_for(lambda: taken in stage.gateway.said)
+    wait_for(lambda: taken in stage.gateway.output)
     assert taken in stage.server("sim/port")["reason"] and stage.server("sim/port")["condition"] != "up"
-    assert stage.gateway.ask(model="sim/port").json()["error"]["code"] in ("no_healthy_server", "model_loading")
+    assert stage.gateway.request(model="sim/port").json()["error"]["code"] in ("no_healthy_server", "model_loading")
     stage.holder.close()
     wait_for(lambda: stage.server("sim/port")["condition"] == "up", 90)
     wait_for(lambda: responds(stage.gateway, "sim/port"))
@@ -148,7 +148,9 @@ def test_what_a_starting_server_says_is_shown(stage: Stage) -> None:
 def test_a_hung_server(stage: Stage) -> None:
     assert stage.hung is not None
     wait_for(lambda: stage.server("sim/hung")["condition"] != "up", HUNG_WITHIN)
-    wait_for(lambda: stage.told("sim/hung", timeout=5) in ("no_healthy_server", "model_loading"))  # after the workers received the snapshot
+    wait_for(
+        lambda: stage.error_of("sim/hung", timeout=5) in ("no_healthy_server", "model_loading")
+    )  # after the workers received the snapshot
     assert re.search('"code":"upstream_(disconnected|timeout)"', stage.hung.whole())
-    wait_for(lambda: "it is restarted: no response within 10 s" in stage.gateway.said, HUNG_WITHIN)
+    wait_for(lambda: "it is restarted: no response within 10 s" in stage.gateway.output, HUNG_WITHIN)
     stage.check_it_is_over("sim/hung", restarts=1)

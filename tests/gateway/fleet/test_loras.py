@@ -30,7 +30,7 @@ def get(running: Gateway, path: str, key: str) -> httpx2.Response:
 
 @pytest.mark.parametrize(("asked", "answered"), [("sim/sql", "sim/sql"), ("sql", "sim/sql"), ("sim/chat", "sim/chat"), ("one", "sim/one")])
 def test_each_name_reaches_its_adapter_on_the_server_of_the_base(running: Gateway, asked: str, answered: str) -> None:
-    response = running.ask(model=asked)
+    response = running.request(model=asked)
     assert (response.status_code, response.json()["model"]) == (200, answered)
     line = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",error="",model="{answered}"}}'
     wait_for(lambda: running.metric(line) >= 1)  # a request is counted when it has finished, shortly after its response
@@ -63,4 +63,4 @@ def test_an_adapter_of_a_server_that_the_gateway_does_not_launch_is_requested_by
     found = {"id": "far", "servers": [{"url": running.url, "model": "one", "api_key": {"file": "key"}}], "loras": [{"id": "sim/sql"}]}
     (tmp_path / "key").write_text(KEY)
     with gateway(tmp_path, configuration(found)) as second:
-        assert [second.ask(model=name).json()["model"] for name in ("far", "sim/sql")] == ["sim/one", "sim/sql"]
+        assert [second.request(model=name).json()["model"] for name in ("far", "sim/sql")] == ["sim/one", "sim/sql"]

@@ -41,13 +41,13 @@ async def test_an_added_model_starts_and_a_removed_model_drains(tmp_path: Path) 
         streams = await one.streams(A, 4, seconds=SECONDS)
         await one.reload(eager(B), workers=2, drain="500ms")
         assert one.report.engines()[f"{A}#0"].model == A, "its own metrics are to be had to its end"
-        refused = await one.ask(A)
+        refused = await one.request(A)
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
         await held(
             lambda: psutil.pid_exists(pid), 0.7, *streams
         )  # its requests are still open, and are not cut when the drain's time has passed
         await one.reaches(B, "ready")
-        assert (await one.ask(B)).status_code == 200
+        assert (await one.request(B)).status_code == 200
         assert all(map(whole, await asyncio.gather(*streams)))
         await until(lambda: not psutil.pid_exists(pid), 60.0)
         await until(lambda: [snapshot.name for snapshot in one.control.launcher.statuses()] == [f"{B}#0"])
@@ -84,7 +84,7 @@ async def test_a_model_that_starts_slowly_does_not_delay_the_others(tmp_path: Pa
         await held(lambda: one.control.readiness.not_ready() is None, 0.5)
         await one.reaches(A, "ready")
         assert one.control.readiness.not_ready() is None and one.state(B) == "starting"
-        refused = await one.ask(B)
+        refused = await one.request(B)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_loading")
 
 
@@ -93,10 +93,10 @@ async def test_a_model_that_is_removed_and_added_again_while_it_drains_keeps_its
         [pid] = one.pids(A)
         streams = await one.streams(A, 2, seconds=SECONDS)
         await one.reload(eager(B))
-        await until(lambda: "is draining" in one.said.getvalue())
+        await until(lambda: "is draining" in one.output.getvalue())
         await one.reload(eager(A), eager(B))
         await one.reaches(A, "ready")
-        assert (await one.ask(A)).status_code == 200
+        assert (await one.request(A)).status_code == 200
         assert all(map(whole, await asyncio.gather(*streams)))
         assert one.pids(A) == [pid]
 
@@ -127,7 +127,7 @@ async def test_a_launch_that_cannot_start_is_rejected_and_the_healthy_server_sta
         [problem] = rejected.problems
         assert re.match(r".*gateway\.yaml:\d+: ", problem) and why in problem
         assert one.control.history.counts == {"success": 0, "failure": 1}
-        assert one.pids(A) == [pid] and (await one.ask(A)).status_code == 200
+        assert one.pids(A) == [pid] and (await one.request(A)).status_code == 200
         assert (await one.reload(good, eager(B))).successful, "the rest of the file can be changed"
         await one.reaches(B, "ready")
         assert one.pids(A) == [pid]
@@ -161,7 +161,7 @@ async def test_an_interrupted_change_is_still_applied(tmp_path: Path, way: str) 
             await stopping
         else:
             await one.reload(eager(B))
-            await until(lambda: "is draining" in one.said.getvalue())
+            await until(lambda: "is draining" in one.output.getvalue())
             await one.reload(eager(A, args=CHANGED), eager(B))
         assert all(map(whole, await asyncio.gather(*streams)))
         await until(lambda: one.state(A) == "ready" and all("4096" in psutil.Process(pid).cmdline() for pid in one.pids(A)), 60.0)
@@ -176,7 +176,7 @@ async def test_only_the_changed_model_is_restarted_one_replica_after_the_other(t
         async def client() -> int:
             count = 0
             while not stop.is_set():
-                reply = await one.ask(A)
+                reply = await one.request(A)
                 assert reply.status_code == 200, reply.text
                 count += 1
             return count
@@ -234,7 +234,7 @@ async def test_a_change_that_cannot_start_spares_the_other_replicas_and_can_be_r
         await one.reload(eager(A, replicas=2, args={"reasoning-parser": "no_such_parser"}))
         await until(lambda: any(each["state"] in ("failed", "backing_off") for each in one.status(A)["servers"]), 30.0)
         await held(lambda: one.pids(A)[-1] == before[-1], 1.0)
-        assert (await one.ask(A)).status_code == 200
+        assert (await one.request(A)).status_code == 200
         await one.reload(eager(A, replicas=2))
         await until(lambda: sum(each["condition"] == "up" for each in one.status(A)["servers"]) == 2, 60.0)
         assert one.pids(A)[1] == before[1]
@@ -278,19 +278,19 @@ async def _renamed(tmp_path: Path, place: dict[str, Any]) -> None:
         await held(lambda: one.state(B) == "stopped" and psutil.pid_exists(pid), 1.0, *streams)
         assert whole(await streams[0])
         await one.reaches(B, "ready")
-        assert not psutil.pid_exists(pid) and "could not start" not in one.said.getvalue()
-        assert (await one.ask(B)).status_code == 200
+        assert not psutil.pid_exists(pid) and "could not start" not in one.output.getvalue()
+        assert (await one.request(B)).status_code == 200
 
 
 async def test_a_sleeping_or_stopped_model_wakes_with_the_new_settings(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A, idle_sleep="300ms"), on_demand(B)) as one:
-        assert (await one.ask(A)).status_code == 200
+        assert (await one.request(A)).status_code == 200
         await one.reaches(A, "sleeping")
         await one.reload(on_demand(A, idle_sleep="1h", args=CHANGED), on_demand(B, args=CHANGED))
         await one.reaches(A, "stopped")
         assert one.state(B) == "stopped"
         for name in (A, B):
-            assert (await one.ask(name)).status_code == 200
+            assert (await one.request(name)).status_code == 200
             assert "4096" in psutil.Process(one.pids(name)[0]).cmdline()
 
 
@@ -305,7 +305,7 @@ async def test_a_model_that_the_operator_stopped_stays_stopped(tmp_path: Path) -
 
 async def test_requests_queued_for_a_removed_model_are_refused(tmp_path: Path) -> None:
     async with controlled(tmp_path, on_demand(A, args={"sim-listen-after": 60}), eager(B)) as one:
-        waiting = asyncio.create_task(one.ask(A))
+        waiting = asyncio.create_task(one.request(A))
         await until(lambda: one.status(A)["queued"] == 1)
         await one.reload(eager(B))
         reply = await waiting
@@ -330,12 +330,12 @@ async def test_a_model_that_moves_to_other_servers_is_never_without_one(tmp_path
 
         async def client() -> None:
             while not stop.is_set():
-                reply = await one.ask("far")
+                reply = await one.request("far")
                 assert reply.status_code == 200, reply.text
 
         clients = [asyncio.create_task(client()) for _ in range(3)]
         for step in range(6):
             await one.reload(*both, moved("ba"[step % 2], aliases=[f"alias-{step}"]))
-            assert (await one.ask(f"alias-{step}")).json()["model"] == ("sim/b", "sim/a")[step % 2]
+            assert (await one.request(f"alias-{step}")).json()["model"] == ("sim/b", "sim/a")[step % 2]
         stop.set()
         await asyncio.gather(*clients)

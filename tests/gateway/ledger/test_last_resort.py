@@ -69,13 +69,13 @@ def test_on_a_full_disk_no_row_is_lost_silently(tmp_path: Path) -> None:
     (tmp_path / "gateway.yaml").write_text(json.dumps(config))
     with gateway(tmp_path, None, line=full_disk.line(tmp_path, place)) as one:
         disk = Disk(one, place)
-        first = one.ask().headers["x-request-id"]
+        first = one.request().headers["x-request-id"]
         wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 1, 60)
         assert in_database(disk) == {first}
 
         disk.fill()
-        asked = {one.ask().headers["x-request-id"] for _ in range(REQUESTS)}
-        wait_for(lambda: waiting(one) == REQUESTS and one.get("/status").json()["ledger"]["away"], why=lambda: one.said)
+        asked = {one.request().headers["x-request-id"] for _ in range(REQUESTS)}
+        wait_for(lambda: waiting(one) == REQUESTS and one.get("/status").json()["ledger"]["away"], why=lambda: one.output)
         state = one.get("/status").json()
         assert (state["ledger"]["memory_rows"], state["ledger"]["waiting_rows"], state["ledger"]["dropped_rows"]) == (REQUESTS, REQUESTS, 0)
         assert state["ledger"]["memory_bytes"] == one.metric("vllm_gateway_ledger_memory_bytes") > 0
@@ -83,19 +83,19 @@ def test_on_a_full_disk_no_row_is_lost_silently(tmp_path: Path) -> None:
         assert [one.metric(f'vllm_gateway_dependency_up{{dependency="ledger_{part}"}}') for part in ("database", "spool")] == [0, 0]
 
         disk.free()
-        wait_for(lambda: waiting(one) == 0 and one.get("/readyz").json() == {"status": "ready", "reasons": []}, 60, why=lambda: one.said)
+        wait_for(lambda: waiting(one) == 0 and one.get("/readyz").json() == {"status": "ready", "reasons": []}, 60, why=lambda: one.output)
         wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 1 + REQUESTS, 60)
         assert in_database(disk) == {first, *asked}
-        assert "the ledger's spool can be written again" in one.said
+        assert "the ledger's spool can be written again" in one.output
 
         disk.fill()
-        lost = {one.ask().headers["x-request-id"] for _ in range(REQUESTS)}
+        lost = {one.request().headers["x-request-id"] for _ in range(REQUESTS)}
         wait_for(lambda: waiting(one) == REQUESTS)
         assert one.stop() == 0
-    rows = written(one.said)
+    rows = written(one.output)
     assert {row["id"] for row in rows} == lost and len(rows) == REQUESTS
-    assert f"{REQUESTS} rows of the ledger cannot be stored" in one.said
-    assert "Hello" not in one.said and KEY not in one.said
+    assert f"{REQUESTS} rows of the ledger cannot be stored" in one.output
+    assert "Hello" not in one.output and KEY not in one.output
 
 
 @pytest.mark.timeout(240)
@@ -107,12 +107,12 @@ def test_a_spool_that_is_full_is_shown_and_rows_go_to_the_database(tmp_path: Pat
     (tmp_path / "gateway.yaml").write_text(json.dumps(config))
     with gateway(tmp_path, None, line=full_disk.line(tmp_path, place)) as one:
         Disk(one, place).fill()
-        one.ask()
+        one.request()
         wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 1, 60)
         assert one.get("/readyz").json() == {"status": "degraded", "reasons": ["ledger_spool is down"]}
         assert waiting(one) == 0
         Disk(one, place).free()
-        wait_for(lambda: one.get("/readyz").json()["status"] == "ready", 60, why=lambda: one.said)
+        wait_for(lambda: one.get("/readyz").json()["status"] == "ready", 60, why=lambda: one.output)
 
 
 @pytest.mark.timeout(240)
@@ -123,8 +123,8 @@ def test_workers_whose_control_is_killed_write_out_what_the_full_disk_does_not_t
     (tmp_path / "gateway.yaml").write_text(json.dumps(config))
     with gateway(tmp_path, None, line=full_disk.line(tmp_path, place)) as one:
         Disk(one, place).fill()
-        asked = {one.ask().headers["x-request-id"] for _ in range(3)}
+        asked = {one.request().headers["x-request-id"] for _ in range(3)}
         wait_for(lambda: waiting(one) == 3)
         one.process.kill()
         one.process.wait()
-        wait_for(lambda: {row["id"] for row in written(one.said)} >= asked, why=lambda: one.said)
+        wait_for(lambda: {row["id"] for row in written(one.output)} >= asked, why=lambda: one.output)

@@ -54,7 +54,7 @@ async def ask_wholly(port: int, number: int) -> None:
     path = ENDPOINTS[number % len(ENDPOINTS)]
     stream = {"stream": number % 2 == 0} if path != "/v1/embeddings" else {}
     async with client(port) as asking:
-        reply = await asking.ask(request({**body(path, number), **stream, "simulate": FAST}, path))
+        reply = await asking.request(request({**body(path, number), **stream, "simulate": FAST}, path))
         assert reply.status == 200 and reply.whole, reply.body
 
 
@@ -77,7 +77,7 @@ async def be_refused(port: int, number: int) -> None:
         {"simulate": {"cut_before_headers": True}},
     ]
     async with client(port) as asking:
-        await asking.ask(request({**body("/v1/chat/completions", number), **kinds[number % len(kinds)]}))
+        await asking.request(request({**body("/v1/chat/completions", number), **kinds[number % len(kinds)]}))
 
 
 async def run_mixed(port: int, count: int) -> None:
@@ -188,7 +188,7 @@ def test_what_a_server_had_in_its_cache_is_part_of_the_prompt(tmp_path: Path, pa
         config = configuration({"id": MODEL, "servers": [{"url": server.url}]}) | {"ledger": "sqlite:///usage.db"}
         with gateway(tmp_path, config) as one:
             for stream in (False, True, False):
-                assert one.ask(path, **asked, stream=stream).status_code == 200
+                assert one.request(path, **asked, stream=stream).status_code == 200
             wait_for(lambda: len(rows(one)) == 3)
             found = sorted(rows(one), key=lambda row: row["time"])
         entries = [entry for entry in server.requests() if (entry["method"], entry["path"]) == ("POST", path)]
@@ -197,7 +197,7 @@ def test_what_a_server_had_in_its_cache_is_part_of_the_prompt(tmp_path: Path, pa
 
 
 def test_the_admin_port_and_the_command_say_the_same(one: Gateway) -> None:
-    one.ask(model=ANY)
+    one.request(model=ANY)
     wait_for(lambda: any(each["model"] == ANY for each in rows(one)))
     shown = one.get(f"/usage?by=key,model&model={ANY}")
     assert (shown.status_code, shown.headers["cache-control"]) == (200, "no-store")

@@ -14,7 +14,7 @@ from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import LOST, UsageRow, decode, frames
 from tests.support.running import KEY, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, ask, chat, client, event, request
+from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, chat, client, event, request, request_once
 
 TERMS: dict[str, Any] = {"team": "research", "labels": {"cost_center": "17"}}
 
@@ -55,9 +55,9 @@ async def _endless(talk: Conversation) -> None:
 async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> None:
     async with (
         scripted(_completion) as server,
-        serving([model(server.port, price=(0.5, 2.0))], [key(**TERMS)], books=Recorder(journal)) as served,
+        serving([model(server.port, price=(0.5, 2.0))], [key(**TERMS)], ledger=Recorder(journal)) as served,
     ):
-        reply = await ask(served.port, request(chat(user="u", metadata={"a": "b"})))
+        reply = await request_once(served.port, request(chat(user="u", metadata={"a": "b"})))
         (row,) = rows(journal)
     assert (row.id, row.key, row.team, row.labels) == (reply.headers["x-request-id"], "team-a", "research", {"cost_center": "17"})
     assert (row.model, row.server, row.endpoint, row.stream) == ("tiny", "tiny#0", "/v1/chat/completions", False)
@@ -68,8 +68,8 @@ async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> N
 
 
 async def test_a_stream_is_counted_by_the_server_though_its_client_did_not_ask(journal: Journal) -> None:
-    async with scripted(_stream) as server, serving([model(server.port)], books=Recorder(journal)) as served:
-        assert b"usage" not in (await ask(served.port, request(chat(stream=True)))).body
+    async with scripted(_stream) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+        assert b"usage" not in (await request_once(served.port, request(chat(stream=True)))).body
         (row,) = rows(journal)
     assert (row.stream, row.prompt, row.generated, row.cost, row.chunks) == (True, 3, (2, False), None, 0)
     assert row.first_token is not None
@@ -82,10 +82,10 @@ async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> 
     ]  # fmt: skip
     async with (
         scripted(_completion) as server,
-        serving([model(server.port)], books=Recorder(journal), ledger_user=True, ledger_metadata=True) as served,
+        serving([model(server.port)], ledger=Recorder(journal), ledger_user=True, ledger_metadata=True) as served,
     ):
         for body in bodies:
-            assert (await ask(served.port, request(chat(**body)))).status == 200
+            assert (await request_once(served.port, request(chat(**body)))).status == 200
         first, *others, last = rows(journal)
     assert (first.user, first.metadata) == ("user" + 251 * "x", {"order": "7"})
     assert {(row.user, row.metadata is None) for row in others} == {(None, True)}
@@ -93,10 +93,10 @@ async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> 
 
 
 async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> None:
-    async with scripted(_completion) as server, serving([model(server.port)], [key(**TERMS)], books=Recorder(journal)) as served:
+    async with scripted(_completion) as server, serving([model(server.port)], [key(**TERMS)], ledger=Recorder(journal)) as served:
         for body, token in ((chat(model="nobody"), KEY), (b"{", KEY), (chat(), "sk-wrong"), (chat(), None)):
-            await ask(served.port, request(body, token=token))
-        await ask(served.port, request(b"", "/v1/models", method="GET"))
+            await request_once(served.port, request(body, token=token))
+        await request_once(served.port, request(b"", "/v1/models", method="GET"))
         found = rows(journal)
     assert [(row.status, row.code, row.model, row.team, row.prompt) for row in found] == [
         (404, "model_not_found", None, "research", None),
@@ -107,12 +107,12 @@ async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> No
 async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journal: Journal) -> None:
     async with (
         scripted(_endless) as server,
-        serving([model(server.port, price=(1.0, 2.0))], books=Recorder(journal)) as served,
+        serving([model(server.port, price=(1.0, 2.0))], ledger=Recorder(journal)) as served,
         client(served.port) as one,
     ):
         one.send(request(chat(stream=True)))
         await one.events(4)
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
     assert (row.status, row.incomplete, row.prompt, row.completion) == (499, "client", None, None)
@@ -131,11 +131,11 @@ async def test_events_that_come_together_count_each(journal: Journal, together: 
             await asyncio.sleep(0.05)
         await talk.closed_by_peer()
 
-    async with scripted(several) as server, serving([model(server.port)], books=Recorder(journal)) as served, client(served.port) as one:
+    async with scripted(several) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
         one.send(request(chat(stream=True, n=2)))
         for _ in range(3 * together):
             await one.reader.readuntil(event)
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
     assert row.generated == (3 * together - 1, True)
@@ -152,10 +152,10 @@ async def test_of_several_answers_with_a_count_each_the_events_are_counted(journ
                 await talk.chunk(counted(index, tokens))
         await talk.closed_by_peer()
 
-    async with scripted(several) as server, serving([model(server.port)], books=Recorder(journal)) as served, client(served.port) as one:
+    async with scripted(several) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
         one.send(request(chat(stream=True, n=3)))
         await one.reader.readuntil(counted(2, 4))
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
     assert (row.completion, row.generated) == (4, (11, True))
@@ -170,10 +170,10 @@ async def _left_behind(journal: Journal, events: list[bytes], path: str) -> Usag
             await talk.chunk(each)
         await talk.closed_by_peer()
 
-    async with scripted(stays) as server, serving([model(server.port)], books=Recorder(journal)) as served, client(served.port) as one:
+    async with scripted(stays) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
         one.send(request(chat(stream=True, stream_options={"include_usage": True}), path))
         await one.events(len(events))
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
         return row
@@ -212,8 +212,8 @@ async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Jour
             await talk.chunk(each)
         await talk.end_stream()
 
-    async with scripted(silent) as server, serving([model(server.port)], books=Recorder(journal)) as served:
-        assert (await ask(served.port, request(chat(stream=True)))).status == 200
+    async with scripted(silent) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+        assert (await request_once(served.port, request(chat(stream=True)))).status == 200
         (row,) = rows(journal)
     assert (row.incomplete, row.completion, row.generated) == (None, None, (4, True))
 
@@ -227,15 +227,15 @@ async def test_an_answer_whose_client_leaves_before_its_end_is_read_for_its_coun
 
     async with (
         scripted(large) as server,
-        serving([model(server.port, rewrite=renamed)], books=Recorder(journal)) as served,
+        serving([model(server.port, rewrite=renamed)], ledger=Recorder(journal)) as served,
         client(served.port) as one,
     ):
         one.send(request())
         await one.reader.readexactly(50_000)
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
-        assert (await ask(served.port, request())).status == 200 and server.accepted == 1, "and its connection is as good as any"
+        assert (await request_once(served.port, request())).status == 200 and server.accepted == 1, "and its connection is as good as any"
     assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (2, False))
 
 
@@ -245,10 +245,10 @@ async def test_an_answer_that_does_not_come_to_its_end_is_not_waited_for(journal
         await talk.write(COMPLETION[:20])
         await talk.closed_by_peer()
 
-    async with scripted(stuck) as server, serving([model(server.port)], books=Recorder(journal)) as served, client(served.port) as one:
+    async with scripted(stuck) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
         one.send(request())
         await one.reader.readuntil(COMPLETION[:20])
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.inline_tasks, 30.0)
         (row,) = rows(journal)
     assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", None, (None, False))
@@ -262,8 +262,8 @@ async def test_a_stream_that_the_server_breaks_off_is_estimated_too(journal: Jou
             await asyncio.sleep(0.05)
         talk.writer.transport.abort()
 
-    async with scripted(breaks) as server, serving([model(server.port)], books=Recorder(journal)) as served:
-        await ask(served.port, request(chat(stream=True)))
+    async with scripted(breaks) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+        await request_once(served.port, request(chat(stream=True)))
         (row,) = rows(journal)
     assert (row.incomplete, row.code) == ("upstream", "upstream_disconnected")
     assert row.generated == (2, True)
@@ -272,14 +272,14 @@ async def test_a_stream_that_the_server_breaks_off_is_estimated_too(journal: Jou
 async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) -> None:
     async with (
         scripted(_endless) as server,
-        serving([model(server.port)], [key(**TERMS)], books=Recorder(journal)) as served,
+        serving([model(server.port)], [key(**TERMS)], ledger=Recorder(journal)) as served,
         client(served.port) as one,
     ):
         one.send(request(chat(stream=True)))
         await one.events(1)
         (payload,) = journal.open_rows()
         row = decode(payload)
-        one.leave()
+        one.disconnect()
         await until(lambda: not served.inline_tasks)
         (settled,) = rows(journal)
     assert (row.id, row.incomplete, row.status, row.cost) == (settled.id, LOST, None, None)
@@ -303,7 +303,7 @@ async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journa
 
     async with scripted(waits) as server:
         dear, other = model(server.port, price=(1.0, 2.0)), model(server.port, identity="other", price=(5.0, 5.0))
-        async with serving([dear, other], books=Recorder(journal)) as served, client(served.port) as one:
+        async with serving([dear, other], ledger=Recorder(journal)) as served, client(served.port) as one:
             one.send(request(chat(stream=True)))
             await one.events(1)
             left = [other] if later is None else [model(server.port, price=later), other]
@@ -312,7 +312,7 @@ async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journa
             await until(lambda: not served.inline_tasks)
             (row,) = rows(journal)
             assert (row.model, row.prompt, row.completion, row.cost) == ("tiny", 3, 2, 3 * 1000 + 2 * 2000)
-            await ask(served.port, request(chat(stream=True)))
+            await request_once(served.port, request(chat(stream=True)))
             (row,) = rows(journal)
     assert (row.model, row.cost) == ((None, None) if later is None else ("tiny", 5 * 9000))
 
@@ -328,8 +328,8 @@ async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Jou
 
     async with scripted(waits) as server:
         models = [model(identity="tiny", fallbacks=("other",), price=(5.0, 5.0)), model(server.port, identity="other", price=(1.0, 2.0))]
-        async with serving(models, books=Recorder(journal)) as served:
-            reply = asyncio.create_task(ask(served.port, request(chat())))
+        async with serving(models, ledger=Recorder(journal)) as served:
+            reply = asyncio.create_task(request_once(served.port, request(chat())))
             await asked.wait()
             served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=(replace(models[0], fallbacks=()),)))
             go_on.set()
@@ -340,8 +340,8 @@ async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Jou
 
 async def test_no_room_fails_no_request() -> None:
     journal = Journal.create("test", 64, 0)
-    async with scripted(_completion) as server, serving([model(server.port)], books=Recorder(journal)) as served:
+    async with scripted(_completion) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
         for _ in range(3):
-            assert (await ask(served.port, request(chat()))).status == 200
+            assert (await request_once(served.port, request(chat()))).status == 200
     assert (journal.dropped, rows(journal)) == (3, [])
     journal.close()

@@ -18,7 +18,7 @@ from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
 from tests.support.ports import refusing
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
-from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Reply, ask, chat, client, request
+from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Reply, chat, client, request, request_once
 
 USED = 5
 """Tokens in the `usage` of a response of these servers."""
@@ -59,7 +59,7 @@ def prompt(text: str, **fields: Any) -> dict[str, Any]:
 
 
 async def statuses(served: Served, times: int, data: bytes) -> list[int]:
-    return [(await ask(served.port, data)).status for _ in range(times)]
+    return [(await request_once(served.port, data)).status for _ in range(times)]
 
 
 def limited_total(served: Served, reason: str, identity: str = "team-a") -> float:
@@ -92,7 +92,7 @@ def ratelimits(reply: Reply) -> dict[str, str]:
 async def test_requests_per_minute() -> None:
     async with gateway(limited(requests_per_minute=3)) as (served, server):
         began = monotonic()
-        replies = [await ask(served.port, request(chat())) for _ in range(5)]
+        replies = [await request_once(served.port, request(chat())) for _ in range(5)]
         passed = monotonic() - began
         assert [reply.status for reply in replies] == [200, 200, 200, 429, 429]
         assert [ratelimits(reply)["remaining-requests"] for reply in replies] == ["2", "1", "0", "0", "0"]
@@ -112,16 +112,16 @@ async def test_requests_per_minute() -> None:
 async def test_a_client_that_waits_for_retry_after_is_admitted(limits: Limits, body: dict[str, object]) -> None:
     data = request(body)
     async with gateway(key(allowances=(Allowance("key team-a", limits),))) as (served, _):
-        while (reply := await ask(served.port, data)).status == 200:
+        while (reply := await request_once(served.port, data)).status == 200:
             pass
         assert reply.status == 429
         await asyncio.sleep(int(reply.headers["retry-after"]))
-        assert (await ask(served.port, data)).status == 200
+        assert (await request_once(served.port, data)).status == 200
 
 
 async def test_a_refusal_comes_before_the_body() -> None:
     async with gateway(limited(requests_per_minute=1)) as (served, _):
-        await ask(served.port, request(chat()))
+        await request_once(served.port, request(chat()))
         async with client(served.port) as visitor:
             visitor.send(request(b"", extra=("x-note: the body never comes",)).replace(b"content-length: 0", b"content-length: 1000"))
             reply = await visitor.reply()
@@ -131,11 +131,11 @@ async def test_a_refusal_comes_before_the_body() -> None:
 async def test_tokens_are_reserved_and_settled() -> None:
     async with gateway(limited(tokens_per_minute=60)) as (served, _):  # one token is refilled each second, so time changes little
         began = monotonic()
-        reply = await ask(served.port, request(chat(max_tokens=20)))
+        reply = await request_once(served.port, request(chat(max_tokens=20)))
         assert int(ratelimits(reply)["remaining-tokens"]) >= 60 - USED, "a whole answer tells what is left behind it"
-        reply = await ask(served.port, request(chat(max_tokens=20)))
+        reply = await request_once(served.port, request(chat(max_tokens=20)))
         assert int(ratelimits(reply)["remaining-tokens"]) >= 60 - 2 * USED
-        reply = await ask(served.port, request(chat(max_tokens=100_000)))
+        reply = await request_once(served.port, request(chat(max_tokens=100_000)))
         assert reply.status == 429, "more than all of it waits until it is untouched"
         assert 2 * USED - (monotonic() - began) <= int(reply.headers["retry-after"]) <= 2 * USED
         assert limited_total(served, "tokens_per_minute") == 1
@@ -146,7 +146,7 @@ async def test_a_day_is_counted_by_usage_alone() -> None:
         assert await statuses(served, 20, request(chat(max_tokens=1000))) == [200] * 20
         assert await statuses(served, 2, request(chat(max_tokens=1000, stream=True))) == [200] * 2
         assert (counted(served).day, counted(served).month) == (22 * USED, 22 * USED)
-        reply = await ask(served.port, request(chat(max_tokens=1100)))
+        reply = await request_once(served.port, request(chat(max_tokens=1100)))
         assert reply.status == 429 and reply.error["code"] == "insufficient_quota"
         assert 0 < int(reply.headers["retry-after"]) <= 86400 and reply.headers["x-should-retry"] == "false"
         assert ratelimits(reply) == {}
@@ -180,7 +180,7 @@ async def test_a_refusal_reports_what_is_left_and_what_was_requested() -> None:
     async with gateway(limited(tokens_per_day=200)) as (served, _):
         assert await statuses(served, 6, request(chat(max_tokens=1))) == [200] * 6
         guess, day = len(orjson.dumps(chat())) // 4, "of the limit of 200 tokens per day only 170 are left (key team-a)."
-        reply = await ask(served.port, request(chat(max_tokens=160)))
+        reply = await request_once(served.port, request(chat(max_tokens=160)))
         guess = len(orjson.dumps(chat(max_tokens=160))) // 4
         fits = f"Set 'max_tokens' to at most {170 - guess}, or"
         assert message_without_wait(reply) == f"This request reserves {guess + 160} tokens, and {day} {fits}"
@@ -189,11 +189,13 @@ async def test_a_refusal_reports_what_is_left_and_what_was_requested() -> None:
         day = day.replace("170", "165")
         long = prompt("a" * 620, max_tokens=1)
         guess = len(orjson.dumps(long)) // 4
-        assert message_without_wait(await ask(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
+        assert (
+            message_without_wait(await request_once(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
+        )
         offset = served.context.limiter.buckets.holder("key team-a", Limits()).offset
         served.context.limiter.buckets.cells[offset + rules.DAY + rules.USED] = 200
         assert (
-            message_without_wait(await ask(served.port, request(chat(max_tokens=1))))
+            message_without_wait(await request_once(served.port, request(chat(max_tokens=1))))
             == "The limit of 200 tokens per day is reached (key team-a)."
         )
 
@@ -202,7 +204,7 @@ async def test_a_request_larger_than_the_limit_gets_no_retry_after() -> None:
     async with gateway(limited(tokens_per_day=20_000)) as (served, _):
         assert await statuses(served, 1, request(chat(max_tokens=1))) == [200]
         body = chat(max_tokens=32_000)
-        reply = await ask(served.port, request(body))
+        reply = await request_once(served.port, request(body))
         guess = len(orjson.dumps(body)) // 4
         assert reply.status == 429 and reply.error["code"] == "insufficient_quota"
         assert reply.error["message"] == (
@@ -215,7 +217,7 @@ async def test_a_request_larger_than_the_limit_gets_no_retry_after() -> None:
 async def test_refusals_by_a_minute_and_by_a_cost() -> None:
     async with gateway(limited(tokens_per_minute=2000, cost_per_month=0.5), price=(0.0, 1000.0)) as (served, _):
         assert await statuses(served, 1, request(chat(max_tokens=1))) == [200]
-        assert message_without_wait(await ask(served.port, request(chat(max_tokens=499)))) == (
+        assert message_without_wait(await request_once(served.port, request(chat(max_tokens=499)))) == (
             "This request reserves a cost of 0.499, and of the limit of a cost of 0.5 per month only 0.498 is left (key team-a)."
             " Set 'max_tokens' to at most 498, or"
         )
@@ -223,7 +225,7 @@ async def test_refusals_by_a_minute_and_by_a_cost() -> None:
         async with client(served.port) as first:
             first.send(request(prompt("stay", stream=True, max_tokens=12_000_000)))
             await first.reader.readuntil(HELLO)
-            message = message_without_wait(await ask(served.port, request(chat(max_tokens=12_000_000))))
+            message = message_without_wait(await request_once(served.port, request(chat(max_tokens=12_000_000))))
             assert " and of the limit of 20,000,000 tokens per minute only 8" in message and message.endswith(", or")
         await until(lambda: served.in_flight == 0)
 
@@ -239,7 +241,7 @@ async def test_costs_are_tokens_by_price() -> None:
 async def test_a_request_that_did_not_run_costs_no_tokens(text: str) -> None:
     async with gateway(limited(tokens_per_day=100_000, requests_per_minute=6)) as (served, _):
         fields = {} if text == "fail" else {"model": "unknown"}
-        reply = await ask(served.port, request(prompt(text, **fields)))
+        reply = await request_once(served.port, request(prompt(text, **fields)))
         assert reply.status in (400, 404)
         assert (counted(served).day, counted(served).in_flight) == (0, 0)
         assert ratelimits(reply)["remaining-requests"] == "5"
@@ -279,7 +281,7 @@ async def test_concurrent_requests() -> None:
             for visitor in (first, second):
                 visitor.send(request(prompt("stay", stream=True)))
                 await visitor.reader.readuntil(HELLO)
-            reply = await ask(served.port, request(chat()))
+            reply = await request_once(served.port, request(chat()))
             assert (reply.status, reply.headers["retry-after"], reply.error["code"]) == (429, "1", "rate_limit_exceeded")
         await until(lambda: served.in_flight == 0)
         assert await statuses(served, 3, request(chat())) == [200] * 3
@@ -301,7 +303,7 @@ async def test_usage_is_counted_as_soon_as_a_stream_is_done() -> None:
         first.send(request(chat(stream=True)))
         await first.reader.readuntil(DONE)
         known = counted(served)
-        first.leave()
+        first.disconnect()
         await until(lambda: not served.inline_tasks)
     assert (known.day, known.in_flight) == (USED, 0)
 
@@ -312,7 +314,7 @@ async def test_a_teams_keys_share_its_limits() -> None:
     async with gateway(one, two) as (served, _):
         assert await statuses(served, 2, request(chat(), token="sk-one")) == [200, 200]
         assert await statuses(served, 1, request(chat(), token="sk-two")) == [200]
-        reply = await ask(served.port, request(chat(), token="sk-one"))
+        reply = await request_once(served.port, request(chat(), token="sk-one"))
         assert reply.status == 429 and "team research" in str(reply.error["message"])
         assert ratelimits(reply)["limit-requests"] == "3", "the tightest one"
         assert (limited_total(served, "requests_per_minute", "one"), limited_total(served, "requests_per_minute", "two")) == (1, 0)
@@ -325,7 +327,7 @@ async def test_limits_for_some_models() -> None:
         assert await statuses(served, 5, request(chat(model="other"))) == [200, 200, 200, 200, 429], "what a row refuses takes no request"
         assert server.requests[0].json["max_tokens"] == 100
         assert "max_tokens" not in server.requests[1].json
-        assert (await ask(served.port, request(chat(model="nothing")))).status == 429
+        assert (await request_once(served.port, request(chat(model="nothing")))).status == 429
 
 
 @pytest.mark.parametrize("room", [True, False])
@@ -347,7 +349,7 @@ async def test_a_fallback_is_counted_as_itself(room: bool) -> None:
 
 async def test_the_length_of_a_response() -> None:
     async with gateway(limited(max_tokens=100)) as (served, server):
-        reply = await ask(served.port, request(chat(extra_body={"max_completion_tokens": 101})))
+        reply = await request_once(served.port, request(chat(extra_body={"max_completion_tokens": 101})))
         assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "invalid_value", "max_completion_tokens")
         assert await statuses(served, 1, request(chat(prompt="raw", messages=None))) == [200]
         assert await statuses(served, 1, request({"model": "tiny", "prompt": "a"}, "/v1/completions")) == [200]
@@ -384,6 +386,6 @@ async def test_form_requests_are_limited_too() -> None:
 
 async def test_a_key_without_limits_gets_no_ratelimit_headers() -> None:
     async with gateway(key()) as (served, _):
-        reply = await ask(served.port, request(chat()))
+        reply = await request_once(served.port, request(chat()))
         assert reply.status == 200 and ratelimits(reply) == {}
         assert served.total("limited_total") == 0

@@ -29,7 +29,7 @@ from tests.support.ports import refusing
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Client, Reply, ask, chat, client, request
+from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Client, Reply, chat, client, request, request_once
 from upstream.balancing.server import Condition
 
 LIMITS = Limits(
@@ -96,7 +96,7 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
     buckets, began = Buckets.private(), monotonic()
     one, both = buckets.holder("key one", LIMITS), buckets.holder("team", Limits(requests_per_minute=9, tokens_per_day=700))
     running: list[Any] = []
-    async with opened(server.place()) as store:
+    async with opened(server.store_config()) as store:
         for number, (kind, amount, what) in enumerate(steps):
             if kind == "come":
                 at, identity = moment(monotonic(), time()), str(number)
@@ -124,7 +124,7 @@ async def test_tokens_refilled_by_time_are_not_released_again(server: RedisServe
     """Time has refilled a reservation of 90 seconds ago, so its settlement releases nothing. A new reservation is released."""
     wanted = [(Holder("key a", Limits(requests_per_minute=2, tokens_per_minute=1000), 0), Amounts(1, 0, 400))]
     with server.client() as each:
-        async with opened(server.place()) as store:
+        async with opened(server.store_config()) as store:
             for name in ("r1", "r2"):
                 assert (await store.admit(name, wanted)).exceeded is None
             written = "vllm-gateway:reserved a worker", "r1 vllm-gateway:key a"
@@ -164,7 +164,7 @@ async def test_the_latest_other_day_is_remembered(server: RedisServer) -> None:
     holder, today = Holder("key a", Limits(tokens_per_day=10), 0), int(datetime.now(UTC).timestamp() // 86400)
     with server.client() as each:
         each.hset("vllm-gateway:key a", mapping={"d": today - 2, "dt": 7, "dc": 0, "od": today - 1, "odt": 3, "odc": 0})
-        async with opened(server.place()) as store:
+        async with opened(server.store_config()) as store:
             assert (await store.admit("r1", [(holder, Amounts(1, 1, 4))])).exceeded is None
         stored = each.hgetall("vllm-gateway:key a")
     now = int(datetime.now(UTC).timestamp() // 86400)
@@ -175,7 +175,7 @@ async def test_the_latest_other_day_is_remembered(server: RedisServer) -> None:
 async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     """Accept a reply that this process reads late, for example on a busy machine."""
     holder = Holder("key a", Limits(requests_per_minute=10), 0)
-    limits_store = server.place(patience=0.25)
+    limits_store = server.store_config(patience=0.25)
     async with opened(limits_store) as store:
         assert (await store.admit("r1", [(holder, Amounts(1, 1, 0))])).exceeded is None
         admission = asyncio.create_task(store.admit("r2", [(holder, Amounts(1, 1, 0))]))
@@ -204,7 +204,7 @@ async def test_replies_of_the_store(server: RedisServer) -> None:
 async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: RedisServer) -> None:
     holder = Holder("key a", Limits(requests_per_minute=100, concurrent=1), 0)
     wanted = [(holder, Amounts(1, 1))]
-    async with opened(server.place()) as store:
+    async with opened(server.store_config()) as store:
         for number in range(3):
             decision = await store.admit(f"r{number}", wanted)
             assert decision.exceeded is None
@@ -223,7 +223,7 @@ async def test_requests_do_not_wait_for_an_unavailable_store() -> None:
 
 async def test_a_change_of_state_is_reported_once_and_without_the_password(server: RedisServer) -> None:
     reported: list[str | None] = []
-    async with opened(server.place(), on_change=reported.append) as store:
+    async with opened(server.store_config(), on_change=reported.append) as store:
         await store.admit("r1", [(Holder("key a", Limits(requests_per_minute=100), 0), Amounts(1, 1))])
         assert reported == [None]
     echo = b"-ERR unknown command 'AUTH', with args beginning with: 'a-password'\r\n"
@@ -261,7 +261,7 @@ def test_the_clock_of_the_store_is_derived_from_the_local_clock() -> None:
 
 async def test_a_clock_that_is_set_forward_is_used_at_once(server: RedisServer) -> None:
     wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=1), 0), Amounts(1, 1, 10))]
-    async with opened(server.place()) as store:
+    async with opened(server.store_config()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         store.settle("r1", wanted, Amounts(1, 0, 5))
         store._clock._ahead -= 3600  # as if the clock of the store had been an hour behind until now
@@ -273,7 +273,7 @@ async def test_a_clock_that_is_set_forward_is_used_at_once(server: RedisServer) 
 async def test_leases_are_renewed_after_the_clock_is_set_forward(server: RedisServer) -> None:
     """Renew them even if no other request uses the store in the meantime."""
     wanted = [(Holder("key a", Limits(concurrent=1), 0), Amounts(1, 1, 10))]
-    async with opened(server.place()) as store:
+    async with opened(server.store_config()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         store._clock._ahead -= 3600  # as if the clock of the store had been an hour behind until now
         with server.client() as each:
@@ -288,7 +288,7 @@ async def test_leases_are_renewed_after_the_clock_is_set_forward(server: RedisSe
 async def test_nothing_is_reserved_for_a_gateway_that_has_stopped(server: RedisServer) -> None:
     """Ignore its requests that still wait in the socket, because no process would release them."""
     wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=5), 0), Amounts(1, 1, 10))]
-    async with opened(server.place(patience=1.0)) as store:
+    async with opened(server.store_config(patience=1.0)) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         server.signal(signal.SIGSTOP)
         try:
@@ -314,7 +314,7 @@ async def test_counts_are_right_wherever_a_connection_is_cut(server: RedisServer
     async def one(network: Chaos, number: int) -> tuple[str, float]:
         """Return the holder and its used tokens after the store has received them."""
         wanted = [(Holder(f"key {number}", Limits(tokens_per_day=1000, concurrent=1), 0), Amounts(1, 1, 900))]
-        async with opened(server.place(port=network.port, patience=0.9), f"worker {number}") as store:
+        async with opened(server.store_config(port=network.port, patience=0.9), f"worker {number}") as store:
             try:
                 assert (await store.admit("r1", wanted)).exceeded is None
             except StoreUnavailableError:
@@ -347,7 +347,7 @@ async def acknowledged(store: RedisStore) -> None:
 
 async def test_a_lost_settlement_is_sent_again(server: RedisServer) -> None:
     wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
-    async with opened(server.place()) as store:
+    async with opened(server.store_config()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         assert store._open_connection is not None
         store._open_connection.transport.abort()
@@ -370,7 +370,7 @@ async def test_a_settlement_that_the_store_cannot_write_is_sent_again(
 ) -> None:
     wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
     with server.client() as each:
-        async with opened(server.place()) as store:
+        async with opened(server.store_config()) as store:
             assert (await store.admit("r1", wanted)).exceeded is None
             each.execute_command(*full)
             try:
@@ -389,7 +389,7 @@ async def test_a_settlement_that_the_store_rejects_is_sent_once(server: RedisSer
     """Drop it: otherwise it would block all other settlements."""
     wanted = [(Holder(name, Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900)) for name in ("key a", "key b")]
     with server.client() as each:
-        async with opened(server.place()) as store:
+        async with opened(server.store_config()) as store:
             for identity, reservation in zip(("r1", "r2"), wanted, strict=True):
                 assert (await store.admit(identity, [reservation])).exceeded is None
             each.set("vllm-gateway:key a", "what somebody else has put here")
@@ -420,21 +420,21 @@ async def gateway(place: LimitsStore, **limits: Any) -> AsyncIterator[Served]:
 
 
 async def statuses(served: Served, times: int) -> list[int]:
-    return [(await ask(served.port, request(chat(max_tokens=1)))).status for _ in range(times)]
+    return [(await request_once(served.port, request(chat(max_tokens=1)))).status for _ in range(times)]
 
 
 async def test_two_workers_count_together(server: RedisServer) -> None:
-    async with gateway(server.place(), requests_per_minute=5) as one, gateway(server.place(), requests_per_minute=5) as two:
+    async with gateway(server.store_config(), requests_per_minute=5) as one, gateway(server.store_config(), requests_per_minute=5) as two:
         began = monotonic()
         assert await statuses(one, 3) == [200] * 3
         assert await statuses(two, 3) == [200, 200, 429]
-        reply = await ask(one.port, request(chat()))
+        reply = await request_once(one.port, request(chat()))
         assert (reply.status, reply.headers["x-ratelimit-remaining-requests"]) == (429, "0")
         assert 12 - (monotonic() - began) <= int(reply.headers["retry-after"]) <= 12
 
 
 async def test_an_exhausted_limit_refuses_before_the_body(server: RedisServer) -> None:
-    async with gateway(server.place(), requests_per_minute=1, tokens_per_minute=1000) as served:
+    async with gateway(server.store_config(), requests_per_minute=1, tokens_per_minute=1000) as served:
         assert await statuses(served, 2) == [200, 429]
         async with client(served.port) as visitor:
             visitor.send(request(b"").replace(b"content-length: 0", b"content-length: 1000"))
@@ -445,7 +445,7 @@ async def test_an_exhausted_limit_refuses_before_the_body(server: RedisServer) -
 
 async def test_an_exhausted_limit_that_a_reload_changes_admits_again(server: RedisServer) -> None:
     """Admit requests again after a reload has raised or removed the limit."""
-    async with gateway(server.place(), requests_per_minute=1, tokens_per_minute=1000) as served:
+    async with gateway(server.store_config(), requests_per_minute=1, tokens_per_minute=1000) as served:
         assert await statuses(served, 2) == [200, 429]
         for version, requests in enumerate((600_000, None), 2):
             allowance = Allowance("key team-a", Limits(requests_per_minute=requests, tokens_per_minute=1000))
@@ -459,7 +459,7 @@ async def test_an_exhausted_limit_that_a_reload_changes_admits_again(server: Red
 @pytest.mark.parametrize("gone", [False, True], ids=["", "and without limits for a while"])
 async def test_a_reload_keeps_the_reservations_in_the_store(server: RedisServer, gone: bool) -> None:
     """Keep the store when only `on_store_failure` changes: leases are renewed, and pending settlements are sent."""
-    async with gateway(server.place(), concurrent=1, tokens_per_day=5000) as served:
+    async with gateway(server.store_config(), concurrent=1, tokens_per_day=5000) as served:
         with server.client() as each:
             async with client(served.port) as visitor:
                 visitor.send(request(chat(max_tokens=1, stream=True)))
@@ -468,7 +468,7 @@ async def test_a_reload_keeps_the_reservations_in_the_store(server: RedisServer,
                 before = served.worker.snapshot
                 if gone:
                     served.worker.apply_snapshot(replace(before, version=2, keys=(key(),)))
-                served.worker.apply_snapshot(replace(before, version=3, limits_store=server.place(refuses=True)))
+                served.worker.apply_snapshot(replace(before, version=3, limits_store=server.store_config(refuses=True)))
                 await until(lambda: (each.zscore("vllm-gateway:key team-a leases", lease) or 0) > expiry)
             await until(lambda: each.zcard("vllm-gateway:key team-a leases") == 0)
         server.stop()
@@ -480,7 +480,7 @@ async def test_a_reload_keeps_the_reservations_in_the_store(server: RedisServer,
 
 async def test_a_reload_removes_the_store_while_a_body_is_received(server: RedisServer) -> None:
     """Release in memory only the amounts that were reserved in memory."""
-    async with gateway(server.place(), concurrent=1, tokens_per_day=5000) as served:
+    async with gateway(server.store_config(), concurrent=1, tokens_per_day=5000) as served:
         async with client(served.port) as visitor:
             data = request(chat(max_tokens=1))
             visitor.send(data[:-1])
@@ -496,9 +496,9 @@ async def test_a_reload_removes_the_store_before_a_fallback(server: RedisServer)
     rows = tuple(Allowance(f"key team-a for {name}", Limits(tokens_per_day=5000), (name,)) for name in ("tiny", "other"))
     async with scripted(respond) as upstream:
         models = [model(1, fallbacks=("other",), queue=Queue(size=1, wait=30.0)), model(upstream.port, identity="other")]
-        async with serving(models, [key(allowances=rows)], limits_store=server.place(), up=False) as served:
+        async with serving(models, [key(allowances=rows)], limits_store=server.store_config(), up=False) as served:
             served.worker.apply_health(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
-            queued = asyncio.create_task(ask(served.port, request(chat(max_tokens=1))))
+            queued = asyncio.create_task(request_once(served.port, request(chat(max_tokens=1))))
             await until(lambda: served.value("queued_requests", "tiny") == 1)
             served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, limits_store=None))
             served.worker.apply_health(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
@@ -506,7 +506,7 @@ async def test_a_reload_removes_the_store_before_a_fallback(server: RedisServer)
 
 
 async def test_tokens_are_settled_in_the_store(server: RedisServer) -> None:
-    async with gateway(server.place(), tokens_per_day=500, concurrent=1) as served:
+    async with gateway(server.store_config(), tokens_per_day=500, concurrent=1) as served:
         assert await statuses(served, 4) == [200] * 4
         with server.client() as each:
             await until(lambda: each.hget("vllm-gateway:key team-a", "dt") == b"20")
@@ -521,7 +521,7 @@ async def test_a_fallback_is_counted_as_itself(server: RedisServer) -> None:
     with refusing() as closed_port:
         async with scripted(respond) as upstream:
             models = [model(closed_port, fallbacks=("other",)), model(upstream.port, identity="other")]
-            async with serving(models, [one], limits_store=server.place()) as served:
+            async with serving(models, [one], limits_store=server.store_config()) as served:
                 assert await statuses(served, 3) == [200] * 3
                 with server.client() as each:
                     for holder, tokens in (("key team-a", b"15"), ("key team-a for tiny", b"0"), ("key team-a for other", b"15")):
@@ -531,12 +531,12 @@ async def test_a_fallback_is_counted_as_itself(server: RedisServer) -> None:
 
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_a_store_that_stops_and_starts_again(server: RedisServer, refuses: bool, caplog: pytest.LogCaptureFixture) -> None:
-    async with gateway(server.place(refuses=refuses), requests_per_minute=3) as served:
+    async with gateway(server.store_config(refuses=refuses), requests_per_minute=3) as served:
         assert await statuses(served, 4) == [200, 200, 200, 429]
         server.stop()
         try:
             if refuses:
-                replies = [await ask(served.port, request(chat())) for _ in range(3)]
+                replies = [await request_once(served.port, request(chat())) for _ in range(3)]
                 refusals = [(reply.status, reply.error["code"], reply.headers["retry-after"]) for reply in replies]
                 assert refusals == [(503, "overloaded", "1")] * 3
                 assert served.value("limited_total", "team-a", "store") == 3
@@ -550,7 +550,7 @@ async def test_a_store_that_stops_and_starts_again(server: RedisServer, refuses:
 
 
 async def test_a_store_that_hangs_delays_only_one_request(server: RedisServer) -> None:
-    limits_store, took = server.place(patience=0.25), list[float]()
+    limits_store, took = server.store_config(patience=0.25), list[float]()
     async with gateway(limits_store, requests_per_minute=1000) as served:
         assert await statuses(served, 1) == [200]
         server.signal(signal.SIGSTOP)
@@ -613,10 +613,10 @@ async def test_a_stall_of_the_store_loses_no_counts(server: RedisServer, refuses
         await talk.end_stream()
 
     async def streamed(visitor: Client, number: int) -> Reply:
-        return await visitor.ask(request(chat(stream=True, user=str(number), max_tokens=300)))
+        return await visitor.request(request(chat(stream=True, user=str(number), max_tokens=300)))
 
     allowance = Allowance("key team-a", Limits(tokens_per_day=50_000, concurrent=20))
-    limits_store = server.place(patience=2.0, refuses=refuses)
+    limits_store = server.store_config(patience=2.0, refuses=refuses)
     async with scripted(respond_in_time) as upstream:
         one = key(allowances=(allowance,))
         async with (
@@ -631,7 +631,7 @@ async def test_a_stall_of_the_store_loses_no_counts(server: RedisServer, refuses
             server.signal(signal.SIGSTOP)
             try:
                 end[0].set()
-                pending = [ask(served.port, request(chat(max_tokens=300))) for _ in range(6)]
+                pending = [request_once(served.port, request(chat(max_tokens=300))) for _ in range(6)]
                 ended, *replies = await asyncio.wait_for(asyncio.gather(streams[0], *pending), 60)
                 assert ended.status == 200 and {reply.status for reply in replies} == {503 if refuses else 200}
                 end[1].set()

@@ -13,7 +13,7 @@ from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
-from tests.support.running import board
+from tests.support.running import shared_counters
 
 FULL = "rate_limit_exceeded"
 TWO = Limits(requests_per_minute=2)
@@ -29,7 +29,7 @@ def subject(name: str, team: str | None = None) -> Key:
 def limiter(request: pytest.FixtureRequest) -> Iterator[Limiter]:
     memory = mmap.mmap(-1, request.param)
     struct.pack_into("<QQ", memory, 0, 1, 0)
-    with board() as counts:
+    with shared_counters() as counts:
         made = Limiter(WorkerMetrics(counts), Buckets(memory), lambda _: None)
         made.apply_snapshot(Snapshot(1, (ENTRY,), (), teams=LAB))
         yield made

@@ -18,7 +18,7 @@ from gateway.snapshot.snapshot import Allowance, BodyRules, Limits
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.way import way
-from tests.support.wire import Client, Reply, ask, client
+from tests.support.wire import Client, Reply, client, request_once
 
 PATH = "/v1/audio/transcriptions"
 BOUNDARY = "----form-5e2"
@@ -60,7 +60,7 @@ async def test_the_rest_is_sent_as_it_came(order: str, chunks: int) -> None:
     parts = ORDERS[order]
     async with scripted(answers) as server, serving([model(server.port, served="whisper-inside")]) as served, client(served.port) as one:
         for _ in range(2):
-            reply = await one.ask(form(*parts, chunks=chunks))
+            reply = await one.request(form(*parts, chunks=chunks))
             assert (reply.status, reply.body) == (200, ANSWER)
         seen = server.requests[0]
         assert seen.body == b"".join(parts).replace(b"\r\n\r\ntiny\r\n", b"\r\n\r\nwhisper-inside\r\n") + END
@@ -113,7 +113,7 @@ REFUSED = {
 async def test_what_is_refused_before_it_is_sent(name: str) -> None:
     data, status, code = REFUSED[name]
     async with scripted(answers) as server, serving([model(server.port), model(server.port, identity="secret")]) as served:
-        reply = await ask(served.port, data)
+        reply = await request_once(served.port, data)
         assert (reply.status, reply.error["code"]) == (status, code), reply.body
         assert server.requests == [] and served.in_flight == 0
 
@@ -197,7 +197,7 @@ async def test_a_form_without_its_end_is_refused(parts: tuple[bytes, ...]) -> No
     head, _, body = form(*parts, path="/i-1/1" + PATH).partition(b"\r\n\r\n")
     cut = body.removesuffix(END)
     async with scripted(answers) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
-        reply = await ask(served.port, head.replace(b"%d" % len(body), b"%d" % len(cut)) + b"\r\n\r\n" + cut)
+        reply = await request_once(served.port, head.replace(b"%d" % len(body), b"%d" % len(cut)) + b"\r\n\r\n" + cut)
         assert (reply.status, reply.error["code"]) == (400, "invalid_value")
         assert server.requests == []
 
@@ -206,14 +206,16 @@ async def test_field_names_are_read_in_one_charset() -> None:
     """In UTF-7 the second field is another ``model``: the server must not be told to read it so."""
     smuggled = part("+AG0AbwBkAGUAbA-", b"secret")
     async with scripted(answers) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, form(MODEL, smuggled, content_type=f"multipart/form-data; charset=utf-7; boundary={BOUNDARY}"))
+        reply = await request_once(
+            served.port, form(MODEL, smuggled, content_type=f"multipart/form-data; charset=utf-7; boundary={BOUNDARY}")
+        )
         assert reply.status == 200
         assert "charset" not in str(server.requests[0].header("content-type"))
 
 
 async def test_an_instance_needs_no_model() -> None:
     async with scripted(answers) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
-        assert (await ask(served.port, form(FILE, path="/i-1/1" + PATH))).body == ANSWER
+        assert (await request_once(served.port, form(FILE, path="/i-1/1" + PATH))).body == ANSWER
         assert server.requests[0].body == FILE + MODEL + END
 
 
@@ -224,7 +226,7 @@ async def test_the_default_model_serves_a_form_without_one(parts: tuple[bytes, .
     async with scripted(answers) as server:
         models = [model(server.port, served="inside"), model(server.port, identity="other")]
         async with serving(models, default_model="tiny") as served:
-            assert (await ask(served.port, form(*parts, chunks=chunks))).body == ANSWER
+            assert (await request_once(served.port, form(*parts, chunks=chunks))).body == ANSWER
             assert server.requests[0].body == b"".join(parts) + part("model", b"inside") + END
             assert served.context.records[0].model == "tiny"
 
@@ -273,7 +275,7 @@ async def standing(one: Client) -> int:
 async def test_a_form_over_the_limit_ends() -> None:
     async with scripted(answers) as server, serving([model(server.port)], body_limit=100_000) as served:
         for chunks in (0, 10_000):
-            reply: Reply = await ask(served.port, form(MODEL, part("file", b"x" * 200_000), chunks=chunks))
+            reply: Reply = await request_once(served.port, form(MODEL, part("file", b"x" * 200_000), chunks=chunks))
             assert (reply.status, reply.error["code"]) == (413, "request_too_large")
         assert server.requests == []
 
@@ -282,7 +284,7 @@ async def test_a_disconnect_during_an_upload() -> None:
     async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(form(MODEL, FILE)[:-200])
         await until(lambda: server.open == 1)
-        one.leave()
+        one.disconnect()
         await gone(served)
         await until(lambda: server.open == 0)
 
@@ -346,11 +348,11 @@ async def test_an_operators_rules_hold_wherever_the_model_stands() -> None:
     async with scripted(answers) as server, serving([model(server.port, body=rules)]) as served:
         for wrong in (part("prompt", b"x"), part("max_completion_tokens", b"11"), part("use_beam_search", b"1")):
             for parts in ((wrong, MODEL, FILE), (MODEL, FILE, wrong)):
-                reply = await ask(served.port, form(*parts))
+                reply = await request_once(served.port, form(*parts))
                 assert (reply.status, reply.error["code"]) == (400, "invalid_value")
         for fine in (part("vllm_xargs", b"{}"), part("max_completion_tokens", b"10"), part("n", b""), part("temperature", b"1" * 50)):
             for parts in ((fine, MODEL, FILE), (MODEL, FILE, fine)):
-                assert (await ask(served.port, form(*parts))).status == 200
+                assert (await request_once(served.port, form(*parts))).status == 200
 
 
 # What the gateway adds
@@ -429,7 +431,7 @@ async def test_streams_of_forms_are_counted(chunks: int, asked: bool) -> None:
     limited = key(allowances=(Allowance("key team-a", Limits(tokens_per_day=1000)),))
     async with scripted(tells) as server, serving([model(server.port)], [limited]) as served:
         parts = (MODEL, STREAM, USAGE, FILE) if asked else (MODEL, FILE, STREAM)
-        reply = await ask(served.port, form(*parts, chunks=chunks))
+        reply = await request_once(served.port, form(*parts, chunks=chunks))
         assert (reply.status, reply.body) == (200, text + count + done if asked else text + done)
         await until(lambda: served.total("tokens_total") == 37)
         assert served.context.records[-1].stream
@@ -456,7 +458,7 @@ async def test_the_stream_of_a_form_has_its_own_last_event() -> None:
         left.set()
         assert (served.context.records[0].status, served.context.records[0].incomplete) == (200, None)
 
-        reply = await ask(served.port, form(MODEL, STREAM, FILE))
+        reply = await request_once(served.port, form(MODEL, STREAM, FILE))
         assert reply.body.startswith(text + b'data: {"error":') and reply.body.endswith(done)
         await until(lambda: len(served.context.records) == 2)
         assert (served.context.records[1].code, served.context.records[1].incomplete) == ("upstream_disconnected", "upstream")
@@ -467,10 +469,10 @@ async def test_a_keys_bound_holds_for_forms() -> None:
     async with scripted(answers) as server, serving([model(server.port)], [limited]) as served:
         for wrong in (b"11", b"9999", b"11.0", b" 11", b"1_1", b"-1"):
             for parts in ((part("max_completion_tokens", wrong), MODEL, FILE), (MODEL, FILE, part("max_completion_tokens", wrong))):
-                reply = await ask(served.port, form(*parts))
+                reply = await request_once(served.port, form(*parts))
                 assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "invalid_value", "max_completion_tokens"), wrong
         assert server.requests == []
-        assert (await ask(served.port, form(MODEL, bound(10), FILE))).status == 200
-        assert (await ask(served.port, form(MODEL, FILE))).status == 200
+        assert (await request_once(served.port, form(MODEL, bound(10), FILE))).status == 200
+        assert (await request_once(served.port, form(MODEL, FILE))).status == 200
         assert server.requests[0].body == MODEL + bound(10) + FILE + END
         assert server.requests[1].body == MODEL + FILE + bound(10) + END

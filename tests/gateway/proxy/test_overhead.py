@@ -36,7 +36,7 @@ async def closes(talk: Conversation) -> None:
 async def test_a_servers_time_is_not_the_gateways(script: object) -> None:
     async with scripted(script) as server, serving([model(server.port)]) as served:  # type: ignore[arg-type]
         async with client(served.port) as one:
-            await one.ask(request(chat()))
+            await one.request(request(chat()))
         (record,) = served.context.records
     assert record.duration > PAUSE and record.overhead < record.duration - PAUSE / 2
 

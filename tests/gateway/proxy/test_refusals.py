@@ -12,7 +12,7 @@ from gateway.api.errors import ERRORS
 from gateway.api.routes import ROUTES
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
-from tests.support.wire import COMPLETION, Reply, ask, chat, client, request
+from tests.support.wire import COMPLETION, Reply, chat, client, request, request_once
 
 EXPIRED = "sk-an-expired-key"
 NARROW = "sk-a-narrow-key"
@@ -118,7 +118,7 @@ def check(reply: Reply, status: int, code: str, param: str | None) -> None:
 async def test_the_table(pair: tuple[Served, Scripted], name: str) -> None:
     served, server = pair
     data, status, code, param = CASES[name]
-    check(await ask(served.port, data), status, code, param)
+    check(await request_once(served.port, data), status, code, param)
     assert server.requests == []
     assert served.in_flight == 0
 
@@ -127,7 +127,7 @@ async def test_the_table(pair: tuple[Served, Scripted], name: str) -> None:
 @pytest.mark.parametrize(("token", "code"), [(None, "missing_api_key"), ("sk-unknown", "invalid_api_key"), (EXPIRED, "expired_api_key")])
 async def test_no_route_without_a_key(pair: tuple[Served, Scripted], path: str, token: str | None, code: str) -> None:
     served, server = pair
-    reply = await ask(served.port, request(path=path, token=token))
+    reply = await request_once(served.port, request(path=path, token=token))
     assert reply.status == 401
     if "/messages" in path:
         assert orjson.loads(reply.body)["error"]["type"] == "authentication_error"
@@ -140,7 +140,7 @@ async def test_no_route_without_a_key(pair: tuple[Served, Scripted], path: str, 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/tiny", "/i-7f3a/3900/v1/models"])
 async def test_no_list_without_a_key(pair: tuple[Served, Scripted], path: str) -> None:
     served, _ = pair
-    check(await ask(served.port, request(b"", path, method="GET", token=None)), 401, "missing_api_key", None)
+    check(await request_once(served.port, request(b"", path, method="GET", token=None)), 401, "missing_api_key", None)
     assert served.value("auth_failures_total", "missing") == 1
 
 
@@ -148,7 +148,7 @@ async def test_the_lists_show_what_the_key_may_use(pair: tuple[Served, Scripted]
     served, _ = pair
 
     async def ids(path: str, token: str) -> list[str]:
-        reply = await ask(served.port, request(b"", path, method="GET", token=token))
+        reply = await request_once(served.port, request(b"", path, method="GET", token=token))
         return [each["id"] for each in orjson.loads(reply.body)["data"]]
 
     assert await ids("/v1/models", KEY) == ["tiny", "secret", "hush"]
@@ -156,20 +156,20 @@ async def test_the_lists_show_what_the_key_may_use(pair: tuple[Served, Scripted]
     assert await ids("/i-7f3a/3900/v1/models", KEY) == ["tiny"]
     await until(lambda: served.total("requests_total") == 3)
     assert served.value("requests_total", "other", "/v1/models", "200") == 3  # wherever it was asked for
-    hidden = await ask(served.port, request(b"", "/v1/models/secret", method="GET", token=NARROW))
-    unknown = await ask(served.port, request(b"", "/v1/models/gpt-4", method="GET", token=NARROW))
+    hidden = await request_once(served.port, request(b"", "/v1/models/secret", method="GET", token=NARROW))
+    unknown = await request_once(served.port, request(b"", "/v1/models/gpt-4", method="GET", token=NARROW))
     check(hidden, 404, "model_not_found", "model")
     assert hidden.body.replace(b"secret", b"gpt-4") == unknown.body
-    by_alias = await ask(served.port, request(b"", "/v1/models/hush", method="GET"))
-    by_name = await ask(served.port, request(b"", "/v1/models/secret", method="GET"))
+    by_alias = await request_once(served.port, request(b"", "/v1/models/hush", method="GET"))
+    by_name = await request_once(served.port, request(b"", "/v1/models/secret", method="GET"))
     assert by_alias.body == by_name.body and orjson.loads(by_name.body)["aliases"] == ["hush"]
 
 
 async def test_forbidden_fields_do_not_reach_the_server(pair: tuple[Served, Scripted]) -> None:
     served, server = pair
     fields = dict.fromkeys(("priority", "request_id", "session_id", "cache_salt"), 1)
-    assert (await ask(served.port, request(chat(**fields)))).status == 200
-    assert (await ask(served.port, request(chat(extra_body=fields)))).status == 200
+    assert (await request_once(served.port, request(chat(**fields)))).status == 200
+    assert (await request_once(served.port, request(chat(extra_body=fields)))).status == 200
     assert [sorted(seen.json) for seen in server.requests] == [["messages", "model"]] * 2
 
 
@@ -228,18 +228,18 @@ async def test_an_anonymous_key_serves_clients_without_a_key() -> None:
         keys = [key(), key("nobody", "unused", anonymous=True, models=("tiny",)), key("old", EXPIRED, expires=1.0)]
         async with serving(models, keys) as served:
             for token, status in ((None, 200), ("not-needed", 200), ("dummy", 200), ("sk-wrong", 401), (EXPIRED, 401), (KEY, 200)):
-                assert (await ask(served.port, request(token=token))).status == status, token
-            assert (await ask(served.port, request(chat(model="secret"), token=None))).status == 404
+                assert (await request_once(served.port, request(token=token))).status == status, token
+            assert (await request_once(served.port, request(chat(model="secret"), token=None))).status == 404
             assert served.value("tokens_total", "nobody", "tiny", "prompt") == 9
 
 
 async def test_anthropics_clients_show_their_key_and_read_the_request_id_in_their_own_way(pair: tuple[Served, Scripted]) -> None:
     served, _ = pair
     own = (f"x-api-key: {KEY}",)
-    listed = await ask(served.port, request(b"", "/v1/models", method="GET", token=None, extra=own))
+    listed = await request_once(served.port, request(b"", "/v1/models", method="GET", token=None, extra=own))
     assert [each["id"] for each in orjson.loads(listed.body)["data"]] == ["tiny", "secret", "hush"]
-    answered = await ask(served.port, request(chat(max_tokens=5), "/v1/messages", token=None, extra=own))
+    answered = await request_once(served.port, request(chat(max_tokens=5), "/v1/messages", token=None, extra=own))
     assert answered.status == 200 and answered.headers["request-id"] == answered.headers["x-request-id"]
-    refused = await ask(served.port, request(chat(model="gpt-4"), "/v1/messages", token=None, extra=own))
+    refused = await request_once(served.port, request(chat(model="gpt-4"), "/v1/messages", token=None, extra=own))
     assert refused.headers["request-id"] == refused.headers["x-request-id"]
     assert orjson.loads(refused.body)["error"]["type"] == "not_found_error"

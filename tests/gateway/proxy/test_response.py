@@ -17,7 +17,7 @@ from tests.gateway.proxy.test_response_bytes import chunked, cut
 from tests.support.examples import examples
 from tests.support.running import key, model, serving, until
 from tests.support.scripted import Conversation, Script, scripted
-from tests.support.wire import COMPLETION, DONE, ROLE, Reply, ask, chat, request
+from tests.support.wire import COMPLETION, DONE, ROLE, Reply, chat, request, request_once
 
 COUNTED = b'"usage":{"input_tokens":15,"output_tokens":22}'
 START = b'event: message_start\ndata: {"type":"message_start","message":{"id":"m","usage":{"input_tokens":15,"output_tokens":0}}}\n\n'
@@ -45,7 +45,7 @@ def streams(*events: bytes, end: bool = True) -> Script:
 async def streamed(script: Script, path: str = "/v1/chat/completions") -> tuple[Reply, dict[str, float]]:
     """The answer, and what was counted."""
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request(chat(stream=True, input="x"), path))
+        reply = await request_once(served.port, request(chat(stream=True, input="x"), path))
         counted = {kind: served.value("tokens_total", "team-a", "tiny", kind) for kind in ("prompt", "completion")}
         counted["incomplete"] = served.value("incomplete_total", "tiny", "upstream")
         assert served.in_flight == 0
@@ -202,7 +202,7 @@ async def test_a_truncated_error_response_is_a_502(head: bytes) -> None:
         talk.writer.close()
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request())
+        reply = await request_once(served.port, request())
         assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
 
 
@@ -212,7 +212,7 @@ async def test_a_body_without_length_is_whole_when_its_connection_ends() -> None
         talk.writer.close()
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request())
+        reply = await request_once(served.port, request())
         assert (reply.status, reply.body, reply.whole) == (200, COMPLETION, True)
         assert served.value("tokens_total", "team-a", "tiny", "prompt") == 3
 
@@ -256,14 +256,14 @@ async def test_binary_embeddings_keep_their_metadata_and_are_counted(told: bool,
         served_model = model(server.port, served="tiny-inside", rewrite=rewrite)
         async with serving([served_model], [limited]) as served:
             body = {"model": "tiny", "input": "word " * 70, "encoding_format": "bytes" if told else "bytes_only"}
-            reply = await ask(served.port, request(body, "/v1/embeddings"))
+            reply = await request_once(served.port, request(body, "/v1/embeddings"))
             assert (reply.status, reply.body, reply.whole) == (200, VECTORS, True)
             assert reply.headers["content-type"] == "application/octet-stream"
             name = b"tiny" if rewrite else b"tiny-inside"
             assert reply.headers.get("metadata") == ((METADATA % name).decode() if told else None)
             await until(lambda: len(served.context.records) == 1)
             assert served.value("tokens_total", "team-a", "tiny", "prompt") == (80 if told else 0)
-            again = await ask(served.port, request(body, "/v1/embeddings"))
+            again = await request_once(served.port, request(body, "/v1/embeddings"))
             assert (again.status, again.error["code"]) == (429, "insufficient_quota")
 
 
@@ -278,7 +278,9 @@ async def test_the_largest_number_of_binary_embeddings_of_one_request() -> None:
         await talk.write(head % metadata + bytes(8))
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request({"model": "tiny", "input": ["a"] * MAX_BATCH, "encoding_format": "bytes"}, "/v1/embeddings"))
+        reply = await request_once(
+            served.port, request({"model": "tiny", "input": ["a"] * MAX_BATCH, "encoding_format": "bytes"}, "/v1/embeddings")
+        )
         assert (reply.status, reply.body, reply.headers["metadata"].encode()) == (200, bytes(8), metadata)
         await until(lambda: served.value("tokens_total", "team-a", "tiny", "prompt") == 80)
 
@@ -293,7 +295,7 @@ class _Broken(Catalog):
 async def test_an_error_of_the_gateways_own_is_counted_on_every_route() -> None:
     async with serving([model(1)]) as served:
         served.context.active = replace(served.context.active, catalog=_Broken((), {}))
-        reply = await ask(served.port, request(None, "/v1/models", method="GET"))
+        reply = await request_once(served.port, request(None, "/v1/models", method="GET"))
         assert (reply.status, reply.error["code"]) == (500, "internal_error")
         await until(lambda: len(served.context.records) == 1)
         (one,) = served.context.records
@@ -328,7 +330,7 @@ async def test_what_a_client_had_echoed_neither_counts_nor_ejects_a_server() -> 
     kinds: list[dict[str, object]] = [{}, {"stream": True}, {"temperature": 1}]
     async with scripted(echoes) as server, serving([model(server.port, server.port)]) as served:
         for kind in 4 * kinds:
-            reply = await ask(served.port, request({"model": "tiny", **fields, **kind}, "/v1/responses"))
+            reply = await request_once(served.port, request({"model": "tiny", **fields, **kind}, "/v1/responses"))
             assert (reply.status, reply.whole) == (200, True)
         assert served.total("server_failures_total") == served.total("server_ejected") == served.total("incomplete_total") == 0
         assert [served.value("tokens_total", "team-a", "tiny", kind) for kind in ("prompt", "completion")] == [60_000, 8_400]
@@ -346,7 +348,9 @@ async def test_a_response_whose_engine_stopped_is_incomplete() -> None:
 
     async with scripted(cancelled) as server, serving([model(server.port)]) as served:
         for stream in (False, True):
-            assert (await ask(served.port, request({"model": "tiny", "input": "hi", "stream": stream}, "/v1/responses"))).status == 200
+            assert (
+                await request_once(served.port, request({"model": "tiny", "input": "hi", "stream": stream}, "/v1/responses"))
+            ).status == 200
         assert served.value("server_failures_total", "tiny", "tiny#0", "aborted") == 2
         assert served.value("incomplete_total", "tiny", "upstream") == 2
 
@@ -358,7 +362,7 @@ async def test_text_of_a_recording_is_not_read_as_usage() -> None:
         await talk.respond(text, kind="text/plain; charset=utf-8")
 
     async with scripted(speaks) as server, serving([model(server.port)]) as served:
-        assert (await ask(served.port, request())).body == text
+        assert (await request_once(served.port, request())).body == text
         assert served.total("tokens_total") == served.total("server_failures_total") == 0
 
 
@@ -377,5 +381,5 @@ async def test_an_error_is_explained_by_the_body_of_its_request(size: int, in_st
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
         messages = [{"role": "user", "content": "x" * size}, {"role": "nobody", "content": "x"}]
-        reply = await ask(served.port, request(chat(stream=in_stream, messages=messages)))
+        reply = await request_once(served.port, request(chat(stream=in_stream, messages=messages)))
         assert (reply.status, reply.error["param"]) == (400, "messages.1.role")

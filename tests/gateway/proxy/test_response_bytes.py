@@ -15,7 +15,7 @@ from gateway.api.routes import ROUTES, Dialect
 from tests.support.examples import examples
 from tests.support.running import model, serving
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, COUNT, DONE, EVENTS, HELLO, ROLE, SHOWN, STOP, STREAM_HEAD, ask, chat, client, request
+from tests.support.wire import COMPLETION, COUNT, DONE, EVENTS, HELLO, ROLE, SHOWN, STOP, STREAM_HEAD, chat, client, request, request_once
 from upstream.http.deadlines import Timeouts
 
 Examples = Callable[[Callable[..., Coroutine[Any, Any, None]]], None]
@@ -70,7 +70,7 @@ def test_streams_are_equal_however_they_are_cut() -> None:
             wire = STREAM_HEAD + chunked(cut(b"".join(events), chunks))
             plan.segments = cut(wire, segments)
             options = {"stream_options": {"include_usage": True}} if asks else {}
-            reply = runner.run(ask(port, request(chat(stream=True, **options))))
+            reply = runner.run(request_once(port, request(chat(stream=True, **options))))
             assert reply.status == 200 and reply.whole
             assert reply.body == b"".join(event for event in events if asks or event != COUNT)
             assert all(piece.endswith(b"\n\n") for piece in reply.pieces), "half an event was passed on"
@@ -91,7 +91,7 @@ def test_plain_responses_are_equal_however_they_are_cut() -> None:
             else:
                 wire = head + b"transfer-encoding: chunked\r\n\r\n" + chunked(cut(COMPLETION, chunks))
             plan.segments = cut(wire, segments)
-            reply = runner.run(ask(port, request()))
+            reply = runner.run(request_once(port, request()))
             assert (reply.status, reply.whole, reply.body) == (200, True, COMPLETION)
 
         one()
@@ -109,7 +109,7 @@ async def test_each_json_route_reaches_its_path_and_relays_the_response(path: st
         await talk.respond(answer)
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request(chat(input="x"), path))
+        reply = await request_once(served.port, request(chat(input="x"), path))
         assert (reply.status, reply.body) == (200, answer)
         assert server.requests[0].head.split()[1].decode() == ROUTES[path].upstream
         assert served.value("tokens_total", "team-a", "tiny", "prompt") == 7
@@ -121,7 +121,7 @@ async def test_the_server_sees_only_what_the_gateway_says() -> None:
 
     async with scripted(script) as server, serving([model(server.port, served="inside")]) as served:
         extra = ("cookie: a=b", "x-request-id: mine", "x-data-parallel-rank: 3", "x-vllm-priority: 1", "te: trailers")
-        reply = await ask(served.port, request(chat(extra_body={"top_k": 5, "model": "tiny"}, top_k=1), extra=extra))
+        reply = await request_once(served.port, request(chat(extra_body={"top_k": 5, "model": "tiny"}, top_k=1), extra=extra))
         seen = server.requests[0]
         names = [line.partition(b":")[0].decode() for line in seen.head.split(b"\r\n")[1:]]
         assert names == ["host", "content-type", "x-request-id", "content-length"]
@@ -141,7 +141,7 @@ async def test_the_first_event_as_an_error_becomes_a_status() -> None:
         await talk.end_stream()
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request(chat(stream=True, top_logprobs=50)))
+        reply = await request_once(served.port, request(chat(stream=True, top_logprobs=50)))
         assert reply.status == 400
         assert reply.error == {
             "message": "top_logprobs: Requested sample logprobs of 50, which is greater than max allowed: 20",
@@ -160,7 +160,7 @@ async def test_an_error_within_a_stream_is_put_into_shape() -> None:
         await talk.end_stream()
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request(chat(stream=True)))
+        reply = await request_once(served.port, request(chat(stream=True)))
         shape = {"error": {"message": "The model's server failed.", "type": "server_error", "param": None, "code": "server_error"}}
         assert reply.body == ROLE + HELLO + b"data: " + orjson.dumps(shape) + b"\n\n" + DONE
         assert served.value("incomplete_total", "tiny", "upstream") == 1
@@ -176,7 +176,7 @@ async def test_a_truncated_stream_ends_with_an_error_event(ending: str) -> None:
         talk.writer.close()
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request(chat(stream=True)))
+        reply = await request_once(served.port, request(chat(stream=True)))
         assert reply.whole and reply.status == 200
         assert reply.body.startswith(ROLE + HELLO + b'data: {"error":') and reply.body.endswith(b"\n\n" + DONE)
         error = orjson.loads(reply.body[len(ROLE + HELLO) + 6 : -len(DONE) - 2])["error"]
@@ -192,7 +192,7 @@ async def test_a_truncated_plain_response_is_never_complete() -> None:
         talk.writer.close()
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request())
+        reply = await request_once(served.port, request())
         assert not reply.whole
         assert served.value("incomplete_total", "tiny", "upstream") == 1
 
@@ -229,8 +229,8 @@ async def test_usage_is_counted_if_the_client_did_not_request_it() -> None:
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
         for _ in range(3):
-            assert (await ask(served.port, request(chat(stream=True)))).body == b"".join(SHOWN)
-            assert (await ask(served.port, request())).body == COMPLETION
+            assert (await request_once(served.port, request(chat(stream=True)))).body == b"".join(SHOWN)
+            assert (await request_once(served.port, request())).body == COMPLETION
         counts = [served.value("tokens_total", "team-a", "tiny", kind) for kind in ("prompt", "completion", "cached", "reasoning")]
         assert counts == [18, 12, 6, 0]
 
@@ -247,7 +247,7 @@ async def test_a_servers_connection_is_used_again(stream: bool) -> None:
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
         for _ in range(5):
-            assert (await ask(served.port, request(chat(stream=stream)))).status == 200
+            assert (await request_once(served.port, request(chat(stream=stream)))).status == 200
         assert (len(server.requests), server.accepted) == (5, 1)
 
 
@@ -258,7 +258,7 @@ async def test_how_long_to_wait_is_passed_on(status: str, code: str, said: bytes
         await talk.write(b"HTTP/1.1 %b\r\n%bcontent-length: 2\r\n\r\n{}" % (status.encode(), said))
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
-        reply = await ask(served.port, request())
+        reply = await request_once(served.port, request())
         assert (reply.error["code"], reply.headers["retry-after"]) == (code, told)
 
 
@@ -272,4 +272,4 @@ async def test_a_stream_whose_head_came_early_has_the_first_byte_deadline() -> N
 
     timeouts = Timeouts(first_byte=30.0, idle=0.3)
     async with scripted(script) as server, serving([model(server.port, timeouts=timeouts)]) as served:
-        assert (await ask(served.port, request(chat(stream=True)))).body == b"".join(SHOWN)
+        assert (await request_once(served.port, request(chat(stream=True)))).body == b"".join(SHOWN)

@@ -154,4 +154,4 @@ def test_a_restarted_worker_gets_its_share_of_connections(tmp_path: Path) -> Non
         os.kill(running.workers()[0], signal.SIGKILL)
         wait_for(lambda: running.get("/status").json()["workers"][0]["restarts"] and _all_workers_up(running))
         _connect_until_even(running, clients, sum(_clients_by_worker(running)))
-        assert running.ask().status_code == 200
+        assert running.request().status_code == 200

@@ -183,11 +183,11 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 def lines(one: Gateway) -> list[dict[str, Any]]:
     """Return the complete lines that the gateway has logged."""
-    return [orjson.loads(line) for line in one.said.rpartition("\n")[0].splitlines()]
+    return [orjson.loads(line) for line in one.output.rpartition("\n")[0].splitlines()]
 
 
 def test_every_line_of_standard_error_is_an_object(machine: Gateway) -> None:
-    wait_for(lambda: "servers up" in machine.said)
+    wait_for(lambda: "servers up" in machine.output)
     written = lines(machine)
     assert all({"time", "level", "process", "part", "message"} <= line.keys() for line in written)
     assert {"process": "control", "part": "control", "model": "sim/one"}.items() <= written[0].items()
@@ -198,6 +198,6 @@ def test_every_line_of_standard_error_is_an_object(machine: Gateway) -> None:
 
 def test_the_exit_of_a_worker_is_logged_in_the_same_format(machine: Gateway) -> None:
     os.kill(machine.workers()[0], signal.SIGKILL)
-    wait_for(lambda: "worker 0 exited unexpectedly" in machine.said)
+    wait_for(lambda: "worker 0 exited unexpectedly" in machine.output)
     wait_for(lambda: machine.get("/readyz").status_code == 200)
     assert all(lines(machine))

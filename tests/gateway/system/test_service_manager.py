@@ -60,12 +60,12 @@ def test_ready_is_sent_once_and_the_start_is_extended_until_then(inbox: Inbox) -
     notifier, state = manager(inbox), GatewayState()
     notifier.notify(state, 0)
     notifier.notify(state, 1)
-    assert inbox.told == [{"STATUS": "waiting for one", "EXTEND_TIMEOUT_USEC": str(EXTENSION)}]
+    assert inbox.notifications == [{"STATUS": "waiting for one", "EXTEND_TIMEOUT_USEC": str(EXTENSION)}]
     notifier.notify(state, 11)
     state.waits = None
     notifier.notify(state, 13)
     notifier.notify(state, 13.5)
-    assert inbox.told[1:] == [
+    assert inbox.notifications[1:] == [
         {"EXTEND_TIMEOUT_USEC": str(EXTENSION)},
         {"READY": "1", "STATUS": "1 of 1 servers up and more"},
         {"WATCHDOG": "1"},
@@ -78,12 +78,12 @@ def test_watchdog_messages_are_sent_three_times_per_timeout_and_only_while_healt
     state.waits = None
     for tick in range(12):
         notifier.notify(state, tick / 4)
-    assert [each for each in inbox.told if "WATCHDOG" in each] == [{"WATCHDOG": "1"}] * 3
+    assert [each for each in inbox.notifications if "WATCHDOG" in each] == [{"WATCHDOG": "1"}] * 3
     inbox.forget()
     state.wrong = "no worker starts"
     for tick in range(12, 24):
         notifier.notify(state, tick / 4)
-    assert inbox.told == [{"STATUS": "no worker starts"}]
+    assert inbox.notifications == [{"STATUS": "no worker starts"}]
     state.wrong = None
     notifier.notify(state, 7)
     assert inbox.has("WATCHDOG", "1")
@@ -93,7 +93,7 @@ def test_a_failing_start_is_not_extended(inbox: Inbox) -> None:
     notifier, state = manager(inbox), GatewayState()
     state.wrong = "no worker starts"
     notifier.notify(state, 0)
-    assert inbox.told == [{"STATUS": "no worker starts"}]
+    assert inbox.notifications == [{"STATUS": "no worker starts"}]
 
 
 @pytest.mark.parametrize(("microseconds", "pid"), [(None, 0), (3_000_000, 1)], ids=["none", "another's"])
@@ -108,16 +108,16 @@ def test_no_watchdog_messages_for_another_process(inbox: Inbox, microseconds: in
 def test_a_reload_is_reported_with_its_start_time(inbox: Inbox) -> None:
     notifier, state = manager(inbox), GatewayState()
     with notifier.reloading():
-        assert inbox.told == []  # a reload during startup is part of it
+        assert inbox.notifications == []  # a reload during startup is part of it
     state.waits = None
     notifier.notify(state, 0)
     inbox.forget()
     before = time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
     with notifier.reloading():
-        [reloading] = inbox.told
+        [reloading] = inbox.notifications
     assert reloading.pop("RELOADING") == "1"
     assert before <= int(reloading.pop("MONOTONIC_USEC")) <= time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000
-    assert inbox.told[1:] == [{"READY": "1"}] and not reloading
+    assert inbox.notifications[1:] == [{"READY": "1"}] and not reloading
 
 
 def test_no_ready_message_after_stopping(inbox: Inbox) -> None:
@@ -129,7 +129,7 @@ def test_no_ready_message_after_stopping(inbox: Inbox) -> None:
         notifier.stopping(90.5)
     state.waits, state.wrong = "draining", "the reloader has ended"
     notifier.notify(state, 2)
-    assert inbox.told[1:] == [{"STOPPING": "1", "STATUS": "stopping", "EXTEND_TIMEOUT_USEC": "90500000"}, {"WATCHDOG": "1"}]
+    assert inbox.notifications[1:] == [{"STOPPING": "1", "STATUS": "stopping", "EXTEND_TIMEOUT_USEC": "90500000"}, {"WATCHDOG": "1"}]
 
 
 def test_an_unsent_message_is_sent_again(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_an_unsent_message_is_sent_again(tmp_path: Path) -> None:
     notifier.notify(state, 0)
     with service_manager(address) as inbox:
         notifier.notify(state, 2)
-        assert inbox.told == [{"READY": "1", "STATUS": "1 of 1 servers up and more"}]
+        assert inbox.notifications == [{"READY": "1", "STATUS": "1 of 1 servers up and more"}]
 
 
 @pytest.mark.parametrize("environ", [{}, {"NOTIFY_SOCKET": ""}, {"NOTIFY_SOCKET": "vsock:2:1"}, {"NOTIFY_SOCKET": "relative"}], ids=str)
@@ -190,7 +190,7 @@ def test_a_service_manager_follows_the_gateway_from_its_start_to_its_end(tmp_pat
             inbox.forget()
             one.stop()
             assert inbox.order("READY", "STOPPING") == ["STOPPING"]
-            assert [int(each["EXTEND_TIMEOUT_USEC"]) for each in inbox.told if "STOPPING" in each] == [(5 + 10 + 30) * 1_000_000]
+            assert [int(each["EXTEND_TIMEOUT_USEC"]) for each in inbox.notifications if "STOPPING" in each] == [(5 + 10 + 30) * 1_000_000]
             assert inbox.senders == {one.process.pid}
 
 
@@ -203,7 +203,7 @@ def test_a_control_process_that_hangs_sends_no_watchdog_messages(tmp_path: Path)
             wait_for(lambda: psutil.Process(one.process.pid).status() == psutil.STATUS_STOPPED)
             inbox.forget()
             time.sleep(1)  # no message may arrive, so a wait is the only check
-            assert inbox.told == []
+            assert inbox.notifications == []
             one.process.send_signal(signal.SIGCONT)
             inbox.wait_for("WATCHDOG")
 

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.system.steps import MEDIUM, SLICE, SMALL, Steps, finished
-from tests.support.bodies import LIMIT, PLACES, TEXTS, UNITS, filled, processed, text
+from tests.support.bodies import LIMIT, POSITIONS, TEXTS, UNITS, filled, processed, text
 from tests.support.examples import examples
 from tests.support.running import until
 from upstream.http.inline_task import InlineTask
@@ -142,7 +142,7 @@ async def test_the_collector_is_paused_while_a_body_is_processed() -> None:
 FULL = {
     **{f"a text of {name}": partial(lambda piece: ("/v1/chat/completions", text(piece, LIMIT)), piece) for name, piece in TEXTS.items()},
     **{f"messages: {name}": partial(filled, "messages", unit, LIMIT) for name, unit in UNITS.items()},
-    **{f"{place}: images": partial(filled, place, UNITS["images"], LIMIT) for place in PLACES},
+    **{f"{place}: images": partial(filled, place, UNITS["images"], LIMIT) for place in POSITIONS},
 }
 
 
@@ -177,7 +177,7 @@ _UNITS = st.recursive(
 
 
 @settings(deadline=None, max_examples=examples(40), suppress_health_check=list(HealthCheck))
-@given(unit=_UNITS, place=st.sampled_from(sorted(PLACES)))
+@given(unit=_UNITS, place=st.sampled_from(sorted(POSITIONS)))
 def test_twice_the_body_costs_about_twice(unit: bytes, place: str) -> None:
     for _ in range(4):
         once, twice = (_cost(*filled(place, unit, size)) for size in (200_000, 400_000))

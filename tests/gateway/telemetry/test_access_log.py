@@ -17,7 +17,7 @@ from tests.gateway.telemetry.test_metrics import record
 from tests.support.process import configuration, gateway, launched, wait_for
 from tests.support.running import KEY, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, ask, chat, request
+from tests.support.wire import COMPLETION, chat, request, request_once
 
 
 @pytest.fixture
@@ -113,7 +113,7 @@ def test_operators_see_what_is_dropped(tmp_path: Path) -> None:
     with gateway(tmp_path, configuration(launched())) as one:
         assert one.metric("vllm_gateway_log_lines_dropped_total") == 0
         for _ in range(3):
-            assert one.ask().status_code == 200
+            assert one.request().status_code == 200
         wait_for(lambda: one.metric("vllm_gateway_log_lines_dropped_total") == 3)
 
 
@@ -157,7 +157,7 @@ async def test_neither_key_nor_prompt_is_in_it() -> None:
             request(path=f"/v1/{KEY}?{canary}"),
             request(b"{" + canary.encode()),
         ):
-            await ask(served.port, data)
+            await request_once(served.port, data)
         await until(lambda: len(served.context.records) == 5)
         written = b"".join(line(each) for each in served.context.records)
         assert canary.encode() not in written and KEY.encode() not in written

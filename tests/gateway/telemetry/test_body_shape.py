@@ -91,11 +91,11 @@ def test_a_share_of_the_requests_is_taken(share: float) -> None:
 def test_the_access_log_has_shapes_only_where_the_operator_says_so_and_from_a_reload_on(tmp_path: Path) -> None:
     config = configuration(launched())
     with gateway(tmp_path, config) as one:
-        assert one.ask(messages=[{"role": "user", "content": "hello"}], secret=1).status_code == 200
+        assert one.request(messages=[{"role": "user", "content": "hello"}], secret=1).status_code == 200
         write(one.folder / "gateway.yaml", config | {"log": {"sample": 1.0}})
         assert one.command("reload").returncode == 0
-        assert one.ask(messages=[{"role": "user", "content": "hello"}], secret=1).status_code == 200
-        assert one.ask(temperature="warm").status_code == 400
+        assert one.request(messages=[{"role": "user", "content": "hello"}], secret=1).status_code == 200
+        assert one.request(temperature="warm").status_code == 400
         plain, shown, refused = (orjson.loads(line) for line in wait_for(lambda: _lines(one.log, 3)))
         assert "request" not in plain
         assert shown["request"]["messages"] == [{"role": "user", "content": "text(5)"}]

@@ -69,23 +69,23 @@ def test_a_limits_store_that_goes_away_and_comes_back_is_shown(tmp_path: Path) -
             wait_for(lambda: of(one, "limits_store").get("state") == "up")
             wait_for(lambda: one.get("/readyz").json() == {"status": "ready", "reasons": []})
             redis.stop()
-            wait_for(lambda: of(one, "limits_store")["state"] == "down", why=lambda: one.said)
+            wait_for(lambda: of(one, "limits_store")["state"] == "down", why=lambda: one.output)
             assert is_shown(one, "limits_store", "down")
-            assert one.ask().status_code == 200, "each gateway counts by itself meanwhile"
+            assert one.request().status_code == 200, "each gateway counts by itself meanwhile"
             since = of(one, "limits_store")["since"]
             page = one.get("/status").text
             redis.start()
             with redis.client() as client:
                 client.config_set("requirepass", "a-password-of-redis")
-            wait_for(lambda: of(one, "limits_store")["state"] == "up", why=lambda: one.said)
+            wait_for(lambda: of(one, "limits_store")["state"] == "up", why=lambda: one.output)
             back = of(one, "limits_store")
             assert back["since"] > since and back["last_error"]
             wait_for(lambda: one.metric('vllm_gateway_dependency_up{dependency="limits_store"}') == 1)
             wait_for(lambda: one.get("/readyz").json()["status"] == "ready")
-            assert re.search(r"limits store at .* is unavailable", one.said) and re.search(
-                r"limits store at .* is available again", one.said
+            assert re.search(r"limits store at .* is unavailable", one.output) and re.search(
+                r"limits store at .* is available again", one.output
             )
-            assert "a-password-of-redis" not in one.said + page + one.get("/status").text
+            assert "a-password-of-redis" not in one.output + page + one.get("/status").text
 
 
 def test_a_limits_store_that_is_not_used_any_more_is_not_listed(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_a_limits_store_that_is_not_used_any_more_is_not_listed(tmp_path: Path) 
             redis.stop()
             wait_for(lambda: of(one, "limits_store").get("state") == "down")
             write(tmp_path / "gateway.yaml", config | {"keys": keys})
-            wait_for(lambda: not of(one, "limits_store") and one.get("/readyz").json()["status"] == "ready", why=lambda: one.said)
+            wait_for(lambda: not of(one, "limits_store") and one.get("/readyz").json()["status"] == "ready", why=lambda: one.output)
 
 
 def test_a_worker_that_is_replaced_reports_the_store_again(tmp_path: Path) -> None:

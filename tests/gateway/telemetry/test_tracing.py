@@ -34,7 +34,7 @@ from tests.support.process import configuration, gateway, launched, wait_for
 from tests.support.rows import each_row
 from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
-from tests.support.wire import COMPLETION, DONE, ROLE, ask, chat, request
+from tests.support.wire import COMPLETION, DONE, ROLE, chat, request, request_once
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
@@ -70,7 +70,7 @@ def with_header(data: bytes, *lines: str) -> bytes:
 async def test_a_request_is_a_span(collected: Collector) -> None:
     async with traced(collected) as (served, server):
         before = time.time()
-        reply = await ask(served.port, request(chat()))
+        reply = await request_once(served.port, request(chat()))
         await until(lambda: collected.spans)
         (sent,) = server.requests
     (span,) = collected.spans
@@ -107,7 +107,9 @@ def test_a_span_that_cannot_be_made_costs_itself_alone(collected: Collector, cap
 
 async def test_a_clients_trace_is_continued_to_the_server(collected: Collector) -> None:
     async with traced(collected) as (served, server):
-        await ask(served.port, with_header(request(chat(stream=True)), f"traceparent: {TRACEPARENT}", f"tracestate: vendor={CANARY}"))
+        await request_once(
+            served.port, with_header(request(chat(stream=True)), f"traceparent: {TRACEPARENT}", f"tracestate: vendor={CANARY}")
+        )
         await until(lambda: collected.spans)
         (sent,) = server.requests
     (span,) = collected.spans
@@ -119,8 +121,8 @@ async def test_a_clients_trace_is_continued_to_the_server(collected: Collector) 
 
 async def test_who_is_refused_has_a_span_too(collected: Collector) -> None:
     async with traced(collected) as (served, server):
-        await ask(served.port, request(chat(), token="sk-no"))
-        await ask(served.port, request(chat(model="unknown")))
+        await request_once(served.port, request(chat(), token="sk-no"))
+        await request_once(served.port, request(chat(model="unknown")))
         await until(lambda: len(collected.spans) == 2)
         assert not server.requests
     refused, unknown = sorted(collected.spans, key=lambda span: span.start_time_unix_nano)
@@ -136,7 +138,7 @@ async def test_what_failed_behind_is_an_error(collected: Collector) -> None:
         talk.writer.transport.abort()
 
     async with scripted(breaks) as server, serving([model(server.port)], tracing=Tracing(collected.url)) as served:
-        await ask(served.port, request(chat(stream=True)))
+        await request_once(served.port, request(chat(stream=True)))
         await until(lambda: collected.spans)
     (span,) = collected.spans
     told = plain(span.attributes)
@@ -146,8 +148,8 @@ async def test_what_failed_behind_is_an_error(collected: Collector) -> None:
 
 async def test_what_is_not_in_the_share_is_not_exported_and_the_server_is_told_so(collected: Collector) -> None:
     async with traced(collected, 1e-12) as (served, server):
-        await ask(served.port, request(chat()))
-        await ask(served.port, with_header(request(chat()), f"traceparent: {TRACEPARENT}"))
+        await request_once(served.port, request(chat()))
+        await request_once(served.port, with_header(request(chat()), f"traceparent: {TRACEPARENT}"))
         await until(lambda: len(served.context.records) == 2)
         served.worker.tick()
         own, continued = (sent.header("traceparent") for sent in server.requests)
@@ -158,7 +160,7 @@ async def test_what_is_not_in_the_share_is_not_exported_and_the_server_is_told_s
 
 async def test_without_tracing_nothing_is_told() -> None:
     async with scripted(answers) as server, serving([model(server.port)]) as served:
-        await ask(served.port, with_header(request(chat()), f"traceparent: {TRACEPARENT}"))
+        await request_once(served.port, with_header(request(chat()), f"traceparent: {TRACEPARENT}"))
         assert server.requests[0].header("traceparent") is None
         assert served.context.records[0].trace is None
 
@@ -172,7 +174,7 @@ async def test_neither_key_nor_prompt_is_in_a_span(collected: Collector) -> None
             request(b"{" + CANARY.encode()),
             with_header(request(chat()), f"traceparent: {CANARY}"),
         ):
-            await ask(served.port, data)
+            await request_once(served.port, data)
         await until(lambda: len(collected.spans) == 5)
     written = b"".join(each.SerializeToString() for each in collected.requests)
     assert CANARY.encode() not in written and KEY.encode() not in written
@@ -257,7 +259,7 @@ def test_the_whole_gateway_exports_what_is_left_at_its_end(tmp_path: Path, colle
         assert httpx2.post(one.url + "/v1/chat/completions", json=body, headers=headers, timeout=60).status_code == 200
         one.stop()
         wait_for(lambda: collected.spans)
-        assert "has no effect" not in one.said
+        assert "has no effect" not in one.output
     (span,) = collected.spans
     assert (span.trace_id.hex(), span.name) == (TRACE, "chat sim/one")
 

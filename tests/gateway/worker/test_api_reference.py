@@ -12,7 +12,7 @@ from gateway.api.reference import document, page
 from tests.support.chromium import chromium
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import model, serving
-from tests.support.wire import ask, request
+from tests.support.wire import request, request_once
 
 
 @pytest.fixture(scope="module")
@@ -49,12 +49,12 @@ def test_a_browser_shows_the_page(running: Gateway, tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
 async def test_the_reference_is_absent_by_default(path: str) -> None:
     async with serving([model(1)]) as served:
-        reply = await ask(served.port, request(b"", path, method="GET", token=None))
+        reply = await request_once(served.port, request(b"", path, method="GET", token=None))
         assert reply.status == 404
 
 
 @pytest.mark.parametrize("path", ["/docs/", "/docs/x", "/openapi.json/", "/openapi.yaml"])
 async def test_no_other_path_is_served(path: str) -> None:
     async with serving([model(1)], docs=True) as served:
-        reply = await ask(served.port, request(b"", path, method="GET", token=None))
+        reply = await request_once(served.port, request(b"", path, method="GET", token=None))
         assert reply.status == 404

@@ -12,7 +12,7 @@ from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Model
 from gateway.worker.model_list import Reported, card, cards, page
 from tests.support.running import key, model, serving
-from tests.support.wire import ask, request
+from tests.support.wire import request, request_once
 from upstream.balancing.server import Condition
 
 QWEN = Model("Qwen/big", (), aliases=("qwen", "default"), created=1_760_000_000)
@@ -114,9 +114,9 @@ async def test_the_list_of_a_key_with_values_that_servers_report() -> None:
     models = [model(1, aliases=("t",)), model(2, identity="other")]
     async with serving(models, [key(models=("tiny",))]) as served:
         served.worker.apply_health(Health({"tiny#0": Condition.UP}, {"tiny": 2048, "other": 1}, tasks={"tiny": "embedding"}))
-        reply = await ask(served.port, request(b"", "/v1/models?limit=1", method="GET"))
+        reply = await request_once(served.port, request(b"", "/v1/models?limit=1", method="GET"))
         listed = orjson.loads(reply.body)
         assert [(each["id"], each["task"], each["context_length"]) for each in listed["data"]] == [("tiny", "embedding", 2048)]
         assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (True, "tiny", "tiny")
-        reply = await ask(served.port, request(b"", "/v1/models?limit=x", method="GET"))
+        reply = await request_once(served.port, request(b"", "/v1/models?limit=x", method="GET"))
         assert (reply.status, reply.error["param"]) == (400, "limit")

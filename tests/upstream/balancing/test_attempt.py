@@ -60,7 +60,7 @@ class Way:
     def attempt(self) -> Attempt:
         return Attempt(self.pool, self.timeouts, self.deadlines)
 
-    async def ask(self, upload: Upload | None = None) -> tuple[bytes, Attempt]:
+    async def request(self, upload: Upload | None = None) -> tuple[bytes, Attempt]:
         with self.attempt() as attempt:
             response = await attempt.send(compose, upload)
             return await response.read_body(1 << 20), attempt
@@ -99,14 +99,14 @@ async def respond(talk: Conversation) -> None:
 async def test_connections_are_used_again() -> None:
     async with scripted(respond) as server, way(server.port) as one:
         for _ in range(20):
-            assert (await one.ask())[0] == b"ok"
+            assert (await one.request())[0] == b"ok"
         assert (server.accepted, len(server.requests)) == (1, 20)
 
 
 async def test_requests_at_once_have_a_connection_each_and_leave_them_for_others() -> None:
     async with scripted(respond) as server, way(server.port) as one:
         for _ in range(3):
-            await asyncio.gather(*(one.ask() for _ in range(5)))
+            await asyncio.gather(*(one.request() for _ in range(5)))
         assert (server.accepted, len(server.requests)) == (5, 15)
 
 
@@ -131,8 +131,8 @@ def closes_idle_connections(ran: list[bytes]) -> Callable[[Conversation], Awaita
 async def test_a_stale_connection_is_tried_again_once_on_a_fresh_one() -> None:
     ran: list[bytes] = []
     async with scripted(closes_idle_connections(ran)) as server, way(server.port) as one:
-        await asyncio.gather(one.ask(), one.ask())  # two are parked now, and both are stale
-        body, attempt = await one.ask()
+        await asyncio.gather(one.request(), one.request())  # two are parked now, and both are stale
+        body, attempt = await one.request()
         assert (body, attempt.retries, [type(error) for error in attempt.failures]) == (b"ok", 1, [StaleConnection])
         assert len(ran) == 3, "it ran once"
         assert one.servers[0].available, "a stale connection says nothing about the server"
@@ -141,7 +141,7 @@ async def test_a_stale_connection_is_tried_again_once_on_a_fresh_one() -> None:
 async def test_a_stale_connection_is_tried_again_at_another_server() -> None:
     ran: list[bytes] = []
     async with scripted(closes_idle_connections(ran)) as a, scripted(respond) as b, way(a.port, b.port) as one:
-        tried = [(await one.ask())[1] for _ in range(4)]
+        tried = [(await one.request())[1] for _ in range(4)]
         assert [(last(attempt), attempt.retries) for attempt in tried if attempt.failures] == [("s1", 1)]
         assert (len(ran), len(b.requests)) == (1, 3)
 
@@ -164,16 +164,16 @@ async def test_a_request_truncated_on_a_reused_connection_is_not_sent_again() ->
             talk.writer.close()
 
     async with scripted(script) as server, way(server.port) as one:
-        await one.ask()
+        await one.request()
         with pytest.raises(Disconnected):
-            await one.ask()
+            await one.request()
         assert len(server.requests) == 2
 
 
 async def test_a_refusal_goes_to_another_server_and_is_remembered() -> None:
     with refusing() as closed:
         async with scripted(respond) as server, way(closed, server.port) as one:
-            tried = [(await one.ask())[1] for _ in range(6)]
+            tried = [(await one.request())[1] for _ in range(6)]
             assert sum(attempt.retries for attempt in tried) == 1
             assert [type(error) for attempt in tried for error in attempt.failures] == [ConnectFailed]
             assert {last(attempt) for attempt in tried} == {"s1"}
@@ -195,12 +195,12 @@ async def test_refusals_are_tried_again_for_a_share_of_the_traffic() -> None:
     """A crowd meets a server that is gone before anybody knows: what is more than the share is told at once."""
     with refusing() as closed:
         async with scripted(respond) as server, way(closed, server.port) as one:
-            done = await asyncio.gather(*(one.ask() for _ in range(60)), return_exceptions=True)
+            done = await asyncio.gather(*(one.request() for _ in range(60)), return_exceptions=True)
             failed = [each for each in done if isinstance(each, BaseException)]
             assert {type(error) for error in failed} == {ConnectFailed}
             refused = 30  # half of them take their turn with the closed one, all at the same moment
             assert len(failed) >= refused - MINIMUM - (60 + refused) * SHARE and len(server.requests) == 60 - len(failed)
-            assert (await one.ask())[0] == b"ok", "it is passed over by now"
+            assert (await one.request())[0] == b"ok", "it is passed over by now"
 
 
 async def test_a_success_resets_the_failures() -> None:
@@ -216,10 +216,10 @@ async def test_a_success_resets_the_failures() -> None:
         (only,) = one.servers
         for _ in range(3):
             with pytest.raises(Disconnected):
-                await one.ask()
+                await one.request()
         assert (only.available, only.ejected_cells[0]) == (False, 1)
         dies = False
-        assert (await one.ask())[0] == b"ok", "the last one that is up is used all the same"
+        assert (await one.request())[0] == b"ok", "the last one that is up is used all the same"
         assert (only.available, only.ejected_cells[0], only.recently_failed) == (True, 0, False)
 
 
@@ -229,11 +229,11 @@ async def test_a_server_that_keeps_failing_is_ejected_and_tried_again_later() ->
 
     async with scripted(dies) as bad, scripted(respond) as good, way(bad.port, good.port) as one:
         first, _ = one.servers
-        outcomes = await asyncio.gather(*(one.ask() for _ in range(40)), return_exceptions=True)
+        outcomes = await asyncio.gather(*(one.request() for _ in range(40)), return_exceptions=True)
         assert sum(isinstance(each, Disconnected) for each in outcomes) == len(bad.requests) and not first.available
         before = len(bad.requests)
         for _ in range(10):
-            await one.ask()
+            await one.request()
         assert len(bad.requests) == before
         await until(lambda: first.available)
         first.expire()
@@ -264,7 +264,7 @@ async def test_a_lack_of_file_descriptors_is_not_a_failure_of_the_server() -> No
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert (attempt.retries, attempt.failures) == (0, []), "another server would not have helped"
         assert all(each.available for each in one.servers)
-        assert (await one.ask())[0] == b"ok"
+        assert (await one.request())[0] == b"ok"
 
 
 async def test_no_server() -> None:
@@ -280,7 +280,7 @@ async def test_no_server() -> None:
 async def timed(one: Way) -> BaseException | None:
     async with asyncio.timeout(10):
         try:
-            await one.ask()
+            await one.request()
         except Exception as error:
             return error
     return None
@@ -292,7 +292,7 @@ async def test_the_connect_deadline() -> None:
             assert type(await timed(one)) is ConnectTimeout
         async with scripted(respond) as server, way(port, server.port, connect=2.0) as two:
             for _ in range(2):
-                assert (await two.ask())[0] == b"ok", "another server takes it"
+                assert (await two.request())[0] == b"ok", "another server takes it"
 
 
 async def pause(talk: Conversation) -> None:
@@ -408,7 +408,7 @@ async def test_the_end_of_the_with_block_closes_an_incomplete_response() -> None
 
 async def test_a_cancelled_attempt_releases_everything() -> None:
     async with scripted(pause) as server, way(server.port) as one:
-        tasks = [asyncio.create_task(one.ask()) for _ in range(20)]
+        tasks = [asyncio.create_task(one.request()) for _ in range(20)]
         for number, task in enumerate(tasks):
             if number % 4 == 0:
                 await asyncio.sleep(0)
@@ -498,7 +498,7 @@ async def test_a_complete_response_does_not_touch_its_connection() -> None:
             await response.wait_complete()
             response.pause()
             async with asyncio.timeout(5):
-                assert (await one.ask())[0] == b"ok"
+                assert (await one.request())[0] == b"ok"
             with one.attempt() as second:
                 streaming = await second.send(compose)
                 streaming.stream_to(lambda _: streaming.pause())

@@ -82,11 +82,11 @@ class Names:
     def __init__(self, *addresses: str) -> None:
         self.addresses = list(addresses)
         self.fails = False
-        self.asked = 0
+        self.queries = 0
 
     async def __call__(self, name: str) -> list[str]:
         assert name == NAME.name
-        self.asked += 1
+        self.queries += 1
         if self.fails:
             raise OSError(-3, "Temporary failure in name resolution")
         return [*self.addresses, *self.addresses]
@@ -108,8 +108,8 @@ async def test_a_failure_leaves_what_was_found() -> None:
         names.fails, names.addresses = False, ["10.0.0.2"]
         await until(lambda: finding().endpoints == (Endpoint("10.0.0.2", 8000),))
         assert finding().problem == ""
-        count, queries = len(reported), names.asked
-        await until(lambda: names.asked > queries + 5)
+        count, queries = len(reported), names.queries
+        await until(lambda: names.queries > queries + 5)
         assert len(reported) <= count + 1, "nothing is told where nothing has changed"
         sources.set_sources([])
         assert sources.statuses() == {}
@@ -120,7 +120,7 @@ async def test_a_mistake_about_one_source_does_not_end_its_watch(caplog: pytest.
 
     async def mistaken(name: str) -> list[str]:
         found = await names(name)
-        return found if names.asked > 1 else [found[7]]
+        return found if names.queries > 1 else [found[7]]
 
     async with Sources(lambda: None, Cluster("", ""), mistaken) as sources:
         sources.set_sources([NAME])

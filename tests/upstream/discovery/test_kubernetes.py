@@ -24,10 +24,10 @@ class Watched:
     sources: Sources
 
     def __init__(self) -> None:
-        self.told = 0
+        self.changes = 0
 
     def tell(self) -> None:
-        self.told += 1
+        self.changes += 1
 
     @property
     def finding(self) -> DiscoveryStatus:
@@ -71,10 +71,10 @@ async def test_what_there_is_and_what_changes(tmp_path: Path) -> None:
         await api.remove("b")
         await one.sees("10.0.0.3")
         await api.put(slice_of("elsewhere", [endpoint("10.0.0.9")], HTTP, service="other"), slice_of("a", [], HTTP))
-        listed, follows = api.asked
+        listed, follows = api.requests
         assert listed.path == follows.path == "/apis/discovery.k8s.io/v1/namespaces/models/endpointslices"
-        assert listed.words == {"labelSelector": "kubernetes.io/service-name=vllm"}
-        assert follows.words.items() >= {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": "1001"}.items()
+        assert listed.query == {"labelSelector": "kubernetes.io/service-name=vllm"}
+        assert follows.query.items() >= {"watch": "1", "allowWatchBookmarks": "true", "resourceVersion": "1001"}.items()
         assert (listed.token, follows.token) == ("a-token", "a-token")
 
 
@@ -86,23 +86,23 @@ async def test_a_watch_that_ends_or_breaks_is_resumed_where_it_was(tmp_path: Pat
         await api.put(slice_of("b", [endpoint("10.0.0.2")], HTTP))
         await one.sees("10.0.0.1", "10.0.0.2")
         await api.bookmark()
-        before = len(api.asked)
+        before = len(api.requests)
         await until(lambda: api.watching == 1)
         await asyncio.sleep(0.05)  # the bookmark is on its way
         api.cut()
         await api.put(slice_of("a", [endpoint("10.0.0.4")], HTTP))
         await one.sees("10.0.0.2", "10.0.0.4")
-        again = api.asked[before]
-        assert again.watch and again.words["resourceVersion"] in ("1004", "1005")
+        again = api.requests[before]
+        assert again.watch and again.query["resourceVersion"] in ("1004", "1005")
         assert api.lists == 1
         assert one.finding.problem == ""
 
 
 async def test_watches_that_end_in_order_are_followed_by_another(tmp_path: Path) -> None:
     async with kubernetes_api(tmp_path) as api:
-        api.ends = 1.1
+        api.watch_seconds = 1.1
         async with watched(api.cluster) as one:
-            await until(lambda: len(api.asked) >= 4, 30.0)
+            await until(lambda: len(api.requests) >= 4, 30.0)
             await api.put(slice_of("a", [endpoint("10.0.0.1")], HTTP))
             await one.sees("10.0.0.1")
         assert api.lists == 1
@@ -110,11 +110,11 @@ async def test_watches_that_end_in_order_are_followed_by_another(tmp_path: Path)
 
 async def test_watches_that_end_at_once_do_not_keep_the_server_busy(tmp_path: Path) -> None:
     async with kubernetes_api(tmp_path) as api:
-        api.ends = 0.0
+        api.watch_seconds = 0.0
         async with watched(api.cluster):
-            await until(lambda: len(api.asked) >= 2)
+            await until(lambda: len(api.requests) >= 2)
             await asyncio.sleep(1.0)
-            assert len(api.asked) < 8
+            assert len(api.requests) < 8
 
 
 @pytest.mark.parametrize("how", ["status", "event"])
@@ -188,7 +188,7 @@ async def test_another_authority_is_not_trusted(tmp_path: Path) -> None:
         (tmp_path / "ca.crt").write_bytes((other.folder / "ca.crt").read_bytes())
         async with watched(api.cluster) as one:
             await one.has_trouble("certificate")
-        assert api.asked == [], "it was not shown the token"
+        assert api.requests == [], "it was not shown the token"
 
 
 @pytest.mark.parametrize(
@@ -218,13 +218,13 @@ async def test_many_changes_are_reported_together(tmp_path: Path) -> None:
     async with serving(tmp_path, "10.0.0.0") as (api, one):
         await one.sees("10.0.0.0")
         await until(lambda: api.watching == 1)
-        began, before = asyncio.get_running_loop().time(), one.told
+        began, before = asyncio.get_running_loop().time(), one.changes
         for number in range(200):
             await api.put(slice_of("a", [endpoint(f"10.0.1.{number}")], HTTP))
             await asyncio.sleep(0.002)
         await one.sees("10.0.1.199")
         seconds = asyncio.get_running_loop().time() - began
-        assert one.told - before <= seconds / 0.5 + 2
+        assert one.changes - before <= seconds / 0.5 + 2
 
 
 def test_the_place_of_the_api_server() -> None:

@@ -18,16 +18,16 @@ class Wire(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[Any] = []
+        self.written: list[Any] = []
 
     def write(self, data: Any) -> None:
-        self.told.append(bytes(data))
+        self.written.append(bytes(data))
 
     def close(self) -> None:
-        self.told.append("close")
+        self.written.append("close")
 
     def abort(self) -> None:
-        self.told.append("abort")
+        self.written.append("abort")
 
     def get_write_buffer_size(self) -> int:
         return 1000
@@ -46,12 +46,12 @@ async def test_a_turns_writes_are_one() -> None:
     one.write(b"a")
     other.writelines([b"x", b"y"])
     one.write(b"b")
-    assert [wire.told for wire in wires] == [[], []] and one.get_write_buffer_size() == 1002
+    assert [wire.written for wire in wires] == [[], []] and one.get_write_buffer_size() == 1002
     await asyncio.sleep(0)
-    assert [wire.told for wire in wires] == [[b"ab"], [b"xy"]] and one.get_write_buffer_size() == 1000
+    assert [wire.written for wire in wires] == [[b"ab"], [b"xy"]] and one.get_write_buffer_size() == 1000
     one.write(b"c")
     await asyncio.sleep(0)
-    assert wires[0].told == [b"ab", b"c"], "the next turn is another one"
+    assert wires[0].written == [b"ab", b"c"], "the next turn is another one"
 
 
 async def test_a_loop_that_has_little_to_send_sends_it_at_once() -> None:
@@ -59,7 +59,7 @@ async def test_a_loop_that_has_little_to_send_sends_it_at_once() -> None:
     transports = [BatchingTransport(wire, batch) for wire in wires]
     for number in range(100):
         transports[number % 3].write(b"%d" % number)
-        assert wires[number % 3].told[-1] == b"%d" % number
+        assert wires[number % 3].written[-1] == b"%d" % number
         await asyncio.sleep(0)
     assert not batch.batching
 
@@ -76,7 +76,7 @@ async def test_a_loop_gathers_when_it_is_busy_and_no_longer() -> None:
         transports[0].write(b"x")
         await asyncio.sleep(0)
     assert was_busy and not batch.batching
-    assert [len(b"".join(wire.told)) for wire in wires] == [20, 10, 10]
+    assert [len(b"".join(wire.written)) for wire in wires] == [20, 10, 10]
 
 
 async def test_what_is_large_is_not_copied() -> None:
@@ -84,10 +84,10 @@ async def test_what_is_large_is_not_copied() -> None:
     batched = BatchingTransport(wire, batch)
     batched.write(b"head")
     batched.write(bytes(1 << 20))
-    assert [len(each) for each in wire.told] == [4, 1 << 20]
+    assert [len(each) for each in wire.written] == [4, 1 << 20]
     batched.write(b"tail")
     batch.flush()
-    assert wire.told[2:] == [b"tail"]
+    assert wire.written[2:] == [b"tail"]
 
 
 @pytest.mark.parametrize("how", ["close", "abort"])
@@ -97,7 +97,7 @@ async def test_close_and_abort_send_the_buffered_bytes_first(how: str) -> None:
     batched.write(b"last words")
     getattr(batched, how)()
     batch.flush()
-    assert wire.told == [b"last words", how]
+    assert wire.written == [b"last words", how]
 
 
 async def test_a_lost_connection_takes_what_was_meant_for_it_and_the_others_get_theirs() -> None:
@@ -109,7 +109,7 @@ async def test_a_lost_connection_takes_what_was_meant_for_it_and_the_others_get_
     lost.write(b"c")
     batch.flush()
     batch.flush()
-    assert (closed_wire.told, open_wire.told) == ([], [b"b"])
+    assert (closed_wire.written, open_wire.written) == ([], [b"b"])
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.binary(max_size=4) | st.just(b"z" * 70_000) | st.none()), max_size=30))
@@ -127,7 +127,7 @@ def test_every_byte_in_its_order(steps: list[tuple[int, bytes | None]]) -> None:
             else:
                 transports[0].flush()
         await asyncio.sleep(0)
-        return [b"".join(wire.told) for wire in wires]
+        return [b"".join(wire.written) for wire in wires]
 
     assert asyncio.run(written()) == [b"".join(data for each, data in steps if each == number and data) for number in range(3)]
 

@@ -31,13 +31,13 @@ class TcpServer(socketserver.ThreadingMixIn, socketserver.TCPServer):
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.path == "/health":
-            self.answer(503 if ARGS.sick_while and os.path.exists(ARGS.sick_while) else 200, {})
+            self.respond(503 if ARGS.sick_while and os.path.exists(ARGS.sick_while) else 200, {})
         elif self.headers.get("authorization") != f"Bearer {os.environ['VLLM_API_KEY']}":
-            self.answer(401, {"error": "Unauthorized"})
+            self.respond(401, {"error": "Unauthorized"})
         else:
-            self.answer(200, {"data": [{"id": name, "max_model_len": 2048, "root": "/secret"} for name in ARGS.served_model_name]})
+            self.respond(200, {"data": [{"id": name, "max_model_len": 2048, "root": "/secret"} for name in ARGS.served_model_name]})
 
-    def answer(self, status: int, body: object) -> None:
+    def respond(self, status: int, body: object) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))

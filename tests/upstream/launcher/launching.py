@@ -37,7 +37,7 @@ class Case:
         self.folder = folder
         self.runtime = runtime
         self.logs = folder / "logs"
-        self.told: list[LaunchStatus] = []
+        self.status_updates: list[LaunchStatus] = []
 
     @asynccontextmanager
     async def launcher(self, backoff: Backoff = PATIENT) -> AsyncIterator[Launcher]:
@@ -45,7 +45,7 @@ class Case:
         async with (
             nothing_left(),
             Launcher(
-                on_change=self.told.append, log_folder=self.logs, environ=os.environ, runtime_parent=parent, backoff=backoff
+                on_change=self.status_updates.append, log_folder=self.logs, environ=os.environ, runtime_parent=parent, backoff=backoff
             ) as launcher,
         ):
             yield launcher
@@ -69,12 +69,12 @@ class Case:
 
     def states(self, name: str = "org/m#0") -> list[LaunchState]:
         """Each state that was entered, in order."""
-        seen = [status.state for status in self.told if status.name == name]
+        seen = [status.state for status in self.status_updates if status.name == name]
         return [state for before, state in zip([None, *seen], seen, strict=False) if state is not before]
 
     async def reached(self, state: LaunchState, name: str = "org/m#0", restarts: int = 0) -> LaunchStatus:
         def found() -> list[LaunchStatus]:
-            return [status for status in self.told if (status.name, status.state, status.restarts) == (name, state, restarts)]
+            return [status for status in self.status_updates if (status.name, status.state, status.restarts) == (name, state, restarts)]
 
         await until(lambda: bool(found()))
         return found()[0]

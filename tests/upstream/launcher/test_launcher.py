@@ -60,7 +60,7 @@ async def test_the_server_demands_the_internal_key_which_is_shown_nowhere(case: 
         command_lines = [read(f"/proc/{pid}/cmdline") for pid in (ready.pid, shim_of(ready.pid))]
         assert b"launched_server.py" in command_lines[1], "the shim's command line carries the server's"
         assert not any(key.encode() in line for line in command_lines)
-        assert key not in repr(case.told) + repr(vars(launcher))
+        assert key not in repr(case.status_updates) + repr(vars(launcher))
 
 
 async def test_what_is_private_is_private(case: Case) -> None:
@@ -124,7 +124,7 @@ async def test_a_server_that_never_responds_is_stopped_at_its_startup_timeout(ca
         launcher.start(replace(spec, settings=replace(spec.settings, command=("sh", "-c", script))))
         await until(lambda: case.pids().keys() == {"main", "stray"}, 60.0)
         pids = case.pids()
-        (restarts,) = {status.restarts for status in case.told if status.pid == pids["main"]}
+        (restarts,) = {status.restarts for status in case.status_updates if status.pid == pids["main"]}
         failed = await case.reached(LaunchState.FAILED, restarts=restarts)
         assert "no response to GET /health within 1 s" in failed.reason
         await case.reached(LaunchState.BACKING_OFF, restarts=restarts)
@@ -340,7 +340,7 @@ async def test_a_runtime_folder_too_deep_for_a_socket_is_refused(case: Case) -> 
     deep = case.runtime / ("x" * 100)
     deep.mkdir()
     with pytest.raises(OSError, match="too long for unix sockets"):
-        async with Launcher(on_change=case.told.append, log_folder=case.logs, environ={}, runtime_parent=str(deep)):
+        async with Launcher(on_change=case.status_updates.append, log_folder=case.logs, environ={}, runtime_parent=str(deep)):
             pass
     assert list(deep.iterdir()) == []
 

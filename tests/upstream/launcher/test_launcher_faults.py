@@ -104,8 +104,8 @@ async def test_a_stop_in_the_middle_of_a_renewal(case: Case) -> None:
 async def test_a_server_that_keeps_failing_is_given_up_until_it_is_started_again(case: Case, measured: Callable[[str], None]) -> None:
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(no_such_flag=1))
-        await until(lambda: case.told[-1].given_up and case.told[-1].pid is None)
-        last = case.told[-1]
+        await until(lambda: case.status_updates[-1].given_up and case.status_updates[-1].pid is None)
+        last = case.status_updates[-1]
         assert (last.state, last.restarts, last.first_start_finished) == (LaunchState.FAILED, 2, True)
         assert "unrecognized arguments: --no-such-flag 1 (exit code 2). It has failed 3 times in a row and stays down" in last.reason
         assert case.states() == 2 * [LaunchState.STARTING, LaunchState.FAILED, LaunchState.BACKING_OFF] + [
@@ -121,7 +121,7 @@ async def test_a_server_that_keeps_failing_is_given_up_until_it_is_started_again
 async def test_a_server_that_was_given_up_starts_again_with_a_longer_timeout(case: Case) -> None:
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(startup_timeout=0.001))
-        await until(lambda: case.told[-1].given_up and case.told[-1].pid is None, 60.0)
+        await until(lambda: case.status_updates[-1].given_up and case.status_updates[-1].pid is None, 60.0)
         launcher.set_startup_timeout("org/m#0", 120.0)
         assert not (await case.reached(LaunchState.READY, restarts=3)).given_up
 
@@ -129,7 +129,7 @@ async def test_a_server_that_was_given_up_starts_again_with_a_longer_timeout(cas
 async def test_a_start_that_is_under_way_lasts_as_long_as_is_allowed_now(case: Case) -> None:
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(startup_timeout=3600.0, never_ready=True))
-        await until(lambda: case.told[-1].state is LaunchState.STARTING and case.told[-1].pid is not None, 60.0)
+        await until(lambda: case.status_updates[-1].state is LaunchState.STARTING and case.status_updates[-1].pid is not None, 60.0)
         launcher.set_startup_timeout("org/m#0", 0.1)
         assert "no response to GET /health within 0.1 s" in (await case.reached(LaunchState.FAILED)).reason
 
@@ -143,7 +143,7 @@ async def test_a_server_that_exits_soon_after_every_start_is_given_up_too(case: 
             os.kill(pid, signal.SIGTERM)
         failed = await case.reached(LaunchState.FAILED, restarts=1)
         assert failed.given_up and "org/m#0 ended: exit code 0. It has failed 2 times in a row" in failed.reason
-        await until(lambda: case.told[-1].pid is None)
+        await until(lambda: case.status_updates[-1].pid is None)
     assert case.states().count(LaunchState.CRASHED) == 1
 
 
@@ -156,8 +156,8 @@ async def test_a_port_in_use_is_reported_with_its_process(case: Case, measured: 
             failed = await case.reached(LaunchState.FAILED)
         assert failed.cause is not None and failed.cause.code == "port_in_use"
         assert f"port {port} of 127.0.0.1 is taken by process {os.getpid()} (" in failed.reason
-        await until(lambda: case.told[-1].state is LaunchState.READY)
-        assert case.told[-1].address.port == port
+        await until(lambda: case.status_updates[-1].state is LaunchState.READY)
+        assert case.status_updates[-1].address.port == port
     measured("its port is taken: told, with the process that has it; up once it is free")
 
 
@@ -209,11 +209,11 @@ async def test_what_a_server_says_while_it_starts_is_its_progress(case: Case) ->
     ready.touch()
     async with case.launcher() as launcher:
         launcher.start(case.spec(say=line, sick_while=str(ready)))
-        await until(lambda: case.told[-1].progress == "ready")
+        await until(lambda: case.status_updates[-1].progress == "ready")
         ready.unlink()
         assert (await case.reached(LaunchState.READY)).progress == ""
         launcher.start(case.spec("b#0", say=line, never_ready=True))
-        await until(lambda: case.told[-1].progress == "Loading weights took 0.01 seconds")
+        await until(lambda: case.status_updates[-1].progress == "Loading weights took 0.01 seconds")
 
 
 async def test_what_a_server_leaves_in_its_own_folder_goes_with_it(case: Case) -> None:

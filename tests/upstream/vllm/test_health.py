@@ -100,7 +100,7 @@ class FakeServer:
     routes: dict[str, tuple[int | None, bytes]] = field(
         default_factory=lambda: {"/health": (200, b""), "/v1/models": (200, json.dumps(LISTED).encode())}
     )
-    asked: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     address: Address = field(default_factory=Address)
 
@@ -108,7 +108,7 @@ class FakeServer:
         try:
             headers = (await reader.readuntil(b"\r\n\r\n")).decode()
             path = headers.split()[1]
-            self.asked.append(path)
+            self.requests.append(path)
             self.keys.update(line.split(": ", 1)[1] for line in headers.split("\r\n") if line.lower().startswith("authorization"))
             status, body = self.routes.get(path, (404, b'{"detail":"Not Found"}'))
             if status is None:
@@ -178,24 +178,24 @@ async def test_only_changes_are_reported() -> None:
     async with listening(FakeServer()) as server:
         reported = Reported()
         async with probing(reported, Target("s", server.address)):
-            await until(lambda: len(server.asked) > 6)
+            await until(lambda: len(server.requests) > 6)
         assert len(reported) == 1
-        assert server.asked.count("/v1/models") == 1, "models are looked at now and then, health each time"
+        assert server.requests.count("/v1/models") == 1, "models are looked at now and then, health each time"
 
 
 async def test_one_bad_response_is_tolerated_two_are_not() -> None:
     async with listening(FakeServer()) as server:
         reported = Reported()
         async with probing(reported, Target("s", server.address)) as prober:
-            before = len(server.asked)
+            before = len(server.requests)
             server.routes["/health"] = (503, b"")
             down = await reported.up(False)
             assert down == ServerHealth("s", False, "GET /health: status 503", CARDS)
-            assert server.asked[before:].count("/health") >= 2
+            assert server.requests[before:].count("/health") >= 2
             server.routes["/health"] = (200, b"")
             await reported.up(True)
             assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
-        assert server.asked.count("/v1/models") >= 2, "a server that comes back may have other models"
+        assert server.requests.count("/v1/models") >= 2, "a server that comes back may have other models"
 
 
 async def test_a_server_that_goes_and_comes_back() -> None:
@@ -274,7 +274,7 @@ async def test_the_routes_of_a_server_say_what_it_is_for(name: str) -> None:
     async with listening(fake) as server:
         reported = Reported()
         async with probing(reported, Target("s", server.address)):
-            await until(lambda: last in fake.asked and reported[-1].task == task)
+            await until(lambda: last in fake.requests and reported[-1].task == task)
             assert reported[-1] == ServerHealth("s", True, "", CARDS, task)
 
 
@@ -336,8 +336,8 @@ async def test_a_server_that_refuses_the_gateways_key_is_down(
         async with Prober(on_change=reported.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober:
             prober.set_targets([Target("s", server.address, key)])
             assert await reported.up(False) == ServerHealth("s", False, reason)
-            before = server.asked.count("/v1/models")
-            await until(lambda: server.asked.count("/v1/models") > before + FAILURES_UNTIL_LOST)
+            before = server.requests.count("/v1/models")
+            await until(lambda: server.requests.count("/v1/models") > before + FAILURES_UNTIL_LOST)
             assert gone == [], "another process would refuse the key as well"
             server.routes["/v1/models"] = (200, json.dumps(LISTED).encode())
             assert (await reported.up(True)).models == CARDS
@@ -392,8 +392,8 @@ async def test_targets_that_stay_keep_their_state_and_those_that_go_are_silent()
             assert [probe.name for probe in prober.servers()] == ["two"]
             await until(lambda: len(prober.servers()) == 2)
             one.routes["/health"] = (503, b"")
-            two_requests = len(two.asked)
-            await until(lambda: len(two.asked) > two_requests + 4)
+            two_requests = len(two.requests)
+            await until(lambda: len(two.requests) > two_requests + 4)
             assert [probe.name for probe in prober.servers()] == ["two", "three"]
         assert sorted(probe.name for probe in reported) == ["one", "three", "two"]
 
@@ -404,7 +404,7 @@ async def test_a_callback_that_fails_does_not_end_the_watch(caplog: pytest.LogCa
 
     async with listening(FakeServer()) as server, Prober(on_change=broken, interval=0.02) as prober:
         prober.set_targets([Target("s", server.address)])
-        await until(lambda: len(server.asked) > 4)
+        await until(lambda: len(server.requests) > 4)
     assert "probe of s" in caplog.text
 
 

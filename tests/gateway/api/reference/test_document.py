@@ -14,7 +14,7 @@ from gateway.api.errors import ERRORS, Refusal, anthropic_error, openai_error, r
 from gateway.api.reference import page, words
 from gateway.api.routes import ENDPOINTS, ROUTES, Body, Dialect
 from gateway.auth.body_policy import FORBIDDEN, MAXIMA
-from tests.support.described import answer_problems, described, request_problems
+from tests.support.described import described, request_problems, response_problems
 from tests.support.rows import each_row
 
 DOCUMENT = described()
@@ -64,7 +64,7 @@ def test_errors_within_a_stream_have_the_shape_that_is_told(path: str) -> None:
     if "text/event-stream" in DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]:
         dialect = ROUTES[path].dialect
         event = render_event(Refusal("upstream_timeout", "-"), dialect=dialect.value).decode()
-        assert answer_problems(path, 200, "text/event-stream", event) == []
+        assert response_problems(path, 200, "text/event-stream", event) == []
 
 
 def test_nothing_is_offered_that_is_taken_away() -> None:
@@ -114,10 +114,10 @@ def test_every_route_is_shown_with_a_curl_command() -> None:
 
 def test_a_difference_is_seen() -> None:
     answer = '{"object": "list", "data": [{"index": 0, "object": "score", "score": 1, "more": 1}], "model": "m", "usage": 1}'
-    problems = answer_problems("/v1/score", 200, "application/json", answer)
+    problems = response_problems("/v1/score", 200, "application/json", answer)
     assert [problem.partition(":")[0] for problem in sorted(problems)] == ["$.data[0]", "$.usage"]
-    assert answer_problems("/v1/score", 201, "application/json", answer) != []
-    assert answer_problems("/v1/score", 200, "text/event-stream", "data: {}\n\n") != []
+    assert response_problems("/v1/score", 201, "application/json", answer) != []
+    assert response_problems("/v1/score", 200, "text/event-stream", "data: {}\n\n") != []
 
 
 def test_the_page_has_everything_and_links_only_to_itself() -> None:

@@ -221,7 +221,7 @@ LIGHT_CASES = [
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SdkCall:
     """A call of ``client.chat.completions.create`` in OpenAI's SDK, by its arguments; ``mount`` is where the base URL leads."""
 
     name: str
@@ -250,16 +250,16 @@ PERSON: Json = {
     "required": ["name", "age"],
 }
 EMAIL = r"[a-zA-Z0-9._%+-]+@[a-zA-Z0-9.-]+\.[a-zA-Z]{2,}"
-BEGINNING_OF_EMAIL = r"[a-zA-Z0-9._%+-]+(@[a-zA-Z0-9.-]*)?"
+START_OF_EMAIL = r"[a-zA-Z0-9._%+-]+(@[a-zA-Z0-9.-]*)?"
 FEELINGS = ["positive", "negative", "neutral"]
 
 
-def on_instance(name: str, messages: list[Json], **rest: Any) -> Call:
-    return Call(f"instance, {name}", {"model": INSTANCED, "messages": messages, **rest}, MOUNT)
+def on_instance(name: str, messages: list[Json], **rest: Any) -> SdkCall:
+    return SdkCall(f"instance, {name}", {"model": INSTANCED, "messages": messages, **rest}, MOUNT)
 
 
-def on_light(name: str, messages: list[Json], **rest: Any) -> Call:
-    return Call(f"light, {name}", {"model": LIGHT, "messages": messages, **rest})
+def on_light(name: str, messages: list[Json], **rest: Any) -> SdkCall:
+    return SdkCall(f"light, {name}", {"model": LIGHT, "messages": messages, **rest})
 
 
 SDK_CALLS = [

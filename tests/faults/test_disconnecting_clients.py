@@ -49,7 +49,7 @@ class Server:
     """A server that sends the bytes of the requested state, waits until the connection is closed, and records the time."""
 
     def __init__(self) -> None:
-        self.asked: dict[int, asyncio.Event] = {}
+        self.arrivals: dict[int, asyncio.Event] = {}
         self.ended: dict[int, float] = {}
 
     async def __call__(self, talk: Conversation) -> None:
@@ -60,7 +60,7 @@ class Server:
             await talk.respond(COMPLETION)
             return
         await talk.write(STATES[state])
-        self.asked[number].set()
+        self.arrivals[number].set()
         await talk.closed_by_peer()
         self.ended[number] = time.monotonic()
 
@@ -71,7 +71,7 @@ class Server:
             piece = await reader.read(65536)
             assert piece, f"it ended: {received!r}"
             received += piece
-        self.asked[int(found[1])].set()
+        self.arrivals[int(found[1])].set()
         while await reader.read(65536):
             pass
         self.ended[int(found[1])] = time.monotonic()
@@ -88,7 +88,7 @@ async def _listening(server: Server) -> AsyncIterator[int]:
 
 def _disconnect(one: Client, dice: random.Random) -> None:
     if dice.random() < 0.5:
-        one.leave()
+        one.disconnect()
     else:
         one.writer.close()
 
@@ -114,9 +114,9 @@ async def test_thousands_disconnect_in_every_state(measured: Callable[[str], Non
             client(served.port) as holder,
         ):
             served.worker.apply_health(Health({"down#0": Condition.DOWN}, {}))
-            server.asked[HOLDER] = asyncio.Event()
+            server.arrivals[HOLDER] = asyncio.Event()
             holder.send(request(chat(seed=HOLDER, top_k="before the head", model="busy")))
-            await server.asked[HOLDER].wait()
+            await server.arrivals[HOLDER].wait()
             baseline = sum(len(each._idle) for each in served.worker.fleet)
 
             async def disconnect(number: int) -> None:
@@ -128,7 +128,7 @@ async def test_thousands_disconnect_in_every_state(measured: Callable[[str], Non
                     disconnected[number] = time.monotonic()
 
             async def to_the_server(one: Client, number: int, state: str) -> None:
-                event = server.asked[number] = asyncio.Event()
+                event = server.arrivals[number] = asyncio.Event()
                 one.send(request(chat(seed=number, top_k=state, stream=state != "in a plain answer")))
                 await event.wait()
                 if dice.random() < 0.5:
@@ -155,7 +155,7 @@ async def test_thousands_disconnect_in_every_state(measured: Callable[[str], Non
                 await asyncio.sleep(0.002)
 
             async def uploading(one: Client, number: int, _: str) -> None:
-                event = server.asked[number] = asyncio.Event()
+                event = server.arrivals[number] = asyncio.Event()
                 whole = form(part("model", b"forms"), part("prompt", b"number-%d-" % number), part("file", AUDIO, '; filename="a.wav"'))
                 one.send(whole[: -dice.randrange(100, 5000)])
                 await event.wait()
@@ -169,8 +169,8 @@ async def test_thousands_disconnect_in_every_state(measured: Callable[[str], Non
 
             await asyncio.gather(*(many() for _ in range(AT_ONCE)))
             disconnected[HOLDER] = time.monotonic()
-            holder.leave()
-            await until(lambda: len(server.ended) == len(server.asked), 30)
+            holder.disconnect()
+            await until(lambda: len(server.ended) == len(server.arrivals), 30)
             await until(lambda: served.in_flight == 0, 30)
             assert set(seen) == set(EVERY)
             assert sum(record.queued > 0 for record in served.context.records) > seen["in the queue"] / 2
@@ -184,7 +184,7 @@ async def test_thousands_disconnect_in_every_state(measured: Callable[[str], Non
             await until(lambda: upstream.open == 0)
             assert sum(len(each._idle) for each in served.worker.fleet) == baseline
             async with client(served.port) as one:
-                reply = await one.ask(request(chat(seed=-1, top_k="none")))
+                reply = await one.request(request(chat(seed=-1, top_k="none")))
                 assert (reply.status, orjson.loads(reply.body)["id"]) == (200, "chatcmpl-1")
     measured(f"{DISCONNECTING:,} clients disconnected in {len(seen)} states; {len(took):,} requests ended at the server, "
              f"p99 {p99 * 1000:.0f} ms later (most {took[-1] * 1000:.0f} ms); nothing left over")  # fmt: skip

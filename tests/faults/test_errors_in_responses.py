@@ -13,7 +13,7 @@ import pytest
 from tests.faults.invariants import unharmed
 from tests.support.running import Served, model, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, ask, chat, request
+from tests.support.wire import COMPLETION, DONE, HELLO, ROLE, chat, request, request_once
 from upstream.balancing.ejection import FIRST_PAUSE
 
 DEAD = "EngineCore encountered an issue. See stack trace (above) for the root cause."
@@ -51,7 +51,7 @@ async def test_an_error_as_the_first_event(measured: Callable[[str], None]) -> N
                 sent[0] = _event(code, "no", path)
                 failures = served.value("server_failures_total", "tiny", "tiny#0", reason or "server_error")
                 counted = served.value("requests_total", "tiny", path, str(status))
-                reply = await ask(served.port, request(chat(stream=True, input="x", prompt=None), path))
+                reply = await request_once(served.port, request(chat(stream=True, input="x", prompt=None), path))
                 assert reply.status == status and (path == "/v1/messages" or reply.error["code"] == name)
                 assert served.value("requests_total", "tiny", path, str(status)) == counted + 1
                 assert served.value("server_failures_total", "tiny", "tiny#0", reason or "server_error") == failures + (reason is not None)
@@ -80,12 +80,12 @@ async def test_a_dead_engine_is_passed_over(stream: bool) -> None:
         failed, since = await _until_passed_over(served, data)
         assert failed == 3 == served.value("server_failures_total", "tiny", "tiny#0", "engine_dead")
         for _ in range(9):
-            status = (await ask(served.port, data)).status
+            status = (await request_once(served.port, data)).status
             assert status == 200 or monotonic() > since + FIRST_PAUSE, "it is tried again only when its pause is over"
         await until(lambda: not _is_passed_over(served))
         failed, since = await _until_passed_over(served, data)
         assert failed == 1, "one is enough now"
-        status = (await ask(served.port, data)).status
+        status = (await request_once(served.port, data)).status
         assert status == 200 or monotonic() > since + 2 * FIRST_PAUSE
 
 
@@ -98,7 +98,7 @@ async def _until_passed_over(served: Served, data: bytes) -> tuple[int, float]:
     failed = 0
     while not _is_passed_over(served):
         since = monotonic()
-        failed += (await ask(served.port, data)).status == 500
+        failed += (await request_once(served.port, data)).status == 500
     return failed, since
 
 
@@ -119,7 +119,7 @@ async def test_an_aborted_response_is_a_server_failure() -> None:
     async with scripted(aborts) as server, unharmed([model(server.port)]) as served:
         passed_over = asyncio.create_task(until(lambda: _is_passed_over(served)))
         for fields in ({}, {"seed": 1}, {"stream": True}):
-            reply = await ask(served.port, request(chat(**fields)))
+            reply = await request_once(served.port, request(chat(**fields)))
             assert (reply.status, reply.whole) == (200, True), "the bytes are the server's"
         await until(lambda: served.value("server_failures_total", "tiny", "tiny#0", "aborted") == 3)
         assert served.value("incomplete_total", "tiny", "upstream") == 3
