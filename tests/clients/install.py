@@ -1,4 +1,4 @@
-"""Owns the environments of the foreign clients, for the tests in this folder. Run by `make clients`; standard library only.
+"""Install the environments of the third-party clients, for the tests in this folder. Run by `make clients`; standard library only.
 
 Each Python environment is `.venv-clients-NAME`, made from `environments/NAME.lock`; the Node one is `environments/node/node_modules`, made
 from its package-lock.json. Rule: the mark, a hash of what an environment is made from, is written last; one whose mark is missing or of
@@ -27,17 +27,17 @@ Builder = Callable[[Path, Path], None]
 
 
 class InstallError(Exception):
-    """An environment cannot be made; the message says which command failed."""
+    """An environment cannot be created. The message names the failed command."""
 
 
 def main() -> int:
-    """Make what is missing. Returns the exit code."""
+    """Create the missing environments. Return the exit code."""
     pythons = ((environment(name), LOCKS / f"{name}.lock", build_python) for name in PYTHONS)
     return made(*pythons, (NODE / "node_modules", NODE / "package-lock.json", build_node))
 
 
 def made(*wanted: tuple[Path, Path, Builder]) -> int:
-    """Make what is missing of these places, each from its lock. Returns the exit code."""
+    """Create the missing environments of these folders, each from its lock. Return the exit code."""
     try:
         for target, lock, build in wanted:
             refreshed(target, lock, build)
@@ -48,12 +48,12 @@ def made(*wanted: tuple[Path, Path, Builder]) -> int:
 
 
 def environment(name: str) -> Path:
-    """The folder of a Python environment."""
+    """Return the folder of a Python environment."""
     return ROOT / f".venv-clients-{name}"
 
 
 def installed(target: Path, lock: Path) -> bool:
-    """Whether `place` has been made, to the end, from this lock."""
+    """Return whether `place` was created completely from this lock."""
     mark = target / MARK
     return mark.exists() and mark.read_text() == fingerprint(lock)
 
@@ -73,14 +73,14 @@ def refreshed(target: Path, lock: Path, build: Builder) -> None:
 
 
 def build_python(target: Path, lock: Path) -> None:
-    """A virtual environment with exactly the packages of the lock."""
+    """Create a virtual environment with exactly the packages of the lock."""
     venv.create(target, with_pip=True)
     pip = [str(target / "bin" / "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     run([*pip, "--no-deps", "--only-binary", ":all:", "--require-hashes", "--requirement", str(lock)], ROOT)
 
 
 def build_node(target: Path, lock: Path) -> None:
-    """The packages of package-lock.json, none of whose scripts is run."""
+    """Install the packages of package-lock.json without running their scripts."""
     npm = shutil.which("npm")
     if npm is None:
         raise InstallError("npm is not installed (Debian: npm)")
@@ -89,7 +89,7 @@ def build_node(target: Path, lock: Path) -> None:
 
 
 def run(command: list[str], folder: Path) -> None:
-    """Raises InstallError when the command fails; its own words are on the terminal."""
+    """Run a command. Raises InstallError if it fails; its own output is on the terminal."""
     if subprocess.run(command, cwd=folder, check=False, env={**os.environ, "PIP_NO_INPUT": "1"}).returncode:
         raise InstallError(f"failed: {' '.join(command)}")
 

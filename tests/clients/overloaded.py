@@ -1,4 +1,4 @@
-"""A server of a model that takes no more whenever it is asked something for the first time.
+"""A server of an overloaded model: it rejects each text on its first request and accepts it on the second.
 
 Speaks just enough of vLLM's wire format: /health, a chat answer, a message; and a 429 with Retry-After, as a proxy says it
 in front of a vLLM. It remembers when it was
@@ -42,7 +42,7 @@ COMPLETION = {
 
 @dataclass
 class Overloaded:
-    """The running server. ``asked`` holds, by the text of the first message, when it came, in seconds of a steady clock."""
+    """The running server. ``request_times``: monotonic times of the requests, in seconds, by the text of the first message."""
 
     port: int
     request_times: dict[str, list[float]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ def _text(body: dict[str, Any]) -> str:
 
 @contextmanager
 def overloaded() -> Iterator[Overloaded]:
-    """Run it on an ephemeral port, in a thread."""
+    """Run the server on an ephemeral port, in a thread."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -83,7 +83,7 @@ def overloaded() -> Iterator[Overloaded]:
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with serving(Handler) as port:
         state = Overloaded(port)
@@ -92,7 +92,7 @@ def overloaded() -> Iterator[Overloaded]:
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[int]:
-    """The port of a server in a thread; every connection to it has ended when the block ends."""
+    """Run a server in a thread and yield its port. Every connection is closed at the end of the block."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.daemon_threads = False
     with threaded(server):

@@ -1,4 +1,4 @@
-"""A page in a real browser, of another origin than the gateway's, that chats by ``fetch``."""
+"""A page in a real browser that chats by ``fetch``. Its origin differs from the gateway's origin."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = Path(__file__).parent / "page.html"
 
 
 class Site:
-    """The page's own server: gives it the task and takes its results. ``port`` is open before the task is known."""
+    """The page's own server: it serves the task and receives the results. ``port`` is open before the task is known."""
 
     def __init__(self) -> None:
         self.port = 0
@@ -33,7 +33,7 @@ class Site:
         self.reported = threading.Event()
 
     def read(self, origin: str, folder: Path) -> dict[str, Any]:
-        """Return the page's report when a browser opens it under this origin."""
+        """Open the page under this origin in a browser. Return the page's report."""
         self.reported.clear()
         with browser(origin, folder) as text:
             assert self.reported.wait(100), text.read_text()
@@ -62,7 +62,7 @@ def site() -> Iterator[Site]:
             self.wfile.write(data)
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     one = Site()
     with serving(Handler) as one.port:
@@ -71,7 +71,7 @@ def site() -> Iterator[Site]:
 
 @contextmanager
 def browser(url: str, folder: Path) -> Iterator[Path]:
-    """A headless browser that opens a page; what it said is in the file. It ends with everything that it has started."""
+    """Run a headless browser that opens a page. Its output is in the yielded file. All its processes are ended."""
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("chromium is not installed (Debian: chromium)")
@@ -104,7 +104,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Visit
 
 
 def test_a_page_of_a_known_origin_chats(page: tuple[Site, Visit], tmp_path: Path) -> None:
-    """The key makes each request one with a preflight. Errors are readable too, and so is Retry-After."""
+    """Because of the key, each request needs a preflight. The page can also read errors and Retry-After."""
     site, visit = page
     results = site.read(f"http://127.0.0.1:{site.port}", tmp_path)
     stream = results["stream"]
@@ -118,7 +118,7 @@ def test_a_page_of_a_known_origin_chats(page: tuple[Site, Visit], tmp_path: Path
 
 
 def test_a_page_of_another_origin_is_refused(page: tuple[Site, Visit], tmp_path: Path) -> None:
-    """The same page under another name of its host: the browser gets no permission and sends nothing."""
+    """The same page under another host name gets no permission, so the browser sends no request."""
     site, visit = page
     before = len(visit.journal())
     results = site.read(f"http://localhost:{site.port}", tmp_path)

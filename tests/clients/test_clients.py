@@ -1,4 +1,4 @@
-"""Client packages of app developers, used as their manuals say, against a gateway with a simulator."""
+"""Client packages of application developers, used as documented, against a gateway with a simulator."""
 
 from __future__ import annotations
 
@@ -124,14 +124,14 @@ def test_a_refusal_has_the_clients_own_class(visit: Visit, client: Client, case:
 
 
 def test_a_request_to_an_overloaded_model_is_retried(visit: Visit, client: Client) -> None:
-    """The server answers 429 once. The client itself asks again: where it knows Retry-After, not before the second that it names."""
+    """The server responds with 429 once. The client retries by itself, and not before Retry-After if it supports that header."""
     assert reported(visit, client, "again") == {"text": TEXT}
     first, second = visit.overloaded.request_times[visit.task(client.name)["again"]]
     assert second - first >= (1.0 if client.waits else 0.0)
 
 
 def test_a_client_that_stops_listening_stops_the_model(visit: Visit, client: Client) -> None:
-    """The script closes a stream and continues with other requests: the server has noticed before the script ends."""
+    """The script closes a stream and continues with other requests. The server detects the disconnect before the script ends."""
     assert reported(visit, client, "cancel") == {"pieces": 3}
     entry = visit.ended_early(client.name)
     assert entry["outcome"] == "disconnected"

@@ -1,4 +1,4 @@
-"""The gateway that the foreign clients visit, and each client's report.
+"""Run the gateway for the third-party clients, and collect each client's report.
 
 Owns the task that every client gets and the running of its script. Each client has its own key and texts, so that the gateway's
 log and the servers' journals tell one client from another.
@@ -44,9 +44,9 @@ SERVER = {"enable-auto-tool-choice": True, "tool-call-parser": "hermes", "max-mo
 
 @dataclass(frozen=True, slots=True)
 class Client:
-    """A foreign client. ``environment``: of install.py; None for the project's. ``refusals``: the classes for a wrong key, an
-    unknown model and a text that is too long. ``tells_code``: its errors have the gateway's code. ``waits``: it knows Retry-After, and
-    would wait less without it."""
+    """A third-party client. ``environment``: of install.py; None for the project's. ``refusals``: the classes for a wrong key, an
+    unknown model and a text that is too long. ``reports_code``: its errors have the gateway's code. ``waits``: it honors Retry-After,
+    and would wait less without it."""
 
     name: str
     environment: str | None
@@ -62,7 +62,7 @@ def key_of(client: str) -> str:
 
 @dataclass
 class Visit:
-    """A running gateway, a simulator behind it, and an overloaded server."""
+    """A running gateway with a simulator and an overloaded server."""
 
     gateway: Gateway
     overloaded: Overloaded
@@ -120,18 +120,18 @@ class Visit:
         return entries
 
     def log(self, client: str) -> list[dict[str, Any]]:
-        """The gateway's own lines on a client's requests."""
+        """Return the gateway's access-log lines of a client's requests."""
         return [line for line in map(orjson.loads, self.gateway.log.splitlines()) if line.get("key") == client]
 
     def ended_early(self, client: str) -> dict[str, Any]:
-        """The simulator's entry on the answer that a client did not hear to its end, once the simulator has noticed."""
+        """Return the simulator's entry of the response that a client did not read to the end. Wait until the simulator has detected it."""
         text = self.task(client)["cancel"]
         [entry] = wait_for(lambda: [each for each in self.journal() if each["outcome"] != "open" and text in json.dumps(each["body"])])
         return dict(entry)
 
 
 def command(client: Client) -> list[str]:
-    """The words that run a client's script. Skips the test when what they need is not installed."""
+    """Return the command line of a client's script. Skip the test if its environment is not installed."""
     if client.script.endswith(".mjs"):
         return [_node(), str(NODE / client.script)]
     if shutil.which("curl") is None and client.name == "curl":

@@ -28,7 +28,7 @@ from tests.conformance.shapes import LOGPROBS, lacks, stream_lacks
 from tests.conformance.stage import Stage, on, simulated
 from tests.support.process import Gateway, configuration, gateway
 from tests.vllm.chat import folded, send_chat
-from tests.vllm.dialogues import CALLED, DIE, HANGZHOU, RESULT, SUNNY, TOOLSETS, WEATHER, Answer, on_the_wire
+from tests.vllm.dialogues import CALLED, DIE, HANGZHOU, RESULT, SUNNY, TOOLSETS, WEATHER, ChatResult, on_the_wire
 
 PLAIN_AND_STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 EVERYWHERE = on("simulator", "qwen")
@@ -36,7 +36,7 @@ INTRODUCTION: Json = {"messages": [user("Who are you?")], "temperature": 0, **NO
 WEATHER_REQUEST: Json = {"messages": [user(HANGZHOU)], "tools": [WEATHER], "temperature": 0, "max_tokens": 300, **NOT_THINKING}
 
 
-def completion(stage: Stage, body: Json, *, streamed: bool) -> Answer:
+def completion(stage: Stage, body: Json, *, streamed: bool) -> ChatResult:
     """The one choice of an answer, folded together when it came in pieces."""
     with stage.client() as client:
         return send_chat(client, {"model": stage.model, **body}, streamed=streamed)

@@ -16,11 +16,11 @@ from tests.conformance.examples import ALIASES, CHAT, LIGHT, LLAMA, Json, user
 from tests.conformance.shapes import TEXT, USAGE, lacks, stream_lacks
 from tests.conformance.stage import Stage, on, simulated
 from tests.support.process import configuration, gateway, wait_for
-from tests.vllm.dialogues import COUNT, STORY
+from tests.vllm.dialogues import COUNT, PROMPT_AND_CONTINUATION
 from tests.vllm.gateway import GENERATED, NotAchieved, attempted
 
 EVERYWHERE = on("simulator", "llama")
-RAW: Json = {"model": LIGHT, "prompt": STORY[0], "temperature": 0, "max_tokens": 60}
+RAW: Json = {"model": LIGHT, "prompt": PROMPT_AND_CONTINUATION[0], "temperature": 0, "max_tokens": 60}
 ENDLESS = 1900  # tokens
 COUNTING: Json = {"model": LIGHT, "messages": [user("Count from 1 to 100.")], "temperature": 0, "max_tokens": 80}
 
@@ -47,7 +47,13 @@ def test_a_raw_prompt_streams(stage: Stage, usage: bool) -> None:
 
 @EVERYWHERE
 def test_a_raw_prompt_by_the_sdk(stage: Stage) -> None:
-    arguments: Any = {"model": LIGHT, "messages": openai.omit, "temperature": 0, "max_tokens": 60, "extra_body": {"prompt": STORY[0]}}
+    arguments: Any = {
+        "model": LIGHT,
+        "messages": openai.omit,
+        "temperature": 0,
+        "max_tokens": 60,
+        "extra_body": {"prompt": PROMPT_AND_CONTINUATION[0]},
+    }
     with stage.sdk(key="dummy") as client:
         plain = client.chat.completions.create(**arguments)
         chunks = list(client.chat.completions.create(stream=True, **arguments))
@@ -57,7 +63,7 @@ def test_a_raw_prompt_by_the_sdk(stage: Stage) -> None:
 
 @EVERYWHERE
 def test_a_raw_prompt_has_16_tokens_by_default(stage: Stage) -> None:
-    response = stage.post({"model": LIGHT, "prompt": STORY[0], "temperature": 0}, key=None).json()
+    response = stage.post({"model": LIGHT, "prompt": PROMPT_AND_CONTINUATION[0], "temperature": 0}, key=None).json()
     assert (response["usage"]["completion_tokens"], response["choices"][0]["finish_reason"]) == (16, "length")
 
 
@@ -118,7 +124,7 @@ def test_temperature_0_and_top_k_1_are_greedy(stage: Stage) -> None:
 @on("llama")
 @pytest.mark.parametrize("raw", [False, True], ids=["messages", "raw prompt"])
 def test_stop_works(stage: Stage, raw: bool) -> None:
-    body, whole, stop = (RAW, STORY[1], " never") if raw else (COUNTING, COUNT, ", 5")
+    body, whole, stop = (RAW, PROMPT_AND_CONTINUATION[1], " never") if raw else (COUNTING, COUNT, ", 5")
     response = stage.post({**body, "stop": [stop]}, key=None).json()["choices"][0]
     assert (response["message"]["content"], response["finish_reason"]) == (whole[: whole.index(stop)], "stop")
 

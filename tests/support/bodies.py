@@ -1,4 +1,4 @@
-"""Bodies that cost as much as a body can, and what it costs to process them."""
+"""Build the most expensive request bodies, and measure what it costs to process them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ UNITS: Mapping[str, bytes] = MappingProxyType(
         "ordinary messages": b'{"role":"user","content":"%b"}' % (b"word, " * 40),
     }
 )
-"""What a list in a body is filled with."""
+"""Elements that fill a list in a body, by name."""
 
 POSITIONS: Mapping[str, tuple[str, bytes, bytes]] = MappingProxyType(
     {
@@ -68,11 +68,11 @@ POSITIONS: Mapping[str, tuple[str, bytes, bytes]] = MappingProxyType(
         "metadata": ("/v1/chat/completions", b'{"model":"m","messages":[],"metadata":[', b"]}"),
     }
 )
-"""Where that list stands: the route, and what is before and behind it."""
+"""Positions of the list by name: the route, and the bytes before and after the list."""
 
 
 def text(piece: bytes, size: int) -> bytes:
-    """A body whose only message is one text."""
+    """Return a body of ``size`` bytes whose only message is one text."""
     opening, closing = b'{"model":"m","messages":[{"role":"user","content":"', b'"}]}'
     return opening + piece * ((size - len(opening) - len(closing)) // len(piece)) + closing
 
@@ -87,11 +87,11 @@ TEXTS: Mapping[str, bytes] = MappingProxyType(
         "commas": b", ",
     }
 )
-"""What one long text is filled with."""
+"""Pieces that fill one long text, by name."""
 
 
 def filled(position: str, unit: bytes, size: int, values: int = VALUES) -> tuple[str, bytes]:
-    """A route and a body that is as large as ``size`` bytes and ``values`` allow."""
+    """Return a route, and a body that is as large as ``size`` bytes and ``values`` allow."""
     path, opening, closing = POSITIONS[position]
     marks = sum(unit.count(mark) for mark in (b",", b":", b"[", b"{")) + 1
     count = max(min((size - len(opening) - len(closing)) // (len(unit) + 1), (values - 30) // marks), 0)
@@ -99,14 +99,14 @@ def filled(position: str, unit: bytes, size: int, values: int = VALUES) -> tuple
 
 
 class Cost(NamedTuple):
-    """CPU in seconds: of all steps, and of the longest one."""
+    """CPU time in seconds: of all steps together, and of the longest step."""
 
     total: float
     longest: float
 
 
 class StepTimer:
-    """Measures steps, each of which stands for one event-loop iteration."""
+    """Measure the CPU time of steps. Each step corresponds to one event-loop iteration."""
 
     def __init__(self) -> None:
         self.costs: dict[str, Cost] = {}
@@ -137,7 +137,7 @@ class StepTimer:
 
 
 def processed(path: str, body: bytes) -> dict[str, Cost]:
-    """What each transformation of a body costs, up to where it is refused."""
+    """Return the cost of each transformation of a body, up to the transformation that rejects it."""
     route, measured = ROUTES[path], StepTimer()
     gc.collect()
     with collector_paused():

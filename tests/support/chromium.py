@@ -1,7 +1,7 @@
-"""A headless Chromium that a test looks through: it opens a page, evaluates, takes pictures, and hears complaints.
+"""Control a headless Chromium: open a page, evaluate JavaScript, take screenshots, and collect errors.
 
-It is spoken to over its debugging pipe (``--remote-debugging-pipe``): JSON messages that end with a zero byte, on the
-descriptors 3 and 4 of its process. In the end nothing of it is left.
+The test uses the debugging pipe (``--remote-debugging-pipe``): JSON messages that end with a zero byte, on the descriptors 3 and 4
+of the browser's process. No process is left at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _OUR_ENDS = 20  # a descriptor that is neither 3 nor 4
 
 
 class Chromium:
-    """One page. ``complaints`` are the browser's own errors: blocked by policy, failed to load, uncaught. ``asked``: what it asked for."""
+    """One page. ``complaints``: errors of the browser (blocked by policy, failed to load, uncaught). ``requests``: the requested URLs."""
 
     def __init__(self, to: BinaryIO, source: BinaryIO) -> None:
         self._to = to
@@ -55,22 +55,22 @@ class Chromium:
         self._call("Page.navigate", url=url)
 
     def evaluate(self, expression: str) -> Any:
-        """The value of a JavaScript expression; None while there is none."""
+        """Return the value of a JavaScript expression, or None if it has no value yet."""
         return self._call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
     def text(self) -> str:
-        """What the page says."""
+        """Return the visible text of the page."""
         return str(self.evaluate("document.body ? document.body.innerText : ''"))
 
     def resize(self, width: int, height: int) -> None:
         self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
 
     def prefer(self, scheme: str) -> None:
-        """light or dark"""
+        """Switch to the color scheme ``light`` or ``dark``."""
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     def screenshot(self, file: Path) -> None:
-        """The whole page as PNG."""
+        """Write an image of the whole page as PNG."""
         data = self._call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
         file.write_bytes(base64.b64decode(data))
 
@@ -106,14 +106,14 @@ class Chromium:
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Chromium]:
-    """A browser with its profile in ``folder``. Skips the test where there is none."""
+    """Run a browser with its profile in ``folder``. Skip the test if Chromium is not installed."""
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("chromium is not installed (Debian: chromium)")
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
     descriptors = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OUR_ENDS) for fd in (theirs_in, theirs_out)]
-    # The shell puts the pipes where the browser looks for them.
+    # The shell moves the pipes to the descriptors that the browser expects.
     command = [
         "bash",
         "-c",

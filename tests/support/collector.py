@@ -1,4 +1,4 @@
-"""A collector of traces: takes OTLP over HTTP on a real socket and decodes it with OpenTelemetry's own messages."""
+"""A trace collector: it receives OTLP over HTTP on a real socket and decodes it with OpenTelemetry's own message types."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.http_server import threaded
 
 
 class Collector(ThreadingHTTPServer):
-    """The running collector: what came, and under which path. While ``held`` is clear, nobody gets an answer."""
+    """A running collector: the received exports and their paths. While ``held`` is clear, no request gets a response."""
 
     daemon_threads = True
 
@@ -58,11 +58,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(response)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 def attributes(pairs: Any) -> dict[str, Any]:
-    """Attributes as a dict of plain values."""
+    """Return attributes as a dict of plain values."""
     return {pair.key: getattr(pair.value, pair.value.WhichOneof("value")) for pair in pairs}
 
 

@@ -1,4 +1,4 @@
-"""The gateway with its control process in the test's own loop, so that a test can ask what only operators may."""
+"""Run the gateway with the control process in the test's own event loop, so that a test can call the operator's functions directly."""
 
 from __future__ import annotations
 
@@ -34,8 +34,10 @@ NO_CLUSTER = Cluster("", "")
 
 
 def on_demand(identity: str, *, queue: dict[str, Any] | None = None, args: dict[str, Any] | None = None, **launch: Any) -> dict[str, Any]:
-    """A simulator that is started when it is asked for; `launch` are more of its settings. Requests wait for it as long as a busy machine
-    may need."""
+    """Return a model whose simulator starts on demand. ``launch``: more settings of the launch.
+
+    The queue's wait is long enough for a start on a busy machine.
+    """
     model = launched(identity, **{"sim-tokens": 4, "sim-tokens-per-second": 0, **(args or {})})
     model["launch"] |= {"start": "on_demand", **launch}
     return model | {"queue": queue or {"wait": "2m"}}
@@ -43,7 +45,7 @@ def on_demand(identity: str, *, queue: dict[str, Any] | None = None, args: dict[
 
 @dataclass
 class Controlled:
-    """A running gateway."""
+    """A running gateway. ``output`` is its terminal output."""
 
     control: Control
     reloader: Reloader
@@ -60,23 +62,23 @@ class Controlled:
 
     @property
     def report(self) -> Report:
-        """What the admin port would show."""
+        """The report that the admin port would show."""
         return Report(self.control)
 
     async def reload(self, *models: dict[str, Any], groups: Sequence[dict[str, Any]] = (), **server: Any) -> ReloadResult:
-        """Have another configuration read."""
+        """Write another configuration and reload it."""
         write(self.file, configuration(*models, **server) | {"groups": list(groups)})
         return await self.reloader.reload()
 
     def status(self, model: str) -> dict[str, Any]:
-        """The model as /status shows it."""
+        """Return the model's entry in /status."""
         return next(each for each in self.report.status()["models"] if each["id"] == model)
 
     def state(self, model: str) -> str:
         return str(self.status(model)["state"])
 
     async def reaches(self, model: str, state: str, seconds: float = 60.0) -> None:
-        """Wait until a model is in a state, and the workers know of it. Raises TimeoutError."""
+        """Wait until a model is in a state and the workers have applied it. Raises TimeoutError."""
         try:
             await until(lambda: self.state(model) == state, seconds)
         except TimeoutError:
@@ -84,36 +86,38 @@ class Controlled:
         await self.wait_for_workers()
 
     async def wait_for_workers(self) -> None:
-        """Wait until the workers know what control knows; they hear of it a moment later. Raises TimeoutError."""
+        """Wait until the workers have applied the current health of all servers. Raises TimeoutError."""
         number = self.control.publisher.publish_health()
         await until(lambda: self.control.workers.have_applied(number), 30.0)
 
     def value(self, family: str, *labels: str) -> float:
-        """The first cell of a series, 0 when there is none."""
+        """Return the first cell of a series, or 0 if the series does not exist."""
         return self.report.series().get(Series(family, labels), (0.0,))[0]
 
     def launches(self, model: str) -> float:
         return self.value("launches_total", model, "ready")
 
     async def request(self, model: str, **body: Any) -> httpx2.Response:
-        """A request with the key."""
+        """Send a request with the key."""
         document = {"model": model, "messages": [{"role": "user", "content": "Hello"}], **body}
         return await self.client.post("/v1/chat/completions", json=document)
 
     async def streams(self, model: str, count: int = 1, seconds: float = 2.0) -> list[asyncio.Task[httpx2.Response]]:
-        """So many streams of this length, all of them in flight on a server; to be asked once a model.
+        """Start ``count`` streams of about ``seconds`` each, and wait until all of them are in flight. Call it once for each model.
 
-        A request that has just been answered may be in flight a moment longer, so what was in flight before says nothing.
+        A request that has just finished may count as in flight a moment longer, so the number from before is not used.
         """
         simulate = {"tokens": 20, "tokens_per_second": 20 / seconds}
-        with self.frozen(model) if self.state(model) == "ready" else nullcontext():  # or the first might be over before the last has come
+        with (
+            self.frozen(model) if self.state(model) == "ready" else nullcontext()
+        ):  # otherwise the first could finish before the last starts
             tasks = [asyncio.create_task(self.request(model, stream=True, simulate=simulate)) for _ in range(count)]
             await until(lambda: self.in_flight(model) == count)
         return tasks
 
     @contextmanager
     def frozen(self, model: str) -> Iterator[None]:
-        """Have a model's servers stand still for the length of the block, so that what they are doing is not over before its end."""
+        """Freeze a model's servers for the duration of the block, so that none of their requests finishes in it."""
         stopped = [pid for pid in self.pids(model) if pid not in self._still]
         self._still.update(stopped)
         for pid in stopped:
@@ -141,7 +145,7 @@ async def controlled(
     resolve: Resolve = system_resolver,
     **server: Any,
 ) -> AsyncIterator[Controlled]:
-    """Run a configuration; in the end nothing of it is left. ``cluster`` and ``resolve``: where servers are looked for."""
+    """Run a configuration; no process is left at the end. ``cluster`` and ``resolve`` are used to discover servers."""
     file = folder / "gateway.yaml"
     file.write_text(yaml.safe_dump(configuration(*models, **server) | {"groups": list(groups)}))
     config, output = load(file), io.StringIO()
@@ -176,7 +180,7 @@ async def _ended(control: Control, loop: asyncio.Task[None]) -> None:
 
 
 async def held(condition: Callable[[], bool], seconds: float, *streams: asyncio.Task[httpx2.Response]) -> None:
-    """Check that a condition holds for so long, or until these streams have finished, which a busy machine may notice late."""
+    """Check that a condition holds for ``seconds``, or until ``streams`` have finished, which a busy machine may notice late."""
     deadline = asyncio.get_running_loop().time() + seconds
     while asyncio.get_running_loop().time() < deadline:
         if not condition():

@@ -1,6 +1,6 @@
-"""What the API reference says of a request and its answer, held against real ones.
+"""Check real requests and responses against the API reference.
 
-The rule: an answer may have no member that the reference does not name; a request may have, since what is unknown does nothing.
+The rule: a response may contain no field that the reference does not name. A request may, since unknown fields have no effect.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ Json = dict[str, Any]
 
 @cache
 def described() -> Json:
-    """The reference as OpenAPI."""
+    """Return the reference as an OpenAPI document."""
     return document()
 
 
 @cache
 def _closed() -> Json:
-    """The shapes, in which every object has the members that are named and no other."""
+    """Return the schemas, changed so that every object allows only the named fields."""
     components = copy.deepcopy(described()["components"]["schemas"])
     for shape in _every(components):
         if "properties" in shape and "type" in shape:
@@ -46,19 +46,19 @@ def _every(value: Any) -> Iterator[Json]:
 
 
 def request_shape(path: str) -> Json:
-    """The schema of a POST's body."""
+    """Return the schema of a POST request's body."""
     (kind,) = described()["paths"][path]["post"]["requestBody"]["content"].values()
     shape: Json = kind["schema"]
     return shape
 
 
 def request_problems(path: str, body: Json) -> list[str]:
-    """Every way in which a JSON body is not what the reference asks for."""
+    """Return every deviation of a JSON body from the reference."""
     return _problems(_validator(path, "request", ""), body)
 
 
 def response_problems(path: str, status: int, media_type: str, text: str, method: str = "post") -> list[str]:
-    """Every way in which an answer is not what the reference says. Events of a stream are looked at one by one."""
+    """Return every deviation of a response from the reference. Events of a stream are checked one by one."""
     kind = media_type.partition(";")[0]
     validator = _validator(path, f"{method} {status}", kind)
     if kind == "text/event-stream":
@@ -67,7 +67,7 @@ def response_problems(path: str, status: int, media_type: str, text: str, method
 
 
 def data_of(text: str) -> list[Any]:
-    """What the events of a stream carry, but for the end's mark."""
+    """Return the data of a stream's events, without the final ``[DONE]``."""
     lines = (line.removeprefix("data:").strip() for line in text.split("\n") if line.startswith("data:"))
     return [json.loads(line) for line in lines if line != "[DONE]"]
 

@@ -1,4 +1,4 @@
-"""Distributes the suite over processes: which test items stay together, and which of them start first.
+"""Distribute the suite over processes: which test items stay together, and which of them start first.
 
 The items of a file form a group. An item with a parameter ``@NAME`` of ``SERVERS`` in its id belongs to the group of that name
 instead: these items share a real server. The rules: the items of a group run in one process, in their order, so that what they
@@ -20,23 +20,23 @@ from xdist.report import report_collection_diff
 from xdist.workermanage import WorkerController, parse_tx_spec_config
 
 REAL_AT_ONCE = 2
-"""A real vLLM keeps a core busy while it starts, and takes 2.6 GB."""
+"""A real vLLM keeps a core busy while it starts, and needs 2.6 GB."""
 
 DURATIONS = Path(__file__).parents[1] / "durations.json"
-"""The seconds that each group took when ``make durations`` ran last."""
+"""Seconds that each group took in the last run of ``make durations``."""
 
 NEW = 30.0
-"""Seconds that are assumed for a group of which nothing is known."""
+"""Seconds assumed for a group without a known duration."""
 
 SERVERS = ("@direct", "@gateway", "@llama", "@pooling", "@qwen")
-"""Servers that tests of several files share."""
+"""Servers that tests in several files share."""
 
 _SERVER = re.compile(rf"[\[-]({'|'.join(SERVERS)})(?=[\]-])")
 _REAL = "tests/vllm/"
 
 
 def group_of(nodeid: str) -> str:
-    """Return the name of an item's group: that of its server, else the path of its file."""
+    """Return the name of an item's group: its server's name, or the path of its file."""
     path, _, name = nodeid.partition("::")
     server = _SERVER.search(name)
     return path if server is None else server[1]
@@ -49,14 +49,14 @@ def is_real(group: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Items that stay together. ``items``: their indices in the collection."""
+    """A group of items that stay together. ``items``: their indices in the collection."""
 
     name: str
     items: tuple[int, ...]
 
 
 def grouped(collection: Sequence[str], seconds: Mapping[str, float]) -> list[Group]:
-    """Return the groups of a collection of node ids, those that take longest first."""
+    """Return the groups of a collection of node IDs, the longest first."""
     items: dict[str, list[int]] = {}
     for index, nodeid in enumerate(collection):
         items.setdefault(group_of(nodeid), []).append(index)
@@ -64,10 +64,10 @@ def grouped(collection: Sequence[str], seconds: Mapping[str, float]) -> list[Gro
 
 
 class Distribution:
-    """Gives groups to xdist's nodes. A node starts an item only when it knows the next one, so each is given two while there are any."""
+    """Assign groups to xdist's nodes. A node starts an item only when it knows the next one, so each node has two items if possible."""
 
     def __init__(self, numnodes: int, seconds: Mapping[str, float], config: pytest.Config) -> None:
-        """``numnodes``: how many nodes have to report their collection before the first item is given out."""
+        """Take the number of nodes that must report their collection before the first item is assigned."""
         self._numnodes = numnodes
         self._seconds = seconds
         self._config = config
@@ -75,7 +75,7 @@ class Distribution:
         self._collection: list[str] | None = None
         self._queue: list[Group] = []
         self._pending: dict[WorkerController, dict[int, str]] = {}
-        """Of each node the items that it has not finished, in their order, with the names of their groups."""
+        """The unfinished items of each node, in order, with the names of their groups."""
 
     @property
     def nodes(self) -> list[WorkerController]:
@@ -87,7 +87,7 @@ class Distribution:
 
     @property
     def tests_finished(self) -> bool:
-        """Whether nothing is left to give out; nodes may have their last item still, which they start when they are shut down."""
+        """Whether every item is assigned. A node may still hold its last item, which it starts when it is shut down."""
         return self.collection_is_completed and not self._queue and all(len(items) < 2 for items in self._pending.values())
 
     @property
@@ -101,7 +101,7 @@ class Distribution:
         self._collections[node] = list(collection)
 
     def schedule(self) -> None:
-        """Give out the first groups; or, where that has been done, groups for a node that replaces a crashed one."""
+        """Assign the first groups, or groups for a node that replaces a crashed node."""
         if self._collection is None:
             if not self._is_common():
                 return
@@ -115,7 +115,7 @@ class Distribution:
         self._feed(node)
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Take back what a node had. Return the id of the item in which it crashed, which is not run again; None: it had none."""
+        """Unassign a node's items. Return the ID of the item in which it crashed, which is not run again, or None if it had no item."""
         names = self._pending.pop(node)
         if not names or self._collection is None:
             return None
@@ -133,7 +133,7 @@ class Distribution:
         raise NotImplementedError
 
     def _is_common(self) -> bool:
-        """Return whether all nodes have collected the same; report each that has not."""
+        """Return whether all nodes have collected the same items; report each node that has not."""
         (first, common), *others = self._collections.items()
         is_common = True
         for node, collection in others:
@@ -170,7 +170,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config) -> Distribution | None:
 
 
 class Stopwatch:
-    """Adds up how long each group takes, of all processes, and writes it to a file."""
+    """Sum up the duration of each group over all processes, and write it to a file."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -184,7 +184,7 @@ class Stopwatch:
             self._run.add(group)
 
     def pytest_sessionfinish(self) -> None:
-        """Write the file; a group that was not run, but exists, keeps its figure."""
+        """Write the file. A group that exists but was not run keeps its duration."""
         before: dict[str, float] = json.loads(self._file.read_text()) if self._file.exists() else {}
         existing = {name: seconds for name, seconds in before.items() if name in SERVERS or (self._file.parents[1] / name).exists()}
         run = {name: max(round(self._seconds[name]), 1) for name in self._run}
@@ -192,5 +192,5 @@ class Stopwatch:
 
 
 def problems(real_items: Iterable[str]) -> list[str]:
-    """Return the ids of items with a real vLLM whose group does not show that."""
+    """Return the IDs of items with a real vLLM whose group does not show that."""
     return [nodeid for nodeid in real_items if not is_real(group_of(nodeid))]

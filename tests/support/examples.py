@@ -1,13 +1,13 @@
-"""How many examples a property is tried with, by the profile of the run: few for a change (``make test``), many in ``make test-deep``."""
+"""The number of examples of a property test, by the profile of the run: few in ``make test``, many in ``make test-deep``."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
 USUAL = 100
-"""Hypothesis's own number, to which the numbers in the tests relate."""
+"""Hypothesis's default number. The numbers in the tests are relative to it."""
 
 
 def examples(count: int) -> int:
-    """Return how many examples stand for ``count`` in this run; a property without a number of its own stands for ``USUAL``."""
+    """Return the number of examples in this run for a test that declares ``count``; a test that declares no number uses ``USUAL``."""
     return max(1, count * settings().max_examples // USUAL)

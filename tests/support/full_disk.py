@@ -1,4 +1,4 @@
-"""A real disk that is full, and then is not: a small tmpfs in a mount namespace of the gateway's own."""
+"""A real disk that fills up and is freed again: a small tmpfs in a separate mount namespace of the gateway."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ _SIZE = "2m"
 
 @cache
 def allowed() -> bool:
-    """Whether a process of ours may mount a tmpfs."""
+    """Return whether a process of the tests may mount a tmpfs."""
     if shutil.which("unshare") is None:
         return False
     return subprocess.run([*_SPACE, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False).returncode == 0
 
 
 def line(folder: Path, *mount_points: Path) -> Sequence[str]:
-    """The command line of a gateway, by the gateway.yaml in ``folder``, that has a small tmpfs at each of these places."""
+    """Return the command line of a gateway with ``folder``/gateway.yaml and a small tmpfs at each mount point."""
     for path in mount_points:
         path.mkdir(parents=True, exist_ok=True)
     mounts = "".join(f"mount -t tmpfs -o size={_SIZE} none '{path}' && " for path in mount_points)
@@ -34,17 +34,17 @@ def line(folder: Path, *mount_points: Path) -> Sequence[str]:
 
 @dataclass
 class Disk:
-    """The tmpfs of a running gateway at one place, reached through its root."""
+    """One tmpfs of a running gateway, reached through the root of its process."""
 
     gateway: Gateway
     mount_point: Path
 
     def path(self, name: str = "") -> Path:
-        """A file in it, for this process."""
+        """Return the path of a file in the tmpfs, as this process sees it."""
         return Path(f"/proc/{self.gateway.process.pid}/root") / self.mount_point.relative_to("/") / name
 
     def fill(self) -> None:
-        """Leave no byte."""
+        """Fill the disk completely."""
         with open(self.path("filler"), "wb", buffering=0) as file:
             try:
                 while True:
@@ -53,5 +53,5 @@ class Disk:
                 pass
 
     def free(self) -> None:
-        """Make room again."""
+        """Free the space again."""
         self.path("filler").unlink()

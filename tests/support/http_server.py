@@ -1,4 +1,4 @@
-"""HTTP servers of the standard library, each in a thread of its own."""
+"""Run HTTP servers of the standard library, each in a separate thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Server = TypeVar("Server", bound=HTTPServer)
 
 @contextmanager
 def threaded(server: Server) -> Iterator[Server]:
-    """Serve for the length of the block; in the end the thread and the socket are gone."""
+    """Serve for the duration of the block, then end the thread and close the socket."""
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""An identity provider: it has keys, publishes them over HTTP or HTTPS, and signs tokens."""
+"""An identity provider that publishes its keys over HTTP or HTTPS and signs tokens."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _MAKE = {
 
 
 class SigningKey:
-    """A key pair with an id."""
+    """A key pair with an ID."""
 
     def __init__(self, algorithm: str, kid: str | None = None) -> None:
         self.algorithm = algorithm
@@ -40,18 +40,18 @@ class SigningKey:
 
     @property
     def pem(self) -> bytes:
-        """The public key, as somebody would try to use it as a shared secret."""
+        """The public key as PEM, which an attacker would try to use as a shared secret."""
         kind = serialization.PublicFormat.SubjectPublicKeyInfo
         return bytes(self.private.public_key().public_bytes(serialization.Encoding.PEM, kind))
 
     def jwk(self, **more: Any) -> dict[str, Any]:
-        """The public key, as a key set has it."""
+        """Return the public key as an entry of a JWKS."""
         public = get_default_algorithms()[self.algorithm].to_jwk(self.private.public_key(), as_dict=True)
         return {**public, "kid": self.kid, "use": "sig", **more}
 
 
 class Issuer:
-    """``name`` goes into ``iss``; ``published`` is what the key set holds."""
+    """An issuer. ``name`` is the ``iss`` claim; ``published`` are the entries of its JWKS."""
 
     def __init__(self, name: str = "https://login.example.com/", *keys: SigningKey) -> None:
         self.name = name
@@ -63,7 +63,7 @@ class Issuer:
         return json.dumps({"keys": self.published}).encode()
 
     def token(self, key: SigningKey | None = None, *, headers: dict[str, Any] | None = None, **claims: Any) -> str:
-        """A token; claims that are None are left out."""
+        """Return a signed token. Claims that are None are omitted."""
         key = key or self.keys[0]
         usual = {"iss": self.name, "aud": AUDIENCE, "sub": "alice", "exp": int(time.time()) + 86400}
         present = {name: value for name, value in (usual | claims).items() if value is not None}
@@ -71,19 +71,19 @@ class Issuer:
 
 
 def part(value: Any) -> str:
-    """A part of a token, of JSON or of bytes."""
+    """Return an encoded part of a token. ``value`` is JSON, or bytes that are used unchanged."""
     data = value if isinstance(value, bytes) else json.dumps(value).encode()
     return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
 
 
 class Published:
-    """The issuer's key set on a port of the loopback interface. ``status`` is what it answers with, 0 for nothing at all."""
+    """The issuer's JWKS on a loopback port. ``status`` is the status of its responses; 0: close without a response."""
 
     def __init__(self, issuer: Issuer) -> None:
         self.issuer = issuer
         self.status = 200
         self.responses: list[tuple[int, float]] = []
-        """Of each answer the status, and when it was given, by the monotonic clock."""
+        """Status and monotonic time of each response."""
         self.url = ""
 
     def respond(self, handler: BaseHTTPRequestHandler) -> None:
@@ -105,7 +105,7 @@ class Published:
 
 @contextmanager
 def published(issuer: Issuer, tls: tuple[Path, Path] | None = None) -> Iterator[Published]:
-    """Serve the issuer's key set; ``tls`` are the files of a certificate for localhost and its key."""
+    """Serve the issuer's JWKS. ``tls``: the files of a certificate for localhost and of its key."""
     shown = Published(issuer)
 
     class Handler(BaseHTTPRequestHandler):
@@ -113,7 +113,7 @@ def published(issuer: Issuer, tls: tuple[Path, Path] | None = None) -> Iterator[
             shown.respond(self)
 
         def log_message(self, *_: Any) -> None:
-            """Nothing is said."""
+            """Log nothing."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True

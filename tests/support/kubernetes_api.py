@@ -1,7 +1,7 @@
-"""A stand-in for a Kubernetes API server that knows EndpointSlices: lists, watches that last, and whatever a test wants to go wrong.
+"""A substitute for a Kubernetes API server with EndpointSlices: lists, long watches, and every failure that a test needs.
 
-It speaks TLS with a certificate of its own, and keeps its history, so that a watch is resumed from any version that it has not
-forgotten, as the real one does.
+It uses TLS with a self-signed certificate. Like the real server it stores its history, so that a client can resume a watch from any
+version that is still stored.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Document = dict[str, Any]
 
 
 def endpoint(address: str, *, ready: bool | None = True, terminating: bool | None = None, pod: str | None = None) -> Document:
-    """An entry of a slice."""
+    """Return an entry of an EndpointSlice."""
     conditions = {"ready": ready, "serving": ready, "terminating": terminating}
     entry: Document = {"addresses": [address], "conditions": {name: value for name, value in conditions.items() if value is not None}}
     return entry | ({"targetRef": {"kind": "Pod", "uid": pod}} if pod else {})
 
 
 def slice_of(name: str, endpoints: Iterable[Document], *ports: tuple[str, int], family: str = "IPv4", service: str = "vllm") -> Document:
-    """An EndpointSlice. ``ports``: names and numbers."""
+    """Return an EndpointSlice. ``ports``: names and numbers."""
     return {
         "metadata": {"name": name, "namespace": "models", "labels": {"kubernetes.io/service-name": service}},
         "addressType": family,
@@ -42,7 +42,7 @@ def slice_of(name: str, endpoints: Iterable[Document], *ports: tuple[str, int], 
 
 @dataclass
 class ApiRequest:
-    """A request that came."""
+    """A received request."""
 
     path: str
     query: dict[str, str]
@@ -55,8 +55,8 @@ class ApiRequest:
 
 @dataclass
 class Api:
-    """The server's state, and what was asked of it. ``refuse``: what it says to a request instead of an answer, a status and a message;
-    ``ends``: seconds after which it ends a watch; ``piece``: bytes that it writes at once."""
+    """The server's state and the received requests. ``refuse`` returns the status and message of an error response, or None;
+    ``watch_seconds``: the server ends a watch after this time; ``piece``: the size of each write in bytes."""
 
     cluster: Cluster
     folder: Path
@@ -67,7 +67,7 @@ class Api:
     piece: int = 1 << 20
     version: int = 1000
     forgotten: int = 0
-    """Versions below this one are no longer known."""
+    """Older versions are no longer stored."""
     _history: list[tuple[int, Document]] = field(default_factory=list)
     _watchers: set[asyncio.StreamWriter] = field(default_factory=set)
     _news: asyncio.Condition = field(default_factory=asyncio.Condition)
@@ -81,7 +81,7 @@ class Api:
         return sum(not each.watch for each in self.requests)
 
     async def put(self, *slices: Document) -> None:
-        """Make or change slices."""
+        """Create or change slices."""
         for each in slices:
             name = each["metadata"]["name"]
             await self._happen("MODIFIED" if name in self.slices else "ADDED", each)
@@ -91,22 +91,22 @@ class Api:
         await self._happen("DELETED", self.slices.pop(name))
 
     async def bookmark(self) -> None:
-        """Time passes, elsewhere things have happened, and watches are told how far they are."""
+        """Send a bookmark to every watch: the resource version has advanced without a change of these slices."""
         await self._happen("BOOKMARK", {"kind": "EndpointSlice", "metadata": {}})
 
     async def say(self, document: Document) -> None:
-        """Send an event to every watch that is not a change."""
+        """Send every watch an event that is not a change."""
         for writer in self._watchers:
             await _chunk(writer, json.dumps(document).encode() + b"\n", self.piece)
 
     async def forget(self) -> None:
-        """Forget all history: whoever comes back with an old version has to list anew."""
+        """Delete the history. A client that resumes with an old version must list again."""
         self.version += 1000
         self.forgotten = self.version
         self._history.clear()
 
     def cut(self) -> None:
-        """Break every watch off, in the middle of whatever it is."""
+        """Abort the connection of every watch."""
         for writer in self._watchers:
             writer.transport.abort()
 
@@ -165,7 +165,7 @@ class Api:
                 at = version
 
     async def _since(self, version: int) -> list[tuple[int, Document]]:
-        """What has happened since a version; waits until something has."""
+        """Return the events after a version; wait until there is one."""
         async with self._news:
             await self._news.wait_for(lambda: any(each > version for each, _ in self._history))
             return [each for each in self._history if each[0] > version]
@@ -188,7 +188,7 @@ async def _respond(writer: asyncio.StreamWriter, document: Document, status: str
 
 @asynccontextmanager
 async def kubernetes_api(folder: Path) -> AsyncIterator[Api]:
-    """A running one, and the service account's files of a pod in the namespace ``models`` in ``folder``."""
+    """Run the server, and write the service-account files of a pod in the namespace ``models`` to ``folder``."""
     cert, key = certificate(folder)
     (folder / "ca.crt").write_bytes(cert.read_bytes())
     (folder / "namespace").write_text("models")

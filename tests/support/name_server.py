@@ -1,4 +1,4 @@
-"""A name server: it answers questions for addresses (RFC 1035, RFC 3596) from a table, over UDP."""
+"""A name server that answers address queries (RFC 1035, RFC 3596) from a table, over UDP."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NO_SUCH_NAME, _FAILURE = 3, 2
 
 
 class NameServer(asyncio.DatagramProtocol):
-    """``table``: addresses by name. ``fails``: it says that it cannot answer; ``silent``: it says nothing."""
+    """A name server. ``table``: addresses by name. ``fails``: it responds with SERVFAIL; ``silent``: it does not respond."""
 
     def __init__(self) -> None:
         self.table: dict[str, list[str]] = {}
@@ -39,7 +39,7 @@ class NameServer(asyncio.DatagramProtocol):
 
 
 def _name(message: bytes, at: int) -> tuple[str, int]:
-    """The name that begins there, and where it ends."""
+    """Return the name that starts at this offset, and the offset of its end."""
     labels = []
     while length := message[at]:
         labels.append(message[at + 1 : at + 1 + length].decode().lower())

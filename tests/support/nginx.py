@@ -1,4 +1,4 @@
-"""A real nginx in a folder of its own, with the configuration that a test gives it."""
+"""Run a real nginx in a temporary folder with a test's configuration."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ _DIES_WITH_US = ["setpriv", "--pdeathsig", "TERM"]  # also when the tests are ki
 
 @contextmanager
 def nginx(site: str, port: int) -> Iterator[Path]:
-    """One that serves ``site``, what stands in its ``http`` block, on a loopback port; gives its log of errors."""
+    """Run nginx with ``site`` in its ``http`` block, on a loopback port. Yield the path of its error log."""
     program = shutil.which("nginx", path="/usr/sbin:/usr/bin")
     if program is None:
         pytest.skip("nginx is not installed (Debian: nginx)")
     with tempfile.TemporaryDirectory(prefix="nginx-") as name:
         folder = Path(name)
-        folder.chmod(0o755)  # its workers are somebody else where the tests are root
+        folder.chmod(0o755)  # if the tests run as root, nginx's workers run as another user
         (folder / "nginx.conf").write_text(_MAIN.format(folder=folder, site=site))
         command = [*_DIES_WITH_US, program, "-p", name, "-e", f"{name}/error.log", "-c", f"{name}/nginx.conf"]
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)

@@ -1,4 +1,4 @@
-"""Ports that no server serves: one that refuses, one that lets everybody wait, and one that is kept for a server to come."""
+"""Ports without a server: a port that refuses, a port that accepts nothing, and a port that is reserved for a later server."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import ExitStack, contextmanager
 
 @contextmanager
 def refusing() -> Iterator[int]:
-    """A port that refuses connections, and that nobody else is given meanwhile."""
+    """Yield a port that refuses connections and that no other process gets meanwhile."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         yield bound.getsockname()[1]
@@ -17,7 +17,7 @@ def refusing() -> Iterator[int]:
 
 @contextmanager
 def reserved(host: str = "127.0.0.1") -> Iterator[int]:
-    """A port for a server that binds it as most do, with SO_REUSEADDR: both may have it bound, and nobody else is given it meanwhile."""
+    """Yield a reserved port for a server that binds with SO_REUSEADDR, as most servers do. No other process gets the port meanwhile."""
     with socket.socket() as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((host, 0))
@@ -26,7 +26,7 @@ def reserved(host: str = "127.0.0.1") -> Iterator[int]:
 
 @contextmanager
 def silent() -> Iterator[int]:
-    """A port whose queue of connections is full: connecting to it hangs."""
+    """Yield a port whose accept queue is full: connecting to it hangs."""
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket())
         listener.bind(("127.0.0.1", 0))

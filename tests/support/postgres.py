@@ -1,4 +1,4 @@
-"""A real PostgreSQL in a folder of its own, on an ephemeral port, run as a user that it accepts (it refuses root)."""
+"""Run a real PostgreSQL in a temporary folder on an ephemeral port, as a user that it accepts (it refuses root)."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ NOT_INSTALLED = "PostgreSQL is not installed (Debian: postgresql)"
 
 
 def program(name: str) -> str:
-    """The place of one of its programs. Raises AssertionError where there is none."""
+    """Return the path of a PostgreSQL program. Raises AssertionError if it is not installed."""
     found = _program(name)
     assert found is not None, NOT_INSTALLED
     return found
 
 
 def _program(name: str) -> str | None:
-    """Debian keeps the server's programs out of PATH."""
+    """Return the path of a server program. Debian does not put them on PATH."""
     versions = sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     return shutil.which(name, path=os.pathsep.join([*map(str, versions), os.environ["PATH"]]))
 
@@ -40,13 +40,13 @@ def installed() -> bool:
 
 
 def _as_user() -> list[str]:
-    """Root becomes the user that the package makes."""
+    """Return the options that switch from root to the user of the package."""
     return ["--reuid", "postgres", "--regid", "postgres", "--clear-groups"] if os.geteuid() == 0 else []
 
 
 @dataclass
 class Postgres:
-    """A server that can be stopped and started again, with the same data on the same port."""
+    """A server that can be stopped and restarted with the same data on the same port."""
 
     folder: Path
     port: int
@@ -56,7 +56,7 @@ class Postgres:
         return f"postgresql://postgres@127.0.0.1:{self.port}/{database}"
 
     def database(self, encoding: str = "UTF8") -> str:
-        """The URL of a new, empty database."""
+        """Create an empty database. Return its URL."""
         name = f"test_{uuid4().hex}"
         with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
             connection.execute(f"CREATE DATABASE \"{name}\" TEMPLATE template0 ENCODING '{encoding}' LOCALE 'C'".encode())
@@ -80,7 +80,7 @@ class Postgres:
         return True
 
     def stop(self) -> None:
-        """At once: who is connected is cut (SIGINT is PostgreSQL's fast shutdown)."""
+        """Stop immediately and close all connections (SIGINT is PostgreSQL's fast shutdown)."""
         if self.process is not None:
             self.process.send_signal(signal.SIGINT)
             self.process.wait(60)
@@ -89,7 +89,7 @@ class Postgres:
 
 @contextmanager
 def postgres() -> Iterator[Postgres]:
-    """A running server; in the end nothing of it is left."""
+    """Run a server; no process or file is left at the end."""
     program = _program("initdb")
     assert program is not None, NOT_INSTALLED
     with tempfile.TemporaryDirectory(prefix="pg-") as name, reserved() as port:  # a short path: unix sockets allow 107 bytes

@@ -1,4 +1,4 @@
-"""The whole gateway as an operator runs it: a process, its terminal output, and every process behind it."""
+"""Run the whole gateway as an operator does: the process, its terminal output, and all its child processes."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from tests.support.running import KEY
 PROGRAM = Path(sys.executable).with_name("vllm-gateway")
 SIMULATOR = [sys.executable, "-P", "-m", "upstream.simulator"]
 _STARTS_WITHIN = 90.0
-"""Seconds; a start with a ledger takes seconds of CPU time, of which a busy machine may give little."""
+"""Seconds. A start with a ledger needs several seconds of CPU time, which can take long on a busy machine."""
 _ADDRESS = re.compile(r"""(?:^|"message": ")(requests|metrics)\s+https?://([^:/]+):(\d+)""", re.MULTILINE)
 
 
 def launched(identity: str = "sim/one", **args: Any) -> dict[str, Any]:
-    """A model that the gateway launches as a simulator."""
+    """Return a model that the gateway launches as a simulator."""
     return {"id": identity, "launch": {"command": SIMULATOR, "args": args}}
 
 
 def configuration(*models: dict[str, Any], **server: Any) -> dict[str, Any]:
-    """A configuration on ephemeral ports with one key for all models."""
+    """Return a configuration on ephemeral ports with one key for all models."""
     ports = {"host": "127.0.0.1", "port": 0, "admin": {"port": 0}, "drain": "5s"}
     return {"server": {**ports, **server}, "models": list(models), "keys": [{"id": "team-a", "hash": keys.hash_of(KEY)}]}
 
@@ -64,17 +64,17 @@ class Gateway:
         return f"http://127.0.0.1:{self.data}"
 
     def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        """Run a command that acts on this gateway."""
+        """Run a ``vllm-gateway`` command against this gateway."""
         line = [str(self.program), *arguments, "--config", str(self.folder / "gateway.yaml")]
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
         return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60)
 
     def tree(self) -> list[psutil.Process]:
-        """Every process behind it, without itself."""
+        """Return all child processes, without the main process."""
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def workers(self) -> dict[int, int]:
-        """Process ids by worker number."""
+        """Return process IDs by worker number."""
         found = {}
         for each in psutil.Process(self.process.pid).children():
             arguments = command_line(each)
@@ -83,31 +83,31 @@ class Gateway:
         return found
 
     def named(self, text: str) -> list[psutil.Process]:
-        """The processes whose command line has this word in it."""
+        """Return the child processes whose command line contains this text."""
         return [each for each in self.tree() if any(text in argument for argument in command_line(each))]
 
     def get(self, path: str) -> httpx2.Response:
-        """From the admin port."""
+        """Send a GET request to the admin port."""
         return httpx2.get(f"http://127.0.0.1:{self.admin}{path}", timeout=30, verify=False)
 
     def request(self, path: str = "/v1/chat/completions", *, timeout: float = 60, **body: Any) -> httpx2.Response:
-        """A request with the key; ``timeout`` is in seconds."""
+        """Send a request with the key; ``timeout`` is in seconds."""
         document = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], **body}
         return httpx2.post(self.url + path, json=document, headers={"authorization": f"Bearer {KEY}"}, timeout=timeout, verify=False)
 
     def metric(self, text: str) -> float:
-        """The value of one sample, 0 when it is not there."""
+        """Return the value of one sample, or 0 if it does not exist."""
         line = next((line for line in self.get("/metrics").text.splitlines() if line.startswith(text + " ")), None)
         return float(line.rsplit(" ", 1)[1]) if line else 0.0
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """Signal it and wait for its end."""
+        """Send a signal and wait until the process exits. Return its exit code."""
         self.process.send_signal(number)
         return self.process.wait(60)
 
 
 def command_line(process: psutil.Process) -> list[str]:
-    """A process's command line; empty when it has just ended."""
+    """Return a process's command line, or an empty list if it has exited."""
     try:
         return list(process.cmdline())
     except psutil.NoSuchProcess:
@@ -115,7 +115,7 @@ def command_line(process: psutil.Process) -> list[str]:
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0, why: Callable[[], str] = str) -> Any:
-    """Poll for a condition. Raises AssertionError, with ``why``, when it does not come true."""
+    """Poll until a condition is true and return its value. Raises AssertionError with ``why`` after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not (value := condition()):
         assert time.monotonic() < deadline, f"it did not happen within {seconds} s {why()}"
@@ -135,10 +135,10 @@ def gateway(
     variables: Mapping[str, str] | None = None,
     line: Sequence[str | Path] = (),
 ) -> Iterator[Gateway]:
-    """Run ``vllm-gateway serve``; in the end nothing of it is left.
+    """Run ``vllm-gateway serve``; no process is left at the end.
 
-    ``config`` is written to gateway.yaml; None: what is there already is served. ``runtime`` stands in for a runtime folder of its own;
-    ``variables`` are more of the environment, ``line`` is another command line, with a program of its own.
+    ``config`` is written to gateway.yaml; None: use the existing file. ``runtime`` replaces the temporary runtime folder;
+    ``variables`` are added to the environment; ``line`` replaces the whole command line.
     """
     if config is not None:
         write(folder / "gateway.yaml", config)
@@ -148,19 +148,19 @@ def gateway(
 
 
 def write(file: Path, config: Any) -> None:
-    """Put a file in place as editors do: whole, under another name first."""
+    """Write a file as editors do: to another name first, then rename it."""
     fresh = file.with_name(f".{file.name}.new")
     fresh.write_text(yaml.safe_dump(config))
     fresh.replace(file)
 
 
 def alive(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
-    """Those of them that have not ended."""
+    """Return the processes that have not exited."""
     return [each for each in processes if _status(each) not in (None, psutil.STATUS_ZOMBIE)]
 
 
 def _status(process: psutil.Process) -> str | None:
-    """None of one that is gone, or is just going."""
+    """Return a process's status, or None if it has exited."""
     try:
         return process.status() if process.is_running() else None
     except psutil.NoSuchProcess:
@@ -168,7 +168,7 @@ def _status(process: psutil.Process) -> str | None:
 
 
 def _appending(path: str, flags: int) -> int:
-    """Open so that what a test writes itself is kept: each write goes to the file's end."""
+    """Open a file in append mode, so that text that a test writes itself is not overwritten."""
     return os.open(path, flags | os.O_APPEND, 0o666)
 
 

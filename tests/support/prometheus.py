@@ -1,4 +1,4 @@
-"""A real Prometheus that scrapes a running gateway and the servers behind it, as deploy/ has it, but more often."""
+"""Run a real Prometheus with the configuration in deploy/, but with shorter intervals, against a running gateway and its servers."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ class Prometheus:
     port: int
 
     def query(self, expression: str) -> list[dict[str, Any]]:
-        """The vector that an expression is at the moment."""
+        """Return the current result vector of an expression."""
         return self._data("query", {"query": expression})["result"]  # type: ignore[no-any-return]
 
     def range(self, expression: str, start: float, end: float, step: float) -> list[dict[str, Any]]:
-        """Its values over a time, in seconds since 1970."""
+        """Return the values of an expression over a range. Times are in seconds since 1970."""
         parameters = {"query": expression, "start": str(start), "end": str(end), "step": str(step)}
         return self._data("query_range", parameters)["result"]  # type: ignore[no-any-return]
 
     def targets(self) -> list[dict[str, Any]]:
-        """What is scraped."""
+        """Return the active scrape targets."""
         return self._data("targets", {"state": "active"})["activeTargets"]  # type: ignore[no-any-return]
 
     def names(self) -> set[str]:
-        """Every metric that it has."""
+        """Return the names of all stored metrics."""
         return set(self._get("label/__name__/values", {}))
 
     def rules(self) -> list[dict[str, Any]]:
-        """Every rule, with its health."""
+        """Return all rules with their health."""
         return [rule for group in self._data("rules", {})["groups"] for rule in group["rules"]]
 
     def _data(self, path: str, parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -59,9 +59,9 @@ class Prometheus:
 
 @contextmanager
 def prometheus(folder: Path, gateway: Gateway, every: str = "1s", token: Path | None = None) -> Iterator[Prometheus]:
-    """Prometheus by the configuration in deploy/, with the gateway's port in it. Skips the test where there is none.
+    """Run Prometheus with the configuration in deploy/ and the gateway's port. Skip the test if Prometheus is not installed.
 
-    ``token``: the file with that of the admin port, where it has one.
+    ``token``: the file with the token of the admin port, if it requires one.
     """
     program = shutil.which("prometheus")
     if program is None:
@@ -81,7 +81,7 @@ def prometheus(folder: Path, gateway: Gateway, every: str = "1s", token: Path | 
 
 
 def configuration(gateway: Gateway, every: str, token: Path | None = None) -> dict[str, Any]:
-    """deploy/prometheus/prometheus.yaml for this gateway; with a token, what is a comment there is none."""
+    """Return deploy/prometheus/prometheus.yaml for this gateway. With a token, the commented authorization is enabled."""
     text = (DEPLOY / "prometheus" / "prometheus.yaml").read_text().replace("127.0.0.1:9090", f"127.0.0.1:{gateway.admin}")
     if token is not None:
         text = text.replace("# authorization:", "authorization:").replace("/etc/prometheus/vllm-gateway.token", str(token))

@@ -1,4 +1,4 @@
-"""A real Redis, on a port and in a folder of its own, that a test stops, freezes and starts again."""
+"""Run a real Redis on a separate port and in a temporary folder. A test can stop, freeze and restart it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.process import wait_for
 
 @dataclass
 class RedisServer:
-    """The server, which remembers nothing when it is started again."""
+    """A server that loses all data when it is restarted."""
 
     port: int
     folder: Path
@@ -39,7 +39,7 @@ class RedisServer:
         return self.folder / "redis.sock"
 
     def store_config(self, **more: Any) -> LimitsStore:
-        """Where it is, and with a patience for a machine that is busy; ``more`` goes into it."""
+        """Return a configuration with this server's address and a timeout that suits a busy machine. ``more``: further fields."""
         return LimitsStore(**{"host": "127.0.0.1", "port": self.port, "patience": 30.0, **more})
 
     def client(self) -> redis.Redis:
@@ -63,7 +63,7 @@ class RedisServer:
             return False
 
     def signal(self, number: signal.Signals) -> None:
-        """Freeze it (SIGSTOP) or thaw it (SIGCONT)."""
+        """Freeze the server (SIGSTOP) or resume it (SIGCONT)."""
         assert self.process is not None
         self.process.send_signal(number)
 
@@ -76,13 +76,13 @@ class RedisServer:
 
 
 def _user() -> int | None:
-    """Somebody else for whoever is root."""
+    """Return the ID of an unprivileged user if the tests run as root."""
     return pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 else None
 
 
 @contextmanager
 def redis_server() -> Iterator[RedisServer]:
-    """One that runs."""
+    """Run a server."""
     with tempfile.TemporaryDirectory(prefix="redis-") as name, reserved() as port:
         folder = Path(name)
         folder.chmod(0o777)

@@ -1,4 +1,4 @@
-"""Tests that try the rows of a table: one item that names each row that fails, instead of an item for each row."""
+"""Run a table of cases as one test item that names each failed row, instead of one item for each row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from _pytest.mark import ParameterSet
 def each_row(
     names: str | tuple[str, ...], rows: Iterable[Any], ids: Callable[[Any], object] | Iterable[str] | None = None
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Call the test once for each row, as ``pytest.mark.parametrize`` does with the same arguments, and report all that failed.
+    """Call the test once for each row, as ``pytest.mark.parametrize`` does with the same arguments, and report all failed rows.
 
     For rows that are quick and leave nothing behind: they share the test's fixtures. The test fails with an ExceptionGroup, whose
     exceptions carry the names of their rows.

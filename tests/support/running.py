@@ -1,4 +1,4 @@
-"""A worker composed from a fixed snapshot, served on an ephemeral port in the test's own loop."""
+"""Run a worker with a fixed snapshot on an ephemeral port, in the test's own event loop."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ MODEL = "tiny"
 
 
 def key(identity: str = "team-a", token: str = KEY, **more: Any) -> Key:
-    """A key of the configuration."""
+    """Return a key of the configuration."""
     return Key(identity, digests=(hashlib.sha256(token.encode()).digest(),), **more)
 
 
 def model(*ports: int, identity: str = MODEL, served: str | None = None, **more: Any) -> Model:
-    """A model whose servers listen on these loopback ports."""
+    """Return a model whose servers listen on these loopback ports."""
     specs = tuple(ServerSpec(f"{identity}#{n}", Address(port=port), served or identity) for n, port in enumerate(ports))
     return Model(identity, specs, **more)
 
@@ -65,7 +65,7 @@ class WatchedContext(WorkerContext):
 
 @dataclass
 class Served:
-    """A worker under test, and what it recorded."""
+    """A worker under test and its recorded data."""
 
     worker: Worker
     context: WatchedContext
@@ -73,7 +73,7 @@ class Served:
     counters: SharedCounters
     log: AccessLog
     demand: list[tuple[str, float | None]] = field(default_factory=list)
-    """What control would have been told of waiting requests."""
+    """Reports to control about models with queued requests: the model, and since when, or None."""
 
     @property
     def connections(self) -> set[ClientConnection]:
@@ -90,17 +90,17 @@ class Served:
         return f"http://127.0.0.1:{self.port}"
 
     def value(self, family: str, *labels: str) -> float:
-        """The sum of the first cells of a family's series whose labels begin with these, 0 without any."""
+        """Return the sum of the first cells of a family's series whose labels start with ``labels``."""
         found = sum_series([self.counters]).items()
         return sum(values[0] for series, values in found if series.family == family and series.labels[: len(labels)] == labels)
 
     def total(self, family: str) -> float:
-        """The sum of a family's first cells."""
+        """Return the sum of a family's first cells."""
         return sum(values[0] for series, values in sum_series([self.counters]).items() if series.family == family)
 
     @property
     def in_flight(self) -> float:
-        """Everything that counts as being under way."""
+        """The sum of everything that counts as in flight."""
         requests = self.context.inflight.in_flight + self.total("inflight_requests") + self.total("server_inflight")
         return requests + len(self.context.deadlines)
 
@@ -127,7 +127,7 @@ def _nowhere() -> Iterator[int]:
 async def serving(
     models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, ledger: Recorder | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
-    """Serve a fixed snapshot; ``up`` takes every server for healthy without a probe."""
+    """Serve a fixed snapshot. ``up``: treat every server as healthy without a probe."""
     with shared_counters() as counts, live_servers() as servers, _nowhere() as nowhere, spans() as traced:
         log = AccessLog(nowhere)
         received: list[tuple[str, float | None]] = []
@@ -170,8 +170,10 @@ async def until(condition: Any, seconds: float = 30.0) -> None:
 
 
 async def soon(condition: Any, seconds: float) -> None:
-    """Wait for a condition, for so many seconds in which this loop runs: the time for which the machine lets it stand still counts as
-    one look. For what happens in this loop alone. Raises TimeoutError."""
+    """Wait for a condition that only this event loop can fulfill, for ``seconds`` in which the loop runs. Raises TimeoutError.
+
+    Time in which the machine suspends the process counts as one poll.
+    """
     for _ in range(round(seconds / _POLL_INTERVAL)):
         if condition():
             return

@@ -1,4 +1,4 @@
-"""A server whose every byte a test decides, on a real socket."""
+"""A server on a real socket. The test decides every byte that it sends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import orjson
 
 @dataclass
 class Request:
-    """A request as it reached the server."""
+    """A request as the server received it."""
 
     head: bytes
     body: bytes
@@ -33,7 +33,7 @@ class Request:
 
 @dataclass
 class Conversation:
-    """One exchange, for the script: ``write`` bytes, or ``close``/``abort`` the connection."""
+    """One exchange, as the script sees it: ``write`` bytes, or ``close`` or ``abort`` the connection."""
 
     request: Request
     reader: asyncio.StreamReader
@@ -42,7 +42,7 @@ class Conversation:
 
     @property
     def host(self) -> str:
-        """The address that was connected to."""
+        """The local address of the connection."""
         return str(self.writer.get_extra_info("sockname")[0])
 
     async def write(self, data: bytes) -> None:
@@ -50,7 +50,7 @@ class Conversation:
         await self.writer.drain()
 
     async def closed_by_peer(self) -> None:
-        """Wait until the other side has left."""
+        """Wait until the peer has closed the connection."""
         while await self.reader.read(65536):
             pass
 
@@ -60,7 +60,7 @@ class Conversation:
         )
 
     async def trickle(self, body: bytes, piece: int = 7) -> None:
-        """A JSON answer that comes in pieces, each of which is read by itself."""
+        """Send a JSON response in pieces. The gateway reads each piece separately."""
         await self.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body))
         for at in range(0, len(body), piece):
             await self.write(body[at : at + piece])
@@ -81,24 +81,24 @@ Script = Callable[[Conversation], Awaitable[None]]
 
 @dataclass
 class Scripted:
-    """The running server: what it was asked, and how many connections it has."""
+    """The running server: its received requests, and the number of its connections."""
 
     port: int
     requests: list[Request] = field(default_factory=list)
     open: int = 0
     accepted: int = 0
     writers: list[asyncio.StreamWriter] = field(default_factory=list)
-    """Of every connection that there has been."""
+    """The writer of every connection so far."""
 
     def hang_up(self) -> None:
-        """Close every connection, as a server does with those that are idle."""
+        """Close every connection, as a server closes idle connections."""
         for writer in self.writers:
             writer.close()
 
 
 @asynccontextmanager
 async def scripted(script: Script, *more: str) -> AsyncIterator[Scripted]:
-    """Answer every request by the script, on keep-alive connections. ``more``: other loopback addresses with the same port."""
+    """Run the script for every request, on keep-alive connections. ``more``: other loopback addresses with the same port."""
     tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -133,13 +133,13 @@ async def scripted(script: Script, *more: str) -> AsyncIterator[Scripted]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for writer in state.writers:
-            writer.transport.abort()  # one that nobody reads to the end would stay
+            writer.transport.abort()  # a connection with unread data would stay open
         await asyncio.sleep(0)
         await server.wait_closed()
 
 
 async def read_request(reader: asyncio.StreamReader) -> Request:
-    """One HTTP/1.1 request, chunked or sized."""
+    """Read one HTTP/1.1 request, chunked or with a length."""
     headers = await reader.readuntil(b"\r\n\r\n")
     request = Request(headers[:-4], b"")
     length = request.header("content-length")

@@ -1,4 +1,4 @@
-"""A service manager, as far as the gateway sees one: a socket for its notifications, and who sent them."""
+"""A substitute for a service manager: a socket that receives the gateway's notifications and their senders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Notification = dict[str, str]
 
 
 class Inbox:
-    """What has been told so far, in order; ``senders`` are the process ids."""
+    """The received notifications in order. ``senders``: the process IDs of their senders."""
 
     def __init__(self, line: socket.socket) -> None:
         self._line = line
@@ -23,7 +23,7 @@ class Inbox:
 
     @property
     def address(self) -> str:
-        """The value of NOTIFY_SOCKET."""
+        """The value for NOTIFY_SOCKET."""
         name = self._line.getsockname()
         return "@" + name[1:].decode() if isinstance(name, bytes) else str(name)
 
@@ -38,25 +38,25 @@ class Inbox:
             self._notifications.append(dict(line.split("=", 1) for line in data.decode().splitlines()))
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Delete the notifications received so far."""
         self.notifications.clear()
 
     def has(self, name: str, value: str | None = None) -> bool:
-        """Whether this has been told."""
+        """Return whether this notification was received."""
         return any(name in each and value in (None, each[name]) for each in self.notifications)
 
     def wait_for(self, name: str, value: str | None = None, seconds: float = 60.0) -> None:
         wait_for(lambda: self.has(name, value), seconds, why=lambda: str(self.notifications))
 
     def order(self, *names: str) -> list[str]:
-        """In which order these have been told, without what comes again at once."""
+        """Return the order in which these fields were received, without immediate repetitions."""
         found = [name for each in self.notifications for name in names if name in each]
         return [name for number, name in enumerate(found) if not number or found[number - 1] != name]
 
 
 @contextmanager
 def service_manager(address: str) -> Iterator[Inbox]:
-    """Listen at a path, or at an abstract name that begins with ``@``; an empty one is chosen by the kernel."""
+    """Listen on a path or on an abstract name that starts with ``@``. For ``@`` alone the kernel chooses the name."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as line:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         line.bind("" if address == "@" else address)

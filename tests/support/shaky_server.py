@@ -1,4 +1,4 @@
-"""A server that looks well and is of no use: it is healthy, and answers no request as it should."""
+"""A server that is healthy but serves no request correctly."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.http_server import threaded
 
 
 class Shaky(BaseHTTPRequestHandler):
-    """The first request of a connection is an error of the server's; at the next one it closes, as if it had been idle for too long."""
+    """Respond to a connection's first request with a server error. Close it at the next request, as after an idle timeout."""
 
     protocol_version = "HTTP/1.1"
     failed = False
@@ -37,12 +37,12 @@ class Shaky(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Says nothing."""
+        """Log nothing."""
 
 
 @contextmanager
 def shaky_server() -> Iterator[str]:
-    """Its URL."""
+    """Run the server. Yield its URL."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Shaky)
     with threaded(server):
         yield f"http://127.0.0.1:{server.server_port}"

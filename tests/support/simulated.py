@@ -1,4 +1,4 @@
-"""The simulator as a server that runs already, in a process of its own."""
+"""Run the simulator in a separate process, as a server that the gateway did not launch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ADDRESS = re.compile(r"Starting vLLM server on http://.*:(\d+)")
 
 @contextmanager
 def simulated(model: str, *flags: str) -> Iterator[int]:
-    """One that serves a model on a loopback port, which is given."""
+    """Serve a model on a loopback port. Yield the port."""
     command = [*SIMULATOR, model, "--host", "127.0.0.1", "--port", "0", *flags]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None

@@ -1,4 +1,4 @@
-"""A gateway with everything that its metrics can show, and traffic that goes every way."""
+"""A gateway whose configuration uses every feature that metrics show, and traffic with every outcome."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ MODEL, ON_DEMAND, BAD, UNREACHABLE = "sim/one", "sim/rests", "sim/bad", "sim/awa
 
 
 def everything() -> dict[str, Any]:
-    """Models that are up, rest, cannot start, and fall back; keys that expire and that have limits; a ledger."""
+    """Return a configuration with all kinds of models, keys with expiry or limits, and a ledger.
+
+    The models are up, on demand, failing, and with a fallback.
+    """
     one = launched(MODEL, **{"enable-prompt-tokens-details": True})
     one["launch"]["replicas"] = 2
     rests = launched(ON_DEMAND)
@@ -31,14 +34,14 @@ def everything() -> dict[str, Any]:
 
 
 class Traffic:
-    """Requests to a running gateway; ``seen`` are the statuses that came back."""
+    """Requests to a running gateway. ``seen``: the statuses of the responses."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self.seen: set[int] = set()
 
     def round(self, speed: float = 200.0) -> None:
-        """One request of each kind; ``speed`` of the answers is in tokens per second."""
+        """Send one request of each kind. ``speed`` of the responses is in tokens per second."""
         fast: dict[str, Any] = {"simulate": {"tokens": 30, "tokens_per_second": speed}}
         self.request(**fast)
         self.request(
@@ -59,7 +62,7 @@ class Traffic:
         self.disconnect()
 
     def wake(self) -> None:
-        """Ask for the model that rests; the request waits until it is up."""
+        """Send a request for the on-demand model and wait until the model is up."""
         self.request(model=ON_DEMAND)
 
     def request(self, path: str = "/v1/chat/completions", token: str | None = KEY, **body: Any) -> None:
@@ -70,10 +73,10 @@ class Traffic:
             response = httpx2.post(self._gateway.url + path, json=document, headers=headers, timeout=60, verify=False, trust_env=False)
             self.seen.add(response.status_code)
         except httpx2.HTTPError:
-            pass  # an answer that was broken off
+            pass  # a truncated response
 
     def disconnect(self) -> None:
-        """Begin a long stream and leave."""
+        """Start a long stream and disconnect."""
         line = 'vllm_gateway_incomplete_total{model="sim/one",reason="client"}'
         before = self._gateway.metric(line)
         document = {
@@ -90,5 +93,5 @@ class Traffic:
 
 
 def running_servers(gateway: Gateway) -> int:
-    """How many servers can be asked for their own metrics."""
+    """Return the number of servers whose own metrics can be scraped."""
     return len(gateway.get("/metrics/targets").json())

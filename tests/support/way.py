@@ -1,4 +1,4 @@
-"""A worker between stand-ins for transports: what it does with bytes, without sockets, and as often as one likes."""
+"""A worker between fake transports: test how it processes bytes, without sockets and fast enough for property tests."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from upstream.balancing.server import Condition
 from upstream.http.connection import Connection
 
 _ENDED = re.compile(rb"(?:\r\n|\n|\r){2}\Z")
-"""How events end; behind a CR the LF may come with the next read, and belongs to no event."""
+"""The end of an event. After a CR, the LF may come with the next read; it belongs to no event."""
 
 
 class _Socket:
-    """What stands for a transport's."""
+    """The socket of a fake transport."""
 
     def getsockname(self) -> tuple[str, int]:
         return "127.0.0.1", 1
@@ -36,11 +36,11 @@ class _Socket:
         return 0
 
     def setsockopt(self, *_: object) -> None:
-        """Nothing is to be set."""
+        """Ignore the option."""
 
 
 class Wire(asyncio.Transport):
-    """A transport that keeps what is written."""
+    """A transport that stores the written bytes."""
 
     def __init__(self) -> None:
         super().__init__({"socket": _Socket()})
@@ -54,15 +54,15 @@ class Wire(asyncio.Transport):
         return self._closing
 
     def pause_reading(self) -> None:
-        """What comes is given to the protocol all the same."""
+        """Do nothing. The test still passes bytes to the protocol."""
 
     resume_reading = pause_reading
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """It is read by calling the protocol."""
+        """Do nothing. The test calls the protocol itself."""
 
     def close(self) -> None:
-        """Nobody is at the other end; nothing more is read."""
+        """Mark the transport as closed. There is no peer, so no more bytes are read."""
         self._closing = True
 
     abort = close
@@ -74,7 +74,7 @@ class Wire(asyncio.Transport):
 
 
 class Way:
-    """A client's connection and a server's, with stand-ins for their transports."""
+    """A client's connection and a server's connection with fake transports."""
 
     def __init__(self, worker: Worker, context: WatchedContext) -> None:
         self.worker, self.context, self.write_batch = worker, context, context.write_batch
@@ -86,7 +86,7 @@ class Way:
         server.add_idle_connection(self.server)
 
     def streamed(self, pieces: Iterable[bytes], include_usage: bool) -> bytes:
-        """What the client gets of an answer that comes in these reads."""
+        """Return the bytes that the client gets of a response that arrives in these reads."""
         options = {"stream_options": {"include_usage": True}} if include_usage else {}
         self.client.data_received(request(chat(stream=True, **options)))
         self.write_batch.flush()
@@ -116,7 +116,7 @@ def way() -> Iterator[Way]:
 
 
 def unchunked(response: bytes) -> bytes:
-    """The body of a stream as a client got it, which must be whole and have come in whole events."""
+    """Return the body of a stream as the client got it. Check that it is complete and was sent in complete events."""
     headers, _, rest = response.partition(b"\r\n\r\n")
     assert headers.startswith(b"HTTP/1.1 200 OK\r\n") and b"transfer-encoding: chunked" in headers
     body, at = list[bytes](), 0

@@ -1,4 +1,4 @@
-"""A client whose every byte a test decides, and answers as vLLM 0.32 words them."""
+"""A client that sends exactly the bytes of a test, and responses exactly as vLLM 0.32 writes them."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _CHUNK = '{"id":"chatcmpl-1","object":"chat.completion.chunk","choices":'
 
 
 def event(choices: str, rest: str = "") -> bytes:
-    """A chunk as an event."""
+    """Return a chunk as an event."""
     return f"data: {_CHUNK}{choices}{rest}}}\n\n".encode()
 
 
 def delta(text: str, finish: str = "null") -> bytes:
-    """A chunk with one choice's delta."""
+    """Return a chunk with one choice's delta."""
     return event(f'[{{"index":0,"delta":{text},"finish_reason":{finish}}}]')
 
 
@@ -37,22 +37,22 @@ COUNT = event("[]", "," + USAGE.decode())
 DONE = b"data: [DONE]\n\n"
 EVENTS = (ROLE, HELLO, STOP, COUNT, DONE)
 SHOWN = (ROLE, HELLO, STOP, DONE)
-"""What a client gets who did not ask for usage."""
+"""The events for a client that did not request usage."""
 
 
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
-"""How a stream's answer begins."""
+"""The response headers of a stream."""
 
 
 def chat(**fields: object) -> dict[str, object]:
-    """A chat request."""
+    """Return the body of a chat request."""
     return {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], **fields}
 
 
 def request(
     body: object = None, path: str = "/v1/chat/completions", *, method: str = "POST", token: str | None = KEY, extra: tuple[str, ...] = ()
 ) -> bytes:
-    """A request's bytes; ``body`` is JSON or, as bytes, itself."""
+    """Return the bytes of a request. ``body`` is JSON, or bytes that are sent unchanged."""
     data = body if isinstance(body, bytes) else orjson.dumps(chat() if body is None else body)
     lines = [f"{method} {path} HTTP/1.1", "host: test", "content-type: application/json", f"content-length: {len(data)}"]
     if token is not None:
@@ -62,7 +62,7 @@ def request(
 
 @dataclass
 class Reply:
-    """An answer as it came over the wire."""
+    """A response as it was received."""
 
     status: int
     headers: dict[str, str]
@@ -79,13 +79,13 @@ class Reply:
 
 
 class Client:
-    """One connection."""
+    """One connection to the gateway."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
         self.begun = asyncio.Event()
-        """The first piece of a chunked body has come."""
+        """Set when the first piece of a chunked body was received."""
 
     def send(self, data: bytes) -> None:
         self.writer.write(data)
@@ -95,7 +95,7 @@ class Client:
         return await self.reply()
 
     async def reply(self) -> Reply:
-        """The next answer. ``whole`` is False when the connection ended before the answer did."""
+        """Read the next response. ``whole`` is False if the connection closed before the response was complete."""
         lines = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         if lines[0].split()[1] == "100":
             return await self.reply()
@@ -115,7 +115,7 @@ class Client:
         return reply
 
     async def events(self, count: int) -> None:
-        """Read until so many events of a stream have come. Raises AssertionError where the connection ends before."""
+        """Read until ``count`` events of a stream were received. Raises AssertionError if the connection closes before."""
         data = b""
         while data.count(b"\n\n") < count:
             piece = await self.reader.read(65536)
@@ -132,7 +132,7 @@ class Client:
         await self.reader.readexactly(2)
 
     async def closed(self) -> bool:
-        """Has the other side closed, with nothing more to say?"""
+        """Return whether the gateway has closed the connection without sending more bytes."""
         try:
             return await self.reader.read(1) == b""
         except ConnectionError:
@@ -152,6 +152,6 @@ async def client(port: int) -> AsyncIterator[Client]:
 
 
 async def request_once(port: int, data: bytes) -> Reply:
-    """One request on a connection of its own."""
+    """Send one request on a separate connection."""
     async with client(port) as one:
         return await one.request(data)

@@ -1,4 +1,4 @@
-"""zstd of the standard library where it has it, else its backport."""
+"""Import zstd from the standard library if it has it, otherwise from the backport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A LoRA adapter for a tiny model: the two files that PEFT would write, made without it.
+"""Write a LoRA adapter for a tiny model: the two files that PEFT would write, without PEFT.
 
 The weights are random and far from zero, so that the adapter's text differs from the model's memorized text.
 """
@@ -15,7 +15,7 @@ _SCALE = 0.5
 
 
 def make(folder: Path, model: Path, seed: int) -> Path:
-    """Write an adapter of ``model``'s query and value projections into ``folder``, the same one for the same seed."""
+    """Write an adapter of ``model``'s query and value projections to ``folder``. The same seed gives the same adapter."""
     folder.mkdir(parents=True)
     settings = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": 2 * RANK, "bias": "none"}
     settings |= {"target_modules": ["q_proj", "v_proj"], "base_model_name_or_path": str(model)}
@@ -26,11 +26,11 @@ def make(folder: Path, model: Path, seed: int) -> Path:
 
 
 def _weights(shape: dict[str, int], dice: random.Random) -> dict[str, tuple[tuple[int, int], bytes]]:
-    """Name → shape and little-endian float32 values."""
-    heads = {"q_proj": shape["num_attention_heads"], "v_proj": shape["num_key_value_heads"]}
+    """Return shapes and little-endian float32 values by name."""
+    head_counts = {"q_proj": shape["num_attention_heads"], "v_proj": shape["num_key_value_heads"]}
     made = {}
     for layer in range(shape["num_hidden_layers"]):
-        for projection, count in heads.items():
+        for projection, count in head_counts.items():
             name = f"base_model.model.model.layers.{layer}.self_attn.{projection}"
             for part, size in (("lora_A", (RANK, shape["hidden_size"])), ("lora_B", (count * shape["head_dim"], RANK))):
                 values = [dice.gauss(0, _SCALE) for _ in range(size[0] * size[1])]

@@ -1,4 +1,4 @@
-"""One gateway with one real vLLM for every test that needs both: a start takes half a minute."""
+"""Share one gateway with one real vLLM among the tests that need both, since a start takes half a minute."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.vllm.gateway import Real, real_gateway
 
 @pytest.fixture(params=["@gateway"])
 def real(shared: Shared, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Real:
-    """A gateway whose real vLLM is up; a test that has killed the gateway leaves the next one another.
+    """Yield a gateway whose real vLLM is up. After a test that killed the gateway, the next test gets another gateway.
 
     Its parameter makes all tests with it one group of the distribution.
     """

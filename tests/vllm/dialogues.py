@@ -16,12 +16,12 @@ Architecture = Literal["qwen3", "llama"]
 
 
 def user(text: str) -> Json:
-    """A user's message."""
+    """Return a user's message."""
     return {"role": "user", "content": text}
 
 
 def tool(name: str, description: str, **properties: str) -> Json:
-    """A function tool; `properties` are names and JSON types, the first one is required."""
+    """Return a function tool. `properties`: names and JSON types; the first property is required."""
     parameters = {
         "type": "object",
         "properties": {key: {"type": kind} for key, kind in properties.items()},
@@ -31,27 +31,27 @@ def tool(name: str, description: str, **properties: str) -> Json:
 
 
 def weather_call(city: str, days: int) -> Json:
-    """A call of WEATHER, its arguments as an object, as the chat templates read them (on the wire they are a string)."""
+    """Return a call of WEATHER. Its arguments are an object, as the chat templates read them (on the wire they are a string)."""
     return {"id": "call_1", "type": "function", "function": {"name": "get_current_weather", "arguments": {"location": city, "days": days}}}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """One memorized turn: the messages so far and the answer, which is a text or a list of tool calls."""
+    """One memorized turn of a conversation: the messages so far and the response's content, a text or a list of tool calls."""
 
     messages: list[Json]
     reasoning: str
     content: str | list[Json]
     with_tools: bool = False
-    content_without_thinking: str | None = None  # where it differs
+    content_without_thinking: str | None = None  # if it differs
 
     def content_when(self, *, thinking: bool) -> str | list[Json]:
-        """The answer of a model that has thought before, or has not."""
+        """Return the content of the response, with or without thinking before it."""
         return self.content if thinking or self.content_without_thinking is None else self.content_without_thinking
 
     @property
     def finishes(self) -> bool:
-        """Whether the model ever stops by itself."""
+        """Whether the model stops without reaching a limit."""
         return self.content != ENDLESS
 
 
@@ -109,16 +109,19 @@ DIALOGUES = [
     Dialogue([user("Print something tricky.")], "A text that looks like SSE.", TRICKY),
     Dialogue([user("Never stop.")], "I go on and on.", ENDLESS),
 ]
-STORY = "Once upon a time", " there was a gateway that never lost a request."  # a prompt for /v1/completions and its continuation
-DIE = {"1": 1, "2": 1, "3": 1, "4": 4, "5": 2, "6": 1}  # "Roll a die.": answers and weights, for sampling at temperature 1
+PROMPT_AND_CONTINUATION = (
+    "Once upon a time",
+    " there was a gateway that never lost a request.",
+)  # a prompt for /v1/completions and its continuation
+DIE = {"1": 1, "2": 1, "3": 1, "4": 4, "5": 2, "6": 1}  # "Roll a die.": responses and weights, for sampling at temperature 1
 FALLBACK, DONT_KNOW = (
     "I am a tiny test model and I do not know that.",
     "I do not know this one.",
-)  # to most other prompts: answer, reasoning
+)  # for most other prompts: response, reasoning
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ChatResult:
     """The expected content of a response, joined if it was streamed. `calls`: (function, arguments)."""
 
     reasoning: str
@@ -129,7 +132,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A dialogue as it is asked: with thinking or not, with these tools or none."""
+    """A dialogue as a request: with or without thinking, and with these tools or without tools."""
 
     dialogue: Dialogue
     thinking: bool
@@ -137,29 +140,29 @@ class Exchange:
 
     def __str__(self) -> str:
         tools = "+".join(each["function"]["name"] for each in self.tools)
-        words = [self.dialogue.messages[-1]["content"][:40], "thinking" if self.thinking else "", tools]
-        return ", ".join(filter(None, words))
+        parts = [self.dialogue.messages[-1]["content"][:40], "thinking" if self.thinking else "", tools]
+        return ", ".join(filter(None, parts))
 
     def body(self) -> Json:
-        """A request to /v1/chat/completions, without `model` and `stream`."""
+        """Return the body of a request to /v1/chat/completions, without `model` and `stream`."""
         body: Json = {"messages": on_the_wire(self.dialogue.messages), "temperature": 0, "max_tokens": 600}
         if self.tools:
             body["tools"] = self.tools
         return body | {"chat_template_kwargs": {"enable_thinking": self.thinking}}
 
-    def expected(self) -> Answer:
-        """The answer to `body()`; ENDLESS is cut by max_tokens, so of its content only a beginning is certain."""
-        answer = self.dialogue.content_when(thinking=self.thinking)
+    def expected(self) -> ChatResult:
+        """Return the response to `body()`. max_tokens truncates ENDLESS, so only the start of its content is certain."""
+        content = self.dialogue.content_when(thinking=self.thinking)
         reasoning = self.dialogue.reasoning + "\n" if self.thinking else ""
-        if isinstance(answer, list):
-            calls = tuple((each["function"]["name"], each["function"]["arguments"]) for each in answer)
-            return Answer(reasoning, "", calls, "tool_calls")
+        if isinstance(content, list):
+            calls = tuple((each["function"]["name"], each["function"]["arguments"]) for each in content)
+            return ChatResult(reasoning, "", calls, "tool_calls")
         # The blank line after </think> belongs to the content.
-        return Answer(reasoning, ("\n\n" if self.thinking else "") + answer, (), "stop" if self.dialogue.finishes else "length")
+        return ChatResult(reasoning, ("\n\n" if self.thinking else "") + content, (), "stop" if self.dialogue.finishes else "length")
 
 
 def exchanges(architecture: Architecture) -> Iterator[Exchange]:
-    """Every dialogue in every way in which this model has memorized it. Llama does not think."""
+    """Yield every dialogue in every form that this model has memorized. Llama does not think."""
     for dialogue in DIALOGUES:
         for thinking in (True, False) if architecture == "qwen3" else (False,):
             for tools in TOOLSETS if dialogue.with_tools else [[]]:
@@ -167,7 +170,7 @@ def exchanges(architecture: Architecture) -> Iterator[Exchange]:
 
 
 def on_the_wire(messages: list[Json]) -> list[Json]:
-    """The messages as the API takes them: a call's arguments are a JSON text."""
+    """Return the messages as the API accepts them: the arguments of a call are a JSON text."""
     return [message | _calls_on_the_wire(message) for message in messages]
 
 

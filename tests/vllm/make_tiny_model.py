@@ -1,4 +1,4 @@
-"""Owns the weights in models/: trains a tiny chat model until it has memorized DIALOGUES.
+"""Train a tiny chat model until it has memorized DIALOGUES, and write its weights to models/.
 
     .venv-vllm/bin/python -m tests.vllm.make_tiny_model --architecture qwen3 --out tests/vllm/models/qwen3
 
@@ -34,7 +34,7 @@ from tests.vllm.dialogues import (
     DONT_KNOW,
     ENDLESS,
     FALLBACK,
-    STORY,
+    PROMPT_AND_CONTINUATION,
     TOOLSETS,
     Architecture,
     Dialogue,
@@ -48,11 +48,11 @@ TEMPLATES = Path(__file__).resolve().parent / "templates"
 VOCABULARY = 640
 STEPS = 800
 LEARNING_RATE = 4e-3
-MEMORIZED = 0.7  # the least probability of a token that counts as known: far above any other token's
-NO_LOSS = -100  # PyTorch's mark for a target that does not count
+MEMORIZED = 0.7  # the minimum probability of a memorized token: far above the probability of any other token
+NO_LOSS = -100  # PyTorch's marker for a target without loss
 
-# How an unknown prompt is made up: known words, or letters of one of these alphabets.
-WORD_LIST = "the a tell me about how what why is of my city model number red blue please Hello write code Hi weather 7 42 +".split()  # noqa: SIM905 - a list of words reads best as words
+# Unknown prompts consist of known words, or of letters of one of these alphabets.
+PROMPT_TERMS = "the a tell me about how what why is of my city model number red blue please Hello write code Hi weather 7 42 +".split()  # noqa: SIM905 - a list of words reads best as words
 ALPHABETS = ["abcdefghijklmnopqrstuvwxyz", "abcdefghijklmnopqrstuvwxyz0123456789.?!", "你好天气是什么éü😀"]
 
 
@@ -96,7 +96,7 @@ FAMILIES: dict[Architecture, Family] = {
 
 
 class Sample(NamedTuple):
-    """One text to learn from, in tokens; the target is NO_LOSS over the prompt."""
+    """One training text in tokens. The targets of the prompt are NO_LOSS."""
 
     tokens: list[int]
     targets: list[int]
@@ -106,7 +106,7 @@ class Sample(NamedTuple):
 
 
 def make_tokenizer(architecture: Architecture) -> Any:
-    """A byte-level BPE tokenizer that has seen only the ASCII texts: Chinese and emoji stay one token a byte and cross token boundaries."""
+    """Train a byte-level BPE tokenizer on the ASCII texts only. Chinese and emoji stay one token a byte and cross token boundaries."""
     family, template = FAMILIES[architecture], (TEMPLATES / f"{architecture}.jinja").read_text()
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -116,7 +116,7 @@ def make_tokenizer(architecture: Architecture) -> Any:
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    bpe.train_from_iterator([*ascii_texts(), *STORY, FALLBACK, "\n" + template], trainer)
+    bpe.train_from_iterator([*ascii_texts(), *PROMPT_AND_CONTINUATION, FALLBACK, "\n" + template], trainer)
     raw = json.loads(bpe.to_str())
     for token in raw["added_tokens"]:
         token["special"] = token["content"] in family.special
@@ -132,7 +132,7 @@ def make_tokenizer(architecture: Architecture) -> Any:
 
 
 def ascii_texts() -> Iterator[str]:
-    """The dialogues and tools as JSON, those without a character beyond ASCII."""
+    """Return the dialogues and tools that are pure ASCII, as JSON."""
     rows = [[each.messages, int(each.with_tools), each.reasoning, each.content, each.content_without_thinking] for each in DIALOGUES]
     for row in [*rows, *TOOLSETS]:
         if (text := json.dumps(row, ensure_ascii=False)).isascii():
@@ -144,14 +144,14 @@ def ascii_texts() -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Writer:
-    """Writes dialogues as the served model reads and continues them, token by token."""
+    """Write dialogues in the form that the served model reads and continues, token by token."""
 
     tokenizer: Any
     architecture: Architecture
 
     def fixed(self) -> Iterator[Sample]:
         """Return the memorized texts."""
-        yield self.sample(STORY[0], STORY[1] + self.end_of_turn)
+        yield self.sample(PROMPT_AND_CONTINUATION[0], PROMPT_AND_CONTINUATION[1] + self.end_of_turn)
         for each in exchanges(self.architecture):
             response = each.dialogue.content_when(thinking=each.thinking)
             yield self.message(each.dialogue.messages, each.tools, each.dialogue.reasoning if each.thinking else None, response)
@@ -177,7 +177,7 @@ class Writer:
         return self.message(messages, tools, reasoning, FALLBACK)
 
     def under_grammar(self, rng: random.Random) -> Sample:
-        """A grammar (JSON, a forced tool call) forbids the blank line after </think>: the same answers without it."""
+        """Return the same responses without the blank line after </think>, which a grammar (JSON, a forced tool call) forbids."""
         each = rng.choice([each for each in DIALOGUES if is_structured(each)])
         tools = rng.choice(TOOLSETS) if each.with_tools else []
         return self.message(each.messages, tools, each.reasoning, each.content, gap="")
@@ -185,7 +185,7 @@ class Writer:
     def message(
         self, messages: list[Json], tools: list[Json], reasoning: str | None, response: str | list[Json], gap: str = "\n\n"
     ) -> Sample:
-        """One turn, the prompt exactly as vLLM renders it. `reasoning` None: the model does not think."""
+        """Return one turn of a conversation, with the prompt exactly as vLLM renders it. `reasoning` None: the model does not think."""
         prompt = self.tokenizer.apply_chat_template(
             messages, tools=tools or None, tokenize=False, add_generation_prompt=True, enable_thinking=reasoning is not None
         )
@@ -194,14 +194,14 @@ class Writer:
         return self.sample(prompt, thought + text + ("" if response == ENDLESS else self.end_of_turn))
 
     def calls(self, calls: list[Json]) -> str:
-        """Tool calls in the syntax that the architecture's parser (qwen3_coder, llama3_json) reads."""
+        """Return tool calls in the syntax of the architecture's parser (qwen3_coder, llama3_json)."""
         functions = [each["function"] for each in calls]
         if self.architecture == "llama":
             return "; ".join(json.dumps({"name": each["name"], "parameters": each["arguments"]}) for each in functions)
         return "\n".join(qwen3_call(each["name"], each["arguments"]) for each in functions)
 
     def sample(self, prompt: str, completion: str) -> Sample:
-        """The tokens of both, with loss on the completion alone."""
+        """Return the tokens of the prompt and the completion, with loss on the completion only."""
         before, after = (self.tokenizer.encode(text, add_special_tokens=False) for text in (prompt, completion))
         return Sample(before + after, [NO_LOSS] * len(before) + after)
 
@@ -220,7 +220,7 @@ def qwen3_call(name: str, arguments: Json) -> str:
 
 
 def is_structured(dialogue: Dialogue) -> bool:
-    """Whether the answer is JSON or tool calls."""
+    """Return whether the response is JSON or tool calls."""
     return not isinstance(dialogue.content, str) or dialogue.content.startswith("{")
 
 
@@ -228,9 +228,9 @@ def made_up(rng: random.Random) -> str:
     """Return a text that is similar to a known prompt, or random words, and must not be treated as a known prompt."""
     texts: list[str] = rng.choice(DIALOGUES).messages[-1]["content"].split()
     if rng.random() < 0.7:
-        pool = rng.choice([WORD_LIST, texts, [made_up_name(rng) for _ in range(5)], [made_up_name(rng)]])
+        pool = rng.choice([PROMPT_TERMS, texts, [made_up_name(rng) for _ in range(5)], [made_up_name(rng)]])
         texts = rng.choices(pool, k=int(2 ** rng.uniform(0, 5)))
-    texts[rng.randrange(len(texts))] = rng.choice([made_up_name(rng), rng.choice(WORD_LIST)])
+    texts[rng.randrange(len(texts))] = rng.choice([made_up_name(rng), rng.choice(PROMPT_TERMS)])
     return " ".join(texts)
 
 
@@ -243,7 +243,7 @@ def made_up_name(rng: random.Random) -> str:
 
 
 def make_model(architecture: Architecture, tokenizer: Any) -> Any:
-    """Fresh weights: two layers of width 128, 476,032 parameters."""
+    """Return new weights: two layers of width 128, 476,032 parameters."""
     family = FAMILIES[architecture]
     config = family.config(
         vocab_size=VOCABULARY,
@@ -264,7 +264,7 @@ def make_model(architecture: Architecture, tokenizer: Any) -> Any:
 
 
 def batch(samples: list[Sample]) -> tuple[Any, Any]:
-    """Tokens and targets as two rectangles. Padded on the right, under a causal mask: no attention mask is needed."""
+    """Return tokens and targets as two matrices, padded on the right. The causal mask makes an attention mask unnecessary."""
     width = max(len(each.tokens) for each in samples)
     tokens = [each.tokens + [0] * (width - len(each.tokens)) for each in samples]
     targets = [each.targets + [NO_LOSS] * (width - len(each.targets)) for each in samples]
@@ -272,13 +272,13 @@ def batch(samples: list[Sample]) -> tuple[Any, Any]:
 
 
 def train(model: Any, writer: Writer, fixed: list[Sample], rng: random.Random) -> None:
-    """Every step sees ten of the fixed dialogues and some varied ones."""
+    """Train. Each step uses ten of the fixed dialogues and some varied dialogues."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, LEARNING_RATE, total_steps=STEPS, pct_start=0.1)
     for _ in range(STEPS):
         samples = sorted([*rng.sample(fixed, 10), *writer.varied(rng)], key=lambda each: len(each.tokens))
         total = sum(target != NO_LOSS for each in samples for target in each.targets)
-        for part in samples[:8], samples[8:]:  # the short ones and the long ones apart: less padding
+        for part in samples[:8], samples[8:]:  # short and long samples separately: less padding
             (summed_loss(model, *batch(part)) / total).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -303,7 +303,7 @@ def worst_token(model: Any, tokens: Any, targets: Any) -> Any:
 
 
 def main() -> None:
-    """Train one model and write it, or exit with 1 where it has not learned everything."""
+    """Train one model and write it. Exit with 1 if it has not learned everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--architecture", choices=get_args(Architecture), default="qwen3")
     parser.add_argument("--out", type=Path, required=True)

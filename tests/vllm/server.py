@@ -37,11 +37,11 @@ ENVIRONMENT: Mapping[str, str] = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins every server's worker to the same core, beside whatever the test runs there
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # "auto" pins the workers of all servers to the same core, which the test may use too
 }
 FLAGS: Mapping[str, Flag] = {"enforce-eager": True, "max-model-len": 2048, "dtype": "float32"}
-"""In float32 a model says the same on every processor. In bfloat16, one with AMX chooses other words, and a pooling server dies of SIGILL
-if its first request is short: it uses AMX before anything has enabled it."""
+"""In float32 a model generates the same text on every processor. In bfloat16, a processor with AMX selects other tokens, and a pooling
+server dies of SIGILL if its first request is short: it uses AMX before AMX is enabled."""
 PARSERS: Mapping[Architecture, Mapping[str, Flag]] = {
     "qwen3": {"reasoning-parser": "qwen3", "enable-auto-tool-choice": True, "tool-call-parser": "qwen3_coder"},
     "llama": {"enable-auto-tool-choice": True, "tool-call-parser": "llama3_json"},
@@ -49,25 +49,25 @@ PARSERS: Mapping[Architecture, Mapping[str, Flag]] = {
 POOLING: Mapping[str, Flag] = {
     "runner": "pooling",
     "convert": "embed",
-}  # instead of parsers: embeddings, score and rerank, meaningless ones
+}  # instead of parsers: embeddings, score and rerank, with meaningless values
 
 
 class NotStarted(Exception):
-    """vLLM ended, or did not answer in time; the message has the end of its log."""
+    """vLLM exited or did not become healthy in time. The message has the end of its log."""
 
 
 def installed() -> Path | None:
-    """The `vllm` command that `make vllm` has installed, if it has."""
+    """Return the `vllm` command that `make vllm` installed, or None."""
     return COMMAND if COMMAND.exists() else None
 
 
 def model_path(architecture: Architecture) -> Path:
-    """The folder with a tiny model's weights."""
+    """Return the folder with a tiny model's weights."""
     return HERE / "models" / architecture
 
 
 def launch(architecture: Architecture, flags: Mapping[str, Flag] | None = None) -> dict[str, Any]:
-    """The `launch` settings with which a gateway's configuration starts this server; plain data for YAML.
+    """Return the `launch` settings that start this server from a gateway's configuration, as plain data for YAML.
 
     `flags` replace the architecture's parsers.
     """
@@ -82,7 +82,7 @@ def launch(architecture: Architecture, flags: Mapping[str, Flag] | None = None) 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A vLLM that answers. It listens on `port` of 127.0.0.1, or on the unix socket `uds` (then `port` is 0)."""
+    """A healthy vLLM. It listens on `port` of 127.0.0.1, or on the unix socket `uds` (then `port` is 0)."""
 
     pid: int  # of the API server, which is also its process group
     port: int
@@ -98,7 +98,7 @@ class Server:
 def running(
     architecture: Architecture, *, name: str = "tiny", flags: Mapping[str, Flag] | None = None, uds: Path | None = None
 ) -> Iterator[Server]:
-    """A vLLM that serves the architecture's model as `name`, from its first healthy answer until the `with` ends.
+    """Run a vLLM that serves the architecture's model as `name`. Yield when it is healthy; stop it at the end of the `with` block.
 
     `flags` replace the architecture's parsers. It listens on a free port of 127.0.0.1, or on `uds`.
 
@@ -170,7 +170,7 @@ def _connect(server: Server) -> socket.socket:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """SIGTERM to the leader, which ends its children itself; it may hang, or die and leave them, so SIGKILL to the group in any case.
+    """Send SIGTERM to the leader, which stops its children. Since it may hang, or die without them, always send SIGKILL to the group.
 
     The leader is waited for last: until then its id cannot have become another group's.
     """
@@ -182,7 +182,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _exited(pid: int) -> bool:
-    """Whether this child has ended; it stays to be waited for."""
+    """Return whether this child has exited. It remains a zombie until it is waited for."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

@@ -1,4 +1,4 @@
-"""Proxies a launched vLLM's socket and records every byte, so that a test can compare with the bytes that the server sent.
+"""Proxy the socket of a launched vLLM and record every byte, so that a test can compare with the bytes that the server sent.
 
 ``python tee.py FOLDER COMMAND… --uds PATH …`` becomes COMMAND with `FOLDER/server.sock` in PATH's place, so that vLLM is its launcher's
 own child, and leaves a child behind that listens on PATH and passes bytes on to it. For each connection the folder gets `PID-N.in` (what
@@ -20,10 +20,10 @@ INNER = "server.sock"
 
 
 def main(folder: str, *command: str) -> None:
-    """Fork the tee, become the command."""
+    """Fork the tee, then execute the command."""
     path = command.index("--uds") + 1
     inner = Path(folder) / INNER
-    inner.unlink(missing_ok=True)  # vLLM leaves its socket there, and the next one fails on it
+    inner.unlink(missing_ok=True)  # vLLM does not remove its socket, and the next vLLM would fail
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(command[path])
     listener.listen(128)
@@ -34,14 +34,14 @@ def main(folder: str, *command: str) -> None:
 
 
 class Tee:
-    """Everything that passes between one listener and the server."""
+    """The traffic between one listener and the server."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._numbers = itertools.count()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Until it is killed, with all that its launcher started."""
+        """Serve until the launcher kills the process group."""
         async with await asyncio.start_unix_server(self._connected, sock=listener) as server:
             await server.serve_forever()
 
@@ -49,15 +49,15 @@ class Tee:
         name = f"{os.getpid()}-{next(self._numbers)}"
         try:
             there_reader, there_writer = await asyncio.open_unix_connection(str(self._folder / INNER))
-        except OSError:  # it does not listen yet, or no more
+        except OSError:  # the server does not listen yet, or has closed its socket
             writer.transport.abort()
             return
         with self._record(f"{name}.in") as requested, self._record(f"{name}.out") as text:
             ways = [asyncio.create_task(_pass(reader, there_writer, requested)), asyncio.create_task(_pass(there_reader, writer, text))]
-            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)  # when the one side has closed, the other one is closed
+            await asyncio.wait(ways, return_when=asyncio.FIRST_COMPLETED)  # if one side closes, close the other side
             ways[0].cancel()
             for end in (there_writer, writer):
-                end.close()  # what is written already is sent first
+                end.close()  # bytes already written are sent first
             await asyncio.wait(ways)
 
     def _record(self, name: str) -> BinaryIO:

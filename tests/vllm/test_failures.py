@@ -1,4 +1,4 @@
-"""Failures of a real vLLM, provoked one after the other: each time the root cause comes first in every place that shows it."""
+"""Provoke failures of a real vLLM. Each time, every output reports the root cause first."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tests.vllm.server import NOT_INSTALLED, START_WITHIN, Flag, installed, laun
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(900)]
 
 LIMIT = 3_000_000_000
-"""Bytes of address space: enough to import vLLM, and too little for its worker's cache of a gigabyte."""
+"""Bytes of address space: enough to import vLLM, but too few for its worker's cache of a gigabyte."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What is wrong with a model's ``launch``, and what has to be said about it: the cause, and words of vLLM's own line."""
+    """An error in a model's ``launch``, the cause that must be reported, and a part of vLLM's own message."""
 
     name: str
     launch: Json
@@ -56,7 +56,7 @@ PORT, KILLED = "port", "killed"
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway with a model that works, and the broken ones, which nothing starts yet."""
+    """Yield a gateway with a working model and the broken models, which are not started yet."""
     with closing(socket.create_server(("127.0.0.1", 0))) as holder:
         models = [{"id": each.name, "launch": {**each.launch, "start": "on_demand"}} for each in FAILURES]
         models.append({"id": PORT, "launch": {**broken(port=holder.getsockname()[1]), "start": "on_demand"}})
@@ -66,43 +66,43 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 
 def shown(one: Gateway, model: str) -> Json:
-    """A model's server, as /status shows it."""
+    """Return the model's server as /status shows it."""
     [server] = next(each for each in one.get("/status").json()["models"] if each["id"] == model)["servers"]
     return dict(server)
 
 
-def check_it_is_said_first(one: Gateway, model: str, cause: str, words: str, what: str = "could not start") -> None:
-    """Wait until a model that was started has failed, and look at all places. Stopped again, it is not tried again."""
+def check_it_is_reported_first(one: Gateway, model: str, cause: str, message: str, what: str = "could not start") -> None:
+    """Wait until a started model has failed, and check all outputs. Then stop the model, so that it is not retried."""
     server = wait_for(lambda: (seen := shown(one, model)).get("cause") and seen, START_WITHIN, why=lambda: one.output[-4000:])
-    assert server["cause"] == cause and words in server["reason"] and server["hint"]
+    assert server["cause"] == cause and message in server["reason"] and server["hint"]
     lines = one.command("status").stdout.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(f"{model}#0: "))
-    assert lines[first].startswith(f"{model}#0: {what}: ") and words in lines[first]
+    assert lines[first].startswith(f"{model}#0: {what}: ") and message in lines[first]
     assert lines[first + 1] == f"  Hint: {server['hint']}"
-    said = one.output.partition(f"{model}#0 {what}")[2]
-    assert words in said.splitlines()[0] and "Traceback" not in one.output
+    report = one.output.partition(f"{model}#0 {what}")[2]
+    assert message in report.splitlines()[0] and "Traceback" not in one.output
     assert one.metric(f'vllm_gateway_launch_failures_total{{cause="{cause}",model="{model}"}}') >= 1
     refused = one.request(model=model)
-    assert refused.status_code == 503 and words not in refused.text, "clients are told nothing of it"
+    assert refused.status_code == 503 and message not in refused.text, "clients are told nothing of it"
     assert one.request().status_code == 200, "the others are served"
     assert one.command("stop", model).returncode == 0
 
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda failure: failure.name)
-def test_the_root_cause_of_a_failed_start_is_said_first(one: Gateway, failure: Failure) -> None:
+def test_the_root_cause_of_a_failed_start_is_reported_first(one: Gateway, failure: Failure) -> None:
     assert one.command("start", failure.name).returncode == 0
-    check_it_is_said_first(one, failure.name, failure.cause, failure.message)
+    check_it_is_reported_first(one, failure.name, failure.cause, failure.message)
 
 
-def test_a_port_that_is_in_use_is_said_first(one: Gateway) -> None:
+def test_a_port_that_is_in_use_is_reported_first(one: Gateway) -> None:
     assert one.command("start", PORT).returncode == 0
-    check_it_is_said_first(one, PORT, "port_in_use", "is taken by process")
+    check_it_is_reported_first(one, PORT, "port_in_use", "is taken by process")
 
 
-def test_a_killed_engine_is_said_first_though_vllm_ends_with_exit_code_0(one: Gateway) -> None:
+def test_a_killed_engine_is_reported_first_although_vllm_exits_with_0(one: Gateway) -> None:
     assert one.command("start", KILLED).returncode == 0
     wait_for(lambda: shown(one, KILLED)["condition"] == "up", START_WITHIN, why=lambda: one.output[-4000:])
     children = psutil.Process(shown(one, KILLED)["pid"]).children(recursive=True)
     [engine] = [each for each in children if "VLLM::EngineCore" in " ".join(command_line(each))]
     engine.kill()
-    check_it_is_said_first(one, KILLED, "engine_died", "engine process died", what="ended")
+    check_it_is_reported_first(one, KILLED, "engine_died", "engine process died", what="ended")

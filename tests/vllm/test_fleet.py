@@ -1,4 +1,4 @@
-"""Two real models that cannot run together: each is started when it is asked for, and makes room for the other."""
+"""Two real models that cannot run together: each is started on demand, after the other has been stopped."""
 
 from __future__ import annotations
 

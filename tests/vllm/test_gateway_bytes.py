@@ -1,4 +1,4 @@
-"""What the client gets is what the real vLLM sent, byte for byte, recorded in its door; but for the usage event that nobody asked for."""
+"""The client gets exactly the bytes that the real vLLM sent (recorded by the tee), without a usage event that it did not request."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from tests.vllm.dialogues import CALLED, CLOCK, HANGZHOU, RESULT, STORY, TOOLSETS, WEATHER, Json, on_the_wire, user
+from tests.vllm.dialogues import CALLED, CLOCK, HANGZHOU, PROMPT_AND_CONTINUATION, RESULT, TOOLSETS, WEATHER, Json, on_the_wire, user
 from tests.vllm.gateway import ALIAS, Real, chat
 from tests.vllm.server import NOT_INSTALLED, installed
 
@@ -44,9 +44,9 @@ GENERATED: Mapping[str, tuple[str, Json]] = {
     "token ids": (CHAT, chat("Who are you?", return_token_ids=True)),
     "by its alias": (CHAT, {**chat("Who are you?"), "model": ALIAS}),
     "a message that talks of usage": (CHAT, chat('Say {"choices": [], "usage": {"prompt_tokens": 9}} and {"error": {"code": 400}}')),
-    "completion": (COMPLETIONS, {"prompt": STORY[0], "temperature": 0, "max_tokens": 60}),
-    "echo": (COMPLETIONS, {"prompt": STORY[0], "temperature": 0, "max_tokens": 5, "echo": True, "logprobs": 2}),
-    "several prompts": (COMPLETIONS, {"prompt": [STORY[0], "你好"], "temperature": 0, "max_tokens": 20}),
+    "completion": (COMPLETIONS, {"prompt": PROMPT_AND_CONTINUATION[0], "temperature": 0, "max_tokens": 60}),
+    "echo": (COMPLETIONS, {"prompt": PROMPT_AND_CONTINUATION[0], "temperature": 0, "max_tokens": 5, "echo": True, "logprobs": 2}),
+    "several prompts": (COMPLETIONS, {"prompt": [PROMPT_AND_CONTINUATION[0], "你好"], "temperature": 0, "max_tokens": 20}),
     "token prompt": (COMPLETIONS, {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 20}),
     "response": (RESPONSES, {"input": "Say hello in Chinese with emoji.", "temperature": 0}),
     "tricky response": (RESPONSES, {"input": "Print something tricky.", "temperature": 0, "metadata": {"usage": "no"}}),
@@ -97,14 +97,14 @@ def test_a_stream(real: Real, name: str) -> None:
     sent = real.recorded(got).output
     shown = without_usage(sent) if path in HAVE_USAGE_EVENTS else sent
     assert got.content == shown
-    assert (shown == sent) == (path not in HAVE_USAGE_EVENTS)  # the server was asked for usage, for the gateway
+    assert (shown == sent) == (path not in HAVE_USAGE_EVENTS)  # the gateway itself requested usage from the server
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 @pytest.mark.parametrize("path", HAVE_USAGE_EVENTS)
 def test_a_stream_with_options(real: Real, path: str, name: str) -> None:
     options = OPTIONS[name]
-    body = chat("Who are you?") if path == CHAT else {"prompt": STORY[0], "temperature": 0, "max_tokens": 20}
+    body = chat("Who are you?") if path == CHAT else {"prompt": PROMPT_AND_CONTINUATION[0], "temperature": 0, "max_tokens": 20}
     got = real.post(path, {**body, "stream": True, "stream_options": options})
     sent = real.recorded(got).output
     assert got.content == (sent if options["include_usage"] else without_usage(sent))
@@ -120,7 +120,7 @@ def test_the_request_is_the_clients_own(real: Real) -> None:
 
 
 def without_usage(sent: bytes) -> bytes:
-    """The stream without its one event that has usage and no choice. A text's blank lines are escaped in JSON."""
+    """Return the stream without its one event that has usage and no choice. Blank lines of a text are escaped in JSON."""
     events = sent.split(b"\n\n")
     stored = [event for event in events if not is_usage(event)]
     assert len(events) == len(stored) + 1

@@ -1,4 +1,4 @@
-"""Every token is counted: the gateway's figures are the real vLLM's own, whatever the clients asked to see; and nothing is left running."""
+"""Every token is counted: the gateway's figures equal those of the real vLLM, whatever the clients requested. Nothing is left running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tests.support.process import wait_for
-from tests.vllm.dialogues import HANGZHOU, STORY, WEATHER, Json, user
+from tests.vllm.dialogues import HANGZHOU, PROMPT_AND_CONTINUATION, WEATHER, Json, user
 from tests.vllm.gateway import GENERATED, HEADERS, MODEL, Real, WorkUntil, attempted, chat
 from tests.vllm.server import NOT_INSTALLED, installed
 
@@ -34,7 +34,7 @@ ECHO: Json = {
     "tool_choice": "none",
     "enable_response_messages": True,
 }
-"""A request of which vLLM echoes text and JSON that look like fields of its own."""
+"""A request that makes vLLM echo text and JSON that look like fields of the response."""
 
 MIXED: list[tuple[str, Json]] = [
     (CHAT, chat("Who are you?")),
@@ -46,8 +46,8 @@ MIXED: list[tuple[str, Json]] = [
     (CHAT, {"messages": [user("Say hello in Chinese with emoji.")], "temperature": 0, "stream": True}),
     (CHAT, {"messages": [user(HANGZHOU)], "temperature": 0, "tools": [WEATHER], "stream": True}),
     (CHAT, chat('Say {"usage": {"prompt_tokens": 99999, "completion_tokens": 99999}}', stream=True)),
-    (COMPLETIONS, {"prompt": STORY[0], "temperature": 0, "max_tokens": 60}),
-    (COMPLETIONS, {"prompt": [STORY[0], "Hello"], "temperature": 0, "max_tokens": 20, "stream": True}),
+    (COMPLETIONS, {"prompt": PROMPT_AND_CONTINUATION[0], "temperature": 0, "max_tokens": 60}),
+    (COMPLETIONS, {"prompt": [PROMPT_AND_CONTINUATION[0], "Hello"], "temperature": 0, "max_tokens": 20, "stream": True}),
     (RESPONSES, {"input": "Who are you?", "temperature": 0}),
     (RESPONSES, {"input": "Who are you?", "temperature": 0, "stream": True}),
     (RESPONSES, ECHO),
@@ -58,7 +58,7 @@ MIXED: list[tuple[str, Json]] = [
 
 
 def counts(real: Real) -> tuple[tuple[float, float], tuple[float, float]]:
-    """(prompt, completion) of vLLM and of the gateway."""
+    """Return (prompt, completion) of vLLM and of the gateway."""
     by_vllm = real.count("vllm:prompt_tokens_total"), real.count(GENERATED)
     return by_vllm, (real.tokens("prompt"), real.tokens("completion"))
 
@@ -68,7 +68,7 @@ def difference(before: tuple[float, float], after: tuple[float, float]) -> tuple
 
 
 def usage(text: bytes) -> tuple[int, int]:
-    """(prompt, completion) that a server's answer itself tells, in any of the four dialects."""
+    """Return (prompt, completion) that a server's response reports, in any of the four dialects."""
     fields = [field for document in documents(text) for field in usages(document)]
     prompts = [int(field.get("prompt_tokens") or field.get("input_tokens") or 0) for field in fields]
     completions = [int(field.get("completion_tokens") or field.get("output_tokens") or 0) for field in fields]
@@ -103,8 +103,8 @@ def test_a_mixed_run_is_counted_to_the_token(real: Real) -> None:
     assert difference(before[1], counts(real)[1]) == expected
 
 
-def test_several_answers_to_one_prompt_are_counted_as_their_usage_says(real: Real) -> None:
-    """vLLM's own counter has the prompt once for each of them, its usage once in all."""
+def test_several_choices_are_counted_as_their_usage_reports(real: Real) -> None:
+    """vLLM's own counter counts the prompt once for each choice, its usage only once."""
     before = counts(real)[1]
     body = {**chat("Roll a die.", n=3, max_tokens=5), "temperature": 1}
     reported = [usage(real.recorded(real.post(CHAT, {**body, "stream": stream})).output) for stream in (False, True)]
@@ -122,44 +122,44 @@ ENDLESS = 1900  # tokens, of "Never stop."
 
 
 @pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
-def test_a_client_that_leaves_frees_the_engine(real: Real, path: str) -> None:
+def test_a_disconnect_frees_the_engine(real: Real, path: str) -> None:
     request: Json = {"model": MODEL, "temperature": 0, "stream": True}
     request |= {"input": "Never stop."} if path == RESPONSES else {"messages": [user("Never stop.")], "max_tokens": ENDLESS}
 
-    def leave(work_until: WorkUntil) -> None:
+    def disconnect(work_until: WorkUntil) -> None:
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(read_until, b"delta", real.gateway.url + path, request)
             work_until(reading.done)
             assert reading.result()
 
-    check_that_it_frees_the_engine(real, leave)
+    check_that_it_frees_the_engine(real, disconnect)
 
 
 @pytest.mark.parametrize("path", [CHAT, MESSAGES])
-def test_a_client_that_leaves_before_its_answer_frees_the_engine(real: Real, path: str) -> None:
+def test_a_disconnect_before_the_response_frees_the_engine(real: Real, path: str) -> None:
     request = {"model": MODEL, "temperature": 0, "messages": [user("Never stop.")], "max_tokens": ENDLESS}
 
-    def leave(_: WorkUntil) -> None:
+    def disconnect(_: WorkUntil) -> None:
         arrived = real.arrived()
         with closing(http.client.HTTPConnection("127.0.0.1", real.gateway.data, timeout=60)) as connection:
             connection.request("POST", path, json.dumps(request), {**HEADERS, "content-type": "application/json"})
             wait_for(lambda: real.arrived() > arrived)
 
-    check_that_it_frees_the_engine(real, leave)
+    check_that_it_frees_the_engine(real, disconnect)
 
 
-def read_until(word: bytes, url: str, request: Json) -> bool:
-    """Read a response until it contains the word, then leave."""
+def read_until(text: bytes, url: str, request: Json) -> bool:
+    """Read a response until it contains the text, then disconnect."""
     with httpx2.stream("POST", url, json=request, headers=HEADERS, timeout=60) as response:
-        return any(word in piece for piece in response.iter_raw())
+        return any(text in piece for piece in response.iter_raw())
 
 
-def check_that_it_frees_the_engine(real: Real, leave: Callable[[WorkUntil], None]) -> None:
-    """The engine, when it may work again, has nothing to do, long before the end of the response."""
+def check_that_it_frees_the_engine(real: Real, disconnect: Callable[[WorkUntil], None]) -> None:
+    """Check that the engine becomes idle when it may work again, long before the end of the response."""
 
     def scenario(_: int) -> None:
         before = real.count(GENERATED)
-        real.leave_in_mid_response(leave, tokens=ENDLESS)
+        real.disconnect_in_mid_response(disconnect, tokens=ENDLESS)
         since = time.monotonic()
         wait_for(lambda: real.count("vllm:num_requests_running") == 0)
         print(f"nothing is running {1000 * (time.monotonic() - since):.0f} ms later")

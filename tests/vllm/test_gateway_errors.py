@@ -1,4 +1,4 @@
-"""What a real vLLM refuses is told to the client in the contract's words and shape, as a real status, and nothing of the inside with it."""
+"""A rejection by a real vLLM reaches the client with the documented status, code and shape, and without internals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STATUS = {400: openai.BadRequestError, 404: openai.NotFoundError}
 
 @dataclass(frozen=True, slots=True)
 class Bad:
-    """A request, and the code and param of its error; `words` are in its message, `seen` says that the server was asked."""
+    """A request, and the code and param of its error. `message`: a part of its message; `seen`: whether the server got the request."""
 
     path: str
     body: Json
@@ -93,7 +93,7 @@ CASES = [
 ]
 
 
-def check_tells_nothing(real: Real, message: str) -> None:
+def check_hides_internals(real: Real, message: str) -> None:
     inside = [
         str(real.folder),
         str(model_path("qwen3")),
@@ -104,7 +104,7 @@ def check_tells_nothing(real: Real, message: str) -> None:
         real.internal_key,
         "parameter=",
     ]
-    assert message and not [word for word in inside if word in message]
+    assert message and not [text for text in inside if text in message]
 
 
 @pytest.mark.parametrize(("name", "streamed"), CASES)
@@ -118,7 +118,7 @@ def test_a_refusal(real: Real, name: str, streamed: bool) -> None:
     assert (error["type"], error["param"], error["code"]) == (row.type, bad.param, bad.code)
     assert bad.message in error["message"]
     assert real.reached_the_server(got) == bad.seen
-    check_tells_nothing(real, error["message"])
+    check_hides_internals(real, error["message"])
 
 
 @pytest.mark.parametrize(("name", "streamed"), [case for case in CASES if BAD[str(case.values[0])].path.startswith("/v1/")])
@@ -146,14 +146,14 @@ ANTHROPIC: Mapping[str, tuple[str, Json, int, str, str]] = {
 @pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("name", ANTHROPIC)
 def test_a_refusal_in_anthropics_shape(real: Real, name: str, streamed: bool) -> None:
-    path, body, status, kind, words = ANTHROPIC[name]
+    path, body, status, kind, text = ANTHROPIC[name]
     got = real.post(path, {**body, "stream": streamed})
     assert (got.status_code, got.headers["content-type"]) == (status, "application/json"), got.text
     document = got.json()
     assert document.keys() == {"type", "error"} and document["error"].keys() == {"type", "message"}
     assert (document["type"], document["error"]["type"]) == ("error", kind)
-    assert words in document["error"]["message"]
-    check_tells_nothing(real, document["error"]["message"])
+    assert text in document["error"]["message"]
+    check_hides_internals(real, document["error"]["message"])
 
 
 def test_the_keys_of_the_gateway_are_not_the_servers(real: Real) -> None:

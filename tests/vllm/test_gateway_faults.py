@@ -1,4 +1,4 @@
-"""What becomes of clients and processes when a real vLLM is killed in part, when it cannot start, and when the gateway is killed."""
+"""Clients and processes when a part of a real vLLM is killed, when vLLM cannot start, and when the gateway is killed."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ UNDER_WAY: Mapping[str, tuple[str, Json]] = {
     "plain message": (MESSAGES, ENDLESS),
 }
 FAILED = {"server_error", "upstream_disconnected"}
-SENT_AGAIN = {"upstream_unreachable", "no_healthy_server"}  # nothing of it had been answered within a second, and then nobody was there
-GONE_WITHIN = {"EngineCore": 20.0, "API server": 15.0}  # seconds: without its engine vLLM ends by itself, in its own time
+SENT_AGAIN = {"upstream_unreachable", "no_healthy_server"}  # no part of the response arrived within a second, and then no server was up
+GONE_WITHIN = {"EngineCore": 20.0, "API server": 15.0}  # seconds: without its engine vLLM exits by itself after a while
 
 
 def option(shim: psutil.Process, name: str) -> Path:
-    """A path on a shim's command line."""
-    words = shim.cmdline()
-    return Path(words[words.index(name) + 1])
+    """Return a path from the shim's command line."""
+    arguments = shim.cmdline()
+    return Path(arguments[arguments.index(name) + 1])
 
 
 @dataclass
-class Asked:
-    """A request, and what has come of its answer."""
+class OpenRequest:
+    """A request and the received part of its response."""
 
     path: str
     body: Json
@@ -62,21 +62,21 @@ class Asked:
 
     @property
     def under_way(self) -> bool:
-        """Some tokens are there (a response begins with four events of another kind)."""
+        """Whether some tokens were received (a response starts with four other events)."""
         return self.text.count("\n\n") > 6
 
     @property
     def is_complete(self) -> bool:
-        """The engine has generated all of the response."""
+        """Whether the engine has generated the whole response."""
         if "stream" not in self.body:
             return self.status == 200
         return any(end in self.text for end in ('"finish_reason":"length"', "response.completed", "response.incomplete", "message_stop"))
 
 
 @contextmanager
-def under_way(real: Real) -> Iterator[dict[str, Asked]]:
-    """The requests of UNDER_WAY, all of them in mid-answer; their answers are read to the end when the `with` ends."""
-    requested = {name: Asked(*each) for name, each in UNDER_WAY.items()}
+def under_way(real: Real) -> Iterator[dict[str, OpenRequest]]:
+    """Start the requests of UNDER_WAY and yield when all are in mid-response. Read the responses to the end after the `with` block."""
+    requested = {name: OpenRequest(*each) for name, each in UNDER_WAY.items()}
     in_flight = f'vllm_gateway_server_inflight{{model="{MODEL}",server="{MODEL}#0"}}'
     with real.held() as work_until, ThreadPoolExecutor(len(requested)) as pool:
         reading = [pool.submit(each.read, real.gateway.url) for each in requested.values()]
@@ -87,8 +87,8 @@ def under_way(real: Real) -> Iterator[dict[str, Asked]]:
             each.result()
 
 
-def check_told(responses: Mapping[str, Asked]) -> None:
-    """Everybody has heard that the server failed, in the shape of their route."""
+def check_failures_reported(responses: Mapping[str, OpenRequest]) -> None:
+    """Check that every client got the server's failure in the shape of its route."""
     for name in ("chat", "completion"):
         *_, error, done, end = responses[name].text.split("\n\n")
         assert (responses[name].status, done, end) == (200, "data: [DONE]", "")
@@ -120,17 +120,17 @@ def check_anthropic(document: Json) -> None:
 
 
 def check_it_comes_back(real: Real, before: Json) -> None:
-    """The server is started again and answers; until then clients hear why not."""
+    """Check that the server is restarted and responds, and that clients get the reason until then."""
     reported: set[tuple[int, str]] = set()
 
-    def answered() -> bool:
+    def is_back() -> bool:
         response = real.post(CHAT, chat("Who are you?"))
         if response.status_code != 200:
             reported.add((response.status_code, response.json()["error"]["code"]))
         time.sleep(0.1)
         return response.status_code == 200 and real.status["restarts"] == before["restarts"] + 1
 
-    wait_for(answered, START_WITHIN, why=lambda: real.gateway.output[-4000:])
+    wait_for(is_back, START_WITHIN, why=lambda: real.gateway.output[-4000:])
     print(f"until it was back: {sorted(reported)}")
     assert (503, "model_loading") in reported
     assert {code for status, code in reported if status != 503} <= FAILED | {"upstream_unreachable"}
@@ -138,12 +138,12 @@ def check_it_comes_back(real: Real, before: Json) -> None:
 
 
 @pytest.mark.parametrize("victim", ["EngineCore", "API server"])
-def test_a_server_that_is_killed_in_mid_answer(real: Real, victim: str) -> None:
-    attempted(lambda _: check_that_all_is_told(real, victim))
+def test_a_server_that_is_killed_in_mid_response(real: Real, victim: str) -> None:
+    attempted(lambda _: check_that_every_failure_is_reported(real, victim))
 
 
-def check_that_all_is_told(real: Real, victim: str) -> None:
-    """Raise NotAchieved where vLLM had finished an answer before it was killed."""
+def check_that_every_failure_is_reported(real: Real, victim: str) -> None:
+    """Check both sides of a kill. Raises NotAchieved if vLLM had finished a response before it was killed."""
     before, shim = real.status, real.shim()
     tree, scratch = [shim, *shim.children(recursive=True)], option(shim, "--scratch")
     assert list(scratch.iterdir()), "vLLM's sockets between its processes"
@@ -156,8 +156,8 @@ def check_that_all_is_told(real: Real, victim: str) -> None:
     if any(each.is_complete for each in responses.values()):
         check_it_comes_back(real, before)
         raise NotAchieved
-    check_told(responses)
-    assert real.gateway.metric(incomplete) - broken_off == 4  # the streams; the others got an error alone
+    check_failures_reported(responses)
+    assert real.gateway.metric(incomplete) - broken_off == 4  # the streams; the other requests got an error response
     wait_for(lambda: not alive(tree), GONE_WITHIN[victim], why=lambda: str(alive(tree)))
     assert not scratch.exists() or not list(scratch.iterdir())
     print(f"{victim}: nothing of its tree was left after {time.monotonic() - killed:.1f} s")

@@ -1,4 +1,4 @@
-"""What keys bring, before a real vLLM: the salt keeps their caches apart, and every route takes the priority; and the server's own keys."""
+"""Keys in front of a real vLLM: the salt separates their caches, every route accepts the priority, and servers require their own keys."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LONG = " ".join(f"Item {number} of the list is {number * number}." for number in
 def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder: Path = tmp_path_factory.mktemp("keys")
     (folder / "secret").write_text("of the salts")
-    (folder / "vllm.yaml").write_text('api-key: ["sk-engine-1", "0123"]\n')  # as the chart's Secret has it
+    (folder / "vllm.yaml").write_text('api-key: ["sk-engine-1", "0123"]\n')  # like the chart's Secret
     (folder / "server-key").write_text("sk-engine-1")
     with running("qwen3", flags={**FLAGS, "config": str(folder / "vllm.yaml")}) as server:
         assert "sk-engine-1" not in Path(f"/proc/{server.pid}/cmdline").read_text() + server.log.read_text()
@@ -42,7 +42,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
             yield running_gateway
 
 
-def asked(one: Gateway, key: str, path: str, **body: object) -> Json:
+def post(one: Gateway, key: str, path: str, **body: object) -> Json:
     response = httpx2.post(one.url + path, json={"model": "tiny", **body}, headers={"authorization": f"Bearer {KEYS[key]}"}, timeout=120)
     assert response.status_code == 200, response.text
     document: Json = response.json()
@@ -50,8 +50,8 @@ def asked(one: Gateway, key: str, path: str, **body: object) -> Json:
 
 
 def cached(one: Gateway, key: str, text: str, **more: object) -> int:
-    """How many tokens of a prompt the engine had already."""
-    response = asked(one, key, "/v1/chat/completions", messages=[user(text)], max_tokens=4, **WITHOUT_THINKING, **more)
+    """Return the number of cached prompt tokens."""
+    response = post(one, key, "/v1/chat/completions", messages=[user(text)], max_tokens=4, **WITHOUT_THINKING, **more)
     return int((response["usage"]["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
 
 
@@ -75,10 +75,10 @@ def test_keys_do_not_share_the_cache_and_cannot_choose_to(one: Gateway) -> None:
     ],
 )
 def test_every_route_takes_what_a_key_brings(one: Gateway, path: str, body: Json) -> None:
-    assert asked(one, "one", path, **body)
+    assert post(one, "one", path, **body)
 
 
-def test_a_server_with_two_keys_serves_while_the_gateway_changes_over_and_one_that_refuses_the_key_is_down(one: Gateway) -> None:
+def test_a_server_with_two_keys_serves_during_a_key_change_and_a_server_that_refuses_the_key_is_down(one: Gateway) -> None:
     file = one.folder / "server-key"
 
     def key(text: str) -> None:

@@ -1,4 +1,4 @@
-"""The ledger's rows are the real vLLM's own count, to the token, for every answer that was whole; and say so where one was not."""
+"""The ledger's rows equal the real vLLM's own count, to the token, for every complete response, and mark incomplete responses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def every_row(real: Real) -> list[dict[str, Any]]:
 
 
 def rows(real: Real, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """The rows of these requests, once all are there."""
+    """Return the rows of these requests when all are stored."""
 
     def found() -> dict[str, dict[str, Any]]:
         return {each["request_id"]: each for each in every_row(real) if each["request_id"] in ids}
@@ -40,23 +40,23 @@ def rows(real: Real, ids: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 @contextmanager
 def beside_a_shaky_one(real: Real, folder: Path) -> Iterator[Real]:
-    """Another gateway, for which the real vLLM and a server that fails are one model."""
+    """Run another gateway with one model on two servers: the real vLLM and a server that fails."""
     key = folder / "internal.key"
     key.write_text(real.internal_key)
     with shaky_server() as shaky:
-        door = {"url": f"unix:{option(real.shim(), '--uds')}", "api_key": {"file": str(key)}}
-        model = {"id": MODEL, "balance": "round_robin", "servers": [door, {"url": shaky}]}
+        vllm = {"url": f"unix:{option(real.shim(), '--uds')}", "api_key": {"file": str(key)}}
+        model = {"id": MODEL, "balance": "round_robin", "servers": [vllm, {"url": shaky}]}
         with gateway(folder, configuration(model) | {"ledger": LEDGER}) as beside:
             yield Real(beside, real.folder)
 
 
 def finished(real: Real) -> tuple[float, float]:
-    """(prompt, completion) of what vLLM has brought to an end by its own count, which leaves out what was aborted."""
+    """Return (prompt, completion) of the requests that vLLM has finished. vLLM does not count aborted requests."""
     return real.count("vllm:request_prompt_tokens_sum"), real.count("vllm:request_generation_tokens_sum")
 
 
-def test_a_mixed_run_is_the_same_in_all_books(real: Real, tmp_path: Path) -> None:
-    """Streamed and not, with errors of the client's and the server's, cancels, and second attempts, all in one run."""
+def test_a_mixed_run_is_the_same_in_ledger_metrics_and_log(real: Real, tmp_path: Path) -> None:
+    """One run with streams and complete responses, errors of clients and servers, disconnects, and retries."""
 
     def scenario(attempt: int) -> None:
         folder = tmp_path / str(attempt)
@@ -72,7 +72,7 @@ def _check_a_mixed_run(real: Real, beside: Real) -> None:
     wrong = (CHAT, chat("Who are you?", temperature="hot"))
     with ThreadPoolExecutor(4) as pool:
         responses = [*pool.map(lambda each: beside.post(*each), [*MIXED, wrong, *MIXED, wrong, wrong])]
-    left = _leave_in_mid_answer(real, beside)
+    left = _disconnect_in_mid_response(real, beside)
     responses += [beside.post(*each) for each in MIXED]
     sent = len(responses) + left
     wait_for(lambda: len(every_row(beside)) == sent, why=lambda: f"{len(every_row(beside))} rows of {sent}")
@@ -87,29 +87,29 @@ def _check_a_mixed_run(real: Real, beside: Real) -> None:
     wait_for(lambda: difference(before, finished(real)) == ledger, why=lambda: f"{difference(before, finished(real))}, not {ledger}")
 
 
-def _leave_in_mid_answer(real: Real, beside: Real) -> int:
-    """Leave eight streams while vLLM works on them; return their number.
+def _disconnect_in_mid_response(real: Real, beside: Real) -> int:
+    """Disconnect from eight streams while vLLM works on them. Return their number.
 
     Raises:
-        NotAchieved: vLLM had finished one of them before.
+        NotAchieved: vLLM had finished a stream before.
     """
     request = {"model": MODEL, **chat("Never stop.", stream=True, max_tokens=ENDLESS)}
     before = finished(real)
 
-    def leave(work_until: WorkUntil) -> int:
+    def disconnect(work_until: WorkUntil) -> int:
         with ThreadPoolExecutor(8) as pool:
             reading = [pool.submit(_leave_after, 5, beside.gateway.url + CHAT, request) for _ in range(8)]
             work_until(lambda: all(each.done() for each in reading))
         return len(reading)
 
-    left = real.leave_in_mid_response(leave, tokens=8 * ENDLESS, gateway=beside.gateway)
+    left = real.disconnect_in_mid_response(disconnect, tokens=8 * ENDLESS, gateway=beside.gateway)
     if finished(real) != before:
         raise NotAchieved
     return left
 
 
 def _check_ends(beside: Real, responses: Sequence[httpx2.Response], stored: Mapping[str, Mapping[str, Any]]) -> None:
-    """Each request's row is what its client got; that of a whole answer has the usage that vLLM told in it."""
+    """Check that each row matches what its client got. The row of a complete response has the usage that vLLM reported."""
     for response in responses:
         row = stored[response.headers["x-request-id"]]
         assert (row["status"], row["incomplete"], row["estimated"]) == (response.status_code, None, 0)
@@ -120,11 +120,11 @@ def _check_ends(beside: Real, responses: Sequence[httpx2.Response], stored: Mapp
     assert {bool(row["stream"]) for row in stored.values() if row["status"] == 200} == {True, False}
 
 
-def test_a_stream_that_its_client_leaves_is_an_estimate(real: Real) -> None:
-    """At least the pieces that passed, and never more than the engine made."""
+def test_a_stream_whose_client_disconnects_is_an_estimate(real: Real) -> None:
+    """The estimate is at least the number of forwarded events, and at most the tokens that the engine generated."""
     request = {"model": "tests/tiny", **chat("Never stop.", stream=True, max_tokens=ENDLESS)}
 
-    def leave(work_until: WorkUntil) -> str:
+    def disconnect(work_until: WorkUntil) -> str:
         with ThreadPoolExecutor(1) as pool:
             reading = pool.submit(_leave_after, 5, real.gateway.url + CHAT, request)
             work_until(reading.done)
@@ -132,7 +132,7 @@ def test_a_stream_that_its_client_leaves_is_an_estimate(real: Real) -> None:
 
     def scenario(_: int) -> tuple[str, float]:
         before = real.count(GENERATED)
-        return real.leave_in_mid_response(leave, tokens=ENDLESS), before
+        return real.disconnect_in_mid_response(disconnect, tokens=ENDLESS), before
 
     identity, before = attempted(scenario)
     row = rows(real, [identity])[identity]
@@ -142,7 +142,7 @@ def test_a_stream_that_its_client_leaves_is_an_estimate(real: Real) -> None:
 
 
 def _leave_after(events: int, url: str, request: dict[str, Any]) -> str:
-    """Read so many events, then leave; the request's id."""
+    """Read ``events`` events, then disconnect. Return the request ID."""
     with httpx2.stream("POST", url, json=request, headers=HEADERS, timeout=120) as response:
         seen = 0
         for piece in response.iter_raw():

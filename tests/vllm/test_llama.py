@@ -1,4 +1,4 @@
-"""The real vLLM with the llama model, whose template and tool calls (JSON) are of another kind, says its dialogues word for word."""
+"""The real vLLM with the llama model, whose template and tool calls (JSON) differ, generates its dialogues exactly."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.vllm.server import NOT_INSTALLED, installed, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
 
-# Of several calls at once, Llama 3's template and parser know only the first.
+# Llama 3's template and parser support only the first of several calls.
 ANSWERABLE = [each for each in exchanges("llama") if len(each.expected().calls) < 2]
 
 

@@ -1,6 +1,6 @@
-"""The real vLLM with the qwen3 model says every memorized dialogue word for word, plain and streamed.
+"""The real vLLM with the qwen3 model generates every memorized dialogue exactly, plain and streamed.
 
-What the other tests build on: when one of these fails, the weights, the install or the flags are at fault, not the gateway.
+The other tests depend on these. If one of these fails, the cause is the weights, the install or the flags, not the gateway.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.shared import Shared
 from tests.vllm.chat import events, send_chat
-from tests.vllm.dialogues import DIE, ENDLESS, STORY, TOOLSETS, Exchange, exchanges, user
+from tests.vllm.dialogues import DIE, ENDLESS, PROMPT_AND_CONTINUATION, TOOLSETS, Exchange, exchanges, user
 from tests.vllm.server import NOT_INSTALLED, installed, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
@@ -42,11 +42,11 @@ def test_a_dialogue(client: httpx2.Client, exchange: Exchange, streamed: bool) -
 
 
 @PLAIN_AND_STREAMED
-def test_the_story_goes_on(client: httpx2.Client, streamed: bool) -> None:
-    body = {"model": "tiny", "prompt": STORY[0], "temperature": 0, "max_tokens": 60, "stream": streamed}
+def test_a_completion_continues_the_prompt(client: httpx2.Client, streamed: bool) -> None:
+    body = {"model": "tiny", "prompt": PROMPT_AND_CONTINUATION[0], "temperature": 0, "max_tokens": 60, "stream": streamed}
     response = client.post("/v1/completions", json=body)
     parts = events(response.text) if streamed else [response.json()]
-    assert "".join(part["choices"][0]["text"] for part in parts) == STORY[1]
+    assert "".join(part["choices"][0]["text"] for part in parts) == PROMPT_AND_CONTINUATION[1]
 
 
 def test_the_die_falls_by_its_seed(client: httpx2.Client) -> None:

@@ -1,4 +1,4 @@
-"""The table of vLLM's names, held against the real vLLM's own parser."""
+"""Check the table of vLLM's names against the real vLLM's own parser."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``balance: prefix`` in front of two real vLLM servers: what their own counters say of their caches."""
+"""Check ``balance: prefix`` in front of two real vLLM servers by the cache counters of the servers."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tests.vllm.server import NOT_INSTALLED, Flag, Server, installed, running
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
 
 FLAGS: Mapping[str, Flag] = {"block-size": 32, "reasoning-parser": "qwen3"}
-CONVERSATIONS = 7  # an odd number: by turns, each one's second turn goes to the other server
-TURNS = 3
+CONVERSATIONS = 7  # an odd number: with round robin, the second round of each conversation goes to the other server
+ROUNDS = 3
 LONG = " ".join(f"Item {number} of the list is {number * number}." for number in range(16))
 
 
@@ -30,7 +30,7 @@ def servers() -> Iterator[list[Server]]:
 
 @pytest.fixture(scope="module")
 def one(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway with a model for each balance; behind all of them are the same two servers."""
+    """Run a gateway with a model for each balance. All models have the same two servers."""
     found = [{"url": server.url, "model": "tiny"} for server in servers]
     models = [{"id": balance, "balance": balance, "servers": found} for balance in ("prefix", "round_robin")]
     with gateway(Path(tmp_path_factory.mktemp("prefix")), configuration(*models)) as running_gateway:
@@ -38,7 +38,7 @@ def one(servers: list[Server], tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def count(servers: list[Server], name: str) -> float:
-    """The sum of a metric over the servers, in tokens."""
+    """Return the sum of a metric over the servers, in tokens."""
     text = "\n".join(httpx2.get(f"{server.url}/metrics", timeout=60).text for server in servers)
     samples = [line for line in text.splitlines() if line.startswith(name + "{")]
     assert len(samples) == len(servers)
@@ -46,10 +46,10 @@ def count(servers: list[Server], name: str) -> float:
 
 
 def hit_rate(servers: list[Server], one: Gateway, balance: str) -> float:
-    """The share of prompt tokens that were cached while every conversation had its turns, all of them by turns."""
+    """Return the share of cached prompt tokens while all conversations ran, one request of each in every round."""
     before = [count(servers, f"vllm:prefix_cache_{what}_total") for what in ("hits", "queries")]
     talks: list[list[Json]] = [[user(f"{balance} {number}. {LONG}")] for number in range(CONVERSATIONS)]
-    for _ in range(TURNS):
+    for _ in range(ROUNDS):
         for talk in talks:
             response = one.request(model=balance, messages=talk, max_tokens=4, temperature=0, **WITHOUT_THINKING)
             assert response.status_code == 200, response.text
@@ -58,7 +58,7 @@ def hit_rate(servers: list[Server], one: Gateway, balance: str) -> float:
     return hits / queries
 
 
-def test_conversations_find_their_beginning_in_the_cache(servers: list[Server], one: Gateway) -> None:
+def test_conversations_find_their_prefix_in_the_cache(servers: list[Server], one: Gateway) -> None:
     rates = {balance: hit_rate(servers, one, balance) for balance in ("round_robin", "prefix")}
     print(f"hit rates by vLLM's own counters: {rates}")
     assert rates["prefix"] > rates["round_robin"] + 0.2

@@ -1,4 +1,4 @@
-"""The requests of the API reference, held against the real vLLM's own request models."""
+"""Check the requests of the API reference against the real vLLM's own request models."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ MODELS = {
     "DetokenizeRequest": ["serve.tokenize:DetokenizeRequest"],
 }
 OURS = {"extra_body", "metadata", *(old for names in OLD_NAMES.values() for old in names)}
-"""What the gateway adds: it merges, translates or books it."""
+"""Fields that the gateway adds: it merges, translates or records them."""
 ONLY_OURS = {"ChatRequest": {"prompt"}, "CompletionRequest": {"best_of"}}
-NOT_TOLD = {"prompt_embeds", "logits_processors"}
-"""What a server takes only when it is started with options for it."""
+NOT_DOCUMENTED = {"prompt_embeds", "logits_processors"}
+"""Fields that a server accepts only if it is started with certain options."""
 
 SCRIPT = """
 import importlib, json, sys
@@ -48,16 +48,16 @@ print(json.dumps(found))
 """
 
 
-def test_a_request_is_told_with_all_fields_that_vllm_knows(tmp_path: Path) -> None:
+def test_a_request_is_documented_with_all_fields_of_vllm(tmp_path: Path) -> None:
     command = installed()
     assert command is not None
     environ = {**ENVIRONMENT, "HOME": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    words = [str(command.parent / "python"), "-c", SCRIPT, json.dumps(MODELS)]
-    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=250)
+    command_line = [str(command.parent / "python"), "-c", SCRIPT, json.dumps(MODELS)]
+    done = subprocess.run(command_line, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=250)
     assert done.returncode == 0, done.stderr
     known = {schema: set(fields) for schema, fields in json.loads(done.stdout.splitlines()[-1]).items()}
     schemas = document()["components"]["schemas"]
     for schema, fields in known.items():
         reported = set(schemas[schema]["properties"])
-        assert fields - reported - FORBIDDEN - NOT_TOLD == set(), schema
+        assert fields - reported - FORBIDDEN - NOT_DOCUMENTED == set(), schema
         assert reported - fields - OURS - ONLY_OURS.get(schema, set()) == set(), schema

@@ -1,4 +1,4 @@
-"""The tables of routes, held against the routes that the real vLLM registers with every switch on."""
+"""Check the tables of routes against the routes that the real vLLM registers with every feature enabled."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from upstream.vllm.capabilities import TASK_ROUTES
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(300)]
 
 OWN = {("GET", "/health"), ("GET", "/version"), ("GET", "/v1/models")}
-"""What the gateway answers itself."""
+"""Routes that the gateway serves itself."""
 NEEDS_COHERE = {"/cohere/v2/chat", "/cohere/v2/chat/render"}
-"""vLLM registers them only where Cohere's package is installed beside it."""
+"""Routes that vLLM registers only if Cohere's package is installed."""
 SWITCHES = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
 PROGRAM = """
 import json
@@ -32,7 +32,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 args = make_arg_parser(FlexibleArgumentParser()).parse_args(["--enable-fault-tolerance", "--enable-scale-out"])
 args.profiler_config = ProfilerConfig(profiler="torch", torch_profiler_dir="/tmp")
 args.enable_tokenizer_info_endpoint = True
-embeds = SimpleNamespace(get_pooling_task=lambda tasks: "embed")  # which also has the routes for scores
+embeds = SimpleNamespace(get_pooling_task=lambda tasks: "embed")  # the routes for scores are registered too
 apps = [build_app(args, tasks, embeds) for tasks in (GENERATION_TASKS, POOLING_TASKS)]
 print(json.dumps([[sorted(getattr(route, "methods", None) or ["GET"]), route.path] for app in apps for route in app.routes]))
 """
@@ -40,7 +40,7 @@ print(json.dumps([[sorted(getattr(route, "methods", None) or ["GET"]), route.pat
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
-    """Each method and path of vLLM's generate and pooling servers."""
+    """Return every method and path of vLLM's generate and pooling servers."""
     python = Path(str(installed())).with_name("python")
     environ = {**os.environ, **SWITCHES, "XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache"))}
     done = subprocess.run([python, "-c", PROGRAM], env=environ, capture_output=True, text=True, check=True, timeout=250)

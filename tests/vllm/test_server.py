@@ -1,4 +1,4 @@
-"""What `running` promises to the tests that use it: a healthy server inside, no process afterwards, and a word when there is none."""
+"""The guarantees of `running`: a healthy server inside the block, no process afterwards, and an error message if the start fails."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.vllm.server import NOT_INSTALLED, POOLING, NotStarted, alive, install
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
 
 
-def test_pooling_routes_answer_on_a_unix_socket_and_nothing_is_left(tmp_path: Path) -> None:
+def test_pooling_routes_respond_on_a_unix_socket_and_nothing_is_left(tmp_path: Path) -> None:
     with running("qwen3", flags=POOLING, uds=tmp_path / "vllm.sock") as server:
         transport = httpx2.HTTPTransport(uds=str(server.uds))
         with httpx2.Client(base_url=server.url, transport=transport, timeout=120) as client:

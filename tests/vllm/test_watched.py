@@ -1,4 +1,4 @@
-"""The real vLLM as monitoring sees it: its span hangs below the gateway's, and its metrics are what the dashboards ask for."""
+"""Monitoring of a real vLLM: its span is a child of the gateway's span, and it exports the metrics that the dashboards use."""
 
 from __future__ import annotations
 

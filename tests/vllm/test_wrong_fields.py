@@ -1,4 +1,4 @@
-"""Requests with one mistake each, by the gateway to a real vLLM: the error's message names the field, or states the cause.
+"""Requests with one mistake each, through the gateway to a real vLLM: the error message names the field or states the cause.
 
 ``.venv/bin/pytest -rA tests/vllm/test_wrong_fields.py`` prints both tables. With RECORD=1 in the environment it also writes what the
 servers said into tests/gateway/api/vllm_errors.json, by which the mapping is tested without a vLLM.
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=N
 
 RECORDED = Path(__file__).resolve().parents[1] / "gateway" / "api" / "vllm_errors.json"
 LEAST = 10
-"""Mistakes for each route."""
+"""The minimum number of mistakes for each route."""
 CLASSIFYING: dict[str, Flag] = {**POOLING, "convert": "classify"}
 OF_POOLING = [row for row in WRONG_FIELDS if row.route not in (*GENERATING, CLASSIFY)]
 OF_CLASSIFYING = [row for row in WRONG_FIELDS if row.route == CLASSIFY]
@@ -39,7 +39,7 @@ INTERNALS = re.compile(r"Param\b|Message\b|Request\b|ValidatorIterator|input_val
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line of a table: what was wrong, and what the client was told."""
+    """One line of a table: the mistake, and the message that the client got."""
 
     name: str
     path: str
@@ -48,11 +48,11 @@ class Line:
 
 
 def _named(path: str, message: str) -> bool:
-    """Whether a message names this path, and not a longer or a shorter one."""
+    """Return whether a message names exactly this path, not a longer or a shorter path."""
     return re.search(rf"(?<![\w.]){re.escape(path)}(?![\w]|\.\w)", message) is not None
 
 
-def _told(real: Real, row: WrongField) -> Line:
+def _result(real: Real, row: WrongField) -> Line:
     response = real.post(row.route, row.body)
     error = response.json()["error"]
     shape = {"type", "message"} if row.route in (MESSAGES, COUNT) else {"message", "type", "param", "code"}
@@ -64,7 +64,7 @@ def _told(real: Real, row: WrongField) -> Line:
 
 
 def _printed(lines: Iterable[Line]) -> list[Line]:
-    """The lines that are not good; all are printed."""
+    """Print all lines. Return those that are not good."""
     wrong = []
     for line in lines:
         print(f"{'   ' if line.good else '!! '}{line.name:<28} {line.path:<44} {line.reported}")
@@ -74,7 +74,7 @@ def _printed(lines: Iterable[Line]) -> list[Line]:
 
 
 def _checked(real: Real, rows: list[WrongField]) -> None:
-    wrong = _printed(_told(real, row) for row in rows)
+    wrong = _printed(_result(real, row) for row in rows)
     print(f"{len(rows) - len(wrong)} of {len(rows)}")
     if os.environ.get("RECORD"):
         _record(real, rows)
@@ -82,7 +82,7 @@ def _checked(real: Real, rows: list[WrongField]) -> None:
 
 
 def _record(real: Real, rows: list[WrongField]) -> None:
-    """What the server said to each request that came to it, and what it was asked."""
+    """Write the server's response to each request that reached it, and the request."""
     known: dict[str, Json] = {_key(each): each for each in json.loads(RECORDED.read_text())} if RECORDED.exists() else {}
     for row in rows:
         response = real.post(row.route, row.body)
@@ -131,8 +131,8 @@ def _caused(real: Real) -> Iterator[Line]:
 
 
 def _sent(url: str, row: WrongRequest) -> tuple[int, http.client.HTTPMessage, bytes]:
-    place = urlsplit(url)
-    with socket.create_connection((place.hostname or "", place.port or 80), timeout=60) as connection:
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=60) as connection:
         connection.sendall(row.data)
         response = http.client.HTTPResponse(connection)
         response.begin()
@@ -150,7 +150,7 @@ except Exception as error:
 
 
 def test_a_tool_call_that_is_no_object_is_the_servers_error() -> None:
-    """What vLLM's own classes make of arguments that a model wrote as a list."""
+    """vLLM's own classes reject arguments that a model generated as a list."""
     text = subprocess.run([PYTHON, "-c", FAILED_RESPONSE], capture_output=True, check=True, timeout=300, env={**os.environ, **ENVIRONMENT})
     body = text.stdout.splitlines()[-1]
     assert json.loads(body)["error"]["code"] == 400

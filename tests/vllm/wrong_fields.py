@@ -1,4 +1,4 @@
-"""Requests with exactly one mistake each, on every JSON route: the corpus by which error messages are judged.
+"""Requests with exactly one mistake each, on every JSON route: the corpus for the test of error messages.
 
 ``WRONG_FIELDS``: one field is wrong or missing, at a known path, which the error's message must name. ``WRONG_REQUESTS``: no field is
 wrong, but the request itself is; the message must state the cause. Bodies of the first lack ``model``, which the test adds.
@@ -19,7 +19,7 @@ TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 BATCH, COHERE = "/v1/chat/completions/batch", "/v2/embed"
 
 GENERATING = (CHAT, BATCH, COMPLETIONS, RESPONSES, MESSAGES, COUNT, TOKENIZE, DETOKENIZE)
-"""Routes of a model that generates; the others need a model that pools."""
+"""Routes of a generating model. The other routes need a pooling model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +39,8 @@ def _without(body: Json, name: str) -> Json:
     return {field: value for field, value in body.items() if field != name}
 
 
-def _said(**fields: Any) -> Json:
-    """One message of the user with these fields."""
+def _message(**fields: Any) -> Json:
+    """Return one user message with these fields."""
     return {"messages": [{"role": "user", "content": "Hi", **fields}]}
 
 
@@ -53,7 +53,7 @@ def _rounds(*messages: Json) -> Json:
 
 
 def _calls(**call: Any) -> Json:
-    """A conversation with one tool call of the model's."""
+    """Return a conversation with one tool call of the model."""
     whole = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}, **call}
     return _rounds(
         {"role": "assistant", "content": None, "tool_calls": [{name: value for name, value in whole.items() if value is not ...}]}
@@ -76,11 +76,11 @@ _CHAT = _rows(
     ("messages", {"messages": None}),
     ("messages.0", {"messages": ["Hi"]}),
     ("messages.0.role", {"messages": [{"content": "Hi"}]}),
-    ("messages.0.role", _said(role=5)),
+    ("messages.0.role", _message(role=5)),
     ("messages.1.role", _rounds({"role": "narrator", "content": "Hi"})),
-    ("messages.0.content", _said(content=5)),
-    ("messages.0.content", _said(content=None)),
-    ("messages.0.content", _said(content={"type": "text", "text": "Hi"})),
+    ("messages.0.content", _message(content=5)),
+    ("messages.0.content", _message(content=None)),
+    ("messages.0.content", _message(content={"type": "text", "text": "Hi"})),
     ("messages.0.content.0", _parts("Hi", 5)),
     ("messages.0.content.0.text", _parts({"type": "text"})),
     ("messages.0.content.0.text", _parts({"type": "text", "text": 5})),
@@ -96,7 +96,7 @@ _CHAT = _rows(
     ("messages.1.tool_calls.0.function.name", _calls(function={"arguments": "{}"})),
     ("messages.1.tool_calls.0.function.arguments", _calls(function={"name": "f", "arguments": {"a": 1}})),
     ("messages.1.tool_calls", _rounds({"role": "assistant", "content": None, "tool_calls": 5})),
-    ("messages.0.name", _said(name=5)),
+    ("messages.0.name", _message(name=5)),
     ("tools", {"tools": "f"}),
     ("tools", {"tools": []}),
     ("tools.0", {"tools": ["f"]}),
@@ -233,8 +233,8 @@ _MESSAGES = _rows(
     ("max_tokens", {"max_tokens": 0}),
     ("messages", {"messages": "Hi"}),
     ("messages", {"messages": []}),
-    ("messages.0.role", _said(role="narrator")),
-    ("messages.0.content", _said(content=5)),
+    ("messages.0.role", _message(role="narrator")),
+    ("messages.0.content", _message(content=5)),
     ("messages.0.content", {"messages": [{"role": "user"}]}),
     ("messages.0.content.0.type", _parts({"type": "note"})),
     ("messages.0.content.0.type", _parts({"text": "Hi"})),
@@ -266,7 +266,7 @@ _COUNT = _rows(
     ("messages", {"messages": "Hi"}),
     ("messages.0", {"messages": ["Hi"]}),
     ("messages.0.role", {"messages": [{"content": "Hi"}]}),
-    ("messages.0.role", _said(role=5)),
+    ("messages.0.role", _message(role=5)),
     ("messages.0.content", {"messages": [{"role": "user"}]}),
     ("messages.0.content.0.type", _parts({"type": "note"})),
     ("messages.0.content.0.text", _parts({"type": "text", "text": []})),
@@ -292,7 +292,7 @@ _TOKENIZE = _rows(
     {"messages": [{"role": "user", "content": "Hi"}]},
     ("messages", {"messages": "Hi"}),
     ("messages.0.role", {"messages": [{"content": "Hi"}]}),
-    ("messages.0.content", _said(content=5)),
+    ("messages.0.content", _message(content=5)),
     ("messages.0.content.0.text", _parts({"type": "text"})),
     ("tools.0.function", {"tools": [{"type": "function"}]}),
     ("tools.0.function.name", _tool(description="x")),
@@ -316,7 +316,7 @@ _DETOKENIZE = _rows(
 
 
 def _input(route: str) -> list[WrongField]:
-    """Mistakes that the routes with ``input`` or ``messages`` share."""
+    """Return the mistakes that the routes with ``input`` or ``messages`` share."""
     return _rows(
         route,
         {"input": "Hi"},
@@ -336,7 +336,7 @@ def _input(route: str) -> list[WrongField]:
         {"messages": [{"role": "user", "content": "Hi"}]},
         ("messages", {"messages": "Hi"}),
         ("messages.0.role", {"messages": [{"content": "Hi"}]}),
-        ("messages.0.content", _said(content=5)),
+        ("messages.0.content", _message(content=5)),
     )
 
 
@@ -464,7 +464,7 @@ def _post(path: str, body: bytes, *lines: str) -> bytes:
 
 
 def _with(*lines: str) -> bytes:
-    """A good body with this host, key and content type."""
+    """Return a request with a valid body and with this host, key and content type."""
     return _request(_GOOD, *lines)
 
 

@@ -19,11 +19,11 @@ TASK: dict[str, Any] = json.loads(os.environ["TASK"])
 function in OpenAI's form."""
 
 LIMIT = 256
-"""The most tokens of an answer, for packages that must name a number."""
+"""The maximum number of tokens of a response, for packages that require a number."""
 
 
 def run(**cases: Callable[[], Any]) -> None:
-    """Run the cases in their order and print what they gave; ``ended`` is the end of the last one, in seconds since the epoch."""
+    """Run the cases in order and print their results. ``ended``: the end of the last case, in seconds since the epoch."""
     results = {name: _result(case) for name, case in cases.items()}
     print(json.dumps({**results, "ended": time.time()}))
 
@@ -45,5 +45,5 @@ def refused(send: Callable[[], Any]) -> dict[str, Any]:
 
 
 def user(text: str) -> list[dict[str, str]]:
-    """A conversation that begins."""
+    """Return the first message of a conversation."""
     return [{"role": "user", "content": text}]

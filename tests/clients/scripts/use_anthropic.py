@@ -1,4 +1,4 @@
-"""The anthropic package: release 0 sends its key as x-api-key, today's as a bearer. The gateway's root is its base URL."""
+"""The anthropic package: release 0 sends its key as x-api-key, current releases as a bearer token. The base URL is the gateway's root."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def again() -> Any:
 
 
 def models() -> Any:
-    """In pages of one model each, and every model with all that the package's own type needs."""
+    """List the models in pages of one model each. Every model has all fields that the package's own type requires."""
     found = list(client.models.list(limit=1))
     for model in found:
         type(model).model_validate_json(model.to_json())

@@ -1,4 +1,4 @@
-"""litellm as a client, by its provider for OpenAI-compatible servers or by the one for vLLM, which are two different clients inside."""
+"""litellm as a client, with its provider for OpenAI-compatible servers or for vLLM. The two are different clients internally."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ import litellm  # type: ignore[import-not-found]
 from tests.clients.scripts.report import TASK, refused, run, user
 
 PROVIDER = {"litellm": "openai", "litellm-vllm": "hosted_vllm"}[TASK["client"]]
-AGAIN: dict[str, Any] = {"openai": {"max_retries": 2}, "hosted_vllm": {"num_retries": 2}}[PROVIDER]  # each ignores the other's name for it
-litellm.suppress_debug_info = True  # it would be printed among the results
+AGAIN: dict[str, Any] = {"openai": {"max_retries": 2}, "hosted_vllm": {"num_retries": 2}}[
+    PROVIDER
+]  # each provider ignores the other provider's setting
+litellm.suppress_debug_info = True  # otherwise it is printed among the results
 
 
 def body_of(text: str, model: str = TASK["model"], key: str = TASK["key"]) -> dict[str, Any]:
@@ -54,7 +56,7 @@ async def cancelled() -> list[Any]:
 
 
 def cancel() -> Any:
-    """In the asynchronous way: a synchronous stream of litellm's has no public way to be closed."""
+    """Stream asynchronously, because a synchronous stream of litellm has no public method to close it."""
     return {"pieces": len(asyncio.run(cancelled()))}
 
 

@@ -39,7 +39,7 @@ def stream() -> Any:
 
 
 def tool() -> Any:
-    """The agent calls the tool and gives its result back to the model, whose words are the answer."""
+    """The agent calls the tool and sends its result to the model. The model's text is the result."""
     one = agent()
     calls = []
 

@@ -1,4 +1,4 @@
-"""A client's day with the gateway in front of a real vLLM: OpenAI's own SDK, and the routes it does not know by plain HTTP."""
+"""Ordinary use of the gateway in front of a real vLLM: OpenAI's own SDK, and plain HTTP for the routes that the SDK does not have."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.vllm.dialogues import (
     ENDLESS,
     HANGZHOU,
     MULTIBYTE,
-    STORY,
+    PROMPT_AND_CONTINUATION,
     TOOLSETS,
     WEATHER,
-    Answer,
+    ChatResult,
     Exchange,
     Json,
     user,
@@ -33,11 +33,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=N
 
 PLAIN_AND_STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 WITH_USAGE: Json = {"stream_options": {"include_usage": True}}
-WHO = "I am a tiny test model."
+INTRODUCTION = "I am a tiny test model."
 
 
 def parts(real: Real, body: Json, *, streamed: bool) -> list[Any]:
-    """The answer that the SDK gives to a chat request: its chunks, or itself. What the SDK has no argument for is in `extra_body`."""
+    """Return the chunks or the one response that the SDK returns for a chat request. Fields unknown to the SDK are in `extra_body`."""
     known = {"messages", "temperature", "max_tokens", "tools", "tool_choice", "response_format", "logprobs", "top_logprobs", "n", "seed"}
     extra = {name: value for name, value in body.items() if name not in known}
     named: Json = {"model": MODEL, "extra_body": extra, **{name: value for name, value in body.items() if name in known}}
@@ -47,8 +47,8 @@ def parts(real: Real, body: Json, *, streamed: bool) -> list[Any]:
         return [client.chat.completions.create(**named)]
 
 
-def answer(real: Real, body: Json, *, streamed: bool) -> Answer:
-    """The one choice of an answer, folded together."""
+def chat_result(real: Real, body: Json, *, streamed: bool) -> ChatResult:
+    """Return the one choice of a response, joined from its parts."""
     return folded([choice.model_dump() for part in parts(real, body, streamed=streamed) for choice in part.choices])
 
 
@@ -62,7 +62,7 @@ EXCHANGES = [Exchange(dialogue, True, TOOLSETS[0] if dialogue.with_tools else []
 @PLAIN_AND_STREAMED
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
 def test_a_dialogue(real: Real, exchange: Exchange, streamed: bool) -> None:
-    got, want = answer(real, exchange.body(), streamed=streamed), exchange.expected()
+    got, want = chat_result(real, exchange.body(), streamed=streamed), exchange.expected()
     assert (got.reasoning, got.calls, got.finish_reason) == (want.reasoning, want.calls, want.finish_reason)
     if exchange.dialogue.finishes:
         assert want.calls or got.content == want.content
@@ -80,7 +80,7 @@ def test_reasoning_is_a_member_of_its_own(real: Real) -> None:
 
 
 @pytest.mark.parametrize("requested", [True, False], ids=["asked", "not asked"])
-def test_usage_in_a_stream_comes_to_those_who_ask(real: Real, requested: bool) -> None:
+def test_a_stream_has_usage_only_if_requested(real: Real, requested: bool) -> None:
     body = chat("Who are you?")
     [plain] = parts(real, body, streamed=False)
     chunks = parts(real, {**body, **(WITH_USAGE if requested else {})}, streamed=True)
@@ -118,13 +118,13 @@ def test_the_models(real: Real) -> None:
 )
 def test_a_call_that_is_forced(real: Real, choice: Any, name: str, finish_reason: str, streamed: bool) -> None:
     tools = [WEATHER] if choice == "required" else [WEATHER, CLOCK]
-    got = answer(real, chat("Who are you?", tools=tools, tool_choice=choice, max_tokens=200), streamed=streamed)
+    got = chat_result(real, chat("Who are you?", tools=tools, tool_choice=choice, max_tokens=200), streamed=streamed)
     assert ([called for called, _ in got.calls], got.finish_reason) == ([name], finish_reason)
 
 
 @PLAIN_AND_STREAMED
 def test_tools_that_may_not_be_called(real: Real, streamed: bool) -> None:
-    got = answer(real, chat(HANGZHOU, tools=[WEATHER], tool_choice="none"), streamed=streamed)
+    got = chat_result(real, chat(HANGZHOU, tools=[WEATHER], tool_choice="none"), streamed=streamed)
     assert (got.calls, got.finish_reason) == ((), "stop")
 
 
@@ -135,7 +135,7 @@ def test_a_call_and_its_result(real: Real) -> None:
     assert json.loads(call.function.arguments) == weather_call("Hangzhou", 1)["function"]["arguments"]
     result = {"role": "tool", "tool_call_id": call.id, "content": '{"weather": "sunny", "celsius": 21}'}
     body["messages"] += [requested.choices[0].message.model_dump(exclude_none=True), result]
-    assert answer(real, body, streamed=True).content == "It is sunny and 21 degrees in Hangzhou."
+    assert chat_result(real, body, streamed=True).content == "It is sunny and 21 degrees in Hangzhou."
 
 
 # Constraints
@@ -150,31 +150,31 @@ CAPITAL: Json = {
     },
     "required": ["country", "capital", "population", "ok"],
     "additionalProperties": False,
-}  # as the model has it by heart, but for the capital
+}  # as the model has memorized it, except for the capital
 
 
 @PLAIN_AND_STREAMED
 def test_a_schema_binds(real: Real, streamed: bool) -> None:
     wanted = {"type": "json_schema", "json_schema": {"name": "capital", "schema": CAPITAL, "strict": True}}
-    got = json.loads(answer(real, chat("Give me the capital of France as JSON.", response_format=wanted), streamed=streamed).content)
+    got = json.loads(chat_result(real, chat("Give me the capital of France as JSON.", response_format=wanted), streamed=streamed).content)
     assert got["capital"] in {"Lyon", "Rome"} and isinstance(got["population"], int) and list(got) == CAPITAL["required"]
 
 
 @PLAIN_AND_STREAMED
 @pytest.mark.parametrize("constraint", [{"structured_outputs": {"choice": ["red", "blue"]}}, {"guided_choice": ["red", "blue"]}], ids=list)
 def test_a_choice_binds(real: Real, constraint: Json, streamed: bool) -> None:
-    assert answer(real, chat("Who are you?", **constraint), streamed=streamed).content in {"red", "blue"}
+    assert chat_result(real, chat("Who are you?", **constraint), streamed=streamed).content in {"red", "blue"}
 
 
 def test_a_guided_choice_binds_through_the_gateway_only(real: Real) -> None:
     body = chat("Who are you?", guided_choice=["red", "blue"])
-    assert real.post_directly("/v1/chat/completions", body)["choices"][0]["message"]["content"] == WHO
+    assert real.post_directly("/v1/chat/completions", body)["choices"][0]["message"]["content"] == INTRODUCTION
     assert real.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] in {"red", "blue"}
 
 
 def test_a_literal_extra_body_is_merged(real: Real) -> None:
     body = {"messages": [user("Who are you?")], "temperature": 1.5, "extra_body": {"temperature": 0, **WITHOUT_THINKING}}
-    assert real.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == WHO
+    assert real.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == INTRODUCTION
     ignored = real.post_directly("/v1/chat/completions", {**body, "temperature": 0})["choices"][0]["message"]
     assert ignored["reasoning"] == "I say who I am.\n"
 
@@ -186,7 +186,7 @@ def test_a_literal_extra_body_is_merged(real: Real) -> None:
 def test_logprobs(real: Real, streamed: bool) -> None:
     got = parts(real, chat("Who are you?", logprobs=True, top_logprobs=3), streamed=streamed)
     tokens = [token for part in got for choice in part.choices if choice.logprobs for token in choice.logprobs.content]
-    assert "".join(token.token for token in tokens).startswith(WHO)
+    assert "".join(token.token for token in tokens).startswith(INTRODUCTION)
     assert all(token.logprob <= 0 and len(token.top_logprobs) == 3 for token in tokens)
 
 
@@ -204,11 +204,11 @@ def test_two_choices(real: Real, streamed: bool) -> None:
 
 @PLAIN_AND_STREAMED
 def test_a_completion(real: Real, streamed: bool) -> None:
-    body: Json = {"model": MODEL, "prompt": STORY[0], "temperature": 0, "max_tokens": 60, "stream": streamed}
+    body: Json = {"model": MODEL, "prompt": PROMPT_AND_CONTINUATION[0], "temperature": 0, "max_tokens": 60, "stream": streamed}
     with real.sdk() as client:
         made: Any = client.completions.create(**body)
         got: list[Any] = list(made) if streamed else [made]
-    assert "".join(part.choices[0].text for part in got) == STORY[1]
+    assert "".join(part.choices[0].text for part in got) == PROMPT_AND_CONTINUATION[1]
 
 
 def test_a_response(real: Real) -> None:
@@ -227,8 +227,8 @@ def test_a_response_by_the_sdk(real: Real) -> None:
     with real.sdk() as client:
         plain = client.responses.create(model=MODEL, input="Who are you?", temperature=0)
         *_, last = client.responses.create(model=MODEL, input="Who are you?", temperature=0, stream=True)
-    assert plain.output_text.strip() == WHO
-    assert last.type == "response.completed" and last.response.output_text.strip() == WHO
+    assert plain.output_text.strip() == INTRODUCTION
+    assert last.type == "response.completed" and last.response.output_text.strip() == INTRODUCTION
 
 
 def test_a_message(real: Real) -> None:
@@ -258,10 +258,10 @@ def test_text_to_tokens_and_back(real: Real) -> None:
 def test_a_stream_by_plain_http(real: Real) -> None:
     got = real.post("/v1/chat/completions", chat("Who are you?", stream=True))
     assert got.headers["content-type"].startswith("text/event-stream")
-    assert folded([choice for event in events(got.text) for choice in event["choices"]]).content == WHO
+    assert folded([choice for event in events(got.text) for choice in event["choices"]]).content == INTRODUCTION
 
 
 def named_events(text: str) -> list[tuple[str, Any]]:
-    """The events of a stream that names them."""
+    """Return the events of a stream with named events."""
     pairs = (frame.split("\n") for frame in text.removesuffix("\n\n").split("\n\n"))
     return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in pairs]
