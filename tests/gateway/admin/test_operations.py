@@ -26,10 +26,10 @@ def call(one: Gateway, path: str, headers: dict[str, str] | None = None, method:
     return httpx2.request(method, f"http://127.0.0.1:{one.admin}{path}", headers=headers, timeout=60, verify=False)
 
 
-def run_command(*words: str) -> subprocess.CompletedProcess[str]:
+def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command without access to the configuration and the socket."""
     command = str(Path(sys.executable).with_name("vllm-gateway"))
-    return subprocess.run([command, *words], capture_output=True, text=True, timeout=60, cwd="/")
+    return subprocess.run([command, *arguments], capture_output=True, text=True, timeout=60, cwd="/")
 
 
 @pytest.fixture(scope="module")

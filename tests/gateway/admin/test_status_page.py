@@ -31,9 +31,9 @@ class Seen:
         return str(self.browser.evaluate(f"{cards}.find((one) => one.dataset.part === {model!r})?.querySelector('.state').innerText"))
 
 
-def command(one: Gateway, *words: str) -> str:
+def command(one: Gateway, *arguments: str) -> str:
     """Run a command on the gateway and check that it succeeds."""
-    done = one.command(*words)
+    done = one.command(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

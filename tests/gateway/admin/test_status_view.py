@@ -31,11 +31,11 @@ def server(**known: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [(-1, "0 s"), (0.4, "0 s"), (59.9, "59 s"), (60, "1 min"), (3599, "59 min"), (3660, "1 h 1 min"), (86400, "1 d"), (93600, "1 d 2 h")],
 )
-def test_a_duration(seconds: float, words: str) -> None:
-    assert duration(seconds) == words
+def test_a_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(

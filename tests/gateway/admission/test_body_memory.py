@@ -31,8 +31,8 @@ async def respond(talk: Conversation) -> None:
     await talk.respond(COMPLETION)
 
 
-def serving_with_little_memory(*ports: int, room: int = CAPACITY) -> Any:
-    return serving([model(*ports)], clients=Clients(body_memory=room))
+def serving_with_little_memory(*ports: int, capacity: int = CAPACITY) -> Any:
+    return serving([model(*ports)], clients=Clients(body_memory=capacity))
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["new", "more", "give"]), st.integers(0, 300)), max_size=60))
@@ -186,7 +186,7 @@ async def _status(one: Client) -> int:
 
 async def test_only_the_stored_part_of_a_form_is_counted() -> None:
     """The part before the `model` field is stored. The part after it is forwarded as it arrives."""
-    async with scripted(respond) as server, serving_with_little_memory(server.port, room=700_000) as served, AsyncExitStack() as stack:
+    async with scripted(respond) as server, serving_with_little_memory(server.port, capacity=700_000) as served, AsyncExitStack() as stack:
         first, second, third = [await stack.enter_async_context(client(served.port)) for _ in range(3)]
         first.send(form(BIG, MODEL)[:-200])
         await until(lambda: served.context.memory.held > 250_000)

@@ -67,13 +67,13 @@ def test_a_requeued_request_precedes_later_requests_of_its_key() -> None:
 
 
 @settings(deadline=None)
-@given(weights=WEIGHTS, turns=st.integers(1, 200))
-def test_keys_that_keep_waiting_have_shares_by_weight(weights: list[float], turns: int) -> None:
+@given(weights=WEIGHTS, rounds=st.integers(1, 200))
+def test_keys_that_keep_waiting_have_shares_by_weight(weights: list[float], rounds: int) -> None:
     weight_by_key, queue, served = dict(zip(KEYS, weights, strict=False)), FairQueue[tuple[str, int]](), Counter[str]()
     for key, weight in weight_by_key.items():
         for at in range(2):
             queue.put((key, at), key, weight, at)
-    for number in range(turns):
+    for number in range(rounds):
         key, _ = queue.pop()
         served[key] += 1
         queue.put((key, number + 2), key, weight_by_key[key], number + 2)

@@ -302,10 +302,10 @@ async def test_comments_are_sent_while_a_stream_waits_and_its_events_are_unchang
             assert (await plain.reply()).status == 200, "one that is no stream has had no comment"
 
 
-@pytest.mark.parametrize("answer", ["error", "json", "none"])
-async def test_an_error_after_a_comment_is_sent_in_the_stream(answer: str) -> None:
+@pytest.mark.parametrize("outcome", ["error", "json", "none"])
+async def test_an_error_after_a_comment_is_sent_in_the_stream(outcome: str) -> None:
     async def script(talk: Conversation) -> None:
-        if answer == "error":
+        if outcome == "error":
             await talk.respond(b'{"error":{"message":"no","type":"BadRequestError","param":"seed","code":400}}', "400 Bad Request")
         else:
             await talk.respond(COMPLETION)
@@ -318,12 +318,12 @@ async def test_an_error_after_a_comment_is_sent_in_the_stream(answer: str) -> No
         model_is_loading(served)
         await send_and_queue(served, one, stream=True)
         await until(lambda: any(each.is_event_stream for each in _current_requests(served)))
-        is_down(served) if answer == "none" else is_up(served)
+        is_down(served) if outcome == "none" else is_up(served)
         reply = await one.reply()
         events = [event for event in reply.body.split(b"\n\n") if event and event != COMMENT.strip()]
         assert (reply.status, reply.whole, events[-1]) == (200, True, b"data: [DONE]")
         code = orjson.loads(events[0].removeprefix(b"data: "))["error"]["code"]
-        assert code == {"error": "invalid_value", "json": "upstream_disconnected", "none": "no_healthy_server"}[answer]
+        assert code == {"error": "invalid_value", "json": "upstream_disconnected", "none": "no_healthy_server"}[outcome]
         await until(lambda: served.in_flight == 0)
         assert served.value("incomplete_total", "tiny", "upstream") == 1
 

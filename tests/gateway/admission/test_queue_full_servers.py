@@ -101,14 +101,14 @@ def queued(served: Served, name: str = "tiny") -> float:
     return served.value("queued_requests", name)
 
 
-def request_from(who: str, seed: int, **fields: Any) -> bytes:
-    return request(chat(seed=seed, **fields), token=f"sk-{who}")
+def request_from(key_id: str, seed: int, **fields: Any) -> bytes:
+    return request(chat(seed=seed, **fields), token=f"sk-{key_id}")
 
 
-async def send_requests(served: Served, who: str, first: int = 0, **fields: Any) -> list[asyncio.Task[int]]:
+async def send_requests(served: Served, key_id: str, first: int = 0, **fields: Any) -> list[asyncio.Task[int]]:
     """Send one request for each letter, with the key of that name. Each task returns a response status."""
     tasks = []
-    for seed, letter in enumerate(who, first):
+    for seed, letter in enumerate(key_id, first):
         before = served.context.started
         tasks.append(asyncio.create_task(_status(served, request_from(letter, seed, **fields))))
         await until(lambda before=before: served.context.started == before + 1)
@@ -339,15 +339,15 @@ class InFlightRequests:
     """The in-flight requests of each key under one concurrency limit."""
 
     def __init__(self, most: int) -> None:
-        self.house = ConcurrencyLimit(most)
+        self.limit = ConcurrencyLimit(most)
         self.under_way: Counter[str] = Counter()
 
-    def come(self, who: str, now: float) -> bool:
+    def come(self, key_id: str, now: float) -> bool:
         try:
-            self.house.admit(self.under_way.total() + 1, self.under_way[who], now)
+            self.limit.admit(self.under_way.total() + 1, self.under_way[key_id], now)
         except Refusal:
             return False
-        self.under_way[who] += 1
+        self.under_way[key_id] += 1
         return True
 
 

@@ -45,9 +45,9 @@ class Visitor:
                     server = world.pool.choose()
                     break
                 except NoServerError as error:
-                    if not (error.full or world.lobby.is_expected("m")):
+                    if not (error.full or world.queues.is_expected("m")):
                         raise
-                    with world.lobby.slot("m", self.key, since) as slot:
+                    with world.queues.slot("m", self.key, since) as slot:
                         await slot.wait()
             assert not server.full and server.condition is Condition.UP
             await self._hold(server, world)
@@ -75,14 +75,14 @@ class World(RuleBasedStateMachine):
         self.deadlines = Deadlines()
         self.gauge = [0.0]
         self.demand: float | None = None
-        self.lobby = ModelQueues(self.deadlines, lambda _: self.gauge, self._ask)  # type: ignore[arg-type, return-value]  # a list holds numbers too
+        self.queues = ModelQueues(self.deadlines, lambda _: self.gauge, self._report_demand)  # type: ignore[arg-type, return-value]  # a list holds numbers too
         self.visitors: list[Visitor] = []
         self.served: list[Visitor] = []
         self.expected = False
         self.pool = Pool((), "least_busy")
         self.reload([1, 1], 4, "least_busy")
 
-    def _ask(self, _: str, since: float | None) -> None:
+    def _report_demand(self, _: str, since: float | None) -> None:
         self.demand = since
 
     def those(self, fate: str) -> list[Visitor]:
@@ -116,21 +116,21 @@ class World(RuleBasedStateMachine):
             server.limit = limit
         self.pool.retire()
         self.pool = Pool(self.servers, balance)
-        self.lobby.set_models([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)])
+        self.queues.set_models([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)])
 
     @rule(up=st.lists(st.booleans(), min_size=2, max_size=2), expected=st.booleans())
-    def control_tells(self, up: list[bool], expected: bool) -> None:
+    def control_reports(self, up: list[bool], expected: bool) -> None:
         for server, is_up in zip(self.servers, up, strict=True):
             server.condition = Condition.UP if is_up else Condition.LOADING
         self.expected = expected
-        self.lobby.set_expected({"m": monotonic() + FOR_EVER} if expected else {})
+        self.queues.set_expected({"m": monotonic() + FOR_EVER} if expected else {})
 
     @rule(which=st.integers(0, 1))
     def one_refuses(self, which: int) -> None:
         self.servers[which].record_failure(ConnectFailed("x", "refused"))
 
     @rule()
-    def it_is_forgiven(self) -> None:
+    def servers_recover(self) -> None:
         for server in self.servers:
             server.record_success()
 
@@ -141,29 +141,29 @@ class World(RuleBasedStateMachine):
             server.expire()  # the worker's tick
 
     @rule()
-    def their_time_is_over(self) -> None:
+    def all_timeouts_expire(self) -> None:
         for watched in tuple(self.deadlines._watched):
             watched.check(monotonic() + 2 * FOR_EVER)
 
     # Invariants
 
     @invariant()
-    def whoever_is_served_is_on_a_server(self) -> None:
+    def every_served_request_is_on_a_server(self) -> None:
         assert sum(server.in_flight for server in self.servers) == len(self.those("served"))
 
     @invariant()
-    def nobody_waits_for_nothing(self) -> None:
+    def no_request_waits_without_reason(self) -> None:
         waiting = len(self.those("waits"))
         assert waiting == self.gauge[0] == len(self.deadlines)
         assert not (waiting and self.pool.has_capacity())
         assert not waiting or self.pool.is_up or self.expected
 
     @invariant()
-    def a_model_is_asked_for_while_it_is_not_up(self) -> None:
+    def demand_is_reported_while_a_model_is_not_up(self) -> None:
         assert self.demand is None if self.pool.is_up else (self.demand is not None or not self.those("waits"))
 
     @invariant()
-    def a_keys_own_go_on_in_their_order(self) -> None:
+    def requests_of_a_key_stay_in_order(self) -> None:
         for key in KEYS:
             numbers = [one.number for one in self.served if one.key is key]
             assert numbers == sorted(numbers)

@@ -34,8 +34,8 @@ def test_a_failure_is_reported_without_its_details(kind: type[upstream.UpstreamE
 def test_the_shapes(code: str) -> None:
     refusal = Refusal(code, "Words.", param="p")
     assert openai_error(refusal) == {"error": {"message": "Words.", "type": ERRORS[code].type, "param": "p", "code": code}}
-    told = anthropic_error(refusal)
-    assert told["type"] == "error" and set(told["error"]) == {"type", "message"}
+    error = anthropic_error(refusal)
+    assert error["type"] == "error" and set(error["error"]) == {"type", "message"}
     assert "retry-after" in refusal.headers or ERRORS[code].status != 503
     assert refusal.headers.get("www-authenticate") == ("Bearer" if ERRORS[code].status == 401 else None)
 
@@ -51,7 +51,7 @@ def test_a_client_is_advised_against_a_retry_that_cannot_help(code: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"),
+    ("seconds", "text"),
     [
         (0, "1 second"),
         (1, "1 second"),
@@ -64,8 +64,8 @@ def test_a_client_is_advised_against_a_retry_that_cannot_help(code: str) -> None
         (90000, "1 day 1 hour"),
     ],
 )
-def test_a_duration(seconds: int, words: str) -> None:
-    assert duration(seconds) == words
+def test_a_duration(seconds: int, text: str) -> None:
+    assert duration(seconds) == text
 
 
 def test_the_last_event() -> None:

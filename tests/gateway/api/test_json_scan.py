@@ -42,18 +42,18 @@ FORMS: list[dict[str, Any]] = [{"separators": (",", ":")}, {"indent": 2}, {"ensu
 CUTS = st.lists(st.integers(0, 100_000), max_size=10)
 
 
-def pieces(data: bytes, places: list[int]) -> list[bytes]:
-    marks = sorted({place % (len(data) + 1) for place in places})
+def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
+    marks = sorted({cut % (len(data) + 1) for cut in cuts})
     return [data[a:b] for a, b in zip([0, *marks], [*marks, len(data)], strict=True)]
 
 
 def wanted_values(document: Any, wanted: Wanted, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """What a parsed document has at the wanted places, in its order."""
+    """Yield the values of a parsed document at the wanted paths, in its order."""
     if isinstance(document, list):
-        members = [(ELEMENT, value) for value in document] if ELEMENT in wanted else []
+        items = [(ELEMENT, value) for value in document] if ELEMENT in wanted else []
     else:
-        members = [] if ELEMENT in wanted or not isinstance(document, dict) else list(document.items())
-    for key, value in members:
+        items = [] if ELEMENT in wanted or not isinstance(document, dict) else list(document.items())
+    for key, value in items:
         if key in wanted:
             inner = wanted[key]
             if inner is None:
@@ -75,19 +75,19 @@ def scanned(parts: list[bytes], wanted: Wanted = WANTED) -> list[tuple[tuple[str
 
 
 @settings(deadline=None, max_examples=examples(300))
-@given(document=DOCUMENTS, form=st.sampled_from(FORMS), places=CUTS, before=st.sampled_from([b"", b" \r\n\t"]))
-def test_it_finds_what_a_parser_finds(document: dict[str, Any], form: dict[str, Any], places: list[int], before: bytes) -> None:
+@given(document=DOCUMENTS, form=st.sampled_from(FORMS), cuts=CUTS, before=st.sampled_from([b"", b" \r\n\t"]))
+def test_it_finds_what_a_parser_finds(document: dict[str, Any], form: dict[str, Any], cuts: list[int], before: bytes) -> None:
     wire = before + json.dumps(document, **form).encode("utf-8", "replace")
-    assert scanned(pieces(wire, places)) == list(wanted_values(json.loads(wire), WANTED))
+    assert scanned(pieces(wire, cuts)) == list(wanted_values(json.loads(wire), WANTED))
 
 
 @settings(deadline=None, max_examples=examples(100))
-@given(unit=values(10), count=st.integers(50, 400), form=st.sampled_from(FORMS), places=CUTS)
-def test_it_skips_long_values_as_a_parser_does(unit: Any, count: int, form: dict[str, Any], places: list[int]) -> None:
+@given(unit=values(10), count=st.integers(50, 400), form=st.sampled_from(FORMS), cuts=CUTS)
+def test_it_skips_long_values_as_a_parser_does(unit: Any, count: int, form: dict[str, Any], cuts: list[int]) -> None:
     """Long enough that whole blocks are skipped."""
     document = {"usage": 1, "a": [unit] * count, "choices": [{"message": {"a": [unit] * count}, "finish_reason": "x"}] * 2, "model": unit}
     wire = json.dumps(document, **form).encode("utf-8", "replace")
-    assert scanned(pieces(wire, places)) == list(wanted_values(json.loads(wire), WANTED))
+    assert scanned(pieces(wire, cuts)) == list(wanted_values(json.loads(wire), WANTED))
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
@@ -126,10 +126,10 @@ def test_what_is_no_document_has_nothing(text: bytes) -> None:
 
 
 @settings(deadline=None)
-@given(data=st.binary(max_size=300), places=CUTS)
-def test_it_never_fails(data: bytes, places: list[int]) -> None:
+@given(data=st.binary(max_size=300), cuts=CUTS)
+def test_it_never_fails(data: bytes, cuts: list[int]) -> None:
     scanner = Scanner(WANTED)
-    for part in pieces(b'{"usage":' + data, places):
+    for part in pieces(b'{"usage":' + data, cuts):
         for _, start, end, _ in scanner.feed(part):
             assert 0 <= start <= end <= len(part)
 

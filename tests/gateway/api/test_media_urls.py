@@ -154,7 +154,7 @@ def test_what_is_no_entry(entry: str) -> None:
 @given(st.text(max_size=30) | st.from_regex(r"\Ahttps?://[a-z@:\\.\[\]%/0-9]{1,30}\Z"))
 @example("http://a@images.example.com")
 def test_whatever_passes_is_read_alike_by_others(url: str) -> None:
-    """What Python's own parser takes for the host is the listed one."""
+    """The host that Python's own parser finds is the listed host."""
     if LISTED.allows(url) and url[:5].lower() != "data:":
         parts = urlsplit(url)
         assert parts.hostname in ("images.example.com", "10.0.0.7", "local") or str(parts.hostname).endswith(
@@ -163,14 +163,14 @@ def test_whatever_passes_is_read_alike_by_others(url: str) -> None:
         assert parts.username is None and parts.scheme in ("http", "https")
 
 
-def part(member: str, url: object) -> dict[str, Any]:
-    return {"type": member, member: url}
+def part(field: str, url: object) -> dict[str, Any]:
+    return {"type": field, field: url}
 
 
 URL = "http://169.254.169.254/"
 INSIDE: list[Any] = [
-    *([part(member, {"url": URL})] for member in sorted(URL_FIELDS)),
-    *([part(member, URL)] for member in sorted(URL_FIELDS - {"source", "input_audio"})),
+    *([part(field, {"url": URL})] for field in sorted(URL_FIELDS)),
+    *([part(field, URL)] for field in sorted(URL_FIELDS - {"source", "input_audio"})),
     [{"image_url": URL}],
     [{"image_url": URL, "uuid": "1", "type": "text", "text": "x"}],
     [{"image_url": URL, "content": "x"}],

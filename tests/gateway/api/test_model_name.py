@@ -30,7 +30,7 @@ CASES = [
     b'no JSON "model": at all',
     b"",
 ]
-"""Documents, with the place of their own name."""
+"""Documents in which HERE marks the position of the model name."""
 OLD = b'o\\"l\\\\d\\\\'
 """A name with a quote and backslashes."""
 
@@ -63,8 +63,8 @@ JSON = st.recursive(
     cut=st.integers(0, 200),
 )
 def test_any_document(rest: dict[str, Any], at: int, cut: int) -> None:
-    members = list(rest.items())
-    before, after = dict(members[:at]), dict(members[at:])
+    items = list(rest.items())
+    before, after = dict(items[:at]), dict(items[at:])
     wire, wanted = (orjson.dumps({**before, "model": name, **after}) for name in ("old", "a \u00fc\"'\\ name"))
     renamer = ModelRenamer("a \u00fc\"'\\ name")
     assert renamer.feed(wire[:cut]) + renamer.feed(wire[cut:]) == wanted == renamed(wire, "a \u00fc\"'\\ name")
@@ -85,7 +85,7 @@ def outside(data: bytes) -> bytes:
     return data.replace(b'"model":"inside"', b'"model":"tiny"')
 
 
-async def answers(talk: Conversation) -> None:
+async def responses(talk: Conversation) -> None:
     assert talk.request.json["model"] == "inside"
     if talk.request.json.get("stream"):
         await talk.begin_stream()
@@ -99,7 +99,7 @@ async def answers(talk: Conversation) -> None:
 
 
 async def test_responses_have_the_model_id_and_no_other_change() -> None:
-    async with scripted(answers) as server, serving([model(server.port, served="inside", rewrite=True)]) as served:
+    async with scripted(responses) as server, serving([model(server.port, served="inside", rewrite=True)]) as served:
         whole = await request_once(served.port, request())
         assert (whole.status, whole.body) == (200, outside(BODY))
         pieces = await request_once(served.port, request(chat(seed=1)))
@@ -125,14 +125,14 @@ async def test_a_translated_response_has_the_model_id_too() -> None:
 
 
 async def test_without_the_setting_nothing_is_touched() -> None:
-    async with scripted(answers) as server, serving([model(server.port, served="inside")]) as served:
+    async with scripted(responses) as server, serving([model(server.port, served="inside")]) as served:
         assert (await request_once(served.port, request())).body == BODY
         assert (await request_once(served.port, request(chat(stream=True)))).body == CHUNK * 3 + DONE
 
 
 @pytest.mark.parametrize("pieces", [False, True])
 async def test_a_text_is_no_document(pieces: bool) -> None:
-    """What somebody says in a recording, perhaps."""
+    """A transcribed text that looks like JSON."""
     text = b'"model": "inside", and {"model":"inside"} again'
 
     async def script(talk: Conversation) -> None:

@@ -83,18 +83,18 @@ def observed(parts: list[bytes], dialect: Dialect) -> Fields:
     dialect=st.sampled_from(Dialect),
     stopped=st.booleans(),
     form=st.sampled_from(FORMS),
-    places=CUTS,
+    cuts=CUTS,
     shuffled=st.randoms(use_true_random=False),
     long=st.booleans(),
 )
 def test_an_echo_changes_nothing(
-    echo: Any, dialect: Dialect, stopped: bool, form: dict[str, Any], places: list[int], shuffled: Any, long: bool
+    echo: Any, dialect: Dialect, stopped: bool, form: dict[str, Any], cuts: list[int], shuffled: Any, long: bool
 ) -> None:
-    members = list(bodies([echo, "a" * WHOLE_SIZE] if long else echo, stopped)[dialect].items())
-    shuffled.shuffle(members)
-    wire = json.dumps(dict(members), **form).encode()
+    items = list(bodies([echo, "a" * WHOLE_SIZE] if long else echo, stopped)[dialect].items())
+    shuffled.shuffle(items)
+    wire = json.dumps(dict(items), **form).encode()
     expected = Fields(USAGE, stopped and dialect not in (Dialect.MESSAGES, Dialect.COHERE, Dialect.PLAIN), is_final=True)
-    assert of_body(wire, dialect) == observed(pieces(wire, places), dialect) == of_document(json.loads(wire), dialect) == expected
+    assert of_body(wire, dialect) == observed(pieces(wire, cuts), dialect) == of_document(json.loads(wire), dialect) == expected
 
 
 @each_row("dialect", Dialect)

@@ -62,9 +62,9 @@ async def test_a_raw_prompt_gets_a_response_in_chat_shape(trio: tuple[Served, Sc
     reply = await request_once(served.port, request(body))
     assert upstream.requests[0].head.startswith(b"POST /v1/completions ")
     assert upstream.requests[0].json == {"model": "tiny", "prompt": "Once upon a time", "max_tokens": 9, "logprobs": 2, "top_k": 3}
-    answer = orjson.loads(reply.body)
-    assert answer["object"] == "chat.completion" and answer["usage"] == COMPLETION["usage"]
-    (choice,) = answer["choices"]
+    response = orjson.loads(reply.body)
+    assert response["object"] == "chat.completion" and response["usage"] == COMPLETION["usage"]
+    (choice,) = response["choices"]
     assert choice["message"] == {"role": "assistant", "content": " there was"} and choice["finish_reason"] == "stop"
     assert "text" not in choice
     assert served.value("tokens_total", "team-a", "tiny", "completion") == 2

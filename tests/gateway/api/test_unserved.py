@@ -50,11 +50,11 @@ def test_a_path_without_a_known_cure_is_only_named(path: str) -> None:
 @each_row("path", REFUSED)
 def test_a_refused_route_of_vllm_says_why(path: str) -> None:
     method, reason = REFUSED[path]
-    told = f"The route {method} {path} of vLLM is not served by this gateway: {reason}."
-    asked = path.replace("{response_id}", "resp_1").replace("{adapter_name}", "one")
-    assert unserved(method, asked).message == unserved(method, asked + "/").message == told
+    message = f"The route {method} {path} of vLLM is not served by this gateway: {reason}."
+    requested = path.replace("{response_id}", "resp_1").replace("{adapter_name}", "one")
+    assert unserved(method, requested).message == unserved(method, requested + "/").message == message
     if path.startswith("/v1/"):
-        assert unserved(method, "/i-7f3a/3900" + asked).message == told
+        assert unserved(method, "/i-7f3a/3900" + requested).message == message
 
 
 def test_no_route_is_served_and_refused() -> None:

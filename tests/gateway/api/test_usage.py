@@ -30,10 +30,10 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("member", SHAPES)
-def test_every_shape(member: bytes) -> None:
-    text = member.removeprefix(b'"usage":')
-    assert decode_usage(text) == convert_usage(json.loads(text)) == SHAPES[member]
+@pytest.mark.parametrize("field", SHAPES)
+def test_every_shape(field: bytes) -> None:
+    text = field.removeprefix(b'"usage":')
+    assert decode_usage(text) == convert_usage(json.loads(text)) == SHAPES[field]
 
 
 @pytest.mark.parametrize(

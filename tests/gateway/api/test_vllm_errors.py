@@ -192,7 +192,7 @@ def test_nothing_is_invented_where_the_request_is_not_known(row: dict[str, Any])
 
 def listed(*findings: tuple[str, str, str], more: int = 0) -> dict[str, object]:
     """An error in the form of vLLM's handler, of (kind, place, reason)."""
-    lines = [f"  {{'type': {kind!r}, 'loc': {place!r}, 'msg': {reason!r}, 'input': 'secret'}}" for kind, place, reason in findings]
+    lines = [f"  {{'type': {kind!r}, 'loc': {location!r}, 'msg': {reason!r}, 'input': 'secret'}}" for kind, location, reason in findings]
     lines += [f"  ...and {more} more errors"] if more else []
     return own("\n".join((f"{len(findings) + more} validation errors:", *lines)), "Bad Request", f"body.{findings[0][1]}")
 
@@ -200,8 +200,8 @@ def listed(*findings: tuple[str, str, str], more: int = 0) -> dict[str, object]:
 def texted(title: str, *findings: tuple[str, str, str]) -> dict[str, object]:
     """An error in the form of an exception's text."""
     lines = [
-        f"{place}\n  {reason} [type={kind}, input_value='secret', input_type=str]\n    For further information visit https://errors.pydantic.dev/x"
-        for kind, place, reason in findings
+        f"{location}\n  {reason} [type={kind}, input_value='secret', input_type=str]\n    For further information visit https://errors.pydantic.dev/x"
+        for kind, location, reason in findings
     ]
     return own("\n".join((f"{len(findings)} validation errors for {title}", *lines)))
 
@@ -291,7 +291,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("text", "message"),
     [
         ("Model 'inside' does not support Matryoshka embeddings; dimensions must be unset (received dimensions=3).",
          "dimensions: This model's embeddings have one size only, so it can't be set."),
@@ -299,28 +299,28 @@ FLAGS = {
         ("Model 'inside' only supports Matryoshka dimensions [32, 64], got 9.", "dimensions: The number must be one of [32, 64]."),
     ],
 )  # fmt: skip
-def test_the_servers_name_for_a_model_stays_inside(words: str, message: str) -> None:
-    refusal = from_server(400, orjson.dumps(own(words)), "m", "input", None, {"input": "Hi", "dimensions": 3})
+def test_the_servers_name_for_a_model_stays_inside(text: str, message: str) -> None:
+    refusal = from_server(400, orjson.dumps(own(text)), "m", "input", None, {"input": "Hi", "dimensions": 3})
     assert (refusal.code, refusal.message, refusal.param) == ("invalid_value", message, "dimensions")
 
 
-@each_row("words", FLAGS)
-def test_settings_of_the_server_are_the_operators(words: str) -> None:
+@each_row("text", FLAGS)
+def test_settings_of_the_server_are_the_operators(text: str) -> None:
     not_enabled = "not enabled for this model; ask the operator."
-    refusal = from_server(400, orjson.dumps(own(words)), "m", "messages", None, TOOLS)
-    assert refusal.message == FLAGS[words].format(not_enabled=not_enabled)
+    refusal = from_server(400, orjson.dumps(own(text)), "m", "messages", None, TOOLS)
+    assert refusal.message == FLAGS[text].format(not_enabled=not_enabled)
     assert (refusal.code == "feature_not_enabled") == refusal.message.endswith(not_enabled)
 
 
 def test_what_the_client_sent_is_not_repeated() -> None:
     sent = {"tool_choice": "a secret thing", "structured_outputs": {"regex": "(secret("}, "messages": []}
     drawing = "regex parse error:\n    (secret(\n    ^\nerror: unclosed group\n 1 | (secret("
-    for words in (
+    for text in (
         "Invalid value for `tool_choice`: a secret thing! Only named tools are supported. (parameter=tool_choice)",
         f'Grammar error: at 1(8): invalid regex "(secret(" (in regex): {drawing}',
         "You can only use one kind of structured outputs constraint but multiple are specified: {'json': 'secret'}",
     ):
-        refusal = from_server(400, orjson.dumps(own(words)), "m", "messages", None, sent)
+        refusal = from_server(400, orjson.dumps(own(text)), "m", "messages", None, sent)
         assert "secret" not in refusal.message and refusal.param in ("tool_choice", "structured_outputs.regex", "structured_outputs")
 
 
@@ -328,12 +328,12 @@ def test_what_the_client_sent_is_not_repeated() -> None:
 def test_many_findings_about_a_large_request_take_time_in_proportion(unit: str) -> None:
     def seconds(size: int) -> float:
         messages = [{"role": "user", "content": [{"type": "text"}] * 8} for _ in range(size // 8)]
-        place = unit * 50
+        location = unit * 50
         bodies = [
             orjson.dumps(error)
             for error in (
-                listed(*[("missing", f"body.{place}", "Field required")] * 100),
-                texted("ValidatorIterator", *[("literal_error", f"0.{place}", "Input should be 'x'")] * 100),
+                listed(*[("missing", f"body.{location}", "Field required")] * 100),
+                texted("ValidatorIterator", *[("literal_error", f"0.{location}", "Input should be 'x'")] * 100),
                 own("'int' object is not iterable"),
                 own("Unexpected message role."),
                 own("Expecting value: line 1 column 1 (char 0)"),
@@ -374,4 +374,4 @@ def test_no_report_is_too_strange_for_any_request(data: st.DataObject) -> None:
     for error in (listed(*findings), texted("ValidatorIterator", *findings), texted("Aaa", *findings), listed(*findings, more=9)):
         refusal = from_server(400, orjson.dumps(error), "m", "messages", None, document)
         assert refusal.code in ERRORS and refusal.message and "secret" not in refusal.message
-        assert "Aaa" not in refusal.message or "Aaa" in json.dumps(document) or any("Aaa" in words for *_, words in findings)
+        assert "Aaa" not in refusal.message or "Aaa" in json.dumps(document) or any("Aaa" in text for *_, text in findings)

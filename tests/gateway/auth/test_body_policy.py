@@ -1,4 +1,4 @@
-"""The table of what a body may hold, and what operators make of it."""
+"""The table of allowed body fields, and the operator's settings for it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MESSAGE = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 def applied(document: dict[str, Any], **rules: Any) -> dict[str, Any]:
-    """What is left of a body."""
+    """Return the body after the policy was applied."""
     BodyPolicy(BodyRules(**rules), {}, {}).apply(document, len(orjson.dumps(document)))
     return document
 
@@ -105,7 +105,7 @@ BODIES: dict[Any, dict[str, Any]] = {CHAT: MESSAGE, COMPLETIONS: {"prompt": "x"}
 
 @pytest.mark.parametrize("route", ITS_OWN, ids=lambda route: route.path)
 @pytest.mark.parametrize("name", TOKEN_LIMITS)
-def test_another_routes_name_for_the_bound_is_none(route: Any, name: str) -> None:
+def test_another_routes_name_for_the_bound_is_not_used(route: Any, name: str) -> None:
     sent = bounded({**BODIES[route], name: 7}, route, 10)
     own = {each: value for each, value in sent.items() if each in ITS_OWN[route]}
     assert own == ({name: 7} if name in ITS_OWN[route] else {ITS_OWN[route][-1]: 10})
@@ -148,7 +148,7 @@ def test_whatever_a_batch_is_made_of(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["n", "best_of"])
-def test_answers_to_a_batch(name: str) -> None:
+def test_responses_to_a_batch(name: str) -> None:
     for prompts in (["x"] * 17, [[1]] * 17):
         assert refused({name: 128, "prompt": prompts}) == name
         assert applied({name: 128, "prompt": prompts[:16]}) and applied({name: 128, "prompt": prompts}, allow=(name,))
@@ -161,8 +161,8 @@ def test_an_echo_brings_no_probabilities_of_the_prompt() -> None:
         assert applied(MESSAGE | {"echo": True, name: value}, allow=("prompt_logprobs",)) == MESSAGE | {"echo": True, name: value}
         assert applied(MESSAGE | {"echo": False, name: value}) == MESSAGE | {"echo": False, name: value}
         assert applied({"prompt": "x", "echo": True, name: value}) == {"prompt": "x", "echo": True, name: value}, "as OpenAI has it"
-    asked = MESSAGE | {"echo": True, "logprobs": False}
-    assert applied(dict(asked)) == asked | {"top_logprobs": None}, "vLLM's default is 0"
+    requested = MESSAGE | {"echo": True, "logprobs": False}
+    assert applied(dict(requested)) == requested | {"top_logprobs": None}, "vLLM's default is 0"
     assert refused({"echo": True}, refuse=("echo",)) == "echo"
 
 
@@ -209,22 +209,22 @@ def test_media_are_data_unless_hosts_are_listed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("hosts", "words"),
+    ("hosts", "text"),
     [
         ((), "This model takes no media from URLs. Send the media as a 'data:' URL, or ask the operator"),
         (("images.example.org", "*.cdn.example"), "of these hosts: *.cdn.example, images.example.org. Ask the operator to allow others."),
         (tuple(f"h{number}.example" for number in range(12)), "h7.example, …. Ask the operator"),
     ],
 )
-def test_a_refused_url_says_which_hosts_are_allowed(hosts: tuple[str, ...], words: str) -> None:
+def test_a_refused_url_says_which_hosts_are_allowed(hosts: tuple[str, ...], text: str) -> None:
     url = "http://a.example.com/x"
     with pytest.raises(Refusal) as raised:
         applied({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]}, media_hosts=hosts)
-    assert raised.value.message.startswith("The URL in 'messages.0.content.0.image_url' is not allowed. ") and words in raised.value.message
+    assert raised.value.message.startswith("The URL in 'messages.0.content.0.image_url' is not allowed. ") and text in raised.value.message
     assert url not in raised.value.message
 
 
-# What a key brings
+# Settings of a key
 
 OWN = {"priority": -5, "cache_salt": "5a17"}
 
@@ -275,7 +275,7 @@ _NUMBERS = st.integers(2**62, 2**66) | st.integers(-(2**65), -(2**62)) | st.floa
     st.recursive(_NUMBERS | st.text(max_size=3), lambda inner: st.lists(inner, max_size=9) | st.dictionaries(st.text(max_size=2), inner)),
     st.booleans(),
 )
-def test_who_is_refused_has_an_integer_of_more_than_64_bits(value: Any, is_long: bool) -> None:
+def test_a_rejected_body_has_an_integer_of_more_than_64_bits(value: Any, is_long: bool) -> None:
     body = json.dumps({"a": value, "z": "x" * (20_000 if is_long else 0)}).encode()
     fits = all(-(2**63) <= number < 2**64 for number in _integers(value))
     try:

@@ -67,13 +67,13 @@ def test_names_are_exact(name: str) -> None:
     assert caught.value.code == "model_not_found"
 
 
-def test_hidden_and_unknown_are_told_alike() -> None:
-    told = []
+def test_hidden_and_unknown_models_get_the_same_error() -> None:
+    errors = []
     for name, globs in (("meta/small", ("Qwen/*",)), ("meta/smell", None)):
         with pytest.raises(Refusal) as caught:
             CATALOG.resolve(name, Key("k", models=globs))
-        told.append(caught.value.message.replace(name, "X"))
-    assert told[0] == told[1]
+        errors.append(caught.value.message.replace(name, "X"))
+    assert errors[0] == errors[1]
 
 
 def test_an_instance_serves_its_model_alone() -> None:

@@ -46,7 +46,7 @@ def snapshot(*issuers: Trusted, keys: tuple[Key, ...] = (STAFF, key()), **more: 
     return Snapshot(1, keys, (Model("tiny", ()), Model("large", ())), issuers=issuers or (trusted(),), **more)
 
 
-class Door:
+class Authenticator:
     """A keyring with tokens, and what was asked of control."""
 
     def __init__(self, served: Snapshot | None = None) -> None:
@@ -62,40 +62,46 @@ class Door:
         return self.ring.authenticate(b"Bearer " + (token.encode() if isinstance(token, str) else token))
 
     def refusal(self, token: str | bytes) -> str:
-        with pytest.raises(Refusal) as told:
+        with pytest.raises(Refusal) as raised:
             self.key(token)
-        return f"{told.value.code}: {told.value.message}"
+        return f"{raised.value.code}: {raised.value.message}"
 
 
 @pytest.fixture
-def door() -> Door:
-    return Door()
+def authenticator() -> Authenticator:
+    return Authenticator()
 
 
 @pytest.mark.parametrize("signing", [ES, RS, ED], ids=lambda each: each.algorithm)
-def test_a_token_is_a_key(door: Door, signing: SigningKey) -> None:
+def test_a_token_is_a_key(authenticator: Authenticator, signing: SigningKey) -> None:
     expires = int(time.time()) + 60
     for _ in range(2):
-        found = door.key(ISSUER.token(signing, exp=expires, sub=f"{signing.kid}@example.com"))
+        found = authenticator.key(ISSUER.token(signing, exp=expires, sub=f"{signing.kid}@example.com"))
         assert (found.id, found.entry, found.team) == (f"staff/{signing.kid}@example.com", "staff", "lab")
         assert found.expires == expires + 30
-    assert door.key(KEY).id == "team-a", "and other keys are what they were"
-    assert not door.requested_issuers
+    assert authenticator.key(KEY).id == "team-a", "and other keys are what they were"
+    assert not authenticator.requested_issuers
 
 
-def test_each_subject_has_its_entrys_limits_and_shares_its_teams(door: Door) -> None:
-    first, other = (door.key(ISSUER.token(sub=name)) for name in ("alice", "bob"))
+def test_each_subject_has_its_entrys_limits_and_shares_its_teams(authenticator: Authenticator) -> None:
+    first, other = (authenticator.key(ISSUER.token(sub=name)) for name in ("alice", "bob"))
     assert [each.holder for each in first.allowances] == ["key staff/alice", "team lab"]
     assert [each.holder for each in other.allowances] == ["key staff/bob", "team lab"]
     assert [each.limits for each in first.allowances] == [each.limits for each in STAFF.allowances]
 
 
 def test_subjects_are_bounded() -> None:
-    door = Door(snapshot(trusted(subjects=3)))
-    assert [door.key(ISSUER.token(sub=f"s{number}")).id for number in range(5)] == ["staff/s0", "staff/s1", "staff/s2", "staff", "staff"]
-    door.take(snapshot(trusted(subjects=3), max_inflight=9))
-    assert [door.key(ISSUER.token(sub=name)).id for name in ("s4", "s1")] == ["staff", "staff/s1"]
-    assert door.key(ISSUER.token(sub="s4")).allowances == STAFF.allowances, "further ones share what their entry has"
+    authenticator = Authenticator(snapshot(trusted(subjects=3)))
+    assert [authenticator.key(ISSUER.token(sub=f"s{number}")).id for number in range(5)] == [
+        "staff/s0",
+        "staff/s1",
+        "staff/s2",
+        "staff",
+        "staff",
+    ]
+    authenticator.take(snapshot(trusted(subjects=3), max_inflight=9))
+    assert [authenticator.key(ISSUER.token(sub=name)).id for name in ("s4", "s1")] == ["staff", "staff/s1"]
+    assert authenticator.key(ISSUER.token(sub="s4")).allowances == STAFF.allowances, "further ones share what their entry has"
 
 
 DEEP = b'{"alg":"ES256","kid":"es","a":' + b"[" * 900 + b"]" * 900 + b"}"
@@ -175,80 +181,80 @@ def _confused(signing: SigningKey) -> str:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_tokens(door: Door, name: str) -> None:
-    make, words = BAD[name]
+def test_bad_tokens(authenticator: Authenticator, name: str) -> None:
+    make, text = BAD[name]
     token = make()
     for _ in range(2):  # the second time from memory
-        assert door.refusal(token).startswith(words)
-    opened = Door(snapshot(keys=(STAFF, Key("anybody", anonymous=True))))
-    assert opened.refusal(token).startswith(words), "a token is never taken for no key"
+        assert authenticator.refusal(token).startswith(text)
+    opened = Authenticator(snapshot(keys=(STAFF, Key("anybody", anonymous=True))))
+    assert opened.refusal(token).startswith(text), "a token is never taken for no key"
 
 
-def test_what_is_no_token_is_a_key_as_ever(door: Door) -> None:
+def test_anything_but_a_token_is_treated_as_a_key(authenticator: Authenticator) -> None:
     for text in ("not-needed", "a.b.c", "sk-x.y.z", "eyJ.", "eyJh.eyJi", "eyJ0.eyJ0.a.b", "e.e.e"):
-        assert door.refusal(text) == "invalid_api_key: The API key is not valid."
-    assert Door(snapshot(keys=(STAFF, Key("anybody", anonymous=True)))).key("a.b.c").id == "anybody"
+        assert authenticator.refusal(text) == "invalid_api_key: The API key is not valid."
+    assert Authenticator(snapshot(keys=(STAFF, Key("anybody", anonymous=True)))).key("a.b.c").id == "anybody"
     plain = ISSUER.token(OTHER.keys[0])
-    assert Door(snapshot(keys=(STAFF, key("pinned", plain)))).key(plain).id == "pinned", "any text can be a key"
+    assert Authenticator(snapshot(keys=(STAFF, key("pinned", plain)))).key(plain).id == "pinned", "any text can be a key"
 
 
 def test_a_token_that_names_no_key_means_the_only_one() -> None:
     alone = Issuer("https://login.example.com/", ES)
-    assert Door(snapshot(trusted(alone))).key(_without_kid(ES)).id == "staff/alice"
+    assert Authenticator(snapshot(trusted(alone))).key(_without_kid(ES)).id == "staff/alice"
     both = Issuer("https://login.example.com/", ES, SigningKey("ES256", "es-2"))
-    assert "has not published" in Door(snapshot(trusted(both))).refusal(_without_kid(ES))
+    assert "has not published" in Authenticator(snapshot(trusted(both))).refusal(_without_kid(ES))
 
 
-def test_clocks_may_differ_by_the_leeway(door: Door) -> None:
+def test_clocks_may_differ_by_the_leeway(authenticator: Authenticator) -> None:
     now = int(time.time())
-    assert door.key(ISSUER.token(exp=now - 5, sub="late")).id == "staff/late"
-    assert door.key(ISSUER.token(nbf=now + 5, iat=now + 5, sub="soon")).id == "staff/soon"
-    strict = Door(snapshot(trusted(leeway=0.0)))
+    assert authenticator.key(ISSUER.token(exp=now - 5, sub="late")).id == "staff/late"
+    assert authenticator.key(ISSUER.token(nbf=now + 5, iat=now + 5, sub="soon")).id == "staff/soon"
+    strict = Authenticator(snapshot(trusted(leeway=0.0)))
     assert strict.refusal(ISSUER.token(exp=now - 5)).startswith("expired_api_key")
     assert strict.refusal(ISSUER.token(nbf=now + 50)).startswith("invalid_api_key")
 
 
 def test_a_verdict_ends_with_its_token() -> None:
-    door = Door(snapshot(trusted(leeway=0.0)))
+    authenticator = Authenticator(snapshot(trusted(leeway=0.0)))
     token = ISSUER.token(exp=time.time() + 5.0)
-    assert door.key(token).id == "staff/alice"
+    assert authenticator.key(token).id == "staff/alice"
     while time.time() < jwt.decode(token, options={"verify_signature": False})["exp"]:
         time.sleep(0.05)
-    assert door.refusal(token) == "expired_api_key: The token has expired."
+    assert authenticator.refusal(token) == "expired_api_key: The token has expired."
 
 
 def test_rotation() -> None:
     fresh, since = SigningKey("ES256", "fresh"), time.monotonic()
-    door, old, new = Door(), ISSUER.token(sub="old"), ISSUER.token(fresh, sub="new")
-    assert door.key(old).id == "staff/old"
-    assert "has not published" in door.refusal(new)
-    assert "has not published" in door.refusal(ISSUER.token(fresh, sub="another"))
-    assert 1 <= len(door.requested_issuers) <= 1 + time.monotonic() - since, "control is asked once a second at most"
-    assert set(door.requested_issuers) == {ISSUER.name}
+    authenticator, old, new = Authenticator(), ISSUER.token(sub="old"), ISSUER.token(fresh, sub="new")
+    assert authenticator.key(old).id == "staff/old"
+    assert "has not published" in authenticator.refusal(new)
+    assert "has not published" in authenticator.refusal(ISSUER.token(fresh, sub="another"))
+    assert 1 <= len(authenticator.requested_issuers) <= 1 + time.monotonic() - since, "control is asked once a second at most"
+    assert set(authenticator.requested_issuers) == {ISSUER.name}
     both = Issuer(ISSUER.name, ES, fresh)
-    door.take(snapshot(trusted(both)))
-    assert [door.key(token).id for token in (old, new)] == ["staff/old", "staff/new"]
-    door.take(snapshot(trusted(Issuer(ISSUER.name, fresh))))
-    assert door.key(new).id == "staff/new"
-    assert "has not published" in door.refusal(old), "a key that was withdrawn is good for nothing, kept verdicts included"
+    authenticator.take(snapshot(trusted(both)))
+    assert [authenticator.key(token).id for token in (old, new)] == ["staff/old", "staff/new"]
+    authenticator.take(snapshot(trusted(Issuer(ISSUER.name, fresh))))
+    assert authenticator.key(new).id == "staff/new"
+    assert "has not published" in authenticator.refusal(old), "a key that was withdrawn is good for nothing, kept verdicts included"
 
 
 def test_keys_that_are_not_there_yet_are_not_the_clients_fault() -> None:
-    door = Door(snapshot(trusted(key_set=None)))
+    authenticator = Authenticator(snapshot(trusted(key_set=None)))
     token = ISSUER.token()
-    assert door.refusal(token).startswith("overloaded: ")
-    door.take(snapshot())
-    assert door.key(token).id == "staff/alice"
+    assert authenticator.refusal(token).startswith("overloaded: ")
+    authenticator.take(snapshot())
+    assert authenticator.key(token).id == "staff/alice"
 
 
-def test_an_entry_rules_its_tokens(door: Door) -> None:
+def test_an_entry_rules_its_tokens(authenticator: Authenticator) -> None:
     token = ISSUER.token()
-    door.take(snapshot(keys=(replace(STAFF, revoked=True),)))
-    assert door.refusal(token) == "invalid_api_key: This API key has been revoked."
-    door.take(snapshot(keys=(replace(STAFF, expires=time.time() - 1),)))
-    assert door.refusal(token).startswith("expired_api_key")
-    door.take(snapshot(keys=(replace(STAFF, models=("tiny",), fields={"cache_salt": "of staff", "priority": 3}),)))
-    first, other = door.key(token), door.key(ISSUER.token(sub="bob"))
+    authenticator.take(snapshot(keys=(replace(STAFF, revoked=True),)))
+    assert authenticator.refusal(token) == "invalid_api_key: This API key has been revoked."
+    authenticator.take(snapshot(keys=(replace(STAFF, expires=time.time() - 1),)))
+    assert authenticator.refusal(token).startswith("expired_api_key")
+    authenticator.take(snapshot(keys=(replace(STAFF, models=("tiny",), fields={"cache_salt": "of staff", "priority": 3}),)))
+    first, other = authenticator.key(token), authenticator.key(ISSUER.token(sub="bob"))
     assert first.models == ("tiny",)
     assert first.fields["priority"] == 3
     assert len({first.fields["cache_salt"], other.fields["cache_salt"], "of staff"}) == 3, "subjects do not share a prefix cache"
@@ -257,41 +263,41 @@ def test_an_entry_rules_its_tokens(door: Door) -> None:
 def test_claims() -> None:
     lab = {"lab": (Allowance("team lab", Limits(concurrent=3)),), "ops": (Allowance("team ops", Limits(concurrent=9)),)}
     claims = Claims("email", "azp", "realm.groups", "https://example.com/models", "prio")
-    door = Door(snapshot(trusted(keys=("staff", "ci"), claims=claims), keys=(STAFF, Key("ci")), teams=lab))
-    told: dict[str, Any] = {
+    authenticator = Authenticator(snapshot(trusted(keys=("staff", "ci"), claims=claims), keys=(STAFF, Key("ci")), teams=lab))
+    expected: dict[str, Any] = {
         "email": "a@b.c",
         "azp": "ci",
         "realm": {"groups": ["x", "ops", "lab"]},
         "https://example.com/models": "tiny other",
         "prio": -2,
     }
-    found = door.key(ISSUER.token(sub=None, **told))
+    found = authenticator.key(ISSUER.token(sub=None, **expected))
     assert (found.id, found.entry, found.team, found.within) == ("ci/a@b.c", "ci", "ops", ("tiny", "other"))
     assert (found.fields, found.weight) == ({"priority": -2}, 4.0)
     assert [each.holder for each in found.allowances] == ["team ops"]
-    few = door.key(ISSUER.token(email="a", azp=["nobody", "staff"]))
+    few = authenticator.key(ISSUER.token(email="a", azp=["nobody", "staff"]))
     assert (few.id, few.team, few.within, few.weight) == ("staff/a", "lab", None, 1.0)
-    assert door.key(ISSUER.token(**(told | {"https://example.com/models": []}))).within == ()
+    assert authenticator.key(ISSUER.token(**(expected | {"https://example.com/models": []}))).within == ()
     models = "https://example.com/models"
     for wrong in ({"azp": "team-a"}, {"azp": None}, {"azp": 5}, {"prio": "high"}, {"prio": True}, {"prio": 2**63}, {"email": ""},
                   {"realm": {"groups": {"a": 1}}}, {models: ["x"] * 65}, {models: [1]}):  # fmt: skip
-        assert door.refusal(ISSUER.token(**(told | wrong))).startswith("invalid_api_key: The token's claim "), wrong
+        assert authenticator.refusal(ISSUER.token(**(expected | wrong))).startswith("invalid_api_key: The token's claim "), wrong
 
 
-def test_two_issuers_have_keys_of_their_own() -> None:
-    door = Door(snapshot(trusted(), trusted(OTHER, keys=("ci",)), keys=(STAFF, Key("ci"))))
-    assert [door.key(each.token()).id for each in (ISSUER, OTHER)] == ["staff/alice", "ci/alice"]
-    assert door.refusal(OTHER.token(iss=ISSUER.name)) == "invalid_api_key: The token's signature is wrong."
+def test_two_issuers_have_separate_keys() -> None:
+    authenticator = Authenticator(snapshot(trusted(), trusted(OTHER, keys=("ci",)), keys=(STAFF, Key("ci"))))
+    assert [authenticator.key(each.token()).id for each in (ISSUER, OTHER)] == ["staff/alice", "ci/alice"]
+    assert authenticator.refusal(OTHER.token(iss=ISSUER.name)) == "invalid_api_key: The token's signature is wrong."
 
 
-def test_nothing_that_strangers_send_piles_up(door: Door) -> None:
+def test_rejected_tokens_do_not_accumulate(authenticator: Authenticator) -> None:
     good = ISSUER.token()
-    assert door.key(good).id == "staff/alice"
+    assert authenticator.key(good).id == "staff/alice"
     for number in range(6_000):
-        door.refusal(f"{part({'alg': 'ES256', 'kid': 'none of them', 'n': number})}.{part(_claims())}.AAAA")
-    kept = [each for each in vars(door.tokens).values() if isinstance(each, dict)]
-    assert max(map(len, kept)) <= 5_000
-    assert door.key(good).id == "staff/alice"
+        authenticator.refusal(f"{part({'alg': 'ES256', 'kid': 'none of them', 'n': number})}.{part(_claims())}.AAAA")
+    caches = [each for each in vars(authenticator.tokens).values() if isinstance(each, dict)]
+    assert max(map(len, caches)) <= 5_000
+    assert authenticator.key(good).id == "staff/alice"
 
 
 @settings(deadline=None, max_examples=examples(400))
@@ -306,9 +312,9 @@ def test_no_bytes_are_a_token(data: bytes) -> None:
 def test_no_part_can_be_another(signing: SigningKey, number: int, data: st.DataObject) -> None:
     """One character of a good token is another one."""
     parts = TOKENS[signing.algorithm].split(".")
-    place = data.draw(st.integers(0, len(parts[number]) - 1))
+    position = data.draw(st.integers(0, len(parts[number]) - 1))
     letter = data.draw(st.sampled_from("AZaz09-_"))
-    wrong = parts[number][:place] + letter + parts[number][place + 1 :]
+    wrong = parts[number][:position] + letter + parts[number][position + 1 :]
     if _bytes_of(wrong) != _bytes_of(parts[number]):
         parts[number] = wrong
         _refused(".".join(parts).encode())
@@ -331,7 +337,7 @@ def test_no_made_up_token_is_good(header: dict[str, Any], claims: Any, signature
 
 
 TOKENS = {signing.algorithm: ISSUER.token(signing) for signing in (ES, RS, ED)}
-DOOR = Door()
+AUTHENTICATOR = Authenticator()
 
 
 def _bytes_of(text: str) -> bytes:
@@ -339,11 +345,11 @@ def _bytes_of(text: str) -> bytes:
 
 
 def _refused(token: bytes) -> None:
-    with pytest.raises(Refusal) as told:
-        DOOR.ring.authenticate(b"Bearer " + token)
-    assert told.value.spec.status == 401
+    with pytest.raises(Refusal) as raised:
+        AUTHENTICATOR.ring.authenticate(b"Bearer " + token)
+    assert raised.value.spec.status == 401
     with pytest.raises(Refusal):
-        DOOR.tokens.principal(token, hashlib.sha256(token).digest()) or DOOR.ring._unknown_key(token)
+        AUTHENTICATOR.tokens.principal(token, hashlib.sha256(token).digest()) or AUTHENTICATOR.ring._unknown_key(token)
 
 
 def test_what_a_key_set_may_hold() -> None:
@@ -361,8 +367,8 @@ def test_what_a_key_set_may_hold() -> None:
         with pytest.raises(KeySetError, match="no public key"):
             list(found(unfit))
     private = ECAlgorithm.to_jwk(ES.private, as_dict=True)
-    for document, words in ((b"no", "not JSON"), (b"[]", "not a key set"), (b'{"keys": {}}', "not a key set")):
-        with pytest.raises(KeySetError, match=words):
+    for document, text in ((b"no", "not JSON"), (b"[]", "not a key set"), (b'{"keys": {}}', "not a key set")):
+        with pytest.raises(KeySetError, match=text):
             verification_keys(document)
     with pytest.raises(KeySetError, match="private key"):
         list(found(private))

@@ -1,4 +1,4 @@
-"""Whose request it is."""
+"""The keyring finds the key of a request."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_the_table(authorization: bytes | None, api_key: bytes | None, closed: s
 
 @pytest.mark.parametrize("ring", [RING, OPEN])
 @pytest.mark.parametrize(
-    ("authorization", "sent", "words"),
+    ("authorization", "sent", "text"),
     [
         (bearer(f'"{KEY}"'), (), "in quotes"),
         (bearer("$KEY"), (), "placeholder: it begins with '$'"),
@@ -91,11 +91,11 @@ def test_the_table(authorization: bytes | None, api_key: bytes | None, closed: s
     ],
 )
 def test_a_malformed_key_is_refused_with_its_cause_whether_or_not_one_is_needed(
-    ring: Keyring, authorization: bytes | None, sent: tuple[bytes, ...], words: str
+    ring: Keyring, authorization: bytes | None, sent: tuple[bytes, ...], text: str
 ) -> None:
     with pytest.raises(Refusal) as raised:
         ring.authenticate(authorization, None, sent)
-    assert raised.value.spec.status == 401 and words in raised.value.message
+    assert raised.value.spec.status == 401 and text in raised.value.message
     assert KEY not in raised.value.message
 
 
@@ -109,7 +109,7 @@ def test_expiry() -> None:
 
 
 @pytest.mark.parametrize("more", [{"expires": 1.0}, {"revoked": True}])
-def test_an_anonymous_entry_that_is_over_lets_nobody_in(more: dict[str, Any]) -> None:
+def test_an_expired_anonymous_entry_admits_no_request(more: dict[str, Any]) -> None:
     ring = Keyring([key(), Key("anybody", anonymous=True, **more)])
     assert code(ring, None) == "missing_api_key"
     assert code(ring, bearer("not-needed")) == "invalid_api_key"
@@ -126,8 +126,8 @@ def test_several_keys_of_one_principal() -> None:
 
 @settings(deadline=None)
 @given(st.integers(0, len(MINTED) - 1), st.sampled_from(keys.BASE62))
-def test_a_slip_of_the_pen_is_told(place: int, letter: str) -> None:
-    wrong = MINTED[:place] + letter + MINTED[place + 1 :]
+def test_a_typing_error_is_reported(position: int, letter: str) -> None:
+    wrong = MINTED[:position] + letter + MINTED[position + 1 :]
     assert code(RING, bearer(wrong)) == ("minted" if wrong == MINTED else "invalid_api_key")
     if wrong != MINTED and keys.has_key_format(wrong):
         with pytest.raises(Refusal, match="checksum"):
@@ -136,6 +136,6 @@ def test_a_slip_of_the_pen_is_told(place: int, letter: str) -> None:
 
 @settings(deadline=None)
 @given(st.binary(max_size=80), st.binary(max_size=80))
-def test_no_bytes_open_the_door(authorization: bytes, api_key: bytes) -> None:
-    for ring, strangers in ((RING, set[str]()), (OPEN, {"anybody"})):
-        assert code(ring, authorization, api_key) in {"missing_api_key", "invalid_api_key", *strangers}
+def test_no_random_bytes_authenticate(authorization: bytes, api_key: bytes) -> None:
+    for ring, anonymous_ids in ((RING, set[str]()), (OPEN, {"anybody"})):
+        assert code(ring, authorization, api_key) in {"missing_api_key", "invalid_api_key", *anonymous_ids}

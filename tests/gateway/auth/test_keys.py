@@ -28,7 +28,7 @@ def test_a_minted_key_has_the_published_form() -> None:
     assert 62**43 > 2**190
 
 
-def test_keys_of_one_principal_share_nothing_but_the_visible_part() -> None:
+def test_keys_of_one_principal_share_only_the_visible_part() -> None:
     minted = [keys.mint("team-a") for _ in range(200)]
     assert len({key.split("_")[1] for key in minted}) == 200
     assert len({key.split("_")[0] for key in minted}) == 1

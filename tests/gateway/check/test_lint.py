@@ -1,4 +1,4 @@
-"""What of a good configuration deserves a look."""
+"""Notes on a valid configuration."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ H1, H2 = (f"sha256:{letter * 64}" for letter in "ab")
 PRICED = "models: [{id: dear, launch: {}, price: {prompt: 1}}, {id: free, aliases: [gratis], launch: {}}]\n"
 
 
-def told(folder: Path, text: str, keys: str | None = None) -> list[str]:
-    """The notes on a configuration that is good."""
+def notes_on(folder: Path, text: str, keys: str | None = None) -> list[str]:
+    """Return the notes on a valid configuration."""
     file = folder / "gateway.yaml"
     file.write_text(text)
     if keys is not None:
@@ -34,7 +34,7 @@ OPEN = (
 
 
 @pytest.mark.parametrize(
-    ("admin", "said"),
+    ("admin", "message"),
     [
         ("{host: 0.0.0.0}", OPEN),
         ("{host: '::'}", OPEN),
@@ -47,16 +47,16 @@ OPEN = (
         ("{}", None),
     ],
 )
-def test_an_admin_port_that_other_machines_reach_without_a_token(tmp_path: Path, admin: str, said: str | None) -> None:
+def test_an_admin_port_that_other_machines_reach_without_a_token(tmp_path: Path, admin: str, message: str | None) -> None:
     text = f"server: {{admin: {admin}}}\nmodels: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}}}]\n"
-    assert told(tmp_path, text) == ([said] if said else [])
+    assert notes_on(tmp_path, text) == ([message] if message else [])
 
 
 ENDED = "has expired: all keys of this entry are refused"
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("key", "message"),
     [
         (f"hash: {H1}, expires: 2027-01-01", f"keys.yaml:1: keys[0].expires: {ENDED}"),
         (f"hash: {{hash: {H1}, expires: 2026-01-01}}", f"keys.yaml:1: keys[0].hash: {ENDED}"),
@@ -67,13 +67,13 @@ ENDED = "has expired: all keys of this entry are refused"
         ("anonymous: true, expires: 2027-01-02", None),
     ],
 )
-def test_a_key_that_has_ended(tmp_path: Path, key: str, said: str | None) -> None:
+def test_a_key_that_has_ended(tmp_path: Path, key: str, message: str | None) -> None:
     text = "models: [{id: m, launch: {}}]\nkeys_file: keys.yaml\n"
-    assert told(tmp_path, text, f"- {{id: a, {key}}}\n") == ([said] if said else [])
+    assert notes_on(tmp_path, text, f"- {{id: a, {key}}}\n") == ([message] if message else [])
 
 
 @pytest.mark.parametrize(
-    ("rest", "said"),
+    ("rest", "message"),
     [
         (f"keys: [{{id: a, hash: {H1}, limits: {{cost_per_day: 1}}}}]", "keys[0].limits.cost_per_day"),
         (f"keys: [{{id: a, hash: {H1}, models: [gra*], limits: {{cost_per_month: 1}}}}]", "keys[0].limits.cost_per_month"),
@@ -86,7 +86,7 @@ def test_a_key_that_has_ended(tmp_path: Path, key: str, said: str | None) -> Non
         (f"keys: [{{id: a, hash: {H1}, limits: {{tokens_per_day: 1}}}}]", None),
     ],
 )  # fmt: skip
-def test_a_cost_that_does_not_bound_what_is_free(tmp_path: Path, rest: str, said: str | None) -> None:
-    line = 3 if "teams[" in (said or "") else 2
-    expected = [f"gateway.yaml:{line}: {said}: does not limit models without a price: free"] if said else []
-    assert told(tmp_path, PRICED + rest + "\n") == expected
+def test_a_cost_that_does_not_bound_what_is_free(tmp_path: Path, rest: str, message: str | None) -> None:
+    line = 3 if "teams[" in (message or "") else 2
+    expected = [f"gateway.yaml:{line}: {message}: does not limit models without a price: free"] if message else []
+    assert notes_on(tmp_path, PRICED + rest + "\n") == expected

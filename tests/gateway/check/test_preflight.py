@@ -21,15 +21,15 @@ from upstream.vllm.known_names import KnownNames
 HERE = preflight.Machine(lambda _: known_names.built_in(), 2, Path("/"))
 
 
-def told(text: str, machine: preflight.Machine = HERE) -> list[str]:
-    """What is said about models, each on a line of its own from line 2, as ``line: path: message``; notes begin with a +."""
+def found_in(text: str, machine: preflight.Machine = HERE) -> list[str]:
+    """Return the problems of models, one model a line from line 2, as ``line: path: message``. Notes start with a +."""
     source = parse("models:\n" + "".join(f"  - {line}\n" for line in text.splitlines()), "g.yaml")
     found = preflight.problems(Draft(source), machine)
     return ["+" * isinstance(each, Note) + str(each).removeprefix("g.yaml:").replace(".launch", "") for each in found]
 
 
 @each_row(
-    ("args", "said"),
+    ("args", "expected"),
     [
         ("max-model-len: 1, tensor_parallel_size: 2, no-enable-prefix-caching: true, enable-log-requests: false", []),
         ("hf-overrides.rope_theta: 2, hf-overrides+: x, max-model: 5", []),
@@ -50,26 +50,26 @@ def told(text: str, machine: preflight.Machine = HERE) -> list[str]:
         ("5: 1", ["args.5: vLLM 0.32 has no option --5"]),
     ],
 )
-def test_names(args: str, said: list[str]) -> None:
-    assert told(f"{{id: m, launch: {{args: {{{args}}}}}}}") == [f"2: models[0].{line}" for line in said]
+def test_names(args: str, expected: list[str]) -> None:
+    assert found_in(f"{{id: m, launch: {{args: {{{args}}}}}}}") == [f"2: models[0].{line}" for line in expected]
 
 
-def test_a_parser_of_calls_that_nobody_may_make_is_a_note() -> None:
+def test_a_tool_call_parser_without_tool_calls_is_a_note() -> None:
     text = "{id: m, launch: {args: {tool-call-parser: hermes}}}"
-    said = "has no effect without enable-auto-tool-choice: true; requests with tools are rejected"
-    assert told(text) == [f"+2: models[0].args.tool-call-parser: {said}"]
+    expected = "has no effect without enable-auto-tool-choice: true; requests with tools are rejected"
+    assert found_in(text) == [f"+2: models[0].args.tool-call-parser: {expected}"]
 
 
 @pytest.mark.parametrize("command", ["[serve-models]", "[docker, run, vllm]", "[python, -m, other]", "text", "[]"])
 def test_another_command_is_not_judged(command: str) -> None:
-    assert told(f"{{id: m, launch: {{command: {command}, model: /none, args: {{what: 1, tool-call-parser: x}}}}}}") == []
+    assert found_in(f"{{id: m, launch: {{command: {command}, model: /none, args: {{what: 1, tool-call-parser: x}}}}}}") == []
 
 
 @pytest.mark.parametrize(
     "command", ["[vllm, serve]", "[/opt/vllm/bin/vllm, serve, --seed=1]", "[python3, -m, vllm.entrypoints.openai.api_server]"]
 )
 def test_vllms_own_command_is(command: str) -> None:
-    assert len(told(f"{{id: m, launch: {{command: {command}, args: {{what: 1}}}}}}")) == 1
+    assert len(found_in(f"{{id: m, launch: {{command: {command}, args: {{what: 1}}}}}}")) == 1
 
 
 def test_weights_that_are_not_there(tmp_path: Path) -> None:
@@ -79,34 +79,40 @@ def test_weights_that_are_not_there(tmp_path: Path) -> None:
         "{id: org/name, launch: {model: ./there}, loras: [{id: a, path: ./there}, {id: b, path: ./none}, {id: c, path: on/the-hub}]}\n"
         f"{{id: m, launch: {{model: {tmp_path}/none}}}}\n{{id: /no/such/folder, launch: {{}}}}"
     )
-    said = "there is no such file or folder"
-    assert told(text, machine) == [f"2: models[0].loras[1].path: {said}", f"3: models[1].model: {said}", f"4: models[2].id: {said}"]
+    expected = "there is no such file or folder"
+    assert found_in(text, machine) == [
+        f"2: models[0].loras[1].path: {expected}",
+        f"3: models[1].model: {expected}",
+        f"4: models[2].id: {expected}",
+    ]
 
 
-def test_weights_that_cannot_be_looked_at_are_told_as_well() -> None:
+def test_weights_that_cannot_be_read_are_reported_as_well() -> None:
     text = f"{{id: m, launch: {{model: ./{'m' * 300}}}}}\n{{id: n, launch: {{args: {{max: 1}}}}}}"
-    assert told(text) == [
+    assert found_in(text) == [
         "2: models[0].model: cannot be read: File name too long",
         "3: models[1].args.max: vLLM 0.32 has no option --max",
     ]
 
 
 def test_gpus_that_are_not_there() -> None:
-    assert told("{id: m, launch: {gpus: [[0, 1]]}}") == []
-    assert told("{id: m, launch: {gpus: [[1, 2]]}}") == ["2: models[0].gpus[0][1]: there is no GPU 2: the GPUs of this machine are 0 to 1"]
+    assert found_in("{id: m, launch: {gpus: [[0, 1]]}}") == []
+    assert found_in("{id: m, launch: {gpus: [[1, 2]]}}") == [
+        "2: models[0].gpus[0][1]: there is no GPU 2: the GPUs of this machine are 0 to 1"
+    ]
     one, none, unknown = (preflight.Machine(HERE.names, count, Path("/")) for count in (1, 0, None))
-    assert told("{id: m, launch: {gpus: [[1]]}}", one) == ["2: models[0].gpus[0][0]: there is no GPU 1: only GPU 0 exists"]
-    assert told("{id: m, launch: {gpus: [[1]]}}", none) == ["2: models[0].gpus[0][0]: there is no GPU 1: there is none"]
-    said = "there is no NVIDIA driver on this machine, so GPUs are not checked"
-    assert told("{id: m, launch: {gpus: [[1, 7]]}}", unknown) == [f"+2: models[0].gpus[0][0]: {said}"]
-    assert told("{id: m, launch: {}}", unknown) == []
+    assert found_in("{id: m, launch: {gpus: [[1]]}}", one) == ["2: models[0].gpus[0][0]: there is no GPU 1: only GPU 0 exists"]
+    assert found_in("{id: m, launch: {gpus: [[1]]}}", none) == ["2: models[0].gpus[0][0]: there is no GPU 1: there is none"]
+    expected = "there is no NVIDIA driver on this machine, so GPUs are not checked"
+    assert found_in("{id: m, launch: {gpus: [[1, 7]]}}", unknown) == [f"+2: models[0].gpus[0][0]: {expected}"]
+    assert found_in("{id: m, launch: {}}", unknown) == []
 
 
 SHARED = "and both run at the same time: start one on_demand, or put both into one group"
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "expected"),
     [
         ("gpus: [[0, 1]]", "gpus: [[1]]", [f"3: models[1].gpus[0][0]: GPU 1 is given to `a` (line 2) too, {SHARED}"]),
         ("gpus: [[0]]", "gpus: [[1]]", []),
@@ -117,13 +123,13 @@ SHARED = "and both run at the same time: start one on_demand, or put both into o
         ("gpus: [[x, true], 5]", "gpus: 7", []),
     ],
 )
-def test_gpus_given_twice(first: str, second: str, said: list[str]) -> None:
-    assert told(f"{{id: a, launch: {{{first}}}}}\n{{id: b, launch: {{{second}}}}}") == said
+def test_gpus_given_twice(first: str, second: str, expected: list[str]) -> None:
+    assert found_in(f"{{id: a, launch: {{{first}}}}}\n{{id: b, launch: {{{second}}}}}") == expected
 
 
 # The installed vLLM
 
-ASKED = """\
+QUERIED = """\
 import pathlib
 with open(pathlib.Path(__file__).with_name("asked"), "a") as file:
     file.write("x")
@@ -146,14 +152,14 @@ def make_arg_parser(parser):
 
 @pytest.fixture
 def own_vllm(tmp_path: Path) -> dict[str, str]:
-    """The environment of a machine with a vLLM 9.9 whose command is a script as pip writes them."""
+    """Return the environment of a machine with a vLLM 9.9, whose command is a script of the kind that pip writes."""
     site, program = tmp_path / "site", tmp_path / "bin" / "vllm"
     files = {
         "vllm/__init__.py": "",
         "vllm/utils/__init__.py": "",
         "vllm/entrypoints/__init__.py": "",
         "vllm/entrypoints/launchers/__init__.py": "",
-        "vllm/reasoning.py": f"{ASKED}ReasoningParserManager = Manager\n",
+        "vllm/reasoning.py": f"{QUERIED}ReasoningParserManager = Manager\n",
         "vllm/tool_parsers.py": "from vllm.reasoning import Manager as ToolParserManager\n",
         "vllm/utils/argparse_utils.py": PARSER,
         "vllm/entrypoints/launchers/cli_args.py": PARSER,
@@ -169,11 +175,11 @@ def own_vllm(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PATH": path, "PYTHONPATH": str(site), "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
 
-def unheard(_: str) -> None:
-    """What is said while it is asked."""
+def ignored(_: str) -> None:
+    """Ignore the progress message of a query."""
 
 
-def asked(tmp_path: Path) -> int:
+def query_count(tmp_path: Path) -> int:
     file = tmp_path / "site" / "vllm" / "asked"
     return len(file.read_text()) if file.exists() else 0
 
@@ -181,39 +187,39 @@ def asked(tmp_path: Path) -> int:
 EXPECTED = KnownNames("9.9", frozenset({"help", "own-flag", "no-own-flag", "second"}), frozenset({"own_parser"}), frozenset({"own_parser"}))
 
 
-def test_the_installed_vllm_is_asked_once_for_each_version(tmp_path: Path, own_vllm: dict[str, str]) -> None:
-    said: list[str] = []
+def test_the_installed_vllm_is_queried_once_for_each_version(tmp_path: Path, own_vllm: dict[str, str]) -> None:
+    messages: list[str] = []
     for _ in range(2):
-        assert installed_vllm.known_names(("vllm", "serve"), own_vllm, said.append) == EXPECTED
-    assert (asked(tmp_path), said) == (1, ["reading the options of vLLM 9.9 (once; it takes some seconds)"])
+        assert installed_vllm.known_names(("vllm", "serve"), own_vllm, messages.append) == EXPECTED
+    assert (query_count(tmp_path), messages) == (1, ["reading the options of vLLM 9.9 (once; it takes some seconds)"])
     metadata = tmp_path / "site/vllm-9.9.dist-info/METADATA"
     metadata.write_text(metadata.read_text().replace("9.9", "9.10"))
-    again = installed_vllm.known_names(("vllm", "serve"), own_vllm, said.append)
+    again = installed_vllm.known_names(("vllm", "serve"), own_vllm, messages.append)
     assert again is not None and again.version == "9.10"
-    assert asked(tmp_path) == 2
+    assert query_count(tmp_path) == 2
 
 
-def test_a_damaged_cache_is_made_anew(tmp_path: Path, own_vllm: dict[str, str]) -> None:
-    installed_vllm.known_names(("vllm", "serve"), own_vllm, unheard)
-    [kept] = (tmp_path / "cache" / "vllm-gateway").iterdir()
+def test_a_damaged_cache_is_rebuilt(tmp_path: Path, own_vllm: dict[str, str]) -> None:
+    installed_vllm.known_names(("vllm", "serve"), own_vllm, ignored)
+    [cached] = (tmp_path / "cache" / "vllm-gateway").iterdir()
     for damage in (b"{", b"[]", b'{"flags": 5}', b"\xff"):
-        kept.write_bytes(damage)
-        assert installed_vllm.known_names(("vllm", "serve"), own_vllm, unheard) == EXPECTED
-    assert asked(tmp_path) == 5
+        cached.write_bytes(damage)
+        assert installed_vllm.known_names(("vllm", "serve"), own_vllm, ignored) == EXPECTED
+    assert query_count(tmp_path) == 5
 
 
 def test_the_interpreter_of_a_long_path_is_found_too(tmp_path: Path, own_vllm: dict[str, str]) -> None:
     (tmp_path / "bin" / "vllm").write_text(f"#!/bin/sh\n'''exec' \"{sys.executable}\" \"$0\" \"$@\"\n' '''\n")
-    assert installed_vllm.known_names(("vllm", "serve"), own_vllm, unheard) == EXPECTED
-    assert installed_vllm.known_names((sys.executable, "-m", "vllm.entrypoints.openai.api_server"), own_vllm, unheard) == EXPECTED
+    assert installed_vllm.known_names(("vllm", "serve"), own_vllm, ignored) == EXPECTED
+    assert installed_vllm.known_names((sys.executable, "-m", "vllm.entrypoints.openai.api_server"), own_vllm, ignored) == EXPECTED
 
 
 @pytest.mark.parametrize("program", ["", "#!/bin/sh\nexit 1\n", f"#!{sys.executable}\n", "#!/no/such/python\n"])
-def test_a_vllm_that_does_not_tell_is_none(tmp_path: Path, own_vllm: dict[str, str], program: str) -> None:
+def test_a_vllm_without_readable_options_gives_no_names(tmp_path: Path, own_vllm: dict[str, str], program: str) -> None:
     (tmp_path / "bin" / "vllm").write_text(program)
     (tmp_path / "site" / "vllm" / "reasoning.py").write_text("raise RuntimeError('no')\n")
-    assert installed_vllm.known_names(("vllm", "serve"), own_vllm, unheard) is None
-    assert installed_vllm.known_names(("no-such-vllm", "serve"), own_vllm, unheard) is None
+    assert installed_vllm.known_names(("vllm", "serve"), own_vllm, ignored) is None
+    assert installed_vllm.known_names(("no-such-vllm", "serve"), own_vllm, ignored) is None
 
 
 # GPUs
@@ -223,7 +229,7 @@ def test_a_vllm_that_does_not_tell_is_none(tmp_path: Path, own_vllm: dict[str, s
 
 
 @pytest.mark.parametrize(
-    ("launch", "said"),
+    ("launch", "expected"),
     [
         ("{}", ["+2: models[0]: tool calls and reasoning are not set up; `preset: qwen3` sets up the parsers of this family"]),
         ("{preset: qwen3}", []),
@@ -244,14 +250,14 @@ def test_a_vllm_that_does_not_tell_is_none(tmp_path: Path, own_vllm: dict[str, s
         ("{preset: qwen3, args: {tool_call_parser: qwen3_coder}}", []),
     ],
 )  # fmt: skip
-def test_a_model_of_a_known_family(launch: str, said: list[str]) -> None:
-    assert told(f"{{id: Qwen/Qwen3-8B, launch: {launch}}}") == said
+def test_a_model_of_a_known_family(launch: str, expected: list[str]) -> None:
+    assert found_in(f"{{id: Qwen/Qwen3-8B, launch: {launch}}}") == expected
 
 
 def test_a_preset_that_the_installed_vllm_does_not_have_the_parsers_for() -> None:
     old = KnownNames("0.9", known_names.built_in().flags, frozenset({"qwen3"}), frozenset())
     machine = preflight.Machine(lambda _: old, 2, Path("/"))
-    assert told("{id: m, launch: {preset: qwen3}}", machine) == ["2: models[0].preset: vLLM 0.9 has no tool-call-parser of this name"]
+    assert found_in("{id: m, launch: {preset: qwen3}}", machine) == ["2: models[0].preset: vLLM 0.9 has no tool-call-parser of this name"]
 
 
 # Programs and files
@@ -276,15 +282,17 @@ def test_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("")
     machine = on(tmp_path)
     found = "is not found in PATH: write its whole path, or set PATH in launch.env"
-    assert told("{id: m, launch: {}}", machine) == [f"2: models[0]: vllm {found}"]
-    assert told("{id: m, launch: {command: [no-such, x]}}", machine) == [f"2: models[0].command: no-such {found}"]
-    assert told(f"{{id: m, launch: {{env: {{PATH: {tmp_path}/bin}}}}}}", machine) == []
-    assert told("{id: m, launch: {}}", on(tmp_path, f"{tmp_path}/bin")) == []
-    assert told("{id: m, launch: {command: [./own.sh]}}", machine) == []
+    assert found_in("{id: m, launch: {}}", machine) == [f"2: models[0]: vllm {found}"]
+    assert found_in("{id: m, launch: {command: [no-such, x]}}", machine) == [f"2: models[0].command: no-such {found}"]
+    assert found_in(f"{{id: m, launch: {{env: {{PATH: {tmp_path}/bin}}}}}}", machine) == []
+    assert found_in("{id: m, launch: {}}", on(tmp_path, f"{tmp_path}/bin")) == []
+    assert found_in("{id: m, launch: {command: [./own.sh]}}", machine) == []
     for name, why in (("none", "does not exist"), ("text", "is not executable"), ("bin", "is a folder")):
-        assert told(f"{{id: m, launch: {{command: [{tmp_path}/{name}]}}}}", machine) == [f"2: models[0].command: {tmp_path}/{name} {why}"]
+        assert found_in(f"{{id: m, launch: {{command: [{tmp_path}/{name}]}}}}", machine) == [
+            f"2: models[0].command: {tmp_path}/{name} {why}"
+        ]
     orphan = f"{tmp_path}/orphan cannot be executed: its interpreter /no/such/python does not exist"
-    assert told(f"{{id: m, launch: {{command: [{tmp_path}/orphan]}}}}", machine) == [f"2: models[0].command: {orphan}"]
+    assert found_in(f"{{id: m, launch: {{command: [{tmp_path}/orphan]}}}}", machine) == [f"2: models[0].command: {orphan}"]
 
 
 @pytest.mark.parametrize(
@@ -299,10 +307,10 @@ def test_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
         "download-dir: ./made-by-vllm",
     ],
 )
-def test_files_that_are_there_or_are_none(tmp_path: Path, args: str) -> None:
+def test_existing_files_and_values_that_are_not_files(tmp_path: Path, args: str) -> None:
     for name in ("t.jinja", "plugins/p.py", "draft/config.json"):
         executable(tmp_path / name)
-    assert told(f"{{id: m, launch: {{args: {{{args}}}}}}}", preflight.Machine(HERE.names, 0, tmp_path)) == []
+    assert found_in(f"{{id: m, launch: {{args: {{{args}}}}}}}", preflight.Machine(HERE.names, 0, tmp_path)) == []
 
 
 @pytest.mark.parametrize(
@@ -319,10 +327,10 @@ def test_files_that_are_there_or_are_none(tmp_path: Path, args: str) -> None:
 )
 def test_files_that_are_missing(tmp_path: Path, args: str, where: str) -> None:
     text = f"{{id: m, launch: {{args: {{{args}}}}}}}"
-    assert told(text, preflight.Machine(HERE.names, 0, tmp_path)) == [f"2: models[0].args.{where}: there is no such file or folder"]
+    assert found_in(text, preflight.Machine(HERE.names, 0, tmp_path)) == [f"2: models[0].args.{where}: there is no such file or folder"]
 
 
-def test_what_is_certain_to_fail_is_told_of_the_models_that_change_alone(tmp_path: Path) -> None:
+def test_certain_failures_are_reported_for_changed_models_only(tmp_path: Path) -> None:
     source = parse("models:\n  - {id: a, launch: {args: {what: 1}}}\n  - {id: b, launch: {args: {what: 1}, gpus: [[9]]}}\n", "g.yaml")
     found = preflight.certain_failures(Draft(source), HERE, {"b"})
     assert [each.line for each in found] == [3, 3] and not any(isinstance(each, Note) for each in found)
@@ -345,7 +353,7 @@ def test_gpus_are_counted_by_nvidias_own_word(tmp_path: Path, script: str, count
     assert gpus.count({"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}) == count
 
 
-def test_a_driver_that_does_not_answer_is_none(tmp_path: Path) -> None:
+def test_a_driver_that_does_not_respond_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     without = gpus.count({"PATH": "/nowhere"})
@@ -362,8 +370,8 @@ def test_check_says_all_of_it_in_the_order_of_the_lines(tmp_path: Path, own_vllm
         "models:\n  - id: m\n    launch:\n      gpus: [[3]]\n      args: {secnd: 1}\n    lunch: 1\nkeys: [{id: k, anonymous: true}]\n"
     )
     program = Path(sys.executable).with_name("vllm-gateway")
-    words = [str(program), "check", "g.yaml"]
-    runs = [subprocess.run(words, cwd=tmp_path, env=own_vllm, capture_output=True, text=True, timeout=60) for _ in range(2)]
+    command = [str(program), "check", "g.yaml"]
+    runs = [subprocess.run(command, cwd=tmp_path, env=own_vllm, capture_output=True, text=True, timeout=60) for _ in range(2)]
     assert [run.returncode for run in runs] == [2, 2]
     assert [run.stderr for run in runs] == ["reading the options of vLLM 9.9 (once; it takes some seconds)\n", ""]
     assert runs[0].stdout == runs[1].stdout == (
@@ -373,15 +381,15 @@ def test_check_says_all_of_it_in_the_order_of_the_lines(tmp_path: Path, own_vllm
     )  # fmt: skip
 
 
-def test_a_priority_that_vllm_would_not_look_at_is_a_note() -> None:
-    def said(models: str, keys: str) -> list[str]:
+def test_a_priority_that_vllm_would_ignore_is_a_note() -> None:
+    def notes(models: str, keys: str) -> list[str]:
         source = parse(f"models: [{models}]\nkeys:\n{keys}", "g.yaml")
         return [str(each) for each in preflight.problems(Draft(source), HERE) if isinstance(each, Note)]
 
     launched, key = "{id: m, aliases: [alias], launch: {}}", "  - {id: a, priority: 5"
-    words = "keys[0].priority: has no effect on `m` without max_inflight, or scheduling-policy: priority in its launch.args"
-    assert said(launched, f"{key}}}") == said(launched, f"{key}, models: [ali*]}}") == [f"g.yaml:3: {words}"]
-    assert said(launched, f"{key}, models: [other]}}") == said(launched, "  - {id: a}") == []
+    note = "keys[0].priority: has no effect on `m` without max_inflight, or scheduling-policy: priority in its launch.args"
+    assert notes(launched, f"{key}}}") == notes(launched, f"{key}, models: [ali*]}}") == [f"g.yaml:3: {note}"]
+    assert notes(launched, f"{key}, models: [other]}}") == notes(launched, "  - {id: a}") == []
     for args in ("scheduling-policy: priority", "scheduling_policy: priority", "config: /x.yaml"):
-        assert said(f"{{id: m, launch: {{args: {{{args}}}}}}}", f"{key}}}") == []
-    assert said("{id: m, servers: [{url: 'http://a'}]}", f"{key}}}") == said("{id: m, max_inflight: 8, launch: {}}", f"{key}}}") == []
+        assert notes(f"{{id: m, launch: {{args: {{{args}}}}}}}", f"{key}}}") == []
+    assert notes("{id: m, servers: [{url: 'http://a'}]}", f"{key}}}") == notes("{id: m, max_inflight: 8, launch: {}}", f"{key}}}") == []

@@ -62,7 +62,7 @@ def test_a_model_is_restarted(running: Gateway) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("arguments", "expected"),
     [
         (("stop", "sim/on"), "there is no model sim/on; did you mean `sim/one`?"),
         (("restart", "sim/adapter"), "sim/adapter is a LoRA adapter on the servers of sim/one; use that ID"),
@@ -71,9 +71,9 @@ def test_a_model_is_restarted(running: Gateway) -> None:
         (("start", "far"), "far is not launched by the gateway"),
     ],
 )
-def test_a_refused_operation_prints_one_line_and_exits_with_1(running: Gateway, words: tuple[str, ...], said: str) -> None:
-    done = running.command(*words)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"vllm-gateway: {said}\n")
+def test_a_refused_operation_prints_one_line_and_exits_with_1(running: Gateway, arguments: tuple[str, ...], expected: str) -> None:
+    done = running.command(*arguments)
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"vllm-gateway: {expected}\n")
 
 
 def test_the_status_as_plain_text(running: Gateway) -> None:

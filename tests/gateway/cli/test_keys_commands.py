@@ -89,7 +89,7 @@ def test_a_new_key_is_written_only_on_request(folder: Path) -> None:
 
 def test_every_limit_of_the_configuration_can_be_given(folder: Path) -> None:
     names = [name for name in Limits.model_fields if name != "models"]
-    given = [word for name in names for word in (f"--{name.replace('_', '-')}", "7")]
+    given = [number for name in names for number in (f"--{name.replace('_', '-')}", "7")]
     (folder / "gateway.yaml").write_text(FILE.replace("servers:", "price: {prompt: 1}, servers:") + "teams: [{id: research}]\n")
     secret(gateway("keys", "new", "--id", "b", "--team", "research", *given, "--write", folder=folder))
     made = load(folder / "gateway.yaml").keys[-1]
@@ -131,10 +131,10 @@ def test_a_rotated_key_overlaps_with_the_former_key(folder: Path) -> None:
     assert [one.text for one in load(folder / "gateway.yaml").keys[0].hashes] == [hash_of(new), hash_of(newest)]
 
 
-@pytest.mark.parametrize("place", ["entry", "hash"])
-def test_the_former_key_keeps_an_earlier_expiry(folder: Path, place: str) -> None:
+@pytest.mark.parametrize("file_kind", ["entry", "hash"])
+def test_the_former_key_keeps_an_earlier_expiry(folder: Path, file_kind: str) -> None:
     end = (datetime.now(UTC) + timedelta(hours=1)).strftime("%Y-%m-%dT%H:%M:%SZ")
-    expiring = f"{hash_of(KEY)}\n    expires: {end}" if place == "entry" else f"{{hash: {hash_of(KEY)}, expires: {end}}}"
+    expiring = f"{hash_of(KEY)}\n    expires: {end}" if file_kind == "entry" else f"{{hash: {hash_of(KEY)}, expires: {end}}}"
     (folder / "gateway.yaml").write_text(FILE.replace(hash_of(KEY), expiring))
     assert f"; the former key is valid until {end}\n" in gateway("keys", "rotate", "team-a", folder=folder).err
 
@@ -164,7 +164,7 @@ def test_a_revoked_key_is_refused_even_if_anonymous_requests_are_served(folder: 
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("arguments", "code", "expected"),
     [
         (["rotate", "team-x"], 1, "vllm-gateway: there is no key team-x in gateway.yaml"),
         (["revoke", "anonymous"], 1, "vllm-gateway: anonymous is for requests without a key; remove it from the file to refuse them"),
@@ -182,10 +182,10 @@ def test_a_revoked_key_is_refused_even_if_anonymous_requests_are_served(folder: 
         (["import", "other.txt"], 1, "vllm-gateway: other.txt cannot be read: No such file or directory"),
     ],
 )
-def test_a_refused_change_is_explained_and_the_file_stays(folder: Path, words: list[str], code: int, said: str) -> None:
-    ran = gateway("keys", *words, folder=folder)
+def test_a_refused_change_is_explained_and_the_file_stays(folder: Path, arguments: list[str], code: int, expected: str) -> None:
+    ran = gateway("keys", *arguments, folder=folder)
     assert (ran.code, ran.out, ran.err.count("\n")) == (code, "", 1)
-    assert ran.err.startswith(said)
+    assert ran.err.startswith(expected)
     assert (folder / "gateway.yaml").read_text() == FILE
     assert [path.name for path in folder.iterdir()] == ["gateway.yaml"]
 
@@ -283,7 +283,7 @@ LITELLM = {
     ],
     "total_count": 2,
 }  # fmt: skip
-FIRST, SECOND, THIRD, FOURTH = (f"sk-{word}-0123456789" for word in ("first", "second", "third", "fourth"))
+FIRST, SECOND, THIRD, FOURTH = (f"sk-{number}-0123456789" for number in ("first", "second", "third", "fourth"))
 
 
 def test_keys_of_another_gateway_stay_valid(folder: Path) -> None:
@@ -369,7 +369,7 @@ def test_a_duplicate_key_in_a_file_is_reported(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (f"a b,{FIRST}\n", "line 1, id: must not contain spaces or control characters"),
         (f"{FIRST},the-owner-of-this-1\n", "line 1: the id looks like a key; expected a key, or id,key, or a first line key,id"),
@@ -379,9 +379,9 @@ def test_a_duplicate_key_in_a_file_is_reported(folder: Path) -> None:
         (json.dumps([litellm("one"), litellm("b", key_alias="b", models=5)]), "key 2 (b), models: expected a list, found 5"),
     ],
 )  # fmt: skip
-def test_a_file_that_cannot_be_imported_is_reported_and_nothing_is_written(folder: Path, text: str, said: str) -> None:
+def test_a_file_that_cannot_be_imported_is_reported_and_nothing_is_written(folder: Path, text: str, expected: str) -> None:
     (folder / "keys.txt").write_text(text)
-    assert gateway("keys", "import", "keys.txt", folder=folder) == Ran(1, "", f"vllm-gateway: keys.txt: {said}\n")
+    assert gateway("keys", "import", "keys.txt", folder=folder) == Ran(1, "", f"vllm-gateway: keys.txt: {expected}\n")
     assert (folder / "gateway.yaml").read_text() == FILE
 
 

@@ -54,13 +54,13 @@ def test_the_printed_command_is_the_launched_command_without_secrets(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "expected"),
     [
         ("org/n", "there is no model org/n in gateway.yaml; did you mean `org/m`?"),
         ("far", "far is not launched: its servers run elsewhere"),
     ],
 )
-def test_a_model_that_has_no_command(tmp_path: Path, model: str, said: str) -> None:
+def test_a_model_that_has_no_command(tmp_path: Path, model: str, expected: str) -> None:
     written(tmp_path)
     done = command(tmp_path, model)
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"vllm-gateway: {said}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", f"vllm-gateway: {expected}\n")

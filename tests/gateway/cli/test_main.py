@@ -115,7 +115,7 @@ def test_serve_refuses_a_bad_file_as_check_does(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["chekc"], "vllm-gateway: No such command 'chekc'."),
         (["restart"], "vllm-gateway: Missing argument 'MODEL'."),
@@ -126,10 +126,10 @@ def test_serve_refuses_a_bad_file_as_check_does(folder: Path) -> None:
         (["keys", "hash"], "vllm-gateway: expected one key, on one line, on stdin"),
     ],
 )
-def test_an_invalid_command_line_prints_one_line_and_exits_with_2(arguments: list[str], said: str) -> None:
+def test_an_invalid_command_line_prints_one_line_and_exits_with_2(arguments: list[str], expected: str) -> None:
     ran = gateway(*arguments)
     assert (ran.code, ran.out) == (2, "")
-    assert ran.err.startswith(said)
+    assert ran.err.startswith(expected)
     assert ran.err.count("\n") == 1
 
 
@@ -199,23 +199,23 @@ def test_the_simulators_help_names_the_command_that_was_typed() -> None:
     assert ran.out.startswith("usage: vllm-gateway simulate [MODEL] [flags]\n")
 
 
-def tree(command: Any, *words: str) -> Iterator[tuple[tuple[str, ...], Any]]:
+def tree(command: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield every command of a command line, with the words that name it."""
     for name, below in command.commands.items():
-        yield (*words, name), below
+        yield (*path, name), below
         if hasattr(below, "commands"):
-            yield from tree(below, *words, name)
+            yield from tree(below, *path, name)
 
 
 COMMANDS = dict(tree(get_command(application(with_keys=True))))
-CONFIGURED = {words: one for words, one in COMMANDS.items() if any("--config" in each.opts for each in one.params)}
+CONFIGURED = {path: one for path, one in COMMANDS.items() if any("--config" in each.opts for each in one.params)}
 
 
-@pytest.mark.parametrize("words", [words for words in COMMANDS if words != ("simulate",)], ids=" ".join)
-def test_every_command_has_help(words: tuple[str, ...]) -> None:
-    ran = gateway(*words, "--help")
+@pytest.mark.parametrize("path", [path for path in COMMANDS if path != ("simulate",)], ids=" ".join)
+def test_every_command_has_help(path: tuple[str, ...]) -> None:
+    ran = gateway(*path, "--help")
     assert (ran.code, ran.err) == (0, "")
-    assert ran.out.startswith(f"Usage: vllm-gateway {' '.join(words)} ")
+    assert ran.out.startswith(f"Usage: vllm-gateway {' '.join(path)} ")
 
 
 def test_every_command_takes_its_configuration_in_the_same_way() -> None:
@@ -226,11 +226,11 @@ def test_every_command_takes_its_configuration_in_the_same_way() -> None:
         assert (last.name, last.metavar, last.required, last.nargs) == ("file", "FILE", False, 1), names
 
 
-@pytest.mark.parametrize("words", CONFIGURED, ids=" ".join)
-def test_a_configuration_is_an_argument_or_an_option_and_not_both(tmp_path: Path, words: tuple[str, ...]) -> None:
-    arguments = [each for each in CONFIGURED[words].params if each.param_type_name == "argument" and each.required]
+@pytest.mark.parametrize("path", CONFIGURED, ids=" ".join)
+def test_a_configuration_is_an_argument_or_an_option_and_not_both(tmp_path: Path, path: tuple[str, ...]) -> None:
+    arguments = [each for each in CONFIGURED[path].params if each.param_type_name == "argument" and each.required]
     (tmp_path / "keys.txt").write_text("sk-0123456789abcdef\n")
-    line = [*words, *("keys.txt" if each.metavar == "KEYS" else "x" for each in arguments), *(["--id", "x"] if words[-1] == "new" else [])]
+    line = [*path, *("keys.txt" if each.metavar == "KEYS" else "x" for each in arguments), *(["--id", "x"] if path[-1] == "new" else [])]
     by_argument = gateway(*line, "absent.yaml", folder=tmp_path, stdin="x")
     by_option = gateway(*line, "--config", "absent.yaml", folder=tmp_path, stdin="x")
     assert by_argument == by_option

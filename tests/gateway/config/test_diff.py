@@ -1,4 +1,4 @@
-"""What is different between two configurations, in words; and what of it means for servers that run."""
+"""The differences between two configurations as text, and their effect on running servers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def many(*names: str) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("parts", "words"),
+    ("parts", "expected"),
     [
         ({}, []),
         ({"models": [MODEL | {"id": "n"}]}, ["model n added", "model m removed"]),
@@ -43,10 +43,10 @@ def many(*names: str) -> list[dict[str, str]]:
         ({"groups": [{"id": "g"}], "log": {"level": "debug"}}, ["group g added", "log changed: level"]),
     ],
 )
-def test_what_has_changed_is_told_in_words(tmp_path: Path, parts: dict[str, Any], words: list[str]) -> None:
+def test_a_change_is_described_as_text(tmp_path: Path, parts: dict[str, Any], expected: list[str]) -> None:
     before, after = read(tmp_path), read(tmp_path, **parts)
-    assert list(diff.changes(before, after)) == words
-    assert diff.are_equal(before, after) is (not words)
+    assert list(diff.changes(before, after)) == expected
+    assert diff.are_equal(before, after) is (not expected)
 
 
 def test_a_secrets_change_is_seen_and_the_secret_is_not(tmp_path: Path) -> None:
@@ -98,14 +98,14 @@ def spec(number: int, *gpus: int, drain: float = 30.0, timeout: float = 60.0, **
 
 
 @pytest.mark.parametrize(
-    ("running", "wanted", "leave", "renew", "add", "rolls"),
+    ("running", "wanted", "removed", "renew", "add", "rolls"),
     [
         ([spec(0)], [spec(0)], [], [], [], True),
-        ([spec(0)], [spec(0, drain=1.0, timeout=5.0)], [], [], [], True),  # of no concern to one that runs
+        ([spec(0)], [spec(0, drain=1.0, timeout=5.0)], [], [], [], True),  # no effect on a running server
         ([spec(0), spec(1)], [spec(0, x=1), spec(1, x=1)], [], [0, 1], [], True),
         ([spec(0), spec(1)], [spec(0)], [1], [], [], True),
         ([spec(0, 0)], [spec(0, 0), spec(1, 1)], [], [], [1], True),
-        ([spec(0, 0), spec(1, 1)], [spec(0, 0, 1)], [1], [0], [], True),  # into the place of one that leaves
+        ([spec(0, 0), spec(1, 1)], [spec(0, 0, 1)], [1], [0], [], True),  # onto the GPU of a removed server
         ([spec(0, 0, 1)], [spec(0, 0), spec(1, 1)], [], [0], [1], False),
         ([spec(0, 0), spec(1, 1)], [spec(0, 1), spec(1, 0)], [], [0, 1], [], False),
         ([spec(0, 0), spec(1, 0)], [spec(0, 0, x=1), spec(1, 0, x=1)], [], [0, 1], [], True),  # they shared it before
@@ -113,10 +113,10 @@ def spec(number: int, *gpus: int, drain: float = 30.0, timeout: float = 60.0, **
     ],
 )
 def test_servers_are_replaced_only_where_they_must_be(
-    running: list[LaunchSpec], wanted: list[LaunchSpec], leave: list[int], renew: list[int], add: list[int], rolls: bool
+    running: list[LaunchSpec], wanted: list[LaunchSpec], removed: list[int], renew: list[int], add: list[int], rolls: bool
 ) -> None:
     found = launch_diff(running, wanted)
-    expected = LaunchDiff(tuple(f"m#{n}" for n in leave), tuple(wanted[n] for n in renew), tuple(wanted[n] for n in add))
+    expected = LaunchDiff(tuple(f"m#{n}" for n in removed), tuple(wanted[n] for n in renew), tuple(wanted[n] for n in add))
     assert found == expected
-    assert bool(found) is bool(leave or renew or add)
+    assert bool(found) is bool(removed or renew or add)
     assert can_replace_one_at_a_time(running, found) is rolls

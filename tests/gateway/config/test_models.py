@@ -229,7 +229,7 @@ def test_the_schema_takes_one_text_where_loading_does(one: object) -> None:
     Draft202012Validator(schema()).validate({"jwt": [issuer]})
 
 
-def test_the_schema_speaks_of_the_yaml_and_describes_every_setting() -> None:
+def test_the_schema_uses_the_names_of_the_yaml_and_describes_every_setting() -> None:
     text = json.dumps(schema())
     assert _resolved(schema()["properties"]["keys"]["items"])["properties"]["hash"]["oneOf"][1]["type"] == "array"
     server = _resolved(schema()["properties"]["server"])

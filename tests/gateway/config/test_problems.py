@@ -23,7 +23,7 @@ TWICE = "; IDs, aliases and LoRA IDs share one namespace"
 
 
 def problems(folder: Path, text: str, **environ: str) -> list[str]:
-    """What ``load`` says about ``text``, without the folder."""
+    """Return the problems that ``load`` reports for ``text``, without the folder."""
     path = folder / "g.yaml"
     path.write_text(text)
     try:
@@ -34,7 +34,7 @@ def problems(folder: Path, text: str, **environ: str) -> list[str]:
 
 
 def about_model(folder: Path, text: str) -> list[str]:
-    """What is said about a model whose further settings are ``text``, each on lines of its own from line 3."""
+    """Return the problems of a model with the further settings ``text``, which start on line 3."""
     body = "".join(f"    {line}\n" for line in text.splitlines())
     found = problems(folder, f"models:\n  - id: m\n{body}keys: [{{id: k, anonymous: true}}]\n")
     return [problem.removeprefix("g.yaml:").replace("models[0].", "") for problem in found]
@@ -123,14 +123,14 @@ def test_an_unknown_balance_policy_is_refused_with_the_known_ones(tmp_path: Path
     assert all(f"`{balance}`" in found for balance in POLICIES)
 
 
-def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
+def test_every_problem_is_reported_at_once_with_its_line(tmp_path: Path) -> None:
     found = problems(tmp_path, MANY)
     assert found == EXPECTED
     assert CANARY not in "".join(found)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reported"),
     [
         ("a: [1\nb: 2", "g.yaml:2: this is not YAML: did not find expected ',' or ']'"),
         ("models:\n\t- id: a", "g.yaml:2: a tab is used for indentation; YAML requires spaces"),
@@ -144,9 +144,9 @@ def test_every_problem_is_told_at_once_with_its_line(tmp_path: Path) -> None:
         ("a: 'b", "g.yaml:1: this is not YAML: found unexpected end of stream"),
     ],
 )
-def test_what_cannot_be_understood_is_one_problem(tmp_path: Path, text: str, said: str) -> None:
+def test_what_cannot_be_understood_is_one_problem(tmp_path: Path, text: str, reported: str) -> None:
     found = problems(tmp_path, text)
-    assert found[0] == said
+    assert found[0] == reported
     assert len(found) == 1 or not text
 
 
@@ -179,7 +179,7 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reported"),
     [
         (
             "launch: {}\nservers: [{url: 'http://a'}]",
@@ -230,8 +230,8 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
         ("launch: {}\nbad key: 1", [f"4: bad key: unknown key; known here: {', '.join(Model.model_fields)}"]),
     ],
 )
-def test_models(tmp_path: Path, text: str, said: list[str]) -> None:
-    assert about_model(tmp_path, text) == said
+def test_models(tmp_path: Path, text: str, reported: list[str]) -> None:
+    assert about_model(tmp_path, text) == reported
 
 
 def _falling_back(**fallbacks: str) -> str:
@@ -242,12 +242,12 @@ def _falling_back(**fallbacks: str) -> str:
 
 def test_fallbacks_that_go_round(tmp_path: Path) -> None:
     assert problems(tmp_path, _falling_back(a="b, d", b="c, d", c="also-d", d="")) == []
-    (said,) = problems(tmp_path, _falling_back(x="a", a="also-b", b="c, d", c="also-a", d=""))
-    assert "fallbacks[0]: the fallbacks form a loop: " in said and said.count("->") == 3
+    (reported,) = problems(tmp_path, _falling_back(x="a", a="also-b", b="c, d", c="also-a", d=""))
+    assert "fallbacks[0]: the fallbacks form a loop: " in reported and reported.count("->") == 3
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reported"),
     [
         (
             f"- {{id: a, hash: {HASH}}}\n- {{id: b, hash: [{HASH.upper().replace('SHA', 'sha')}]}}\n",
@@ -285,12 +285,12 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
         ("- 5\n", ["3: keys[0]: expected a mapping, found 5"]),
     ],
 )
-def test_keys(tmp_path: Path, text: str, said: list[str]) -> None:
-    assert about_keys(tmp_path, text) == said
+def test_keys(tmp_path: Path, text: str, reported: list[str]) -> None:
+    assert about_keys(tmp_path, text) == reported
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reported"),
     [
         ("{port: 9090}", ["server.admin.port: the admin port and the data port are both 9090; use different ports"]),
         ("{host: 127.0.0.2, port: 9090}", []),
@@ -314,8 +314,8 @@ def test_keys(tmp_path: Path, text: str, said: list[str]) -> None:
         ('{admin: {token: {file: "a\\0b"}}}', ["server.admin.token: embedded null byte"]),
     ],
 )
-def test_server(tmp_path: Path, text: str, said: list[str]) -> None:
-    assert about_server(tmp_path, text) == said
+def test_server(tmp_path: Path, text: str, reported: list[str]) -> None:
+    assert about_server(tmp_path, text) == reported
 
 
 def test_a_certificate_and_its_key_belong_together(tmp_path: Path) -> None:
@@ -332,7 +332,7 @@ def test_a_certificate_and_its_key_belong_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "said"),
+    ("first", "second", "reported"),
     [
         (
             "args: {port: 9001}",
@@ -359,16 +359,16 @@ def test_a_certificate_and_its_key_belong_together(tmp_path: Path) -> None:
         ("args: {uds: /run/s.sock}, group: g", "args: {uds: /run/s.sock}, group: g, start: on_demand", []),
     ],
 )
-def test_places_of_launched_servers(tmp_path: Path, first: str, second: str, said: list[str]) -> None:
+def test_places_of_launched_servers(tmp_path: Path, first: str, second: str, reported: list[str]) -> None:
     models = f"models:\n  # two\n  - {{id: a, launch: {{{first}}}}}\n  - {{id: b, launch: {{{second}}}}}\n"
-    assert problems(tmp_path, f"{models}keys: [{{id: k, anonymous: true}}]\n") == [f"g.yaml:{line}" for line in said]
+    assert problems(tmp_path, f"{models}keys: [{{id: k, anonymous: true}}]\n") == [f"g.yaml:{line}" for line in reported]
 
 
 def about_limits(folder: Path, key: str, *, price: str = "", rest: str = "") -> list[str]:
-    """What is said about a key with these limits, without file and line."""
+    """Return the problems of a key with these limits, without file and line."""
     models = f"models: [{{id: m, launch: {{}}{price}}}]\n"
-    said = problems(folder, f"{models}keys:\n  - {{id: k, anonymous: true, limits: {{{key}}}}}\n{rest}\n")
-    return [each.split(": ", 1)[1] for each in said]
+    found = problems(folder, f"{models}keys:\n  - {{id: k, anonymous: true, limits: {{{key}}}}}\n{rest}\n")
+    return [each.split(": ", 1)[1] for each in found]
 
 
 def test_limits(tmp_path: Path) -> None:
@@ -390,7 +390,7 @@ def test_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "said"),
+    ("url", "reported"),
     [
         ("redis://localhost", None),
         ("rediss://me@redis.example:6380/2", None),
@@ -402,8 +402,8 @@ def test_limits(tmp_path: Path) -> None:
         ("http://h", "expected a URL such as redis://localhost:6379/0"),
     ],
 )
-def test_where_limits_are_counted(tmp_path: Path, url: str, said: str | None) -> None:
-    expected = [] if said is None else [f"limits_store: {said}"]
+def test_where_limits_are_counted(tmp_path: Path, url: str, reported: str | None) -> None:
+    expected = [] if reported is None else [f"limits_store: {reported}"]
     assert about_limits(tmp_path, "concurrent: 1", rest=f"limits_store: {url}") == expected
 
 
@@ -431,9 +431,9 @@ def test_a_secret_that_is_no_line_of_text(tmp_path: Path) -> None:
         b"a\nb": "the secret contains line breaks or other control characters",
         b"\xff": "the file t is not UTF-8 text",
     }
-    for content, said in contents.items():
+    for content, reported in contents.items():
         (tmp_path / "t").write_bytes(content)
-        assert problems(tmp_path, text) == [f"g.yaml:3: server.admin.token: {said}"]
+        assert problems(tmp_path, text) == [f"g.yaml:3: server.admin.token: {reported}"]
     (tmp_path / "t").write_bytes(b"x" * 70_000)
     assert problems(tmp_path, text) == ["g.yaml:3: server.admin.token: the file t is larger than 65536 bytes"]
 
@@ -445,7 +445,7 @@ def test_many_keys_load(tmp_path: Path) -> None:
     assert len(load(path, {}).keys) == 5_000
 
 
-_WORDS = st.sampled_from(
+_YAML_TERMS = st.sampled_from(
     [
         "models",
         "keys",
@@ -467,7 +467,7 @@ _WORDS = st.sampled_from(
         "!!x",
     ]
 )
-_TEXTS = st.lists(st.one_of(_WORDS, st.text(max_size=5), st.sampled_from(": -[]{},\n \t'\"#|>%&*!")), max_size=40).map("".join)
+_TEXTS = st.lists(st.one_of(_YAML_TERMS, st.text(max_size=5), st.sampled_from(": -[]{},\n \t'\"#|>%&*!")), max_size=40).map("".join)
 _SECTIONS = schema()["$defs"]
 _NAMES = st.sampled_from(sorted({name for section in _SECTIONS.values() for name in section["properties"]}))
 _GOOD = st.sampled_from(["m", "/a", "1s", "20MiB", HASH, "*", "http://h:1", "redis://h"])
@@ -513,8 +513,8 @@ def test_whatever_shape_the_document_has_it_is_judged_in_words(tmp_path: Path) -
     @settings(max_examples=examples(200), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(_DOCUMENTS)
     def check(document: object) -> None:
-        said = problems(tmp_path, yaml.safe_dump(document))
-        assert [one for one in said if "\n" in one or one.split(": ", 2)[-1].startswith(pydantics)] == []
+        reported = problems(tmp_path, yaml.safe_dump(document))
+        assert [one for one in reported if "\n" in one or one.split(": ", 2)[-1].startswith(pydantics)] == []
 
     check()
 
@@ -534,15 +534,15 @@ def test_a_bound_that_the_workers_cannot_share(tmp_path: Path) -> None:
     keys = "keys: [{{id: k, anonymous: true}}]\n"
     text = "server: {{workers: 4, max_inflight: {}}}\nmodels: [{{id: m, launch: {{}}, max_inflight: {}}}]\n" + keys
     assert problems(tmp_path, text.format(4, 4)) == []
-    words = "4 workers cannot share 3 requests: each needs at least one; raise this limit or lower server.workers"
+    message = "4 workers cannot share 3 requests: each needs at least one; raise this limit or lower server.workers"
     assert problems(tmp_path, text.format(3, 3)) == [
-        f"g.yaml:1: server.max_inflight: {words}",
-        f"g.yaml:2: models[0].max_inflight: {words}",
+        f"g.yaml:1: server.max_inflight: {message}",
+        f"g.yaml:2: models[0].max_inflight: {message}",
     ]
 
 
 def about_launches(folder: Path, groups: str, *launches: str) -> list[str]:
-    """What is said about models with these launches, without file and line."""
+    """Return the problems of models with these launches, without file and line."""
     models = "".join(f"  - {{id: m{number}, launch: {{{launch}}}}}\n" for number, launch in enumerate(launches))
     return [each.split(": ", 1)[1] for each in problems(folder, f"models:\n{models}keys: [{{id: k, anonymous: true}}]\n{groups}\n")]
 

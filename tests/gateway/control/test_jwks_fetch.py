@@ -52,17 +52,17 @@ class ChangeCounter:
 
 
 @pytest.fixture
-def told() -> ChangeCounter:
+def changes() -> ChangeCounter:
     return ChangeCounter()
 
 
 @pytest.fixture
-async def sets(told: ChangeCounter) -> AsyncIterator[JwksFetcher]:
-    async with jwks_fetcher(told) as followed:
+async def sets(changes: ChangeCounter) -> AsyncIterator[JwksFetcher]:
+    async with jwks_fetcher(changes) as followed:
         yield followed
 
 
-async def test_a_key_set_is_fetched_and_refreshed(tmp_path: Path, sets: JwksFetcher, told: ChangeCounter) -> None:
+async def test_a_key_set_is_fetched_and_refreshed(tmp_path: Path, sets: JwksFetcher, changes: ChangeCounter) -> None:
     issuer = Issuer()
     with published(issuer) as shown:
         config = configured(tmp_path, provider(shown, refresh="50ms"))
@@ -72,9 +72,9 @@ async def test_a_key_set_is_fetched_and_refreshed(tmp_path: Path, sets: JwksFetc
         before = sets.known()[issuer.name]
         assert [key["kid"] for key in json.loads(before)] == [issuer.keys[0].kid]
         await until(lambda: max(shown.responses) > (304, 0.0) and len(shown.responses) > 2)
-        assert told.times == 1, "what is the same is no news"
+        assert changes.times == 1, "what is the same is no news"
         issuer.published.append(SigningKey("RS256", "fresh").jwk())
-        await until(lambda: told.times == 2)
+        await until(lambda: changes.times == 2)
         assert len(json.loads(sets.known()[issuer.name])) == 2
         assert list(sets.well()) == [(issuer.name, True)]
         sets.follow(configured(tmp_path, provider(shown, leeway="1s", refresh="1h")))

@@ -28,11 +28,13 @@ def get(running: Gateway, path: str, key: str) -> httpx2.Response:
     return httpx2.get(running.url + path, headers={"authorization": f"Bearer {key}"}, timeout=30)
 
 
-@pytest.mark.parametrize(("asked", "answered"), [("sim/sql", "sim/sql"), ("sql", "sim/sql"), ("sim/chat", "sim/chat"), ("one", "sim/one")])
-def test_each_name_reaches_its_adapter_on_the_server_of_the_base(running: Gateway, asked: str, answered: str) -> None:
-    response = running.request(model=asked)
-    assert (response.status_code, response.json()["model"]) == (200, answered)
-    line = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",error="",model="{answered}"}}'
+@pytest.mark.parametrize(
+    ("requested", "adapter"), [("sim/sql", "sim/sql"), ("sql", "sim/sql"), ("sim/chat", "sim/chat"), ("one", "sim/one")]
+)
+def test_each_name_reaches_its_adapter_on_the_server_of_the_base(running: Gateway, requested: str, adapter: str) -> None:
+    response = running.request(model=requested)
+    assert (response.status_code, response.json()["model"]) == (200, adapter)
+    line = f'vllm_gateway_requests_total{{code="200",endpoint="/v1/chat/completions",error="",model="{adapter}"}}'
     wait_for(lambda: running.metric(line) >= 1)  # a request is counted when it has finished, shortly after its response
 
 

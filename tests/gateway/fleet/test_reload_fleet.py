@@ -270,11 +270,11 @@ async def test_a_renamed_model_waits_for_the_address_on_which_it_listens(tmp_pat
         await _renamed(tmp_path, address)
 
 
-async def _renamed(tmp_path: Path, place: dict[str, Any]) -> None:
-    async with controlled(tmp_path, eager(A, args=place)) as one:
+async def _renamed(tmp_path: Path, servers: dict[str, Any]) -> None:
+    async with controlled(tmp_path, eager(A, args=servers)) as one:
         [pid] = one.pids(A)
         streams = await one.streams(A, 1, seconds=SECONDS)
-        await one.reload(eager(B, args=place))
+        await one.reload(eager(B, args=servers))
         await held(lambda: one.state(B) == "stopped" and psutil.pid_exists(pid), 1.0, *streams)
         assert whole(await streams[0])
         await one.reaches(B, "ready")

@@ -1,4 +1,4 @@
-"""What a file of another gateway's keys is taken for, and what of it is refused."""
+"""Detect the format of another gateway's key file, and reject invalid lines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from gateway.key_management.keys_import import BadLineError, read_keys, sort_key
 from tests.support.rows import each_row
 
 KEY = mint("team-a")
-FIRST, SECOND, THIRD = (f"sk-{word}-0123456789" for word in ("first", "second", "third"))
+FIRST, SECOND, THIRD = (f"sk-{ordinal}-0123456789" for ordinal in ("first", "second", "third"))
 
 
 def listed(token: str, **more: Any) -> dict[str, Any]:
-    """One of LiteLLM's keys, as its list has it."""
+    """Return one LiteLLM key in the form of LiteLLM's list."""
     return {"token": hash_of(token).removeprefix("sha256:"), **more}
 
 
@@ -38,7 +38,7 @@ def test_whose_keys_they_are(text: str, owners: dict[str, str | None]) -> None:
 
 
 @each_row(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (f"{FIRST}\nsk two words of text\n", "line 2 is not a key: expected a key, or id,key, of 16 to 512 visible characters"),
         ("{oops", "the file starts like JSON but is not valid JSON"),
@@ -56,7 +56,7 @@ def test_whose_keys_they_are(text: str, owners: dict[str, str | None]) -> None:
          "key 2: the id looks like a key; expected a key, or id,key, or a first line key,id"),
     ],
 )  # fmt: skip
-def test_a_file_that_cannot_be_taken_over_is_told_without_repeating_a_key(text: str, said: str) -> None:
-    with pytest.raises(BadLineError) as told:
+def test_a_file_that_cannot_be_imported_is_reported_without_its_keys(text: str, expected: str) -> None:
+    with pytest.raises(BadLineError) as raised:
         sort_keys(read_keys(text), {hash_of(KEY)}, {"team-a", "two"})
-    assert str(told.value) == said
+    assert str(raised.value) == expected

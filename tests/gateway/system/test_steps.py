@@ -142,7 +142,7 @@ async def test_the_collector_is_paused_while_a_body_is_processed() -> None:
 FULL = {
     **{f"a text of {name}": partial(lambda piece: ("/v1/chat/completions", text(piece, LIMIT)), piece) for name, piece in TEXTS.items()},
     **{f"messages: {name}": partial(filled, "messages", unit, LIMIT) for name, unit in UNITS.items()},
-    **{f"{place}: images": partial(filled, place, UNITS["images"], LIMIT) for place in POSITIONS},
+    **{f"{position}: images": partial(filled, position, UNITS["images"], LIMIT) for position in POSITIONS},
 }
 
 
@@ -177,10 +177,10 @@ _UNITS = st.recursive(
 
 
 @settings(deadline=None, max_examples=examples(40), suppress_health_check=list(HealthCheck))
-@given(unit=_UNITS, place=st.sampled_from(sorted(POSITIONS)))
-def test_twice_the_body_costs_about_twice(unit: bytes, place: str) -> None:
+@given(unit=_UNITS, position=st.sampled_from(sorted(POSITIONS)))
+def test_twice_the_body_costs_about_twice(unit: bytes, position: str) -> None:
     for _ in range(4):
-        once, twice = (_cost(*filled(place, unit, size)) for size in (200_000, 400_000))
+        once, twice = (_cost(*filled(position, unit, size)) for size in (200_000, 400_000))
         if twice < 3 * once + 0.005:
             break
     else:

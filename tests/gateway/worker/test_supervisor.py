@@ -20,23 +20,23 @@ from tests.support.running import until
 NO_EVENTS = WorkerEvents(lambda: None, lambda _: None)
 
 
-@pytest.mark.parametrize("turns", range(8))
-async def test_cancellation_while_a_worker_starts_leaves_no_process(turns: int) -> None:
+@pytest.mark.parametrize("iterations", range(8))
+async def test_cancellation_while_a_worker_starts_leaves_no_process(iterations: int) -> None:
     before = set(psutil.Process().children())
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
-            for _ in range(turns):
+            for _ in range(iterations):
                 await asyncio.sleep(0)
     assert set(psutil.Process().children()) <= before
 
 
-@pytest.mark.parametrize("turns", [0, 1, 3])
-async def test_the_gateway_does_not_wait_for_a_starting_worker_when_it_stops(turns: int) -> None:
+@pytest.mark.parametrize("iterations", [0, 1, 3])
+async def test_the_gateway_does_not_wait_for_a_starting_worker_when_it_stops(iterations: int) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
-            for _ in range(turns):
+            for _ in range(iterations):
                 await asyncio.sleep(0)
             async with asyncio.timeout(60):  # for the start and the exit; no request is in flight
                 await supervisor.drain(600)

@@ -33,8 +33,8 @@ def test_every_shape_is_json_schema() -> None:
 
 
 def test_what_is_described_is_what_is_served() -> None:
-    told = {path: set(methods) for path, methods in DOCUMENT["paths"].items()}
-    assert told == {path: {"post"} for path in ROUTES} | {path: {"get"} for path in READ_ONLY}
+    documented = {path: set(methods) for path, methods in DOCUMENT["paths"].items()}
+    assert documented == {path: {"post"} for path in ROUTES} | {path: {"get"} for path in READ_ONLY}
 
 
 def test_no_shape_is_left_over_and_none_is_missing() -> None:
@@ -42,17 +42,17 @@ def test_no_shape_is_left_over_and_none_is_missing() -> None:
     assert referred == set(SCHEMAS)
 
 
-def test_every_code_is_told_with_its_status_and_no_other() -> None:
+def test_every_code_is_documented_with_exactly_its_status() -> None:
     shared = DOCUMENT["components"]["responses"]
     for prefix in ("Error", "MessagesError"):
-        told = {(code, int(name.removeprefix(prefix))) for name, each in shared.items() if re.fullmatch(rf"{prefix}\d+", name)
+        documented = {(code, int(name.removeprefix(prefix))) for name, each in shared.items() if re.fullmatch(rf"{prefix}\d+", name)
                 for code in re.findall(r"`(\w+)`", each["description"])}  # fmt: skip
-        assert told == {(code, row.status) for code, row in ERRORS.items()}
+        assert documented == {(code, row.status) for code, row in ERRORS.items()}
     assert SCHEMAS["Error"]["properties"]["error"]["properties"]["code"]["enum"] == list(ERRORS)
 
 
 @each_row("code", ERRORS)
-def test_errors_have_the_shape_that_is_told(code: str) -> None:
+def test_errors_have_the_documented_shape(code: str) -> None:
     refusal = Refusal(code, "-", param="model")
     for name, error in (("Error", openai_error(refusal)), ("MessagesError", anthropic_error(refusal))):
         validator = Draft202012Validator({"$ref": f"#/components/schemas/{name}", "components": DOCUMENT["components"]})
@@ -60,14 +60,14 @@ def test_errors_have_the_shape_that_is_told(code: str) -> None:
 
 
 @pytest.mark.parametrize("path", [path for path, route in ROUTES.items() if route.dialect is not Dialect.PLAIN and route.endpoint == path])
-def test_errors_within_a_stream_have_the_shape_that_is_told(path: str) -> None:
+def test_errors_within_a_stream_have_the_documented_shape(path: str) -> None:
     if "text/event-stream" in DOCUMENT["paths"][path]["post"]["responses"]["200"]["content"]:
         dialect = ROUTES[path].dialect
         event = render_event(Refusal("upstream_timeout", "-"), dialect=dialect.value).decode()
         assert response_problems(path, 200, "text/event-stream", event) == []
 
 
-def test_nothing_is_offered_that_is_taken_away() -> None:
+def test_no_documented_field_is_removed() -> None:
     for path in ENDPOINTS:
         offered = set(SCHEMAS[request_name(path)]["properties"])
         assert offered & FORBIDDEN == set(), path
@@ -93,7 +93,7 @@ def request_name(path: str) -> str:
 
 
 @each_row("path", [path for path, route in ROUTES.items() if route.body is Body.JSON])
-def test_the_examples_are_what_is_asked_for(path: str) -> None:
+def test_the_examples_are_valid_requests(path: str) -> None:
     example = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["example"]
     assert request_problems(path, example) == []
     assert request_problems(path, {}) != []
@@ -113,10 +113,10 @@ def test_every_route_is_shown_with_a_curl_command() -> None:
 
 
 def test_a_difference_is_seen() -> None:
-    answer = '{"object": "list", "data": [{"index": 0, "object": "score", "score": 1, "more": 1}], "model": "m", "usage": 1}'
-    problems = response_problems("/v1/score", 200, "application/json", answer)
+    response = '{"object": "list", "data": [{"index": 0, "object": "score", "score": 1, "more": 1}], "model": "m", "usage": 1}'
+    problems = response_problems("/v1/score", 200, "application/json", response)
     assert [problem.partition(":")[0] for problem in sorted(problems)] == ["$.data[0]", "$.usage"]
-    assert response_problems("/v1/score", 201, "application/json", answer) != []
+    assert response_problems("/v1/score", 201, "application/json", response) != []
     assert response_problems("/v1/score", 200, "text/event-stream", "data: {}\n\n") != []
 
 
@@ -124,6 +124,6 @@ def test_the_page_has_everything_and_links_only_to_itself() -> None:
     text = page(DOCUMENT)
     for path in DOCUMENT["paths"]:
         assert f"{path}</h3>" in text
-    links, places = (set(re.findall(rf'{attribute}="([^"]*)"', text)) for attribute in ("href", "id"))
-    assert links <= {f"#{place}" for place in places} and places == set(SCHEMAS)
+    links, ids = (set(re.findall(rf'{attribute}="([^"]*)"', text)) for attribute in ("href", "id"))
+    assert links <= {f"#{identity}" for identity in ids} and ids == set(SCHEMAS)
     assert "src=" not in text and "<script" not in text
