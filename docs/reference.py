@@ -96,10 +96,15 @@ def _kind(shape: Mapping[str, Any]) -> str:
 
 
 def _bounds(shape: Mapping[str, Any]) -> str:
-    least, most = shape.get("minimum"), shape.get("maximum")
-    if most is not None:
-        return f", {least:g} to {most:g}"
-    return f", at least {least:g}" if least is not None else ""
+    least, above, most = shape.get("minimum"), shape.get("exclusiveMinimum"), shape.get("maximum")
+    if least is not None and most is not None:
+        return f", {_number(least)} to {_number(most)}"
+    bounds = (("at least", least), ("more than", above), ("at most", most))
+    return "".join(f", {label} {_number(bound)}" for label, bound in bounds if bound is not None)
+
+
+def _number(value: float) -> str:
+    return f"{value:.12g}" if abs(value) < 1e12 else f"{value:g}"
 
 
 def default(setting: Setting) -> str:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -146,7 +147,10 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
             return _error(str(error), 400)
         except DatabaseUnavailableError as error:
             return _error(f"the ledger's database does not respond: {error}", 503)
-        return _error("no ledger is configured", 404) if known is None else JSONResponse(known, headers={"cache-control": "no-store"})
+        if known is None:
+            return _error("no ledger is configured", 404)
+        # Its costs are numbers with all of their digits, which the encoder of JSONResponse cannot write.
+        return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")
 
     async def keys(_: Request) -> Response:
         return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})

@@ -5,8 +5,9 @@ The rule: every error is one sentence for the operator.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -35,8 +36,8 @@ class AdminClient:
         return self._request("GET", "/status")
 
     def usage(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return the response of /usage to a query. Raises RefusedError."""
-        return self._request("GET", "/usage", query)
+        """Return the response of /usage to a query; its numbers with decimals are ``Decimal``. Raises RefusedError."""
+        return self._request("GET", "/usage", query, parse_float=Decimal)
 
     def keys(self) -> dict[str, Any]:
         """Return the JSON of /keys."""
@@ -54,21 +55,23 @@ class AdminClient:
         """Stop the gateway as SIGTERM does. Raises RefusedError."""
         return self._request("POST", "/drain")
 
-    def _request(self, method: str, path: str, query: Mapping[str, str] | None = None) -> dict[str, Any]:
+    def _request(
+        self, method: str, path: str, query: Mapping[str, str] | None = None, parse_float: Callable[[str], Any] = float
+    ) -> dict[str, Any]:
         try:
             response = self._client.request(method, path, params=query)
         except httpx2.HTTPError as error:
             raise UnreachableError(str(error) or type(error).__name__) from error
-        document = _document(response)
+        document = _document(response, parse_float)
         if not response.is_success:
             raise RefusedError(document["error"])
         return document
 
 
-def _document(response: httpx2.Response) -> dict[str, Any]:
+def _document(response: httpx2.Response, parse_float: Callable[[str], Any]) -> dict[str, Any]:
     """Return the JSON object of a response. Raises UnreachableError for a response that is not a gateway's."""
     try:
-        document = response.json()
+        document = response.json(parse_float=parse_float)
     except ValueError:
         document = None
     if not isinstance(document, dict) or not (response.is_success or isinstance(document.get("error"), str)):

@@ -38,6 +38,7 @@ from gateway.config.values import (
     KeySet,
     LogPart,
     MediaHost,
+    Money,
     Mount,
     Name,
     NamedPort,
@@ -55,6 +56,7 @@ from gateway.config.values import (
     exists,
     installed,
 )
+from gateway.snapshot.money import MAX_COST_LIMIT, MAX_PRICE
 from gateway.system.logs import PARTS
 from gateway.system.tls import CertificateError, Pair
 from gateway.system.tls import Tls as Files
@@ -271,14 +273,16 @@ class Body(Section):
     )
 
 
-_Price = Annotated[float, Strict(), Field(ge=0, le=1e9, allow_inf_nan=False)]  # a request's cost must fit into the ledger
+_Price = Annotated[int, Money(least=0, most=MAX_PRICE)]
 
 
 class Price(Section):
-    """Prices of tokens, in one currency for all models."""
+    """Prices of tokens, in one currency for all models, with up to 9 decimals."""
 
-    prompt: _Price = Field(default=0.0, description="price of a million prompt tokens")
-    completion: _Price = Field(default=0.0, description="price of a million completion tokens")
+    prompt: _Price = Field(default=0, description="price of a million prompt tokens")
+    completion: _Price = Field(default=0, description="price of a million completion tokens")
+    cached: _Price | None = Field(default=None, description="price of a million prompt tokens from the prefix cache; default: as `prompt`")
+    reasoning: _Price | None = Field(default=None, description="price of a million reasoning tokens; default: as `completion`")
 
 
 Task = Literal["chat", "completion", "embedding", "rerank", "classify", "transcription"]
@@ -335,7 +339,7 @@ class Group(Section):
     max_running: Count = Field(default=1, description="maximum number of models that run at the same time")
 
 
-_Cost = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+_Cost = Annotated[int, Money(above=0, most=MAX_COST_LIMIT)]
 
 
 class _Amounts(Section):

@@ -28,11 +28,17 @@ from pydantic import (
     WithJsonSchema,
 )
 from pydantic_core import CoreSchema
-from pydantic_core.core_schema import literal_schema
+from pydantic_core.core_schema import (
+    float_schema,
+    literal_schema,
+    no_info_after_validator_function,
+    plain_serializer_function_ser_schema,
+)
 
 from gateway.api.media_urls import is_entry
 from gateway.config.problems import did_you_mean
 from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
+from gateway.snapshot.money import NANO, nano_units
 from gateway.system.logs import PARTS
 from upstream.balancing.policies import POLICIES
 from upstream.http.address import Address
@@ -113,6 +119,24 @@ class OneOf:
 
     def __get_pydantic_core_schema__(self, _source: type[str], _handler: GetCoreSchemaHandler) -> CoreSchema:
         return literal_schema(list(self.names))
+
+
+@dataclass(frozen=True, slots=True)
+class Money:
+    """Accept an amount in units of the currency within bounds. Its value is in whole nano-units."""
+
+    most: float
+    least: float | None = None
+    above: float | None = None
+
+    def __get_pydantic_core_schema__(self, _source: type[int], _handler: GetCoreSchemaHandler) -> CoreSchema:
+        number = float_schema(strict=True, ge=self.least, gt=self.above, le=self.most, allow_inf_nan=False)
+        return no_info_after_validator_function(nano_units, number, serialization=plain_serializer_function_ser_schema(_in_units))
+
+
+def _in_units(nano: int) -> float:
+    """Return nano-units in units of the currency. An amount of the configuration has so few digits that its text is exact."""
+    return nano / NANO
 
 
 Balance = Annotated[str, OneOf(tuple(POLICIES))]

@@ -15,6 +15,7 @@ from gateway.config.launches import may_be_stopped
 from gateway.config.redis_url import limits_store
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
 from gateway.fleet.observed_servers import ObservedServers, api_key_of
+from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import (
     Allowance,
     BodyRules,
@@ -129,11 +130,18 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         fallbacks=model.fallbacks,
         rewrite=model.rewrite_model,
         created=created,
-        price=(model.price.prompt, model.price.completion) if model.price is not None else None,
+        price=None if model.price is None else _price(model.price),
         task=model.task or (None if args is None else task_of(args)),
         capabilities=model.capabilities,
         launched_with=None if args is None else capabilities_of(args),
     )
+
+
+def _price(price: conf.Price) -> Price:
+    """Return the prices of all kinds of tokens."""
+    cached = price.prompt if price.cached is None else price.cached
+    reasoning = price.completion if price.reasoning is None else price.reasoning
+    return Price(price.prompt, price.completion, cached, reasoning)
 
 
 def _with_adapters(model: conf.Model, base: Model) -> Iterator[Model]:

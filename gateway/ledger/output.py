@@ -1,43 +1,39 @@
-"""Print usage for people and for programs: a table with bars, CSV, JSON."""
+"""Print usage for people and for programs: a table with bars, CSV, JSON. Costs are exact decimals in each of them."""
 
 from __future__ import annotations
 
 import csv
 import io
-import json
-import math
 from collections.abc import Callable, Iterable, Mapping
-from decimal import Decimal
 
+import msgspec
 from rich.bar import Bar
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from gateway.ledger.queries import UsageReport, UsageSum
+from gateway.snapshot.money import decimal_of, decimal_text
 
 _BAR = 24  # columns
-_DECIMALS = (2, 9)
-_MEASURES = ("requests", "incomplete", "estimated", "prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens", "cost")
+_MIN_DECIMALS = 2
+_MEASURES = ("requests", "incomplete", "estimated", "prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
 
 
 def as_json(report: UsageReport, console: Console) -> None:
     """Print the report as JSON."""
-    console.file.write(json.dumps(report.document(), indent=2) + "\n")
+    console.file.write(msgspec.json.format(msgspec.json.encode(report.document()), indent=2).decode() + "\n")
 
 
 def as_csv(report: UsageReport, console: Console) -> None:
-    """Print a line for each sum; unknown values are empty."""
+    """Print a line for each sum; unknown values are empty. Costs have no exponent, which not every program reads."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*report.query.by, *_MEASURES])
-    writer.writerows([*each.group, *(_plain(getattr(each, name)) for name in _MEASURES)] for each in report.sums)
+    writer.writerow([*report.query.by, *_MEASURES, "cost"])
+    for each in report.sums:
+        cost = None if each.cost is None else decimal_text(each.cost)
+        writer.writerow([*each.group, *(getattr(each, name) for name in _MEASURES), cost])
     console.file.write(text.getvalue())
-
-
-def _plain(number: float | None) -> str | float | None:
-    """Write a number without an exponent: not every program that reads CSV knows ``3.4e-05``."""
-    return f"{Decimal(repr(number)):f}" if isinstance(number, float) else number
 
 
 def as_table(report: UsageReport, console: Console) -> None:
@@ -71,13 +67,12 @@ def _numbers(each: UsageSum) -> list[str]:
 
 
 def _cost(each: UsageSum, decimals: int) -> str:
-    return "-" if each.cost is None else f"{'~' if each.estimated else ''}{each.cost:,.{decimals}f}"
+    return "-" if each.cost is None else f"{'~' if each.estimated else ''}{decimal_of(each.cost):,.{decimals}f}"
 
 
-def cost_decimals(costs: Iterable[float]) -> int:
-    """Return the decimals of a column of costs so that the smallest shows two digits: 2 to 9, as the ledger counts billionths."""
-    smallest = min((cost for cost in costs if cost > 0), default=1.0)
-    return min(max(_DECIMALS[0], 1 - math.floor(math.log10(smallest))), _DECIMALS[1])
+def cost_decimals(costs: Iterable[int]) -> int:
+    """Return the decimals with which a column shows all of these costs exactly: at least 2."""
+    return max([_MIN_DECIMALS, *(len(decimal_text(cost).partition(".")[2]) for cost in costs)])
 
 
 def _tokens(each: UsageSum) -> int:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gateway.config.quantities import parse_duration
 from gateway.ledger.errors import DatabaseUnavailableError, QueryError
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import create_database_engine, database_url, reason
+from gateway.snapshot.money import NANO, json_number
 
 DIMENSIONS = ("key", "team", "model", "day", "server")
 """Dimensions by which sums may be grouped."""
@@ -28,7 +30,6 @@ DIMENSIONS = ("key", "team", "model", "day", "server")
 _DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
 _MONTH = re.compile(r"\d{4}-\d{2}")
-_NANO = 1_000_000_000
 _HALF = 2**32
 
 
@@ -49,7 +50,7 @@ class UsageQuery:
 
 @dataclass(frozen=True, slots=True)
 class UsageSum:
-    """One line of a report. ``group`` is in the order of the query's dimensions; ``cost`` None: no request had a price.
+    """One line of a report. ``group`` is in the order of the query's dimensions; ``cost`` is in nano-units, None: no request had a price.
 
     ``incomplete`` and ``estimated`` are requests; the latter are those with estimated tokens.
     """
@@ -62,7 +63,7 @@ class UsageSum:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
-    cost: float | None
+    cost: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +74,26 @@ class UsageReport:
     sums: Sequence[UsageSum]
 
     def document(self) -> dict[str, Any]:
-        """Return the report as JSON."""
+        """Return the report as JSON, for an encoder of msgspec. A cost is a number with all of its digits."""
         query = self.query
-        rows = [{**dict(zip(query.by, each.group, strict=True)), **_without_group(each)} for each in self.sums]
+        rows = [{**dict(zip(query.by, each.group, strict=True)), **_measures(each)} for each in self.sums]
         return {"since": query.since.isoformat(), "until": query.until.isoformat(), "by": list(query.by), "usage": rows}
 
 
 def parse_report(document: Mapping[str, Any]) -> UsageReport:
-    """Parse the report in a document of a gateway."""
+    """Parse the report in a document of a gateway, whose numbers with decimals are ``Decimal``."""
     by, since, until = tuple(document["by"]), *(datetime.fromisoformat(document[name]) for name in ("since", "until"))
-    sums = [UsageSum(tuple(row.pop(part) for part in by), **row) for row in map(dict, document["usage"])]
+    sums = [UsageSum(tuple(row.pop(part) for part in by), **row | {"cost": _nano(row["cost"])}) for row in map(dict, document["usage"])]
     return UsageReport(UsageQuery(by, since, until), sums)
 
 
-def _without_group(each: UsageSum) -> dict[str, Any]:
-    return {name: value for name, value in asdict(each).items() if name != "group"}
+def _nano(cost: Decimal | int | None) -> int | None:
+    return None if cost is None else int(cost * NANO)
+
+
+def _measures(each: UsageSum) -> dict[str, Any]:
+    measures = {name: value for name, value in asdict(each).items() if name != "group"}
+    return measures if each.cost is None else measures | {"cost": json_number(each.cost)}
 
 
 def parse_query(parameters: Mapping[str, str], now: datetime) -> UsageQuery:
@@ -181,7 +187,7 @@ def _text(value: object) -> str | None:
 def _sum(group: tuple[str | None, ...], totals: Sequence[Any]) -> UsageSum:
     *counts, high, low = totals
     requests, incomplete, estimated, prompt, completion, cached, reasoning = (int(count or 0) for count in counts)
-    cost = None if high is None else (int(high) * _HALF + int(low)) / _NANO
+    cost = None if high is None else int(high) * _HALF + int(low)
     return UsageSum(group, requests, incomplete, estimated, prompt, completion, cached, reasoning, cost)
 
 

@@ -19,6 +19,7 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.last_resort import write_out
 from gateway.ledger.row import LOST, UsageRow, encode, frames
 from gateway.ledger.spool import save
+from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.request_record import USER_LIMIT, RequestRecord
 
@@ -32,7 +33,7 @@ class _OpenRequest(msgspec.Struct, frozen=True, gc=False):
     """An open request: its slot, the prices of its snapshot, and what its body says for the ledger."""
 
     slot: int | None
-    prices: Mapping[str, tuple[float, float] | None]
+    prices: Mapping[str, Price | None]
     user: str | None
     metadata: dict[str, Any] | None
 
@@ -43,7 +44,7 @@ class Recorder:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._open: dict[str, _OpenRequest] = {}
-        self._prices: Mapping[str, tuple[float, float] | None] = {}
+        self._prices: Mapping[str, Price | None] = {}
         self._with_user = self._with_metadata = False
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:

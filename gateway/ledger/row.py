@@ -14,10 +14,11 @@ from typing import Any
 
 import msgspec
 
+from gateway.api.usage import Usage
+from gateway.snapshot.money import Price, cost_of, rounded_nano_units
+
 HEAD = struct.Struct("<II")
 """Before each row: its length in bytes and its CRC-32."""
-
-_MOST = 2**63 - 1  # the largest value of an integer column
 
 LOST = "lost"
 """``incomplete`` of a request whose worker died while it was open."""
@@ -27,8 +28,7 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request of a known key. Durations are in seconds, ``started`` is since the epoch; None: not known.
 
     ``incomplete`` is as in ``RequestRecord``, or LOST. The tokens are the server's usage. ``chunks``: events of a stream after its
-    first one, if the stream was truncated or reported no usage. ``price`` is per million prompt and completion tokens, as it was
-    when the model was chosen.
+    first one, if the stream was truncated or reported no usage. ``price`` is the model's, as it was when the model was chosen.
     """
 
     id: str
@@ -50,7 +50,7 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     duration: float | None = None
     first_token: float | None = None
     queued: float | None = None
-    price: tuple[float, float] | None = None
+    price: Price | None = None
     labels: dict[str, str] = {}
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -70,15 +70,30 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def cost(self) -> int | None:
-        """Cost in billionths of the currency; None if the model has no price."""
+        """Cost in nano-units; None if the model has no price."""
         if self.price is None:
             return None
-        prompt, completion = self.price
-        return min(round(((self.prompt or 0) * prompt + (self.generated[0] or 0) * completion) * 1000), _MOST)
+        return cost_of(Usage(self.prompt or 0, self.generated[0] or 0, self.cached or 0, self.reasoning or 0), self.price)
 
 
 encode = msgspec.msgpack.Encoder().encode
-decode = msgspec.msgpack.Decoder(UsageRow).decode
+_decode = msgspec.msgpack.Decoder(UsageRow).decode
+_PRICE = UsageRow.__struct_fields__.index("price")
+
+
+def decode(payload: bytes) -> UsageRow:
+    """Return the row in a payload of this or an earlier version. Raises msgspec.DecodeError."""
+    try:
+        return _decode(payload)
+    except msgspec.ValidationError:
+        fields = msgspec.msgpack.decode(payload)
+        price = fields[_PRICE] if isinstance(fields, list) and len(fields) > _PRICE else None
+        if not (isinstance(price, list) and len(price) == 2 and all(isinstance(each, float) for each in price)):
+            raise
+    # Earlier versions had one price of prompt tokens and one of completion tokens, in units of the currency.
+    prompt, completion = map(rounded_nano_units, price)
+    fields[_PRICE] = (prompt, completion, prompt, completion)
+    return msgspec.convert(fields, UsageRow)
 
 
 def frame(payload: bytes) -> bytes:

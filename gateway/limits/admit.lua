@@ -5,8 +5,9 @@
 -- ARGV: the request's id; the seconds of a lease; the time after which the request is too late; then for each holder its limits
 -- (requests and tokens per minute, tokens per day and per month, cost per day and per month, concurrent; 0: none), and the
 -- amounts (requests, slots, tokens, cost).
+-- Costs are in whole nano-units.
 -- Returns: the number of the holder that refuses (0: none, -1: too late), the number of its limit, the milliseconds to wait, the
--- time in microseconds, millionths of the limit that are left; then for each holder the milliseconds until its buckets are full.
+-- time in microseconds, what is left of the limit as text; then for each holder the milliseconds until its buckets are full.
 local request, lease_seconds, deadline = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 if now > deadline then return {-1, 0, 0, math.floor(now * 1000000)} end
 local ARGUMENTS = {'rpm', 'tpm', 'tokens_day', 'tokens_month', 'cost_day', 'cost_month', 'concurrent', 'requests', 'slots', 'tokens', 'cost'}
@@ -19,11 +20,11 @@ local left_of_month = first_day_of(month + 1) * 86400 - now
 local function start_period(holder, p, period)
   if holder[p] == period then return end
   local o = 'o' .. p
-  local found = holder[o] == period and {period, holder[o .. 't'], holder[o .. 'c']} or {period, 0, 0}
+  local found = holder[o] == period and {period, holder[o .. 't'], holder[o .. 'n']} or {period, 0, 0}
   if holder[o] == period or holder[p] > holder[o] then
-    holder[o], holder[o .. 't'], holder[o .. 'c'] = holder[p], holder[p .. 't'], holder[p .. 'c']
+    holder[o], holder[o .. 't'], holder[o .. 'n'] = holder[p], holder[p .. 't'], holder[p .. 'n']
   end
-  holder[p], holder[p .. 't'], holder[p .. 'c'] = found[1], found[2], found[3]
+  holder[p], holder[p .. 't'], holder[p .. 'n'] = found[1], found[2], found[3]
 end
 
 -- The limit with the longest wait is reported.
@@ -60,8 +61,8 @@ for i = 1, count do
   check_bucket(i, 2, holder.t, a.tpm, a.tokens)
   check_quota(i, 3, holder.dt, a.tokens_day, a.tokens, left_of_day)
   check_quota(i, 4, holder.mt, a.tokens_month, a.tokens, left_of_month)
-  check_quota(i, 5, holder.dc, a.cost_day, a.cost, left_of_day)
-  check_quota(i, 6, holder.mc, a.cost_month, a.cost, left_of_month)
+  check_quota(i, 5, holder.dn, a.cost_day, a.cost, left_of_day)
+  check_quota(i, 6, holder.mn, a.cost_month, a.cost, left_of_month)
 end
 
 -- Reserve, and write down what was reserved, so that it is settled once.
@@ -73,8 +74,8 @@ if refusing_holder == 0 then
     if a.tpm > 0 then take_from_bucket(holder, 't', 60 * math.min(a.tokens / a.tpm, 1)) end
     if a.tokens_day > 0 then holder.dt = holder.dt + math.min(a.tokens, a.tokens_day) end
     if a.tokens_month > 0 then holder.mt = holder.mt + math.min(a.tokens, a.tokens_month) end
-    if a.cost_day > 0 then holder.dc = holder.dc + math.min(a.cost, a.cost_day) end
-    if a.cost_month > 0 then holder.mc = holder.mc + math.min(a.cost, a.cost_month) end
+    if a.cost_day > 0 then holder.dn = holder.dn + math.min(a.cost, a.cost_day) end
+    if a.cost_month > 0 then holder.mn = holder.mn + math.min(a.cost, a.cost_month) end
     write_holder(KEYS[2 * i - 1], holder)
     reserved[2 * i - 1] = request .. ' ' .. KEYS[2 * i - 1]
     reserved[2 * i] = string.format('%d %d %.17g %.17g %.17g', day, month, now, holder.r + holder.rb, holder.t + holder.tb)
@@ -87,7 +88,7 @@ if refusing_holder == 0 then
   redis.call('EXPIRE', KEYS[#KEYS], 3 * 86400)
 end
 
-local reply = {refusing_holder, refusing_limit, math.ceil(longest * 1000), math.floor(now * 1000000), math.floor(left * 1000000)}
+local reply = {refusing_holder, refusing_limit, math.ceil(longest * 1000), math.floor(now * 1000000), string.format('%.17g', left)}
 for i = 1, count do
   reply[#reply + 1] = math.ceil(math.max(holders[i].r - now, 0) * 1000)
   reply[#reply + 1] = math.ceil(math.max(holders[i].t - now, 0) * 1000)

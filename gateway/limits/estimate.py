@@ -18,6 +18,7 @@ from gateway.api.routes import OUTPUTS, Output
 from gateway.api.usage import Usage
 from gateway.auth.body_policy import NO_MEDIA
 from gateway.limits.rules import Amounts
+from gateway.snapshot.money import Price, TokenCounts, cost_of, highest_cost
 from gateway.system.steps import finished
 
 BYTES_PER_TOKEN = 4
@@ -31,11 +32,11 @@ _MEDIA, _IN_URL = b";base64,", ";base64,"
 _TYPE = 256  # characters that a media type may have
 _BYTES_PER_MESSAGE = 4096  # bytes that are searched in the time that one message takes
 _VALUES_PER_STEP = 20_000
-_MILLION = 1_000_000
+_NO_TOKENS = Usage()
 
 
 class TokenEstimate(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of one request, estimated or used."""
+    """Tokens that one request may use."""
 
     prompt: int = 0
     completion: int = 0
@@ -126,10 +127,16 @@ def apply_max_tokens(document: dict[str, Any], path: str, limit: int | None) -> 
         document[output.names[-1]] = limit
 
 
-def amounts_of(tokens: TokenEstimate, price: tuple[float, float] | None, requests: int = 0, slots: int = 0) -> Amounts:
-    """Convert tokens to the amounts that limits count. ``price`` is per million prompt and completion tokens."""
-    cost = 0.0 if price is None else (tokens.prompt * price[0] + tokens.completion * price[1]) / _MILLION
-    return Amounts(requests, slots, tokens.prompt + tokens.completion, cost)
+def reserved_amounts(tokens: TokenEstimate, price: Price | None) -> Amounts:
+    """Return what a request reserves: itself, a slot, its tokens, and the most that they can cost."""
+    cost = 0 if price is None else highest_cost(tokens.prompt, tokens.completion, price)
+    return Amounts(1, 1, tokens.prompt + tokens.completion, cost)
+
+
+def used_amounts(tokens: TokenCounts, price: Price | None, requests: int) -> Amounts:
+    """Return what a finished request has used."""
+    cost = 0 if price is None else cost_of(tokens, price)
+    return Amounts(requests, 0, tokens.prompt + tokens.completion, cost)
 
 
 class Outcome(NamedTuple):
@@ -146,7 +153,7 @@ class Outcome(NamedTuple):
     uncounted: bool = False
 
 
-def used_tokens(outcome: Outcome, estimated: TokenEstimate) -> TokenEstimate:
+def used_tokens(outcome: Outcome, estimated: TokenEstimate) -> Usage:
     """Return the tokens that count for a finished request.
 
     Nothing counts if the client received an error. The prompt and what was received count if the response was truncated, if a
@@ -154,12 +161,12 @@ def used_tokens(outcome: Outcome, estimated: TokenEstimate) -> TokenEstimate:
     """
     _, status, usage, events, incomplete, uncounted = outcome
     if not outcome.reached_server or (status >= 400 and status != CLIENT_CLOSED_REQUEST):
-        return TokenEstimate()
+        return _NO_TOKENS
     if incomplete is None and (usage is not None or not (events or uncounted)):
-        return TokenEstimate() if usage is None else TokenEstimate(usage.prompt, usage.completion)
+        return _NO_TOKENS if usage is None else usage
     if usage is None:
-        return TokenEstimate(estimated.prompt, events)
-    return TokenEstimate(usage.prompt or estimated.prompt, max(usage.completion, events))
+        return Usage(estimated.prompt, events)
+    return Usage(usage.prompt or estimated.prompt, max(usage.completion, events), usage.cached, usage.reasoning)
 
 
 def counts_as_request(outcome: Outcome) -> bool:

@@ -14,6 +14,7 @@ from gateway.api.errors import Refusal, duration
 from gateway.limits import rules
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.rules import ExceededLimit
+from gateway.snapshot.money import Price, decimal_of, highest_completion_price, highest_prompt_price
 
 _MILLION = 1_000_000
 _ROUNDING = 1e-6  # as in ``rules``
@@ -31,15 +32,16 @@ _NAMES: Mapping[str, str] = MappingProxyType(
 )
 
 
-def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, price: tuple[float, float] | None) -> Refusal:
+def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, price: Price | None) -> Refusal:
     """Return the error for an exceeded limit.
 
-    ``estimated``: what the request reserves, where ``max_tokens`` bounds the completion; ``price`` is per million tokens.
+    ``estimated``: what the request reserves, where ``max_tokens`` bounds the completion; ``price``: the model's.
     """
     seconds = max(math.ceil(exceeded.wait or 0), 1)
     is_cost, is_quota = exceeded.reason.startswith("cost"), exceeded.reason in rules.QUOTAS
-    limit, left = _NAMES[exceeded.reason].format(_number(exceeded.limit)), _rounded(exceeded.left, is_cost)
-    reserved = f"{'a cost of ' if is_cost else ''}{_number(exceeded.requested)}{'' if is_cost else ' tokens'}"
+    written = _cost if is_cost else _number
+    limit, left = _NAMES[exceeded.reason].format(written(exceeded.limit)), _rounded(exceeded.left)
+    reserved = f"{'a cost of ' if is_cost else ''}{written(exceeded.requested)}{'' if is_cost else ' tokens'}"
     now = _most_tokens(exceeded.reason, left, estimated, price)
     advice = [f"Set 'max_tokens' to at most {_number(now)}"] if now else []
     waits = True
@@ -57,7 +59,7 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
         state = f"The limit of {limit} is reached ({holder})."
     else:
         are = "is" if is_cost else "are"
-        state = f"This request reserves {reserved}, and of the limit of {limit} only {_number(left)} {are} left ({holder})."
+        state = f"This request reserves {reserved}, and of the limit of {limit} only {written(left)} {are} left ({holder})."
     if waits:
         advice.append(f"{'try' if advice else 'Try'} again in {duration(seconds)}")
     headers = {"x-should-retry": "false"} if is_quota else {}
@@ -66,22 +68,26 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     return Refusal("insufficient_quota" if is_quota else "rate_limit_exceeded", f"{state} {', or '.join(advice)}.", headers=headers)
 
 
-def _most_tokens(reason: str, capacity: float, estimated: TokenEstimate, price: tuple[float, float] | None) -> int:
+def _most_tokens(reason: str, capacity: float, estimated: TokenEstimate, price: Price | None) -> int:
     """Return the largest ``max_tokens`` with which a request fits into what is left; 0 if none does."""
     if estimated.completion < 2:
         return 0
-    tokens = capacity - estimated.prompt
-    if reason.startswith("cost"):
-        if price is None or price[1] <= 0:
-            return 0
-        tokens = (capacity * _MILLION - estimated.prompt * price[0]) / price[1]
-    return max(math.floor(tokens / estimated.choices + _ROUNDING), 0)
+    if not reason.startswith("cost"):
+        return max(math.floor((capacity - estimated.prompt) / estimated.choices + _ROUNDING), 0)
+    each = 0 if price is None else highest_completion_price(price)
+    if price is None or not each:
+        return 0
+    return max((int(capacity) * _MILLION - estimated.prompt * highest_prompt_price(price)) // (each * estimated.choices), 0)
 
 
-def _rounded(left: float, is_cost: bool) -> float:
-    """Round down to whole tokens, or to millionths of the currency."""
-    return math.floor(left * _MILLION) / _MILLION if is_cost else math.floor(left + _ROUNDING)
+def _rounded(left: float) -> int:
+    """Round down to whole tokens, or to whole nano-units."""
+    return math.floor(left + _ROUNDING)
 
 
 def _number(value: float) -> str:
-    return f"{value:,.12g}" if value >= 1 else f"{value:.12g}"
+    return f"{value:,.12g}"
+
+
+def _cost(nano: float) -> str:
+    return f"{decimal_of(int(nano)):,f}"

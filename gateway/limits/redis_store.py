@@ -263,7 +263,7 @@ class RedisStore:
         """Return the result in a reply, and remember its leases. Raises StoreUnavailableError without a reply or if it is too late."""
         if not isinstance(reply, list) or _is_late(reply):
             raise StoreUnavailableError
-        result = _parse_result(wanted, cast(list[int], reply), monotonic())
+        result = _parse_result(wanted, reply, monotonic())
         if result.exceeded is None:
             leases = tuple(_keys(holder)[1] for holder, amounts in wanted if amounts.slots and holder.limits.concurrent is not None)
             if leases:
@@ -460,13 +460,13 @@ def _is_late(reply: Reply) -> bool:
     return isinstance(reply, list) and reply[0] == _LATE
 
 
-def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[int], now: float) -> StoreResult:
+def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[Reply], now: float) -> StoreResult:
     """Parse the reply of admit.lua.
 
-    It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, millionths left, and the
-    milliseconds until each bucket is full.
+    It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, what is left as text, and
+    the milliseconds until each bucket is full.
     """
-    number, limit_number, wait, _, left, *rest = reply
+    number, limit_number, wait, _, left, *rest = cast(tuple[int, int, int, int, bytes, *tuple[int, ...]], tuple(reply))
     full_times = [
         (holder.limits, now + requests / 1000, now + tokens / 1000)
         for (holder, _), requests, tokens in zip(wanted, rest[::2], rest[1::2], strict=True)
@@ -476,7 +476,5 @@ def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[int]
     holder, amounts = wanted[number - 1]
     reason = COUNTED_LIMITS[limit_number - 1]
     limit, requested = getattr(holder.limits, reason), rules.amount(reason, amounts)
-    exceeded = ExceededLimit(
-        reason, limit, None if reason == "concurrent" else wait / 1000, left / 1_000_000 if requested else 0.0, requested
-    )
+    exceeded = ExceededLimit(reason, limit, None if reason == "concurrent" else wait / 1000, float(left) if requested else 0.0, requested)
     return StoreResult((holder, exceeded), full_times)

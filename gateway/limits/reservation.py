@@ -83,7 +83,7 @@ class Reservation(msgspec.Struct, eq=False):
         if limits.is_known_on_arrival:
             return
         for_model, holders = limits.for_model(model)
-        all_amounts = estimate.amounts_of(self._estimate, model.price, 1, 1)
+        all_amounts = estimate.reserved_amounts(self._estimate, model.price)
         if self._has_reserved_tokens:
             await self._change_model(for_model, holders, all_amounts)
             return
@@ -173,9 +173,8 @@ class Reservation(msgspec.Struct, eq=False):
             return
         model = self._model
         price = None if model is None else model.price
-        self._settle(
-            reserved, estimate.amounts_of(estimate.used_tokens(outcome, self._estimate), price, estimate.counts_as_request(outcome))
-        )
+        used = estimate.used_tokens(outcome, self._estimate)
+        self._settle(reserved, estimate.used_amounts(used, price, estimate.counts_as_request(outcome)))
 
     def _settle(self, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> None:
         if self._result is None:

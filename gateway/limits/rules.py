@@ -36,7 +36,7 @@ _BACK = 2
 DAY, MONTH = 4, 10
 """Offsets of the two windows: the period, and what was used in it."""
 USED, SPENT = 1, 2
-"""Behind a period: its tokens and its cost."""
+"""Behind a period: its tokens and its cost in nano-units."""
 _OTHER = 3
 """Behind the current period of a window: the other period that was used last."""
 SIZE = 16
@@ -59,12 +59,12 @@ class Cells(Protocol):
 
 
 class Amounts(msgspec.Struct, frozen=True, gc=False):
-    """Amounts that a request reserves or has used. ``slots`` are concurrent requests."""
+    """Amounts that a request reserves or has used. ``slots`` are concurrent requests; ``cost`` is in nano-units."""
 
     requests: int = 0
     slots: int = 0
     tokens: int = 0
-    cost: float = 0.0
+    cost: int = 0
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
@@ -97,7 +97,7 @@ class ExceededLimit(NamedTuple):
     """A limit without enough capacity: its name in the configuration and its size.
 
     ``wait`` is in seconds, None if it cannot be known. Limits on tokens and cost also have what is ``left`` and what was
-    ``requested``.
+    ``requested``. Costs are in nano-units.
     """
 
     reason: str

@@ -1,7 +1,7 @@
 -- Replace what a request has reserved by what it has used. The Python twin is rules.settle.
 --
 -- KEYS: as in admit.lua. ARGV: the request's id, then for each holder what is added: seconds to the buckets of requests and of
--- tokens, tokens and cost to the day, tokens and cost to the month.
+-- tokens, tokens and cost to the day, tokens and cost to the month. Costs are in whole nano-units.
 -- Only what admit.lua wrote down is settled, and it is deleted here: so a settlement that is sent twice changes nothing.
 
 -- Return seconds that time has not refilled yet: rules._settle_bucket.
@@ -22,7 +22,7 @@ local function add_to_period(holder, period, tokens, cost, p)
     prefix = 'o' .. p
   end
   holder[prefix .. 't'] = math.max(holder[prefix .. 't'] + tokens, 0)
-  holder[prefix .. 'c'] = math.max(holder[prefix .. 'c'] + cost, 0)
+  holder[prefix .. 'n'] = math.max(holder[prefix .. 'n'] + cost, 0)
 end
 
 for i = 1, (#KEYS - 1) / 2 do

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from gateway.snapshot.money import Price
 from gateway.system.logs import LogSettings
 from gateway.system.tls import Tls
 from upstream.balancing import policies
@@ -28,14 +29,14 @@ def weight_of(priority: int | None) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits of a holder. None: unlimited. Costs are in the currency of the prices. ``max_tokens`` limits one request."""
+    """The limits of a holder. None: unlimited. Costs are in whole nano-units. ``max_tokens`` limits one request."""
 
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
-    cost_per_day: float | None = None
-    cost_per_month: float | None = None
+    cost_per_day: int | None = None
+    cost_per_month: int | None = None
     concurrent: int | None = None
     max_tokens: int | None = None
 
@@ -185,8 +186,7 @@ class Model:
     """A model as clients see it, and its servers.
 
     ``mounts`` are path prefixes that serve this model alone. A launched server that is stopped is not in ``servers``. ``max_inflight``
-    limits the requests of all workers together on each server. ``keepalive`` is in seconds. ``price`` is per million prompt and completion
-    tokens.
+    limits the requests of all workers together on each server. ``keepalive`` is in seconds. ``price`` None: its tokens cost nothing.
 
     ``fallbacks`` are the names of the models to try in order when no server of this one can take a request. ``rewrite``: responses carry
     this model's ID whatever name its servers use.
@@ -216,7 +216,7 @@ class Model:
     created: int = 0
     parent: str | None = None
     served: str | None = None
-    price: tuple[float, float] | None = None
+    price: Price | None = None
     task: str | None = None
     capabilities: tuple[str, ...] | None = None
     launched_with: tuple[str, ...] | None = None

@@ -384,6 +384,17 @@ def test_limits(tmp_path: Path) -> None:
     assert about_limits(tmp_path, "cost_per_day: 1", price=", price: {prompt: 1000000001}") == [
         "models[0].price.prompt: expected 1000000000.0 or less, found 1000000001"
     ]
+    digits = "expected at most 9 digits after the decimal point, and at most 15 in total"
+    assert about_limits(tmp_path, "cost_per_day: 0.0000000001", price=", price: {cached: 0.1234567891, reasoning: -1}") == [
+        f"models[0].price.cached: {digits}",
+        "models[0].price.reasoning: expected 0.0 or more, found -1",
+        f"keys[0].limits.cost_per_day: {digits}",
+    ]
+    assert about_limits(tmp_path, "cost_per_month: 9000001", price=", price: {prompt: .inf, completion: '1'}") == [
+        "models[0].price.prompt: expected a finite number, found inf",
+        "models[0].price.completion: expected a number, found '1'; write it without quotes",
+        "keys[0].limits.cost_per_month: expected 9000000.0 or less, found 9000001",
+    ]
     assert about_limits(tmp_path, "concurrent: 1", rest="teams: [{id: t, limits: {models: [{models: [x], concurrent: 1}]}}]") == [
         "teams[0].limits.models[0].models[0]: matches no model"
     ]

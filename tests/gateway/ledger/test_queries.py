@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta, timezone
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +19,20 @@ from rich.console import Console
 from gateway.cli.main import run
 from gateway.ledger.errors import QueryError
 from gateway.ledger.output import FORMATS
-from gateway.ledger.queries import UsageReport, UsageSum, parse_query, run_query
+from gateway.ledger.queries import UsageReport, UsageSum, parse_query, parse_report, run_query
 from gateway.ledger.row import LOST
 from gateway.ledger.store import UsageStore, database_url
+from gateway.snapshot.money import MAX_COST, MAX_PRICE
 from tests.gateway.ledger.rows import STARTED, row
+from tests.support.money import price
 from tests.support.process import configuration
 
 NOW = datetime.fromtimestamp(STARTED, UTC)
 DAY = 86400.0
 UNTOLD: dict[str, Any] = {"prompt": None, "completion": None, "cached": None, "reasoning": None}
 ROWS = [
-    row(1, price=(1.0, 2.0)),
-    row(2, team="t", price=(1.0, 2.0), started=STARTED - DAY),
+    row(1, price=price(1.0, 2.0)),
+    row(2, team="t", price=price(1.0, 2.0), started=STARTED - DAY),
     row(3, team="t", model="big", server="big#0", prompt=1000, completion=0, cached=0, reasoning=0),
     row(
         4,
@@ -70,23 +73,22 @@ def told(report: UsageReport) -> dict[tuple[str | None, ...], tuple[Any, ...]]:
 
 def test_sums_are_by_whatever_is_asked_for(store: UsageStore) -> None:
     assert told(asked(store, by="key")) == {
-        ("team-a",): (3, 0, 0, 1020, 10, 0.00004),
+        ("team-a",): (3, 0, 0, 1020, 10, 40_000),
         ("team-b",): (3, 2, 1, 0, 7, None),
     }
-    assert told(asked(store, by="team")) == {("t",): (2, 0, 0, 1010, 5, 0.00002), (None,): (4, 2, 1, 10, 12, 0.00002)}
+    assert told(asked(store, by="team")) == {("t",): (2, 0, 0, 1010, 5, 20_000), (None,): (4, 2, 1, 10, 12, 20_000)}
     assert set(told(asked(store, by="model,server"))) == {
         ("big", "big#0"), ("big", "big#1"), ("tiny", "tiny#0"), (None, None),
     }  # fmt: skip
     assert list(told(asked(store, by="day"))) == [("2027-01-14",), ("2027-01-15",)]
-    assert told(asked(store, by="day,key"))["2027-01-14", "team-a"] == (1, 0, 0, 10, 5, 0.00002)
+    assert told(asked(store, by="day,key"))["2027-01-14", "team-a"] == (1, 0, 0, 10, 5, 20_000)
 
 
 def test_costs_of_any_size_add_up(url: str, tmp_path: Path) -> None:
-    """At prices that the configuration does not take any more; the ledger may have them."""
-    most = (2**63 - 1) / 1_000_000_000
+    """The largest costs that a row can have, whose sum exceeds 64 bits."""
     with closing(UsageStore(database_url(url, tmp_path))) as store:
-        store.write([row(number, price=(1e30, 0.0)) for number in range(1, 5)] + [row(5, price=(1.0, 2.0))])
-        assert told(asked(store, by="key"))["team-a",][-1] == pytest.approx(4 * most + 0.00002)
+        store.write([row(number, price=price(MAX_PRICE, 0.0), prompt=2**40) for number in range(1, 5)] + [row(5, price=price(1.0, 2.0))])
+        assert told(asked(store, by="key"))["team-a",][-1] == 4 * MAX_COST + 20_000
 
 
 def test_the_largest_come_first(store: UsageStore) -> None:
@@ -106,7 +108,7 @@ def test_one_key_or_model_may_be_looked_at_alone(store: UsageStore) -> None:
     assert told(asked(store, by="model", key="team-b")) == {("big",): (1, 1, 1, 0, 7, None), (None,): (1, 0, 0, 0, 0, None),
                                                             ("tiny",): (1, 1, 0, 0, 0, None)}  # fmt: skip
     assert set(told(asked(store, by="key", model="big"))) == {("team-a",), ("team-b",)}
-    assert told(asked(store, by="key", team="t")) == {("team-a",): (2, 0, 0, 1010, 5, 0.00002)}
+    assert told(asked(store, by="key", team="t")) == {("team-a",): (2, 0, 0, 1010, 5, 20_000)}
 
 
 def test_subjects_of_tokens_are_their_entrys(store: UsageStore) -> None:
@@ -188,19 +190,23 @@ def test_programs_get_csv_and_json(store: UsageStore) -> None:
 @pytest.mark.parametrize(
     ("costs", "table", "listed"),
     [
-        ([0.000034], ["0.000034"], ["0.000034"]),
-        ([1234.5, 0.00004, 0.0], ["1,234.500000", "0.000040", "0.000000"], ["1234.5", "0.00004", "0.0"]),
-        ([12.0, 0.25], ["12.00", "0.25"], ["12.0", "0.25"]),
-        ([1e-9], ["0.000000001"], ["0.000000001"]),
-        ([3e22], ["30,000,000,000,000,000,000,000.00"], ["30000000000000000000000"]),
-        ([0.0], ["0.00"], ["0.0"]),
+        ([34_000], ["0.000034"], ["0.000034"]),
+        ([1_234_500_000_000, 40_000, 0], ["1,234.50000", "0.00004", "0.00000"], ["1234.5", "0.00004", "0"]),
+        ([12_000_000_000, 250_000_000], ["12.00", "0.25"], ["12", "0.25"]),
+        ([1], ["0.000000001"], ["0.000000001"]),
+        ([1_234_567_123_456_789], ["1,234,567.123456789"], ["1234567.123456789"]),
+        ([3 * 10**31], ["30,000,000,000,000,000,000,000.00"], ["30000000000000000000000"]),
+        ([0], ["0.00"], ["0"]),
     ],
 )
-def test_a_cost_is_written_in_plain_decimals(costs: list[float], table: list[str], listed: list[str]) -> None:
+def test_costs_are_exact_decimals(costs: list[int], table: list[str], listed: list[str]) -> None:
     sums = [UsageSum((f"key-{number}",), 1, 0, 0, 1, 1, 0, 0, cost) for number, cost in enumerate(costs)]
     made = UsageReport(parse_query({"by": "key"}, NOW), sums)
     assert [line.split()[7] for line in shown(made, "table").splitlines()[2:]] == table
     assert [line["cost"] for line in csv.DictReader(io.StringIO(shown(made, "csv")))] == listed
+    text = shown(made, "json")
+    assert [f"{Decimal(each['cost']):f}" for each in json.loads(text, parse_float=Decimal)["usage"]] == listed
+    assert parse_report(json.loads(text, parse_float=Decimal)).sums == sums, "as another gateway's command reads it"
 
 
 @pytest.fixture

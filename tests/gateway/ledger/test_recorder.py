@@ -12,6 +12,8 @@ import pytest
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import LOST, UsageRow, decode, frames
+from gateway.snapshot.money import Price
+from tests.support.money import price
 from tests.support.running import KEY, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, chat, client, event, request, request_once
@@ -55,7 +57,7 @@ async def _endless(talk: Conversation) -> None:
 async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> None:
     async with (
         scripted(_completion) as server,
-        serving([model(server.port, price=(0.5, 2.0))], [key(**TERMS)], ledger=Recorder(journal)) as served,
+        serving([model(server.port, price=price(0.5, 2.0))], [key(**TERMS)], ledger=Recorder(journal)) as served,
     ):
         reply = await request_once(served.port, request(chat(user="u", metadata={"a": "b"})))
         (row,) = rows(journal)
@@ -107,7 +109,7 @@ async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> No
 async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journal: Journal) -> None:
     async with (
         scripted(_endless) as server,
-        serving([model(server.port, price=(1.0, 2.0))], ledger=Recorder(journal)) as served,
+        serving([model(server.port, price=price(1.0, 2.0))], ledger=Recorder(journal)) as served,
         client(served.port) as one,
     ):
         one.send(request(chat(stream=True)))
@@ -288,8 +290,8 @@ async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("later", [None, (9.0, 9.0)])
-async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journal, later: tuple[float, float] | None) -> None:
+@pytest.mark.parametrize("later", [None, price(9.0, 9.0)])
+async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journal, later: Price | None) -> None:
     """A configuration without the model, or with another price, comes while it is under way; the limits keep the model's price too."""
     go_on = asyncio.Event()
 
@@ -302,7 +304,7 @@ async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journa
         await talk.end_stream()
 
     async with scripted(waits) as server:
-        dear, other = model(server.port, price=(1.0, 2.0)), model(server.port, identity="other", price=(5.0, 5.0))
+        dear, other = model(server.port, price=price(1.0, 2.0)), model(server.port, identity="other", price=price(5.0, 5.0))
         async with serving([dear, other], ledger=Recorder(journal)) as served, client(served.port) as one:
             one.send(request(chat(stream=True)))
             await one.events(1)
@@ -327,7 +329,10 @@ async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Jou
         await talk.respond(COMPLETION)
 
     async with scripted(waits) as server:
-        models = [model(identity="tiny", fallbacks=("other",), price=(5.0, 5.0)), model(server.port, identity="other", price=(1.0, 2.0))]
+        models = [
+            model(identity="tiny", fallbacks=("other",), price=price(5.0, 5.0)),
+            model(server.port, identity="other", price=price(1.0, 2.0)),
+        ]
         async with serving(models, ledger=Recorder(journal)) as served:
             reply = asyncio.create_task(request_once(served.port, request(chat())))
             await asked.wait()

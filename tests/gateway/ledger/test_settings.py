@@ -11,6 +11,7 @@ import yaml
 from gateway.config import Config, ConfigurationError, load
 from gateway.fleet.observed_servers import ObservedServers
 from gateway.fleet.snapshot_builder import build_snapshot
+from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import Snapshot
 from tests.support.process import configuration
 
@@ -65,9 +66,9 @@ def test_mistakes_are_told(tmp_path: Path, written: Any, said: str) -> None:
 
 def test_workers_are_told_what_rows_say(tmp_path: Path) -> None:
     key = configuration()["keys"][0] | {"team": "research", "labels": {"cost_center": "17"}}
-    model = {"id": "m", "launch": {}, "price": {"prompt": 0.5}, "loras": [{"id": "m-sql", "path": "./l"}]}
+    model = {"id": "m", "launch": {}, "price": {"prompt": 0.5, "completion": 2, "cached": 0.1}, "loras": [{"id": "m-sql", "path": "./l"}]}
     config = loaded(tmp_path, {"url": "sqlite:///x", "user": True}, keys=[key], teams=[{"id": "research"}], models=[model])
     snapshot = told(config)
     assert (snapshot.keys[0].team, snapshot.keys[0].labels) == ("research", {"cost_center": "17"})
-    assert [each.price for each in snapshot.models] == [(0.5, 0.0)] * 2
+    assert [each.price for each in snapshot.models] == [Price(500_000_000, 2_000_000_000, 100_000_000, 2_000_000_000)] * 2
     assert (snapshot.ledger_user, snapshot.ledger_metadata) == (True, False)

@@ -19,6 +19,7 @@ from gateway.ledger.row import LOST
 from gateway.ledger.schema import METADATA, USAGE
 from gateway.ledger.store import UsageStore, database_url
 from tests.gateway.ledger.rows import STARTED, row
+from tests.support.money import price
 from tests.support.ports import refusing
 from tests.support.postgres import Postgres
 
@@ -36,7 +37,7 @@ def kept(engine: Engine) -> list[dict[str, Any]]:
 
 def test_a_row_is_kept_as_it_is(store: UsageStore) -> None:
     full = row(
-        team="t", stream=True, code="upstream_disconnected", incomplete="upstream", first_token=0.1, queued=0.05, price=(0.5, 2.0),
+        team="t", stream=True, code="upstream_disconnected", incomplete="upstream", first_token=0.1, queued=0.05, price=price(0.5, 2.0),
         labels={"cost_center": "17"}, user="ünï", metadata={"a": [1, None]},
     )  # fmt: skip
     assert store.write([full]) == 0

@@ -23,6 +23,7 @@ from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import Ledger, running
 from gateway.telemetry.metrics import Series
 from tests.gateway.ledger.rows import payload, row
+from tests.support.money import price
 from tests.support.process import wait_for
 
 SHORTEST_PAUSE = 1.0
@@ -190,11 +191,12 @@ def test_what_is_kept_for_thousands_of_years_is_kept(url: str, tmp_path: Path, c
 
 async def test_it_answers_while_it_runs(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
-        one.journals[0].append(payload(1, started=datetime.now(UTC).timestamp(), price=(1.0, 1.0)))
+        one.journals[0].append(payload(1, started=datetime.now(UTC).timestamp(), price=price(1.0, 1.0)))
         wait_for(lambda: one.written == 1)
         tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
         document = await one.usage({"by": "key", "until": tomorrow})
-        assert [(each["key"], each["prompt_tokens"], each["cost"]) for each in document["usage"]] == [("team-a", 10, 0.000015)]
+        (only,) = document["usage"]
+        assert (only["key"], only["prompt_tokens"], bytes(only["cost"])) == ("team-a", 10, b"0.000015")
         with pytest.raises(QueryError, match="color"):
             await one.usage({"by": "color"})
 

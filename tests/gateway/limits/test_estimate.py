@@ -9,8 +9,19 @@ import pytest
 
 from gateway.api.errors import Refusal
 from gateway.api.usage import Usage
-from gateway.limits.estimate import Outcome, TokenEstimate, amounts_of, apply_max_tokens, counts_as_request, estimate, used_tokens
+from gateway.limits.estimate import (
+    Outcome,
+    TokenEstimate,
+    apply_max_tokens,
+    counts_as_request,
+    estimate,
+    reserved_amounts,
+    used_amounts,
+    used_tokens,
+)
 from gateway.limits.rules import Amounts
+from gateway.snapshot.money import Price
+from tests.support.money import price
 from tests.support.rows import each_row
 
 BATCH = "/v1/chat/completions/batch"
@@ -142,8 +153,24 @@ def test_a_request_above_the_output_limit_is_refused(fields: dict[str, Any]) -> 
 
 
 def test_costs() -> None:
-    assert amounts_of(TokenEstimate(1_000_000, 500_000), (0.5, 4.0), requests=1) == Amounts(1, 0, 1_500_000, 2.5)
-    assert amounts_of(TokenEstimate(7, 3), None).cost == 0
+    used = Usage(1_000_000, 500_000, cached=400_000, reasoning=100_000)
+    assert used_amounts(used, price(0.5, 4.0), 1) == Amounts(1, 0, 1_500_000, 2_500_000_000)
+    assert used_amounts(used, price(0.5, 4.0, cached=0.05, reasoning=6.0), 1).cost == 300_000_000 + 20_000_000 + 1_600_000_000 + 600_000_000
+    assert used_amounts(used, None, 1).cost == 0
+
+
+@pytest.mark.parametrize(
+    ("each", "cost"),
+    [
+        (price(0.5, 4.0), 2_500_000_000),
+        (price(0.5, 4.0, cached=0.1, reasoning=3.0), 2_500_000_000),
+        (price(0.5, 4.0, cached=0.6, reasoning=8.0), 4_600_000_000),
+        (None, 0),
+    ],
+)
+def test_a_reservation_covers_the_higher_prices(each: Price | None, cost: int) -> None:
+    """Which tokens are cached or reasoning is known only afterwards."""
+    assert reserved_amounts(TokenEstimate(1_000_000, 500_000), each) == Amounts(1, 1, 1_500_000, cost)
 
 
 WHOLE = Outcome(reached_server=True, status=200, usage=None, events=0, incomplete=None)
@@ -167,7 +194,7 @@ WHOLE = Outcome(reached_server=True, status=200, usage=None, events=0, incomplet
     ],
 )
 def test_used_tokens(what: dict[str, Any], counts: tuple[int, int]) -> None:
-    assert used_tokens(WHOLE._replace(**what), TokenEstimate(100, 1024)) == TokenEstimate(*counts)
+    assert used_tokens(WHOLE._replace(**what), TokenEstimate(100, 1024)) == Usage(*counts)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import pytest
 from gateway.api.errors import duration
 from gateway.limits import rules
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
+from tests.support.money import price
 from tests.support.ports import refusing
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Scripted, scripted
@@ -215,7 +216,7 @@ async def test_a_request_larger_than_the_limit_gets_no_retry_after() -> None:
 
 
 async def test_refusals_by_a_minute_and_by_a_cost() -> None:
-    async with gateway(limited(tokens_per_minute=2000, cost_per_month=0.5), price=(0.0, 1000.0)) as (served, _):
+    async with gateway(limited(tokens_per_minute=2000, cost_per_month=500_000_000), price=price(0.0, 1000.0)) as (served, _):
         assert await statuses(served, 1, request(chat(max_tokens=1))) == [200]
         assert message_without_wait(await request_once(served.port, request(chat(max_tokens=499)))) == (
             "This request reserves a cost of 0.499, and of the limit of a cost of 0.5 per month only 0.498 is left (key team-a)."
@@ -231,10 +232,24 @@ async def test_refusals_by_a_minute_and_by_a_cost() -> None:
 
 
 async def test_costs_are_tokens_by_price() -> None:
-    async with gateway(limited(cost_per_day=0.01), price=(1000.0, 1000.0)) as (served, _):
+    async with gateway(limited(cost_per_day=10_000_000), price=price(1000.0, 1000.0)) as (served, _):
         assert await statuses(served, 3, request(chat(max_tokens=1))) == [200, 429, 429]
-        assert counted(served).day_cost == pytest.approx(0.005)
+        assert counted(served).day_cost == 5_000_000
         assert limited_total(served, "cost_per_day") == 2
+
+
+async def test_a_cost_limit_is_exact() -> None:
+    """Three requests of a cost of 0.1 fit into a limit of 0.3: as binary fractions, their sum would be larger."""
+    async with gateway(limited(cost_per_day=300_000_000), price=price(0.0, 50_000.0)) as (served, _):
+        assert await statuses(served, 4, request(chat(max_tokens=2))) == [200, 200, 200, 429]
+        assert counted(served).day_cost == 300_000_000
+
+
+async def test_cached_and_reasoning_tokens_have_their_own_prices() -> None:
+    """The response has 3 prompt tokens, of which 1 was cached, and 2 completion tokens."""
+    async with gateway(limited(cost_per_day=10**9), price=price(1.0, 10.0, cached=0.25, reasoning=40.0)) as (served, _):
+        assert await statuses(served, 1, request(chat(max_tokens=2))) == [200]
+        assert counted(served).day_cost == 2 * 1000 + 250 + 2 * 10_000
 
 
 @pytest.mark.parametrize("text", ["fail", "nothing wrong, but for another model"])

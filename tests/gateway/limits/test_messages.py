@@ -7,12 +7,14 @@ import pytest
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.messages import refusal
 from gateway.limits.rules import ExceededLimit
+from tests.support.money import price
 
 DAY = "tokens_per_day"
 
 
 LARGE = "This request reserves 33,747 tokens, more than the whole limit of 20,000 tokens per day (key a). "
 PART = "This request reserves a cost of 0.3, and of the limit of a cost of 0.5 per day only 0.25 is left (key a). "
+SMALL = "This request reserves a cost of 1.000000001, and of the limit of a cost of 9,000,000 per day only 0.000000001 is left (key a). "
 MINUTE = "This request reserves 1,047 tokens, more than the whole limit of 500 tokens per minute (key a). "
 TABLE: dict[str, tuple[ExceededLimit, TokenEstimate, str, str | None]] = {
     "at once": (
@@ -52,13 +54,19 @@ TABLE: dict[str, tuple[ExceededLimit, TokenEstimate, str, str | None]] = {
         "31",
     ),
     "a cost of two choices": (
-        ExceededLimit("cost_per_day", 0.5, 3600, 0.25, 0.3),
+        ExceededLimit("cost_per_day", 500_000_000, 3600, 250_000_000, 300_000_000),
         TokenEstimate(1747, 16_000, 2),
         f"{PART}Set 'max_tokens' to at most 12,412, or try again in 1 hour.",
         "3600",
     ),
+    "a cost with all of its digits": (
+        ExceededLimit("cost_per_day", 9_000_000_000_000_000, 3600, 1, 1_000_000_001),
+        TokenEstimate(100, 1),
+        f"{SMALL}Try again in 1 hour.",
+        "3600",
+    ),
     "a cost of an input": (
-        ExceededLimit("cost_per_day", 0.5, 3600, 0.25, 0.3),
+        ExceededLimit("cost_per_day", 500_000_000, 3600, 250_000_000, 300_000_000),
         TokenEstimate(300_000),
         f"{PART}Try again in 1 hour.",
         "3600",
@@ -69,7 +77,7 @@ TABLE: dict[str, tuple[ExceededLimit, TokenEstimate, str, str | None]] = {
 @pytest.mark.parametrize("name", TABLE)
 def test_messages(name: str) -> None:
     refused, guess, message, retry_after = TABLE[name]
-    raised = refusal("key a", refused, guess, (1.0, 10.0) if refused.reason.startswith("cost") else None)
+    raised = refusal("key a", refused, guess, price(1.0, 10.0) if refused.reason.startswith("cost") else None)
     assert raised.message == message
     assert raised.headers.get("retry-after") == retry_after
     assert (raised.headers.get("x-should-retry") == "false") == ("day" in refused.reason)

@@ -37,8 +37,8 @@ LIMITS = Limits(
     tokens_per_minute=90,
     tokens_per_day=400,
     tokens_per_month=500,
-    cost_per_day=3.0,
-    cost_per_month=5.0,
+    cost_per_day=3_000_000_000,
+    cost_per_month=5_000_000_000,
     concurrent=4,
 )
 
@@ -100,7 +100,7 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
         for number, (kind, amount, what) in enumerate(steps):
             if kind == "come":
                 at, identity = moment(monotonic(), time()), str(number)
-                wanted = [(holder, Amounts(1, 1, amount, amount / 50)) for holder in ((one, both) if what else (one,))]
+                wanted = [(holder, Amounts(1, 1, amount, amount * 20_000_000)) for holder in ((one, both) if what else (one,))]
                 end_times: dict[int, float] = {}
                 expected, decision = buckets.reserve(wanted, at, end_times), await store.admit(identity, wanted)
                 if monotonic() - began > 0.5:
@@ -114,7 +114,7 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
                     assert decision.exceeded[1].left == pytest.approx(expected[1].left, abs=3)
             elif running:
                 identity, wanted, at, end_times = running.pop(amount % len(running))
-                used = Amounts(1, 0, int(wanted[0][1].tokens * what), wanted[0][1].cost * what)
+                used = Amounts(1, 0, int(wanted[0][1].tokens * what), int(wanted[0][1].cost * what))
                 buckets.settle(wanted, end_times, used, at, monotonic())
                 store.settle(identity, wanted, used)
 
@@ -170,6 +170,53 @@ async def test_the_latest_other_day_is_remembered(server: RedisServer) -> None:
     now = int(datetime.now(UTC).timestamp() // 86400)
     if now == today:  # otherwise midnight passed during the test
         assert [float(stored[name]) for name in (b"d", b"dt", b"od", b"odt")] == [today, 4, today - 1, 3]
+
+
+_COSTS = Limits(cost_per_day=300_000_000, cost_per_month=10**15)
+
+
+async def _reserve_and_settle(store: RedisStore, name: str, cost: int) -> bool:
+    """Reserve a cost and settle it as used. Returns whether it was admitted."""
+    wanted = [(Holder("key a", _COSTS, 0), Amounts(1, 1, 1, cost))]
+    if (await store.admit(name, wanted)).exceeded is not None:
+        return False
+    store.settle(name, wanted, Amounts(1, 0, 1, cost))
+    return True
+
+
+async def test_costs_are_exact(server: RedisServer) -> None:
+    """Three requests of a cost of 0.1 fit into a limit of 0.3."""
+    async with opened(server.store_config()) as store:
+        assert [await _reserve_and_settle(store, f"r{number}", 100_000_000) for number in range(4)] == [True, True, True, False]
+    with server.client() as each:
+        assert each.hmget("vllm-gateway:key a", "dn", "mn") == [b"300000000", b"300000000"]
+
+
+async def test_costs_that_an_earlier_version_has_counted_are_continued(server: RedisServer) -> None:
+    """It counts in units of the currency. Both versions count together during an upgrade, and after a step back."""
+    now = datetime.now(UTC)
+    day, month = int(now.timestamp() // 86400), now.year * 12 + now.month - 1
+    with server.client() as each:
+        each.hset("vllm-gateway:key a", mapping={"d": day, "dt": 1, "dc": 0.1, "m": month, "mt": 1, "mc": 7.25})
+        async with opened(server.store_config()) as store:
+            assert await _reserve_and_settle(store, "r1", 100_000_000)
+            assert (await store.admit("r2", [(Holder("key a", _COSTS, 0), Amounts())])).exceeded is None
+            stored = [float(value) for value in each.hmget("vllm-gateway:key a", "dc", "dn", "mc", "mn")]
+            if int(datetime.now(UTC).timestamp() // 86400) == day:  # otherwise midnight passed during the test
+                assert stored == [0.2, 200_000_000, 7.35, 7_350_000_000]
+                each.hincrbyfloat("vllm-gateway:key a", "dc", 0.05)  # a gateway of an earlier version counts
+                assert not await _reserve_and_settle(store, "r3", 50_000_001)
+                assert await _reserve_and_settle(store, "r4", 50_000_000)
+
+
+async def test_large_costs_are_exact(server: RedisServer) -> None:
+    """Up to the largest limit, and what is left of it."""
+    holder = Holder("key a", Limits(cost_per_month=9 * 10**15), 0)
+    async with opened(server.store_config()) as store:
+        assert (await store.admit("r1", [(holder, Amounts(1, 1, 1, 9 * 10**15 - 7))])).exceeded is None
+        refused = (await store.admit("r2", [(holder, Amounts(1, 1, 1, 8))])).exceeded
+        assert refused is not None and (refused[1].left, refused[1].requested) == (7, 8)
+        assert (await store.admit("r3", [(holder, Amounts(1, 1, 1, 7))])).exceeded is None
 
 
 async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:

@@ -71,8 +71,8 @@ class Meter:
         (Limits(tokens_per_minute=600), Amounts(tokens=5000), 1, 60),
         (Limits(tokens_per_day=600), Amounts(tokens=250), 2, 1800),
         (Limits(tokens_per_month=600), Amounts(tokens=600), 1, 1800),
-        (Limits(cost_per_day=1.0), Amounts(tokens=1, cost=0.25), 4, 1800),
-        (Limits(cost_per_month=1.0), Amounts(tokens=1, cost=0.3), 3, 1800),
+        (Limits(cost_per_day=100), Amounts(tokens=1, cost=25), 4, 1800),
+        (Limits(cost_per_month=100), Amounts(tokens=1, cost=30), 3, 1800),
         (Limits(concurrent=3), REQUEST, 3, None),
     ],
 )
@@ -250,8 +250,8 @@ KEYS = Limits(
     tokens_per_minute=100,
     tokens_per_day=400,
     tokens_per_month=600,
-    cost_per_day=1e9,
-    cost_per_month=5.0,
+    cost_per_day=10**9,
+    cost_per_month=500,
     concurrent=3,
 )
 TEAM = Limits(requests_per_minute=7, tokens_per_minute=150, tokens_per_day=600, concurrent=4)
@@ -315,7 +315,7 @@ class Limiting(RuleBasedStateMachine):
 
     @rule(target=requests, key=st.sampled_from("ab"), worker=st.integers(0, 1), tokens=st.integers(1, 250))
     def come(self, key: str, worker: int, tokens: int) -> Request | None:
-        request = Request(key, worker, Amounts(1, 1, tokens, tokens / 100), self.at, {})
+        request = Request(key, worker, Amounts(1, 1, tokens, tokens), self.at, {})
         holders = self.keys[key], self.team
         before = [self._meter(holder) for holder in holders]
         refusing = [(holder, why) for holder in holders if (why := self._refusal(holder, request.ask, self.at)) is not None]
@@ -371,7 +371,7 @@ class Limiting(RuleBasedStateMachine):
             return
         request.is_open, request.counts = False, share is not None
         request.used = 0 if share is None else int(request.ask.tokens * share) + more
-        used = Amounts(int(request.counts), 0, request.used, request.used / 100)
+        used = Amounts(int(request.counts), 0, request.used, request.used)
         reserved = [(holder, request.ask) for holder in (self.keys[request.key], self.team)]
         self.workers[request.worker].settle(reserved, request.ends, used, request.then, self.at.now)
 
