@@ -1,6 +1,6 @@
-"""The documents say what is so: what they list is held against the code, and their links lead somewhere.
+"""The documents are correct: their lists match the code, and their links are valid.
 
-What they show is run and read by the tests in tests/documents.
+The tests in tests/documents run the examples and check their output.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_the_changelog_knows_this_version() -> None:
 
 
 def written_commands(command: str) -> set[str]:
-    """What stands behind a command's name in the blocks for a shell and between backticks."""
+    """Return everything that follows a command's name in shell blocks and between backticks."""
     return {
         found.strip() for text in shown_texts() for found in re.findall(rf"(?:^|\n|\s\[){command}[ ,]+([a-z][a-z-]*(?: [a-z]+)?)", text)
     }
@@ -109,7 +109,7 @@ def shown_texts() -> list[str]:
 
 
 def command_lines() -> set[str]:
-    """Every ``vllm-gateway`` with its arguments, up to what the shell makes of the rest: a pipe, a redirection, a comment."""
+    """Return every ``vllm-gateway`` command line with its arguments, up to a pipe, a redirection or a comment."""
     lines = (line for text in shown_texts() for line in text.replace("\\\n", " ").splitlines())
     found = (re.findall(r"(?:^|[$;&|(]\s*|\b(?:exec|sudo|gateway) )vllm-gateway( [a-z][^#|<>;&)\u2026]*)", line) for line in lines)
     return {command.strip() for commands in found for command in commands}
@@ -117,7 +117,7 @@ def command_lines() -> set[str]:
 
 @pytest.mark.parametrize("line", sorted(command_lines()))
 def test_a_shown_command_line_is_one(line: str) -> None:
-    """Its command exists, and takes the options and arguments that are shown. What it does is not run here."""
+    """The command exists and accepts the documented options and arguments. It is not run here."""
     arguments, command = shlex.split(line), get_command(application(with_keys=True))
     context = typer.Context(command)
     while arguments and isinstance(command, TyperGroup):
@@ -164,6 +164,6 @@ def test_names_behind_a_link_to_a_module_are_defined_there() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """What a page's headings are called in links."""
+    """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}

@@ -1,4 +1,4 @@
-"""What is declared once is complete: a test for each kind names the place that was forgotten.
+"""Every registry is followed completely: the test for each kind names the location with a missing entry.
 
 The kinds are those of docs/development.md, "Extension points". The first place of each is the registry; it decides what exists.
 """

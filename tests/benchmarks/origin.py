@@ -41,7 +41,7 @@ class Clock:
         self._added = 0
 
     def add(self, stream: Stream) -> None:
-        """Give a stream its slot: multiples of the golden ratio are spread evenly, however many come."""
+        """Assign a slot to a stream. Multiples of the golden ratio spread any number of streams evenly."""
         self._added += 1
         stream.slot = int(self._added * _GOLDEN % 1 * self.slots)
         self._due[stream.slot].add(stream)
@@ -50,7 +50,7 @@ class Clock:
         self._due[stream.slot].discard(stream)
 
     async def run(self) -> None:
-        """Let everybody write whose time has come, those of missed ticks too."""
+        """Write one event to each stream at its tick. Streams of missed ticks are served too."""
         start, done = time.monotonic(), 0
         while True:
             now = int((time.monotonic() - start) / _TICK)

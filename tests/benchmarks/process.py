@@ -68,6 +68,6 @@ def free_ports(count: int) -> tuple[int, ...]:
 
 
 def accepts(port: int) -> bool:
-    """Whether somebody listens there."""
+    """Return whether a process listens on the port."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -98,7 +98,7 @@ class Stage:
             yield from (proxy for proxy in proxies if proxy.name not in self.section.absent)
 
     def add(self, proxy: str, variant: str, values: Values, faults: tuple[str, ...] = ()) -> None:
-        """Note what a turn has brought."""
+        """Record the measurement of one round."""
         self.section.row(proxy, variant).add(values, faults)
         say(
             f"  {proxy:14} {variant:18} "
@@ -107,5 +107,5 @@ class Stage:
 
 
 def say(text: str) -> None:
-    """Tell whoever waits for the run."""
+    """Print progress to stderr."""
     print(text, file=sys.stderr, flush=True)

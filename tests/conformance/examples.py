@@ -1,4 +1,4 @@
-"""The requests that the documents show, as data: what a reader would paste, and the shape of what they are shown back.
+"""The requests of the documents as data: the request that a reader would paste, and the shape of the documented response.
 
 ``document`` is one of: ``llama`` and ``qwen`` (bearer key, exact model IDs), ``generic`` (aliases, ``extra_body``), ``instance`` (instance
 URLs, no key), ``light`` (raw prompts, no key).
@@ -59,7 +59,7 @@ def user(text: str) -> Json:
 
 
 def weather(location: Json, unit: Json | None = None) -> list[Json]:
-    """The documents' tool, with its parameters described as each example does."""
+    """Return the tool of the documents. The description of its parameters differs by example."""
     properties = {"location": {"type": "string", **location}}
     if unit is not None:
         properties["unit"] = {"type": "string", "enum": ["celsius", "fahrenheit"], **unit}
@@ -69,7 +69,7 @@ def weather(location: Json, unit: Json | None = None) -> list[Json]:
 
 
 def called(city: str, result: Json) -> list[Json]:
-    """A question, the call that answered it, and what the tool said, as the documents write them."""
+    """Return a tool call and its result in the form of the documents."""
     arguments = json.dumps({"location": city, "unit": "celsius"}, separators=(",", ":"))
     call = {"id": "call_abc123", "type": "function", "function": {"name": "get_current_weather", "arguments": arguments}}
     return [

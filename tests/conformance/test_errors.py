@@ -21,7 +21,7 @@ _BAD_TOOL: Json = {"type": "function", "function": {"name": "f", "parameters": "
 
 @dataclass(frozen=True, slots=True)
 class Wrong:
-    """A request that is refused. ``said`` is a word that the message must have, to be of use."""
+    """A rejected request. ``message``: a text that the error message must contain."""
 
     name: str
     fields: Json

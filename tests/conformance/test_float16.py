@@ -86,7 +86,7 @@ SPANISH = JsonText({"country": "Spain", "capital": "Madrid"})
 
 @dataclass(frozen=True, slots=True)
 class Guide:
-    """A constraint under its old name, a question, and whether an answer keeps to it."""
+    """A constraint under its old name, a request, and a function that checks a response against the constraint."""
 
     name: str
     value: Any

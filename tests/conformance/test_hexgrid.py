@@ -1,4 +1,4 @@
-"""The API with bearer keys, on Llama and on Qwen: who may ask, for which model, with which parameters, and what each of them does."""
+"""The API with bearer keys, on Llama and on Qwen: authorization, model names, and the effect of each parameter."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WEATHER_REQUEST: Json = {"messages": [user(HANGZHOU)], "tools": [WEATHER], "temp
 
 
 def completion(stage: Stage, body: Json, *, streamed: bool) -> ChatResult:
-    """The one choice of an answer, folded together when it came in pieces."""
+    """Return the one choice of a response, joined if it was streamed."""
     with stage.client() as client:
         return send_chat(client, {"model": stage.model, **body}, streamed=streamed)
 

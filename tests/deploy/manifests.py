@@ -1,9 +1,9 @@
-"""Says what is wrong with Kubernetes manifests; run by the interpreter of `.venv-deploy-kubernetes`.
+"""Validate Kubernetes manifests; run by the interpreter of `.venv-deploy-kubernetes`.
 
-Standard input: a JSON object, name -> list of manifests. Standard output: name -> list of complaints. The rule: an object with a
-member that its schema does not know is wrong. Kubernetes' own kinds are judged by its schemas of the oldest version that the chart
-allows and of the newest there is, where a warning counts as an error; the operators' kinds by the models that are made from their CRDs.
-For HTTPRoute no package has them: ROUTE is written by hand, and has only what the chart uses.
+Standard input: a JSON object, name -> list of manifests. Standard output: name -> list of problems. The rule: a field that is not in
+the schema is an error. Kubernetes' own kinds are validated with its schemas of the oldest version that the chart allows and of the
+newest version, where a warning counts as an error. The operators' kinds are validated with models that are generated from their CRDs.
+No package has a model for HTTPRoute: ROUTE is written by hand, with only the fields that the chart uses.
 """
 
 from __future__ import annotations

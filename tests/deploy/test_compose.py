@@ -177,8 +177,8 @@ def settings(built: Image, project: Path, name: str) -> Settings:
 
 @contextmanager
 def redis(net: Network, project: Path) -> Iterator[None]:
-    """The server with the command of its service, as somebody else than root."""
-    with tempfile.TemporaryDirectory(prefix="redis-") as name:  # where somebody else may read
+    """Run the server with the command of its service, as an unprivileged user."""
+    with tempfile.TemporaryDirectory(prefix="redis-") as name:  # readable by other users
         os.chmod(name, 0o755)
         shutil.copy(project / "secrets" / "redis_conf", name)
         command = [argument.replace("/run/secrets", name) for argument in SERVICES["redis"]["command"]]

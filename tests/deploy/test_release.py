@@ -87,7 +87,7 @@ def test_the_source_distribution_can_be_tested(unpacked: Path) -> None:
 
 @pytest.fixture(scope="module", params=["wheel", "source distribution"])
 def programs(request: pytest.FixtureRequest, release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of an environment that has only one of them."""
+    """Return the programs of an environment that contains only the wheel or only the source distribution."""
     return environment(tmp_path_factory.mktemp("environment"), release[request.param != "wheel"])
 
 

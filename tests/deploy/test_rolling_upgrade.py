@@ -101,18 +101,18 @@ def site(port: int, gateways: Sequence[int]) -> str:
 
 @dataclass
 class Load:
-    """Clients that never stop asking: what each answer was, and which were not as they should be."""
+    """Clients that send requests continuously, the results of their responses, and the wrong responses."""
 
     port: int
     tokens: dict[str, int] = field(default_factory=dict)
-    """Of each answer by its request's id."""
+    """Total tokens of each response by request ID."""
     wrong: list[str] = field(default_factory=list)
     begun: Counter[int] = field(default_factory=Counter)
-    """Streams of each client."""
+    """Number of started streams by client."""
     finished: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def all_keys_stream(self) -> None:
-        """Wait until each of them has begun another stream: on a slow machine some end before others begin. Raises TimeoutError."""
+        """Wait until each client has started another stream. On a slow machine some end before others start. Raises TimeoutError."""
         before = self.begun.copy()
         await until(lambda: all(self.begun[number] > before[number] for number in range(STREAMS)), 90)
 
@@ -136,7 +136,7 @@ class Load:
                 await self._send_continuously(one, data)
 
     async def _send_continuously(self, one: Client, data: bytes) -> None:
-        """On one connection, for a while."""
+        """Send some requests on one connection."""
         for _ in range(50):
             reply = await one.request(data)
             self.take(reply, reply.body)
@@ -145,7 +145,7 @@ class Load:
             await asyncio.sleep(0.05)
 
     def take(self, reply: Reply, last: bytes | None) -> None:
-        """``last``: the document with its usage; None if a stream has no end."""
+        """Record a response. ``last``: the document with the usage; None if a stream is truncated."""
         if reply.status == 200 and reply.whole and last is not None and b'"error"' not in reply.body:
             self.tokens[reply.headers["x-request-id"]] = orjson.loads(last)["usage"]["total_tokens"]
         else:
@@ -169,7 +169,7 @@ async def load(port: int) -> AsyncIterator[Load]:
 
 
 def rows(url: str, folder: Path) -> dict[str, int]:
-    """The ledger's: the tokens of each request by its id, with none but whole answers among them."""
+    """Return the tokens of each request in the ledger by request ID. Check that all responses are complete."""
     with closing(UsageStore(database_url(url, folder))) as store, store.engine.connect() as connection:
         found = [dict(each) for each in connection.execute(select(USAGE)).mappings()]
     assert {(each["status"], each["incomplete"]) for each in found} == {(200, None)}

@@ -147,7 +147,7 @@ class Simulator:
         return noting
 
     async def _generate(self, read: JobReader, request: Request) -> Any:
-        return await self._answering(lambda: self._job(read, request))
+        return await self._with_errors(lambda: self._job(read, request))
 
     async def _job(self, read: JobReader, request: Request) -> Any:
         call = self._call(request, _parsed(request))
@@ -157,9 +157,9 @@ class Simulator:
         return Generation(self.engine, read(call), request.state.entry)
 
     async def _hear(self, task: audio.Task, request: Request) -> Any:
-        return await self._answering(lambda: self._heard(task, request))
+        return await self._with_errors(lambda: self._transcribe(task, request))
 
-    async def _heard(self, task: audio.Task, request: Request) -> Any:
+    async def _transcribe(self, task: audio.Task, request: Request) -> Any:
         async with request.form() as form:
             recording = await audio.Recording.of(form)
             call = self._call(request, {name: value for name, value in form.items() if isinstance(value, str)})
@@ -169,11 +169,11 @@ class Simulator:
         async def respond() -> Response:
             return Fast(reply(self._call(request, _parsed(request))))
 
-        return await self._answering(respond)
+        return await self._with_errors(respond)
 
-    async def _answering(self, answer: Callable[[], Awaitable[Any]]) -> Any:
+    async def _with_errors(self, respond: Callable[[], Awaitable[Any]]) -> Any:
         try:
-            return await answer()
+            return await respond()
         except ApiError as refusal:
             return Fast(refusal.body(), refusal.status)
         except Unparsable:
@@ -210,7 +210,7 @@ class Simulator:
         return Fast({"server_load": 0})
 
     async def _metrics(self, _: Request) -> Response:
-        text = self.engine.meters.text(self.settings.served[0])
+        text = self.engine.metrics.text(self.settings.served[0])
         return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def _models(self, _: Request) -> Response:

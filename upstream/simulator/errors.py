@@ -1,7 +1,7 @@
 """The errors of vLLM: statuses, shapes and messages.
 
-Owns the error bodies (serve/exception_handling and the request models of vLLM 0.32). A ``ApiError`` is raised
-where the fault is seen and rendered once, by whoever holds the answer: as a status, or as an event of a stream.
+Owns the error bodies (serve/exception_handling and the request models of vLLM 0.32). An ``ApiError`` is raised
+where the error is detected. The response renders it once, as a status or as an event of the stream.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pydantic_core import ErrorDetails
 ENGINE_DEAD: Final = "EngineCore encountered an issue. See stack trace (above) for the root cause."
 OVERLOADED: Final = "The engine is currently busy and cannot accept new requests. Please try again later or on a different instance."
 
-# pydantic's names for the branches of a union, which are no part of a field's place.
+# pydantic's names for the branches of a union, which are not part of a field's path.
 _INTERNAL = re.compile(r"[\[\]{}()]|^(?:str|int|float|bool|list|dict|none|constrained-.*)$", re.IGNORECASE)
 _MOST_ERRORS = 10
 _MOST_CHARACTERS = 200
 
 
 class ApiError(Exception):
-    """A request that is answered with an error: ``status``, and what the error object holds."""
+    """An error response: its ``status``, and the fields of the error object."""
 
     def __init__(self, message: str, status: int = 400, kind: str = "BadRequestError", param: str | None = None) -> None:
         super().__init__(message)
@@ -63,28 +63,33 @@ def status(code: int) -> ApiError:
 
 
 def engine_dead() -> ApiError:
+    """Return the error of requests after the engine has died."""
     return ApiError(ENGINE_DEAD, 500, "InternalServerError")
 
 
 def shut_down() -> ApiError:
+    """Return the error of requests during the shutdown."""
     return ApiError("cannot schedule new futures after shutdown", 500, "InternalServerError")
 
 
 def unknown_model(name: object, served: Iterable[str]) -> ApiError:
+    """Return the error of an unknown model name. ``served``: the valid names."""
     return ApiError(f"The model `{name}` does not exist. Valid aliases: {', '.join(served)}.", 404, "NotFoundError", "model")
 
 
 def wrong_content_type() -> ApiError:
+    """Return the error of a body that is not declared as JSON."""
     return ApiError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", 400, "Bad Request")
 
 
 def bad_json(error: json.JSONDecodeError) -> ApiError:
+    """Return the error of a body that is not valid JSON."""
     detail = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error", "input": {}, "ctx": {"error": error.msg}}
     return malformed([detail])
 
 
 def malformed(errors: Sequence[ErrorDetails | dict[str, Any]], prefix: tuple[str, ...] = ()) -> ApiError:
-    """Wrong types and missing fields: pydantic's errors, listed as vLLM lists them (handlers/validation.py)."""
+    """Return an error about wrong types and missing fields. It lists pydantic's errors as vLLM does (handlers/validation.py)."""
     listed = [_readable(error, prefix) for error in errors[:_MOST_ERRORS]]
     label = "error" if len(errors) == 1 else "errors"
     lines = [f"{len(errors)} validation {label}:", *(f"  {error}" for error in listed)]

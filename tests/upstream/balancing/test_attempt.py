@@ -1,4 +1,4 @@
-"""Sent again only where nothing can have run; ended by its deadlines; given back whatever happens."""
+"""A request is retried only if no server can have run it, ends at its deadlines, and always releases its slot."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ async def test_a_refusal_with_no_other_server_is_final() -> None:
 
 
 async def test_refusals_are_tried_again_for_a_share_of_the_traffic() -> None:
-    """A crowd meets a server that is gone before anybody knows: what is more than the share is told at once."""
+    """Many requests reach a server that has exited, before a probe detects it: requests beyond the retry share fail immediately."""
     with refusing() as closed:
         async with scripted(respond) as server, way(closed, server.port) as one:
             done = await asyncio.gather(*(one.request() for _ in range(60)), return_exceptions=True)
@@ -315,10 +315,10 @@ async def test_headers_alone_are_not_the_first_byte() -> None:
         await until(lambda: server.open == 0)
 
 
-@pytest.mark.parametrize("said", [CHUNKED + b"2\r\nok\r\n", OK[:-1]])
-async def test_the_idle_deadline(said: bytes) -> None:
+@pytest.mark.parametrize("sent", [CHUNKED + b"2\r\nok\r\n", OK[:-1]])
+async def test_the_idle_deadline(sent: bytes) -> None:
     async def script(talk: Conversation) -> None:
-        await talk.write(said)
+        await talk.write(sent)
         await talk.closed_by_peer()
 
     async with scripted(script) as server, way(server.port, idle=0.1) as one:
@@ -455,7 +455,7 @@ class Flood:
 
 
 async def blocked(flood: Flood) -> int:
-    """What was sent when it stands still."""
+    """Return the number of bytes sent when the server is blocked."""
     before = -1
     async with asyncio.timeout(30):
         while flood.sent != before:

@@ -17,8 +17,8 @@ from upstream.discovery.dns import watch
 from upstream.discovery.endpoints import Observation
 
 
-def say(**members: Any) -> None:
-    print(json.dumps(members), flush=True)
+def say(**fields: Any) -> None:
+    print(json.dumps(fields), flush=True)
 
 
 async def main(name: str) -> None:

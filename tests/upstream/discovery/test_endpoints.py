@@ -21,7 +21,7 @@ def seen(*slices: dict[str, Any], port: int | str | None = None) -> Observation:
 
 
 @pytest.mark.parametrize(
-    ("conditions", "standing"),
+    ("conditions", "state"),
     [
         ({}, READY),
         ({"ready": True}, READY),
@@ -34,9 +34,9 @@ def seen(*slices: dict[str, Any], port: int | str | None = None) -> Observation:
         (None, READY),
     ],
 )
-def test_conditions(conditions: dict[str, Any] | None, standing: EndpointState) -> None:
+def test_conditions(conditions: dict[str, Any] | None, state: EndpointState) -> None:
     entry = {"addresses": ["10.0.0.1"], "conditions": conditions}
-    assert seen(slice_of("a", [entry], HTTP)).endpoints == (Endpoint("10.0.0.1", 8000, standing),)
+    assert seen(slice_of("a", [entry], HTTP)).endpoints == (Endpoint("10.0.0.1", 8000, state),)
 
 
 def test_all_slices_of_a_service_together_and_each_endpoint_once() -> None:

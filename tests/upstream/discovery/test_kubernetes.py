@@ -26,7 +26,7 @@ class Watched:
     def __init__(self) -> None:
         self.changes = 0
 
-    def tell(self) -> None:
+    def count_change(self) -> None:
         self.changes += 1
 
     @property
@@ -40,14 +40,14 @@ class Watched:
     async def sees(self, *hosts: str) -> None:
         await until(lambda: self.hosts == list(hosts), 30.0)
 
-    async def has_trouble(self, words: str) -> None:
-        await until(lambda: words in self.finding.problem, 30.0)
+    async def has_trouble(self, text: str) -> None:
+        await until(lambda: text in self.finding.problem, 30.0)
 
 
 @asynccontextmanager
 async def watched(cluster: Cluster) -> AsyncIterator[Watched]:
     one = Watched()
-    async with Sources(one.tell, cluster) as one.sources:
+    async with Sources(one.count_change, cluster) as one.sources:
         one.sources.set_sources([VLLM])
         yield one
 
@@ -192,15 +192,15 @@ async def test_another_authority_is_not_trusted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "words"),
+    ("cluster", "text"),
     [
         (Cluster("", ""), "not in a pod of a cluster: KUBERNETES_SERVICE_HOST is not set"),
         (Cluster("localhost", "1", Path("/nowhere")), "/nowhere/ca.crt: "),
     ],
 )
-async def test_outside_a_cluster(cluster: Cluster, words: str) -> None:
+async def test_outside_a_cluster(cluster: Cluster, text: str) -> None:
     async with watched(cluster) as one:
-        await one.has_trouble(words)
+        await one.has_trouble(text)
 
 
 async def test_an_invalid_response_is_reported_and_requested_again(tmp_path: Path) -> None:

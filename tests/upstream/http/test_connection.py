@@ -38,8 +38,8 @@ class Taken:
         self.pieces: list[bytes] = []
         self.whole_chunks = 0
         self.error: UpstreamError | None = None
-        self.ends = 0
-        self._over = asyncio.Event()
+        self.end_count = 0
+        self._ended = asyncio.Event()
 
     wants_read_events = False
 
@@ -56,17 +56,17 @@ class Taken:
         self.status, self.headers = status, headers
 
     def on_body(self, data: bytes) -> None:
-        assert self.status and not self._over.is_set()
+        assert self.status and not self._ended.is_set()
         self.pieces.append(data)
 
     def on_end(self) -> None:
-        self.ends += 1
-        self._over.set()
+        self.end_count += 1
+        self._ended.set()
 
     def on_failure(self, error: UpstreamError) -> None:
         self.error = error
-        self.ends += 1
-        self._over.set()
+        self.end_count += 1
+        self._ended.set()
 
     def on_writable(self) -> None:
         pass
@@ -75,10 +75,10 @@ class Taken:
     def body(self) -> bytes:
         return b"".join(self.pieces)
 
-    async def over(self) -> Taken:
+    async def finished(self) -> Taken:
         async with asyncio.timeout(10):
-            await self._over.wait()
-        assert self.ends == 1
+            await self._ended.wait()
+        assert self.end_count == 1
         return self
 
 
@@ -95,7 +95,7 @@ async def connected(server: Scripted) -> AsyncIterator[tuple[Connection, list[Co
 async def send_request(connection: Connection) -> Taken:
     taken = Taken()
     connection.send(REQUEST, taken)
-    return await taken.over()
+    return await taken.finished()
 
 
 def says(*segments: bytes, close: bool = False, pause: float = 0.0) -> Script:
@@ -236,7 +236,7 @@ async def test_an_unfinished_request_ends_its_connection() -> None:
     async with scripted(says(OK)) as server, connected(server) as (one, idle):
         taken = Taken()
         one.send(REQUEST, taken, more=True)
-        await taken.over()
+        await taken.finished()
         assert taken.body == b"ok" and taken.error is None
         assert one.closed and not idle
 
@@ -253,7 +253,7 @@ async def test_a_request_that_was_not_taken_ends_its_connection() -> None:
         taken = Taken()
         one.send(REQUEST, taken, more=True)
         one.send_more(b"x" * (64 << 20), more=False)
-        await taken.over()
+        await taken.finished()
         assert taken.body == b"ok" and taken.error is None
         assert one.closed and not idle
         finished.set()
@@ -427,11 +427,11 @@ def test_each_request_gets_its_own_response(seed: int) -> None:
         connection.send(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body), taken)
         try:
             async with asyncio.timeout(dice.choice([0.001, 0.003, 10, 10, 10])):
-                await taken.over()
+                await taken.finished()
         except TimeoutError:
             connection.close()
         assert taken.body == (body * 400)[: len(taken.body)], "another's bytes"
-        if taken.ends and taken.error is None:
+        if taken.end_count and taken.error is None:
             assert len(taken.body) in (len(body), 7 * len(body), 400 * len(body))
             return 1
         return 0

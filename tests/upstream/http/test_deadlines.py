@@ -8,20 +8,20 @@ from upstream.http.deadlines import Deadlines
 
 
 class Item:
-    def __init__(self, deadlines: Deadlines, *, leaves: bool) -> None:
+    def __init__(self, deadlines: Deadlines, *, forgets: bool) -> None:
         self.seen: list[float] = []
         self._deadlines = deadlines
-        self._leaves = leaves
+        self._forgets = forgets
 
     def check(self, now: float) -> None:
         self.seen.append(now)
-        if self._leaves:
+        if self._forgets:
             self._deadlines.forget(self)
 
 
 async def test_every_tick_looks_at_what_is_watched() -> None:
     deadlines = Deadlines()
-    stays, removed = Item(deadlines, leaves=False), Item(deadlines, leaves=True)
+    stays, removed = Item(deadlines, forgets=False), Item(deadlines, forgets=True)
     for item in (stays, removed, stays):
         deadlines.watch(item)
     assert len(deadlines) == 2

@@ -16,8 +16,8 @@ STREAMS = st.lists(PIECES, max_size=30).map(b"".join)
 CUTS = st.lists(st.integers(0, 200), max_size=10)
 
 
-def cut(data: bytes, places: list[int]) -> list[bytes]:
-    marks = sorted({min(offset, len(data)) for offset in places})
+def cut(data: bytes, cuts: list[int]) -> list[bytes]:
+    marks = sorted({min(offset, len(data)) for offset in cuts})
     return [data[a:b] for a, b in zip([0, *marks], [*marks, len(data)], strict=True)]
 
 
@@ -49,18 +49,18 @@ def events_of(data: bytes) -> list[bytes]:
 @given(STREAMS, CUTS)
 @example(b"a\r\n\r\nb\n\n", [3, 4])
 @example(b"a\r\r\n\nb", [2])
-def test_nothing_is_lost_or_changed(data: bytes, places: list[int]) -> None:
+def test_nothing_is_lost_or_changed(data: bytes, cuts: list[int]) -> None:
     splitter = Splitter(1000)
-    out = b"".join(splitter.feed(piece) for piece in cut(data, places))
+    out = b"".join(splitter.feed(piece) for piece in cut(data, cuts))
     assert out + splitter.take() == data
     assert splitter.take() == b""
 
 
 @settings(deadline=None)
 @given(STREAMS, CUTS)
-def test_what_comes_out_ends_with_a_blank_line(data: bytes, places: list[int]) -> None:
+def test_what_comes_out_ends_with_a_blank_line(data: bytes, cuts: list[int]) -> None:
     splitter = Splitter(1000)
-    for piece in cut(data, places):
+    for piece in cut(data, cuts):
         out = splitter.feed(piece)
         if out:
             last = lines_of(out)[-1]
@@ -69,10 +69,10 @@ def test_what_comes_out_ends_with_a_blank_line(data: bytes, places: list[int]) -
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from([b"data: {}", b"event: a\ndata: b", b": c", b"data: \xe4\xbd\xa0"]), max_size=8), CUTS)
-def test_an_event_comes_out_with_its_last_byte(bodies: list[bytes], places: list[int]) -> None:
+def test_an_event_comes_out_with_its_last_byte(bodies: list[bytes], cuts: list[int]) -> None:
     data, seen = b"".join(body + b"\n\n" for body in bodies), 0
     splitter = Splitter(1000)
-    for piece in cut(data, places):
+    for piece in cut(data, cuts):
         seen += len(piece)
         splitter.feed(piece)
         assert len(splitter.held) == len(data[:seen]) - (data[:seen].rfind(b"\n\n") + 2 if b"\n\n" in data[:seen] else 0)
@@ -102,13 +102,13 @@ def test_data_is_the_references(data: bytes) -> None:
 
 @settings(deadline=None)
 @given(st.integers(1, 50), CUTS)
-def test_what_is_held_is_bounded(limit: int, places: list[int]) -> None:
+def test_what_is_held_is_bounded(limit: int, cuts: list[int]) -> None:
     splitter = Splitter(limit)
     with pytest.raises(EventTooLongError):  # noqa: PT012  # which of the pieces is one too many depends on the cuts
-        for piece in cut(b"x" * (limit + 1), places):
+        for piece in cut(b"x" * (limit + 1), cuts):
             splitter.feed(piece)
     ended = Splitter(limit)
-    for piece in cut(b"x" * limit, places):
+    for piece in cut(b"x" * limit, cuts):
         assert ended.feed(piece) == b""
     assert ended.feed(b"\n\n") == b"x" * limit + b"\n\n", "an event that ends within the bound passes"
 

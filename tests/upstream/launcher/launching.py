@@ -17,7 +17,7 @@ from upstream.vllm.command_line import ArgumentValue, LaunchSettings
 
 SERVER = Path(__file__).with_name("launched_server.py")
 QUICK = Backoff(first=0.05, cap=0.1)
-PATIENT = Backoff(first=600, cap=600)
+LONG_BACKOFF = Backoff(first=600, cap=600)
 
 
 def alive(pid: int) -> bool:
@@ -40,7 +40,7 @@ class Case:
         self.status_updates: list[LaunchStatus] = []
 
     @asynccontextmanager
-    async def launcher(self, backoff: Backoff = PATIENT) -> AsyncIterator[Launcher]:
+    async def launcher(self, backoff: Backoff = LONG_BACKOFF) -> AsyncIterator[Launcher]:
         parent = str(self.runtime)
         async with (
             nothing_left(),

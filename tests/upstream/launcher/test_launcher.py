@@ -240,8 +240,8 @@ async def test_control_does_the_work_of_a_frozen_shim(case: Case) -> None:
     assert not any(map(alive, [shim_pid, *case.pids("m").values()]))
 
 
-@pytest.mark.parametrize("turns", range(8))
-async def test_a_cancelled_start_leaves_no_process(case: Case, turns: int) -> None:
+@pytest.mark.parametrize("iterations", range(8))
+async def test_a_cancelled_start_leaves_no_process(case: Case, iterations: int) -> None:
     async def start(output: int) -> None:
         async with shim_process(ServerCommand("m", (sys.executable, "-c", "pass"), os.environ, "", "", ""), output):
             await asyncio.sleep(60)
@@ -249,7 +249,7 @@ async def test_a_cancelled_start_leaves_no_process(case: Case, turns: int) -> No
     before = set(psutil.Process().children())
     with (case.folder / "out").open("wb") as output:
         starting = asyncio.create_task(start(output.fileno()))
-        for _ in range(turns):
+        for _ in range(iterations):
             await asyncio.sleep(0)
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError):

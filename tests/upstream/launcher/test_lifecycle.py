@@ -38,7 +38,7 @@ def test_a_good_while_of_readiness_forgives_the_past() -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "memory_kills", "words"),
+    ("status", "memory_kills", "text"),
     [
         (0, 0, "exit code 0"),
         (2, None, "exit code 2"),
@@ -51,8 +51,8 @@ def test_a_good_while_of_readiness_forgives_the_past() -> None:
         (None, 2, "its shim was killed, and the kernel has killed a process for lack of memory meanwhile"),
     ],
 )
-def test_the_text_of_an_exit(status: int | None, memory_kills: int | None, words: str) -> None:
-    assert describe_exit(status, memory_kills).text == words
+def test_the_text_of_an_exit(status: int | None, memory_kills: int | None, text: str) -> None:
+    assert describe_exit(status, memory_kills).text == text
 
 
 def test_every_state_has_its_row_and_all_but_the_last_can_be_stopped() -> None:

@@ -50,7 +50,7 @@ def test_the_oldest_request_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "leaves"),
+    ("more", "drains"),
     [
         pytest.param({"ready_since": 99.0, "last_used": 99.9}, False, id="used a moment ago"),
         pytest.param({"ready_since": 99.0, "last_used": 98.0}, False, id="just started"),
@@ -61,9 +61,9 @@ def test_the_oldest_request_comes_first() -> None:
         pytest.param({"ready_since": 0.0, "in_transition": True}, False, id="something is being done with it"),
     ],
 )
-def test_which_model_makes_room_for_another(more: dict[str, Any], leaves: bool) -> None:
+def test_which_model_makes_room_for_another(more: dict[str, Any], drains: bool) -> None:
     assert (time_slice(view()), linger(view())) == (8.0, 2.0)
-    assert done(ready("a", **more), view("b", wanted_since=99.5)) == ([(ActionKind.DRAIN, "a")] if leaves else [])
+    assert done(ready("a", **more), view("b", wanted_since=99.5)) == ([(ActionKind.DRAIN, "a")] if drains else [])
 
 
 def test_draining_ends_when_no_request_is_in_flight_and_all_workers_know() -> None:
@@ -158,7 +158,7 @@ class World:
         self._finish_what_was_begun()
         self._let_requests_come_and_go()
         views = self.views()
-        self._check_places(views)
+        self._check_capacity(views)
         for action in decide(views, self.now):
             self._begin(action, next(each for each in views if each.model == action.model))
         self.now += STEP
@@ -195,7 +195,7 @@ class World:
             elif each.phase is ModelPhase.DRAINING:
                 self.models[name] = replace(each, drain_acknowledged=self.now > each.since)
 
-    def _check_places(self, views: Sequence[ModelView]) -> None:
+    def _check_capacity(self, views: Sequence[ModelView]) -> None:
         running = [each for each in views if each.phase not in NOT_RUNNING]
         for one, other in combinations(running, 2):
             assert not compete(one, other), f"{one.model} and {other.model} run together at {self.now}: {self.log}"

@@ -76,7 +76,7 @@ RUNNING: Final = {"stream": True, "stream_options": {"include_usage": True, "con
 BATCH: Final = "/v1/chat/completions/batch"
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 
-ANSWERS: Final[dict[str, tuple[str, Body]]] = {
+REQUESTS: Final[dict[str, tuple[str, Body]]] = {
     "chat": (CHAT, PLAIN_QUESTION),
     "chat with reasoning": (CHAT, QUESTION),
     "chat without its reasoning": (CHAT, {**QUESTION, "include_reasoning": False}),
@@ -122,7 +122,7 @@ ANSWERS: Final[dict[str, tuple[str, Body]]] = {
 }
 STREAMS: Final[dict[str, tuple[str, Body]]] = {
     name: (path, {**body, **({"stream": True} if path in (RESPONSES, MESSAGES) else USAGE)})
-    for name, (path, body) in ANSWERS.items()
+    for name, (path, body) in REQUESTS.items()
     if path in (CHAT, COMPLETIONS, RESPONSES, MESSAGES)
 } | {
     "chat without usage": (CHAT, {**PLAIN_QUESTION, "stream": True}),
@@ -280,7 +280,7 @@ def both(clients: tuple[httpx2.Client, httpx2.Client], path: str, **request: Any
     return real, simulated
 
 
-@pytest.mark.parametrize(("path", "body"), ANSWERS.values(), ids=ANSWERS)
+@pytest.mark.parametrize(("path", "body"), REQUESTS.values(), ids=REQUESTS)
 def test_responses_have_the_same_fields(clients: tuple[httpx2.Client, httpx2.Client], path: str, body: Body) -> None:
     real, simulated = both(clients, path, json=body)
     assert real.status_code == 200

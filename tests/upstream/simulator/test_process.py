@@ -137,16 +137,16 @@ def test_names_and_context_come_from_the_flags() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "expected"),
     [
         (["x=/x"], "LoRA is not enabled"),
         (["--enable-lora", '{"name": "x", "path"'], "Invalid JSON format for --lora-modules"),
         (["--enable-lora", '{"name": "x", "path": "/x", "rank": 8}'], "Invalid fields for --lora-modules"),
     ],
 )
-def test_adapters_that_vllm_rejects(flags: list[str], said: str) -> None:
+def test_adapters_that_vllm_rejects(flags: list[str], expected: str) -> None:
     done = ended("tiny", *flags[:-1], "--lora-modules", flags[-1])
-    assert done.returncode != 0 and said in done.stderr
+    assert done.returncode != 0 and expected in done.stderr
 
 
 def test_flags_of_a_file_and_then_those_of_the_command_line(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def raw(simulated: Simulated, body: Body, path: str = CHAT) -> socket.socket:
 
 
 def everything(connection: socket.socket) -> bytes:
-    """What comes until the server closes."""
+    """Return all bytes until the server closes the connection."""
     parts = []
     with connection:
         while part := connection.recv(65536):
@@ -404,11 +404,11 @@ POOLED: dict[str, tuple[str, Body, str]] = {
 }
 
 
-@pytest.mark.parametrize(("path", "body", "member"), POOLED.values(), ids=POOLED)
-def test_pooling_routes_return_each_text_with_usage(simulated: Simulated, path: str, body: Body, member: str) -> None:
+@pytest.mark.parametrize(("path", "body", "field"), POOLED.values(), ids=POOLED)
+def test_pooling_routes_return_each_text_with_usage(simulated: Simulated, path: str, body: Body, field: str) -> None:
     responses = [simulated.post(path, {"model": "tiny", **body}).json() for _ in range(2)]
-    assert len(responses[0][member]) == 2
-    assert responses[0][member] == responses[1][member]
+    assert len(responses[0][field]) == 2
+    assert responses[0][field] == responses[1][field]
     assert responses[0]["usage"]["total_tokens"] == responses[0]["usage"]["prompt_tokens"] > 0
     assert simulated.post(path, {**body, "model": "other"}).status_code == 404
 

@@ -1,4 +1,4 @@
-"""What launch arguments say of a server."""
+"""The capabilities of a server, derived from its launch arguments."""
 
 from __future__ import annotations
 

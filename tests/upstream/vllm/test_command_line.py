@@ -16,7 +16,7 @@ def settings(**args: ArgumentValue) -> LaunchSettings:
     return LaunchSettings("org/model", ("org/model", "short"), args={key.replace("_", "-"): value for key, value in args.items()})
 
 
-def words(listen: Address = UDS, **args: ArgumentValue) -> tuple[str, ...]:
+def arguments_of(listen: Address = UDS, **args: ArgumentValue) -> tuple[str, ...]:
     return command_line(settings(**args), listen, KEY).argv
 
 
@@ -28,11 +28,11 @@ BASE = ("vllm", "serve", "org/model", "--served-model-name", "org/model", "short
 
 
 def test_the_model_is_positional_and_the_names_and_the_socket_follow() -> None:
-    assert words() == BASE
+    assert arguments_of() == BASE
 
 
 def test_tcp_is_host_and_port() -> None:
-    assert words(Address(port=8123))[6:] == ("--host", "127.0.0.1", "--port", "8123")
+    assert arguments_of(Address(port=8123))[6:] == ("--host", "127.0.0.1", "--port", "8123")
 
 
 @each_row(
@@ -52,7 +52,7 @@ def test_tcp_is_host_and_port() -> None:
     ],
 )
 def test_a_value_becomes_words(value: ArgumentValue, expected: tuple[str, ...]) -> None:
-    assert words(a_flag=value) == (*BASE, *expected)
+    assert arguments_of(a_flag=value) == (*BASE, *expected)
 
 
 def test_underscores_become_dashes_but_not_in_the_field_of_a_json_argument() -> None:
@@ -107,7 +107,7 @@ def test_secrets_are_in_no_word_and_no_repr() -> None:
 
 
 @each_row(
-    ("wrong", "place"),
+    ("wrong", "path"),
     [
         (settings(api_key="x"), "args.api-key"),
         (settings(served_model_name="x"), "args.served-model-name"),
@@ -127,10 +127,10 @@ def test_secrets_are_in_no_word_and_no_repr() -> None:
         (LaunchSettings("m", ("m",), command=()), "command"),
     ],
 )
-def test_what_cannot_work_is_refused_with_its_place(wrong: LaunchSettings, place: str) -> None:
+def test_invalid_settings_are_rejected_with_their_path(wrong: LaunchSettings, path: str) -> None:
     (problem,) = problems(wrong)
-    assert problem.startswith(f"{place}: ")
-    with pytest.raises(ValueError, match=place):
+    assert problem.startswith(f"{path}: ")
+    with pytest.raises(ValueError, match=path):
         command_line(wrong, UDS, KEY)
 
 
@@ -173,7 +173,7 @@ def test_a_server_that_sleeps_has_the_flag_and_its_routes_are_open() -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "told"),
+    ("command", "receives"),
     [
         (("vllm", "serve"), True),
         (("/opt/v/bin/vllm", "serve"), True),
@@ -184,9 +184,9 @@ def test_a_server_that_sleeps_has_the_flag_and_its_routes_are_open() -> None:
         (("my-server",), False),
     ],
 )
-def test_vllm_receives_the_drain_time_and_other_commands_do_not(command: tuple[str, ...], told: bool) -> None:
+def test_vllm_receives_the_drain_time_and_other_commands_do_not(command: tuple[str, ...], receives: bool) -> None:
     line = command_line(LaunchSettings("m", ("m",), command=command, drain=29.5), UDS, KEY)
-    assert line.argv[-2:] == ("--shutdown-timeout", "30") if told else "--shutdown-timeout" not in line.argv
+    assert line.argv[-2:] == ("--shutdown-timeout", "30") if receives else "--shutdown-timeout" not in line.argv
 
 
 def test_the_operators_drain_wins() -> None:

@@ -120,13 +120,13 @@ def noise() -> Iterable[str]:
     yield "resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked shared_memory objects to clean up"
 
 
-@each_row("said", [*PROVOKED, *PUBLISHED], ids=lambda said: f"{said.code}: {said.line[:50]}")
-def test_the_line_that_says_why_is_found_above_the_end(said: Case) -> None:
-    cause = find_cause(in_a_log(said.line), EXIT)
-    assert cause.code == said.code
+@each_row("case", [*PROVOKED, *PUBLISHED], ids=lambda case: f"{case.code}: {case.line[:50]}")
+def test_the_line_that_says_why_is_found_above_the_end(case: Case) -> None:
+    cause = find_cause(in_a_log(case.line), EXIT)
+    assert cause.code == case.code
     assert cause.summary and cause.hint
-    if said.code != "engine_died":
-        assert cause.line == said.line.removeprefix("  Value error, ")
+    if case.code != "engine_died":
+        assert cause.line == case.line.removeprefix("  Value error, ")
 
 
 @pytest.mark.parametrize("process", ["", "APIServer", "Worker_TP1", "APIServer pid=1) (EngineCore_DP0"])

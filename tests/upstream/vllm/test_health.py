@@ -1,4 +1,4 @@
-"""Probes: the hysteresis as a pure function, and the prober against small servers of its own."""
+"""Probes: the hysteresis as a pure function, and the prober against small test servers."""
 
 import asyncio
 import json
@@ -145,9 +145,9 @@ class Reported(list[ServerHealth]):
 
 @asynccontextmanager
 async def probing(
-    told: Reported, *targets: Target, interval: float = 0.02, deadline: float = 30.0, every: float = 60.0
+    reported: Reported, *targets: Target, interval: float = 0.02, deadline: float = 30.0, every: float = 60.0
 ) -> AsyncIterator[Prober]:
-    async with Prober(on_change=told.append, interval=interval, deadline=deadline, models_every=every) as prober:
+    async with Prober(on_change=reported.append, interval=interval, deadline=deadline, models_every=every) as prober:
         prober.set_targets(targets)
         await until(lambda: {probe.name for probe in prober.servers()} == {target.name for target in targets})
         yield prober
@@ -270,7 +270,7 @@ async def test_the_routes_of_a_server_say_what_it_is_for(name: str) -> None:
     statuses, task = TASKS[name]
     fake = FakeServer()
     fake.routes |= {path: (status, b"") for path, status in statuses.items()}
-    last = next((path for path in TASK_ROUTES if path in statuses), "/classify")  # the one that decides
+    last = next((path for path in TASK_ROUTES if path in statuses), "/classify")  # the route that decides
     async with listening(fake) as server:
         reported = Reported()
         async with probing(reported, Target("s", server.address)):
@@ -302,7 +302,7 @@ async def test_a_server_without_health_is_judged_by_its_models() -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "reason"),
+    ("response", "reason"),
     [
         ((403, b"not a path of this proxy"), "GET /v1/models: status 403"),
         ((500, b""), "GET /v1/models: status 500"),
@@ -310,8 +310,8 @@ async def test_a_server_without_health_is_judged_by_its_models() -> None:
         ((200, b'{"data": [' + b" " * 2 * BODY_LIMIT + b"]}"), "GET /v1/models: not a list of models"),
     ],
 )
-async def test_models_that_cannot_be_learned_leave_it_up_and_say_why(answer: tuple[int, bytes], reason: str) -> None:
-    async with listening(FakeServer({"/health": (200, b""), "/v1/models": answer})) as server:
+async def test_models_that_cannot_be_learned_leave_it_up_and_say_why(response: tuple[int, bytes], reason: str) -> None:
+    async with listening(FakeServer({"/health": (200, b""), "/v1/models": response})) as server:
         reported = Reported()
         async with probing(reported, Target("s", server.address)):
             assert reported == [ServerHealth("s", True, reason)]

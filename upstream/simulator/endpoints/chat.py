@@ -143,7 +143,7 @@ class Prepared:
     """A chat request that has passed all checks, with the plan's question."""
 
     request: ChatRequest
-    ask: GenerationRequest
+    generation: GenerationRequest
     model: str
     id: str
     refusal: ApiError | None
@@ -153,7 +153,7 @@ def job(call: ApiRequest) -> Job:
     """Understand a request. Raises ApiError."""
     request = read(call)
     prepared = prepare(call, request)
-    planned, refusal = call.planned(prepared.ask)
+    planned, refusal = call.planned(prepared.generation)
     transcript = Transcript(planned)
     response = ChatResponse(call, prepared, transcript)
     return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal)
@@ -263,7 +263,7 @@ class ChatResponse:
         self._request = prepared.request
         self._transcript = transcript
         self._head = {"id": prepared.id, "object": "chat.completion.chunk", "created": now(), "model": prepared.model}
-        self._prompt = prepared.ask.prompts[0]
+        self._prompt = prepared.generation.prompts[0]
         self._usage = usage.UsageOptions.of(prepared.request.stream_options, call.settings)
         self._parses = call.settings.reasoning_parser is not None or call.settings.tool_parser is not None
         self._hides = not prepared.request.include_reasoning and self._parses
@@ -325,7 +325,7 @@ class ChatResponse:
             event["system_fingerprint"] = fingerprint(self._settings)
         return _frame(event)
 
-    def _delta(self, emission: Emission, said: GeneratedChoice) -> dict[str, Any] | None:
+    def _delta(self, emission: Emission, generated: GeneratedChoice) -> dict[str, Any] | None:
         token = emission.token
         if token is None or token.kind is TokenKind.SILENT:
             return None if self._parses else {"content": ""}
@@ -333,23 +333,23 @@ class ChatResponse:
             return {"content": token.text, "reasoning": None} if self._hides else {"content": token.text}
         if token.kind is TokenKind.REASONING:
             return {"reasoning": token.text} if self._request.include_reasoning else None
-        index = len(said.calls) - 1
+        index = len(generated.calls) - 1
         if token.kind is TokenKind.CALL:
-            opened = {"id": said.calls[index].id, "type": "function", "index": index, "function": {"name": token.text}}
+            opened = {"id": generated.calls[index].id, "type": "function", "index": index, "function": {"name": token.text}}
             return {"tool_calls": [opened]}
         return {"tool_calls": [{"index": index, "function": {"arguments": token.text}}]}
 
-    def _logprobs(self, emission: Emission, said: GeneratedChoice) -> dict[str, Any] | None:
+    def _logprobs(self, emission: Emission, generated: GeneratedChoice) -> dict[str, Any] | None:
         if not self._request.logprobs or self._hides or emission.token is None:
             return None
-        return {"content": [self._logprob(emission.token.piece, len(said.tokens) - 1)]}
+        return {"content": [self._logprob(emission.token.piece, len(generated.tokens) - 1)]}
 
     def _logprob(self, piece: str, at: int) -> dict[str, Any]:
         return chat_entry(piece, at, self._request.top_logprobs, as_ids=bool(self._request.return_tokens_as_token_ids))
 
-    def _finish(self, said: GeneratedChoice) -> str | None:
-        called = said.finish == "stop" and said.calls and not isinstance(self._request.tool_choice, NamedTool)
-        return "tool_calls" if called else said.finish
+    def _finish(self, generated: GeneratedChoice) -> str | None:
+        called = generated.finish == "stop" and generated.calls and not isinstance(self._request.tool_choice, NamedTool)
+        return "tool_calls" if called else generated.finish
 
     def _running_usage(self, at: int) -> dict[str, Any]:
         return {"usage": usage.running_chat(self._transcript, at, self._settings)} if self._usage.running else {}
@@ -370,35 +370,35 @@ class ChatResponse:
             "metrics": None,
         }
 
-    def _choice(self, at: int, said: GeneratedChoice) -> dict[str, Any]:
+    def _choice(self, at: int, generated: GeneratedChoice) -> dict[str, Any]:
         shown = not self._hides
-        logprobs = [self._logprob(token.piece, index) for index, token in enumerate(said.tokens)]
+        logprobs = [self._logprob(token.piece, index) for index, token in enumerate(generated.tokens)]
         return {
             "index": at,
-            "message": self._message(said),
+            "message": self._message(generated),
             "logprobs": {"content": logprobs} if self._request.logprobs and shown else None,
-            "finish_reason": self._finish(said),
-            "stop_reason": said.stop,
-            "token_ids": [number(token.piece) for token in said.tokens] if self._request.return_token_ids and shown else None,
+            "finish_reason": self._finish(generated),
+            "stop_reason": generated.stop,
+            "token_ids": [number(token.piece) for token in generated.tokens] if self._request.return_token_ids and shown else None,
             "routed_experts": None,
         }
 
-    def _message(self, said: GeneratedChoice) -> dict[str, Any]:
+    def _message(self, generated: GeneratedChoice) -> dict[str, Any]:
         forced = self._request.tool_choice == "required" or isinstance(self._request.tool_choice, NamedTool)
         message: dict[str, Any] = {
             "role": self._role,
-            "content": (self._echoed + said.content) or ("" if forced or not self._parses else None),
+            "content": (self._echoed + generated.content) or ("" if forced or not self._parses else None),
             "refusal": None,
             "annotations": None,
             "audio": None,
             "function_call": None,
         }
-        if said.calls:
+        if generated.calls:
             message["tool_calls"] = [
                 {"id": called.id, "type": "function", "function": {"name": called.name, "arguments": called.arguments}}
-                for called in said.calls
+                for called in generated.calls
             ]
-        message["reasoning"] = (said.reasoning or None) if self._request.include_reasoning else None
+        message["reasoning"] = (generated.reasoning or None) if self._request.include_reasoning else None
         return message
 
 

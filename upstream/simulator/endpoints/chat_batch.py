@@ -28,11 +28,11 @@ def job(call: ApiRequest) -> Job:
     """Understand a request. Raises ApiError."""
     singles = [chat.prepare(one, chat.read(one)) for one in _calls(call)]
     first = singles[0]
-    limit = min(single.ask.limit for single in singles)
-    combined = replace(first.ask, prompts=tuple(single.ask.prompts[0] for single in singles), limit=limit)
+    limit = min(single.generation.limit for single in singles)
+    combined = replace(first.generation, prompts=tuple(single.generation.prompts[0] for single in singles), limit=limit)
     planned, refusal = call.planned(combined)
     transcript = Transcript(planned)
-    response = BatchResponse(call, replace(first, ask=combined), transcript)
+    response = BatchResponse(call, replace(first, generation=combined), transcript)
     return Job(transcript, response, stream=False, behavior=call.behavior, refusal=first.refusal or refusal)
 
 

@@ -132,12 +132,12 @@ class CompletionResponse:
     def _prompt(self, at: int) -> Prompt:
         return self._transcript.plan.prompts[at // self._request.n]
 
-    def _logprobs(self, at: int, pieces: list[str], place: int) -> dict[str, Any] | None:
+    def _logprobs(self, at: int, pieces: list[str], start: int) -> dict[str, Any] | None:
         if self._request.logprobs is None:
             return None
         offset = self._offsets[at]
         self._offsets[at] += sum(map(len, pieces))
-        return completion_logprobs(pieces, place, offset, self._request.logprobs)
+        return completion_logprobs(pieces, start, offset, self._request.logprobs)
 
     def body(self) -> dict[str, Any]:
         return {
@@ -151,16 +151,16 @@ class CompletionResponse:
             "metrics": None,
         }
 
-    def _choice(self, at: int, said: GeneratedChoice) -> dict[str, Any]:
+    def _choice(self, at: int, generated: GeneratedChoice) -> dict[str, Any]:
         prompt = self._prompt(at)
         echoed = list(map(piece_of, prompt.ids)) if self._request.echo else []
         return {
             "index": at,
-            "text": (prompt.text if self._request.echo else "") + said.content,
-            "logprobs": self._logprobs(at, [*echoed, *(token.piece for token in said.tokens)], 0),
-            "finish_reason": said.finish,
-            "stop_reason": said.stop,
-            "token_ids": [number(token.piece) for token in said.tokens] if self._request.return_token_ids else None,
+            "text": (prompt.text if self._request.echo else "") + generated.content,
+            "logprobs": self._logprobs(at, [*echoed, *(token.piece for token in generated.tokens)], 0),
+            "finish_reason": generated.finish,
+            "stop_reason": generated.stop,
+            "token_ids": [number(token.piece) for token in generated.tokens] if self._request.return_token_ids else None,
             "prompt_logprobs": None,
             "prompt_token_ids": prompt.ids if self._request.return_token_ids else None,
             "routed_experts": None,

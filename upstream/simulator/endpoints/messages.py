@@ -107,7 +107,7 @@ def job(call: ApiRequest) -> Job:
     """Understand a request. Raises ApiError."""
     request = fields.read(MessagesRequest, call.body)
     prepared = _prepared(call, _as_chat(request))
-    planned, refusal = call.planned(prepared.ask)
+    planned, refusal = call.planned(prepared.generation)
     transcript = Transcript(planned)
     response = MessagesResponse(prepared, transcript, call.settings)
     return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal)
@@ -116,7 +116,7 @@ def job(call: ApiRequest) -> Job:
 def count(call: ApiRequest) -> dict[str, Any]:
     """Return the response of count_tokens. Raises ApiError."""
     request = fields.read(CountRequest, call.body)
-    tokens = len(_prepared(call, _as_chat(request)).ask.prompts[0].ids)
+    tokens = len(_prepared(call, _as_chat(request)).generation.prompts[0].ids)
     return {"input_tokens": tokens, "context_management": {"original_input_tokens": tokens}}
 
 
@@ -192,7 +192,7 @@ class MessagesResponse:
         self._index = 0
 
     @property
-    def _said(self) -> GeneratedChoice:
+    def _generated(self) -> GeneratedChoice:
         return self._transcript.choices[0]
 
     def opening(self) -> Iterable[bytes]:
@@ -240,7 +240,7 @@ class MessagesResponse:
 
     def _shown(self, token: Token) -> Iterator[bytes]:
         if token.kind is TokenKind.CALL:
-            called = self._said.calls[-1]
+            called = self._generated.calls[-1]
             yield from self._begin({"type": "tool_use", "id": called.id, "name": called.name, "input": {}})
         elif token.kind is TokenKind.ARGUMENTS:
             yield self._delta({"type": "input_json_delta", "partial_json": token.text})
@@ -271,7 +271,7 @@ class MessagesResponse:
         self._index += 1
 
     def _stop(self) -> tuple[str | None, str | None]:
-        choice = self._said
+        choice = self._generated
         if choice.finish == "length":
             return "max_tokens", None
         if choice.finish != "stop":
@@ -295,7 +295,7 @@ class MessagesResponse:
         return {name: value for name, value in fields.items() if value is not None}
 
     def _blocks(self) -> Iterator[dict[str, Any]]:
-        choice = self._said
+        choice = self._generated
         if choice.reasoning:
             yield {"type": "thinking", "thinking": choice.reasoning, "signature": uuid.uuid4().hex}
         if choice.content:

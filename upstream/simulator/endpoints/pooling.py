@@ -87,9 +87,9 @@ class ScoreRequest(Fields):
 
 @dataclass(slots=True)
 class Ready:
-    """An answer that needs no tokens: it is whole as soon as the prompt has been read."""
+    """A response without generated tokens: it is complete after the prompt has been read."""
 
-    answer: dict[str, Any]
+    content: dict[str, Any]
 
     def opening(self) -> Iterable[bytes]:
         return ()
@@ -104,13 +104,14 @@ class Ready:
         return None
 
     def body(self) -> dict[str, Any]:
-        return self.answer
+        return self.content
 
     def error_body(self, refusal: ApiError) -> dict[str, Any]:
         return refusal.body()
 
 
 def embeddings(call: ApiRequest) -> Job:
+    """Prepare POST /v1/embeddings. Raises ApiError."""
     request, prompts = _texts(call)
     size = request.dimensions or DIMENSIONS
     shown = [
@@ -120,7 +121,7 @@ def embeddings(call: ApiRequest) -> Job:
 
 
 def cohere_embeddings(call: ApiRequest) -> Job:
-    """POST /v2/embed, as Cohere's SDK sends it. The models here have no task instructions, as most have none."""
+    """Prepare POST /v2/embed in the form of Cohere's SDK. Like most models, the simulated models have no task instructions."""
     request = fields.read(CohereRequest, call.body)
     given = [each for each in (request.texts, request.images, request.inputs) if each is not None]
     if len(given) != 1 or not given[0]:
@@ -155,7 +156,7 @@ def _content_of(given: CohereInput) -> str:
 
 
 def _bits(vector: list[float]) -> list[int]:
-    """Eight dimensions in each number, the first one as its highest bit."""
+    """Return numbers of eight dimensions each. The first dimension is the highest bit."""
     return [sum((value >= 0) << 7 - at for at, value in enumerate(vector[start : start + 8])) for start in range(0, len(vector), 8)]
 
 
@@ -172,6 +173,7 @@ _COHERE_TYPES: dict[str, Callable[[list[float]], Any]] = {
 
 
 def pooling(call: ApiRequest) -> Job:
+    """Prepare POST /pooling. Raises ApiError."""
     request, prompts = _texts(call)
     shown = [
         {"index": at, "object": "pooling", "data": _shown(_vector(call, prompt, DIMENSIONS), request)} for at, prompt in enumerate(prompts)
@@ -180,6 +182,7 @@ def pooling(call: ApiRequest) -> Job:
 
 
 def classify(call: ApiRequest) -> Job:
+    """Prepare POST /classify: two labels with probabilities for each input. Raises ApiError."""
     _, prompts = _texts(call)
     return _job(
         call,
@@ -193,6 +196,7 @@ def _classified(at: int, positive: float) -> dict[str, Any]:
 
 
 def score(call: ApiRequest) -> Job:
+    """Prepare POST /score: a number from 0 to 1 for each pair of texts. Raises ApiError."""
     request = fields.read(ScoreRequest, call.body)
     first = _listed(request.text_1 if request.text_1 is not None else request.queries)
     given = (option for option in (request.text_2, request.documents, request.items) if option is not None)
@@ -207,6 +211,7 @@ def score(call: ApiRequest) -> Job:
 
 
 def rerank(call: ApiRequest) -> Job:
+    """Prepare POST /rerank: the documents by descending relevance. Raises ApiError."""
     request = fields.read(RerankRequest, call.body)
     query, documents = _text(request.query), _listed(request.documents)
     prompts = [Prompt.of_text(query + document) for document in documents]
@@ -249,9 +254,9 @@ def _identity(call: ApiRequest, prefix: str) -> dict[str, Any]:
     return {"id": f"{prefix}-{call.request_id()}", "object": "list", "created": now(), "model": call.model()}
 
 
-def _job(call: ApiRequest, prompts: list[Prompt], answer: dict[str, Any]) -> Job:
-    answer["usage"] = usage.pooled(sum(len(prompt.ids) for prompt in prompts))
-    return Job(_transcript(call, prompts), Ready(answer), stream=False, behavior=call.behavior)
+def _job(call: ApiRequest, prompts: list[Prompt], content: dict[str, Any]) -> Job:
+    content["usage"] = usage.pooled(sum(len(prompt.ids) for prompt in prompts))
+    return Job(_transcript(call, prompts), Ready(content), stream=False, behavior=call.behavior)
 
 
 def _transcript(call: ApiRequest, prompts: list[Prompt]) -> Transcript:

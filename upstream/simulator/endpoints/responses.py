@@ -62,13 +62,14 @@ def job(call: ApiRequest) -> Job:
     output_checked(request.max_output_tokens, "max_output_tokens", call.settings)
     inner = replace(call, body=_as_chat(call.body, request))
     prepared = chat.prepare(inner, chat.read(inner))
-    planned, refusal = call.planned(prepared.ask)
+    planned, refusal = call.planned(prepared.generation)
     transcript = Transcript(planned)
     response = ResponsesResponse(request, prepared, transcript)
     return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal)
 
 
 def not_found(response_id: str) -> ApiError:
+    """Return the error of an unknown response ID."""
     return ApiError(f"Response with id '{response_id}' not found.", 404, "invalid_request_error", "response_id")
 
 
@@ -169,7 +170,7 @@ class ResponsesResponse:
         self._output: list[dict[str, Any]] = []
 
     @property
-    def _said(self) -> GeneratedChoice:
+    def _generated(self) -> GeneratedChoice:
         return self._transcript.choices[0]
 
     def opening(self) -> Iterator[bytes]:
@@ -206,9 +207,9 @@ class ResponsesResponse:
         elif token.kind is TokenKind.CONTENT:
             yield from self._more("response.output_text.delta", token.text, content_index=0, logprobs=[])
 
-    def _more(self, name: str, delta: str, **members: Any) -> Iterator[bytes]:
+    def _more(self, name: str, delta: str, **fields: Any) -> Iterator[bytes]:
         self._text += delta
-        yield self._event(name, **members, delta=delta, item_id=self._item, output_index=len(self._output))
+        yield self._event(name, **fields, delta=delta, item_id=self._item, output_index=len(self._output))
 
     def _begin(self, token: Token) -> Iterator[bytes]:
         self._open, self._text = token.kind, ""
@@ -224,7 +225,7 @@ class ResponsesResponse:
             return _reasoning(self._item, None, "in_progress")
         if kind is TokenKind.CONTENT:
             return _message_item(self._item, [], "in_progress")
-        called = self._said.calls[-1]
+        called = self._generated.calls[-1]
         return _call_item(self._item, called.id, called.name, "", "in_progress")
 
     def _close(self) -> Iterator[bytes]:
@@ -241,7 +242,7 @@ class ResponsesResponse:
             part = {"annotations": [], "text": self._text, "type": "output_text", "logprobs": None}
             done = _message_item(self._item, [part], "completed")
         else:
-            called = self._said.calls[-1]
+            called = self._generated.calls[-1]
             yield self._event("response.function_call_arguments.done", arguments=self._text, **position, name=called.name)
             done = _call_item(self._item, called.id, called.name, self._text, "completed")
         if self._open is not TokenKind.CALL:
@@ -250,8 +251,8 @@ class ResponsesResponse:
         self._output.append(done)
         self._open = None
 
-    def _event(self, event_type: str, **members: Any) -> bytes:
-        event = {**members, "sequence_number": self._sequence, "type": event_type}
+    def _event(self, event_type: str, **fields: Any) -> bytes:
+        event = {**fields, "sequence_number": self._sequence, "type": event_type}
         self._sequence += 1
         return b"event: " + event_type.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
 
@@ -259,7 +260,7 @@ class ResponsesResponse:
         return self._response(self._status(), list(self._items()), self._usage())
 
     def _items(self) -> Iterator[dict[str, Any]]:
-        choice = self._said
+        choice = self._generated
         if choice.reasoning and self._request.include_reasoning:
             yield _reasoning(f"rs_{random_id()}", [{"text": choice.reasoning, "type": "reasoning_text"}], None)
         if choice.content:
@@ -269,7 +270,7 @@ class ResponsesResponse:
             yield _call_item(f"fc_{random_id()}", called.id, called.name, called.arguments, "completed")
 
     def _status(self) -> str:
-        return "incomplete" if self._said.finish == "length" else "completed"
+        return "incomplete" if self._generated.finish == "length" else "completed"
 
     def _usage(self) -> dict[str, Any]:
         read, made = self._transcript.prompt_tokens, self._transcript.completion_tokens
@@ -309,7 +310,7 @@ class ResponsesResponse:
             "tools": [_shown_tool(tool) for tool in request.tools],
             "top_p": 1.0 if request.top_p is None else request.top_p,
             "background": bool(request.background),
-            "max_output_tokens": self._prepared.ask.limit,
+            "max_output_tokens": self._prepared.generation.limit,
             "max_tool_calls": request.max_tool_calls,
             "previous_response_id": request.previous_response_id,
             "prompt": None,

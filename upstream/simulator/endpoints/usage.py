@@ -30,6 +30,7 @@ class UsageOptions:
 
 
 def counts(prompt: int, completion: int) -> dict[str, Any]:
+    """Return the token counts of a completion as a usage object."""
     return {"prompt_tokens": prompt, "total_tokens": prompt + completion, "completion_tokens": completion}
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from upstream.simulator import errors
 from upstream.simulator.behavior import Behavior
-from upstream.simulator.engine.metrics import Meters
+from upstream.simulator.engine.metrics import ServerMetrics
 from upstream.simulator.engine.prefix_cache import PrefixCache
 from upstream.simulator.flags import StartOptions
 from upstream.simulator.text.plan import Choice, Plan, Token
@@ -72,14 +72,14 @@ class Engine:
     """All requests of one server."""
 
     def __init__(self, start: StartOptions) -> None:
-        self.meters = Meters()
+        self.metrics = ServerMetrics()
         self.draining = False
         self.awake = asyncio.Event()
         self.awake.set()
         self.idle = asyncio.Event()
         self.idle.set()
         self._start = start
-        self._answered = 0
+        self._completed = 0
         self._slots: set[Slot] = set()
         self._cache = PrefixCache()
 
@@ -91,25 +91,25 @@ class Engine:
         slot, began = Slot(), time.monotonic()
         self._slots.add(slot)
         self.idle.clear()
-        self.meters.running += 1
+        self.metrics.running += 1
         try:
             yield slot
         finally:
             self._slots.discard(slot)
             if not self._slots:
                 self.idle.set()
-            self.meters.running -= 1
+            self.metrics.running -= 1
             self._settle(slot, time.monotonic() - began)
 
     def _settle(self, slot: Slot, seconds: float) -> None:
-        self.meters.finished[slot.finish or "abort"] += 1
-        self.meters.whole.observe(seconds)
-        self.meters.generation_lengths.observe(slot.made)
+        self.metrics.finished[slot.finish or "abort"] += 1
+        self.metrics.whole.observe(seconds)
+        self.metrics.generation_lengths.observe(slot.made)
 
-    def answered(self) -> None:
+    def count_response(self) -> None:
         """Count a complete response, and exit if the server is configured to exit after it."""
-        self._answered += 1
-        if self._start.die_after_requests is not None and self._answered >= self._start.die_after_requests:
+        self._completed += 1
+        if self._start.die_after_requests is not None and self._completed >= self._start.die_after_requests:
             os._exit(DIED)
 
     def abort_all(self) -> None:
@@ -145,19 +145,19 @@ class Engine:
     def _prefill(self, slot: Slot, plan: Plan, seconds: float) -> None:
         slot.prompt_tokens = plan.prompt_tokens
         slot.cached = sum(self._cache.admit(prompt.ids, plan.cache_salt) for prompt in plan.prompts)
-        self.meters.prompt_tokens += slot.prompt_tokens
-        self.meters.cache_queries += slot.prompt_tokens
-        self.meters.cache_hits += slot.cached
-        self.meters.queue.observe(0.0)
-        self.meters.prompt_lengths.observe(slot.prompt_tokens)
-        self.meters.first_token.observe(seconds)
+        self.metrics.prompt_tokens += slot.prompt_tokens
+        self.metrics.cache_queries += slot.prompt_tokens
+        self.metrics.cache_hits += slot.cached
+        self.metrics.queue.observe(0.0)
+        self.metrics.prompt_lengths.observe(slot.prompt_tokens)
+        self.metrics.first_token.observe(seconds)
 
     async def _pace(self, slot: Slot, behavior: Behavior, number: int) -> None:
         if _reached(behavior.hang_after, slot.made):
             await slot.wait(None)
         elif number and behavior.tokens_per_second:
             await slot.wait(1 / behavior.tokens_per_second)
-            self.meters.between_tokens.observe(1 / behavior.tokens_per_second)
+            self.metrics.between_tokens.observe(1 / behavior.tokens_per_second)
         elif number:
             await asyncio.sleep(0)
 
@@ -173,8 +173,8 @@ class Engine:
 
     def _made(self, slot: Slot, behavior: Behavior) -> None:
         slot.made += 1
-        self.meters.generation_tokens += 1
-        if _reached(behavior.die_after, slot.made) or _reached(self._start.die_after_tokens, self.meters.generation_tokens):
+        self.metrics.generation_tokens += 1
+        if _reached(behavior.die_after, slot.made) or _reached(self._start.die_after_tokens, self.metrics.generation_tokens):
             os._exit(DIED)
 
 

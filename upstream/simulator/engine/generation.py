@@ -53,12 +53,12 @@ class Generation:
     async def _run(self, wire: Wire) -> None:
         try:
             with self.engine.slot() as slot:
-                await self._answer(slot, wire)
+                await self._respond(slot, wire)
         except ApiError as refusal:
             await self._refuse(refusal, wire)
-        self.engine.answered()
+        self.engine.count_response()
 
-    async def _answer(self, slot: Slot, wire: Wire) -> None:
+    async def _respond(self, slot: Slot, wire: Wire) -> None:
         if self.job.behavior.hang_before_headers:
             await slot.wait(None)
         if self.job.stream:
@@ -67,7 +67,7 @@ class Generation:
             await self._whole(slot, wire)
 
     async def _stream(self, slot: Slot, wire: Wire) -> None:
-        response = self.job.answer
+        response = self.job.response
         await wire.head(200, EVENT_STREAM)
         try:
             for event in response.opening():
@@ -87,7 +87,7 @@ class Generation:
         self.entry.end("finished")
 
     async def _fail(self, refusal: ApiError, wire: Wire) -> None:
-        events = self.job.answer.failure(refusal)
+        events = self.job.response.failure(refusal)
         if events is None:
             wire.break_off()
         for event in events or ():
@@ -98,7 +98,7 @@ class Generation:
         async for emissions in self.engine.steps(slot, self.job.transcript.plan, self.job.behavior):
             self.job.transcript.add(emissions, slot)
             self._count(slot)
-        body = orjson.dumps(self.job.answer.body())
+        body = orjson.dumps(self.job.response.body())
         await self._send(200, body, wire)
         self.entry.end("finished")
 
@@ -113,7 +113,7 @@ class Generation:
         self.entry.prompt_tokens, self.entry.completion_tokens = slot.prompt_tokens, slot.made
 
     async def _refuse(self, refusal: ApiError, wire: Wire) -> None:
-        await self._send(refusal.status, orjson.dumps(self.job.answer.error_body(refusal)), wire)
+        await self._send(refusal.status, orjson.dumps(self.job.response.error_body(refusal)), wire)
         self.entry.end("refused")
 
     async def _send(self, status: int, body: bytes, wire: Wire) -> None:

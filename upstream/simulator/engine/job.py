@@ -127,7 +127,7 @@ class Job:
     """A request that is ready to run. ``refusal``: the engine's error, once it has started."""
 
     transcript: Transcript
-    answer: ResponseShape
+    response: ResponseShape
     stream: bool
     behavior: Behavior
     refusal: ApiError | None = None
@@ -156,15 +156,16 @@ class ApiRequest:
         """Return the part of the response's id after its prefix (GenerateBaseServing._base_request_id)."""
         return self.headers.get("x-request-id") or str(self.body.get("request_id") or random_id())
 
-    def planned(self, ask: GenerationRequest) -> tuple[Plan, ApiError | None]:
+    def planned(self, generation: GenerationRequest) -> tuple[Plan, ApiError | None]:
         """Return the plan, or an empty plan and the engine's error about the constraint."""
         try:
-            return plan(ask, self.behavior, self.settings.seed), None
+            return plan(generation, self.behavior, self.settings.seed), None
         except (UnsatisfiableSchemaError, ValueError, TypeError, KeyError, IndexError) as error:
-            return empty_plan(ask.prompts), errors.plain(f"Grammar error: {error}")
+            return empty_plan(generation.prompts), errors.plain(f"Grammar error: {error}")
 
 
 def now() -> int:
+    """Return the current time in seconds since the epoch."""
     return int(time.time())
 
 
@@ -190,8 +191,8 @@ def _overflow(limit: int, contained: str, param: str, value: int) -> ApiError:
     return errors.bad(message + "Please reduce the length of the input prompt.", param, value)
 
 
-def output_checked(asked: int | None, param: str, settings: Settings) -> None:
+def output_checked(requested: int | None, param: str, settings: Settings) -> None:
     """Raise the ApiError of a token limit that alone is above the context."""
-    if asked is not None and asked > settings.max_model_len:
-        message = f"{param}={asked} cannot be greater than max_model_len={settings.max_model_len}. Please request fewer output tokens."
-        raise errors.bad(message, param, asked)
+    if requested is not None and requested > settings.max_model_len:
+        message = f"{param}={requested} cannot be greater than max_model_len={settings.max_model_len}. Please request fewer output tokens."
+        raise errors.bad(message, param, requested)

@@ -54,7 +54,7 @@ class Histogram:
         self.total += value
 
 
-class Meters:
+class ServerMetrics:
     """The counters of one server."""
 
     def __init__(self) -> None:

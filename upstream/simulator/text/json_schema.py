@@ -1,7 +1,7 @@
-"""A small valid instance of a JSON schema, and a text that a simple regular expression matches.
+"""Create a small valid instance of a JSON schema, and a text that matches a simple regular expression.
 
-The rule: what comes out is valid where the schema can be met by these means; a schema that is none is told
-as vLLM tells it, by the caller.
+The rule: every result is valid. If no valid result can be created, an exception is raised, and the caller reports the
+error in vLLM's form.
 """
 
 from __future__ import annotations

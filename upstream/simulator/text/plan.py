@@ -106,12 +106,14 @@ class Plan:
         return sum(len(prompt.ids) for prompt in self.prompts)
 
 
-def plan(ask: GenerationRequest, behavior: Behavior, seed: int) -> Plan:
+def plan(request: GenerationRequest, behavior: Behavior, seed: int) -> Plan:
     """Decide every token. Raises UnsatisfiableSchemaError if a constraint cannot be satisfied."""
     choices = (
-        _choice(ask, behavior, Speaker(seed_of(seed, prompt.text, ask.seed, number))) for prompt in ask.prompts for number in range(ask.n)
+        _choice(request, behavior, Speaker(seed_of(seed, prompt.text, request.seed, number)))
+        for prompt in request.prompts
+        for number in range(request.n)
     )
-    return Plan(ask.prompts, tuple(choices), ask.cache_salt)
+    return Plan(request.prompts, tuple(choices), request.cache_salt)
 
 
 def empty_plan(prompts: tuple[Prompt, ...]) -> Plan:
@@ -119,12 +121,12 @@ def empty_plan(prompts: tuple[Prompt, ...]) -> Plan:
     return Plan(prompts, ())
 
 
-def _choice(ask: GenerationRequest, behavior: Behavior, speaker: Speaker) -> Choice:
-    total = max(behavior.tokens if behavior.tokens is not None else speaker.between(24, 72), ask.minimum, 1)
-    if ask.ignore_end:
-        total = ask.limit + 1
-    thoughts = _thoughts(total, behavior, speaker) if ask.thinking else []
-    return _limited(_stopped([*thoughts, *_said(ask, speaker, total - len(thoughts) - 1), _END], ask.stops), ask.limit)
+def _choice(request: GenerationRequest, behavior: Behavior, speaker: Speaker) -> Choice:
+    total = max(behavior.tokens if behavior.tokens is not None else speaker.between(24, 72), request.minimum, 1)
+    if request.ignore_end:
+        total = request.limit + 1
+    thoughts = _thoughts(total, behavior, speaker) if request.thinking else []
+    return _limited(_stopped([*thoughts, *_content(request, speaker, total - len(thoughts) - 1), _END], request.stops), request.limit)
 
 
 _END = Token(TokenKind.SILENT, "", tokenizer.END)
@@ -135,11 +137,11 @@ def _thoughts(total: int, behavior: Behavior, speaker: Speaker) -> list[Token]:
     return [*_shown(TokenKind.REASONING, speaker.pieces(count)), Token(TokenKind.SILENT, "", tokenizer.THOUGHT)]
 
 
-def _said(ask: GenerationRequest, speaker: Speaker, count: int) -> list[Token]:
-    if ask.calls:
-        return [token for tool in ask.calls for token in _call(tool, speaker)]
-    if ask.forced is not None:
-        return _shown(TokenKind.CONTENT, tokenizer.pieces(ask.forced(speaker)))
+def _content(request: GenerationRequest, speaker: Speaker, count: int) -> list[Token]:
+    if request.calls:
+        return [token for tool in request.calls for token in _call(tool, speaker)]
+    if request.forced is not None:
+        return _shown(TokenKind.CONTENT, tokenizer.pieces(request.forced(speaker)))
     return _shown(TokenKind.CONTENT, speaker.pieces(max(count, 0)))
 
 
@@ -162,30 +164,30 @@ def _limited(choice: Choice, limit: int) -> Choice:
     return choice if len(choice.tokens) <= limit else Choice(choice.tokens[:limit], "length")
 
 
-def _stopped(said: list[Token], stops: tuple[str, ...]) -> Choice:
+def _stopped(tokens: list[Token], stops: tuple[str, ...]) -> Choice:
     """End at the stop string that is complete first; the tokens up to its last are counted."""
-    content = "".join(token.text for token in said if token.kind is TokenKind.CONTENT)
+    content = "".join(token.text for token in tokens if token.kind is TokenKind.CONTENT)
     found = [(content.find(stop) + len(stop), stop) for stop in stops if stop in content]
     if not found:
-        return Choice(tuple(said), "stop")
+        return Choice(tuple(tokens), "stop")
     end, stop = min(found)
-    return Choice(tuple(_shortened(said[: _tokens_until(said, end)], end - len(stop))), "stop", stop)
+    return Choice(tuple(_shortened(tokens[: _tokens_until(tokens, end)], end - len(stop))), "stop", stop)
 
 
-def _tokens_until(said: list[Token], end: int) -> int:
+def _tokens_until(tokens: list[Token], end: int) -> int:
     """Return the number of tokens that contain the first ``end`` characters of content."""
     length = 0
-    for at, token in enumerate(said):
+    for at, token in enumerate(tokens):
         length += len(token.text) if token.kind is TokenKind.CONTENT else 0
         if length >= end:
             return at + 1
-    return len(said)
+    return len(tokens)
 
 
-def _shortened(said: list[Token], keep: int) -> list[Token]:
+def _shortened(tokens: list[Token], keep: int) -> list[Token]:
     """Show only the first ``keep`` characters of the content."""
     shortened: list[Token] = []
-    for token in said:
+    for token in tokens:
         if token.kind is TokenKind.CONTENT:
             shown, keep = token.text[:keep], max(0, keep - len(token.text))
             token = Token(TokenKind.CONTENT if shown else TokenKind.SILENT, shown, token.piece)

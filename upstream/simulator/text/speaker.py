@@ -1,4 +1,4 @@
-"""The text that the simulator says: sentences of common words, a function of a seed alone.
+"""The text that the simulator generates: sentences of common words, a function of a seed alone.
 
 Some words are outside ASCII on purpose: their UTF-8 bytes go over the wire raw and may be cut by a chunk.
 """
