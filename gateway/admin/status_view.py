@@ -106,14 +106,16 @@ def _whole(status: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _warnings(status: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return warnings: a rejected configuration, settings that need a restart, failed dependencies, and ledger rows at risk."""
+    """Return warnings: a rejected configuration, settings that need a restart, failed dependencies, rows and budgets at risk."""
     read = status.get("configuration", {})
     problems = read.get("problems", ())
     since = f"the configuration on disk has been invalid for {_since(read.get('when'), status['time'])}"
     down = [_dependency(one, status["time"]) for one in status.get("dependencies", ()) if one["state"] != "up"]
     ledger = status.get("ledger") or {}
     memory = [f"{counted(ledger['memory_rows'], 'row')} of the ledger in memory only"] if _is_at_risk(status) else []
-    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()), *down, *memory)
+    budgets = status.get("budgets") or {"restored": True}
+    counts = [] if budgets["restored"] else [f"budgets are not restored yet: {budgets['last_error'] or 'the ledger is being read'}"]
+    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()), *down, *memory, *counts)
 
 
 def _dependency(one: Mapping[str, Any], now: float) -> str:

@@ -1,10 +1,11 @@
-"""Notes on a valid configuration: an admin port without a token, expired keys, and costs without a limit. Pure.
+"""Notes on a valid configuration: an admin port without a token, expired keys, costs without a limit, budgets that restarts reset. Pure.
 
 The rule: a note never makes a configuration invalid. Invalid parts are reported as problems elsewhere, and are ignored here.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import NamedTuple
@@ -14,13 +15,16 @@ from pydantic import ValidationError
 from gateway.client.addresses import is_loopback
 from gateway.config import Key, Note
 from gateway.config.models import matches
+from gateway.config.quantities import parse_duration
 from gateway.config.references import ConfigValue, Draft
 from gateway.key_management.key_list import state
+from gateway.limits.rules import QUOTAS
 
 _COSTS = ("cost_per_day", "cost_per_month")
 OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
 """Also logged when the gateway starts."""
 _NAMED = 5
+_LONGEST_MONTH, _DAY_SECONDS = 31, 86400
 Scope = Sequence[str] | None
 """Patterns of models. None: all models."""
 
@@ -35,6 +39,7 @@ def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     yield from _open_admin_port(draft)
     yield from _ended(draft, now)
     yield from _unbounded(draft)
+    yield from _not_restored(draft)
 
 
 def note(place: ConfigValue, message: str) -> Note:
@@ -63,6 +68,32 @@ def _key(place: ConfigValue) -> Key | None:
         return Key.model_validate(place.value)
     except ValidationError:
         return None
+
+
+def _not_restored(draft: Draft) -> Iterator[Note]:
+    """Report budgets that a restart resets, because nothing records what was used."""
+    if draft.top.get("limits_store").value is not None:
+        return
+    budgets = [place for holder in (*draft.keys, *draft.top.each("teams")) for place in _budgets(holder.get("limits"))]
+    ledger = draft.top.get("ledger")
+    if budgets and ledger.value is None:
+        more = f" (and {len(budgets) - 1} more)" if len(budgets) > 1 else ""
+        yield note(budgets[0], f"starts from zero at each restart{more}: set ledger or limits_store")
+    retention = ledger.get("retention")
+    if any("month" in str(place.path[-1]) for place in budgets) and _days(retention.value) < _LONGEST_MONTH:
+        yield note(retention, "a restart restores monthly budgets from the rows of the month: keep them for 31d")
+
+
+def _budgets(limits: ConfigValue) -> Iterator[ConfigValue]:
+    for place in (limits, *limits.each("models")):
+        yield from (place.get(name) for name in sorted(QUOTAS) if place.get(name).value is not None)
+
+
+def _days(retention: object) -> float:
+    try:
+        return math.inf if retention is None else parse_duration(str(retention)) / _DAY_SECONDS
+    except ValueError:
+        return math.inf
 
 
 def _unbounded(draft: Draft) -> Iterator[Note]:

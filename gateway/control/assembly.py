@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from gateway.check.launch_check import LaunchCheck
 from gateway.config import Config
+from gateway.control.budgets import budget_restorer
 from gateway.control.control import Control
 from gateway.control.discovery import Discovery
 from gateway.control.jwks_fetch import jwks_fetcher
@@ -91,6 +92,8 @@ async def assembled(
         key_sets = await stack.enter_async_context(jwks_fetcher(lambda: control.key_set_changed()))
         events = WorkerEvents(lambda: control.worker_changed(), key_sets.request)
         workers = await stack.enter_async_context(running_workers(data, config.server.workers, events, ledger))
+        budgets = await stack.enter_async_context(budget_restorer(ledger, workers.buckets, started))
+        workers.before_start = budgets.start
         observer = ServerObserver(config, launcher, prober, discovery, key_sets)
         first_results, history = FirstResults(config), ReloadHistory()
         publisher = Publisher(observer, workers, first_results, started)
@@ -110,6 +113,7 @@ async def assembled(
             publisher=publisher,
             fleet=fleet,
             monitor=monitor,
+            budgets=budgets,
             readiness=Readiness(observer, workers, fleet, monitor, history, first_results),
             history=history,
         )

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from gateway.config import Config
+from gateway.control.budgets import BudgetRestorer
 from gateway.control.discovery import Discovery, ServerChange, server_changes
 from gateway.control.jwks_fetch import JwksFetcher
 from gateway.control.monitor import Monitor
@@ -57,6 +58,7 @@ class Control:
         publisher: Publisher,
         fleet: Fleet,
         monitor: Monitor,
+        budgets: BudgetRestorer,
         readiness: Readiness,
         history: ReloadHistory,
     ) -> None:
@@ -71,6 +73,7 @@ class Control:
         self.publisher = publisher
         self.fleet = fleet
         self.monitor = monitor
+        self.budgets = budgets
         self.readiness = readiness
         self.history = history
         self.launch_counts = LaunchCounts()

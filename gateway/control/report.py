@@ -141,6 +141,7 @@ class Report:
             "snapshot_version": control.publisher.version,
             "configuration": control.history.last.as_json(),
             "ledger": None if self._ledger is None else self._ledger.status(),
+            "budgets": control.budgets.as_json(),
             "issuers": control.key_sets.as_json(control.config),
             "workers": [
                 {

@@ -30,7 +30,8 @@ DIMENSIONS = ("key", "team", "model", "day", "server")
 _DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
 _MONTH = re.compile(r"\d{4}-\d{2}")
-_HALF = 2**32
+HALF = 2**32
+"""Costs are summed in two parts, because SQLite's integer sums overflow at 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +164,8 @@ def _totals() -> tuple[ColumnElement[Any], ...]:
         func.count(USAGE.c.incomplete),
         func.sum(cast(USAGE.c.estimated, Integer)),
         *(func.sum(USAGE.c[f"{kind}_tokens"]) for kind in ("prompt", "completion", "cached", "reasoning")),
-        func.sum(USAGE.c.cost_nano // _HALF),  # in two parts: SQLite's integer sums overflow at 64 bits
-        func.sum(USAGE.c.cost_nano % _HALF),
+        func.sum(USAGE.c.cost_nano // HALF),  # in two parts: SQLite's integer sums overflow at 64 bits
+        func.sum(USAGE.c.cost_nano % HALF),
     )
 
 
@@ -177,7 +178,12 @@ def _conditions(query: UsageQuery) -> list[ColumnElement[bool]]:
 def rows_of(key: str) -> Iterator[ColumnElement[bool]]:
     """Yield conditions for the rows of a key: its own, and those of its entry's subjects, ``key/…``."""
     yield USAGE.c.key == key
-    yield USAGE.c.key.startswith(f"{key}/", autoescape=True)
+    yield subjects_of(key)
+
+
+def subjects_of(entry: str) -> ColumnElement[bool]:
+    """Return the condition for the rows of an entry's subjects."""
+    return USAGE.c.key.startswith(f"{entry}/", autoescape=True)
 
 
 def _text(value: object) -> str | None:
@@ -187,7 +193,7 @@ def _text(value: object) -> str | None:
 def _sum(group: tuple[str | None, ...], totals: Sequence[Any]) -> UsageSum:
     *counts, high, low = totals
     requests, incomplete, estimated, prompt, completion, cached, reasoning = (int(count or 0) for count in counts)
-    cost = None if high is None else int(high) * _HALF + int(low)
+    cost = None if high is None else int(high) * HALF + int(low)
     return UsageSum(group, requests, incomplete, estimated, prompt, completion, cached, reasoning, cost)
 
 

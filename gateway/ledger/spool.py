@@ -36,11 +36,12 @@ _log = logging.getLogger("vllm_gateway.ledger")
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A closed file of rows."""
+    """A closed file of rows. ``inherited``: an earlier gateway or its workers wrote it."""
 
     path: Path
     rows: int
     size: int
+    inherited: bool = False
 
     def payloads(self) -> list[bytes]:
         """Read its rows. Raises OSError."""
@@ -48,7 +49,10 @@ class Segment:
 
 
 class Spool:
-    """The folder. One thread appends, another one removes. ``rows`` and ``size`` (bytes) are what is stored; ``dropped`` are rows."""
+    """The folder. One thread appends, another one removes. ``rows`` and ``size`` (bytes) are what is stored; ``dropped`` are rows.
+
+    ``inherited`` is the number of files that an earlier gateway left.
+    """
 
     def __init__(self, folder: Path, limit: int = LIMIT, segment: int = _SEGMENT) -> None:
         self.folder = folder
@@ -60,7 +64,7 @@ class Spool:
         self._open: Segment | None = None
         self._in_use: Segment | None = None
         self._number = 0
-        self.rows, self.size, self.dropped = 0, 0, 0
+        self.rows, self.size, self.dropped, self.inherited = 0, 0, 0, 0
         self._adopt(sorted(folder.glob("*" + _SUFFIX)))
 
     def append(self, data: bytes, rows: int) -> None:
@@ -138,7 +142,7 @@ class Spool:
                 self._raise_if_it_may_pass(error)
                 self._quarantine(path, 0, error)  # the number of its rows is unknown
             else:
-                self._closed.append(Segment(path, sum(1 for _ in frames(data)), len(data)))
+                self._closed.append(Segment(path, sum(1 for _ in frames(data)), len(data), inherited=True))
         self._update_counts()
 
     def _raise_if_it_may_pass(self, error: OSError) -> None:
@@ -160,6 +164,7 @@ class Spool:
     def _update_counts(self) -> None:
         """Update the public counts, which are read without the lock so that readers do not wait for a disk."""
         self.rows, self.size = sum(each.rows for each in self._all()), sum(each.size for each in self._all())
+        self.inherited = sum(each.inherited for each in self._closed)
 
     def _close(self) -> None:
         if self._open is not None:

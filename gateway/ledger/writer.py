@@ -25,12 +25,14 @@ from gateway import config as conf
 from gateway.key_management.key_list import LastUse
 from gateway.ledger import last_resort, queries
 from gateway.ledger.background import run_in_thread
+from gateway.ledger.earlier_use import earlier_use
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_use import known_last_use
 from gateway.ledger.row import UsageRow, decode, frame, frames
 from gateway.ledger.spool import Spool, spool
 from gateway.ledger.store import UsageStore, database_url
+from gateway.limits.earlier_use import Budgets, UsedSince
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
 
@@ -41,6 +43,7 @@ _IDLE_WAIT = 1.0  # seconds between two scans for rows that workers of a dead ga
 _PROBE_EVERY = 1.0  # seconds between two probes of a failed disk
 _LOG_EVERY = 60.0
 _QUERY_TIMEOUT = 60.0
+_RESTORE_TIMEOUT = 300.0
 _STOP_TIMEOUT = 5.0  # seconds for the database at the end; the remaining rows stay in the spool
 _log = logging.getLogger("vllm_gateway.ledger")
 
@@ -61,6 +64,8 @@ class Ledger:
         self._next_log: dict[str, float] = {}
         self._prune_at = 0.0
         self._unfit = 0
+        self.earlier_deliveries = 0
+        """Files of an earlier gateway whose rows were written to the database."""
         self.written = 0
         self.lost = 0
         self.unavailable: str | None = None
@@ -129,6 +134,16 @@ class Ledger:
             return await run_in_thread(lambda: known_last_use(self._store.engine, config), _QUERY_TIMEOUT)
         except DatabaseUnavailableError as error:
             return LastUse(unknown=f"the ledger's database does not respond: {error}")
+
+    @property
+    def has_earlier_rows(self) -> bool:
+        """Whether the spool has files of an earlier gateway, whose rows may be missing in the database."""
+        return self._spool.inherited > 0
+
+    async def earlier_use(self, budgets: Budgets, starts: Sequence[int], before: float) -> list[UsedSince]:
+        """Return the sums of the rows before a start (see ``earlier_use``). Raises DatabaseUnavailableError."""
+        seconds = _RESTORE_TIMEOUT
+        return await run_in_thread(lambda: earlier_use(self._store.engine, budgets, starts, before, seconds), seconds + _STOP_TIMEOUT)
 
     def worker_gone(self, number: int) -> None:
         """Record a worker's open requests as lost, because its process has ended."""
@@ -272,6 +287,7 @@ class Ledger:
             if payloads is not None:
                 self._write(payloads)
                 self._spool.remove(segment, len(payloads))
+                self.earlier_deliveries += segment.inherited
         elif self._retention is not None and time.monotonic() >= self._prune_at:
             more = self._store.prune(datetime.fromtimestamp(max(time.time() - self._retention, 0.0), UTC))
             self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)

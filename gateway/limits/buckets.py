@@ -21,7 +21,7 @@ from threading import Lock
 from typing import NamedTuple
 
 from gateway.limits import rules
-from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Moment, is_longer
+from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Moment, PeriodUse, is_longer
 from gateway.snapshot.snapshot import Limits
 
 _CAPACITY = 64 * 1024 * 1024  # bytes of address space; the file is sparse, so only what is written takes memory
@@ -45,7 +45,7 @@ class BucketsFullError(Exception):
 class Buckets:
     """The shared counts as one worker sees them. ``fd`` is inherited by child processes; -1: not shared."""
 
-    def __init__(self, memory: mmap.mmap, fd: int = -1, worker: int = 0) -> None:
+    def __init__(self, memory: mmap.mmap, fd: int = -1, worker: int = 0, *, control_writes: bool = False) -> None:
         self.fd = fd
         self._map = memory
         self.cells = memoryview(memory).cast("d")
@@ -54,7 +54,8 @@ class Buckets:
         self._own = SIZE + worker
         self._size: int = _DIGEST + _CELL * (SIZE + self._workers)
         self._offsets: dict[bytes, int] = {}
-        self._lock = Lock() if self._is_alone else _Lock(fd)  # a single worker has one thread, so the cheapest lock will do
+        # A single worker has one thread, so the cheapest lock will do, unless control restores counts from a ledger.
+        self._lock = Lock() if self._is_alone and not control_writes else _Lock(fd)
         with self._lock:
             self._find_new_holders()
             for offset in self._offsets.values():
@@ -73,12 +74,15 @@ class Buckets:
         fd = os.memfd_create(name)
         os.ftruncate(fd, _CAPACITY)
         os.pwrite(fd, _HEAD.pack(workers, 0), 0)
-        return cls(mmap.mmap(fd, _CAPACITY), fd)
+        return cls(mmap.mmap(fd, _CAPACITY), fd, control_writes=True)
 
     @classmethod
-    def inherited(cls, fd: int, worker: int) -> Buckets:
-        """Map the file of another process for this worker, which has nothing in flight yet."""
-        return cls(mmap.mmap(fd, _CAPACITY), fd, worker)
+    def inherited(cls, fd: int, worker: int, *, control_writes: bool = False) -> Buckets:
+        """Map the file of another process for this worker, which has nothing in flight yet.
+
+        ``control_writes``: control may add counts while the worker runs.
+        """
+        return cls(mmap.mmap(fd, _CAPACITY), fd, worker, control_writes=control_writes)
 
     def close(self) -> None:
         self.cells.release()
@@ -113,6 +117,11 @@ class Buckets:
         return self._offsets[digest]
 
     # Counts
+
+    def add_earlier_use(self, holder: Holder, day: int, used: PeriodUse) -> None:
+        """Add what a holder had used of a day and its month before these counts were created (see ``earlier_use``)."""
+        with self._lock:
+            rules.add_earlier_use(self.cells, holder.offset, day, used)
 
     def in_flight(self, offset: int) -> float:
         """Return a holder's requests in flight in all workers."""

@@ -21,7 +21,7 @@ Holders = tuple[Holder, ...]
 
 _TOKEN_LIMITS = frozenset(COUNTED_LIMITS) - {"requests_per_minute", "concurrent"}
 
-_PART_FOR_SUBJECTS = 0.75
+PART_FOR_SUBJECTS = 0.75
 """Part of the shared memory for the subjects of tokens. The rest stays free for configured holders."""
 
 
@@ -115,7 +115,7 @@ class Limiter:
         known = self._subjects.get((key.id, key.team))
         if known is None:
             try:
-                known = KeyLimits(entry, self.buckets, key.allowances, _PART_FOR_SUBJECTS)
+                known = KeyLimits(entry, self.buckets, key.allowances, PART_FOR_SUBJECTS)
             except BucketsFullError:
                 known = self._by_key.get(entry) or KeyLimits(entry, self.buckets, ())
             self._subjects[key.id, key.team] = known

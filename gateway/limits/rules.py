@@ -334,6 +334,34 @@ def _add_to_period(cells: Cells, window: int, period: int, tokens: float, cost: 
         cells[known + SPENT] = spent if spent > 0 else 0.0
 
 
+class PeriodUse(NamedTuple):
+    """The use of a day and of a month: tokens, and cost in nano-units."""
+
+    tokens_of_day: int = 0
+    cost_of_day: int = 0
+    tokens_of_month: int = 0
+    cost_of_month: int = 0
+
+    def beyond(self, known: PeriodUse) -> PeriodUse:
+        """Return by how much this exceeds the known use; nothing is negative."""
+        return PeriodUse(*(max(own - other, 0) for own, other in zip(self, known, strict=True)))
+
+
+def period_starts(day: int) -> tuple[int, int]:
+    """Return when a day and its month start, in seconds since the epoch. ``day`` is since the epoch."""
+    first = date.fromordinal(_EPOCH + day).replace(day=1)
+    return day * _DAY_SECONDS, (first.toordinal() - _EPOCH) * _DAY_SECONDS
+
+
+def add_earlier_use(cells: Cells, offset: int, day: int, used: PeriodUse) -> None:
+    """Add what was used of a day and its month before these cells counted. What they counted since stays."""
+    month = month_of(day)
+    _start_period(cells, offset + DAY, day)
+    _start_period(cells, offset + MONTH, month)
+    _add_to_period(cells, offset + DAY, day, used.tokens_of_day, used.cost_of_day)
+    _add_to_period(cells, offset + MONTH, month, used.tokens_of_month, used.cost_of_month)
+
+
 class BucketState(msgspec.Struct, frozen=True, gc=False):
     """State of a per-minute limit: its size, what remains, and the seconds until all of it is available."""
 

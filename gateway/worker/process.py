@@ -116,7 +116,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             log=log,
             write_batch=servers.write_batch,
             ledger=recorder,
-            buckets=Buckets.inherited(arguments.buckets_fd, arguments.number),
+            buckets=Buckets.inherited(arguments.buckets_fd, arguments.number, control_writes=recorder is not None),
             spans=traced,
             report_demand=lambda model, since: link.send(ModelRequested(model, since)),
             report_store=lambda error: link.send(StoreStatus(error)),

@@ -12,7 +12,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -258,11 +258,19 @@ class WorkerSupervisor:
         self._seats = Seats.create(count) if count > 1 else None
         inherited = _Inherited(listener, self._buckets, self._seats, ledger)
         self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
+        self._preparation: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._snapshot: Snapshot | None = None
         self._health = Health({}, {})
         self._is_keep_alive_stopped = False
         self._last_up = time.monotonic()
+        self.before_start: Callable[[Snapshot], Awaitable[None]] = _nothing
+        """Awaited with the first snapshot before the first processes start."""
+
+    @property
+    def buckets(self) -> Buckets:
+        """The counts of limits, which all workers share."""
+        return self._buckets
 
     @property
     def boards(self) -> tuple[SharedCounters, ...]:
@@ -281,8 +289,13 @@ class WorkerSupervisor:
         self._snapshot = snapshot
         number = self._send(health, lambda numbered: ApplySnapshot(snapshot, numbered))
         if not self._tasks:
-            self._tasks = [asyncio.create_task(slot.run(self._first_messages)) for slot in self._slots]
+            self._preparation = preparation = asyncio.ensure_future(self.before_start(snapshot))
+            self._tasks = [asyncio.create_task(self._run(slot, preparation)) for slot in self._slots]
         return number
+
+    async def _run(self, slot: _WorkerSlot, preparation: asyncio.Future[None]) -> None:
+        await asyncio.shield(preparation)
+        await slot.run(self._first_messages)
 
     def apply_health(self, health: Health) -> int:
         """Send the health of servers to every worker. Returns the number under which ``have_applied`` knows the message."""
@@ -355,14 +368,19 @@ class WorkerSupervisor:
 
     async def close(self) -> None:
         """End every worker, drained or not, and release the shared memory."""
-        for task in self._tasks:
+        running = [*self._tasks, *([] if self._preparation is None else [self._preparation])]
+        for task in running:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*running, return_exceptions=True)
         for slot in self._slots:
             slot.board.close()
         self._buckets.close()
         if self._seats is not None:
             self._seats.close()
+
+
+async def _nothing(_: Snapshot) -> None:
+    """Do nothing: nothing is awaited before the workers start."""
 
 
 def pause_after(lifetime: float, previous: float) -> float:

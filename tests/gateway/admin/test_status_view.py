@@ -157,6 +157,13 @@ def test_rows_in_memory_are_shown_while_they_cannot_be_stored() -> None:
     assert len(status_view(known | {"dependencies": both[1:]}).warnings) == 1
 
 
+def test_budgets_that_are_not_restored_are_shown() -> None:
+    known = status(server())
+    assert status_view(known | {"budgets": None}).warnings == status_view(known | {"budgets": {"restored": True}}).warnings == ()
+    shown = status_view(known | {"budgets": {"restored": False, "last_error": "refused"}})
+    assert shown.warnings == ("budgets are not restored yet: refused",)
+
+
 def test_a_ready_gateway_with_problems_is_degraded() -> None:
     known = status(server()) | {"ready": True, "reason": None}
     assert (status_view(known).state, status_view(known).headline) == ("ready", "ready")

@@ -89,4 +89,30 @@ def test_a_key_that_has_ended(tmp_path: Path, key: str, message: str | None) -> 
 def test_a_cost_that_does_not_bound_what_is_free(tmp_path: Path, rest: str, message: str | None) -> None:
     line = 3 if "teams[" in (message or "") else 2
     expected = [f"gateway.yaml:{line}: {message}: does not limit models without a price: free"] if message else []
-    assert notes_on(tmp_path, PRICED + rest + "\n") == expected
+    assert notes_on(tmp_path, PRICED + rest + "\nledger: sqlite:///usage.db\n") == expected
+
+
+RESET = "starts from zero at each restart"
+SHORT = "gateway.yaml:3: ledger.retention: a restart restores monthly budgets from the rows of the month: keep them for 31d"
+
+
+@pytest.mark.parametrize(
+    ("limits", "more", "expected"),
+    [
+        ("{tokens_per_day: 1}", "", f"gateway.yaml:2: keys[0].limits.tokens_per_day: {RESET}: set ledger or limits_store"),
+        (
+            "{tokens_per_month: 1, models: [{models: ['*'], tokens_per_day: 1}]}",
+            "",
+            f"gateway.yaml:2: keys[0].limits.tokens_per_month: {RESET} (and 1 more): set ledger or limits_store",
+        ),
+        ("{tokens_per_minute: 1}", "", None),
+        ("{tokens_per_day: 1}", "limits_store: redis://localhost", None),
+        ("{tokens_per_month: 1}", "ledger: sqlite:///usage.db", None),
+        ("{tokens_per_month: 1}", "ledger: {url: sqlite:///usage.db, retention: 31d}", None),
+        ("{tokens_per_month: 1}", "ledger: {url: sqlite:///usage.db, retention: 30d}", SHORT),
+        ("{tokens_per_day: 1}", "ledger: {url: sqlite:///usage.db, retention: 30d}", None),
+    ],
+)
+def test_a_budget_that_a_restart_resets(tmp_path: Path, limits: str, more: str, expected: str | None) -> None:
+    text = f"{PRICED}keys: [{{id: a, hash: {H1}, limits: {limits}}}]\n{more}\n"
+    assert notes_on(tmp_path, text) == ([expected] if expected else [])

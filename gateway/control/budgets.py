@@ -1,0 +1,145 @@
+"""Restore the budgets of a day and a month from the ledger, because counts in memory do not survive the gateway.
+
+The rules: a request counts once. Rows from before the start are restored; later ones are the running workers' own, who count them.
+Rows that a former gateway left on disk are in the database before its sums are used; rows that arrive later are added with the next
+sums. Workers start after the first attempt, so no request meets empty counts while the database responds. An unavailable database
+delays no request: the counts then begin at zero, and what was used is added to them as soon as the database responds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.limits.buckets import Buckets, BucketsFullError, Holder
+from gateway.limits.earlier_use import Budgets, HolderUse
+from gateway.limits.limiter import PART_FOR_SUBJECTS
+from gateway.limits.rules import PeriodUse, moment
+from gateway.snapshot.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from gateway.ledger.writer import Ledger
+
+_LONGEST_WAIT = 10.0  # seconds that workers wait for the first attempt
+_FIRST_POLL, _POLL = 0.02, 1.0  # seconds between two looks at the ledger, before and after the workers start
+_RETRY, _LONGEST_RETRY = 1.0, 60.0  # seconds before a failed query is tried again, doubled each time
+_HOLDERS_PER_ITERATION = 500  # restored in one iteration of the event loop
+_log = logging.getLogger("vllm_gateway.control")
+
+
+class BudgetRestorer:
+    """Restores the budgets of a gateway that started at ``before``, in seconds since the epoch. ``clock`` returns such seconds."""
+
+    def __init__(self, ledger: Ledger | None, buckets: Buckets, before: float, clock: Callable[[], float] = time.time) -> None:
+        self._ledger = ledger
+        self._buckets = buckets
+        self._before = before
+        self._clock = clock
+        self._added: dict[tuple[str, int], PeriodUse] = {}  # by the name of the holder and the day
+        self._attempted = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._restored_at: float | None = None
+        self._error: str | None = None
+
+    async def start(self, snapshot: Snapshot) -> None:
+        """Start to restore the limits of a snapshot. Waits for the first attempt, up to a timeout."""
+        budgets = Budgets(snapshot)
+        if self._ledger is None or snapshot.uses_store or not budgets:
+            return
+        self._task = asyncio.create_task(self._run(self._ledger, budgets), name="budgets")
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LONGEST_WAIT):
+                await self._attempted.wait()
+        if self._restored_at is None:
+            why = self._error or "the ledger's database has not responded yet"
+            _log.warning("budgets are not restored yet: requests are counted from zero until the ledger's database responds (%s)", why)
+
+    def as_json(self) -> Mapping[str, Any] | None:
+        """Return the state for /status; None if there is nothing to restore."""
+        if self._task is None:
+            return None
+        return {"restored": self._restored_at is not None, "restored_at": self._restored_at, "last_error": self._error}
+
+    async def close(self) -> None:
+        """Stop restoring."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self, ledger: Ledger, budgets: Budgets) -> None:
+        """Restore once the rows of former gateways are in the database, and again when more of them have arrived."""
+        summed, pause = -1, _RETRY
+        while True:
+            deliveries = ledger.earlier_deliveries  # read first: a file that is delivered meanwhile changes it
+            if ledger.has_earlier_rows or deliveries == summed:
+                self._note_outage(ledger)
+                await asyncio.sleep(_POLL if self._attempted.is_set() else _FIRST_POLL)
+                continue
+            try:
+                await self._restore(ledger, budgets)
+            except DatabaseUnavailableError as error:
+                self._error = str(error)
+                self._attempted.set()
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_RETRY)
+            except Exception as error:  # noqa: BLE001  the outer edge: the next attempt may succeed
+                _log.exception("the budgets could not be restored; this is retried")
+                self._error = str(error)
+                self._attempted.set()
+                await asyncio.sleep(_LONGEST_RETRY)
+            else:
+                summed, pause = deliveries, _RETRY
+
+    def _note_outage(self, ledger: Ledger) -> None:
+        """Let the workers start if rows of former gateways cannot be delivered now."""
+        if ledger.unavailable is not None and self._restored_at is None:
+            self._error = ledger.unavailable
+            self._attempted.set()
+
+    async def _restore(self, ledger: Ledger, budgets: Budgets) -> None:
+        """Add to the counts what was used before the start and was not added yet. Raises DatabaseUnavailableError."""
+        day = moment(0.0, self._clock()).day
+        starts = budgets.period_starts(day)
+        found = budgets.use_by_holder(await ledger.earlier_use(budgets, starts, self._before), starts, day)
+        for number, (name, one) in enumerate(found.items(), 1):
+            self._add(name, one, day)
+            if number % _HOLDERS_PER_ITERATION == 0:
+                await asyncio.sleep(0)
+        if self._restored_at is None:
+            late = " The workers have counted from zero until now." if self._attempted.is_set() else ""
+            _log.info("the ledger has restored the budgets of %d keys and teams.%s", len(found), late)
+        self._restored_at, self._error = self._clock(), None
+        self._attempted.set()
+
+    def _add(self, name: str, one: HolderUse, day: int) -> None:
+        more = one.used.beyond(self._added.get((name, day), PeriodUse()))  # less, if rows were deleted meanwhile
+        if any(more):
+            self._buckets.add_earlier_use(self._holder(one), day, more)
+            self._added[name, day] = one.used
+
+    def _holder(self, one: HolderUse) -> Holder:
+        """Return the holder as workers find it: a subject without memory for its own counts as its entry."""
+        own = one.allowance
+        if one.entry is None:
+            return self._buckets.holder(own.holder, own.limits)
+        try:
+            return self._buckets.holder(own.holder, own.limits, PART_FOR_SUBJECTS)
+        except BucketsFullError:
+            return self._buckets.holder(one.entry.holder, one.entry.limits)
+
+
+@asynccontextmanager
+async def budget_restorer(
+    ledger: Ledger | None, buckets: Buckets, before: float, clock: Callable[[], float] = time.time
+) -> AsyncIterator[BudgetRestorer]:
+    """Yield a restorer, which stops at the end of the block."""
+    restorer = BudgetRestorer(ledger, buckets, before, clock)
+    try:
+        yield restorer
+    finally:
+        await restorer.close()

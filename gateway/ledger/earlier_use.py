@@ -1,0 +1,63 @@
+"""Sum the rows of the requests before a start, for the limits that count their tokens and cost.
+
+The rules: a request has one row, however often it arrived, so it counts once. Rows since the start are the running gateway's own,
+which its limits have counted already. A query has a bounded time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from sqlalchemy import ColumnElement, Engine, case, func, inspect, or_, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.queries import HALF, subjects_of
+from gateway.ledger.schema import USAGE
+from gateway.ledger.store import reason, time_limited
+from gateway.limits.earlier_use import Budgets, UsedSince
+
+_MOST_NAMES = 500  # more keys and teams are not named in the query, which then reads all rows of the time
+
+
+def earlier_use(engine: Engine, budgets: Budgets, starts: Sequence[int], before: float, seconds: float) -> list[UsedSince]:
+    """Return the sums of the rows from ``starts[0]`` to ``before``, in seconds since the epoch.
+
+    ``seconds`` is the most that the query may take. Raises DatabaseUnavailableError.
+    """
+    moments = [datetime.fromtimestamp(start, UTC) for start in starts]
+    slot = case(*((USAGE.c.time >= moment, number) for number, moment in reversed([*enumerate(moments)])), else_=-1).label("slot")
+    tokens = func.coalesce(USAGE.c.prompt_tokens, 0) + func.coalesce(USAGE.c.completion_tokens, 0)
+    statement = (
+        select(
+            USAGE.c.key,
+            USAGE.c.team,
+            USAGE.c.model,
+            slot,
+            func.sum(tokens),
+            func.sum(USAGE.c.cost_nano // HALF),  # in two parts: SQLite's integer sums overflow at 64 bits
+            func.sum(USAGE.c.cost_nano % HALF),
+        )
+        .where(USAGE.c.time >= moments[0], USAGE.c.time < datetime.fromtimestamp(before, UTC), *_holders(budgets))
+        .group_by(USAGE.c.key, USAGE.c.team, USAGE.c.model, "slot")
+    )
+    try:
+        with time_limited(engine, seconds) as connection:
+            if not inspect(connection).has_table(USAGE.name):
+                return []
+            found = connection.execute(statement).all()
+    except SQLAlchemyError as error:
+        raise DatabaseUnavailableError(reason(error)) from error
+    return [
+        UsedSince(key, team, model, slot, int(tokens or 0), int(high or 0) * HALF + int(low or 0))
+        for key, team, model, slot, tokens, high, low in found
+    ]
+
+
+def _holders(budgets: Budgets) -> list[ColumnElement[bool]]:
+    """Return the condition that a row may count for a budget."""
+    if len(budgets.keys) + len(budgets.teams) > _MOST_NAMES:
+        return []
+    of_entries = [subjects_of(entry) for entry in sorted(budgets.entries)]
+    return [or_(USAGE.c.key.in_(sorted(budgets.keys)), USAGE.c.team.in_(sorted(budgets.teams)), *of_entries)]
