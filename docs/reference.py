@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gateway.api.reference import document, words
-from gateway.api.reference.words import Operation, Ref, TableRow
+from gateway.api.reference import descriptions, document
+from gateway.api.reference.descriptions import Operation, Ref, TableRow
 from gateway.config import schema
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -150,7 +150,7 @@ def api() -> str:
     whole = document()
     parts = [whole["info"]["description"], _statuses(whole), _headers(whole)]
     tag = None
-    for operation in words.operations(whole):
+    for operation in descriptions.operations(whole):
         if operation.document["tags"] != tag:
             tag = operation.document["tags"]
             parts.append(f"## {tag[0]}")
@@ -167,7 +167,9 @@ def _statuses(whole: Mapping[str, Any]) -> str:
 
 
 def _headers(whole: Mapping[str, Any]) -> str:
-    requests = {row.name: row.about for operation in words.operations(whole) for row in operation.parameters if row.kind == ("header",)}
+    requests = {
+        row.name: row.about for operation in descriptions.operations(whole) for row in operation.parameters if row.kind == ("header",)
+    }
     responses = {name: each["description"] for name, each in whole["components"]["headers"].items()}
     rows = [f"| `{name}` | request | {about} |" for name, about in requests.items()]
     rows += [f"| `{name}` | response | {about} |" for name, about in responses.items()]
@@ -180,7 +182,7 @@ def _operation(operation: Operation) -> str:
     lines = [f"### {operation.method} {operation.path}", "", about, ""]
     lines += [f"- request: {_bodies(operation.request_kinds)}"] if operation.request_kinds else []
     lines += [f"- response: {_bodies(operation.response_kinds)}"]
-    call = words.curl(operation)
+    call = descriptions.curl(operation)
     return "\n".join(lines) + (f"\n\n```sh\n{call}\n```" if call else "")
 
 
@@ -189,10 +191,10 @@ def _bodies(kinds: Mapping[str, tuple[str, ...]]) -> str:
 
 
 def _shape(name: str, schema: Mapping[str, Any]) -> str:
-    rows = [_field(row) for row in words.rows(schema)]
+    rows = [_field(row) for row in descriptions.rows(schema)]
     about = schema.get("description", "")
     if not rows:
-        return f"### {name}\n\n{about + ': ' if about else ''}{_pieces(words.kind_of(schema))}"
+        return f"### {name}\n\n{about + ': ' if about else ''}{_pieces(descriptions.kind_of(schema))}"
     table = "\n".join(["| field | value | meaning |", "|---|---|---|", *rows])
     return f"### {name}\n\n{about + chr(10) * 2 if about else ''}{table}"
 

@@ -1,6 +1,6 @@
-"""What clients and operators meet: configuration, keys, the request's story, errors, metrics, the command line.
+"""Everything that clients and operators use: configuration, keys, request handling, errors, metrics, the command line.
 
-``gateway`` imports ``upstream``; never the other way round.
+``gateway`` imports ``upstream``. ``upstream`` never imports ``gateway``.
 """
 
 __version__ = "0.1.0"

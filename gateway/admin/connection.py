@@ -42,7 +42,7 @@ class AdminConnections:
         self._open.pop(connection, None)
 
     def check(self, now: float, clients: Clients) -> None:
-        """Close connections whose timeout is over. To be called about once a second, with the time of the monotonic clock."""
+        """Close connections whose timeout has expired. Call it about once a second with the time of the monotonic clock."""
         for each in tuple(self._open):
             each.check(now, clients)
 
@@ -102,7 +102,7 @@ class AdminProtocol(HttpToolsProtocol):
     # Timeouts
 
     def check(self, now: float, clients: Clients) -> None:
-        """Close the connection if its timeout is over."""
+        """Close the connection if its timeout has expired."""
         unsent = self.transport.get_write_buffer_size()
         if unsent:
             wait, progress = Wait.READER, -unsent  # grows while the client reads

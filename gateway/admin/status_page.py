@@ -112,7 +112,7 @@ def token_page() -> str:
         ("From elsewhere, with the token in a file:", "vllm-gateway status --admin http://HOST:PORT --token-file FILE"),
         ("Or with any HTTP client:", 'curl -H "Authorization: Bearer TOKEN" http://HOST:PORT/status'),
     )
-    steps = [tag("div", tag("p", words), tag("pre", command)) for words, command in ways]
+    steps = [tag("div", tag("p", text), tag("pre", command)) for text, command in ways]
     cause = "The admin port requires its token (server.admin.token), and a browser does not send one by itself."
     title = tag("h1", "vllm-gateway", _state("degraded", "a token is required"))
     card = tag("article", *steps, class_="model")
@@ -142,8 +142,8 @@ def _list(texts: tuple[str, ...], kind: str) -> Html:
     return tag("ul", *(tag("li", text) for text in texts), class_=kind)
 
 
-def _state(state: str, words: str | None = None) -> Html:
-    return tag("span", words or state, class_=f"state {state}")
+def _state(state: str, text: str | None = None) -> Html:
+    return tag("span", text or state, class_=f"state {state}")
 
 
 def _quiet(text: str) -> Html:
@@ -151,8 +151,8 @@ def _quiet(text: str) -> Html:
 
 
 def _model(model: ModelRow) -> Html:
-    aside = (_quiet(_for(model.since)), _quiet(f"also {', '.join(model.aliases)}" if model.aliases else ""))
-    title = tag("div", tag("h2", model.id), _state(model.state), *aside, class_="title")
+    notes = (_quiet(_for(model.since)), _quiet(f"also {', '.join(model.aliases)}" if model.aliases else ""))
+    title = tag("div", tag("h2", model.id), _state(model.state), *notes, class_="title")
     parts = [*(tag("li", _server(server)) for server in model.servers), *(tag("li", _adapter(one)) for one in model.adapters)]
     return tag("article", title, _numbers(model), tag("ul", *parts, class_="parts"), class_="model", data_part=model.id)
 

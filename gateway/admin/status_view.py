@@ -209,6 +209,6 @@ def _rounded(number: float) -> str:
     return f"{number:.0f}" if number >= 10 or number == 0 else f"{number:.1f}"
 
 
-def counted(count: int, word: str) -> str:
+def counted(count: int, noun: str) -> str:
     """Return ``1 model`` or ``2 models``."""
-    return f"{count} {word}{'' if count == 1 else 's'}"
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -196,8 +196,8 @@ def render(refusal: Refusal, *, anthropic: bool = False) -> bytes:
 def render_event(refusal: Refusal, *, dialect: str, number: int = 0) -> bytes:
     """Render the error as the last event of a stream that has started.
 
-    ``dialect``: ``chat`` (also completions) ends with ``[DONE]``; ``responses`` and ``messages`` have named events. Those of
-    ``responses`` have a ``number``: how many events came before.
+    ``dialect``: ``chat`` (also completions) ends with ``[DONE]``; ``responses`` and ``messages`` have named events. The events of
+    ``responses`` have a sequence number; ``number`` is the number of earlier events.
     """
     if dialect == "messages":
         return b"event: error\ndata: " + render(refusal, anthropic=True) + b"\n\n"

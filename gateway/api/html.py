@@ -24,9 +24,9 @@ def tag(name: str, /, *children: str, **attributes: str | bool | None) -> Html:
     ``class_`` is the attribute class, and other underscores are dashes.
     """
     given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value not in (None, False)}
-    words = [name, *(_attribute(key, value) for key, value in given.items())]
+    parts = [name, *(_attribute(key, value) for key, value in given.items())]
     inner = "".join(child if isinstance(child, Html) else escape(child) for child in children)
-    return Html(f"<{' '.join(words)}>" if name in _VOID else f"<{' '.join(words)}>{inner}</{name}>")
+    return Html(f"<{' '.join(parts)}>" if name in _VOID else f"<{' '.join(parts)}>{inner}</{name}>")
 
 
 def _attribute(name: str, value: str | bool | None) -> str:

@@ -1,8 +1,8 @@
 """Read integers as vLLM does, even if they are written in another form. Pure.
 
-vLLM's fields are pydantic's, which accepts ``50.0``, ``"50"``, ``" 5_0 "`` and ``true`` for integers (its lax mode). The rule:
-whatever it accepts as a number above 0 is read here as the same number. What it refuses may be read or not, since its server
-responds with an error. (Below 1 it also accepts text such as ``"0-5"``, which is not read here.)
+vLLM validates its fields with pydantic, which accepts ``50.0``, ``"50"``, ``" 5_0 "`` and ``true`` as integers (its lax mode). The
+rule: a value that pydantic accepts as a number above 0 is read here as the same number. A value that pydantic rejects may be read or
+not, since the server responds with an error. (Below 1 pydantic also accepts text such as ``"0-5"``, which is not read here.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Decide from which URLs a server may fetch images, audio and video: the URLs in a request body. Pure.
 
 vLLM fetches any URL in a message, from inside the operator's network. The rule: a URL passes only if it has a single
-interpretation. What two parsers might read differently (user info, backslashes, escapes or non-ASCII letters in the host, addresses
-in other bases, trailing dots) is refused before the list is consulted. ``file:`` never passes, ``data:`` always does.
+interpretation. A URL that two parsers might read differently (user info, backslashes, escapes or non-ASCII letters in the host,
+addresses in other bases, trailing dots) is refused before the list is consulted. ``file:`` never passes, ``data:`` always does.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ CONTAINERS = frozenset({dict, list})
 """Types of JSON values with nested values."""
 
 
-def refused_member(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxsize) -> tuple[dict[str, Any], str] | None:
+def refused_url_field(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxsize) -> tuple[dict[str, Any], str] | None:
     """Search for a refused URL in the objects and lists in ``pending``, which is emptied.
 
     Returns the object that contains it and the name of its field, or None. Stops after about ``budget`` values; the rest stays in
@@ -123,8 +123,8 @@ def path_to(root: Any, sought: dict[str, Any], budget: int = _MAX_SEARCHED) -> s
             if node is sought:
                 return _dotted(link)
             budget -= len(node)
-            members = node.items() if type(node) is dict else enumerate(node)
-            below += [(value, (name, link)) for name, value in members if type(value) in CONTAINERS]
+            items = node.items() if type(node) is dict else enumerate(node)
+            below += [(value, (name, link)) for name, value in items if type(value) in CONTAINERS]
         level = below
     return ""
 

@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from gateway.api.errors import Refusal
-from gateway.api.media_urls import CONTAINERS, MediaHosts, path_to, refused_member
+from gateway.api.media_urls import CONTAINERS, MediaHosts, path_to, refused_url_field
 from gateway.snapshot.snapshot import BodyRules, Model
 from gateway.system.steps import SMALL, finished
 
@@ -157,7 +157,7 @@ class BodyPolicy:
             if type(value) in CONTAINERS and name not in NO_MEDIA:
                 if name in BATCHES or len(value) > MAX_BATCH:
                     self._check_batch(name, value)
-                if (found := refused_member([value], self._media)) is not None:
+                if (found := refused_url_field([value], self._media)) is not None:
                     raise self._refused_url(name, value, *found)
 
     def apply_in_steps(self, document: Document, size: int) -> Generator[None, None, None]:
@@ -178,7 +178,7 @@ class BodyPolicy:
                     self._check_batch(name, value)
                 pending = [value]
                 while pending:
-                    if (found := refused_member(pending, self._media, _VALUES_PER_STEP)) is not None:
+                    if (found := refused_url_field(pending, self._media, _VALUES_PER_STEP)) is not None:
                         raise self._refused_url(name, value, *found)
                     yield
 

@@ -1,5 +1,5 @@
-"""What ``vllm-gateway check`` finds: warnings about a valid configuration, and launches that would fail.
+"""The checks of ``vllm-gateway check``: warnings about a valid configuration, and launches that would fail.
 
-It reports problems and changes nothing.
+This package reports problems and changes nothing.
 Start with ``lint`` and ``preflight``.
 """

@@ -42,9 +42,9 @@ def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     yield from _not_restored(draft)
 
 
-def note(place: ConfigValue, message: str) -> Note:
+def note(value: ConfigValue, message: str) -> Note:
     """Return a note on a value of the configuration."""
-    problem = place.problem(message)
+    problem = value.problem(message)
     return Note(problem.file, problem.line, problem.path, problem.message)
 
 
@@ -56,16 +56,16 @@ def _open_admin_port(draft: Draft) -> Iterator[Note]:
 
 
 def _ended(draft: Draft, now: datetime) -> Iterator[Note]:
-    for place in draft.keys:
-        key = _key(place)
+    for entry in draft.keys:
+        key = _key(entry)
         if key is not None and state(key, now) == "expired":
-            ends = place.get("hash") if key.expires is None or key.expires > now else place.get("expires")
-            yield note(ends, "has expired: all keys of this entry are refused")
+            field = entry.get("hash") if key.expires is None or key.expires > now else entry.get("expires")
+            yield note(field, "has expired: all keys of this entry are refused")
 
 
-def _key(place: ConfigValue) -> Key | None:
+def _key(entry: ConfigValue) -> Key | None:
     try:
-        return Key.model_validate(place.value)
+        return Key.model_validate(entry.value)
     except ValidationError:
         return None
 
@@ -74,19 +74,19 @@ def _not_restored(draft: Draft) -> Iterator[Note]:
     """Report budgets that a restart resets, because nothing records what was used."""
     if draft.top.get("limits_store").value is not None:
         return
-    budgets = [place for holder in (*draft.keys, *draft.top.each("teams")) for place in _budgets(holder.get("limits"))]
+    budgets = [value for holder in (*draft.keys, *draft.top.each("teams")) for value in _budgets(holder.get("limits"))]
     ledger = draft.top.get("ledger")
     if budgets and ledger.value is None:
         more = f" (and {len(budgets) - 1} more)" if len(budgets) > 1 else ""
         yield note(budgets[0], f"starts from zero at each restart{more}: set ledger or limits_store")
     retention = ledger.get("retention")
-    if any("month" in str(place.path[-1]) for place in budgets) and _days(retention.value) < _LONGEST_MONTH:
+    if any("month" in str(value.path[-1]) for value in budgets) and _days(retention.value) < _LONGEST_MONTH:
         yield note(retention, "a restart restores monthly budgets from the rows of the month: keep them for 31d")
 
 
 def _budgets(limits: ConfigValue) -> Iterator[ConfigValue]:
-    for place in (limits, *limits.each("models")):
-        yield from (place.get(name) for name in sorted(QUOTAS) if place.get(name).value is not None)
+    for value in (limits, *limits.each("models")):
+        yield from (value.get(name) for name in sorted(QUOTAS) if value.get(name).value is not None)
 
 
 def _days(retention: object) -> float:
@@ -111,13 +111,13 @@ def _unbounded(draft: Draft) -> Iterator[Note]:
 
 def _of(holder: ConfigValue, scopes: Iterable[Scope], free: Iterable[_Model]) -> Iterator[Note]:
     limits = holder.get("limits")
-    costs = [place for place in (_cost(limits), *map(_cost, limits.each("models"))) if place is not None]
+    costs = [value for value in (_cost(limits), *map(_cost, limits.each("models"))) if value is not None]
     if not costs:
         return
-    usable = [model for model in free if any(_permits(scope, model) for scope in scopes)]
+    usable = [model for model in free if any(_matches(scope, model) for scope in scopes)]
     for cost in costs:
         rows = cost.source.at((*cost.path[:-1], "models")) if "models" in cost.path else None
-        if unbounded := [model.id for model in usable if _permits(rows, model)]:
+        if unbounded := [model.id for model in usable if _matches(rows, model)]:
             more = f" and {len(unbounded) - _NAMED} more" if len(unbounded) > _NAMED else ""
             yield note(cost, f"does not limit models without a price: {', '.join(unbounded[:_NAMED])}{more}")
 
@@ -128,14 +128,14 @@ def _cost(limits: ConfigValue) -> ConfigValue | None:
 
 def _scope(key: ConfigValue) -> Scope:
     listed = key.get("models")
-    return None if listed.value is None else [place.value for place in listed.items() if isinstance(place.value, str)]
+    return None if listed.value is None else [value.value for value in listed.items() if isinstance(value.value, str)]
 
 
-def _permits(scope: Scope, model: _Model) -> bool:
+def _matches(scope: Scope, model: _Model) -> bool:
     return scope is None or any(matches(pattern, name) for pattern in scope for name in model.names)
 
 
 def _names(model: ConfigValue) -> list[str]:
     """Return the names of the model and of its adapters, which have the same price."""
     adapters = [name for lora in model.each("loras") for name in (lora.get("id"), *lora.each("aliases"))]
-    return [place.value for place in (model.get("id"), *model.each("aliases"), *adapters) if isinstance(place.value, str)]
+    return [value.value for value in (model.get("id"), *model.each("aliases"), *adapters) if isinstance(value.value, str)]

@@ -105,8 +105,12 @@ def _all_launched(draft: Draft) -> list[_Launched]:
 def _launched(model: ConfigValue) -> _Launched:
     launch = model.get("launch")
     written = launch.get("command").value
-    words = Launch.model_fields["command"].default if written is None else written
-    command = tuple(words) if isinstance(words, list | tuple) and all(isinstance(word, str) for word in words) else ()
+    written_command = Launch.model_fields["command"].default if written is None else written
+    command = (
+        tuple(written_command)
+        if isinstance(written_command, list | tuple) and all(isinstance(part, str) for part in written_command)
+        else ()
+    )
     args = launch.get("args")
     keys = [key for key in args.value if isinstance(key, str)] if isinstance(args.value, dict) else []
     flags = {flag_of(key).partition(".")[0].rstrip("+"): args.get(key) for key in keys}
@@ -132,20 +136,20 @@ def _program(each: _Launched, machine: Machine) -> Iterator[Problem]:
 
 def _files(each: _Launched, folder: Path) -> Iterator[Problem]:
     """Check that files of options exist. Relative paths start from the configuration's folder."""
-    args = {key: place.value for key, place in each.written.items()}
+    args = {key: value.value for key, value in each.written.items()}
     for named in paths(args):
         if has_to_exist(named) and (wrong := _nothing_at(folder / named.path)):
-            place = each.written[named.key]
-            yield (place.get(named.field) if named.field else place).problem(wrong)
+            value = each.written[named.key]
+            yield (value.get(named.field) if named.field else value).problem(wrong)
 
 
 def _flags(each: _Launched, names: KnownNames) -> Iterator[Problem]:
-    for flag, place in each.args.items():
+    for flag, value in each.args.items():
         if not names.knows(flag):
             plain = [known for known in names.flags if not known.startswith("no-")]
-            yield place.problem(f"vLLM {names.version} has no option --{flag}{did_you_mean(flag, plain)}")
-        elif place.value is False and not names.knows(f"no-{flag}"):
-            yield place.problem(f"vLLM {names.version} has no option --no-{flag}: leave {flag} out")
+            yield value.problem(f"vLLM {names.version} has no option --{flag}{did_you_mean(flag, plain)}")
+        elif value.value is False and not names.knows(f"no-{flag}"):
+            yield value.problem(f"vLLM {names.version} has no option --no-{flag}: leave {flag} out")
 
 
 def _parsers(each: _Launched, names: KnownNames) -> Iterator[Problem]:
@@ -200,8 +204,8 @@ def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
 
 
 def _may_use(key: ConfigValue, model: ConfigValue) -> bool:
-    patterns = [place.value for place in key.each("models") if isinstance(place.value, str)]
-    names = [place.value for place in (model.get("id"), *model.each("aliases")) if isinstance(place.value, str)]
+    patterns = [value.value for value in key.each("models") if isinstance(value.value, str)]
+    names = [value.value for value in (model.get("id"), *model.each("aliases")) if isinstance(value.value, str)]
     return key.get("models").value is None or any(matches(pattern, name) for pattern in patterns for name in names)
 
 
@@ -209,9 +213,9 @@ def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
     """Check that weights which are written as a path exist. Any other name is on the hub."""
     named = each.launch.get("model")
     written = [each.model.get("id") if named.value is None else named, *(lora.get("path") for lora in each.model.each("loras"))]
-    for place in written:
-        if isinstance(place.value, str) and is_local(place.value) and (wrong := _nothing_at(folder / place.value)):
-            yield place.problem(wrong)
+    for value in written:
+        if isinstance(value.value, str) and is_local(value.value) and (wrong := _nothing_at(folder / value.value)):
+            yield value.problem(wrong)
 
 
 def _nothing_at(path: Path) -> str:
@@ -232,7 +236,13 @@ def _gpus(launched: Sequence[_Launched], count: int | None) -> Iterator[Problem]
         return
     for gpu in wanted:
         if gpu.value >= count:
-            there = f"the GPUs of this machine are 0 to {count - 1}" if count > 1 else "only GPU 0 exists" if count else "there is none"
+            there = (
+                f"the GPUs of this machine are 0 to {count - 1}"
+                if count > 1
+                else "only GPU 0 exists"
+                if count
+                else "this machine has no GPU"
+            )
             yield gpu.problem(f"there is no GPU {gpu.value}: {there}")
 
 

@@ -60,7 +60,7 @@ def _token(file: Path) -> str:
     return token
 
 
-def asked(where: Where, ask: Callable[[AdminClient], None]) -> int:
+def call_gateway(where: Where, act: Callable[[AdminClient], None]) -> int:
     """Call a gateway, and return the exit code."""
     from gateway.admin.client import RefusedError, UnreachableError
 
@@ -72,7 +72,7 @@ def asked(where: Where, ask: Callable[[AdminClient], None]) -> int:
         return say_error(f"{where.token_file} cannot be read: {getattr(error, 'strerror', None) or 'it holds no token'}", FAILED)
     try:
         with client as gateway:
-            ask(gateway)
+            act(gateway)
     except UnreachableError as error:
         return say_error(where.unreachable(str(error)), FAILED)
     except RefusedError as error:

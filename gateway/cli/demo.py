@@ -66,10 +66,10 @@ class _DemoAnnouncer(Announcer):
     def serving(self, up: int, total: int) -> None:
         super().serving(up, total)
         if up:
-            print(_WORDS.format(port=self._port, key=self._key, model=MODEL), flush=True)
+            print(_HELP.format(port=self._port, key=self._key, model=MODEL), flush=True)
 
 
-_WORDS = """
+_HELP = """
 Try it from another terminal (add "stream": true to see it stream):
 
 curl -sN http://127.0.0.1:{port}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from gateway.cli.admin_call import AdminUrl, TokenFile, Where, asked
+from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import DEFAULT, ConfigArgument, ConfigOption, config_file, named_config
 from gateway.cli.output import BAD_USAGE, FAILED, print_problems, say_error
 
@@ -69,7 +69,7 @@ def new(
         typer.echo(f"{key}\n\n{stanza(entry, 2)}")
         typer.echo(_ONCE, err=True)
         return 0
-    return _written(lambda: _show_new(key, f"{id} is in {_keybook(written or DEFAULT).add([entry])}"))
+    return _written(lambda: _show_new(key, f"{id} is in {_key_files(written or DEFAULT).add([entry])}"))
 
 
 def rotate(
@@ -96,13 +96,13 @@ def rotate(
     key, configured = keys.mint(id), config_file(file, config)
 
     def act() -> None:
-        book = _keybook(configured)
-        entry = _principal(book.entry(id).value)
+        key_files = _key_files(configured)
+        entry = _principal(key_files.entry(id).value)
         if entry.revoked or entry.expired(now):
             raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, which would apply to its new key")
-        kept = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
-        good = [one for one in kept if datetime.fromisoformat(one["expires"]) > now]
-        file = book.change(id, "hash", [*good, keys.hash_of(key)])
+        former = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
+        good = [one for one in former if datetime.fromisoformat(one["expires"]) > now]
+        file = key_files.change(id, "hash", [*good, keys.hash_of(key)])
         last = min(max((one["expires"] for one in good), default=""), instant(entry.expires or end))
         until = f"; the former {'key is' if len(good) == 1 else 'keys are'} valid until {last}" if good else ""
         _show_new(key, f"{id} has a new key in {file}{until}")
@@ -118,14 +118,14 @@ def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = Non
     configured = config_file(file, config)
 
     def act() -> None:
-        book = _keybook(configured)
-        entry = book.entry(id).value
+        key_files = _key_files(configured)
+        entry = key_files.entry(id).value
         if entry.get("anonymous") is True:
             raise _refusal(f"{id} is for requests without a key; remove it from the file to refuse them")
         if entry.get("revoked") is True:
             typer.echo(f"{id} is already revoked")
             return
-        typer.echo(f"{id} is revoked in {book.change(id, 'revoked', True)}")
+        typer.echo(f"{id} is revoked in {key_files.change(id, 'revoked', True)}")
 
     return _written(act)
 
@@ -146,7 +146,7 @@ def show(
 
     configured = config_file(file, config)
     if admin is not None or token_file is not None:
-        return asked(Where(configured, admin, token_file), lambda gateway: _print_listed(gateway.keys(), as_json))
+        return call_gateway(Where(configured, admin, token_file), lambda gateway: _print_listed(gateway.keys(), as_json))
     try:
         known = load(configured)
     except ConfigurationError as error:
@@ -197,21 +197,21 @@ def take_over(
         return say_error(f"{source}: {error}", FAILED)
 
     def act() -> None:
-        book = _keybook(configured)
+        key_files = _key_files(configured)
         try:
-            listed = keys_import.sort_keys(keys_import.without_unknown_teams(found, book.teams), book.hashes, book.ids)
+            listed = keys_import.sort_keys(keys_import.without_unknown_teams(found, key_files.teams), key_files.hashes, key_files.ids)
         except keys_import.BadLineError as error:
             raise _refusal(f"{source}: {error}") from error
-        place = _add_all(book, listed.fresh, source) if listed.fresh else configured
-        for words in (*listed.again, *(f"{one.position}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
-            say_error(f"{source}: {words}", 0)
+        changed = _add_all(key_files, listed.fresh, source) if listed.fresh else configured
+        for message in (*listed.again, *(f"{one.position}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
+            say_error(f"{source}: {message}", 0)
         also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} already known" if listed.known else ""
-        typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {place}{also}")
+        typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {changed}{also}")
 
     return _written(act)
 
 
-def _add_all(book: KeyFiles, fresh: Sequence[ImportedKey], file: Path) -> Path:
+def _add_all(key_files: KeyFiles, fresh: Sequence[ImportedKey], file: Path) -> Path:
     """Add the keys of a file, and return the changed file. Problems name the position in the imported file."""
     from gateway.key_management.key_file import InvalidResultError
 
@@ -219,10 +219,10 @@ def _add_all(book: KeyFiles, fresh: Sequence[ImportedKey], file: Path) -> Path:
         if wrong := _wrong(one.entry):
             raise _refusal(f"{file}: {one.position}, {wrong}")
     try:
-        return book.add([one.entry for one in fresh])
+        return key_files.add([one.entry for one in fresh])
     except InvalidResultError as error:
         for problem in error.problems:
-            if of_one := book.added_entry(problem):
+            if of_one := key_files.added_entry(problem):
                 number, path = of_one
                 raise _refusal(f"{file}: {fresh[number].position}, {path}: {problem.message}") from error
         raise
@@ -298,7 +298,7 @@ def _refuse(message: str) -> NoReturn:
 # Changes of the configuration
 
 
-def _keybook(config: Path) -> KeyFiles:
+def _key_files(config: Path) -> KeyFiles:
     from gateway.key_management.key_file import KeyFiles
 
     return KeyFiles(config)
@@ -323,9 +323,9 @@ def _written(act: Callable[[], None]) -> int:
     return 0
 
 
-def _show_new(key: str, words: str) -> None:
+def _show_new(key: str, message: str) -> None:
     typer.echo(key)
-    typer.echo(f"{words}\n{_ONCE}", err=True)
+    typer.echo(f"{message}\n{_ONCE}", err=True)
 
 
 def _wrong(entry: Mapping[str, Any]) -> str | None:
@@ -366,9 +366,9 @@ def _print_table(listed: list[dict[str, Any]]) -> None:
     for title in ("id", "team", "state", "models", "expires", "last used", "hashes", "limits"):
         table.add_column(title, overflow="fold")
     for one in listed:
-        ends = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
+        until = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
         limits = ", ".join(f"{name} {value}" for name, value in one["limits"].items())
-        hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{ends}"
+        hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{until}"
         state = Text(one["state"], _COLORS.get(one["state"], ""))
         cells = (", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
         table.add_row(Text(one["id"]), Text(one["team"] or "-"), state, *map(Text, cells))

@@ -19,7 +19,7 @@ from typer.core import TyperCommand
 
 from gateway import __version__
 from gateway.cli import keys_commands
-from gateway.cli.admin_call import AdminUrl, TokenFile, Where, asked
+from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
 
@@ -165,7 +165,7 @@ def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
     draft = drafted(file, once)
     if draft is None:
         return []
-    launches = LaunchCheck(inherited(os.environ, Path(sys.executable).parent), lambda words: typer.echo(words, err=True))
+    launches = LaunchCheck(inherited(os.environ, Path(sys.executable).parent), lambda text: typer.echo(text, err=True))
     return [*launches.problems(draft), *lint.notes(draft, datetime.now(UTC))]
 
 
@@ -201,7 +201,7 @@ def status(
         else:  # without a terminal there is no width, and nothing is wrapped
             show(status_view(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
-    return asked(Where(config_file(file, config), admin, token_file), lambda gateway: shown(gateway.status()))
+    return call_gateway(Where(config_file(file, config), admin, token_file), lambda gateway: shown(gateway.status()))
 
 
 def usage(
@@ -239,22 +239,22 @@ def usage(
     from gateway.ledger.output import FORMATS
     from gateway.ledger.queries import UsageReport, parse_query, parse_report, query_ledger
 
-    def shown(answer: UsageReport) -> None:
-        FORMATS[form](answer, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+    def shown(report: UsageReport) -> None:
+        FORMATS[form](report, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
 
     given = {"by": by, "since": since, "until": until, "key": key, "team": team, "model": model}
-    words = {name: value for name, value in given.items() if value is not None}
+    filters = {name: value for name, value in given.items() if value is not None}
     if form not in FORMATS:
         return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     try:
-        parse_query(words, datetime.now(UTC))
+        parse_query(filters, datetime.now(UTC))
         configured = config_file(file, config)
         if admin is not None or token_file is not None:
-            return asked(Where(configured, admin, token_file), lambda gateway: shown(parse_report(gateway.usage(words))))
+            return call_gateway(Where(configured, admin, token_file), lambda gateway: shown(parse_report(gateway.usage(filters))))
         settings = load(configured).ledger
         if settings is None:
             return say_error(f"{configured} has no ledger", FAILED)
-        shown(query_ledger(settings, Path(os.path.abspath(configured)).parent, words))
+        shown(query_ledger(settings, Path(os.path.abspath(configured)).parent, filters))
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
     except QueryError as error:
@@ -300,7 +300,7 @@ def _operation(name: str, about: str) -> Callable[..., int]:
     ) -> int:
         from gateway.admin.status_view import in_a_line
 
-        return asked(
+        return call_gateway(
             Where(config_file(file, config), admin, token_file), lambda gateway: typer.echo(in_a_line(gateway.operate(name, model)))
         )
 
@@ -314,11 +314,11 @@ def drain(file: ConfigArgument = None, config: ConfigOption = None, admin: Admin
     The gateway accepts no more requests, gives open requests `server.drain` to finish, and stops.
     """
 
-    def ask(gateway: AdminClient) -> None:
+    def act(gateway: AdminClient) -> None:
         gateway.drain()
         typer.echo("the gateway is stopping; open requests finish first")
 
-    return asked(Where(config_file(file, config), admin, token_file), ask)
+    return call_gateway(Where(config_file(file, config), admin, token_file), act)
 
 
 def reload(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
@@ -327,7 +327,7 @@ def reload(file: ConfigArgument = None, config: ConfigOption = None, admin: Admi
     Prints what has changed, or the problems. With problems nothing changes, and the exit code is 2.
     """
     read: dict[str, Any] = {}
-    code = asked(Where(config_file(file, config), admin, token_file), lambda gateway: read.update(gateway.reload()))
+    code = call_gateway(Where(config_file(file, config), admin, token_file), lambda gateway: read.update(gateway.reload()))
     if code:
         return code
     for problem in read["problems"]:
@@ -341,7 +341,7 @@ def reload(file: ConfigArgument = None, config: ConfigOption = None, admin: Admi
 
 def _counted(config: Config, notes: int) -> str:
     counts = {"model": len(config.models), "key": len(config.keys), "note": notes}
-    return ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items())
+    return ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
 
 
 _COMMANDS: dict[str, Callable[..., int]] = {

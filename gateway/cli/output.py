@@ -40,6 +40,6 @@ def print_problem(problem: Problem, color: str, *, err: bool = False) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    place, message = str(problem).removesuffix(problem.message), problem.message
-    text = Text.assemble((place, "bold"), (message, color)) if place != str(problem) else Text(place)
+    position, message = str(problem).removesuffix(problem.message), problem.message
+    text = Text.assemble((position, "bold"), (message, color)) if position != str(problem) else Text(position)
     Console(stderr=err, highlight=False).print(text, soft_wrap=True)

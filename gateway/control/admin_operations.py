@@ -19,7 +19,7 @@ class AdminOperations:
         self._stop_requests = stop_requests
 
     async def start(self, model: str) -> None:
-        """Start a model, also one that ``stop`` has stopped."""
+        """Start a model, even if ``stop`` has stopped it."""
         self._refuse_while_stopping()
         await self._control.fleet.start(model)
 

@@ -33,7 +33,7 @@ from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.health import ServerHealth
 
-_STOP_MARGIN = 30.0  # seconds for the parts of a stop without a bound of their own
+_STOP_MARGIN = 30.0  # seconds for the parts of a stop that have no separate timeout
 
 
 def configure_logging(config: Config) -> None:
@@ -93,7 +93,7 @@ class Control:
 
     def start(self) -> None:
         """Start discovery, launches, health checks and workers."""
-        self.discovery.look_for(self.config)
+        self.discovery.set_sources(self.config)
         self.key_sets.follow(self.config)
         self.fleet.run_pass()
         self.publisher.publish_snapshot()
@@ -132,13 +132,13 @@ class Control:
         await self.observer.check_added(config)
 
     def apply_config(self, config: Config) -> int:
-        """Apply another configuration. What it does not change is not touched.
+        """Apply another configuration. Parts without a change keep running.
 
-        Returns the number under which ``wait_applied`` knows it.
+        Returns the number of the change for ``wait_applied``.
         """
         observer = self.observer
         observer.config_as_read = config
-        self.discovery.look_for(config)
+        self.discovery.set_sources(config)
         self.key_sets.follow(config)
         observer.config = config = self.discovery.fill(config)
         self.discovery.use(config)
@@ -191,7 +191,7 @@ class Control:
             self.fleet.request_pass()
 
     def servers_discovered(self) -> None:
-        """Handle servers that have come, are about to go, or are gone."""
+        """Handle changes of discovered servers: added, about to be removed, or removed."""
         if not self._is_serving:
             return
         filled = self.discovery.fill(self.observer.config_as_read)

@@ -97,7 +97,7 @@ class Discovery:
         self._had_result: set[str] = set()
         self._states: dict[str, EndpointState] = {}
 
-    def look_for(self, *configs: Config) -> None:
+    def set_sources(self, *configs: Config) -> None:
         """Watch the sources of these configurations, and no others."""
         self._sources.set_sources(source_of(discover) for config in configs for _, discover in discovered_models(config))
 

@@ -30,10 +30,10 @@ _log = logging.getLogger("vllm_gateway.control")
 
 @dataclass(frozen=True, slots=True)
 class JwksStatus:
-    """What is known of an issuer's JWKS.
+    """The state of an issuer's JWKS.
 
-    ``keys`` is the last valid JWKS. ``problem`` is why the last fetch failed. ``fetched`` is when the last valid one came, in seconds since
-    the epoch. ``concluded``: at least one fetch has finished.
+    ``keys`` is the last valid JWKS. ``problem`` is the reason why the last fetch failed. ``fetched`` is the time of the last successful
+    fetch, in seconds since the epoch. ``concluded``: at least one fetch has finished.
     """
 
     keys: bytes | None = None
@@ -152,7 +152,7 @@ class _JwksPoll:
             await self._wait(pause if self.status.problem else self.interval)
 
     async def _wait(self, seconds: float) -> None:
-        """Wait until the next fetch: for ``seconds``, or until one is requested and the minimum interval is over."""
+        """Wait until the next fetch: for ``seconds``, or until a fetch is requested and the minimum interval has passed."""
         started = time.monotonic()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):

@@ -1,4 +1,4 @@
-"""What control measures once a second: tokens per second of each model, and the state of the gateway's dependencies."""
+"""Measure once a second: the tokens per second of each model, and the state of the gateway's dependencies."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What control sends to the workers: snapshots with a growing version, and health messages with a growing number.
+"""Send snapshots with a growing version and health messages with a growing number to the workers.
 
-The rule: workers learn of servers, models and keys only from here, so what they serve by is what was known at one moment.
+The rule: workers get servers, models and keys only from here, so each worker serves from one consistent state.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from upstream.balancing.server import Condition
 
 
 class FirstResults:
-    """Follows what the gateway was started with until each part has had a first result, and the workers know of them.
+    """Follow the parts of the initial configuration until each part has had a first result and the workers have applied it.
 
     Parts are the servers, the models with discovery, and the issuers with a JWKS URL. Servers that are added or restarted later never
     delay the gateway's readiness.

@@ -1,8 +1,8 @@
 """The configuration while the gateway runs: its files are watched, read again after a change, and applied if they are valid.
 
 The rules: an invalid configuration is rejected and the previous one stays in use. A changed launch that cannot start makes a configuration
-invalid, so that no healthy server is replaced by one that is certain to fail. Reloads run one after the other. Whatever goes wrong with
-one, the next change is read again.
+invalid, so that no healthy server is replaced by a server that is certain to fail. Reloads run one after the other. After a failed
+reload, the next change is still read.
 
 The files are polled a few times a second. Kernel notifications would be faster, but they do not exist for every file system, do not show
 a change behind a symbolic link, as Kubernetes makes it, and may be exhausted (``fs.inotify``).
@@ -87,7 +87,7 @@ class Reloader:
         self._environ = environ
         self._launches = launches
         self._is_half_applied = False
-        """Applying a configuration has failed. What the gateway serves is known again after the next one."""
+        """Whether applying a configuration has failed, so that it may be applied in part until the next one is applied."""
         self._files = config.files
         self._seen = file_stats(self._files)
         self._requested = asyncio.Event()

@@ -1,6 +1,6 @@
-"""What the admin port shows of the gateway: metrics, status, keys and usage. Nothing is changed from here.
+"""Report the gateway's state for the admin port: metrics, status, keys and usage. Nothing is changed from here.
 
-The rule: every value is of the moment of the request and comes from the part that owns it. Nothing is stored here.
+The rule: every value is read at the time of the request, from the part that owns it. Nothing is stored here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SeriesValues = Mapping[Series, Sequence[float]]
 
 
 class Report:
-    """The admin port's ``Overview`` of the gateway. ``ledger`` is None where none is configured."""
+    """The admin port's ``Overview`` of the gateway. ``ledger`` is None if no ledger is configured."""
 
     def __init__(self, control: Control, ledger: Ledger | None = None) -> None:
         self._control = control
@@ -81,16 +81,16 @@ class Report:
         yield from ((Series("launch_failures_total", cause), count) for cause, count in control.launch_counts.failures.items())
         yield from ((Series("config_reloads_total", (result,)), count) for result, count in control.history.counts.items())
         yield Series("config_last_reload_successful", ()), float(control.history.last.successful)
-        ends = ((key.id, expiry(key)) for key in control.config.keys)
-        yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in ends if last is not None)
+        expiries = ((key.id, expiry(key)) for key in control.config.keys)
+        yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in expiries if last is not None)
         yield Series("worker_restarts_total", ()), sum(worker.restarts for worker in control.workers.statuses)
         yield from process_series(control.workers.statuses)
         yield Series("build_info", (__version__,)), 1
 
     def _without_removed_servers(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
-        """Omit discovered servers that are gone and have nothing in flight.
+        """Omit discovered servers that were removed and have nothing in flight.
 
-        Their counts are retained for a server that comes under the same name.
+        Their counts are retained for a later server with the same name.
         """
         config = self._control.config
         discovered = {model.id for model, _ in discovered_models(config)}

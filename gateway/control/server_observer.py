@@ -1,6 +1,6 @@
-"""The servers as control observes them through the launcher, the prober and discovery, for the configuration in use.
+"""Observe the servers of the configuration in use, through the launcher, the prober and discovery.
 
-The rule: the observation is made anew for each question, so no two answers mix different moments.
+The rule: every query makes a new observation, so one result never mixes the states of different times.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class ServerObserver:
         return sum(condition is Condition.UP for condition in self.conditions().values())
 
     def in_rotation(self) -> int:
-        """Return how many servers should be up: all but the launched ones that are out of rotation."""
+        """Return how many servers should be up: all servers except launched servers that are out of rotation."""
         out = self.launched_out_of_rotation()
         return sum(server.name not in out for server in configured_servers(self.config))
 
     def progress(self, server: str) -> str:
-        """Return the last line about the start of a launched server, empty if there is none."""
+        """Return the last line about the start of a launched server, or an empty text."""
         status = self.observe().launched.get(server)
         return status.progress if status else ""
 
@@ -87,7 +87,7 @@ class ServerObserver:
 
         A model whose servers move is then up at its new servers when the configuration is applied.
         """
-        self._discovery.look_for(self.config_as_read, config)
+        self._discovery.set_sources(self.config_as_read, config)
         with suppress(TimeoutError):
             async with asyncio.timeout(self.added_timeout):
                 while not self._discovery.has_results(config):  # noqa: ASYNC110  the condition depends on the network

@@ -123,7 +123,7 @@ class Announcer:
 
     def found(self, change: ServerChange) -> None:
         """Report discovered servers that have come or gone."""
-        counts = ", ".join(f"{count} {word}" for count, word in ((change.added, "added"), (change.removed, "removed")) if count)
+        counts = ", ".join(f"{count} {verb}" for count, verb in ((change.added, "added"), (change.removed, "removed")) if count)
         self._write(f"{escape(change.model)}: discovered servers changed: {counts}, {change.total} in total")
 
     def action_started(self, action: Action) -> None:

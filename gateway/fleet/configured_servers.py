@@ -75,7 +75,7 @@ def relaunched(before: Config, after: Config) -> frozenset[str]:
 
 
 def exclusive_resources(launch: conf.Launch) -> frozenset[int | str]:
-    """Return what no other server can use at the same time: its GPUs, and the address on which it is told to listen."""
+    """Return the resources that no other server can use at the same time: its GPUs, and its configured listening address."""
     args = {flag_of(key): value for key, value in launch.args.items()}
     addresses = set()
     if "uds" in args:

@@ -32,7 +32,7 @@ from upstream.launcher.schedule import NOT_RUNNING, Action, ActionKind, ModelPha
 
 _PASS_INTERVAL = 0.25  # seconds between two passes without a reason
 _GATHER = 0.01  # seconds in which further reasons join the same pass
-_MIN_SHIFT = 1.0  # seconds by which a model's expected time changes before the workers are told
+_MIN_SHIFT = 1.0  # seconds by which a model's expected time must change before the workers are notified
 _COUNTED = {"requests_total": 0, "inflight_requests": 0, "queued_requests": 0, "server_inflight": 1}
 _USE = ("requests_total", "inflight_requests")
 _log = logging.getLogger("vllm_gateway.fleet")
@@ -164,7 +164,7 @@ class Fleet:
             self._spawn(model, self._transitions.stop_when_drained(model))
 
     def _is_any_ready(self, running: Iterable[LaunchSpec]) -> bool:
-        """Return whether any of these servers may have requests in flight, including one that the configuration no longer has."""
+        """Return whether any of these servers may have requests in flight, including servers that were removed from the configuration."""
         names = {spec.name for spec in running}
         return any(status.state is LaunchState.READY for status in self._launcher.statuses() if status.name in names)
 
@@ -344,7 +344,7 @@ class Fleet:
         await self._rotation.wait_applied(self._rotation.publish_health())
 
     async def wake(self, model: str) -> None:
-        """Start a model as a request would, also one that is held down."""
+        """Start a model as a request would, even if an operator has stopped it."""
         await self.start(model)
 
     async def stop(self, model: str) -> None:

@@ -1,4 +1,4 @@
-"""What control observes of the servers, and what follows from it: their conditions, health-check targets, and the models' lengths. Pure."""
+"""Derive the servers' conditions, their health-check targets and the models' maximum lengths from an observation of control. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LAUNCHED = {LaunchState.STARTING: Condition.LOADING, LaunchState.READY: Conditi
 
 @dataclass(frozen=True, slots=True)
 class ObservedServers:
-    """What is known of the servers at one moment, by server name.
+    """An observation of all servers at one time, by server name.
 
     ``api_keys`` are the internal keys of launched servers. ``out_of_rotation`` are servers that are stopped, asleep or draining.
     ``unready`` are discovered servers that are reported as not ready. ``undiscovered`` are the IDs of models whose discovery has had no
@@ -36,7 +36,7 @@ class ObservedServers:
     def condition(self, name: str) -> Condition:
         """Return the condition of a server.
 
-        A launched server is loading until it is ready. From then on its health checks decide, as they do for an external server.
+        A launched server is loading until it is ready. Afterwards its health checks decide, as for an external server.
         """
         if name in self.out_of_rotation:
             return Condition.OUT_OF_ROTATION

@@ -29,7 +29,7 @@ class Reading:
         return not self.problems
 
     def shown(self) -> dict[str, Any]:
-        """As /status shows it."""
+        """Return the result in the form of /status."""
         return {
             "successful": self.successful,
             "when": self.when,
@@ -61,7 +61,7 @@ class ReloadResult:
         return not self.problems
 
     def as_json(self) -> dict[str, Any]:
-        """Return it as /status shows it."""
+        """Return the result in the form of /status."""
         return {
             "successful": self.successful,
             "when": self.when,
@@ -72,9 +72,9 @@ class ReloadResult:
 
 
 class Operations(Protocol):
-    """The operations. Those of ``OPERATIONS`` take a model ID. Each raises RefusedOperation.
+    """The operations of an operator. The operations named in ``OPERATIONS`` take a model ID. Each operation raises RefusedOperation.
 
-    Each returns when the workers know of the change and /status shows it. None waits for servers to become ready.
+    Each returns when the workers have applied the change and /status shows it. No operation waits for servers to become ready.
     """
 
     async def reload(self) -> ReloadResult:

@@ -1,7 +1,7 @@
 """The transitions of one launched model, step by step: stop, sleep, wake, replace its servers one at a time.
 
 The rule: a server that may still have requests is stopped only when every worker has taken it out of rotation and nothing is in flight on
-it, or the drain timeout is over. A cancelled transition leaves everything as it is, and the fleet's next pass continues from there.
+it, or the drain timeout has expired. A cancelled transition leaves everything as it is, and the fleet's next pass continues from there.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from typing import Any
 
 from gateway.config import ConfigurationError, Problem, load
 from gateway.config.source import Source, parse, reason
-from gateway.key_management.yaml_edit import UneditableError, append_entries, set_member
+from gateway.key_management.yaml_edit import UneditableError, append_entries, set_field
 
 _IN_ENTRY = re.compile(r"keys\[(\d+)\]\.?")
 
@@ -57,8 +57,8 @@ class _KeyFile:
     @property
     def entries(self) -> list[KeyEntry]:
         listed = self.source.at(self.path)
-        members = enumerate(listed if isinstance(listed, list) else [])
-        return [KeyEntry((*self.path, number), value) for number, value in members if isinstance(value, dict)]
+        items = enumerate(listed if isinstance(listed, list) else [])
+        return [KeyEntry((*self.path, number), value) for number, value in items if isinstance(value, dict)]
 
 
 class KeyFiles:
@@ -130,7 +130,7 @@ class KeyFiles:
             target = target[part]
         target[name] = value
         by_hand = f"set `{name}` of `{identity}` in {page.file} by hand"
-        self._write(page, lambda text: set_member(text, entry.path, name, value), expected, by_hand)
+        self._write(page, lambda text: set_field(text, entry.path, name, value), expected, by_hand)
         return page.file
 
     def _find(self, identity: str) -> tuple[_KeyFile, KeyEntry]:

@@ -1,8 +1,8 @@
 """Import keys of another gateway as entries of this configuration. Pure, from the text of a file.
 
 Supported are lines of text (a key, ``id,key``, or ``key,id`` after a header that says so) and LiteLLM's list of keys as JSON
-(``litellm``). The rules: the result contains only hashes. No id and no message contains a key. What is ambiguous, or too weak to be
-a key, is refused.
+(``litellm``). The rules: the result contains only hashes. No id and no message contains a key. A line that is ambiguous, or too weak to
+be a key, is refused.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def read_keys(text: str) -> list[ImportedKey]:
     """Read the keys in a file's text. Raises BadLineError."""
     imported = list(_litellm_keys(text) if text.lstrip()[:1] in ("{", "[") else _lines(text))
     for one in imported:
-        if looks_like_a_key(str(one.entry["id"])):
+        if has_key_shape(str(one.entry["id"])):
             raise BadLineError(f"{one.position}: the id looks like a key; {_EXPECTED}, or a first line key,id")
     return imported
 
@@ -100,7 +100,7 @@ def _one_id_each(fresh: Sequence[ImportedKey], ids: Collection[str]) -> None:
         positions[identity] = one.position
 
 
-def looks_like_a_key(text: str) -> bool:
+def has_key_shape(text: str) -> bool:
     """Check whether a text is a key, or a key's hash, rather than a name."""
     return text.lower().startswith("sk-") or keys.has_key_format(text) or _WRITTEN_HASH.fullmatch(text) is not None
 
@@ -179,5 +179,5 @@ def _litellm_keys(text: str) -> Iterator[ImportedKey]:
 
 
 def _position(number: int, alias: str | None) -> str:
-    named = alias and alias.isprintable() and not looks_like_a_key(alias)
+    named = alias and alias.isprintable() and not has_key_shape(alias)
     return f"key {number} ({alias})" if named else f"key {number}"

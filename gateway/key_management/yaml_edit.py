@@ -53,15 +53,15 @@ def append_entries(text: str, path: Path, entries: Sequence[Mapping[str, Any]]) 
     return _spliced(text, [_Splice(len(text), len(text), f"{line_break}{path[0]}:{_lines(entries, 2)}\n")])
 
 
-def set_member(text: str, path: Path, name: str, value: Any) -> str:
+def set_field(text: str, path: Path, name: str, value: Any) -> str:
     """Return the text with a field of the mapping at ``path`` set. Raises UneditableError."""
     if text.startswith(_BOM):
-        return _BOM + set_member(text.removeprefix(_BOM), path, name, value)
+        return _BOM + set_field(text.removeprefix(_BOM), path, name, value)
     node = _at(_root(text), path)
     if not isinstance(node, yaml.MappingNode) or not node.value:
         raise UneditableError("there is no mapping to change")
-    member = next((child for key, child in node.value if key.value == name), None)
-    return _spliced(text, _set(text, node, name, value) if member is None else list(_replace(text, member, value)))
+    current = next((child for key, child in node.value if key.value == name), None)
+    return _spliced(text, _set(text, node, name, value) if current is None else list(_replace(text, current, value)))
 
 
 def stanza(entry: Mapping[str, Any], indent: int) -> str:

@@ -1,5 +1,5 @@
-"""Linux and process concerns without any domain: logging, signals, file descriptors, the allocator, listening sockets, TLS files.
+"""Functions for Linux and processes in general: logging, signals, file descriptors, the allocator, listening sockets, TLS files.
 
-It knows no models, keys or requests.
-Start with ``logs``; each other module stands alone.
+This package does not depend on models, keys or requests.
+Start with ``logs``. The other modules are independent of each other.
 """

@@ -1,7 +1,8 @@
 """The log of the gateway's processes on standard error: text lines or JSON lines.
 
-The rules: libraries log from warnings up, whatever level is set, because their debug messages may contain a request. Of an error only its
-type and its stack are written, because its message may contain a request. A repeated line is written a few times, then counted.
+The rules: libraries log warnings and errors only, at every configured level, because their debug messages may contain a request. Only the
+type and the stack of an exception are written, because its message may contain a request. A repeated line is written a few times, then
+counted.
 """
 
 from __future__ import annotations

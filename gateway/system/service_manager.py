@@ -46,9 +46,9 @@ class _Phase(Enum):
 
 
 class ServiceManager:
-    """Notifies the service manager at ``address``: a path, or ``@`` and an abstract name. None: there is none.
+    """Notify the service manager at ``address``: a path, or ``@`` and an abstract name. None: send nothing.
 
-    ``watchdog`` is the number of seconds in which it expects each sign of life. None: it has no watchdog.
+    ``watchdog`` is the number of seconds in which it expects the next keep-alive message. None: it has no watchdog.
     """
 
     def __init__(self, address: str | None, watchdog: float | None) -> None:

@@ -91,7 +91,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("number", type=int)
     parser.add_argument("--listen-fd", type=int, required=True)
     parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--board-fd", type=int, required=True)
+    parser.add_argument("--counters-fd", type=int, required=True)
     parser.add_argument("--buckets-fd", type=int, required=True)
     parser.add_argument("--seats-fd", type=int, help="where several workers share the listening socket")
     parser.add_argument("--journal-fd", type=int)
@@ -112,7 +112,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
         logs.configure(first.snapshot.log, f"worker {arguments.number}")
         context = WorkerContext(
             handle_request,
-            metrics=WorkerMetrics(SharedCounters(arguments.board_fd)),
+            metrics=WorkerMetrics(SharedCounters(arguments.counters_fd)),
             log=log,
             write_batch=servers.write_batch,
             ledger=recorder,

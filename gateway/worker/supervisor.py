@@ -1,8 +1,8 @@
 """The worker processes as control runs them: started, sent snapshots and health, monitored and replaced.
 
 The rules: a worker's number, listening socket, counters, buckets, seat and journal outlive its process, so its successor continues its
-counts. A new process first gets what every worker must know. A worker that exits is replaced at once; one that exits repeatedly soon
-after its start, or cannot be started, is replaced after a growing pause. A worker that hangs is killed, and so replaced.
+counts. A new process first gets the snapshot and the health of the servers. A worker that exits is replaced immediately. If a worker exits
+repeatedly soon after its start, or cannot be started, it is replaced after a growing pause. A worker that hangs is killed and replaced.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True)
 class WorkerEvents:
-    """What the supervisor reports.
+    """The callbacks of the supervisor.
 
     ``changed`` is called after a message from a worker and after its exit. ``unknown_signing_key`` is called with the issuer of a token
     whose signing key a worker does not have.
@@ -85,7 +85,7 @@ class WorkerEvents:
 
 @dataclass(frozen=True, slots=True)
 class _Inherited:
-    """What every worker process inherits. ``seats`` is None for a single worker, ``ledger`` where none is configured."""
+    """Resources that every worker process inherits. ``seats`` is None for a single worker; ``ledger`` is None if none is configured."""
 
     listener: socket.socket
     buckets: Buckets
@@ -94,14 +94,14 @@ class _Inherited:
 
 
 class _WorkerSlot:
-    """One worker: its number and counters, and the process that runs in it at the moment."""
+    """One worker: its number and counters, and its current process."""
 
     def __init__(self, number: int, inherited: _Inherited, events: WorkerEvents) -> None:
         self.number = number
-        self.board = SharedCounters.create(f"worker-{number}")
+        self.counters = SharedCounters.create(f"worker-{number}")
         self._inherited = inherited
         self._events = events
-        # Of the present process
+        # State of the current process
         self._link: Link | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._unanswered = 0
@@ -109,7 +109,7 @@ class _WorkerSlot:
         self._health_number = 0
         self.requested: dict[str, float] = {}
         self.store: StoreStatus | None = None
-        # Of all processes so far
+        # State across all processes of this worker
         self._restarts = 0
         self._drain: Drain | None = None  # set once the worker is to exit and not to be replaced
 
@@ -207,7 +207,7 @@ class _WorkerSlot:
         fds = {
             "--listen-fd": inherited.listener.fileno(),
             "--control-fd": theirs.fileno(),
-            "--board-fd": self.board.fd,
+            "--counters-fd": self.counters.fd,
             "--buckets-fd": inherited.buckets.fd,
         }
         if inherited.seats is not None:
@@ -251,7 +251,7 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 
 
 class WorkerSupervisor:
-    """All workers of a gateway, each kept running in a slot of its own."""
+    """All workers of a gateway. Each worker has a separate slot, in which its process is kept running."""
 
     def __init__(self, listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None) -> None:
         self._buckets = Buckets.create("buckets", count)
@@ -275,7 +275,7 @@ class WorkerSupervisor:
     @property
     def boards(self) -> tuple[SharedCounters, ...]:
         """The workers' shared counters. They stay the same for the life of control."""
-        return tuple(slot.board for slot in self._slots)
+        return tuple(slot.counters for slot in self._slots)
 
     @property
     def statuses(self) -> tuple[WorkerStatus, ...]:
@@ -373,7 +373,7 @@ class WorkerSupervisor:
             task.cancel()
         await asyncio.gather(*running, return_exceptions=True)
         for slot in self._slots:
-            slot.board.close()
+            slot.counters.close()
         self._buckets.close()
         if self._seats is not None:
             self._seats.close()

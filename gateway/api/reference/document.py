@@ -27,9 +27,9 @@ Errors have OpenAI's shape, on `/v1/messages` Anthropic's. `code` is for program
 started, an error is an event of the stream."""
 
 _LIMITS = {
-    f"x-ratelimit-{what}-{kind}": f"{words.format(kind)}; for keys with a limit per minute"
+    f"x-ratelimit-{what}-{kind}": f"{text.format(kind)}; for keys with a limit per minute"
     for kind in ("requests", "tokens")
-    for what, words in (
+    for what, text in (
         ("limit", "the limit on {}"),
         ("remaining", "{} that are left"),
         ("reset", "time until all {} are available again, such as `6m0s`"),
@@ -82,7 +82,7 @@ def document() -> dict[str, Any]:
 def _components(shapes: Shapes) -> dict[str, Any]:
     return {
         "schemas": shapes.schemas | _errors(),
-        "headers": {name: {"description": words, "schema": {"type": "string"}} for name, words in _HEADERS.items()},
+        "headers": {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()},
         "responses": {
             f"{prefix}{status}": _error_response(status, schema)
             for prefix, schema in (("Error", "Error"), ("MessagesError", "MessagesError"))
@@ -104,7 +104,7 @@ def _post_operation(route: Route, description: RouteDescription) -> dict[str, An
     kind = FORM if route.body is Body.FORM else JSON
     body: dict[str, Any] = {"schema": _ref(description.request)} | ({"example": description.example} if description.example else {})
     parameters = [
-        {"name": name, "in": "header", "description": words, "schema": {"type": "string"}} for name, words in _REQUEST_HEADERS.items()
+        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}} for name, text in _REQUEST_HEADERS.items()
     ]
     security: dict[str, Any] = {"security": _BY_EITHER} if route.anthropic else {}
     return {
@@ -178,7 +178,7 @@ def _error_response(status: int, schema: str) -> dict[str, Any]:
 
 
 def _codes(status: int) -> str:
-    """Return the codes with a status, in words."""
+    """Return the codes with a status, as text."""
     by_status = groupby(sorted(ERRORS, key=lambda code: ERRORS[code].status), key=lambda code: ERRORS[code].status)
     return ", ".join(f"`{code}`" for found, codes in by_status if found == status for code in codes)
 

@@ -1,6 +1,6 @@
 """Render an OpenAPI document as an HTML page without scripts and without files from elsewhere.
 
-The rule: ``words`` decides what a schema says; here is how it looks.
+The rule: ``descriptions`` decides the text for a schema; this module decides its layout.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from itertools import groupby
 from typing import Any
 
 from gateway.api.html import Html, page_policy, tag
-from gateway.api.reference import words
-from gateway.api.reference.words import Operation, Ref, TableRow
+from gateway.api.reference import descriptions
+from gateway.api.reference.descriptions import Operation, Ref, TableRow
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -31,7 +31,7 @@ def page(document: Mapping[str, Any]) -> str:
     info, schemas = document["info"], document["components"].get("schemas", {})
     head = tag("head", tag("meta", charset="utf-8"), tag("title", info["title"]), tag("style", Html(_STYLE)))
     about = (tag("p", *_prose(part)) for part in info.get("description", "").split("\n\n") if part)
-    sections = [part for name, group in groupby(words.operations(document), _tag) for part in _section(name, group, document)]
+    sections = [part for name, group in groupby(descriptions.operations(document), _tag) for part in _section(name, group, document)]
     shapes = [tag("h2", "Shapes"), *(_shape(name, schema) for name, schema in schemas.items())] if schemas else []
     body = tag("body", tag("h1", f"{info['title']} {info['version']}"), *about, *sections, *shapes)
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}"
@@ -48,7 +48,7 @@ def _section(name: str, group: Iterable[Operation], document: Mapping[str, Any])
 def _operation(operation: Operation, document: Mapping[str, Any]) -> Html:
     texts = operation.document
     responses = [
-        part for status, meaning in words.responses(document, operation) for part in (tag("dt", status), tag("dd", *_prose(meaning)))
+        part for status, meaning in descriptions.responses(document, operation) for part in (tag("dt", status), tag("dd", *_prose(meaning)))
     ]
     return tag(
         "section",
@@ -56,7 +56,7 @@ def _operation(operation: Operation, document: Mapping[str, Any]) -> Html:
         *(tag("p", *_prose(texts[name])) for name in ("summary", "description") if name in texts),
         *([tag("p", "Request: ", *_kinds(operation.request_kinds), class_="quiet")] if operation.request_kinds else []),
         tag("p", "Response: ", *_kinds(operation.response_kinds), class_="quiet"),
-        *([tag("pre", call)] if (call := words.curl(operation)) else []),
+        *([tag("pre", call)] if (call := descriptions.curl(operation)) else []),
         _table(operation.parameters),
         tag("dl", *responses),
     )
@@ -73,8 +73,8 @@ def _kinds(kinds: Mapping[str, tuple[str, ...]]) -> Iterable[str]:
 
 def _shape(name: str, schema: Mapping[str, Any]) -> Html:
     about = [tag("p", *_prose(schema["description"]))] if "description" in schema else []
-    plain = [] if "properties" in schema else [tag("p", *_pieces(words.kind_of(schema)))]
-    return tag("section", tag("h3", name, id=name), *about, *plain, _table(words.rows(schema)))
+    plain = [] if "properties" in schema else [tag("p", *_pieces(descriptions.kind_of(schema)))]
+    return tag("section", tag("h3", name, id=name), *about, *plain, _table(descriptions.rows(schema)))
 
 
 def _table(rows: Iterable[TableRow]) -> Html:

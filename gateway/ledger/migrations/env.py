@@ -1,4 +1,4 @@
-"""What alembic runs: the steps on the connection that ``store`` has given it, inside its transaction."""
+"""Run the migration steps for alembic, on the connection of ``store`` and inside its transaction."""
 
 from __future__ import annotations
 

@@ -102,7 +102,7 @@ def test_gpus_that_are_not_there() -> None:
     ]
     one, none, unknown = (preflight.Machine(HERE.names, count, Path("/")) for count in (1, 0, None))
     assert found_in("{id: m, launch: {gpus: [[1]]}}", one) == ["2: models[0].gpus[0][0]: there is no GPU 1: only GPU 0 exists"]
-    assert found_in("{id: m, launch: {gpus: [[1]]}}", none) == ["2: models[0].gpus[0][0]: there is no GPU 1: there is none"]
+    assert found_in("{id: m, launch: {gpus: [[1]]}}", none) == ["2: models[0].gpus[0][0]: there is no GPU 1: this machine has no GPU"]
     expected = "there is no NVIDIA driver on this machine, so GPUs are not checked"
     assert found_in("{id: m, launch: {gpus: [[1, 7]]}}", unknown) == [f"+2: models[0].gpus[0][0]: {expected}"]
     assert found_in("{id: m, launch: {}}", unknown) == []

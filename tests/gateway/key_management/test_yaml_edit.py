@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.key_management.yaml_edit import UneditableError, append_entries, set_member, stanza
+from gateway.key_management.yaml_edit import UneditableError, append_entries, set_field, stanza
 from tests.support.rows import each_row
 
 H1, H2, H3 = (f"sha256:{letter * 64}" for letter in "abc")
@@ -96,7 +96,7 @@ def test_lists_of_every_form_take_an_entry(before: str, path: tuple[str, ...]) -
     ],
 )  # fmt: skip
 def test_a_member_is_set_in_its_place(before: str, value: Any, after: str) -> None:
-    made = set_member(before, (0,), "hash", value) if value is not None else set_member(before, (0,), "revoked", True)
+    made = set_field(before, (0,), "hash", value) if value is not None else set_field(before, (0,), "revoked", True)
     assert made == after
     assert yaml.safe_load(made)[0] == yaml.safe_load(before)[0] | ({"revoked": True} if value is None else {"hash": value})
 
@@ -105,15 +105,15 @@ def test_a_member_is_set_in_its_place(before: str, value: Any, after: str) -> No
 def test_lines_end_as_the_others_of_the_file_do(before: str) -> None:
     text = before.replace("\n", "\r\n")
     added = append_entries(text, ("keys",), [ENTRY, {"id": "c"}])
-    for made in (added, set_member(added, ("keys", 0), "hash", [H1, {"hash": H2}]), set_member(added, ("keys", 0), "revoked", True)):
+    for made in (added, set_field(added, ("keys", 0), "hash", [H1, {"hash": H2}]), set_field(added, ("keys", 0), "revoked", True)):
         assert made.count("\n") == made.count("\r") == made.count("\r\n")
     assert append_entries(before, ("keys",), [ENTRY, {"id": "c"}]) == added.replace("\r\n", "\n")
 
 
 def test_positions_are_of_characters() -> None:
     text = f"\ufeff# é€😀\nkeys:\n  - {{id: 'é€😀', hash: {H1}}}   # 😀 ist da\n"
-    assert set_member(text, ("keys", 0), "hash", H2) == text.replace(H1, H2)
-    assert set_member(text, ("keys", 0), "revoked", True) == text.replace("}   #", ", revoked: true}   #")
+    assert set_field(text, ("keys", 0), "hash", H2) == text.replace(H1, H2)
+    assert set_field(text, ("keys", 0), "revoked", True) == text.replace("}   #", ", revoked: true}   #")
     assert append_entries(text, ("keys",), [{"id": "é"}]) == text.removesuffix("\n") + '\n  - id: "é"\n'
 
 

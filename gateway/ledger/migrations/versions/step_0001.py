@@ -13,6 +13,7 @@ _JSON = sa.JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postg
 
 
 def upgrade() -> None:
+    """Create the table."""
     op.create_table(
         "gateway_usage",
         sa.Column("request_id", sa.String, primary_key=True),

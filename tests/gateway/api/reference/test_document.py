@@ -11,7 +11,7 @@ from openapi_spec_validator import validate
 
 from gateway.admin.openapi import document as admin_document
 from gateway.api.errors import ERRORS, Refusal, anthropic_error, openai_error, render_event
-from gateway.api.reference import page, words
+from gateway.api.reference import descriptions, page
 from gateway.api.routes import ENDPOINTS, ROUTES, Body, Dialect
 from gateway.auth.body_policy import FORBIDDEN, MAXIMA
 from tests.support.described import described, request_problems, response_problems
@@ -101,12 +101,12 @@ def test_the_examples_are_valid_requests(path: str) -> None:
 
 def test_every_route_is_shown_with_a_curl_command() -> None:
     text = html.unescape(page(DOCUMENT))
-    for operation in words.operations(DOCUMENT):
-        call = words.curl(operation)
+    for operation in descriptions.operations(DOCUMENT):
+        call = descriptions.curl(operation)
         assert (call is None) == (operation.path == "/health"), operation.path
         assert call is None or f"<pre>{call}</pre>" in text
-    assert {words.curl(operation) for operation in words.operations(admin_document())} == {None}
-    calls = {operation.path: words.curl(operation) for operation in words.operations(DOCUMENT)}
+    assert {descriptions.curl(operation) for operation in descriptions.operations(admin_document())} == {None}
+    calls = {operation.path: descriptions.curl(operation) for operation in descriptions.operations(DOCUMENT)}
     assert str(calls["/v1/chat/completions"]).startswith('curl "$OPENAI_BASE_URL/chat/completions" \\\n  -H "Authorization: Bearer ')
     assert str(calls["/rerank"]).startswith('curl "${OPENAI_BASE_URL%/v1}/rerank" \\\n')
     assert str(calls["/v1/models/{model}"]).startswith('curl "$OPENAI_BASE_URL/models/MODEL" \\\n')

@@ -1,7 +1,7 @@
-"""Describe an OpenAPI document in words: its operations, and its schemas as rows of tables. Pure.
+"""Describe an OpenAPI document as text: its operations, and its schemas as rows of tables. Pure.
 
-The rule: what a schema says is decided here once; its look is up to the writers. A ``Ref`` in a row is the name of another schema,
-which has its own table. Objects without a name get separate rows, by dotted paths.
+The rule: the text for a schema is decided here once; each writer decides the layout. A ``Ref`` in a row is the name of another
+schema, which has its own table. Objects without a name get separate rows, by dotted paths.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Operation:
 
     @property
     def response_kinds(self) -> Mapping[str, tuple[str, ...]]:
-        return _kinds(self.document["responses"][min(self.document["responses"])])  # 200, or 202 for what has only begun
+        return _kinds(self.document["responses"][min(self.document["responses"])])  # 200, or 202 for an operation that has only started
 
 
 def operations(document: Mapping[str, Any]) -> Iterator[Operation]:
@@ -115,7 +115,7 @@ def rows(schema: Schema, path: str = "") -> Iterator[TableRow]:
 
 
 def kind_of(schema: Schema) -> Iterator[str]:
-    """Yield what a schema admits, in words and references."""
+    """Yield the description of the values that a schema allows, as texts and references."""
     if "$ref" in schema:
         yield Ref(schema["$ref"].rpartition("/")[2])
     elif "anyOf" in schema and "properties" not in schema:
@@ -135,7 +135,7 @@ def _alternatives(pieces: list[tuple[str, ...]]) -> Iterator[str]:
         yield from piece
 
 
-_WORDS = {"string": "text", "integer": "whole number", "boolean": "true or false", "array": "list", "null": "null"}
+_TYPE_NAMES = {"string": "text", "integer": "whole number", "boolean": "true or false", "array": "list", "null": "null"}
 
 
 def _typed(schema: Schema) -> Iterator[str]:
@@ -143,7 +143,7 @@ def _typed(schema: Schema) -> Iterator[str]:
     for index, name in enumerate([types] if isinstance(types, str) else types):
         if index:
             yield " or "
-        yield _WORDS.get(name, name) + (_bounds(schema) if name in ("integer", "number") else "")
+        yield _TYPE_NAMES.get(name, name) + (_bounds(schema) if name in ("integer", "number") else "")
         if name == "array" and "items" in schema and (inner := tuple(kind_of(schema["items"]))):
             yield " of "
             yield from inner
@@ -152,6 +152,6 @@ def _typed(schema: Schema) -> Iterator[str]:
 
 
 def _bounds(schema: Schema) -> str:
-    words = (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "up to"))
-    item = [f"{word} {schema[name]}" for name, word in words if name in schema]
+    labels = (("minimum", "from"), ("exclusiveMinimum", "above"), ("maximum", "up to"))
+    item = [f"{label} {schema[name]}" for name, label in labels if name in schema]
     return f" {' '.join(item)}" if item else ""
