@@ -66,14 +66,12 @@ _COUNTS = (("usage",), ("meta", "billed_units"))
 class Fields(msgspec.Struct, frozen=True, gc=False):
     """The fields of a response, or of one of its events.
 
-    ``stopped``: the engine stopped the request. ``is_final``: no later event reports another usage. ``is_sole``: the usage covers all
-    choices that have had an event, if ``is_sole`` holds for each event so far.
+    ``stopped``: the engine stopped the request. ``is_final``: no later event reports another usage.
     """
 
     usage: Usage | None = None
     stopped: bool = False
     is_final: bool = False
-    is_sole: bool = False
 
 
 _NOTHING = Fields()
@@ -95,8 +93,7 @@ def of_event(document: Mapping[str, Any], dialect: Dialect) -> Fields:
             if kind == "message_start" and isinstance(message, dict):
                 return Fields(_usage_of(message))
             return Fields(_usage_of(document), is_final=True) if kind == "message_delta" else _NOTHING
-    choices = document.get("choices")
-    return Fields(_usage_of(document), _is_stopped(document, dialect), choices == [], _is_first_choice(choices))
+    return Fields(_usage_of(document), _is_stopped(document, dialect), document.get("choices") == [])
 
 
 def of_document(document: Mapping[str, Any], dialect: Dialect) -> Fields:
@@ -119,10 +116,6 @@ def _is_stopped(document: Mapping[str, Any], dialect: Dialect) -> bool:
     if dialect not in (Dialect.CHAT, Dialect.COMPLETIONS) or not isinstance(choices, list):
         return False
     return any(isinstance(choice, dict) and choice.get("finish_reason") == "abort" for choice in choices)
-
-
-def _is_first_choice(choices: object) -> bool:
-    return isinstance(choices, list) and all(isinstance(choice, dict) and choice.get("index") == 0 for choice in choices)
 
 
 # Bodies in bytes

@@ -87,6 +87,22 @@ def decode_usage(text: bytes) -> Usage | None:
     return None if found is None else found.usage()
 
 
+USAGE_START = b',"usage":{"prompt_tokens":'
+"""How vLLM starts the running usage of an event. What follows it, up to the end of the event, is a *usage tail*."""
+
+
+def usage_tail(usage: Usage) -> bytes:
+    """Write a usage as a usage tail."""
+    text = f'{usage.prompt},"completion_tokens":{usage.completion},"prompt_tokens_details":{{"cached_tokens":{usage.cached}}}'
+    return f'{text},"completion_tokens_details":{{"reasoning_tokens":{usage.reasoning}}}}}'.encode()
+
+
+def decode_usage_tail(tail: bytes) -> Usage | None:
+    """Return the usage in a usage tail; None if it has no valid count."""
+    end = tail.find(b"}\n\n")  # of the event; a tail that the gateway wrote has none
+    return decode_usage(b'{"prompt_tokens":' + (tail if end < 0 else tail[:end]))
+
+
 def merged(before: Usage | None, after: Usage | None) -> Usage | None:
     """Merge two usages of one stream. Anthropic's report the prompt first and the completion last; other counts only grow."""
     if before is None or after is None:

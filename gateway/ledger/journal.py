@@ -2,7 +2,7 @@
 
 Control creates an anonymous memory file, which a worker inherits. It belongs to the number of the worker, not to the process, so
 the rows of a killed worker are still read. The ring holds the rows of finished requests until control has them on disk. The slots
-hold one row for each open request, as it is stored if the worker dies.
+hold one row for each open request, as it is stored if the worker dies, and what its stream has used so far.
 
 The rules: one writer and one reader. A frame is complete before the mark that makes it visible is moved, or its checksum shows that
 it is not. A row leaves the ring when the reader says that it is safe elsewhere. If there is no space, a row is dropped and counted,
@@ -19,17 +19,20 @@ import os
 import struct
 from dataclasses import dataclass
 
-from gateway.ledger.row import HEAD, frame, frames
+from gateway.ledger.row import HEAD, frame, frames, with_usage_tail
 
 RING = 16 * 1024 * 1024
 """Bytes of rows that may wait for control: about 60,000 rows."""
 
-SLOT, SLOTS = 1024, 8192
+SLOT, SLOTS = 1280, 8192
 """Bytes of a slot, and the number of slots for open requests. Only slots that were used take memory."""
+ROW_SIZE, TAIL_SIZE = 1024, 254
+"""Bytes of a slot for the row with its head, and for the usage tail (``gateway.api.usage``) behind the two bytes of its length."""
 
 _MARKS = 64
 _APPENDED, _RELEASED, _DROPPED, _RING_SIZE, _SLOT_COUNT, _ROWS_APPENDED, _ROWS_RELEASED = range(7)
 _EMPTY = bytes(HEAD.size)
+_NO_TAIL = bytes(2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +94,19 @@ class Journal:
     def open_slot(self, payload: bytes) -> int | None:
         """Store a row in case this process dies, and return its slot. None: there is no space, and it is not stored."""
         framed = frame(payload)
-        if not self._free or len(framed) > SLOT:
+        if not self._free or len(framed) > ROW_SIZE:
             return None
         slot = self._free.pop()
         start = self._first_slot + slot * SLOT
         self._view[start : start + len(framed)] = framed
         return slot
+
+    def update_slot(self, slot: int, tail: bytes) -> None:
+        """Store the usage tail of an open request. A tail that is too long is not stored. A slot must be cleared with an empty tail."""
+        size = len(tail)
+        if size <= TAIL_SIZE:
+            start = self._first_slot + slot * SLOT + ROW_SIZE
+            self._view[start : start + 2 + size] = size.to_bytes(2, "little") + tail
 
     def clear_slot(self, slot: int) -> None:
         """Clear the slot of a request whose row is appended."""
@@ -140,12 +150,14 @@ class Journal:
 
     def open_rows(self) -> list[bytes]:
         """Return the rows of open requests; after a crash, those that died with the process."""
-        return [
-            payload
-            for offset in self._slot_offsets()
-            if self._is_open(offset)
-            for payload in frames(bytes(self._view[offset : offset + SLOT]))
-        ]
+        rows = []
+        for offset in self._slot_offsets():
+            if self._is_open(offset):
+                slot = bytes(self._view[offset : offset + SLOT])
+                size = int.from_bytes(slot[ROW_SIZE : ROW_SIZE + 2], "little")
+                tail = slot[ROW_SIZE + 2 : ROW_SIZE + 2 + size]
+                rows += [with_usage_tail(payload, tail) for payload in frames(slot[:ROW_SIZE])]
+        return rows
 
     def _slot_offsets(self) -> range:
         return range(self._first_slot, self._first_slot + self._slots * SLOT, SLOT)
@@ -158,3 +170,4 @@ class Journal:
         for offset in self._slot_offsets():
             if self._is_open(offset):
                 self._view[offset : offset + HEAD.size] = _EMPTY
+                self._view[offset + ROW_SIZE : offset + ROW_SIZE + 2] = _NO_TAIL

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import msgspec
 
@@ -29,6 +29,13 @@ _NOTHING = Usage()
 _ENDPOINTS = frozenset(ENDPOINTS)
 
 
+class OpenStream(Protocol):
+    """A stream that is being relayed."""
+
+    def usage_tail(self) -> bytes:
+        """Return the tokens that were sent so far as a usage tail; empty if they are not known."""
+
+
 class _OpenRequest(msgspec.Struct, frozen=True, gc=False):
     """An open request: its slot, the prices of its snapshot, and what its body says for the ledger."""
 
@@ -44,6 +51,8 @@ class Recorder:
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._open: dict[str, _OpenRequest] = {}
+        self._streams: dict[int, OpenStream] = {}  # by slot
+        self._tails: dict[int, bytes] = {}  # what the slots hold
         self._prices: Mapping[str, Price | None] = {}
         self._with_user = self._with_metadata = False
 
@@ -54,7 +63,12 @@ class Recorder:
 
     def start_request(self, id: str, started: float, endpoint: str, key: Key, model: Model, stream: bool, body: Mapping[str, Any]) -> None:
         """Store a row for a request that starts, in case this process dies before the request ends."""
-        row = encode(UsageRow(id, started, endpoint, key.id, key.team, model.id, stream=stream, incomplete=LOST, labels=key.labels))
+        row = encode(
+            UsageRow(
+                id, started, endpoint, key.id, key.team, model.id,
+                stream=stream, incomplete=LOST, price=self._prices.get(model.id), labels=key.labels
+            )
+        )  # fmt: skip
         self._open[id] = _OpenRequest(
             self._journal.open_slot(row),
             self._prices,
@@ -62,13 +76,32 @@ class Recorder:
             _metadata(body.get("metadata")) if self._with_metadata else None,
         )
 
+    def watch(self, id: str, stream: OpenStream) -> None:
+        """Store what a stream has used a few times a second, in case this process dies before the stream ends."""
+        open_request = self._open.get(id)
+        if open_request is not None and open_request.slot is not None:
+            self._streams[open_request.slot] = stream
+
+    def tick(self) -> None:
+        """Update the slots of the streams that have sent something since the last tick."""
+        tails = self._tails
+        for slot, stream in self._streams.items():
+            tail = stream.usage_tail()
+            if tail != tails.get(slot, b""):
+                tails[slot] = tail
+                self._journal.update_slot(slot, tail)
+
     def record_request(self, record: RequestRecord) -> None:
         """Append the row of a finished request. A request without a known key, or of a route without a model, has no row."""
         open_request = self._open.pop(record.id, None)
         if record.key is not None and record.endpoint in _ENDPOINTS:
             self._journal.append(encode(self._row(record, record.key, open_request)))
-        if open_request is not None and open_request.slot is not None:
-            self._journal.clear_slot(open_request.slot)
+        if open_request is not None and (slot := open_request.slot) is not None:
+            if slot in self._streams:
+                del self._streams[slot]
+                if self._tails.pop(slot, b""):
+                    self._journal.update_slot(slot, b"")
+            self._journal.clear_slot(slot)
 
     def _row(self, record: RequestRecord, key: Key, open_request: _OpenRequest | None) -> UsageRow:
         usage = record.usage
@@ -90,7 +123,7 @@ class Recorder:
             counts.completion if usage else None,
             counts.cached if usage else None,
             counts.reasoning if usage else None,
-            _chunks(record),
+            0,
             record.duration,
             record.first_token,
             record.queued,
@@ -98,6 +131,7 @@ class Recorder:
             key.labels,
             open_request.user if open_request else None,
             open_request.metadata if open_request else None,
+            record.estimated_by,
         )
 
     def save(self, folder: Path, stream: TextIO) -> None:
@@ -105,18 +139,12 @@ class Recorder:
 
         If the disk accepts nothing, the rows are written to ``stream``.
         """
+        self.tick()
         reading, held = self._journal.read(), self._journal.open_rows()
         try:
             save(folder, reading.data, held)
         except OSError:
             write_out([*frames(reading.data), *held], stream)
-
-
-def _chunks(record: RequestRecord) -> int:
-    """Return the events of a stream whose usage is unknown or may not cover all of it; otherwise 0."""
-    if record.gaps is None or record.gaps.are_counted or (record.incomplete is None and (record.usage is not None or record.status >= 400)):
-        return 0
-    return record.gaps.events - 1
 
 
 def _user(value: object) -> str | None:

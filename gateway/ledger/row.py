@@ -13,8 +13,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
-from gateway.api.usage import Usage
+from gateway.api.settlement import Method
+from gateway.api.usage import Usage, decode_usage_tail
 from gateway.snapshot.money import Price, cost_of, rounded_nano_units
 
 HEAD = struct.Struct("<II")
@@ -27,8 +29,9 @@ LOST = "lost"
 class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request of a known key. Durations are in seconds, ``started`` is since the epoch; None: not known.
 
-    ``incomplete`` is as in ``RequestRecord``, or LOST. The tokens are the server's usage. ``chunks``: events of a stream after its
-    first one, if the stream was truncated or reported no usage. ``price`` is the model's, as it was when the model was chosen.
+    ``incomplete`` is as in ``RequestRecord``, or LOST. The tokens are the settlement's, and ``estimated_by`` is how they were estimated, if
+    they were. ``chunks`` is 0; in a row of version 0.1, the events of a truncated stream after its first one. ``price`` is the model's, as
+    it was when the model was chosen.
     """
 
     id: str
@@ -54,18 +57,18 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     labels: dict[str, str] = {}
     user: str | None = None
     metadata: dict[str, Any] | None = None
+    estimated_by: str | None = None
+    session: str | None = None
 
     @property
     def generated(self) -> tuple[int | None, bool]:
-        """Completion tokens, and whether they are an estimate.
+        """Completion tokens, and whether the row has an estimate.
 
-        The server reports its usage in the last event but one of a stream, which a truncated stream never had. vLLM sends an event
-        for each engine step, in general one token. So the number of events is a lower bound. A client may get usage with each
-        event; with several choices in one stream it is that of each choice.
+        Version 0.1 wrote rows without an estimate, and with the number of events.
         """
         known = self.completion or 0
-        if self.first_token is None or (self.incomplete is None and not self.chunks) or (known and known >= self.chunks):
-            return self.completion, False
+        if self.estimated_by is not None or not self.chunks or self.first_token is None or (known and known >= self.chunks):
+            return self.completion, self.estimated_by is not None
         return self.chunks, True
 
     @property
@@ -94,6 +97,16 @@ def decode(payload: bytes) -> UsageRow:
     prompt, completion = map(rounded_nano_units, price)
     fields[_PRICE] = (prompt, completion, prompt, completion)
     return msgspec.convert(fields, UsageRow)
+
+
+def with_usage_tail(payload: bytes, tail: bytes) -> bytes:
+    """Return the bytes of an open request's row with the tokens of a usage tail, if that has any."""
+    usage = decode_usage_tail(tail) if tail else None
+    if usage is None:
+        return payload
+    row = decode(payload)
+    counts = {"prompt": usage.prompt, "completion": usage.completion, "cached": usage.cached, "reasoning": usage.reasoning}
+    return encode(replace(row, estimated_by=Method.JOURNAL, **counts))
 
 
 def frame(payload: bytes) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Date, DateTime, Float, Index, Integer, MetaData, String, Table
 from sqlalchemy.dialects.postgresql import JSONB
 
+from gateway.api.settlement import Method
 from gateway.ledger.row import UsageRow
 
 METADATA = MetaData()
@@ -44,6 +45,8 @@ USAGE = Table(
     Column("labels", _JSON, nullable=False),
     Column("end_user", String),
     Column("metadata", _JSON),
+    Column("estimated_by", String),
+    Column("session_id", String),
     Index("gateway_usage_time", "time"),
     Index("gateway_usage_key_time", "key", "time"),
 )
@@ -78,6 +81,8 @@ def values(row: UsageRow) -> list[Any]:
         row.labels,
         row.user,
         row.metadata,
+        row.estimated_by or (Method.EVENTS if estimated else None),
+        row.session,
     ]
 
 

@@ -1,21 +1,20 @@
-"""Estimate what a request may use before it is sent, and compute what it has used from its record. Pure.
+"""Estimate what a request may use before it is sent. Pure.
 
-The rule: an estimate is only ever reserved; what stays counted is the server's own usage. If a response was truncated before its
-usage came, the part that the client received counts.
+The rule: an estimate is only ever reserved; what stays counted is the settlement of the request (``gateway.api.settlement``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
-from gateway.api.errors import CLIENT_CLOSED_REQUEST, Refusal
+from gateway.api.choices import choices_and_prompts
+from gateway.api.errors import Refusal
 from gateway.api.lax_int import lax_int
 from gateway.api.media_urls import CONTAINERS, data_urls
 from gateway.api.routes import OUTPUTS, Output
-from gateway.api.usage import Usage
 from gateway.auth.body_policy import NO_MEDIA
 from gateway.limits.rules import Amounts
 from gateway.snapshot.money import Price, TokenCounts, cost_of, highest_cost
@@ -32,7 +31,6 @@ _MEDIA, _IN_URL = b";base64,", ";base64,"
 _TYPE = 256  # characters that a media type may have
 _BYTES_PER_MESSAGE = 4096  # bytes that are searched in the time that one message takes
 _VALUES_PER_STEP = 20_000
-_NO_TOKENS = Usage()
 
 
 class TokenEstimate(msgspec.Struct, frozen=True, gc=False):
@@ -54,7 +52,10 @@ def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, pr
     if prompt is None:
         may_have_media = (size >= _BYTES_PER_MESSAGE and _is_faster_by_messages(document, size)) or _MEDIA in body
         prompt = finished(_with_media(document, size)) if may_have_media else size // BYTES_PER_TOKEN
-    choices = _choices(document) if "n" in document or "prompt" in document else 1
+    choices = 1
+    if "n" in document or "prompt" in document:
+        each, prompts = choices_and_prompts(document)
+        choices = each * prompts
     if output is None:
         return TokenEstimate(prompt or 1, 0, choices)
     if output.batch is not None and isinstance(conversations := document.get(output.batch), list):
@@ -96,18 +97,6 @@ def _completion(document: Mapping[str, Any], output: Output) -> int:
     return DEFAULT_COMPLETION if output.default is None or output.names[-1] in document else output.default
 
 
-def _choices(document: Mapping[str, Any]) -> int:
-    """Return the number of choices: ``n`` for each prompt of a list; ``n`` is also the width of a beam search.
-
-    vLLM 0.32 has no ``best_of``.
-    """
-    n, prompt = document.get("n"), document.get("prompt")
-    many = len(prompt) if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else 1
-    if n is not None and type(n) is not int:
-        n = lax_int(n)
-    return many * n if n is not None and n > 1 else many
-
-
 def apply_max_tokens(document: dict[str, Any], path: str, limit: int | None) -> None:
     """Limit the tokens of a response: refuse a request for more, and set the limit if the request has none. Raises Refusal."""
     output = OUTPUTS.get(path)
@@ -139,39 +128,9 @@ def used_amounts(tokens: TokenCounts, price: Price | None, requests: int) -> Amo
     return Amounts(requests, 0, tokens.prompt + tokens.completion, cost)
 
 
-class Outcome(NamedTuple):
-    """Outcome of a request: whether it reached a server, the status sent, the server's usage, the events of its stream.
-
-    ``incomplete`` says what ended a truncated response; ``uncounted``: the response has no field for usage.
-    """
-
-    reached_server: bool
-    status: int
-    usage: Usage | None
-    events: int
-    incomplete: str | None
-    uncounted: bool = False
-
-
-def used_tokens(outcome: Outcome, estimated: TokenEstimate) -> Usage:
-    """Return the tokens that count for a finished request.
-
-    Nothing counts if the client received an error. The prompt and what was received count if the response was truncated, if a
-    stream had no usage, and if the response has no field for it.
-    """
-    _, status, usage, events, incomplete, uncounted = outcome
-    if not outcome.reached_server or (status >= 400 and status != CLIENT_CLOSED_REQUEST):
-        return _NO_TOKENS
-    if incomplete is None and (usage is not None or not (events or uncounted)):
-        return _NO_TOKENS if usage is None else usage
-    if usage is None:
-        return Usage(estimated.prompt, events)
-    return Usage(usage.prompt or estimated.prompt, max(usage.completion, events), usage.cached, usage.reasoning)
-
-
-def counts_as_request(outcome: Outcome) -> bool:
+def counts_as_request(status: int) -> bool:
     """Check whether a request counts for the limits on requests: limits, the gateway and the server did not refuse or fail it."""
-    return outcome.status < 500 and outcome.status != 429
+    return status < 500 and status != 429
 
 
 def smallest(limits: Iterable[int | None]) -> int | None:

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from gateway.api.errors import Refusal
+from gateway.api.settlement import Settlement
+from gateway.api.usage import Usage
 from gateway.limits import estimate, headers
 from gateway.limits.buckets import Holder
-from gateway.limits.estimate import Outcome, TokenEstimate
+from gateway.limits.estimate import TokenEstimate
 from gateway.limits.messages import refusal
 from gateway.limits.redis_store import StoreResult, StoreUnavailableError
 from gateway.limits.rules import Amounts, ExceededLimit, Moment
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 ARRIVAL = Amounts(requests=1, slots=1)
 """Reserved before the body is read."""
-_NOTHING, _UNWEIGHED = Amounts(), TokenEstimate()
+_NOTHING, _UNWEIGHED, _NO_TOKENS = Amounts(), TokenEstimate(), Usage()
 
 
 class Reservation(msgspec.Struct, eq=False):
@@ -166,15 +168,24 @@ class Reservation(msgspec.Struct, eq=False):
         """Whether something is still reserved."""
         return bool(self._reserved)
 
-    def settle(self, outcome: Outcome) -> None:
-        """Replace what was reserved by what the request has used. A second call does nothing."""
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a limit on tokens or cost counts the request."""
+        return not self._limits.is_known_on_arrival
+
+    @property
+    def estimated_prompt(self) -> int | None:
+        """The estimated tokens of the prompt; None if no limit counts tokens."""
+        return self._estimate.prompt if self.counts_tokens else None
+
+    def settle(self, settlement: Settlement, status: int) -> None:
+        """Replace what was reserved by what the request has used. ``status``: the HTTP status sent. A second call does nothing."""
         reserved, self._reserved = self._reserved, ()
         if not reserved:
             return
-        model = self._model
-        price = None if model is None else model.price
-        used = estimate.used_tokens(outcome, self._estimate)
-        self._settle(reserved, estimate.used_amounts(used, price, estimate.counts_as_request(outcome)))
+        price = None if self._model is None else self._model.price
+        used = estimate.used_amounts(settlement.usage or _NO_TOKENS, price, estimate.counts_as_request(status))
+        self._settle(reserved, used)
 
     def _settle(self, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> None:
         if self._result is None:

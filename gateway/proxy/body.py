@@ -19,6 +19,7 @@ import msgspec
 import orjson
 from msgspec.structs import replace
 
+from gateway.api.choices import choices_and_prompts
 from gateway.api.errors import Refusal
 from gateway.api.media_urls import CONTAINERS
 from gateway.api.routes import OUTPUTS, Dialect, Route
@@ -48,8 +49,10 @@ Document = dict[str, Any]
 class JsonBody(msgspec.Struct, frozen=True):
     """A JSON body that may be sent; only the model's name at the server is still to be set.
 
-    ``hides_usage``: the usage event of the stream is for the gateway alone. ``path``: the path at the server. ``input_field``: the field
-    that holds the text. ``translation``: translates the response to a request in an older form. ``headers``: header lines of this request.
+    ``hides_usage``: the usage event of the stream is for the gateway alone. ``choices`` and ``prompts``: of a stream with running usage,
+    the number of choices for each prompt and of prompts, otherwise 0; ``hides_running_usage``: that usage is for the gateway alone.
+    ``path``: the path at the server. ``input_field``: the field that holds the text. ``translation``: translates the response to a request
+    in an older form. ``headers``: header lines of this request.
     """
 
     document: Document
@@ -60,6 +63,9 @@ class JsonBody(msgspec.Struct, frozen=True):
     input_field: str
     translation: Translation | None = None
     headers: bytes = b""
+    choices: int = 0
+    prompts: int = 0
+    hides_running_usage: bool = False
     content: bytes = b""
     """The serialized body of a large request, with ``model`` as its first field."""
     content_model: str = ""
@@ -393,6 +399,21 @@ def _inject_usage(document: Document) -> bool:
         return False
     document["stream_options"] = {**options, "include_usage": True, "continuous_usage_stats": False}
     return True
+
+
+def with_running_usage(body: JsonBody) -> JsonBody:
+    """Request the tokens so far in every event of a stream, so that a truncated stream is charged exactly (see ``running_usage``).
+
+    The client's own ``continuous_usage_stats`` counts only with its own ``include_usage``, as at the server. Raises Refusal.
+    """
+    options = body.document.get("stream_options")
+    if not isinstance(options, dict) or not options.get("include_usage"):
+        return body  # the route has no such field
+    by_client = _flag(options, "continuous_usage_stats", "stream_options.continuous_usage_stats")
+    if not by_client:
+        body.document["stream_options"] = {**options, "continuous_usage_stats": True}
+    choices, prompts = choices_and_prompts(body.document)
+    return replace(body, choices=choices, prompts=prompts, hides_running_usage=not by_client)
 
 
 def _flag(document: Mapping[str, Any], name: str, path: str | None = None) -> bool:

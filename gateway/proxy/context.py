@@ -20,11 +20,12 @@ import msgspec
 from msgspec import field
 
 from gateway.api.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_failure, internal_error, none_healthy, render
+from gateway.api.settlement import NOTHING, Settlement
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.keepalive import Keepalive
 from gateway.client.request import ClientRequest
 from gateway.client.worker_context import WorkerContext
-from gateway.limits.estimate import Outcome
+from gateway.limits import Reservation
 from gateway.proxy.response import ResponseRelay, end_truncated, is_stream
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.snapshot.snapshot import Key
@@ -96,9 +97,7 @@ class RequestContext(msgspec.Struct, eq=False):
             if error is not None:
                 self._fail(error)
         finally:
-            record = self._record()
-            self.settle_limits(record.status)
-            self.worker.record_request(record)
+            self.worker.record_request(self._record())
             self.request.release()
         return isinstance(error, Exception | asyncio.CancelledError)
 
@@ -132,11 +131,22 @@ class RequestContext(msgspec.Struct, eq=False):
 
     # Its end
 
-    def settle_limits(self, status: int) -> None:
-        """Settle what the request has used of its key's limits, unless that was done before the end of its response was sent."""
-        if (reservation := self.request.reservation) is not None and reservation.is_unsettled:
-            was_sent = self.attempt is not None and bool(self.attempt.tried)
-            reservation.settle(Outcome(was_sent, status, self.response_relay.usage, self.response_relay.uncounted_events, self.incomplete))
+    def _settle(self, status: int) -> Settlement:
+        """Settle the request, unless that was done before the end of its response was sent. ``status``: the status sent."""
+        reservation = self.request.reservation
+        if self.attempt is None or not self.attempt.tried:
+            settlement = NOTHING
+        else:
+            settlement = self.response_relay.settle(status, self._estimated_prompt(reservation))
+        if reservation is not None and reservation.is_unsettled:
+            reservation.settle(settlement, status)
+        return settlement
+
+    def _estimated_prompt(self, reservation: Reservation | None) -> int | None:
+        """Return the estimated tokens of the prompt; None if neither a limit nor the ledger needs them."""
+        if reservation is not None and reservation.counts_tokens:
+            return reservation.estimated_prompt
+        return None if self.worker.ledger is None else self.response_relay.estimate_prompt()
 
     def _failures(self, attempt: Attempt) -> tuple[tuple[str, str, str], ...]:
         owner = self.model.model.base if self.model is not None else OTHER
@@ -179,10 +189,10 @@ class RequestContext(msgspec.Struct, eq=False):
             return
         if request.response_started:
             self.incomplete = self.incomplete or "upstream"
-            self.settle_limits(request.status)
+            self._settle(request.status)
             end_truncated(request, refusal, self.response_relay.events)
             return
-        self.settle_limits(refusal.spec.status)
+        self._settle(refusal.spec.status)
         headers = b"content-type: application/json\r\n" + b"".join(
             b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in refusal.headers.items()
         )
@@ -209,6 +219,11 @@ class RequestContext(msgspec.Struct, eq=False):
             composed_at = fallbacks.composed_at if attempt is None else composed_at
             requested = None if model is fallbacks.requested else fallbacks.requested.model.id
         connection, received_at = request.connection, request.received_at
+        status = CLIENT_CLOSED_REQUEST if request.disconnected and not passed.delivered else request.status
+        usage, estimated_by = passed.usage, None
+        if usage is None or request.reservation is not None or status >= 400:  # otherwise the settlement is the server's usage
+            settlement = passed.settlement or self._settle(status)
+            usage, estimated_by = settlement.usage, settlement.estimated_by
         first_byte, first_token = passed.first_byte, passed.first_token
         # The gateway's own share: before the request was sent, and between the first byte of the response and its handling.
         overhead = (composed_at or now) - received_at - self.waited - self.queued + (self.handover or 0.0)
@@ -217,7 +232,7 @@ class RequestContext(msgspec.Struct, eq=False):
             started=self.started_at,
             endpoint=request.target.route.endpoint,
             client=connection.client_of(request.head.headers) if connection.proxied else connection.address,
-            status=CLIENT_CLOSED_REQUEST if request.disconnected and not passed.delivered else request.status,
+            status=status,
             code=self.code,
             key=self.key,
             model=model.model.id if model is not None else None,
@@ -226,7 +241,8 @@ class RequestContext(msgspec.Struct, eq=False):
             stream=self.stream,
             request_bytes=request.body.size,
             response_bytes=request.bytes_out,
-            usage=passed.usage,
+            usage=usage,
+            estimated_by=estimated_by,
             incomplete=self.incomplete,
             retries=retries,
             duration=now - received_at,

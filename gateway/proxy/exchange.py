@@ -20,7 +20,7 @@ from gateway.client.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.request import ClientRequest
 from gateway.client.worker_context import WorkerContext
 from gateway.proxy.balancing_facts import balancing_facts
-from gateway.proxy.body import Document, merge, parse, parse_in_steps, prepare, prepare_in_steps
+from gateway.proxy.body import Document, merge, parse, parse_in_steps, prepare, prepare_in_steps, with_running_usage
 from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
 from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream
@@ -166,7 +166,10 @@ async def _apply_policy(
         prepared = await pace.run(prepare_in_steps(document, model.policy, route, size, key.fields))
         if reservation is not None:
             await pace.run(reservation.estimate_usage_in_steps(prepared.document, prepared.path, body, model.model))
-    context.stream = prepared.stream
+    if prepared.stream:
+        context.stream = True
+        if context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens):
+            prepared = with_running_usage(prepared)
     facts = NO_FACTS
     if required := model.pool.required_facts:
         work = balancing_facts(required, prepared.document, prepared.path, body, request.head.headers.get(b"x-session-id"))
@@ -293,6 +296,8 @@ async def _relay_response(response: UpstreamResponse, upstream: UpstreamRequest,
         if isinstance(body, FormBody):
             context.stream = True  # a form says so somewhere behind its model
         response_relay = EventRelay(response, upstream)
+        if (ledger := context.worker.ledger) is not None:
+            ledger.watch(request.id, response_relay)
     elif request.response_started:
         raise BadResponse(response.server.name, "its response is not a stream, and a stream has been started")
     elif body.translation is not None:

@@ -6,7 +6,8 @@ field that the gateway acts on, it is sent as it came, with its frame. Every oth
 of each stream, the calls and attributes between those objects cost more than the work (docs/performance.md).
 
 The rule: a chunk takes the fast path only between two chunks that the parser has read completely, and only if the general path would do
-the same with it. ``EventRelay._forward`` has the same accounting (time, gaps, bytes); tests/gateway/test_fast_path.py compares the two.
+the same with it. ``EventRelay._forward`` has the same accounting (time, gaps, bytes, running usage); tests/gateway/proxy/test_fast_path.py
+compares the two.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from collections.abc import Callable
 from time import monotonic
 
 from gateway.api.response_fields import Marks
+from gateway.api.usage import USAGE_START
 from gateway.client.request import ClientRequest
+from gateway.proxy.running_usage import DIGITS, EVENT_END, RunningUsage
 from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from upstream.balancing.attempt import UpstreamResponse
 from upstream.http.connection import Connection
@@ -76,6 +79,53 @@ def fast_path(
                 gaps.last = now
                 request.bytes_out += payload
                 write(data)
+                return
+        general_path(data)
+
+    return read
+
+
+def counting_fast_path(
+    running: RunningUsage,
+    response: UpstreamResponse,
+    request: ClientRequest,
+    gaps: ReadGaps,
+    held: bytearray,
+    write: Callable[[bytes], None],
+    marks: Marks,
+    connection: Connection,
+) -> Callable[[bytes], None]:
+    """Do the same as ``fast_path`` for a stream whose running usage is hidden from the client.
+
+    An ordinary chunk ends with a usage of the known shape, and only its digits differ. It is sent without the usage, in a frame of the new
+    size. What follows USAGE_START is stored, and is parsed only if the stream is truncated.
+    """
+    general_path = connection.data_received
+    _, second, third, fourth = marks
+    counts, lines, bounds = gaps.counts, _SIZE_LINES, CHUNK_GAPS
+    start, end, digits, shape = USAGE_START, EVENT_END, DIGITS, running.shape
+
+    def read(data: bytes) -> None:
+        size = len(data)
+        if connection.between_chunks and size < _MOST and not held:
+            line, line_size, _ = lines[size]
+            before, _, tail = data.rpartition(start)
+            if (
+                tail.translate(None, digits) == shape  # the usage is the last field of the last event
+                and data[:line_size] == line
+                and before.find(b"\n\n") < 0  # one event
+                and before.find(second) < 0
+                and before.find(third) < 0
+                and before.find(fourth) < 0
+            ):
+                now = response.last_byte_at = monotonic()
+                counts[bisect_left(bounds, now - gaps.last)] += 1
+                gaps.last = now
+                running.tail = tail
+                event = before[line_size:] + end
+                payload = len(event)
+                request.bytes_out += payload
+                write(b"%x\r\n%b\r\n" % (payload, event))
                 return
         general_path(data)
 

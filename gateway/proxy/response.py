@@ -1,6 +1,6 @@
 """Relays a response from the server to the client, and reads the fields that the gateway acts on as they pass.
 
-The rules: the bytes of a 2xx response are the server's, with three exceptions. A usage event that the client did not request is left out,
+The rules: the bytes of a 2xx response are the server's, with three exceptions. A usage that the client did not request is left out,
 an error is translated into the gateway's shape, and an error is added if the server closes the connection early. (With
 ``rewrite_model``, the model's name is replaced as well.) The status 200 is sent with the first bytes of the body, so an error as the
 first event can still become a real status. Only an incomplete event is buffered.
@@ -10,24 +10,25 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import orjson
+from msgspec.structs import replace
 
 from gateway.api.errors import Refusal, from_failure, render, render_event
 from gateway.api.model_name import ModelRenamer, renamed
 from gateway.api.response_fields import MARKS, Fields, Marks, Observer, of_body, of_document, of_event
 from gateway.api.routes import Dialect
+from gateway.api.settlement import Delivery, Settlement, settle
 from gateway.api.translation import Translation
-from gateway.api.usage import Usage, merged
+from gateway.api.usage import Usage, merged, usage_tail
 from gateway.api.vllm_errors import event_status, from_event, server_failure
 from gateway.client.request import ClientRequest
-from gateway.limits.estimate import Outcome
-from gateway.proxy.fast_path import fast_path
+from gateway.proxy.fast_path import counting_fast_path, fast_path
+from gateway.proxy.running_usage import RunningUsage
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.system.steps import MEDIUM
 from gateway.telemetry.metrics import ReadGaps
@@ -63,6 +64,12 @@ _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
 )
 """How the last event of a stream starts. A stream without it is truncated."""
 
+_EVENTS_BEFORE_TOKENS: Mapping[Dialect, int] = MappingProxyType(
+    dict.fromkeys(Dialect, 0) | {Dialect.CHAT: 1, Dialect.RESPONSES: 4, Dialect.MESSAGES: 2}
+)
+"""The events at the start of a stream that have no tokens. vLLM's: the role; ``response.created`` to ``response.content_part.added``;
+``message_start`` and ``content_block_start``."""
+
 
 class ResponseRelay:
     """Relays one response. This base class holds what was read from it. Times are ``time.monotonic``."""
@@ -80,26 +87,39 @@ class ResponseRelay:
     _request: ClientRequest
     _response: UpstreamResponse
 
+    settlement: Settlement | None = None
+    """The settlement, if it was made before the request ended."""
+
     @property
     def events(self) -> int:
         """The number of events of a stream that were relayed."""
         return 0 if self.gaps is None else self.gaps.events
 
     @property
-    def uncounted_events(self) -> int:
-        """The same as ``events``; 0 if the server's usage covers all of them."""
-        return 0 if self.gaps is None or self.gaps.are_counted else self.gaps.events
-
-    @property
     def delivered(self) -> bool:
         """Whether the client has the whole response although the server has not ended its body."""
         return False
 
-    def _settle(self) -> None:
+    def estimate_prompt(self) -> int | None:
+        """Estimate the tokens of the prompt; None if the settlement needs no estimate."""
+        return None
+
+    def settle(self, status: int, estimated_prompt: int | None) -> Settlement:
+        """Settle what has been relayed, unless that was done before. ``status``: the status sent, 499 if truncated."""
+        if self.settlement is None:
+            self.settlement = settle(self._delivery(status), estimated_prompt)
+        return self.settlement
+
+    def _delivery(self, status: int) -> Delivery:
+        return Delivery(status, self.usage, uncounted=self.uncounted)
+
+    def _settle_limits(self) -> None:
         """Settle the key's limits before the end of the response is sent: the client's next request must find them settled."""
         if (reservation := self._request.reservation) is not None:
-            incomplete = "upstream" if self.aborted or self.failure is not None else None
-            reservation.settle(Outcome(True, self._response.status, self.usage, self.uncounted_events, incomplete, self.uncounted))
+            status = self._response.status
+            settlement = self.settle(status, reservation.estimated_prompt) if self.usage is None else Settlement(self.usage)
+            self.settlement = settlement
+            reservation.settle(settlement, status)
 
     def _note_aborted(self) -> None:
         self.aborted = True
@@ -129,7 +149,7 @@ class BodyRelay(ResponseRelay):
                     self._note_aborted()
             if self._name is not None:
                 body = renamed(body, self._name)
-            self._settle()
+            self._settle_limits()
             request.respond(response.status, content_type(response), body)
         else:
             self._observer = Observer(request.target.route.dialect)
@@ -146,7 +166,7 @@ class BodyRelay(ResponseRelay):
             await self._wait_complete()
         finally:
             self._note_observed()
-        self._settle()
+        self._settle_limits()
         self._request.finish_response()
 
     async def _wait_complete(self) -> None:
@@ -183,7 +203,7 @@ class BodyRelay(ResponseRelay):
             self._observer.feed(data)
         if self._response.complete:
             self._note_observed()
-            self._settle()
+            self._settle_limits()
 
     def _note_observed(self) -> None:
         self._note(self._observer.fields)
@@ -203,6 +223,10 @@ class EmbeddingsRelay(BodyRelay):
     def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest) -> None:
         super().__init__(response, upstream)
         self._metadata_name = upstream.model.name
+        self._upstream = upstream
+
+    def estimate_prompt(self) -> int | None:
+        return self._upstream.estimate_prompt() if self.uncounted else None
 
     async def run(self) -> None:
         """Relay to the end. Raises UpstreamError if the response is truncated."""
@@ -217,7 +241,7 @@ class EmbeddingsRelay(BodyRelay):
 
     def _write(self, data: bytes) -> None:
         if self._response.complete:
-            self._settle()
+            self._settle_limits()
         self._request.write(data)
 
     def _note_observed(self) -> None:
@@ -243,7 +267,7 @@ class TranslatedRelay(BodyRelay):
         if self._name is not None:
             document["model"] = self._name
         translated = _translated(self._translation.response, document, response)
-        self._settle()
+        self._settle_limits()
         request.respond(response.status, content_type(response), orjson.dumps(translated))
 
 
@@ -260,7 +284,9 @@ class EventRelay(ResponseRelay):
         self._translation = upstream.body.translation
         self._name = upstream.model.name  # the name to write in place of the model's
         self._splitter = Splitter(EVENT_LIMIT + 2 * upstream.request.body.size)
-        self._has_partial_usage = False  # a usage that covers one of several choices has come
+        body = upstream.body
+        self._running = RunningUsage(body.choices, body.prompts, hidden=body.hides_running_usage) if body.choices else None
+        self._prompt: Usage | None = None  # what the first event of a stream of messages says of its prompt
         self._last = b""
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
 
@@ -280,7 +306,7 @@ class EventRelay(ResponseRelay):
         rest = self._splitter.take()
         if not _is_last(_LAST_EVENT[self._dialect], self._last, rest):
             raise Disconnected(response.server.name, "ended its stream before its last event")
-        self._settle()
+        self._settle_limits()
         request.write(rest)
         request.finish_response()
 
@@ -322,7 +348,7 @@ class EventRelay(ResponseRelay):
         if self._name is not None:
             events = b"".join(renamed(event, self._name) for event in split(events))
         if request.reservation is not None and self._has_ended():
-            self._settle()
+            self._settle_limits()
         if request.response_started:
             request.write(events)
             return
@@ -331,8 +357,10 @@ class EventRelay(ResponseRelay):
         write = request.chunk_writer()
         if write is not None and self._translation is None and self._name is None:
             # From now on ordinary chunks take the fast path.
-            held = self._splitter.held
-            self._response.divert(functools.partial(fast_path, self._response, request, self.gaps, held, write, self._marks))
+            path, running = fast_path, self._running
+            if running is not None and running.shape is not None:
+                path = functools.partial(counting_fast_path, running)
+            self._response.divert(functools.partial(path, self._response, request, self.gaps, self._splitter.held, write, self._marks))
 
     def _process(self, event: bytes, left: int) -> bytes:
         """Read the fields of an event that the gateway acts on, and return what the client gets of the event.
@@ -349,23 +377,50 @@ class EventRelay(ResponseRelay):
             invalid = BadResponse(self._response.server.name, "an error event without a JSON error")
             return self._error_event(from_failure(invalid), invalid, self.events - left)
         fields = of_event(document, self._dialect)
-        if fields.usage is not None:
-            self._count(fields, self.events - left + 1)
         if fields.stopped:
             self._note_aborted()
-        if fields.usage is not None and self._hides_usage and document.get("choices") == []:
-            return event[: len(event) - len(event.lstrip(b"\n"))]  # a leading LF belongs to the CRLF that ended the event before
+        if fields.usage is not None and fields.is_final:
+            self.usage = merged(self._prompt, fields.usage)
+            if self._hides_usage and document.get("choices") == []:
+                return event[: len(event) - len(event.lstrip(b"\n"))]  # a leading LF belongs to the CRLF that ended the event before
+        elif self._dialect is Dialect.MESSAGES:
+            self._prompt = fields.usage or self._prompt
+        elif self._running is not None or fields.usage is not None:
+            event = self._read_running(event, document)
         if self._translation is not None and document:
             chunks = _translated(self._translation.chunk, document, self._response)
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
         return event
 
-    def _count(self, fields: Fields, events: int) -> None:
-        """Note a usage, and how many events it covers. Events behind a final usage have no tokens."""
-        self.usage = merged(self.usage, fields.usage)
-        self._has_partial_usage = self._has_partial_usage or not (fields.is_sole or fields.is_final)
-        if self.gaps is not None and (fields.is_final or not self._has_partial_usage):
-            self.gaps.counted = math.inf if fields.is_final else events
+    def _read_running(self, event: bytes, document: dict[str, Any]) -> bytes:
+        """Read the running usage of an event. Returns what the client gets of the event."""
+        if self._running is None:  # requested by the client, for a request that nothing charges
+            self._running = RunningUsage(1, 1, hidden=False)
+        event = self._running.read(event, document)
+        if self._running.hidden and document.get("choices"):
+            document.pop("usage", None)  # a translation starts from the document
+        return event
+
+    def estimate_prompt(self) -> int | None:
+        return self._upstream.estimate_prompt() if self.usage is None and self.gaps is not None else None
+
+    def usage_tail(self) -> bytes:
+        """Return the tokens that were sent so far as a usage tail; empty if they are not known."""
+        if self._running is not None:
+            return self._running.latest_tail()
+        return b"" if self._prompt is None else usage_tail(replace(self._prompt, completion=self._token_events))
+
+    @property
+    def _token_events(self) -> int:
+        return max(self.events - _EVENTS_BEFORE_TOKENS[self._dialect], 0)
+
+    def _delivery(self, status: int) -> Delivery:
+        events, running = self._token_events, None if self._running is None else self._running.usage
+        if self._running is None or running is None:
+            return Delivery(status, self.usage, None, self._prompt, events)
+        if self._running.uncovered:
+            return Delivery(status, self.usage, None, running, max(running.completion, events))
+        return Delivery(status, self.usage, running)
 
     def _server_error(self, error: Mapping[str, Any], number: int) -> bytes:
         upstream, body = self._upstream, self._upstream.body

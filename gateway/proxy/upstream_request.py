@@ -10,12 +10,15 @@ from collections.abc import Callable
 from typing import ClassVar
 
 import msgspec
+import orjson
 
 from gateway.api.translation import Translation
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.request import ClientRequest
+from gateway.limits.estimate import BYTES_PER_TOKEN, estimate
 from gateway.proxy.body import JsonBody
 from gateway.proxy.form import Form
+from gateway.system.steps import MEDIUM
 from upstream.balancing.attempt import Upload
 from upstream.balancing.policies.policy import NO_FACTS, RequestFacts
 from upstream.balancing.server import Server
@@ -35,6 +38,9 @@ class FormBody(msgspec.Struct, frozen=True):
     """Bytes that are uploaded behind the first part; None if their number is not known."""
     headers: ClassVar[bytes] = b""
     translation: ClassVar[Translation | None] = None
+    choices: ClassVar[int] = 0
+    prompts: ClassVar[int] = 0
+    hides_running_usage: ClassVar[bool] = False
     content: ClassVar[bytes] = b""
 
     @classmethod
@@ -79,6 +85,16 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
     name: str
     body: JsonBody | FormBody
     facts: RequestFacts = NO_FACTS
+
+    def estimate_prompt(self) -> int:
+        """Estimate the tokens of the prompt, for a request that no limit has estimated."""
+        body = self.body
+        if isinstance(body, FormBody):
+            return 1
+        content = body.content or orjson.dumps(body.document)
+        if len(content) > MEDIUM:
+            return len(content) // BYTES_PER_TOKEN  # parsing it again would delay other clients
+        return estimate(body.sent_document(), body.path, content).prompt
 
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Return the headers and the body, or the first part of a body that is uploaded, for one server."""

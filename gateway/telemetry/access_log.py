@@ -51,6 +51,7 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
     completion_tokens: int | None = None
     cached_tokens: int = 0
     reasoning_tokens: int = 0
+    estimated_by: str | None = None
     retries: int = 0
     queue_ms: float
     first_byte_ms: float | None = None
@@ -90,6 +91,7 @@ def line(record: RequestRecord) -> bytes:
     if usage is not None:
         line.prompt_tokens, line.completion_tokens = usage.prompt, usage.completion
         line.cached_tokens, line.reasoning_tokens = usage.cached, usage.reasoning
+        line.estimated_by = record.estimated_by
     return _encode(line) + b"\n"
 
 

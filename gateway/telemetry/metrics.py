@@ -332,26 +332,20 @@ class InflightGauge:
 class ReadGaps:
     """Times between the reads of one stream, counted once when it ends.
 
-    ``more``: the events beyond one of each read. ``counted``: how many events the server's usage covers.
+    ``more``: the events beyond one of each read.
     """
 
-    __slots__ = ("_began", "counted", "counts", "last", "more")
+    __slots__ = ("_began", "counts", "last", "more")
 
     def __init__(self, now: float) -> None:
         self._began = self.last = now
         self.counts = [0] * len(CHUNK_GAPS)
         self.more = 0
-        self.counted = 0.0
 
     @property
     def events(self) -> int:
         """Number of events of the stream."""
         return 1 + sum(self.counts) + self.more
-
-    @property
-    def are_counted(self) -> bool:
-        """Whether the server's usage covers all events."""
-        return self.counted >= self.events
 
     @property
     def total(self) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from gateway.api.settlement import Method
 from gateway.api.usage import Usage
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.tracing import Trace
@@ -28,10 +29,6 @@ class ReadGapCounts(Protocol):
         """Number of events, including the first."""
 
     @property
-    def are_counted(self) -> bool:
-        """Whether the server's usage covers all events."""
-
-    @property
     def total(self) -> float:
         """In seconds."""
 
@@ -40,11 +37,11 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One finished request. Times are in seconds; ``started`` is since the epoch.
 
     ``status`` is the HTTP status sent, or 499 if the client disconnected before the end of the response; ``code`` is the code of
-    the error, if any. ``model`` is the configured ID, None if the request named none; ``asked`` is the ID of the requested model if
-    a fallback served the request. ``incomplete`` says what truncated the response: client, upstream or drain. ``usage`` is what the
-    server reported. ``user`` is the request's ``user`` field, None unless it is logged. ``failures`` are failures of servers: the
-    model that has the server, the server, the reason. ``detail`` is for the operator only. ``trace`` is None if the request is not
-    traced. ``client`` is the client's address. ``shape`` is the shape of the body, None unless it is logged (see ``body_shape``).
+    the error, if any. ``model`` is the configured ID, None if the request named none; ``requested_model`` is the ID of the requested model
+    if a fallback served the request. ``incomplete`` says what truncated the response: client, upstream or drain. ``usage`` and
+    ``estimated_by`` are the settlement's. ``user`` is the request's ``user`` field, None unless it is logged. ``failures`` are failures of
+    servers: the model that has the server, the server, the reason. ``detail`` is for the operator only. ``trace`` is None if the request is
+    not traced. ``client`` is the client's address. ``shape`` is the shape of the body, None unless it is logged (see ``body_shape``).
     ``method`` and ``path`` are set only for a path that is not served.
 
     A Struct, because a frozen dataclass of this size takes three times as long to create.
@@ -63,6 +60,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     request_bytes: int = 0
     response_bytes: int = 0
     usage: Usage | None = None
+    estimated_by: Method | None = None
     incomplete: str | None = None
     retries: int = 0
     duration: float

@@ -237,6 +237,7 @@ def attributes(record: RequestRecord, scheme: str) -> dict[str, str | bool | int
         "vllm_gateway.retries": record.retries,
         "vllm_gateway.queued": record.queued,
         "vllm_gateway.incomplete": record.incomplete,
+        "vllm_gateway.estimated_by": record.estimated_by,
     }
     if usage is not None:
         values |= {

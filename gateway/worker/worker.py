@@ -130,6 +130,8 @@ class Worker:
         context.unauthenticated.relieve()
         context.queues.tick()
         context.limiter.tick()
+        if context.ledger is not None:
+            context.ledger.tick()
         context.log.flush()
         context.metrics.count_dropped_lines(context.log.newly_dropped())
         context.spans.flush()

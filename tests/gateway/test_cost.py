@@ -59,6 +59,10 @@ EVENT = (
     b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
 )
 CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+USAGE = b',"usage":{"prompt_tokens":9,"total_tokens":12,"completion_tokens":3,"completion_tokens_details":null}'
+COUNTED_EVENT = EVENT.removesuffix(b"}\n\n") + USAGE + b"}\n\n"
+COUNTED_CHUNK = b"%x\r\n%b\r\n" % (len(COUNTED_EVENT), COUNTED_EVENT)
+"""The same event with the running usage that a ledger or a limit on tokens needs."""
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -75,6 +79,7 @@ BOUNDS = {
     "request with a ledger": Count(133, 115, 4200),
     "request of a limited key": Count(166, 118, 5230),
     "chunk": Count(3.3, 11, 211),
+    "chunk with exact counting": Count(3.3, 13.2, 220.8),
 }
 """10% above the counts with CPython 3.11. Steps are compared with that version only, because each version has its own byte code."""
 
@@ -106,11 +111,11 @@ class Exchange(NamedTuple):
         self.context.write_batch.flush()
         assert self.client_wire.take().endswith(COMPLETION)
 
-    def stream(self) -> None:
+    def stream(self, chunk: bytes = CHUNK) -> None:
         self.client.data_received(STREAM)
         self.server.data_received(STREAM_HEAD)
         for _ in range(2):
-            self.server.data_received(CHUNK)
+            self.server.data_received(chunk)
             self.context.write_batch.flush()
         assert self.client_wire.take().endswith(2 * CHUNK)
 
@@ -122,7 +127,13 @@ class Exchange(NamedTuple):
         self.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, {}))
 
     def chunk(self) -> None:
-        self.server.data_received(CHUNK)
+        self.receive(CHUNK)
+
+    def counted_chunk(self) -> None:
+        self.receive(COUNTED_CHUNK)
+
+    def receive(self, chunk: bytes) -> None:
+        self.server.data_received(chunk)
         self.context.write_batch.flush()
         assert self.client_wire.take() == CHUNK
 
@@ -197,12 +208,14 @@ async def count(row: str) -> dict[str, Count]:
         async with exchange() as one:
             if row == "chunk":
                 one.stream()
-            if row == "request with a ledger":
+            if row in ("request with a ledger", "chunk with exact counting"):
                 one.context.ledger = Recorder(journal)
                 one.context.ledger.apply_snapshot(one.worker.snapshot)
             if row == "request of a limited key":
                 one.limit(Limits(requests_per_minute=6000, tokens_per_minute=10**6, concurrent=100))
-            return counted(one.chunk if row == "chunk" else one.serve)
+            if row == "chunk with exact counting":
+                one.stream(COUNTED_CHUNK)
+            return counted({"chunk": one.chunk, "chunk with exact counting": one.counted_chunk}.get(row, one.serve))
 
 
 def total(functions: Mapping[str, Count]) -> Count:

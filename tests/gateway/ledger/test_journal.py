@@ -8,10 +8,14 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from gateway.ledger.journal import SLOT, Journal
-from gateway.ledger.row import HEAD, frames
+from gateway.api.settlement import Method
+from gateway.api.usage import Usage, usage_tail
+from gateway.ledger.journal import ROW_SIZE, Journal
+from gateway.ledger.row import HEAD, LOST, UsageRow, decode, encode, frames
 from tests.support.examples import examples
+from tests.support.money import price
 
 RING = 256
 
@@ -115,5 +119,24 @@ def test_slots_hold_what_is_under_way(journal: Journal) -> None:
 
 
 def test_what_is_too_long_for_a_slot_has_none(journal: Journal) -> None:
-    assert journal.open_slot(bytes(SLOT)) is None and journal.open_rows() == []
-    assert journal.open_slot(b"x" * (SLOT - HEAD.size)) is not None and len(journal.open_rows()) == 1
+    assert journal.open_slot(bytes(ROW_SIZE)) is None and journal.open_rows() == []
+    assert journal.open_slot(b"x" * (ROW_SIZE - HEAD.size)) is not None and len(journal.open_rows()) == 1
+
+
+def test_a_slot_has_what_its_stream_has_used(journal: Journal) -> None:
+    row = UsageRow("req_1", 0.0, "/v1/chat/completions", "team-a", incomplete=LOST, price=price(1.0, 3.0))
+    slot = journal.open_slot(encode(row))
+    assert slot is not None
+    for usage in (Usage(5010, 97), Usage(5010, 98, 10, 7)):
+        journal.update_slot(slot, usage_tail(usage))
+    journal.update_slot(slot, b"9" * 300)  # too long
+    (payload,) = journal.open_rows()
+    expected = replace(row, prompt=5010, completion=98, cached=10, reasoning=7, estimated_by=Method.JOURNAL)
+    assert decode(payload) == expected and expected.cost == 5_304_000
+    journal.update_slot(slot, b"torn")
+    assert [decode(each) for each in journal.open_rows()] == [row]
+    journal.update_slot(slot, usage_tail(Usage(1, 1)))
+    journal.clear_slots()
+    journal.clear_slot(slot)
+    assert journal.open_slot(encode(row)) == slot
+    assert [decode(each) for each in journal.open_rows()] == [row], "a new row does not have the tokens of the last one"

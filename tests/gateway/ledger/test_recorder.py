@@ -7,17 +7,23 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import orjson
 import pytest
 
+from gateway.api.settlement import Method
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import LOST, UsageRow, decode, frames
+from gateway.limits.estimate import BYTES_PER_TOKEN
 from gateway.snapshot.money import Price
 from tests.support.money import price
 from tests.support.running import KEY, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, chat, client, event, request, request_once
 
+SENT = chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
+PROMPT = len(orjson.dumps(SENT)) // BYTES_PER_TOKEN
+"""What the prompt is estimated at, with the fields that the gateway adds."""
 TERMS: dict[str, Any] = {"team": "research", "labels": {"cost_center": "17"}}
 
 
@@ -117,8 +123,8 @@ async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journa
         one.disconnect()
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
-    assert (row.status, row.incomplete, row.prompt, row.completion) == (499, "client", None, None)
-    assert row.generated == (3, True) and row.cost == 6000 and journal.open_rows() == []
+    assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", PROMPT, 3, Method.EVENTS)
+    assert row.generated == (3, True) and row.cost == PROMPT * 1000 + 6000 and journal.open_rows() == []
 
 
 @pytest.mark.parametrize("together", [2, 20, 200])
@@ -143,7 +149,7 @@ async def test_events_that_come_together_count_each(journal: Journal, together: 
     assert row.generated == (3 * together - 1, True)
 
 
-async def test_of_several_answers_with_a_count_each_the_events_are_counted(journal: Journal) -> None:
+async def test_the_counts_of_several_choices_are_added(journal: Journal) -> None:
     def counted(index: int, tokens: int) -> bytes:
         return event(f'[{{"index":{index},"delta":{{"content":"a"}}}}]', f',"usage":{{"prompt_tokens":3,"completion_tokens":{tokens}}}')
 
@@ -156,11 +162,11 @@ async def test_of_several_answers_with_a_count_each_the_events_are_counted(journ
 
     async with scripted(several) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
         one.send(request(chat(stream=True, n=3)))
-        await one.reader.readuntil(counted(2, 4))
+        await one.events(12)
         one.disconnect()
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
-    assert (row.completion, row.generated) == (4, (11, True))
+    assert (row.prompt, row.generated, row.estimated_by) == (3, (12, False), None)
 
 
 async def _left_behind(journal: Journal, events: list[bytes], path: str) -> UsageRow:
@@ -204,7 +210,7 @@ async def test_a_count_that_has_come_is_no_estimate(journal: Journal, path: str,
 
 async def test_a_count_of_earlier_events_is_one(journal: Journal) -> None:
     row = await _left_behind(journal, [event('[{"index":0,"delta":{"content":"a"}}]', FIVE), *9 * [TOKEN]], "/v1/chat/completions")
-    assert (row.completion, row.generated) == (5, (9, True))
+    assert (row.prompt, row.completion, row.generated) == (3, 9, (9, True))
 
 
 async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Journal) -> None:
@@ -217,7 +223,7 @@ async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Jour
     async with scripted(silent) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
         assert (await request_once(served.port, request(chat(stream=True)))).status == 200
         (row,) = rows(journal)
-    assert (row.incomplete, row.completion, row.generated) == (None, None, (4, True))
+    assert (row.incomplete, row.prompt, row.generated, row.estimated_by) == (None, PROMPT, (4, True), Method.EVENTS)
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -284,7 +290,7 @@ async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) ->
         one.disconnect()
         await until(lambda: not served.inline_tasks)
         (settled,) = rows(journal)
-    assert (row.id, row.incomplete, row.status, row.cost) == (settled.id, LOST, None, None)
+    assert (row.id, row.incomplete, row.status, row.prompt, row.cost) == (settled.id, LOST, None, None, None)
     assert (row.key, row.team, row.labels, row.model, row.stream, row.started) == (
         settled.key, settled.team, settled.labels, settled.model, True, settled.started,
     )  # fmt: skip

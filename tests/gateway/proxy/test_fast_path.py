@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import closing
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.api.usage import Usage
+from gateway.ledger.journal import Journal
+from gateway.ledger.recorder import Recorder
+from gateway.ledger.row import decode
 from gateway.telemetry.request_record import RequestRecord
 from tests.support.examples import examples
 from tests.support.way import Way, unchunked, way
@@ -16,6 +21,15 @@ from tests.support.wire import COUNT, DONE, ROLE, STREAM_HEAD
 EVENT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
 EVENTS = (EVENT % b"a", EVENT % (b"b" * 300), EVENT % (b"an error" * 3), EVENT % (b"c" * 3000), b": a comment\n\n", COUNT)
 """Ordinary events, one with a mark, one that is too long for the fast path, a comment, and a usage event."""
+PROMPT = 9
+
+
+def with_usage(event: bytes, completion: int, end: bytes = b"") -> bytes:
+    """Add vLLM's running usage to an event of a choice."""
+    if not event.endswith(b"}]}\n\n"):
+        return event
+    counts = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d%b}' % (PROMPT, PROMPT + completion, completion, end)
+    return event.removesuffix(b"}\n\n") + b',"usage":' + counts + b"}\n\n"
 
 
 def frame(event: bytes) -> bytes:
@@ -41,10 +55,50 @@ async def compare(events: Sequence[bytes], asks: bool) -> None:
     assert fast.gaps is not None and general.gaps is not None
     assert fast.gaps.events == general.gaps.events == len(events)
     assert sum(fast.gaps.counts) == sum(general.gaps.counts) == len(events) - 1, "a gap for each read after the first"
-    assert fast.gaps.are_counted == general.gaps.are_counted
 
 
 @settings(max_examples=examples(50), deadline=None)
 @given(middle=st.lists(st.sampled_from(EVENTS), max_size=12), asks=st.booleans())
 def test_both_paths_account_for_a_stream_alike(middle: list[bytes], asks: bool) -> None:
     asyncio.run(compare((ROLE, *middle, COUNT, DONE), asks))
+
+
+DETAILS = (b"", b',"completion_tokens_details":null', b',"completion_tokens_details":{"reasoning_tokens":1}')
+
+
+@settings(max_examples=examples(50), deadline=None)
+@given(middle=st.lists(st.sampled_from(EVENTS[:-1]), max_size=12), left=st.integers(0, 12), end=st.sampled_from(DETAILS))
+def test_the_running_usage_is_counted_and_hidden_on_both_paths(middle: list[bytes], left: int, end: bytes) -> None:
+    asyncio.run(compare_counted((ROLE, *middle), left, end))
+
+
+async def compare_counted(events: Sequence[bytes], left: int, end: bytes) -> None:
+    """Relay a stream that its server breaks off after some events, with and without the fast path."""
+    events = events[: left + 1]
+    counted = [with_usage(event, 2 * number, end) for number, event in enumerate(events)]
+    latest = max(number for number, event in enumerate(events) if event.endswith(b"}]}\n\n"))
+    records = []
+    for cut in (False, True):
+        with closing(Journal.create("test", 1 << 16, 8)) as journal, way() as one:
+            one.context.ledger = Recorder(journal)
+            reads = [STREAM_HEAD]
+            for event in counted:
+                chunk = frame(event)
+                reads += [chunk[: len(chunk) // 2], chunk[len(chunk) // 2 :]] if cut else [chunk]
+            sent = one.streamed(reads, False)
+            one.context.ledger.tick()
+            (open_row,) = journal.open_rows()
+            one.server.connection_lost(None)
+            one.write_batch.flush()
+            sent += one.client_wire.take()
+            body = unchunked(sent)
+            assert body.startswith(b"".join(events)), "the bytes of a server that was not asked for the counts"
+            assert body.removeprefix(b"".join(events)).count(b"data:") == 2, "the error, and the end"
+            record = one.context.records.pop()
+            assert record.usage == Usage(PROMPT, 2 * latest, 0, record.usage.reasoning if record.usage else 0)
+            assert (record.estimated_by, record.incomplete) == (None, "upstream")
+            assert decode(open_row).generated == (2 * latest, True), "what the journal would say of a worker that died"
+            records.append(record)
+    fast, general = records
+    assert (fast.response_bytes, fast.usage) == (general.response_bytes, general.usage)
+    assert fast.gaps is not None and general.gaps is not None and fast.gaps.events == general.gaps.events == len(events)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.auth.body_policy import MAX_BATCH
 from gateway.auth.catalog import Catalog, CatalogEntry
+from gateway.limits.estimate import BYTES_PER_TOKEN
 from gateway.proxy.response import EVENT_LIMIT
 from gateway.snapshot.snapshot import Allowance, Key, Limits
 from tests.gateway.proxy.test_response_bytes import chunked, cut
@@ -262,7 +263,8 @@ async def test_binary_embeddings_keep_their_metadata_and_are_counted(told: bool,
             name = b"tiny" if rewrite else b"tiny-inside"
             assert reply.headers.get("metadata") == ((METADATA % name).decode() if told else None)
             await until(lambda: len(served.context.records) == 1)
-            assert served.value("tokens_total", "team-a", "tiny", "prompt") == (80 if told else 0)
+            estimated = len(request(body, "/v1/embeddings").partition(b"\r\n\r\n")[2]) // BYTES_PER_TOKEN
+            assert served.value("tokens_total", "team-a", "tiny", "prompt") == (80 if told else estimated)
             again = await request_once(served.port, request(body, "/v1/embeddings"))
             assert (again.status, again.error["code"]) == (429, "insufficient_quota")
 

@@ -1,0 +1,76 @@
+"""The settlement of a request: the tokens that it is charged for. Pure.
+
+Limits, ledger, metrics, access log and traces all use the settlement of a request, so they show the same numbers. The rule: a settlement
+is made once for each request and never changes. docs/usage.md has a table of the ways in which a request can end.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import NamedTuple
+
+import msgspec
+from msgspec.structs import replace
+
+from gateway.api.errors import CLIENT_CLOSED_REQUEST
+from gateway.api.usage import Usage
+
+
+class Method(StrEnum):
+    """How the tokens of a settlement were estimated, because the server reported none."""
+
+    EVENTS = "events"
+    """The completion is the number of events of the stream. vLLM sends one or more tokens with an event, so this is a lower bound."""
+    JOURNAL = "journal"
+    """The worker died. The counts are those of the last update of the journal, at most 250 ms before."""
+    BYTES = "bytes"
+    """The prompt is estimated from the bytes of the body."""
+
+
+class Settlement(msgspec.Struct, frozen=True, gc=False):
+    """The tokens of one request. ``usage`` is None if it is charged for nothing; ``estimated_by`` is None if all counts are exact."""
+
+    usage: Usage | None = None
+    estimated_by: Method | None = None
+
+
+NOTHING = Settlement()
+
+
+class Delivery(NamedTuple):
+    """What a client received of a response.
+
+    ``status``: the HTTP status sent, 499 if the client disconnected. ``usage``: the server's count for all of it. ``running``: the server's
+    count for the events so far. ``prompt``: the server's count for the prompt alone. ``events``: the events with tokens. ``uncounted``: the
+    response has no field for usage.
+    """
+
+    status: int
+    usage: Usage | None = None
+    running: Usage | None = None
+    prompt: Usage | None = None
+    events: int = 0
+    uncounted: bool = False
+
+
+def is_charged(status: int) -> bool:
+    """Check whether a response with this status may have delivered tokens."""
+    return status < 400 or status == CLIENT_CLOSED_REQUEST
+
+
+def settle(delivery: Delivery, estimated_prompt: int | None) -> Settlement:
+    """Settle a request that reached a server. ``estimated_prompt`` is None if nothing needs an estimate.
+
+    Nothing is charged for an error, or for a request that ended before its first event with tokens. A part of a stream is charged by its
+    running usage; without one, by its events.
+    """
+    status, usage, running, prompt, events, uncounted = delivery
+    if not is_charged(status):
+        return NOTHING
+    if usage is not None or running is not None:
+        return Settlement(usage or running)
+    if estimated_prompt is None or not (prompt or events or uncounted):
+        return NOTHING
+    if prompt is not None:
+        return Settlement(replace(prompt, completion=events), Method.EVENTS if events else None)
+    return Settlement(Usage(estimated_prompt, events), Method.EVENTS if events else Method.BYTES)

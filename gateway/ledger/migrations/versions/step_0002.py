@@ -1,0 +1,15 @@
+"""Add how the tokens of a row were estimated, and the session of its request."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0002"
+down_revision = "0001"
+
+
+def upgrade() -> None:
+    """Add both columns. Older rows have none of the two: changing all of a large table would take too long."""
+    op.add_column("gateway_usage", sa.Column("estimated_by", sa.String))
+    op.add_column("gateway_usage", sa.Column("session_id", sa.String))

@@ -1,0 +1,37 @@
+"""What a request is charged for, by the way in which it ended."""
+
+from __future__ import annotations
+
+from gateway.api.settlement import NOTHING, Delivery, Method, Settlement, settle
+from gateway.api.usage import Usage
+from tests.support.rows import each_row
+
+FINAL, RUNNING, PROMPT = Usage(30, 7, 4, 2), Usage(30, 5), Usage(30, 0, 4)
+
+
+@each_row(
+    ("delivery", "settlement"),
+    [
+        (Delivery(200, FINAL), Settlement(FINAL)),
+        (Delivery(200, FINAL, RUNNING, events=9), Settlement(FINAL)),
+        (Delivery(499, FINAL), Settlement(FINAL)),
+        (Delivery(499, None, RUNNING, events=9), Settlement(RUNNING)),
+        (Delivery(200, None, RUNNING, events=9), Settlement(RUNNING)),
+        (Delivery(499, None, None, PROMPT, 6), Settlement(Usage(30, 6, 4), Method.EVENTS)),
+        (Delivery(499, None, None, PROMPT, 0), Settlement(Usage(30, 0, 4))),
+        (Delivery(499, events=6), Settlement(Usage(100, 6), Method.EVENTS)),
+        (Delivery(200, events=6), Settlement(Usage(100, 6), Method.EVENTS)),
+        (Delivery(200, uncounted=True), Settlement(Usage(100), Method.BYTES)),
+        (Delivery(499), NOTHING),
+        (Delivery(200), NOTHING),
+        (Delivery(500, FINAL, RUNNING, PROMPT, 9, True), NOTHING),
+        (Delivery(400, events=9), NOTHING),
+    ],
+)
+def test_settlements(delivery: Delivery, settlement: Settlement) -> None:
+    assert settle(delivery, 100) == settlement
+
+
+def test_nothing_is_estimated_if_nothing_needs_it() -> None:
+    assert settle(Delivery(499, events=6), None) == settle(Delivery(200, uncounted=True), None) == NOTHING
+    assert settle(Delivery(499, None, RUNNING, events=6), None) == Settlement(RUNNING)
