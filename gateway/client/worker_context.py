@@ -24,10 +24,11 @@ from gateway.client.asgi import Application
 from gateway.client.cors import Cors
 from gateway.client.eviction import Unauthenticated
 from gateway.client.request import request_ids
+from gateway.client.usage_requests import UsageRequests
 from gateway.ledger.recorder import Recorder
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
-from gateway.snapshot.link import Health
+from gateway.snapshot.link import Health, UsageRequested
 from gateway.snapshot.snapshot import Key, Snapshot
 from gateway.system.steps import Steps
 from gateway.telemetry.access_log import AccessLog
@@ -66,7 +67,7 @@ class ActiveSnapshot:
     """Decides for which requests the shape of the body is logged; None if for none."""
 
 
-def _ignore(_: str | None) -> None:
+def _ignore(_: object) -> None:
     """Do nothing: there is no control process to report to."""
 
 
@@ -90,6 +91,7 @@ class WorkerContext:
         spans: Spans | None = None,
         report_demand: ReportDemand = report_nothing,
         report_store: Callable[[str | None], None] = _ignore,
+        request_usage: Callable[[UsageRequested], None] = _ignore,
     ) -> None:
         self.handle_request = handle_request
         # Connections
@@ -115,6 +117,7 @@ class WorkerContext:
         self.inflight = InflightCounts()
         self.limiter = Limiter(metrics, buckets or Buckets.private(), report_store)
         self.queues = ModelQueues(self.deadlines, metrics.queued, report_demand)
+        self.usage_requests = UsageRequests(request_usage)
         # Records of finished requests
         self.metrics = metrics
         self.log = log

@@ -20,6 +20,7 @@ from gateway.control.budgets import budget_restorer
 from gateway.control.control import Control
 from gateway.control.discovery import Discovery
 from gateway.control.jwks_fetch import jwks_fetcher
+from gateway.control.key_usage import key_usage
 from gateway.control.monitor import Monitor
 from gateway.control.publisher import FirstResults, Publisher
 from gateway.control.readiness import Readiness
@@ -90,7 +91,8 @@ async def assembled(
         sources = await stack.enter_async_context(Sources(lambda: control.servers_discovered(), environment.cluster, environment.resolve))
         discovery = Discovery(sources)
         key_sets = await stack.enter_async_context(jwks_fetcher(lambda: control.key_set_changed()))
-        events = WorkerEvents(lambda: control.worker_changed(), key_sets.request)
+        usage = await stack.enter_async_context(key_usage(ledger))
+        events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request)
         workers = await stack.enter_async_context(running_workers(data, config.server.workers, events, ledger))
         budgets = await stack.enter_async_context(budget_restorer(ledger, workers.buckets, started))
         workers.before_start = budgets.start

@@ -21,7 +21,7 @@ from gateway.config.problems import did_you_mean
 from gateway.config.quantities import parse_duration
 from gateway.ledger.errors import DatabaseUnavailableError, QueryError
 from gateway.ledger.schema import USAGE
-from gateway.ledger.store import create_database_engine, database_url, reason
+from gateway.ledger.store import create_database_engine, database_url, reason, time_limited
 from gateway.snapshot.money import NANO, json_number
 
 DIMENSIONS = ("key", "team", "model", "day", "server")
@@ -30,6 +30,7 @@ DIMENSIONS = ("key", "team", "model", "day", "server")
 _DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
 _MONTH = re.compile(r"\d{4}-\d{2}")
+_LONGEST_QUERY = 3600.0  # seconds
 HALF = 2**32
 """Costs are summed in two parts, because SQLite's integer sums overflow at 64 bits."""
 
@@ -38,7 +39,7 @@ HALF = 2**32
 class UsageQuery:
     """A query: sums by these dimensions over a time, of one key, team or model or of all.
 
-    Subjects of tokens belong to the key of their entry.
+    Subjects of tokens belong to the key of their entry, unless ``with_subjects`` is False.
     """
 
     by: tuple[str, ...]
@@ -47,6 +48,7 @@ class UsageQuery:
     key: str | None = None
     team: str | None = None
     model: str | None = None
+    with_subjects: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +121,7 @@ def parse_query(parameters: Mapping[str, str], now: datetime) -> UsageQuery:
     for what, name in names.items():
         if name is not None and "\0" in name:  # PostgreSQL text cannot contain it
             raise QueryError(f"no {what} has a NUL in its name")
-    return UsageQuery(by, since, until, **names)
+    return UsageQuery(by, since, until, names["key"], names["team"], names["model"])
 
 
 def _instant(text: str, now: datetime) -> datetime:
@@ -141,12 +143,12 @@ def _instant(text: str, now: datetime) -> datetime:
         ) from None
 
 
-def run_query(engine: Engine, query: UsageQuery) -> UsageReport:
-    """Query the database. Raises DatabaseUnavailableError."""
+def run_query(engine: Engine, query: UsageQuery, seconds: float = _LONGEST_QUERY) -> UsageReport:
+    """Query the database, for ``seconds`` at most. Raises DatabaseUnavailableError."""
     groups = [USAGE.c[name] for name in query.by]
     statement = select(*groups, *_totals()).where(*_conditions(query)).group_by(*groups)
     try:
-        with engine.connect() as connection:
+        with time_limited(engine, seconds) as connection:
             if not inspect(connection).has_table(USAGE.name):
                 return UsageReport(query, ())
             found = connection.execute(statement).all()
@@ -172,7 +174,9 @@ def _totals() -> tuple[ColumnElement[Any], ...]:
 def _conditions(query: UsageQuery) -> list[ColumnElement[bool]]:
     conditions = [USAGE.c.time >= query.since, USAGE.c.time < query.until]
     conditions += [USAGE.c[name] == value for name, value in (("team", query.team), ("model", query.model)) if value is not None]
-    return conditions if query.key is None else [*conditions, or_(*rows_of(query.key))]
+    if query.key is None:
+        return conditions
+    return [*conditions, or_(*rows_of(query.key)) if query.with_subjects else USAGE.c.key == query.key]
 
 
 def rows_of(key: str) -> Iterator[ColumnElement[bool]]:

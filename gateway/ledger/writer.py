@@ -29,6 +29,7 @@ from gateway.ledger.earlier_use import earlier_use
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_use import known_last_use
+from gateway.ledger.own_usage import own_usage, parse_own_query
 from gateway.ledger.row import UsageRow, decode, frame, frames
 from gateway.ledger.spool import Spool, spool
 from gateway.ledger.store import UsageStore, database_url
@@ -43,7 +44,9 @@ _IDLE_WAIT = 1.0  # seconds between two scans for rows that workers of a dead ga
 _PROBE_EVERY = 1.0  # seconds between two probes of a failed disk
 _LOG_EVERY = 60.0
 _QUERY_TIMEOUT = 60.0
+_OWN_QUERY_TIMEOUT = 5.0  # of a key's query for its own usage
 _RESTORE_TIMEOUT = 300.0
+_MARGIN = 5.0  # seconds that a connection may take in addition to its query
 _STOP_TIMEOUT = 5.0  # seconds for the database at the end; the remaining rows stay in the spool
 _log = logging.getLogger("vllm_gateway.ledger")
 
@@ -128,6 +131,11 @@ class Ledger:
         query = queries.parse_query(parameters, datetime.now(UTC))
         return (await run_in_thread(lambda: queries.run_query(self._store.engine, query), _QUERY_TIMEOUT)).document()
 
+    async def own_usage(self, key: str, parameters: Mapping[str, str], now: datetime) -> bytes:
+        """Return a key's own usage as JSON. Raises QueryError and DatabaseUnavailableError."""
+        query = parse_own_query(key, parameters, now)
+        return await run_in_thread(lambda: own_usage(self._store.engine, query, _OWN_QUERY_TIMEOUT), _OWN_QUERY_TIMEOUT + _MARGIN)
+
     async def last_use(self, config: conf.Config) -> LastUse:
         """Return when the entries of a configuration were last used, or why that is unknown."""
         try:
@@ -143,7 +151,7 @@ class Ledger:
     async def earlier_use(self, budgets: Budgets, starts: Sequence[int], before: float) -> list[UsedSince]:
         """Return the sums of the rows before a start (see ``earlier_use``). Raises DatabaseUnavailableError."""
         seconds = _RESTORE_TIMEOUT
-        return await run_in_thread(lambda: earlier_use(self._store.engine, budgets, starts, before, seconds), seconds + _STOP_TIMEOUT)
+        return await run_in_thread(lambda: earlier_use(self._store.engine, budgets, starts, before, seconds), seconds + _MARGIN)
 
     def worker_gone(self, number: int) -> None:
         """Record a worker's open requests as lost, because its process has ended."""

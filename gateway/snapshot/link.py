@@ -88,8 +88,26 @@ class StoreStatus(msgspec.Struct, tag=True, frozen=True):
     error: str | None
 
 
-_FromControl = ApplySnapshot | Health | StopKeepAlive | Drain | Ping
-_FromWorker = Ping | SnapshotApplied | HealthApplied | ModelRequested | UnknownSigningKey | StoreStatus
+class UsageRequested(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: a key's request for its own usage. ``number`` identifies it in this worker; ``parameters`` are its query."""
+
+    number: int
+    key: str
+    parameters: dict[str, str]
+
+
+class UsageReported(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: the JSON for the request with this number; or the code of an error, its text, and the seconds to wait."""
+
+    number: int
+    body: bytes = b""
+    error: str | None = None
+    text: str = ""
+    wait: float = 0.0
+
+
+_FromControl = ApplySnapshot | Health | StopKeepAlive | Drain | Ping | UsageReported
+_FromWorker = Ping | SnapshotApplied | HealthApplied | ModelRequested | UnknownSigningKey | StoreStatus | UsageRequested
 Message = _FromControl | _FromWorker
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

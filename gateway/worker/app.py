@@ -30,7 +30,8 @@ from gateway.telemetry.request_record import RequestRecord
 from gateway.worker import api_reference
 from gateway.worker.model_list import Reported, card, cards, page
 
-_HEALTH, _MODELS, _VERSION = "/health", "/v1/models", "/version"
+_HEALTH, _MODELS, _VERSION, _USAGE = "/health", "/v1/models", "/version", "/v1/usage"
+_NOT_STORED = {"cache-control": "no-store"}
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]
 _log = logging.getLogger("vllm_gateway.worker")
 
@@ -116,14 +117,27 @@ class WorkerApp:
         if path.encode() in active.catalog.targets:
             _require_method(request, "POST")
         page = path.removesuffix("/")
-        if page in (_HEALTH, _VERSION):
+        if page in (_HEALTH, _VERSION, _USAGE):
             request.state.endpoint = page
             _require_method(request, "GET")
-            return await self._health(request) if page == _HEALTH else self._version(request)
+            return await self._page(page, request)
         if active.snapshot.docs and path in api_reference.PATHS:
             _require_method(request, "GET")
             return await self._reference.page(path)
         raise unserved(request.method, path)
+
+    async def _page(self, page: str, request: Request) -> Response:
+        if page == _HEALTH:
+            return await self._health(request)
+        return self._version(request) if page == _VERSION else await self._usage(request)
+
+    async def _usage(self, request: Request) -> Response:
+        """Return the key's own usage, from the ledger. Raises Refusal."""
+        key = self._authenticate(request)
+        if self._worker.ledger is None:
+            raise Refusal("not_found", "The usage of keys is not recorded here: no ledger is configured.")
+        body = await self._worker.usage_requests.report(key.id, request.query_params)
+        return Response(body, media_type="application/json", headers=_NOT_STORED)
 
     def _version(self, request: Request) -> Response:
         """Return the gateway's own version, in the shape of vLLM's. It needs a key: a version tells which vulnerabilities a program has."""

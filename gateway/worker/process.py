@@ -42,6 +42,7 @@ from gateway.snapshot.link import (
     StopKeepAlive,
     StoreStatus,
     UnknownSigningKey,
+    UsageReported,
 )
 from gateway.system import logs
 from gateway.system.acceptor import Acceptor, Seats
@@ -120,6 +121,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             spans=traced,
             report_demand=lambda model, since: link.send(ModelRequested(model, since)),
             report_store=lambda error: link.send(StoreStatus(error)),
+            request_usage=link.send,
         )
         worker = Worker(
             first.snapshot,
@@ -176,6 +178,8 @@ class WorkerProcess:
                     self.worker.context.keep_alive = False
                 case Ping():
                     self.link.send(message)
+                case UsageReported():
+                    self.worker.context.usage_requests.reported(message)
                 case Drain(seconds=seconds):
                     await self._drain(seconds, listener)
                     return

@@ -35,6 +35,8 @@ from gateway.snapshot.link import (
     StopKeepAlive,
     StoreStatus,
     UnknownSigningKey,
+    UsageReported,
+    UsageRequested,
 )
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.acceptor import Seats
@@ -76,11 +78,13 @@ class WorkerEvents:
     """The callbacks of the supervisor.
 
     ``changed`` is called after a message from a worker and after its exit. ``unknown_signing_key`` is called with the issuer of a token
-    whose signing key a worker does not have.
+    whose signing key a worker does not have. ``usage_requested`` is called with a key's request for its usage, and a function that sends
+    the reply.
     """
 
     changed: Callable[[], None]
     unknown_signing_key: Callable[[str], None]
+    usage_requested: Callable[[UsageRequested, Callable[[UsageReported], None]], None] = lambda _, __: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +200,9 @@ class _WorkerSlot:
                     self._events.unknown_signing_key(issuer)
                 case StoreStatus():
                     self.store = message
+                    continue
+                case UsageRequested():
+                    self._events.usage_requested(message, link.send)
                     continue
             self._events.changed()
 

@@ -19,7 +19,7 @@ JSON, FORM, STREAM = "application/json", "multipart/form-data", "text/event-stre
 _DESCRIPTION = """One URL for all models. `GET /v1/models` lists those that a key may use; a request names one in `model`. Responses are
 the model server's own bytes, so they may contain fields not documented here.
 
-A model may also have its own instance URL, such as `/i-7f3a/3900`. All routes but `/health` exist below it too, for example
+A model may also have its own instance URL, such as `/i-7f3a/3900`. The routes that use models exist below it too, for example
 `/i-7f3a/3900/v1/chat/completions`, and serve only that model; `model` may be omitted there. Elsewhere it may be omitted if the key may use
 only one model, or if the operator has set a `default_model`. A trailing slash changes nothing.
 
@@ -117,9 +117,10 @@ def _post_operation(route: Route, description: RouteDescription) -> dict[str, An
 
 
 def _get_operation(path: str, description: RouteDescription) -> dict[str, Any]:
-    named = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}] if "{" in path else []
+    named: list[Any] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}] if "{" in path else []
+    named += [{"name": name, "in": "query", "description": text, "schema": {"type": "string"}} for name, text in description.query.items()]
     open_to_all = path == "/health"
-    statuses = [status for status in _NO_BODY if not open_to_all or status not in (401, 404, 405)]
+    statuses = [status for status in _NO_BODY if not open_to_all or status not in (401, 404, 405)] + [*description.more_statuses]
     refusals = {str(status): {"$ref": f"#/components/responses/Error{status}"} for status in statuses}
     security: list[Any] = [] if open_to_all else _BY_EITHER
     return {

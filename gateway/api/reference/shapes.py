@@ -7,7 +7,7 @@ abbreviations.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -17,12 +17,15 @@ import yaml
 Schema = dict[str, Any]
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where PyYAML was built with it
-_FILES = ("generation.yaml", "messages.yaml", "others.yaml")
+_FILES = ("generation.yaml", "messages.yaml", "others.yaml", "own_key.yaml")
 
 
 @dataclass(frozen=True, slots=True)
 class RouteDescription:
-    """The description of one route. ``request``, ``response`` and ``event`` are names of schemas; an event is part of a stream."""
+    """The description of one route. ``request``, ``response`` and ``event`` are names of schemas; an event is part of a stream.
+
+    ``query`` has the texts of its query parameters. ``more_statuses`` are those that a GET route adds to the common ones.
+    """
 
     id: str
     tag: str
@@ -32,6 +35,8 @@ class RouteDescription:
     request: str | None = None
     event: str | None = None
     example: Mapping[str, Any] | None = None
+    query: Mapping[str, str] = field(default_factory=dict)
+    more_statuses: Sequence[int] = ()
 
 
 @dataclass(slots=True)

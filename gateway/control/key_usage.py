@@ -1,0 +1,109 @@
+"""Run the ledger queries that workers pass on for ``GET /v1/usage``.
+
+The rules: a worker never waits for a database, so control queries it, on a thread. Whatever clients send, few queries run at once, few
+wait, each has a bounded time, and each key has a rate. Beyond these bounds a client gets an error and no query runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from gateway.ledger.errors import DatabaseUnavailableError, QueryError
+from gateway.snapshot.link import UsageReported, UsageRequested
+
+if TYPE_CHECKING:
+    from gateway.ledger.writer import Ledger
+
+_AT_ONCE, _MAX_WAITING = 2, 64  # queries
+_BURST, _INTERVAL = 10, 1.0  # queries of a key at once, and seconds after which one more is allowed
+_MAX_KEYS = 10_000  # keys whose last queries are remembered
+_UNAVAILABLE = "The usage can't be read at the moment."
+_BUSY = "Too many clients are reading their usage. Try again in a moment."
+_log = logging.getLogger("vllm_gateway.control")
+
+Reply = Callable[[UsageReported], None]
+
+
+class QueryRate:
+    """The rate of each key's queries: a bucket of ``_BURST`` that refills by one in each ``_INTERVAL``."""
+
+    def __init__(self) -> None:
+        self._full_at: dict[str, float] = {}
+
+    def wait(self, key: str, now: float) -> float:
+        """Count a query of a key and return 0; or return the seconds after which one is allowed."""
+        full = max(self._full_at.get(key, 0.0), now) + _INTERVAL
+        if full - now > _BURST * _INTERVAL:
+            return full - now - _BURST * _INTERVAL
+        if len(self._full_at) >= _MAX_KEYS:
+            self._full_at = {name: at for name, at in self._full_at.items() if at > now}
+        if key in self._full_at or len(self._full_at) < _MAX_KEYS:
+            self._full_at[key] = full
+        return 0.0
+
+
+class KeyUsage:
+    """Runs the queries. Without a ledger, workers send none."""
+
+    def __init__(self, ledger: Ledger | None) -> None:
+        self._ledger = ledger
+        self._rate = QueryRate()
+        self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def request(self, message: UsageRequested, reply: Reply) -> None:
+        """Run the query of a message, and reply to its worker when it has finished."""
+        if (refused := self._refused(message)) is not None:
+            reply(refused)
+            return
+        task = asyncio.create_task(self._run(message, reply), name="key-usage")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _refused(self, message: UsageRequested) -> UsageReported | None:
+        if len(self._tasks) >= _MAX_WAITING:
+            return UsageReported(message.number, error="overloaded", text=_BUSY)
+        wait = self._rate.wait(message.key, time.monotonic())
+        text = f"The usage of a key can be read {_BURST} times at once, and then once a second."
+        return UsageReported(message.number, error="rate_limit_exceeded", text=text, wait=wait) if wait else None
+
+    async def _run(self, message: UsageRequested, reply: Reply) -> None:
+        async with self._slots:
+            reply(await self._result(message))
+
+    async def _result(self, message: UsageRequested) -> UsageReported:
+        if self._ledger is None:
+            return UsageReported(message.number, error="overloaded", text=_UNAVAILABLE)
+        try:
+            body = await self._ledger.own_usage(message.key, message.parameters, datetime.now(UTC))
+        except QueryError as error:
+            return UsageReported(message.number, error="invalid_value", text=f"The query is invalid: {error}.")
+        except DatabaseUnavailableError as error:
+            _log.warning("a key's usage could not be read: %s", error)
+        except Exception:  # noqa: BLE001  the outer edge: the client must get a response
+            _log.exception("a key's usage could not be read")
+        else:
+            return UsageReported(message.number, body)
+        return UsageReported(message.number, error="overloaded", text=_UNAVAILABLE)
+
+    async def close(self) -> None:
+        """End all queries."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def key_usage(ledger: Ledger | None) -> AsyncIterator[KeyUsage]:
+    """Yield what runs the queries; its tasks end with the block."""
+    usage = KeyUsage(ledger)
+    try:
+        yield usage
+    finally:
+        await usage.close()

@@ -1,0 +1,40 @@
+"""Answer a key's questions about its own use: a report of its rows, without other keys, teams and servers.
+
+The rule: the key comes from the request's authentication, never from its parameters. The entry of an identity provider's tokens does
+not include their subjects here, because each subject is a separate principal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import datetime
+
+import msgspec
+from sqlalchemy import Engine
+
+from gateway.config.problems import did_you_mean
+from gateway.ledger.errors import QueryError
+from gateway.ledger.queries import UsageQuery, parse_query, run_query
+
+OWN_DIMENSIONS = ("model", "day")
+"""Dimensions by which a key's own use may be grouped."""
+_PARAMETERS = ("by", "since", "until", "model")
+
+
+def parse_own_query(key: str, parameters: Mapping[str, str], now: datetime) -> UsageQuery:
+    """Parse the query of a key for its own use, by default by model for the last 30 days. Raises QueryError."""
+    for parameter in parameters:
+        if parameter not in _PARAMETERS:
+            raise QueryError(f"there is no parameter {parameter}{did_you_mean(parameter, _PARAMETERS)}")
+    query = parse_query({"by": "model", **parameters}, now)
+    for dimension in query.by:
+        if dimension not in OWN_DIMENSIONS:
+            raise QueryError(f"your usage is not shown by {dimension}: choose from {', '.join(OWN_DIMENSIONS)}")
+    return replace(query, key=key, with_subjects=False)
+
+
+def own_usage(engine: Engine, query: UsageQuery, seconds: float) -> bytes:
+    """Return the report as JSON. ``seconds`` is the most that the query may take. Raises DatabaseUnavailableError."""
+    report = run_query(engine, query, seconds)
+    return msgspec.json.encode({"key": query.key, **report.document()})
