@@ -1,8 +1,8 @@
 """The application of the admin port and the admin socket: metrics, health, status, usage, keys, operations, and their API reference.
 
-The rules: a response is made from what control knows and does not wait. Exceptions are a server's own metrics, /usage and /keys, which wait
-for the ledger's database in a separate thread, and the logs in /status, which are read in a thread. Each operation is logged with the
-client that requested it. Access is checked before: by the port's guard, or by the socket's owner.
+The rules: a response is built from the current state of control and does not wait. Exceptions are a server's own metrics, /usage and /keys,
+which wait for the ledger's database in a separate thread, and the logs in /status, which are read in a thread. Each operation is logged
+with the client that requested it. Access is checked before: by the port's guard, or by the socket's owner.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Overview(Protocol):
         """Return every series: the sums of the workers' counters, and control's own."""
 
     def not_ready(self) -> str | None:
-        """Explain why no traffic should come yet, None if it may."""
+        """Return why the gateway is not ready for traffic, or None if it is ready."""
 
     def degraded(self) -> list[str]:
         """Explain why some requests cannot be served as configured."""

@@ -1,7 +1,7 @@
-"""The connections of the admin port and the admin socket: their timeouts, and how many there may be.
+"""The connections of the admin port and the admin socket: their timeouts, and the limit on their number.
 
 uvicorn alone waits without a limit for a request's headers, and accepts connections as long as there are file descriptors. The rule: a
-connection without a request in progress makes room for the next one, so that a probe gets a response whatever else is connected.
+connection without a request in progress is closed when a new connection needs its slot, so that a probe always gets a response.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class AdminProtocol(HttpToolsProtocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request has come whose response is not complete."""
+        """Whether a request was received whose response is not complete."""
         return self.cycle is not None and not self.cycle.response_complete
 
     # Transport callbacks

@@ -1,6 +1,6 @@
 """Access control of the admin port: a bearer token if one is configured, and no web page of another site.
 
-The rules: /livez and /readyz need no token, because they only show whether traffic may come and what kind of part is down. Operations
+The rules: /livez and /readyz need no token, because they only show whether the gateway is ready and what kind of part is down. Operations
 always need the token, and are refused for web pages. A security-relevant header must not be duplicated, so that a proxy cannot have
 evaluated another value. The admin socket needs none of this, because the kernel identifies its clients.
 """
@@ -31,7 +31,7 @@ _PORT = re.compile(r":\d*\Z", re.ASCII)
 
 
 class Guard:
-    """Wraps the admin port's application. ``host`` is the address on which the port listens."""
+    """Wrap the admin port's application. ``host`` is the address on which the port listens."""
 
     def __init__(self, application: ASGIApp, token: str | None, host: str) -> None:
         self._application = application

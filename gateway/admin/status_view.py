@@ -23,7 +23,7 @@ class ServerRow:
     """A server.
 
     ``state`` is one of STATES. ``limit`` is its maximum of concurrent requests. ``percent`` is the progress of its start, if known.
-    ``reason`` is why it is down, the root cause first, and ``hint`` is what to change.
+    ``reason`` explains why it is down, with the root cause first, and ``hint`` says what to change.
     """
 
     name: str

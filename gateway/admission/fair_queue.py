@@ -2,7 +2,7 @@
 
 A waiting item belongs to a flow with a weight. The rules: flows that keep waiting are served in proportion to their weights, to
 within one request each, however many items each has. Within a flow the order is that of arrival. Removing an item does not charge
-its flow. If the queue is full, the flow with the most items for its weight gives one up, but never its last.
+its flow. If the queue is full, the flow with the most items for its weight loses an item, but never its last item.
 
 Pure: no clock, no I/O. The cost grows with the number of waiting flows, not of waiting items.
 """
@@ -16,7 +16,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class _Flow(Generic[T]):
-    """The items of one flow in order, with the time since when each waits. ``start`` is the virtual start time of the first."""
+    """The items of one flow in order, with the time at which each was queued. ``start`` is the virtual start time of the first."""
 
     __slots__ = ("key", "start", "waiting", "weight")
 
@@ -57,7 +57,7 @@ class FairQueue(Generic[T]):
 
     @property
     def oldest(self) -> float | None:
-        """Since when the oldest item waits; None if the queue is empty."""
+        """The time at which the oldest item was queued; None if the queue is empty."""
         return min((next(iter(flow.waiting.values())) for flow in self._flows.values()), default=None)
 
     def put(self, item: T, key: str, weight: float, since: float) -> None:
@@ -83,7 +83,7 @@ class FairQueue(Generic[T]):
         self._remove_from(self._flows[key], item)
 
     def displaced_by(self, key: str, weight: float) -> T | None:
-        """Return the item that a new item of this flow would displace if the queue is full; None: the new item is refused.
+        """Return the item that a new item of this flow would displace if the queue is full; None if the new item itself is refused.
 
         It is the latest item of the flow with the most items for its weight. A flow without items may displace one of any flow that
         has two.

@@ -11,7 +11,7 @@ from __future__ import annotations
 from gateway.api.errors import Refusal
 
 _TIMES_FREE = 4
-"""While capacity is short, a key may have this many times what is free: one key 4/5 of all, two keys 4/9 each."""
+"""While capacity is short, a key may use at most this many times the free capacity: one key 4/5 of all, two keys 4/9 each."""
 _LITTLE = 0.25
 """A key with less than this part of the whole is light. Other keys must leave capacity for it."""
 _REMEMBERED = 60.0
@@ -19,7 +19,7 @@ _REMEMBERED = 60.0
 
 
 def worker_share(whole: int, number: int, of: int) -> int:
-    """Return a worker's part of a limit. The first workers get what cannot be divided.
+    """Return a worker's part of a limit. The first workers get the remainder of the division.
 
     It is at least 1: a configuration with fewer slots than workers may apply before the restart that changes their number.
     """

@@ -25,7 +25,7 @@ class InflightCounts:
 
 
 class InflightSlot:
-    """A key's requests in flight. Any number of ``with`` blocks may hold it at once."""
+    """A key's requests in flight. Any number of ``with`` blocks may hold it at the same time."""
 
     __slots__ = ("in_flight",)
 

@@ -1,10 +1,10 @@
 """Queue requests for a model until one of its servers is up, or until a server has capacity. One bounded queue per model.
 
-A queue is open while control expects the model to come up at a known time, and while servers that are up are at capacity. The
-rules: the fair queue picks the next request and resumes it as soon as capacity frees up, inside that same call, so no later request
-takes the capacity. A queue slot is freed by the ``with`` that took it, so a client that disconnects frees it at once. Control is
-notified whenever the time changes since when a model that is not up is requested. A client that was sent away with a Retry-After is
-expected back; until then its model counts as requested.
+A queue is open while control expects the model to come up at a known time, and while servers that are up are at capacity. The rules: the
+fair queue picks the next request and resumes it as soon as capacity frees up, inside that same call, so no later request takes the
+capacity. The ``with`` block that acquired a queue slot releases it, so a disconnect releases it immediately. Control is notified when
+requests start or stop waiting for a model that is not up. A client that was sent away with a Retry-After is expected back; until then its
+model counts as requested.
 
 Times are in seconds of the monotonic clock, which all processes share.
 """
@@ -24,7 +24,7 @@ from upstream.http.deadlines import Deadlines
 from upstream.http.inline_task import Signal
 
 ReportDemand = Callable[[str, float | None], None]
-"""Reports to control since when a model is requested; None: it is no longer requested."""
+"""Reports to control the time since which a model is requested; None if it is no longer requested."""
 
 NO_QUEUE = Queue(size=0, wait=0.0)
 RETURN_GRACE = 2.0
@@ -104,10 +104,10 @@ class ModelQueue:
         self._dispatching = False
         self._reported: float | None = None
         self._returning: tuple[float, float] | None = None
-        """Since when the clients that were sent away want the model, and until when they are expected back."""
+        """The first time at which a client was asked to retry later, and the time until which retries are expected."""
 
     def set_pool(self, pool: Pool, queue: Queue) -> None:
-        """Use these servers and bounds from now on. Waiting requests stay."""
+        """Replace the servers and the bounds. Waiting requests stay."""
         self._pool, self.bounds = pool, queue
         pool.on_capacity(self.dispatch)
         if pool.is_up:
@@ -209,7 +209,7 @@ class ModelQueue:
             self._report(self._model, oldest_demand)
 
     def _oldest_demand(self) -> float | None:
-        """Return since when the model is requested by a waiting or returning client."""
+        """Return the time since which a waiting or returning client has requested the model."""
         return min((since for since in (self._waiting.oldest, self._returning and self._returning[0]) if since is not None), default=None)
 
 

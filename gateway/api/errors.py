@@ -145,7 +145,7 @@ _UNITS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
 
 
 def duration(seconds: int) -> str:
-    """Write whole seconds in the two largest units: ``8 hours 42 minutes``. Rounded up, so that no client comes too early."""
+    """Write whole seconds in the two largest units: ``8 hours 42 minutes``. Rounded up, so that no client retries too early."""
     for at, (name, size) in enumerate(_UNITS):
         if seconds >= size:
             smaller = _UNITS[at + 1] if at + 1 < len(_UNITS) else None

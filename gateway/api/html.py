@@ -1,6 +1,6 @@
-"""Write HTML safely: elements are made by calls, and every text is escaped.
+"""Write HTML safely: function calls create elements, and every text is escaped.
 
-The rule: only ``tag`` makes ``Html``, and only ``Html`` is inserted unescaped.
+The rule: only ``tag`` creates ``Html``, and only ``Html`` is inserted unescaped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds wanted fields of a JSON document while the document passes in pieces of any size. Sans-I/O.
+"""Find requested fields of a JSON document that arrives in pieces of any size. Sans-I/O.
 
 The rule: a field counts only at its own path in the document. The same bytes inside a string, or in a nested object, are data. The scanner
 stores only an unfinished key, and takes time in proportion to the bytes: it skips the rest in long steps, so that lists of numbers and

@@ -1,7 +1,7 @@
 """Write the error for a path that is not served: the reason, and the mistake in a base URL that leads to it. Pure.
 
-The rule: the text depends only on the path and public tables, never on the configuration. So an unauthenticated client learns
-nothing about the models. Quoted parts of the path are bounded and visible ASCII.
+The rule: the text depends only on the path and public tables, never on the configuration. So the response does not tell an unauthenticated
+client which models exist. Quoted parts of the path are bounded and visible ASCII.
 """
 
 from __future__ import annotations

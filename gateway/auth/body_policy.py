@@ -1,7 +1,7 @@
 """Decide what a client may put into a request body: one table, compiled for each model when a snapshot is applied.
 
-The rule: a request costs a few set operations and one scan of its lists; every decision that depends on the configuration was made
-before. Each row can be lifted by ``body.allow``.
+The rule: a request costs a few set operations and one scan of its lists; decisions that depend on the configuration are made in advance.
+Each row can be lifted by ``body.allow``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ SIZES: Mapping[str, int] = MappingProxyType(
         "functions": 1024 * 1024,
     }
 )
-"""Bytes of JSON that a field may have: what is compiled into a grammar, or read by a template."""
+"""Maximum bytes of JSON in a field that is compiled into a grammar or read by a template."""
 _SMALLEST_SIZE = min(SIZES.values())
 _VALUES_PER_STEP = 20_000
 _INTEGERS = frozenset({int})
@@ -145,7 +145,7 @@ class BodyPolicy:
         return cls(model.body, model.defaults, model.overrides)
 
     def apply(self, document: Document, size: int) -> None:
-        """Strip and check a client's merged body of ``size`` bytes. Raises Refusal for what is not allowed."""
+        """Strip and check a client's merged body of ``size`` bytes. Raises Refusal for a forbidden field or value."""
         if size > SMALL:
             finished(self.apply_in_steps(document, size))
             return
@@ -261,7 +261,7 @@ def _allowed(hosts: tuple[str, ...]) -> str:
 
 
 def _batch_size(value: Any) -> int:
-    """Return how many requests for the engine a field is."""
+    """Return the number of engine requests that a field causes."""
     if isinstance(value, dict):
         value = value.get("content")
     if not isinstance(value, list):

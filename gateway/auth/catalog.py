@@ -33,7 +33,7 @@ class CatalogEntry:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The meaning of a path: the route, and the model if the path is that of a mount."""
+    """The result of a path look-up: the route, and the model if the path starts with a mount."""
 
     route: Route
     mounted: CatalogEntry | None = None

@@ -56,7 +56,7 @@ def is_usable(token: str) -> bool:
 
 
 def hash_of(token: str) -> str:
-    """Return what the configuration stores of a key: ``sha256:`` and 64 lower-case hexadecimal digits of its UTF-8 bytes.
+    """Return the hash of a key that the configuration stores: ``sha256:`` and 64 lower-case hexadecimal digits of its UTF-8 bytes.
 
     Unpaired surrogates, which valid UTF-8 text never has, are hashed as the bytes that they stand for.
     """

@@ -30,7 +30,7 @@ TokenFile = Annotated[
 
 
 class Where(NamedTuple):
-    """The gateway to call: the local one with a configuration, or the one behind an admin port."""
+    """The gateway to call: the local gateway with a configuration, or the gateway behind an admin port."""
 
     config: Path
     admin: str | None = None

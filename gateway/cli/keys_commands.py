@@ -78,7 +78,7 @@ def rotate(
     overlap: Annotated[str, typer.Option(metavar="TIME", help="How long the former keys stay valid, e.g. 12h; 0s ends them now.")] = "7d",
     config: ConfigOption = None,
 ) -> int:
-    """Replace a key: create a new one, and let the former ones expire.
+    """Replace a key: create a new one, and let the former keys expire.
 
     Prints the new key once.
     """

@@ -170,7 +170,7 @@ def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
 
 
 def _in_order(problems: Iterable[Problem], first: Path) -> list[Problem]:
-    """Sort problems by file and line, those of the configuration itself first."""
+    """Sort problems by file and line. Problems of the configuration file itself come first."""
     return sorted(problems, key=lambda problem: (problem.file != str(first), problem.file, problem.line))
 
 

@@ -1,4 +1,4 @@
-"""The addresses of clients, and how many connections each client has.
+"""The addresses of clients, and the number of connections of each client.
 
 A client's address is that of its connection, or the address that a trusted proxy reports. The rule: X-Forwarded-For is believed only if a
 trusted proxy sent it, and only from its right end, which the nearest proxy wrote. The entries left of the first untrusted address may be
@@ -22,13 +22,13 @@ def is_loopback(host: str) -> bool:
 
 
 class Proxies:
-    """The networks whose X-Forwarded-For is believed."""
+    """The networks whose X-Forwarded-For header is trusted."""
 
     def __init__(self, networks: Iterable[str]) -> None:
         self._networks = tuple(map(ip_network, networks))
 
     def trusts(self, address: str) -> bool:
-        """Return whether the address is that of a trusted proxy."""
+        """Return whether the address belongs to a trusted proxy."""
         parsed = _parsed(address) if self._networks else None
         return parsed is not None and self._has(parsed)
 

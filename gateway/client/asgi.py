@@ -2,7 +2,7 @@
 
 None of these routes reads a body, so bodies are received and discarded. The rules: a response starts once and ends once; an application
 that fails before its response has started is answered with 500; a response that it leaves unfinished is cut, so that the client does not
-take it for a whole one.
+treat it as complete.
 """
 
 from __future__ import annotations

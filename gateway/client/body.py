@@ -1,7 +1,7 @@
 """The body of one inference request: received from the parser, read by the request's handler.
 
-The rules: bytes beyond the limit are never stored, and those beyond the allowance only while ``BodyMemory`` has room for them. A form,
-which is streamed to a server, is received as fast as it is read.
+The rules: bytes beyond the limit are never stored, and those beyond the allowance only while ``BodyMemory`` has room for them. A form is
+streamed to a server and received as fast as the server reads it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class RequestBody(msgspec.Struct, eq=False):
         return self.complete and not self._buffer
 
     def stream_on(self) -> None:
-        """Send what arrives from now on to a server instead of storing it: it needs no memory reservation."""
+        """Forward later bytes to a server instead of storing them. They need no memory reservation."""
         self._streams_on = True
 
     def read_ahead(self) -> None:
@@ -113,7 +113,7 @@ class RequestBody(msgspec.Struct, eq=False):
             self.connection.flow.resume_reading()
 
     def reserve(self, size: int) -> None:
-        """Reserve memory for ``size`` bytes in place of what is reserved, if that is less. Raises Refusal overloaded."""
+        """Raise the reservation to ``size`` bytes if less is reserved. Raises Refusal overloaded."""
         if size <= self._reserved or size <= FREE:
             return
         owner = self._reserved_for if self._reserved else self.owner

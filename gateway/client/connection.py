@@ -5,8 +5,8 @@ it directly, so that a chunk goes from the server's callback to the client's tra
 request becomes an ``AsgiRequest``.
 
 The rules: reading is never paused once a request's body has been received, so that a disconnect is noticed, and a disconnect cancels every
-request of its connection at once. Requests are answered in their order. Bytes that are not a request are refused after the requests before
-them have been answered, and nothing is parsed behind them. Every wait for the client has a timeout (``timeouts``).
+request of its connection at once. Requests are answered in their order. Bytes that are not a request are refused after the earlier requests
+have been answered, and parsing stops. Every wait for the client has a timeout (``timeouts``).
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class ClientConnection(asyncio.Protocol):
                 self._reject_connection()
 
     def data_received(self, data: bytes) -> None:
-        """Parse bytes, and run what they start or resume."""
+        """Parse bytes, and run the handlers that they start or resume."""
         try:
             self.parser.feed(data)
         except Refusal as refusal:
@@ -245,7 +245,7 @@ class ClientConnection(asyncio.Protocol):
             self.current.keep_alive = False
 
     def close(self) -> None:
-        """Close the connection when what has been written has been sent."""
+        """Close the connection after all written bytes have been sent."""
         self.transport.close()
 
     def linger(self) -> None:
@@ -255,16 +255,16 @@ class ClientConnection(asyncio.Protocol):
         asyncio.get_running_loop().call_later(LINGER, self.transport.close)
 
     def cut(self) -> None:
-        """Close at once, in the middle of a response.
+        """Close immediately, in the middle of a response.
 
-        An HTTP/1.0 client may know the end of a response only by that of the connection, so its connection is reset.
+        An HTTP/1.0 client may treat the end of the connection as the end of the response, so its connection is reset.
         """
         if self.current is not None and self.current.head.http10:
             self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.transport.abort()
 
     def evict(self) -> None:
-        """Close at once, to free the descriptor."""
+        """Close immediately, to free the file descriptor."""
         self.worker.metrics.count_client_fault("evicted")
         self.transport.abort()
 
@@ -333,7 +333,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport.close()
 
     def _end_with(self, refusal: Refusal) -> None:
-        """Serve no further request: answer those that came before, each in its turn, then refuse and close."""
+        """Serve no further request: answer the earlier requests in order, then refuse and close."""
         receiver = self.parser.receiver
         self.parser.stop()
         if self._lingering:
@@ -352,7 +352,7 @@ class ClientConnection(asyncio.Protocol):
 
 
 def _response(refusal: Refusal, identity: str, date_line: bytes, *, with_body: bool) -> bytes:
-    """Return a whole response, after which the connection is closed."""
+    """Return a complete response that closes the connection."""
     body = render(refusal)
     lines = b"content-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\nconnection: close\r\n" % (
         identity.encode(),

@@ -29,7 +29,7 @@ class Evictable(Protocol):
         """Whether no request is being served."""
 
     def evict(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
 
 
 class Unauthenticated:

@@ -1,6 +1,6 @@
 """Flow control of one connection, in both directions.
 
-Reading pauses while a streamed body arrives faster than its server takes it. Writing pauses, from the transport's point of view, while
+Reading pauses while a streamed body arrives faster than its server reads it. Writing pauses, from the transport's point of view, while
 the client reads more slowly than responses are written.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 
 
 class FlowControl:
-    """Whether a transport reads, and whether it takes more to write."""
+    """Whether a transport reads, and whether it accepts more bytes to write."""
 
     __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
 
@@ -37,7 +37,7 @@ class FlowControl:
         self.write_paused = True
 
     def resume_writing(self) -> None:
-        """Note that the transport's buffer has room, or that the connection is lost: nothing waits any more."""
+        """Resume waiting writers: the transport's buffer has space again, or the connection is lost."""
         self.write_paused = False
         writable, self._writable = self._writable, None
         if writable is not None and not writable.done():

@@ -1,7 +1,7 @@
 """HTTP/1.1 requests from bytes (RFC 9112), without I/O: bytes go in, the parts of requests come out.
 
-The grammar is llhttp's (httptools); this module owns what a gateway requires beyond it. The rule: bytes that two parsers could read in
-two ways are rejected. So a request line has single spaces, the headers that decide framing or identity come once, the only transfer
+The grammar is llhttp's (httptools); this module owns the additional requirements of a gateway. The rule: bytes that two parsers could read
+in two ways are rejected. So a request line has single spaces, the headers that decide framing or identity come once, the only transfer
 encoding is ``chunked``, and ``Host`` is one valid host. The request line, headers and trailers, and the framing of chunks, are bounded.
 """
 
@@ -80,7 +80,7 @@ class RequestHandler(Protocol):
     """Receives the requests of one connection, in their order."""
 
     def request_received(self, head: RequestHead) -> BodyReceiver:
-        """Begin a request. Returns the receiver of its body. Raises Refusal, after which nothing is parsed."""
+        """Begin a request. Returns the receiver of its body. Raises Refusal; parsing stops then."""
 
     def upgrade_offered(self, head: RequestHead, rest: bytes) -> bool:
         """Return whether the handler switches to the offered protocol, whose first bytes are ``rest``.
@@ -116,7 +116,7 @@ class HttpParser:
         self._parser = self._new_parser()
         self.reading = Reading.FIRST_REQUEST
         self.number = 0
-        """Of requests of which a byte has been received."""
+        """Of requests that have started to arrive."""
         self.is_last = False
         """Nothing is parsed behind the request that is being parsed."""
         self.receiver: BodyReceiver | None = None
@@ -323,8 +323,8 @@ class HttpParser:
     def _continue_after_upgrade(self, rest: bytes) -> None:
         """Decide about an offered protocol, and parse on if it is declined.
 
-        httptools stops at the end of the headers and takes the request for one without a body. So another parser, which is given the
-        framing of the body, continues. Java's HTTP client offers HTTP/2 by default.
+        httptools stops at the end of the headers and treats the request as one without a body. So another parser continues with the framing
+        of the body. Java's HTTP client offers HTTP/2 by default.
         """
         self._upgrades = False
         head = self._head
@@ -365,7 +365,7 @@ class _Repeatable(NamedTuple):
 
 
 def _with_length(head: RequestHead, digits: bytes) -> RequestHead:
-    """Return the same head with another Content-Length."""
+    """Return the same headers with another Content-Length."""
     fields = [(name, digits if name == b"content-length" else value) for name, value in head.fields]
     headers = head.headers | {b"content-length": digits}
     return RequestHead(head.method, head.url, headers, fields, head.http10, int(digits), head.keep_alive)

@@ -1,7 +1,7 @@
 """One inference request as its handler sees it: its headers, its body, and the response to its client.
 
 The rules: a response starts once and ends once, and a connection whose response cannot be completed is closed. When the client
-disconnects, in any state, the request's handler is cancelled at once.
+disconnects, in any state, the request's handler is cancelled immediately.
 """
 
 from __future__ import annotations
@@ -128,12 +128,12 @@ class ClientRequest(msgspec.Struct, eq=False):
         self.connection.response_finished(keep_alive=self.keep_alive, body_complete=self.body.complete)
 
     def abort(self) -> None:
-        """Cut the connection, so that the client does not take a truncated response for a whole one."""
+        """Cut the connection, so that the client does not treat a truncated response as complete."""
         self.response_complete = self.body.abandoned = True
         self.connection.cut()
 
     def release(self) -> None:
-        """Return what the request holds: its handler has finished."""
+        """Release the resources of the request: its handler has finished."""
         self.body.release()
         self.connection.worker.handlers.discard(self.handler)
 

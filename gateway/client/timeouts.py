@@ -1,8 +1,8 @@
-"""How long a client may keep its connection waiting: decisions only, no I/O.
+"""Decide how long a client may keep its connection waiting. Pure.
 
-A connection is checked about once a second, with what it waits for and how many bytes have moved so far. The rule: only waiting for the
-client counts. The timer starts again whenever the connection waits for something else, or for the same in another request. So a timeout
-takes effect up to two checks late, never early.
+Each connection is checked about once a second. The check gets the state that it waits in and the number of bytes moved so far. The rule:
+only waiting for the client counts. The timer restarts when the connection waits for something else, or for the same thing in another
+request. So a timeout takes effect up to two checks late, never early.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gateway.snapshot.snapshot import Clients
 KEEP_ALIVE = 75.0
 """Seconds for which a connection may be idle between two requests."""
 LEAST_RATE = 1024
-"""Bytes per second that a body must bring on average in each ``body_timeout``: a client that sends single bytes is cut, too."""
+"""Minimum average bytes per second of a body in each ``body_timeout``, so that a client that sends single bytes is disconnected too."""
 
 
 class Wait(Enum):
@@ -69,7 +69,7 @@ class WaitTimer:
         self._mark, self._mark_at = moved, now
 
     def _is_too_slow(self, now: float, period: float) -> bool:
-        """Return whether a whole period has brought too little. The next period then starts."""
+        """Return whether too few bytes arrived in a whole period. The next period then starts."""
         passed = now - self._mark_at
         if passed <= period:
             return False

@@ -1,8 +1,8 @@
 """The worker context: everything that connections and requests need of their worker.
 
 ``WorkerContext`` lives as long as its worker. ``ActiveSnapshot`` is one version of the configuration, compiled for look-ups. The rule: an
-``ActiveSnapshot`` never changes, and the next one replaces it by one assignment to ``WorkerContext.active``. A request that waits reads
-``active`` again where it needs the newest version.
+``ActiveSnapshot`` never changes, and the next one replaces it by one assignment to ``WorkerContext.active``. A request that waited reads
+``active`` again if it needs the newest version.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class WorkerContext:
     """Everything that connections and requests need of their worker. All of it but ``active`` lives as long as the worker."""
 
     active: ActiveSnapshot
-    """The snapshot in force. ``Worker`` assigns it."""
+    """The current snapshot. ``Worker`` assigns it."""
     other_routes: Application
     """Serves the requests that are not inference. ``Worker`` assigns it."""
 
@@ -130,7 +130,7 @@ class WorkerContext:
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
 
     def authenticate(self, request: ClientRequest) -> Key:
-        """Return the key of a request. Raises Refusal if it has none, or an invalid one."""
+        """Return the key of a request. Raises Refusal if the key is missing or invalid."""
         headers, keyring = request.head.headers, self.active.keyring
         authorization = headers.get(b"authorization")
         if authorization is not None:

@@ -24,7 +24,7 @@ class AdminOperations:
         await self._control.fleet.start(model)
 
     async def stop(self, model: str) -> None:
-        """Drain and stop a model, and hold it down."""
+        """Drain and stop a model, and keep it stopped."""
         await self._control.fleet.stop(model)
 
     async def restart(self, model: str) -> None:

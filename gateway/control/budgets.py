@@ -1,9 +1,9 @@
 """Restore the budgets of a day and a month from the ledger, because counts in memory do not survive the gateway.
 
-The rules: a request counts once. Rows from before the start are restored; later ones are the running workers' own, who count them.
-Rows that a former gateway left on disk are in the database before its sums are used; rows that arrive later are added with the next
-sums. Workers start after the first attempt, so no request meets empty counts while the database responds. An unavailable database
-delays no request: the counts then begin at zero, and what was used is added to them as soon as the database responds.
+The rules: a request counts once. Rows from before the start are restored; later ones are the running workers' own, who count them. The rows
+that an earlier gateway left on disk are written to the database before its sums are used. Later rows are added with the next sums. Workers
+start after the first attempt, so no request meets empty counts while the database responds. An unavailable database delays no request: the
+counts then begin at zero, and what was used is added to them as soon as the database responds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _log = logging.getLogger("vllm_gateway.control")
 
 
 class BudgetRestorer:
-    """Restores the budgets of a gateway that started at ``before``, in seconds since the epoch. ``clock`` returns such seconds."""
+    """Restores the budgets of a gateway that started at ``before``, in seconds since the epoch.
+
+    ``clock`` returns seconds since the epoch.
+    """
 
     def __init__(self, ledger: Ledger | None, buckets: Buckets, before: float, clock: Callable[[], float] = time.time) -> None:
         self._ledger = ledger

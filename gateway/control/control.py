@@ -42,7 +42,7 @@ def configure_logging(config: Config) -> None:
 
 
 class Control:
-    """The running gateway without its ports: the parts, and what connects them."""
+    """The running gateway without its ports: its parts and their connections."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Control:
         self.announcer.serving(self.observer.up(), self.observer.in_rotation())
 
     def announce_stop(self) -> None:
-        """Report to clients, load balancers and the service manager that no more requests should come."""
+        """Report to clients, load balancers and the service manager that the gateway accepts no more requests."""
         self.readiness.is_stopping = True
         self.workers.stop_keep_alive()
         server = self.config.server

@@ -127,9 +127,9 @@ class Discovery:
         return any(model.id not in self._had_result for model, _ in discovered_models(config))
 
     def undiscovered(self, config: Config, probes: Mapping[str, ServerHealth]) -> Set[str]:
-        """Return the models of which it is not known yet whether they are served.
+        """Return the models for which the result of discovery is not known yet.
 
-        A model with a result is never returned again. Its servers come and go, and the gateway stays ready.
+        A model with a result is never returned again. Its servers may change without an effect on the gateway's readiness.
         """
         if not self.may_be_undiscovered(config):
             return frozenset()

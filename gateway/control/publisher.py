@@ -35,7 +35,7 @@ class FirstResults:
         self._is_applied = False
 
     def pending(self, without_result: Sequence[str]) -> list[str]:
-        """Return the parts without a first result, of those that have none now."""
+        """Return the parts in ``without_result`` that have never had a result."""
         self._pending.intersection_update(without_result)
         return [name for name in without_result if name in self._pending]
 
@@ -51,7 +51,7 @@ class FirstResults:
 
 
 class Publisher:
-    """Sends snapshots and health to the workers. ``version`` is that of the last snapshot, 0 before the first.
+    """Sends snapshots and health to the workers. ``version`` is the version of the last snapshot, 0 before the first.
 
     ``started`` is when the gateway was started, in seconds since the epoch.
     """
@@ -65,7 +65,7 @@ class Publisher:
         self._conditions: Mapping[str, Condition] = {}
         self.version = 0
         self.changed_at: Mapping[str, float] = {}
-        """Since when each server has had its condition, in seconds since the epoch."""
+        """The time at which each server entered its condition, in seconds since the epoch."""
         self.expected: Callable[[], Mapping[str, float]] = dict
         """Returns when each model that is down may be up."""
 

@@ -35,7 +35,7 @@ class CriticalTasks:
 
 
 class Readiness:
-    """Judges the state of the gateway. ``is_stopping`` is set when no more requests should come."""
+    """Judges the state of the gateway. ``is_stopping`` is set when the gateway accepts no more requests."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Readiness:
         self.is_stopping = False
 
     def not_ready(self) -> str | None:
-        """Explain why no traffic should come yet, None if it may."""
+        """Return why the gateway is not ready for traffic, or None if it is ready."""
         if self.is_stopping:
             return "draining"
         if not any(status.up for status in self._workers.statuses):
@@ -67,7 +67,7 @@ class Readiness:
         return None if known else "waiting for the workers to receive the state of their servers"
 
     def pending(self) -> list[str]:
-        """Return what the gateway was started with and has had no first result yet."""
+        """Return the parts of the initial configuration without a first result."""
         return self._first_results.pending(self._observer.without_first_result())
 
     def degraded(self) -> list[str]:
@@ -86,7 +86,7 @@ class Readiness:
         return phase in _INACTIVE or (phase is ModelPhase.STARTING and may_be_stopped(self._observer.config, model))
 
     def broken(self) -> str | None:
-        """Explain what has failed and will not recover without a restart, None if nothing has."""
+        """Return what has failed and will not recover without a restart, or None."""
         return self.critical_tasks.failure() or self._workers.failure(time.monotonic())
 
     def headline(self) -> str:

@@ -135,7 +135,7 @@ class Reloader:
         return await self._apply(config)
 
     def _loaded(self) -> Config:
-        """Load the configuration. Raises ConfigurationError, also where a launch that it changes cannot start."""
+        """Load the configuration. Raises ConfigurationError, also if a launch that it changes cannot start."""
         once: dict[Path, Source] = {Path(os.path.abspath(self._path)): read(self._path)}
         config = load(self._path, self._environ, once)
         changed = relaunched(self._config, config)

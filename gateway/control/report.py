@@ -41,7 +41,7 @@ class Report:
         self._ledger = ledger
 
     def not_ready(self) -> str | None:
-        """Explain why no traffic should come yet, None if it may."""
+        """Return why the gateway is not ready for traffic, or None if it is ready."""
         return self._control.readiness.not_ready()
 
     def degraded(self) -> list[str]:

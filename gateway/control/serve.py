@@ -1,6 +1,6 @@
 """The process of ``vllm-gateway serve``: it opens the ports, starts everything, waits for a signal to stop, and stops in order.
 
-The rules: what was started is ended by the ``async with`` that started it, so no process and no port is left, whatever happens. On the
+The rules: every resource is released by the ``async with`` that acquired it, so no process and no port is left in any case. On the
 way down, clients are served to their end before a server is stopped.
 """
 
@@ -129,7 +129,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
 
 
 async def _linger(control: Control, stop_requests: asyncio.Queue[int]) -> None:
-    """Continue to serve while load balancers notice that no more requests should come. A second signal ends it."""
+    """Continue to serve while load balancers detect that the gateway is stopping. A second signal ends it."""
     control.announce_stop()
     seconds = control.config.server.linger
     if seconds:

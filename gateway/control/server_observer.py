@@ -53,7 +53,7 @@ class ServerObserver:
         return conditions(self.config, self.observe())
 
     def ready_servers(self) -> Mapping[str, int]:
-        """Return how many servers of each model take requests."""
+        """Return the number of servers of each model that accept requests."""
         return ready_servers(self.config, self.observe())
 
     def undiscovered(self) -> Set[str]:
@@ -61,15 +61,15 @@ class ServerObserver:
         return self.observe().undiscovered if self._discovery.may_be_undiscovered(self.config) else frozenset()
 
     def without_first_result(self) -> list[str]:
-        """Return the servers, models and issuers of which nothing is known yet."""
+        """Return the servers, models and issuers without a first result."""
         return [*without_first_result(self.config, self.observe()), *sorted(self._key_sets.unfetched())]
 
     def up(self) -> int:
-        """Return how many servers are up."""
+        """Return the number of servers that are up."""
         return sum(condition is Condition.UP for condition in self.conditions().values())
 
     def in_rotation(self) -> int:
-        """Return how many servers should be up: all servers except launched servers that are out of rotation."""
+        """Return the number of servers that should be up: all servers except launched servers that are out of rotation."""
         out = self.launched_out_of_rotation()
         return sum(server.name not in out for server in configured_servers(self.config))
 

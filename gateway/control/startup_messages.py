@@ -2,7 +2,7 @@
 
 On a terminal they are colored, elsewhere plain lines, and with ``log.format: json`` lines of the log. Each message begins with its time and
 level, as the lines of the log do. Only the summary is a table. Messages go to standard error, because standard output is the access log's.
-The rule: what is known is not repeated, so a server that fails repeatedly for the same cause adds one line each time.
+The rule: details are not repeated, so a server that fails repeatedly for the same cause adds one line each time.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Announcer:
             self._write(f"{escape(probe.name)} is down: {escape(probe.reason)}", logging.WARNING)
 
     def found(self, change: ServerChange) -> None:
-        """Report discovered servers that have come or gone."""
+        """Report discovered servers that were added or removed."""
         counts = ", ".join(f"{count} {verb}" for count, verb in ((change.added, "added"), (change.removed, "removed")) if count)
         self._write(f"{escape(change.model)}: discovered servers changed: {counts}, {change.total} in total")
 

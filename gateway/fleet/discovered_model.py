@@ -1,4 +1,4 @@
-"""The models whose servers are not launched here: the gateway observes them and estimates when one may be up.
+"""The models whose servers the gateway does not launch: it observes them and estimates when a model may be up.
 
 Times are in seconds of the monotonic clock.
 """
@@ -22,7 +22,8 @@ _FIRST_HEALTH_CHECK = 3.0  # seconds after which a new server is known to be up 
 class ExternalModel:
     """A model with external or discovered servers.
 
-    ``may_wait``: requests may wait for servers that discovery has not found yet. ``missing``: no server is there, but some may come.
+    ``may_wait``: requests may wait for servers that discovery has not found yet. ``missing``: there is no server yet, but discovery may
+    find servers later.
     """
 
     servers: tuple[str, ...]

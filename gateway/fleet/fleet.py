@@ -1,7 +1,7 @@
 """The life cycle of the models: launched ones are started, put to sleep, woken, drained and stopped on demand or on request.
 
-Owns each model's life above that of its servers (``upstream/launcher``). Each pass observes all models, computes the actions
-(``upstream/launcher/schedule.py``) and starts them. The rule: a model is in one transition at a time (``transitions``).
+Owns the life cycle of each model. The life cycle of its servers belongs to ``upstream/launcher``. Each pass observes all models, computes
+the actions (``upstream/launcher/schedule.py``) and starts them. The rule: a model is in one transition at a time (``transitions``).
 
 Times are in seconds of the monotonic clock, which workers share. Operators see wall clock.
 """
@@ -46,7 +46,7 @@ class Requests(Protocol):
         """The workers' shared counters."""
 
     def requested_since(self, model: str) -> float | None:
-        """Since when requests wait for a model, in seconds of the monotonic clock. None: no request waits."""
+        """Return the time since which requests wait for a model, in seconds of the monotonic clock, or None if no request waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Fleet:
     # Another configuration
 
     def apply_config(self, config: Config) -> None:
-        """Apply another configuration. The next pass starts what it changes about running models."""
+        """Apply another configuration. The next pass starts the changes to running models."""
         now = time.monotonic()
         before, self._launched = self._launched, {}
         for model in config.models:
@@ -146,7 +146,7 @@ class Fleet:
             model.task.cancel()
 
     def _apply_launch_changes(self, model: LaunchedModel) -> None:
-        """Start to make its servers those of the configuration. Each change is tried once."""
+        """Start to change the model's servers to match the configuration. Each change is tried once."""
         if model.held or model.task is not None or model.step not in (None, ModelPhase.SLEEPING):
             return
         wanted = comparable(model.specs)
@@ -179,7 +179,7 @@ class Fleet:
     # Passes
 
     async def run(self) -> None:
-        """Run passes until cancelled. Transitions are then left as they are."""
+        """Run passes until cancelled. Running transitions are not continued then."""
         try:
             while True:
                 self._pass_due.clear()
@@ -333,7 +333,7 @@ class Fleet:
     # Operations, each of which may raise RefusedOperation
 
     async def start(self, model: str) -> None:
-        """Start a model, and no longer hold it down. Returns once the start has begun and requests wait for it."""
+        """Start a model, and cancel an earlier ``stop``. Returns once the start has begun and requests wait for it."""
         known = self._find(model)
         known.held = False
         if known.phase is ModelPhase.FAILED and known.task is None:
@@ -348,7 +348,7 @@ class Fleet:
         await self.start(model)
 
     async def stop(self, model: str) -> None:
-        """Drain and stop a model, and hold it down until ``start`` or ``wake``. Returns when it is stopped."""
+        """Drain and stop a model, and keep it stopped until ``start`` or ``wake``. Returns when it is stopped."""
         known = self._find(model)
         if known.task is not None and not known.stopping:
             known.task.cancel()

@@ -1,6 +1,6 @@
 """The difference between the running servers of a launched model and those of the configuration. Pure.
 
-The rule: a server is replaced only if what it was started with has changed, and one at a time wherever the GPUs allow it.
+The rule: a server is replaced only if its launch settings have changed. Servers are replaced one at a time if the GPUs allow it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from upstream.vllm.command_line import LaunchSettings
 
 @dataclass(frozen=True, slots=True)
 class LaunchDiff:
-    """How the running servers become those of the configuration. It is false if nothing changes."""
+    """The changes that make the running servers match the configuration. It is false if nothing changes."""
 
     removed: tuple[str, ...] = ()
     replaced: tuple[LaunchSpec, ...] = ()

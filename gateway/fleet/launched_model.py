@@ -46,11 +46,11 @@ class LaunchedModel:
     Configuration: ``removed``: the configuration no longer has it, and it is stopped after its last request. ``surplus``: its running
     servers that the configuration no longer has. ``tried``: the launch settings that were applied, or tried, last.
 
-    Transition: ``step`` is the phase that a transition gives it, None if the states of its servers decide. ``task`` runs the transition,
-    and ``stopping`` is set if it stops the model. ``out_of_rotation``: its servers that get no requests although the model is ready.
-    ``drain_number``: the number of the message by which the workers send it no new requests.
+    Transition: ``step`` is the phase that a transition sets, or None if the states of its servers determine the phase. ``task`` runs the
+    transition, and ``stopping`` is set if it stops the model. ``out_of_rotation``: its servers that get no requests although the model is
+    ready. ``drain_number``: the number of the message by which the workers send it no new requests.
 
-    Operator: ``wanted_since``: since when an operator wants it to run. ``held``: an operator wants it stopped.
+    Operator: ``wanted_since``: the time at which an operator started it. ``held``: an operator has stopped it.
     """
 
     def __init__(self, config: Config, model: conf.Model, launch: conf.Launch, now: float) -> None:
@@ -98,7 +98,7 @@ class LaunchedModel:
         self.wanted_since, self.drain_timeout = None, math.inf
 
     def surplus_stopped(self) -> None:
-        """Note that only the servers of the configuration are left."""
+        """Record that only servers of the configuration are left."""
         self.names -= self.surplus
         self.out_of_rotation &= self.names
         self.surplus = frozenset()
@@ -136,7 +136,7 @@ class LaunchedModel:
         self.phase, self.since = phase, now
 
     def view(self, *, requested_since: float | None, in_flight: int, acknowledged: bool) -> ModelView:
-        """Return its view for the scheduler. ``requested_since``: since when requests wait for it."""
+        """Return its view for the scheduler. ``requested_since``: the time since which requests wait for it."""
         launch = self.launch
         wakes = self.can_sleep and (
             self.step is ModelPhase.STARTING or self.phase in (ModelPhase.READY, ModelPhase.DRAINING, ModelPhase.SLEEPING)

@@ -56,7 +56,7 @@ def conditions(config: Config, observed: ObservedServers) -> dict[str, Condition
 
 
 def ready_servers(config: Config, observed: ObservedServers) -> dict[str, int]:
-    """Return how many servers of each model take requests. Every model of the configuration is in it."""
+    """Return the number of servers of each model that accept requests. Every model of the configuration is in it."""
     ready = {model.id: 0 for model in config.models}
     for server in configured_servers(config):
         ready[server.model.id] += observed.condition(server.name) is Condition.UP
@@ -93,7 +93,7 @@ def max_model_len(config: Config, observed: ObservedServers) -> dict[str, int]:
 
 
 def tasks(config: Config, observed: ObservedServers) -> dict[str, str]:
-    """Return the task of each model and adapter, where its servers' routes show it and all of them agree."""
+    """Return the task of each model and adapter if its servers' routes show it and all servers agree."""
     found: dict[str, set[str]] = {}
     for server in configured_servers(config):
         probe = observed.probes.get(server.name)

@@ -47,7 +47,7 @@ class RefusedOperation(Exception):
 class ReloadResult:
     """The result of reading the configuration again.
 
-    ``when`` is wall clock. The others are sentences: ``problems`` are why the configuration was rejected, ``changes`` what changed, and
+    ``when`` is wall clock. The others are sentences: ``problems`` explain why the configuration was rejected, ``changes`` what changed, and
     ``needs_restart`` which changes take effect only after a restart.
     """
 

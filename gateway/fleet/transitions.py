@@ -32,7 +32,7 @@ _log = logging.getLogger("vllm_gateway.fleet")
 
 
 class Rotation(Protocol):
-    """The servers' rotation as the workers have it: what the fleet needs of control."""
+    """The functions of control that the fleet needs to take servers in and out of the workers' rotation."""
 
     def publish_snapshot(self) -> int:
         """Send the workers a snapshot of the present servers. Returns the number under which ``is_applied`` knows it."""
@@ -98,14 +98,14 @@ class Transitions:
         return sorted(specs, key=lambda spec: conditions[spec.name] is Condition.UP)
 
     async def replace(self, model: LaunchedModel, specs: Iterable[LaunchSpec]) -> None:
-        """Replace one server after the other. Raises RefusedOperation where one does not come up."""
+        """Replace one server after the other. Raises RefusedOperation if a server does not come up."""
         for spec in specs:
             await self._replace_one(model, spec)
 
     async def apply_diff(self, model: LaunchedModel, diff: LaunchDiff) -> None:
-        """Make its servers those of the configuration.
+        """Change the model's servers to match the configuration.
 
-        Raises RefusedOperation where a replaced server does not come up. The remaining ones then stay as they are.
+        Raises RefusedOperation if a replaced server does not come up. The remaining ones then stay as they are.
         """
         _log.info("%s: its configuration has changed", model.id)
         await asyncio.gather(*(self._remove(model, name) for name in diff.removed))

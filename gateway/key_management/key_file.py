@@ -1,8 +1,8 @@
 """Find, add and change the entries of keys in the configuration's files.
 
-The rules: a file is written only if the result contains exactly what it contained before and the change, and if the configuration
-gets no new problem. It is replaced atomically, with its owner and mode, so no reader sees a part of it. One command at a time does
-so, so no command overwrites another one's change. No key is in any text here, only hashes.
+The rules: a file is written only if the result contains exactly what it contained before and the change, and if the configuration gets no
+new problem. It is replaced atomically, with its owner and mode, so no reader sees a part of it. Only one command writes at a time, so no
+command overwrites the change of another. The texts here contain only hashes, never a key.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _IN_ENTRY = re.compile(r"keys\[(\d+)\]\.?")
 
 
 class KeyFileError(Exception):
-    """The change was not made; the text tells the operator why."""
+    """The change was not made. The text explains the reason to the operator."""
 
 
 class InvalidResultError(KeyFileError):

@@ -18,7 +18,7 @@ SOON = timedelta(days=14)
 
 @dataclass(frozen=True, slots=True)
 class LastUse:
-    """When entries were last used, by id, as far as the ledger goes back; ``unknown`` says why nothing is known."""
+    """When entries were last used, by id, as far as the ledger has records; ``unknown`` explains why no time is known."""
 
     times: Mapping[str, datetime] = field(default_factory=dict)
     unknown: str | None = None
@@ -65,7 +65,7 @@ def state(key: Key, now: datetime) -> str:
 
 
 def expiry(key: Key) -> datetime | None:
-    """Return when the last key of an entry expires: its own expiry, or that of the last of its hashes.
+    """Return when the last key of an entry expires: its own expiry, or the latest expiry of its hashes.
 
     None if it does not expire, or is revoked.
     """

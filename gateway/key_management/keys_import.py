@@ -48,7 +48,7 @@ class ImportedKey:
 
 @dataclass(frozen=True, slots=True)
 class SortedKeys:
-    """The keys of a file: the new ones, each once; how many are already configured; and, in words, which are duplicates."""
+    """The keys of a file: the new ones, each once; the number of keys that are already configured; and a text for each duplicate."""
 
     fresh: Sequence[ImportedKey]
     known: int
@@ -128,7 +128,10 @@ def _fields(line: str) -> list[str]:
 
 
 def _header(position: str, fields: Sequence[str]) -> Callable[[Sequence[str]], Sequence[str]] | None:
-    """Return a function that brings a line into the order id, key; None if the first line is not a header. Raises BadLineError."""
+    """Return a function that puts the fields of a line in the order id, key; None if the first line is not a header.
+
+    Raises BadLineError.
+    """
     names = [field.lower() for field in fields]
     if not (_KEY_NAMES | _ID_NAMES).intersection(names):
         return None

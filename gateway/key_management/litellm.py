@@ -1,7 +1,7 @@
 """Read LiteLLM's list of keys (``GET /key/list?return_full_object=true``) as entries of this configuration. Pure, from its text.
 
-Its ``token`` is the SHA-256 of the key, as here. The rule: what restricts a key there either restricts it here, or is reported as
-left out; nothing is dropped silently.
+Its ``token`` is the SHA-256 of the key, as here. The rule: every restriction of a key is imported or reported as left out; no restriction
+is dropped silently.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Edit a YAML text and leave every other byte unchanged: comments, order, quotes, indentation. Pure, from text to text.
 
 New text is on separate lines, or in flow style if it replaces something. The rule: the caller has parsed the text
-(``config.source`` bounds its depth), parses the result and checks that it says what it should, as ``key_file`` does. Some YAML is
+(``config.source`` bounds its depth), parses the result and checks its content, as ``key_file`` does. Some YAML is
 damaged by these edits, for example an alias in place of the list.
 """
 
@@ -107,7 +107,7 @@ def _at(node: yaml.Node | None, path: Path) -> yaml.Node | None:
 
 
 def _end(node: yaml.Node) -> int:
-    """Return where a node's own text ends. The mark of a block is where the next token starts, after comments and blank lines."""
+    """Return the position of the end of a node's own text. The end mark of a block is at the next token, after comments and blank lines."""
     if isinstance(node, yaml.CollectionNode) and not node.flow_style and node.value:
         last = node.value[-1]
         return _end(last[1] if isinstance(last, tuple) else last)
@@ -158,7 +158,7 @@ def _set(text: str, node: yaml.MappingNode, name: str, value: Any) -> list[_Spli
 
 
 def _replace(text: str, node: yaml.Node, value: Any) -> Iterator[_Splice]:
-    """Replace a value; of a list that grows, only what differs."""
+    """Replace a value; in a list that grows, only the parts that differ."""
     if isinstance(node, yaml.SequenceNode) and isinstance(value, list) and len(value) >= len(node.value) > 0:
         for child, one in zip(node.value, value, strict=False):
             if not (isinstance(child, yaml.ScalarNode) and child.value == one):

@@ -1,7 +1,8 @@
 """Rate limits and budgets of keys: reserved when a request arrives, settled when it finishes.
 
 The rule: what was reserved for a request is settled exactly once, however the request ends. Nothing here sends a request or knows
-HTTP. Start with ``rules``, which decides; ``buckets`` keeps the counts in memory that all workers share, ``redis_store`` in a Redis
+HTTP.
+Start with ``rules``, which decides; ``buckets`` keeps the counts in memory that all workers share, ``redis_store`` in a Redis
 that several gateways share; a ``Reservation`` is what one request has reserved in either.
 """
 

@@ -20,7 +20,7 @@ def raise_limit(maximum: int | None = None) -> None:
 def open_missing_standard_streams() -> None:
     """Open /dev/null for each closed standard stream, for this process and its children.
 
-    Otherwise the next opened file, perhaps a client's connection, would get its number and receive what is written to it.
+    Otherwise the next opened file, perhaps a client's connection, would get its number and receive its output.
     """
     for number in range(3):
         try:

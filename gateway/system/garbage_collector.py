@@ -1,4 +1,4 @@
-"""Pausing Python's garbage collector around work that makes many objects and no cycles."""
+"""Pause Python's garbage collector during work that creates many objects and no cycles."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def collector_paused() -> Iterator[None]:
     """Pause the garbage collector for the block.
 
-    The collector examines every container that is made. Parsing a JSON body of a million lists takes five times as long with it, and
-    such a document has no cycles to find.
+    The collector examines every new container. With it, parsing a JSON body of a million lists takes five times as long, and such a
+    document contains no cycles.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,7 +1,7 @@
 """Taking a listening socket out of service without resetting clients that have already connected.
 
-The kernel completes a client's connection before the gateway accepts it. Closing the socket resets the connections in its backlog, with
-the requests that were sent on them, and a load balancer may not send those again. The rule: first no new connections are made, then the
+The kernel completes a client's connection before the gateway accepts it. Closing the socket resets the connections in its backlog, with the
+requests that were sent on them, and a load balancer may not send those again. The rule: first the kernel stops new connections, then the
 backlog is accepted, and only then the socket is closed.
 """
 

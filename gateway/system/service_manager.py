@@ -29,10 +29,10 @@ class Supervised(Protocol):
     """The state of the gateway for its service manager."""
 
     def not_ready(self) -> str | None:
-        """Explain why no traffic should come yet, None if it may."""
+        """Return why the gateway is not ready for traffic, or None if it is ready."""
 
     def broken(self) -> str | None:
-        """Explain what has failed and will not recover without a restart, None if nothing has."""
+        """Return what has failed and will not recover without a restart, or None."""
 
     def headline(self) -> str:
         """Summarize the state in one line."""
@@ -92,7 +92,10 @@ class ServiceManager:
         return {"STATUS": headline} if headline != self._status else {}
 
     def _signs_of_life(self, gateway: Supervised, now: float) -> dict[str, str]:
-        """Extend the start timeout while the gateway starts, because models may take long, and feed the watchdog afterwards."""
+        """Extend the start timeout while the gateway starts, because models may need long.
+
+        Afterwards send the watchdog's keep-alive messages.
+        """
         field, interval = (
             ("EXTEND_TIMEOUT_USEC", _EXTEND_INTERVAL) if self._phase is _Phase.STARTING else ("WATCHDOG", (self._watchdog or 0) / 3)
         )

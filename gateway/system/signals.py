@@ -1,7 +1,7 @@
 """The signals that stop the gateway, or reload its configuration.
 
-The rule: SIGHUP is used for both, so its meaning depends on the terminal. If the terminal from which the gateway was started is closed, it
-stops the gateway. Otherwise it reloads the configuration.
+The rule: SIGHUP is used for both, so its meaning depends on the terminal. If the gateway's terminal is closed, the signal stops the
+gateway. Otherwise it reloads the configuration.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ two steps. Large bodies are processed one at a time, and so are medium ones besi
 pauses once it has used ``SLICE``. A step is the code between two ``yield`` of a generator; the module that owns the generator keeps each
 step below 100 ms of CPU for a body of 20 MiB.
 
-A function ``x_in_steps`` is a generator that does the same as ``x``. ``x`` stands for small bodies, which most bodies are: it runs the
-same checks in one call, or runs ``x_in_steps`` to its end with ``finished``.
+A function ``x_in_steps`` is a generator that does the same as ``x``. ``x`` is for small bodies, as most bodies are: it runs the same checks
+in one call, or runs ``x_in_steps`` to its end with ``finished``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 def finished(work: Generator[None, None, T]) -> T:
-    """Run all steps at once. Raises what the work raises."""
+    """Run all steps in one call. Raises the exceptions of the work."""
     while True:
         try:
             next(work)
@@ -84,7 +84,7 @@ class Pace:
             self._since = monotonic()
 
     async def run(self, work: Generator[None, None, T]) -> T:
-        """Run a generator to its end, with pauses between its steps. Raises what the generator raises."""
+        """Run a generator to its end, with pauses between its steps. Raises the exceptions of the generator."""
         await self.rest()
         while True:
             try:

@@ -28,7 +28,7 @@ class Tls:
 
 
 class CertificateError(Exception):
-    """The files are not a certificate with its key. The message is for the operator and contains nothing of the files."""
+    """The files are not a certificate with its key. The message is for the operator and contains no part of the files."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,7 +94,7 @@ def cards(models: Iterable[tuple[Model, Reported]]) -> list[Card]:
 
 
 def page(entries: Sequence[Card], query: Mapping[str, str]) -> dict[str, Any]:
-    """Return the part of a list that a query selects by ``limit``, ``after_id`` and ``before_id``; the whole list without them.
+    """Return the part of a list that a query selects by ``limit``, ``after_id`` and ``before_id``. The default is all.
 
     Raises Refusal for a limit that is not a number from 1 to ``MOST_ON_A_PAGE``, and for an ID that is not in the list.
     """

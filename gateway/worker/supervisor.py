@@ -166,7 +166,7 @@ class _WorkerSlot:
                 await asyncio.sleep(pause)
 
     async def _run_process(self, first_messages: Callable[[], Sequence[Message]]) -> None:
-        """Run one process to its end. Raises OSError or RuntimeError where it cannot be started."""
+        """Run one process to its end. Raises OSError or RuntimeError if it cannot be started."""
         async with self._started() as link:
             self._link = link
             try:
@@ -208,7 +208,7 @@ class _WorkerSlot:
 
     @asynccontextmanager
     async def _started(self) -> AsyncIterator[Link]:
-        """Start a process and open the link to it. On exit the process has ended: by itself when its link closes, else by SIGKILL."""
+        """Start a process and open the link to it. On exit the process has ended: by itself when its link closes, otherwise by SIGKILL."""
         ours, theirs = socket.socketpair()
         inherited, ledger = self._inherited, self._inherited.ledger
         fds = {
@@ -331,7 +331,7 @@ class WorkerSupervisor:
                     await asyncio.sleep(0.005)
 
     def requested_since(self, model: str) -> float | None:
-        """Since when requests wait for a model, in seconds of the monotonic clock. None: no request waits."""
+        """Return the time since which requests wait for a model, in seconds of the monotonic clock, or None if no request waits."""
         return min((slot.requested[model] for slot in self._slots if model in slot.requested), default=None)
 
     def store_status(self) -> StoreStatus | None:

@@ -1,4 +1,4 @@
-"""One worker: applies snapshots and health reports, and runs what happens a few times a second.
+"""One worker: it applies snapshots and health reports, and runs the periodic work.
 
 A ``Worker`` can be created from a fixed ``Snapshot``, without a control process. The rule: live servers, in-flight slots and counts stay
 when a snapshot is applied; everything that is compiled from a snapshot is replaced with it (``ActiveSnapshot``).
@@ -65,11 +65,11 @@ class Worker:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The snapshot in force."""
+        """The current snapshot."""
         return self.context.active.snapshot
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """Serve requests by this snapshot from now on. A request in flight keeps the model and the limits that it was given."""
+        """Serve requests by this snapshot from now on. A request in flight keeps its model and its limits."""
         context, metrics = self.context, self.context.metrics
         servers = self.fleet.reconcile(spec for model in snapshot.bases for spec in model.servers)
         metrics.create_series(snapshot)
@@ -123,7 +123,7 @@ class Worker:
         self.context.queues.set_expected(health.expected)
 
     def tick(self) -> None:
-        """Run what happens a few times a second for all requests together."""
+        """Run the periodic work for all requests, a few times a second."""
         context = self.context
         context.update_date()
         context.deadlines.tick()
@@ -140,7 +140,7 @@ class Worker:
             self._sweep()
 
     def _sweep(self) -> None:
-        """Run what happens about once a second for all connections, to servers and to clients."""
+        """Run the periodic work for all connections to servers and clients, about once a second."""
         self.fleet.expire()
         now = time.monotonic()
         for connection in tuple(self.context.connections):

@@ -1,7 +1,7 @@
-"""Sends one request to a server, classifies the result, and sends it again where that is safe.
+"""Send one request to a server, classify the result, and retry it if that is safe.
 
 The rule: a request is sent again only while no part of it can have run (``UpstreamError.untouched``), at most once, and only if
-the retry budget allows it. The second server is another one where the pool has one. The slot and the connection are released when the
+the retry budget allows it. The retry uses a different server if the pool has one. The slot and the connection are released when the
 ``with`` ends. A connection that still carries a response is closed, which makes vLLM abort the request.
 """
 
@@ -32,7 +32,7 @@ Compose = Callable[[Server], tuple[bytes, bytes]]
 
 Upload = Callable[[Callable[[bytes, bool], None], Callable[[], Awaitable[bool]]], Awaitable[None]]
 """Streams the rest of a request. It gets ``send(data, more)`` and ``drained()``, which waits until the server has read on and returns
-whether the server wants more. It wants no more once it has responded or failed."""
+whether the server wants more. The server needs no more bytes once it has responded or failed."""
 
 
 class UpstreamResponse(msgspec.Struct, eq=False):
@@ -47,7 +47,10 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     _timeouts: Timeouts
     sent_at: float = 0.0
     last_byte_at: float = 0.0
-    """When the last byte of the body came; 0 before the first. Headers alone do not count: vLLM sends them before its engine starts."""
+    """The time of the last received byte of the body; 0 before the first byte.
+
+    Headers alone do not count: vLLM sends them before its engine starts.
+    """
     status: int = 0
     headers: Headers = field(default_factory=dict)
     content_type: bytes = b""
@@ -79,12 +82,12 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         self.resume()
 
     def keep_close(self) -> None:
-        """Bound what the server may send ahead of the reader: the response is a stream (see ``Connection.limit_read_ahead``)."""
+        """Limit the bytes that the server may send ahead of the reader: the response is a stream (see ``Connection.limit_read_ahead``)."""
         if not self.complete:
             self._connection.limit_read_ahead()
 
     def divert(self, make_reader: Callable[[Connection], Callable[[bytes], None]]) -> None:
-        """Let this reader take the connection's reads (see ``Connection.divert_reads``). The reader must set ``last_byte_at``."""
+        """Pass the connection's reads to this reader (see ``Connection.divert_reads``). The reader must set ``last_byte_at``."""
         if not self.complete and self.error is None:
             self._connection.divert_reads(make_reader(self._connection))
 
@@ -117,7 +120,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         return bytes(body)
 
     def finish_within(self, pause: float, timeout: float) -> None:
-        """Truncate the response once nothing has come for two intervals of ``pause`` seconds, or after ``timeout`` seconds.
+        """Truncate the response when no byte has arrived for two intervals of ``pause`` seconds, or after ``timeout`` seconds.
 
         Two intervals, because during a single interval this process itself may have been suspended.
         """
@@ -133,7 +136,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
             asyncio.get_running_loop().call_later(pause, self._truncate_if_quiet, pause, self.last_byte_at, is_quiet)
 
     def truncate(self) -> None:
-        """Treat what has come as the whole response, and close the connection."""
+        """Treat the received bytes as the complete response, and close the connection."""
         if not self.complete:
             self._connection.close()
             self.on_end()
@@ -141,7 +144,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     def pause(self) -> None:
         """Stop reading from the server because the client is slow. The idle deadline does not run meanwhile.
 
-        A complete response is left alone: its connection may carry another one by now.
+        A complete response is not touched, since its connection may already carry another response.
         """
         if not self.complete:
             self.paused = True
@@ -154,7 +157,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
             self._connection.resume_reading()
 
     def fail(self, error: UpstreamError) -> None:
-        """Close the connection and raise this error where the response is awaited."""
+        """Close the connection and raise this error in the code that awaits the response."""
         self._connection.close()
         self.on_failure(error)
 
@@ -265,7 +268,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
 class Attempt:
     """One request's way to a response, over one or two servers of a pool.
 
-    ``failures`` holds each error on the way, including errors that a retry made good. ``composed_at`` is when the request was first
+    ``failures`` contains every error, including errors before a successful retry. ``composed_at`` is when the request was first
     composed. ``facts`` is what the pool's policy needs to know about the request.
     """
 

@@ -1,4 +1,4 @@
-"""Decides when a failing server is ejected, and for how long. Pure: every decision depends on an error and a time.
+"""Decide when a failing server is ejected, and for how long. Pure: every decision depends on an error and a time.
 
 The rules: only the server's own failures count, never a client's disconnect, an invalid request or a limit of the gateway. Failures during
 an ejection do not count, so many requests that fail together are one failure. A success resets everything.
@@ -82,7 +82,7 @@ class EjectionState:
         return True
 
     def expire(self, now: float) -> bool:
-        """Return, once, whether the ejection has expired and the server gets requests again."""
+        """Return True once, when the ejection has expired and the server gets requests again."""
         if not self.ejected_until or now < self.ejected_until:
             return False
         self.ejected_until = 0.0

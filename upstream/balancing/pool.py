@@ -1,8 +1,8 @@
 """The servers of one model and the choice among them, and all live servers of a worker.
 
-The rules: a server that has failed, or was tried before, is chosen only where no other server is left, so the last server that is up always
-gets requests. A full server is never chosen. A server whose specification did not change is the same object before and after a reload,
-with its connections and its requests in flight; a removed server is retired and finishes its requests.
+The rules: a server that has failed, or was tried before, is chosen only if no other server is left, so the last server that is up always
+gets requests. A full server is never chosen. A server whose specification did not change is the same object before and after a reload, with
+its connections and its requests in flight; a removed server is retired and finishes its requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from upstream.http.write_batching import WriteBatch
 
 
 class NoServerError(Exception):
-    """No server of a model can take a request now.
+    """No server of a model can accept a request now.
 
     ``loading``: a server is starting. ``full``: servers are up, and all of them have as many requests as they may have.
     """
@@ -85,9 +85,9 @@ class Pool:
     def choose(self, tried: Sequence[Server] = (), request: RequestFacts = NO_FACTS) -> Server:
         """Return the server for the next attempt.
 
-        The policy chooses among the servers that are available and untried. If none is left, it chooses among those that are up and not
-        full. While other servers are merely full, an ejected server is not chosen. Raises NoServerError when no server is up, or all are
-        full.
+        The policy chooses among the servers that are available and untried. If no candidate is left, it chooses among the servers that are
+        up and not full. While other servers are merely full, an ejected server is not chosen. Raises NoServerError when no server is up, or
+        all are full.
         """
         self._choices += 1
         only = self._only
@@ -133,7 +133,7 @@ class LiveServers:
         return self._servers
 
     def set_condition(self, name: str, condition: Condition) -> None:
-        """Apply what control reports of a server. Ignores a name that is not live."""
+        """Apply a server's state as reported by control. Ignores a name that is not live."""
         server = self._servers.get(name)
         if server is not None:
             server.condition = condition

@@ -62,7 +62,7 @@ class CandidateList(Generic[L]):
 
 
 class Ranking(Generic[R]):
-    """The available ones of some servers, by load. ``members``: in the order in which the servers were given."""
+    """The available ones of some servers, by load. ``members`` are in the order of the given servers."""
 
     __slots__ = ("_levels", "_load_of", "_servers", "members")
 
@@ -83,7 +83,7 @@ class Ranking(Generic[R]):
         return iter(self.members)
 
     def least_busy(self) -> R:
-        """Return a server with the smallest load, another one each time. Raises ValueError where no server is available."""
+        """Return a server with the smallest load. Servers with equal load alternate. Raises ValueError if no server is available."""
         levels = self._levels
         level = levels[min(levels)]
         server = next(iter(level))
@@ -132,7 +132,7 @@ def _ignore_capacity() -> None:
 
 
 class BoundedRanking(Ranking[F]):
-    """Servers with a concurrency limit. A full server is left out until one of its requests finishes.
+    """Servers with a concurrency limit. A full server is not ranked until one of its requests finishes.
 
     ``on_capacity`` is called whenever one of the servers may have capacity.
     """
@@ -144,7 +144,7 @@ class BoundedRanking(Ranking[F]):
         self.on_capacity: Callable[[], None] = _ignore_capacity
 
     def update_load(self, server: F) -> None:
-        """Move a server whose load has changed; remove it when it became full, add it when it no longer is."""
+        """Update the rank of a server whose load has changed. Remove a server that became full; add a server that is no longer full."""
         full = server.full
         if full is (server in self._load_of):
             super().update_availability(server)

@@ -115,7 +115,7 @@ class Server:
             self._update_rankings()
 
     def start_exchange(self, tokens: int = 0) -> None:
-        """Count a request as in flight. ``tokens``: its estimate, where the policy requires one."""
+        """Count a request as in flight. ``tokens``: its estimate, if the policy requires one."""
         self.in_flight += 1
         if tokens:
             self.tokens_in_flight += tokens
@@ -176,7 +176,7 @@ class Server:
 
     @property
     def is_ejected(self) -> bool:
-        """Whether the server gets no requests because of its failures, while there is another server."""
+        """Whether the server gets no requests because of its failures, as long as there is another server."""
         until = self._ejection.ejected_until
         return until != 0.0 and self._clock() < until
 

@@ -1,7 +1,8 @@
 """Discovery of servers, by the EndpointSlices of a Kubernetes service or by a DNS name.
 
 It runs in the control process and never touches a client's bytes. It must not remove a server because a source fails: the last endpoints
-stay until other endpoints are found, and probes decide whether a server is reachable. Start with ``endpoints``, then ``sources``.
+stay until other endpoints are found, and probes decide whether a server is reachable.
+Start with ``endpoints``, then ``sources``.
 """
 
 from upstream.discovery.dns import DnsName, Resolve, system_resolver

@@ -51,8 +51,8 @@ async def watch(source: DnsName, resolve: Resolve, on_endpoints: Callable[[Obser
 async def system_resolver(name: str) -> list[str]:
     """Resolve a name with the system's resolver (``/etc/hosts``, search domains). Raises OSError and UnicodeError.
 
-    It runs in a daemon thread: without a response of its name servers, a resolver takes half a minute, and neither other lookups nor the
-    end of the process should wait for it.
+    It runs in a daemon thread. If the name servers do not respond, the resolver waits half a minute; other lookups and the exit of the
+    process should not wait for it.
     """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[list[str]] = loop.create_future()

@@ -37,14 +37,14 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A service at a moment: its sorted endpoints, and a problem with its slices, or an empty text."""
+    """The observed state of a service: its sorted endpoints, and a problem with its slices, or an empty text."""
 
     endpoints: tuple[Endpoint, ...] = ()
     problem: str = ""
 
 
 class UnknownPortError(Exception):
-    """A slice lacks the configured port, or has several ports and none is configured. The text says which."""
+    """A slice lacks the configured port, or has several ports and none is configured. The text names the problem."""
 
 
 class EndpointSlices:

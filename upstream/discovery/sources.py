@@ -98,7 +98,7 @@ class Sources:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def set_sources(self, sources: Iterable[Source]) -> None:
-        """Watch exactly these sources. Sources that stay keep their endpoints."""
+        """Watch exactly these sources. Unchanged sources keep their endpoints."""
         wanted = dict.fromkeys(sources)
         for source in wanted.keys() - self._watches.keys():
             watch = self._watches[source] = _SourceWatch(source, self._work, self._changed)

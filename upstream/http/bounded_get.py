@@ -1,7 +1,7 @@
 """Sends one GET to a server, on a separate connection, and reads a bounded response.
 
-It serves probes, of which there may be hundreds a second, so it uses the HTTP client of the data path: that takes a quarter of the time of
-a general client. The rule: whatever the server does, the response is bounded and the connection is closed in the end.
+There may be hundreds of probes a second, so this uses the HTTP client of the data path, which needs a quarter of the time of a general
+client. The rule: whatever the server does, the response is bounded and the connection is closed in the end.
 """
 
 from __future__ import annotations

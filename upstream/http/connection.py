@@ -34,7 +34,7 @@ received the request and may have acted on it."""
 READ_AHEAD = 32 * 1024
 """Receive buffer of a streaming connection in bytes; the kernel doubles it (socket(7)). By default the buffer grows to megabytes if a
 server is faster than its client, and each read copies a quarter of a megabyte into memory, for each slow client. It is set for streams
-only: a large response in one piece would take longer, most of all over a long distance."""
+only: it would slow down a large non-streaming response, especially on a long-distance connection."""
 
 STALL = 0.1
 """Seconds that a process needs after a stall to process the connections that were established meanwhile."""
@@ -54,7 +54,7 @@ Headers = dict[bytes, bytes]
 
 
 class Receiver(Protocol):
-    """The consumer of one response. After ``on_end`` or ``on_failure`` nothing more is called."""
+    """The consumer of one response. After ``on_end`` or ``on_failure`` no other method is called."""
 
     wants_read_events: bool
     """Whether ``on_read`` is called."""
@@ -79,7 +79,7 @@ class Receiver(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection: idle, busy with one exchange, or closed. ``on_idle`` receives it when it can carry another exchange."""
+    """One connection: idle, busy with one exchange, or closed. ``on_idle`` is called with it when it can carry another exchange."""
 
     def __init__(self, server: str, on_idle: Callable[[Connection], None], write_batch: WriteBatch) -> None:
         self._server = server

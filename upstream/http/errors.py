@@ -64,7 +64,7 @@ class IdleTimeout(UpstreamError):
 
 
 class TotalTimeout(UpstreamError):
-    """The whole exchange outlasted the total deadline."""
+    """The whole exchange took longer than the total deadline."""
 
     reason = "total_timeout"
 

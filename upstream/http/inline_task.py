@@ -84,7 +84,7 @@ class InlineTask:
         self.done = False
 
     def step(self) -> None:
-        """Run until the next wait. The first call starts the task; the later ones come from what it awaited."""
+        """Run until the next wait. The first call starts the task. Later calls come from the object that it awaited."""
         self._signal = self._future = None
         try:
             self._wait_for(self._coroutine.send(None))
@@ -92,7 +92,7 @@ class InlineTask:
             self.done = True
 
     def cancel(self, msg: object = None) -> bool:
-        """Raise CancelledError where the task waits, at once. A running or unstarted task is cancelled at its next wait."""
+        """Raise CancelledError immediately at the point where the task waits. A running or unstarted task is cancelled at its next wait."""
         if self.done:
             return False
         self._cancelled = True

@@ -27,7 +27,7 @@ LONGEST = "/9999/01234567-89ab-cdef-0123-456789abcdef"
 
 
 def _make_private(folder: Path) -> None:
-    """Deny access to other users, because logs contain text of requests. A folder of another user stays as it is."""
+    """Deny access to other users, because logs contain text of requests. A folder of another user is not touched."""
     status = folder.stat()
     if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
         folder.chmod(0o700)
@@ -104,13 +104,13 @@ class Launcher:
     def restart(self, name: str, why: str, grace: float) -> None:
         """Stop a ready server as ``stop`` does, and start it again. Returns immediately. ``why`` is reported to the operator.
 
-        For a server that runs and does not work. It is no longer ready from this moment, so it is out of rotation before it stops. Has no
+        For a server that runs and does not work. It counts as not ready immediately, so it is out of rotation before it stops. Has no
         effect on a server that is not ready. Raises KeyError for a name that is not launched.
         """
         self._servers[name].restart(why, grace)
 
     def set_startup_timeout(self, name: str, startup_timeout: float) -> None:
-        """Change the seconds that a server's start may take, the current one included. A server that was given up is started again.
+        """Change the timeout of a server's start in seconds, also for a start in progress. A server that was given up is started again.
 
         Raises KeyError for a name that is not launched.
         """

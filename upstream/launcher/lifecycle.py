@@ -56,7 +56,7 @@ class LaunchSpec:
 
 @dataclass(frozen=True, slots=True)
 class LaunchStatus:
-    """The status of a launched server at a moment. For operators, never for clients.
+    """The status of a launched server at one time. For operators, never for clients.
 
     ``since``: wall clock seconds at which it entered ``state``. ``pid``: its main process, or None. ``address``: the address of its current
     or last process; a restart may change it. ``restarts``: starts after the first one. ``first_start_finished``: the first start has

@@ -1,7 +1,7 @@
 """The log of a launched server: everything that it writes, appended to one file.
 
 Owns the file, its limit, its tail and the progress that it shows. The server writes to the file itself: there is no pipe that could fill up
-or close with control. The rule: every reader takes a bounded part, and text for terminals is printable.
+or close with control. The rule: every reader reads a bounded part, and text for terminals is printable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROTATED = 4 << 20
 TAIL_BYTES = 8192
 TAIL_LINES = 20
 SEARCHED_BYTES = 512 << 10
-"""Bytes at the end of the log that are searched for the cause of a failure. The tracebacks of a dozen processes take a tenth of that."""
+"""Bytes at the end of the log that are searched for the cause of a failure. The tracebacks of a dozen processes need a tenth of that."""
 RECENT = 60
 """Calls of ``rotate`` for which output counts as recent."""
 _OWN = os.O_NOFOLLOW | os.O_CLOEXEC  # never follow the link of another user

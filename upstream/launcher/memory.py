@@ -13,10 +13,10 @@ _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 def kills(root: Path = Path("/")) -> int | None:
-    """Return the kills for lack of memory so far, in this process's control group, which launched servers share, or on the whole machine.
+    """Return the number of out-of-memory kills so far, in this process's control group or on the whole machine.
 
-    ``root``: the folder with ``proc`` and ``sys``. Sources: cgroup v2's memory.events, v1's memory.oom_control (Linux's
-    admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst), /proc/vmstat. All of them count since Linux 4.13.
+    Launched servers share the control group. ``root``: the folder with ``proc`` and ``sys``. Sources: cgroup v2's memory.events, v1's
+    memory.oom_control (Linux's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst), /proc/vmstat. All of them count since Linux 4.13.
     """
     return next((int(found[1]) for path in _paths(root) if (found := _COUNT.search(_read(path)))), None)
 

@@ -1,6 +1,6 @@
 """Checks whether a program can be executed, before a server is started with it.
 
-The rule: nothing is run, so the check costs a few system calls. A program that is found may still fail.
+The rule: no program is run, so the check costs only a few system calls. A program that is found may still fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the line of a log that shows what a starting server does. Pure.
+"""Find the log line that shows what a starting server is doing. Pure.
 
 The rule: a line is shown as the server wrote it, without vLLM's prefix (process, level, time, position in the source). Lines without
 progress (warnings, continuations, the banner) are skipped.

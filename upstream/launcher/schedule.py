@@ -37,7 +37,7 @@ class ModelPhase(StrEnum):
 
 
 class ActionKind(StrEnum):
-    """The kinds of action. ``RESUME`` lets a draining model take requests again."""
+    """The kinds of action. ``RESUME`` lets a draining model accept requests again."""
 
     START = "start"
     WAKE = "wake"
@@ -58,13 +58,13 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class ModelView:
-    """One model at a moment.
+    """The state of one model at one time.
 
-    ``since``: when it entered its phase. ``needs``: what it cannot share, its GPUs and its address. ``capacity``: the models of its group
-    that may run. ``wanted_since``: since when requests are queued for it, or None. ``drain_acknowledged``: it drains, and all workers send
-    it no new requests. ``start_seconds`` and ``stop_seconds``: how long it takes to start (from sleep: to wake) and to stop. ``eager``: it
-    runs whenever its GPUs are free. ``held``: the operator has stopped it, with ``drain_timeout`` for its requests. ``in_transition``: an
-    action is under way, so no other one is started.
+    ``since``: when it entered its phase. ``needs``: the resources that it cannot share: its GPUs and its address. ``capacity``: the models
+    of its group that may run. ``wanted_since``: since when requests are queued for it, or None. ``drain_acknowledged``: it drains, and all
+    workers send it no new requests. ``start_seconds`` and ``stop_seconds``: how long it takes to start (from sleep: to wake) and to stop.
+    ``eager``: it runs whenever its GPUs are free. ``held``: the operator has stopped it, with ``drain_timeout`` for its requests.
+    ``in_transition``: an action is under way, so no other one is started.
     """
 
     model: str
@@ -115,7 +115,7 @@ def compete(one: ModelView, other: ModelView) -> bool:
 
 
 def decide(views: Sequence[ModelView], now: float) -> tuple[Action, ...]:
-    """Return the actions to start now. Each model is in at most one action; ``START`` and ``WAKE`` come last."""
+    """Return the actions to start now. Each model is in at most one action; ``START`` and ``WAKE`` are last."""
     starts: list[Action] = []
     displaced: dict[str, str] = {}
     holding = [view for view in views if view.phase not in NOT_RUNNING]
@@ -134,7 +134,7 @@ def decide(views: Sequence[ModelView], now: float) -> tuple[Action, ...]:
 
 
 def forecast(views: Sequence[ModelView], now: float) -> dict[str, float]:
-    """Estimate when each model that is not up will be, without those that have failed or are held."""
+    """Estimate when each model will be up. Models that are up, failed or held are omitted."""
     expected = {view.model: _started(view, now) for view in views if view.phase is ModelPhase.STARTING and not view.held}
     free = {view.model: _free_at(view, now) for view in views if view.phase not in NOT_RUNNING}
     holding = [view for view in views if view.phase not in NOT_RUNNING]
@@ -236,7 +236,7 @@ def _started(view: ModelView, now: float) -> float:
 
 
 def _free_at(view: ModelView, now: float) -> float:
-    """Return when another model may have the GPUs of a running one."""
+    """Return when another model may use the GPUs of a running model."""
     match view.phase:
         case ModelPhase.STARTING:
             return _started(view, now) + time_slice(view) + view.stop_seconds

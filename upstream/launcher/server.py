@@ -79,12 +79,12 @@ class LaunchedServer:
         self._task.add_done_callback(self._task_done)
 
     def restart(self, why: str, grace: float) -> None:
-        """Stop the current process as ``stop`` does, and start another one. Has no effect unless the server is ready."""
+        """Stop the current process as ``stop`` does, then start a new process. Has no effect unless the server is ready."""
         if self.status.state is LaunchState.READY and self._restart_request is not None and not self._restart_request.done():
             self._restart_request.set_result((why, grace))
 
     def set_startup_timeout(self, startup_timeout: float) -> None:
-        """Change the seconds that a start may take, the current one included. A server that was given up starts again."""
+        """Change the timeout of a start in seconds, also for a start in progress. A server that was given up starts again."""
         if startup_timeout != self.spec.startup_timeout:
             self.spec = replace(self.spec, startup_timeout=startup_timeout)
             if self.status.given_up:

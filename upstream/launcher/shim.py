@@ -169,7 +169,7 @@ class Shim:
             return False
 
     def _reap(self) -> bool:
-        """Reap every child that has exited. Return False when no child is left."""
+        """Reap every child that has exited. Return False if no child is left."""
         try:
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
                 if ended[0] == self._server:

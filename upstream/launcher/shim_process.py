@@ -29,7 +29,7 @@ MARK = "VLLM_GATEWAY_LAUNCH"
 KILL_TIMEOUT = 5.0
 PASSES = 100
 PASS_PAUSE = 0.02
-"""How often, and after how many seconds, control scans again for the processes of a killed shim."""
+"""The number of repeated scans for the processes of a killed shim, and the seconds between them."""
 TRACKER_PASSES = round(shim.TRACKER_GRACE / PASS_PAUSE)
 
 

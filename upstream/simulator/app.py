@@ -1,7 +1,6 @@
 """The routes of the simulator, and the layers before them: the journal, then the key.
 
-Owns the table of routes. Every answer of a route that reads a body goes through ``_answering``, which renders
-whatever was refused.
+Owns the table of routes. Every response of a route that reads a body goes through ``_with_errors``, which renders errors.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a request is answered, and how it fails: one table, for the server by ``--sim-…`` and for one request.
+"""The behavior of the simulator, including its failures: one table, set for the server by ``--sim-…`` flags or for one request.
 
 Owns the settings. Each is declared once, below, and is both a flag (``--sim-hang-after 5``) and a field of a
 request's top-level ``"simulate"`` object (``{"hang_after": 5}``), which vLLM would ignore as an unknown field.

@@ -1,7 +1,7 @@
 """The command line: vLLM's own flags and the simulator's, read into one frozen value.
 
-Owns the parsing. vLLM's flags are accepted from its own table (``vllm_names``); those that mean something here
-are in ``_MEANT``, the others are left aside. A flag that vLLM does not have fails with argparse's words, status 2.
+Owns the parsing. vLLM's flags are accepted from its own table (``vllm_names``); the flags with an effect here are in ``_MEANT``, the others
+are ignored. A flag that vLLM does not have fails with argparse's words, status 2.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SIZES: Final = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 2**10, "M": 2**20, "G"
 
 
 class BadArguments(Exception):
-    """Arguments that vLLM takes apart and then refuses, with status 1: the text is vLLM's."""
+    """Arguments that vLLM parses and then rejects with status 1. The text is vLLM's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class StartOptions:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Everything that the command line and the environment say."""
+    """All settings from the command line and the environment."""
 
     model: str
     served: tuple[str, ...]
@@ -85,8 +85,7 @@ class Settings:
 def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm serve") -> Settings:
     """Read the arguments after ``vllm serve``. ``command`` is what ``--help`` calls the program; errors are vLLM's own.
 
-    Raises SystemExit(2) as argparse does for a flag that does not exist, and BadArguments where vLLM parses
-    the flags and then refuses them.
+    Raises SystemExit(2) like argparse for an unknown flag, and BadArguments for flags that vLLM parses and then rejects.
     """
     given = _parser(command).parse_args(_normalized(_with_config_file(argv)))
     _check_parsers(given)
@@ -120,7 +119,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm 
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what vLLM's parser says, under the name that users typed."""
+    """A parser with the messages of vLLM's parser, under the name that users typed."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -232,7 +231,7 @@ def _loras(given: argparse.Namespace) -> tuple[Lora, ...]:
 
 
 def _lora(text: str) -> Lora:
-    """``name=path``, or JSON where there is a comma (LoRAParserAction)."""
+    """``name=path``, or JSON if the text contains a comma (LoRAParserAction)."""
     if "=" in text and "," not in text:
         name, _, path = text.partition("=")
         return Lora(name, path)

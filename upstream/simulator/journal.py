@@ -18,9 +18,9 @@ MOST_BODY: Final = 1 << 20
 
 @dataclass(slots=True)
 class JournalEntry:
-    """A request as it came, and how it ended. Times are seconds since the epoch.
+    """A received request and its outcome. Times are seconds since the epoch.
 
-    ``outcome`` is ``open`` until it is one of: ``finished`` (the whole answer was sent), ``refused`` (an error
+    ``outcome`` is ``open`` until it is one of: ``finished`` (the complete response was sent), ``refused`` (an error
     status), ``disconnected`` (the client disconnected), ``cut`` (the simulator closed the connection).
     """
 

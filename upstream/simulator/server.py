@@ -1,6 +1,6 @@
 """The process: arguments, socket, start, stop.
 
-Owns the order of a vLLM server's life: the arguments are checked, the socket is bound (so that a taken port or a
+Owns the start sequence of a vLLM server: the arguments are checked, the socket is bound (so that a taken port or a
 left-over socket file fails at once), the model is "loaded" while connections are refused, and only then it listens.
 """
 
@@ -105,7 +105,7 @@ def _address(settings: Settings, listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, which leaves the signals to us and says when it listens."""
+    """A uvicorn server that does not handle signals and reports when it listens."""
 
     def __init__(self, config: uvicorn.Config, announcement: str) -> None:
         super().__init__(config)

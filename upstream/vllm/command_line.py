@@ -1,7 +1,7 @@
 """Turns a model's launch settings into the arguments and the environment of one ``vllm serve``.
 
-Owns the options that the gateway sets itself (served names, address, internal key, GPUs) and those that it rejects. Pure: nothing is
-started, no file is touched. The rule: a secret is in the environment, never in the arguments and never in a repr.
+Owns the options that the gateway sets itself (served names, address, internal key, GPUs) and those that it rejects. Pure: no process is
+started and no file is read. The rule: a secret is in the environment, never in the arguments and never in a repr.
 """
 
 from __future__ import annotations

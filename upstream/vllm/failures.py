@@ -4,7 +4,8 @@ Owns the table of causes. Pure: it maps the lines of a server's log, and the exi
 linear in the length of the log, and every ``code`` is from the table, so that it can be the label of a metric.
 
 vLLM reports a failure in the process that met it (``Worker``, ``EngineCore``) and then again, without the reason, in its API server
-("Engine core initialization failed. See root cause above."). So the last lines of a log rarely say why, and the whole of it is searched.
+("Engine core initialization failed. See root cause above."). So the last lines of a log rarely show the cause, and the whole log is
+searched.
 """
 
 from __future__ import annotations
@@ -387,7 +388,7 @@ class _Line:
 def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
     """Yield the lines that report a failure: exceptions, messages of the level ERROR, and messages of argparse and the C++ runtime.
 
-    Source lines of a traceback are indented, and warnings have a level: neither says why a server failed.
+    Source lines of a traceback are indented, and warnings have a level: neither shows why a server failed.
     """
     process, level = "", ""
     for line in lines:

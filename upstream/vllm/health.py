@@ -315,7 +315,7 @@ class Prober:
     def set_targets(self, targets: Iterable[Target]) -> None:
         """Probe exactly these targets. Targets that stay (same name, address and key) keep their health.
 
-        A target with a new key starts with the health under the former key. After this method has returned, no callback is made for a
+        A target with a new key starts with the health under the former key. After this method has returned, no callback is called for a
         removed target.
         """
         wanted: dict[Target, dict[str, None]] = {}

@@ -17,7 +17,7 @@ SIZE_LIMIT = 16 * 1024 * 1024
 
 
 class MetricsUnavailableError(Exception):
-    """The metrics could not be read. The text says why, in one line."""
+    """The metrics could not be read. The text explains the reason in one line."""
 
 
 async def read(target: Target, deadline: float) -> bytes:

@@ -52,7 +52,7 @@ KINDS: Mapping[str, PathKind] = MappingProxyType(
         "tool-parser-plugin": PathKind.READ,
     }
 )
-"""The options of vLLM 0.32 by their flag without dashes. For an option that takes JSON, the field follows a dot."""
+"""The options of vLLM 0.32 that take a path, by flag without dashes. For an option that takes JSON, the field follows a dot."""
 
 BUILT_IN_TEMPLATE = "template_"
 """The prefix of the names of vLLM's own templates (vllm/transformers_utils/chat_templates)."""

@@ -20,7 +20,7 @@ DEADLINE = 300.0
 
 
 class SleepError(Exception):
-    """A server could not be put to sleep or woken; the text says why, for operators."""
+    """A server could not be put to sleep or woken. The text explains the reason to operators."""
 
 
 async def fall_asleep(target: Target, level: Level) -> None:

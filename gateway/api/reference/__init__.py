@@ -2,7 +2,8 @@
 
 It owns only the description; nothing here serves a request. Routes and errors are those of ``gateway.api``; the shapes of bodies
 are the YAML files beside this, as JSON Schema. The rule: everything described is served, and everything served is described; tests
-compare requests and responses, also of a real vLLM, with the shapes. Start with ``document``.
+compare requests and responses, also of a real vLLM, with the shapes.
+Start with ``document``.
 """
 
 from gateway.api.reference.document import document

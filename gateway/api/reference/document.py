@@ -1,6 +1,7 @@
 """Write the data port as OpenAPI 3.1, from the tables of routes and errors and the shapes of their bodies.
 
-The rule: paths, methods, kinds of bodies, statuses and codes come from the tables that serve; only texts and shapes are added here.
+The rule: paths, methods, kinds of bodies, statuses and codes come from the tables that handle requests; only texts and shapes are added
+here.
 """
 
 from __future__ import annotations

@@ -25,6 +25,6 @@ POLICIES: Mapping[str, type[Policy[Any]]] = MappingProxyType(
         "prefix": Prefix,
     }
 )
-"""By the name that ``balance`` takes in the configuration."""
+"""All policies by their name in the setting ``balance``."""
 
 DEFAULT = "least_busy"

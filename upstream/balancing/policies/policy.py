@@ -1,7 +1,7 @@
 """The base of all balance policies: their view of servers and requests, and their one decision.
 
-The rule: ``Policy.choose`` does no I/O and returns one of the candidates. Its cost must not grow with the number of servers where the
-policy is meant for large pools; a ranking keeps the candidates sorted by load for that.
+The rule: ``Policy.choose`` does no I/O and returns one of the candidates. In a policy for large pools, the cost must not grow with the
+number of servers; a ranking keeps the candidates sorted by load.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ A request has an affinity key, a number that requests with the same prefix share
 For each slot every server has a score, a hash of its name and the slot, and the server with the highest score gets the request:
 rendezvous hashing with bounded load. The rules:
 
-* Stable: a score depends on name, weight and slot only. When a server goes away, only the keys in its slots move. A new server takes
-  only the slots that it wins, and all workers agree, also after a restart.
+* Stable: a score depends on name, weight and slot only. When a server is removed, only the keys in its slots move. A new server gets only
+the slots in which it ranks first. All workers compute the same assignment, also after a restart.
 * Weighted: with ``-weight / ln(hash)`` as the score, a server wins a share of the slots that is its share of the weights (weighted
   rendezvous hashing, Schindelhauer and Schomaker 2005). A hash ring would need points in proportion to the weights.
 * Bounded: a server that has more than ``FACTOR`` times its share of the requests in flight is skipped, and the slot's next server gets the
@@ -31,7 +31,7 @@ CHOICES = 8
 """Servers stored for each slot. If all of them are busy or out of rotation, the least busy server gets the request."""
 FACTOR = 1.25
 FREE = 4
-"""Requests in flight below which a server is never skipped: vLLM processes so few at once in nearly the time of one."""
+"""Requests in flight below which a server is never skipped: vLLM processes so few requests together in nearly the time of one."""
 
 
 class Prefix(Policy[C]):

@@ -44,7 +44,7 @@ class AudioRequest(Fields):
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """An uploaded file, and how long it plays (seconds; a guess where it is no WAV)."""
+    """An uploaded file and its duration in seconds (estimated if it is not a WAV file)."""
 
     content: bytes
     seconds: float

@@ -46,7 +46,7 @@ def _calls(call: ApiRequest) -> list[ApiRequest]:
 
 
 class BatchResponse(chat.ChatResponse):
-    """The shape of its response: that of chat, without the details of usage and the tokens of the prompts."""
+    """The shape of the response: like chat, without usage details and without the tokens of the prompts."""
 
     def body(self) -> dict[str, Any]:
         counts = usage.counts(self._transcript.prompt_tokens, self._transcript.completion_tokens)

@@ -1,4 +1,4 @@
-"""The fields that chat, completions and responses share: their types, and what vLLM refuses in them.
+"""The fields that chat, completions and responses share: their types, and the values that vLLM rejects.
 
 Owns the validation. Types are pydantic's, so that its messages are vLLM's; rules are those of vLLM 0.32's
 request models and of its sampling parameters. Rules that vLLM's engine checks only once a stream has begun are

@@ -1,7 +1,6 @@
 """POST /v1/responses: OpenAI's responses over a chat request (openai/responses in vLLM 0.32).
 
-Nothing is stored, as in vLLM without VLLM_ENABLE_RESPONSES_API_STORE. The stream has no [DONE]; where it fails,
-vLLM breaks the connection off.
+Nothing is stored, as in vLLM without VLLM_ENABLE_RESPONSES_API_STORE. The stream has no [DONE]; if it fails, vLLM closes the connection.
 """
 
 from __future__ import annotations

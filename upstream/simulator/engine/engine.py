@@ -34,7 +34,7 @@ class Emission:
 
 
 class Slot:
-    """One request in flight: what it has made so far, and the wait that it is in."""
+    """One request in flight: the tokens generated so far, and its current wait."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -45,7 +45,7 @@ class Slot:
         self._waiting: asyncio.Future[None] | None = None
 
     async def wait(self, seconds: float | None) -> None:
-        """Wait, for ever if ``seconds`` is None, or until ``abort``."""
+        """Wait for ``seconds``, or without a limit if None. ``abort`` ends the wait."""
         if self.aborted:
             return
         loop = asyncio.get_running_loop()
@@ -113,7 +113,7 @@ class Engine:
             os._exit(DIED)
 
     def abort_all(self) -> None:
-        """End every request where it stands: their choices finish with ``abort``."""
+        """End every request immediately. Their choices finish with ``abort``."""
         self.draining = True
         self.awake.set()
         for slot in self._slots:

@@ -175,7 +175,7 @@ def fingerprint(settings: Settings) -> str:
 
 
 def context_checked(prompt_text: str, prompt_length: int, settings: Settings) -> None:
-    """Raise the ApiError of a prompt that the context does not hold (renderers/params.py)."""
+    """Raise the ApiError for a prompt that exceeds the context (renderers/params.py)."""
     limit = settings.max_model_len
     characters = limit * MAX_CHARS_PER_TOKEN
     if len(prompt_text) > characters:

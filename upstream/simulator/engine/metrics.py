@@ -1,8 +1,7 @@
 """The metrics of the simulator, and their text on /metrics.
 
-Owns the counters. The rule: a prompt is counted when its first token is due, a generated token when it is made,
-so that the counters are the sum of the usage that was reported and of what broken-off requests had by then.
-Names and labels are vLLM's (v1/metrics/loggers.py).
+Owns the counters. The rule: a prompt is counted when its first token is due, and a generated token when it is generated. So the counters
+are the sum of the reported usage and of the tokens of truncated requests. Names and labels are vLLM's (v1/metrics/loggers.py).
 """
 
 from __future__ import annotations

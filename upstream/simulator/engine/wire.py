@@ -1,7 +1,7 @@
 """The bytes of a response: cut, chunked and truncated as the behavior specifies.
 
-Owns what is sent. The rule: after a cut nothing is sent any more, and the connection is closed without the end
-of the body, as a process that dies leaves it.
+Owns what is sent. The rule: after a cut no more bytes are sent, and the connection is closed without the end of the body, as if the process
+had died.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def instance(schema: Schema | bool, speaker: Speaker) -> Any:
 
 
 class _Maker:
-    """Walks one schema; ``root`` is kept for its references."""
+    """Create an instance of one schema. ``root`` is needed to resolve its references."""
 
     def __init__(self, root: Schema, speaker: Speaker) -> None:
         self._root = root
@@ -153,7 +153,7 @@ _QUANTIFIER: Final = re.compile(r"\{(\d+)(?:,\d*)?\}|[*+?]")
 def matching(pattern: str, speaker: Speaker) -> str:
     """Return a short text that ``pattern`` matches completely: literals, classes, groups, alternatives and counts.
 
-    Raises Unmeetable for a malformed pattern and for what is not simple (look-around, back references).
+    Raises Unmeetable for a malformed pattern and for unsupported features (look-around, back references).
     """
     try:
         compiled = re.compile(pattern)

@@ -29,7 +29,7 @@ class TokenKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token: ``text`` is what a client sees of it, ``piece`` is what the tokenizer calls it."""
+    """One generated token: ``text`` is the part that a client sees; ``piece`` is the token in the tokenizer."""
 
     kind: TokenKind
     text: str
@@ -62,7 +62,7 @@ class Prompt:
 
 
 def prompts_of(given: str | list[Any] | None) -> list[Prompt]:
-    """Return the prompts of a field that takes a text, texts, token ids, or lists of token ids."""
+    """Return the prompts of a field that contains a text, texts, token IDs, or lists of token IDs."""
     if not isinstance(given, list) or (given and isinstance(given[0], int)):
         given = [] if given is None else [given]
     return [Prompt.of_text(one) if isinstance(one, str) else Prompt.of_ids(one) for one in given]
