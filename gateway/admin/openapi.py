@@ -13,6 +13,7 @@ from typing import Any
 from gateway import __version__
 from gateway.admin.guard import OPEN, TWICE
 from gateway.fleet.operations import OPERATIONS
+from gateway.ledger.dimensions import CHOICES
 
 _MISDIRECTED = "the Host is a name, although the port listens only on this machine and requires no token"
 _FORBIDDEN = "no token is configured, or the request is from a web page"
@@ -87,7 +88,8 @@ ROUTES = (
     Described("/status", "Models, servers and workers.", {200: "JSON, or a page for clients that prefer HTML"}, (JSON, HTML)),
     Described(
         "/usage",
-        "Usage from the ledger. `vllm-gateway usage --help` explains the parameters.",
+        f"Usage from the ledger. `by` is a list with commas of {', '.join(CHOICES)}. `vllm-gateway usage --help` explains the parameters. "
+        "`truncated`: only the groups with the most tokens are listed.",
         {200: "the rows", 400: "invalid query", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
         (JSON,),
         queries=("by", "since", "until", "key", "team", "model"),

@@ -148,6 +148,7 @@ class TokenVerifier:
             team=team or entry.team,
             allowances=_allowances(entry, identity, None if team is None else self._teams[team]),
             within=verified.models,
+            user_header=None,  # the subject is the end user, and must not name another one
         )
 
     def _identity(self, entry: str, verified: VerifiedToken) -> str:

@@ -1,4 +1,4 @@
-"""Notes on a valid configuration: an admin port without a token, expired keys, costs without a limit, budgets that restarts reset. Pure.
+"""Notes on a valid configuration: for example an admin port without a token, expired keys, or costs without a limit. Pure.
 
 The rule: a note never makes a configuration invalid. Invalid parts are reported as problems elsewhere, and are ignored here.
 """
@@ -40,6 +40,7 @@ def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     yield from _ended(draft, now)
     yield from _unbounded(draft)
     yield from _not_restored(draft)
+    yield from _unrecorded_users(draft)
 
 
 def note(value: ConfigValue, message: str) -> Note:
@@ -61,6 +62,14 @@ def _ended(draft: Draft, now: datetime) -> Iterator[Note]:
         if key is not None and state(key, now) == "expired":
             field = entry.get("hash") if key.expires is None or key.expires > now else entry.get("expires")
             yield note(field, "has expired: all keys of this entry are refused")
+
+
+def _unrecorded_users(draft: Draft) -> Iterator[Note]:
+    """Report headers of end users without a ledger, where alone they are stored."""
+    if draft.top.get("ledger").value is None:
+        for header in (key.get("user_header") for key in draft.keys):
+            if header.value is not None:
+                yield note(header, "has no effect without `ledger`")
 
 
 def _key(entry: ConfigValue) -> Key | None:

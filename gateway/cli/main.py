@@ -22,6 +22,7 @@ from gateway.cli import keys_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
+from gateway.ledger.dimensions import CHOICES
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
@@ -207,7 +208,7 @@ def status(
 def usage(
     file: ConfigArgument = None,
     config: ConfigOption = None,
-    by: Annotated[str, typer.Option(metavar="WHAT", help="Group by these, with commas: key, team, model, day, server.")] = "key,model",
+    by: Annotated[str, typer.Option(metavar="WHAT", help=f"Group by these, with commas: {', '.join(CHOICES)}.")] = "key,model",
     since: Annotated[
         str,
         typer.Option(
@@ -241,6 +242,8 @@ def usage(
 
     def shown(report: UsageReport) -> None:
         FORMATS[form](report, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+        if report.truncated:
+            say_error(f"only the {len(report.sums):,} groups with the most tokens are shown; narrow the query", 0)
 
     given = {"by": by, "since": since, "until": until, "key": key, "team": team, "model": model}
     filters = {name: value for name, value in given.items() if value is not None}

@@ -33,6 +33,7 @@ from gateway.config.values import (
     FilePath,
     Flag,
     Hashes,
+    HeaderName,
     HttpUrl,
     Instant,
     KeySet,
@@ -389,6 +390,9 @@ class Key(Section):
         description="priority in the gateway's queues (as a share) and in vLLM's scheduler; lower is sooner",
     )
     labels: dict[Name, Text] = Field(default={}, description='labels for its usage records, e.g. {cost_center: "17"}')
+    user_header: HeaderName | None = Field(
+        default=None, description="header that names the end user in its usage records, e.g. X-OpenWebUI-User-Id; only for trusted clients"
+    )
 
     def expired(self, now: datetime) -> bool:
         """Return whether it has expired at the aware datetime ``now``."""

@@ -396,6 +396,13 @@ def _of_tokens(draft: Draft) -> list[ConfigValue]:
     return [place for each in named for place in (each.items() if isinstance(each.value, list) else [each]) if _is_text(place)]
 
 
+def _user_headers(draft: Draft) -> Iterator[Problem]:
+    """Check that only clients with a key can name an end user: others could name anyone."""
+    for key in draft.keys:
+        if key.get("user_header").value is not None and key.get("anonymous").value is True:
+            yield key.get("user_header").problem("an anonymous entry is used by unknown clients, which could name any user")
+
+
 def _issuers(draft: Draft) -> Iterator[Problem]:
     if draft.top.get("jwt").value is None:
         return
@@ -527,6 +534,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _some_keys,
     _unique_keys,
     _hash_or_anonymous,
+    _user_headers,
     _issuers,
     _scopes,
     _teams,

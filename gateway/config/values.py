@@ -49,6 +49,8 @@ _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
 _OWN_PATHS = {"health", "v1", "v2", "rerank", "score", "classify", "pooling", "tokenize", "detokenize"}
 _VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 _PORT_NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?$"
+_HEADER_PATTERN = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}$"  # a token of RFC 9110, section 5.6.2
+_CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"})
 _RENAMED_PARTS = {"relay": "worker"}
 """Parts of the log that had another name in earlier versions, and their present names."""
 
@@ -87,6 +89,14 @@ def _origin(value: str) -> str:
     if value != "*" and not re.fullmatch(r"https?://[^/?#@\s]+", value):
         raise ValueError("expected an origin such as https://app.example.com, with no path, or *")
     return value
+
+
+def _header_name(value: str) -> str:
+    if not re.fullmatch(_HEADER_PATTERN, value):
+        raise ValueError("expected the name of a header such as X-OpenWebUI-User-Id")
+    if value.lower() in _CREDENTIALS:
+        raise ValueError("this header carries credentials, which the ledger must not store")
+    return value.lower()
 
 
 def _media_host(value: str) -> str:
@@ -373,6 +383,9 @@ NamedPort = Annotated[
     PlainValidator(_named_port),
     WithJsonSchema({"oneOf": [{"type": "integer", "minimum": 1, "maximum": 65535}, {"type": "string", "pattern": _PORT_NAME_PATTERN}]}),
 ]
+HeaderName = Annotated[str, Strict(), AfterValidator(_header_name), Field(json_schema_extra={"pattern": _HEADER_PATTERN})]
+"""The name of a request header, in lowercase, that carries no credentials."""
+
 FilePath = Annotated[Path, PlainValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})]
 """An absolute path. A relative one starts from the folder of the configuration."""
 

@@ -212,6 +212,7 @@ def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None, of_team: tu
         revoked=key.revoked,
         weight=weight_of(key.priority),
         allowances=(*_allowances(f"key {key.id}", key.limits), *of_team),
+        user_header=None if key.user_header is None else key.user_header.encode(),
     )
 
 

@@ -19,13 +19,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway import config as conf
 from gateway.config.problems import did_you_mean
 from gateway.config.quantities import parse_duration
+from gateway.ledger.dimensions import CHOICES, DIMENSIONS, LABEL, is_dimension
 from gateway.ledger.errors import DatabaseUnavailableError, QueryError
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import create_database_engine, database_url, reason, time_limited
 from gateway.snapshot.money import NANO, json_number
 
-DIMENSIONS = ("key", "team", "model", "day", "server")
-"""Dimensions by which sums may be grouped."""
+MAX_GROUPS = 50_000
+"""Lines of a report. Clients choose the values of ``user``, so their number must be bounded."""
 
 _DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
@@ -71,23 +72,28 @@ class UsageSum:
 
 @dataclass(frozen=True, slots=True)
 class UsageReport:
-    """The sums, the largest number of tokens first; grouped by day, in the order of the days."""
+    """The sums, the largest number of tokens first; grouped by day, in the order of the days.
+
+    ``truncated``: there are more groups than a report has lines; those with the fewest tokens are left out.
+    """
 
     query: UsageQuery
     sums: Sequence[UsageSum]
+    truncated: bool = False
 
     def document(self) -> dict[str, Any]:
         """Return the report as JSON, for an encoder of msgspec. A cost is a number with all of its digits."""
         query = self.query
         rows = [{**dict(zip(query.by, each.group, strict=True)), **_measures(each)} for each in self.sums]
-        return {"since": query.since.isoformat(), "until": query.until.isoformat(), "by": list(query.by), "usage": rows}
+        since, until = query.since.isoformat(), query.until.isoformat()
+        return {"since": since, "until": until, "by": list(query.by), "truncated": self.truncated, "usage": rows}
 
 
 def parse_report(document: Mapping[str, Any]) -> UsageReport:
     """Parse the report in a document of a gateway, whose numbers with decimals are ``Decimal``."""
     by, since, until = tuple(document["by"]), *(datetime.fromisoformat(document[name]) for name in ("since", "until"))
     sums = [UsageSum(tuple(row.pop(part) for part in by), **row | {"cost": _nano(row["cost"])}) for row in map(dict, document["usage"])]
-    return UsageReport(UsageQuery(by, since, until), sums)
+    return UsageReport(UsageQuery(by, since, until), sums, document.get("truncated", False))
 
 
 def _nano(cost: Decimal | int | None) -> int | None:
@@ -107,10 +113,8 @@ def parse_query(parameters: Mapping[str, str], now: datetime) -> UsageQuery:
             raise QueryError(f"there is no parameter {parameter}{did_you_mean(parameter, known)}")
     by = tuple(dict.fromkeys(part.strip() for part in parameters.get("by", _DEFAULT_BY).split(",")))
     for part in by:
-        if part not in DIMENSIONS:
-            raise QueryError(
-                f"usage is not shown by {part or 'nothing'}{did_you_mean(part, DIMENSIONS)}: choose from {', '.join(DIMENSIONS)}"
-            )
+        if not is_dimension(part):
+            raise QueryError(f"usage is not shown by {part or 'nothing'}{did_you_mean(part, CHOICES)}: choose from {', '.join(CHOICES)}")
     since, until = (
         _instant(parameters.get("since", _DEFAULT_SINCE), now),
         _instant(parameters["until"], now) if "until" in parameters else now,
@@ -143,10 +147,14 @@ def _instant(text: str, now: datetime) -> datetime:
         ) from None
 
 
-def run_query(engine: Engine, query: UsageQuery, seconds: float = _LONGEST_QUERY) -> UsageReport:
+def run_query(engine: Engine, query: UsageQuery, seconds: float = _LONGEST_QUERY, max_groups: int = MAX_GROUPS) -> UsageReport:
     """Query the database, for ``seconds`` at most. Raises DatabaseUnavailableError."""
-    groups = [USAGE.c[name] for name in query.by]
-    statement = select(*groups, *_totals()).where(*_conditions(query)).group_by(*groups)
+    groups = [_group(part).label(f"group_{number}") for number, part in enumerate(query.by)]
+    tokens = func.coalesce(func.sum(USAGE.c.prompt_tokens), 0) + func.coalesce(func.sum(USAGE.c.completion_tokens), 0)
+    names = [each.name for each in groups]  # grouped by name: a label is a parameter, which PostgreSQL does not recognize as the same
+    statement = (
+        select(*groups, *_totals()).where(*_conditions(query)).group_by(*names).order_by(tokens.desc(), *names).limit(max_groups + 1)
+    )
     try:
         with time_limited(engine, seconds) as connection:
             if not inspect(connection).has_table(USAGE.name):
@@ -155,8 +163,14 @@ def run_query(engine: Engine, query: UsageQuery, seconds: float = _LONGEST_QUERY
     except SQLAlchemyError as error:
         raise DatabaseUnavailableError(reason(error)) from error
     width = len(groups)
-    sums = [_sum(tuple(_text(part) for part in row[:width]), [*row[width:]]) for row in found]
-    return UsageReport(query, sorted(sums, key=lambda each: _order(query, each)))
+    sums = [_sum(tuple(_text(part) for part in row[:width]), [*row[width:]]) for row in found[:max_groups]]
+    return UsageReport(query, sorted(sums, key=lambda each: _order(query, each)), len(found) > max_groups)
+
+
+def _group(part: str) -> ColumnElement[Any]:
+    """Return the expression for a dimension."""
+    column = DIMENSIONS.get(part)
+    return USAGE.c.labels[part.removeprefix(LABEL)].as_string() if column is None else USAGE.c[column]
 
 
 def _totals() -> tuple[ColumnElement[Any], ...]:

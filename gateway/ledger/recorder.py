@@ -54,27 +54,47 @@ class Recorder:
         self._streams: dict[int, OpenStream] = {}  # by slot
         self._tails: dict[int, bytes] = {}  # what the slots hold
         self._prices: Mapping[str, Price | None] = {}
-        self._with_user = self._with_metadata = False
+        self._with_user = self._reads_user = self._with_metadata = False
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
         """Use this snapshot's prices for new requests. Open requests keep theirs."""
         self._prices = {model.id: model.price for model in snapshot.models}
         self._with_user, self._with_metadata = snapshot.ledger_user, snapshot.ledger_metadata
+        self._reads_user = snapshot.ledger_user or any(key.user_header is not None for key in snapshot.keys)
 
-    def start_request(self, id: str, started: float, endpoint: str, key: Key, model: Model, stream: bool, body: Mapping[str, Any]) -> None:
+    def start_request(
+        self,
+        id: str,
+        started: float,
+        endpoint: str,
+        key: Key,
+        model: Model,
+        stream: bool,
+        body: Mapping[str, Any],
+        headers: Mapping[bytes, bytes],
+    ) -> None:
         """Store a row for a request that starts, in case this process dies before the request ends."""
-        row = encode(
-            UsageRow(
-                id, started, endpoint, key.id, key.team, model.id,
-                stream=stream, incomplete=LOST, price=self._prices.get(model.id), labels=key.labels
-            )
+        user = self._end_user(key, body, headers) if self._reads_user else None
+        row = UsageRow(
+            id, started, endpoint, key.id, key.team, model.id,
+            stream=stream, incomplete=LOST, price=self._prices.get(model.id), labels=key.labels, user=user
         )  # fmt: skip
+        slot = self._journal.open_slot(encode(row))
+        if slot is None and user is not None:  # a slot may be too small for the name of the user as well
+            slot = self._journal.open_slot(encode(msgspec.structs.replace(row, user=None)))
         self._open[id] = _OpenRequest(
-            self._journal.open_slot(row),
+            slot,
             self._prices,
-            _user(body.get("user")) if self._with_user else None,
+            user,
             _metadata(body.get("metadata")) if self._with_metadata else None,
         )
+
+    def _end_user(self, key: Key, body: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str | None:
+        """Return the end user: the key's header names it, or the body if the configuration allows that."""
+        named = headers.get(key.user_header) if key.user_header is not None else None
+        if named:
+            return _user(_text(named))
+        return _user(body.get("user")) if self._with_user else None
 
     def watch(self, id: str, stream: OpenStream) -> None:
         """Store what a stream has used a few times a second, in case this process dies before the stream ends."""
@@ -145,6 +165,14 @@ class Recorder:
             save(folder, reading.data, held)
         except OSError:
             write_out([*frames(reading.data), *held], stream)
+
+
+def _text(value: bytes) -> str:
+    """Decode a header's value. Names beyond ASCII come as UTF-8, or from older clients as Latin-1."""
+    try:
+        return value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
 
 
 def _user(value: object) -> str | None:

@@ -136,7 +136,9 @@ async def _prepare_json(body: bytes | bytearray, context: RequestContext, key: K
     name = name or model.model.id
     upstream = await _apply_policy(document, body, context, key, name, model, pace)
     if (ledger := worker.ledger) is not None:
-        ledger.start_request(request.id, context.started_at, target.route.endpoint, key, model.model, context.stream, document)
+        ledger.start_request(
+            request.id, context.started_at, target.route.endpoint, key, model.model, context.stream, document, request.head.headers
+        )
     if model.model.fallbacks and target.mounted is None:
         context.fallbacks = Fallbacks(model, catalog.fallbacks(model, key), partial(_prepare_json_again, body, context, key, name))
     return upstream
@@ -203,7 +205,7 @@ async def _prepare_form(context: RequestContext, key: Key) -> UpstreamRequest:
     name = name or model.model.id
     upstream = await _prepare_form_for(form, request, name, model)
     if (ledger := worker.ledger) is not None:
-        ledger.start_request(request.id, context.started_at, target.route.endpoint, key, model.model, False, {})
+        ledger.start_request(request.id, context.started_at, target.route.endpoint, key, model.model, False, {}, request.head.headers)
     request.body.stream_on()
     if model.model.fallbacks and target.mounted is None:
         context.fallbacks = Fallbacks(model, catalog.fallbacks(model, key), partial(_prepare_form_for, form, request, name))

@@ -82,7 +82,7 @@ class Key:
     ``digests`` are the SHA-256 of its keys. ``ends`` gives the expiry of single keys by digest, and ``expires`` that of the entry, in
     seconds since the epoch. ``models`` are globs over model IDs, None for all. All keys of a ``revoked`` entry are refused. ``fields`` are
     set on the body of each request. ``team`` and ``labels`` are written into ledger rows. ``weight`` is its share in queues.
-    ``allowances`` are its own limits and its team's.
+    ``allowances`` are its own limits and its team's. ``user_header`` is the name, in lowercase, of the header that names the end user.
 
     The subject of a token is a principal of its own. ``entry`` is then the ID of the configured key that it counts as, under which metrics
     show it. ``within`` are globs that narrow its models further, None for no narrowing.
@@ -102,6 +102,7 @@ class Key:
     allowances: tuple[Allowance, ...] = ()
     entry: str | None = None
     within: tuple[str, ...] | None = None
+    user_header: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

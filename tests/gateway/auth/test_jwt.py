@@ -260,6 +260,11 @@ def test_an_entry_rules_its_tokens(authenticator: Authenticator) -> None:
     assert len({first.fields["cache_salt"], other.fields["cache_salt"], "of staff"}) == 3, "subjects do not share a prefix cache"
 
 
+def test_a_subject_cannot_name_another_end_user(authenticator: Authenticator) -> None:
+    authenticator.take(snapshot(keys=(replace(STAFF, user_header=b"x-user"),)))
+    assert authenticator.key(ISSUER.token()).user_header is None
+
+
 def test_claims() -> None:
     lab = {"lab": (Allowance("team lab", Limits(concurrent=3)),), "ops": (Allowance("team ops", Limits(concurrent=9)),)}
     claims = Claims("email", "azp", "realm.groups", "https://example.com/models", "prio")

@@ -281,6 +281,18 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
         ),
         ("- {id: a, anonymous: true, limits: {concurrent: 0}}\n", ["3: keys[0].limits.concurrent: expected 1 or more, found 0"]),
         ('- {id: a, anonymous: true, labels: {center: "1\\0"}}\n', ["3: keys[0].labels.center: must not contain a NUL"]),
+        (
+            "- {id: a, anonymous: true, user_header: X-User}\n",
+            ["3: keys[0].user_header: an anonymous entry is used by unknown clients, which could name any user"],
+        ),
+        (
+            f"- {{id: a, hash: sha256:{'a' * 64}, user_header: 'X User'}}\n",
+            ["3: keys[0].user_header: expected the name of a header such as X-OpenWebUI-User-Id"],
+        ),
+        (
+            f"- {{id: a, hash: sha256:{'a' * 64}, user_header: Authorization}}\n",
+            ["3: keys[0].user_header: this header carries credentials, which the ledger must not store"],
+        ),
         ("- {id: 'a b', anonymous: true}\n", ["3: keys[0].id: must not contain spaces or control characters"]),
         ("- 5\n", ["3: keys[0]: expected a mapping, found 5"]),
     ],

@@ -91,6 +91,45 @@ def test_costs_of_any_size_add_up(url: str, tmp_path: Path) -> None:
         assert told(asked(store, by="key"))["team-a",][-1] == 4 * MAX_COST + 20_000
 
 
+def test_usage_by_end_user_label_code_and_endpoint(url: str, tmp_path: Path) -> None:
+    rows = [
+        row(1, user="17", labels={"cost_center": "a", "x.y/z": "1"}, price=price(1.0, 1.0)),
+        row(2, user="17", labels={"cost_center": "b"}, endpoint="/v1/completions"),
+        row(3, user="Jürgen", labels={"cost_center": "a"}, code="insufficient_quota", status=429, prompt=None, completion=None),
+        row(4),
+    ]
+    with closing(UsageStore(database_url(url, tmp_path))) as store:
+        store.write(rows)
+
+        def requests_by(by: str) -> dict[tuple[str | None, ...], int]:
+            return {each.group: each.requests for each in asked(store, by=by).sums}
+
+        assert requests_by("user") == {("17",): 2, ("Jürgen",): 1, (None,): 1}
+        assert requests_by("label:cost_center") == {("a",): 2, ("b",): 1, (None,): 1}
+        assert requests_by("label:x.y/z") == {("1",): 1, (None,): 3}
+        assert requests_by("label:unknown") == {(None,): 4}
+        assert requests_by("code,endpoint") == {
+            (None, "/v1/chat/completions"): 2, (None, "/v1/completions"): 1, ("insufficient_quota", "/v1/chat/completions"): 1,
+        }  # fmt: skip
+        assert requests_by("label:cost_center,user,day")["a", "17", "2027-01-15"] == 1
+        assert requests_by("label:cost_center,label:x.y/z") == {("a", "1"): 1, ("a", None): 1, ("b", None): 1, (None, None): 1}
+        report = asked(store, by="user,label:cost_center")
+        assert parse_report(json.loads(shown(report, "json"), parse_float=Decimal)).sums == report.sums
+        assert shown(report, "csv").startswith("user,label:cost_center,requests,")
+
+
+def test_the_number_of_groups_is_bounded(url: str, tmp_path: Path) -> None:
+    """Clients choose the values of `user`. Those with the most tokens are shown."""
+    with closing(UsageStore(database_url(url, tmp_path))) as store:
+        store.write([row(number, user=f"user-{number}", prompt=number, started=STARTED - DAY * (number % 2)) for number in range(10)])
+        query = parse_query({"by": "day,user", "until": "2027-01-16"}, NOW)
+        report = run_query(store.engine, query, max_groups=3)
+        assert [each.group for each in report.sums] == [("2027-01-14", "user-9"), ("2027-01-14", "user-7"), ("2027-01-15", "user-8")]
+        document = json.loads(shown(report, "json"))
+        assert report.truncated and document["truncated"] and parse_report(document).truncated
+        assert not run_query(store.engine, query, max_groups=10).truncated
+
+
 def test_the_largest_come_first(store: UsageStore) -> None:
     assert list(told(asked(store, by="model"))) == [("big",), ("tiny",), (None,)]
 
@@ -139,8 +178,11 @@ def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ({"by": "color"}, "not shown by color: choose from key, team, model, day, server"),
+        ({"by": "color"}, "not shown by color: choose from key, team, user, model, server, endpoint, code, day, label:NAME"),
         ({"by": ""}, "by nothing"),
+        ({"by": "label"}, "not shown by label; did you mean .*label:NAME|not shown by label: choose from"),
+        ({"by": "label:"}, "not shown by label:"),
+        ({"by": 'label:a"b'}, "not shown by label:a"),
         ({"since": "tomorrow"}, "tomorrow is not a time: use a date .* or today, yesterday, this-month"),
         ({"since": "2027-13"}, "2027-13 is not a time"),
         ({"since": "99999999999d"}, "99999999999d is not a time"),

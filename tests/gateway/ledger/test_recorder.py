@@ -100,6 +100,55 @@ async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> 
     assert last.metadata == {"path": r"c:\u0000"}, "which is a text without a NUL"
 
 
+@pytest.mark.parametrize(
+    ("user_header", "ledger_user", "sent", "stored"),
+    [
+        (b"x-openwebui-user-id", False, ("X-OpenWebUI-User-Id: 17",), "17"),
+        (b"x-openwebui-user-id", True, ("X-OpenWebUI-User-Id: 17",), "17"),
+        (b"x-openwebui-user-id", True, (), "of the body"),
+        (b"x-openwebui-user-id", True, ("X-OpenWebUI-User-Id:",), "of the body"),
+        (b"x-openwebui-user-id", False, (), None),
+        (None, False, ("X-OpenWebUI-User-Id: 17",), None),
+        (None, True, ("X-OpenWebUI-User-Id: 17",), "of the body"),
+        (b"x-user", False, (f"x-user: {'u' * 300}",), "u" * 256),
+        (b"x-user", False, ("x-user: Jürgen",), "Jürgen"),
+    ],
+    ids=["header", "header before body", "body", "empty", "no user", "untrusted key", "untrusted key and body", "long", "beyond ASCII"],
+)
+async def test_the_end_user_of_a_request(
+    journal: Journal, user_header: bytes | None, ledger_user: bool, sent: tuple[str, ...], stored: str | None
+) -> None:
+    """A header names the end user only for keys that are configured for it. It is not forwarded."""
+    async with (
+        scripted(_completion) as server,
+        serving([model(server.port)], [key(user_header=user_header)], ledger=Recorder(journal), ledger_user=ledger_user) as served,
+    ):
+        await request_once(served.port, request(chat(user="of the body"), extra=sent))
+        (row,) = rows(journal)
+        assert row.user == stored
+        assert [server.requests[0].header(name) for name in ("x-openwebui-user-id", "x-user")] == [None, None]
+
+
+async def test_the_key_decides_whose_header_is_read(journal: Journal) -> None:
+    """Another key of the same gateway cannot name an end user."""
+    keys = [key(user_header=b"x-user"), key("team-b", "sk-other")]
+    async with scripted(_completion) as server, serving([model(server.port)], keys, ledger=Recorder(journal)) as served:
+        for token in (KEY, "sk-other"):
+            await request_once(served.port, request(token=token, extra=("x-user: 17",)))
+        assert [(row.key, row.user) for row in rows(journal)] == [("team-a", "17"), ("team-b", None)]
+
+
+@pytest.mark.parametrize(("value", "text"), [("Jürgen".encode("latin-1"), "Jürgen"), ("Jürgen".encode(), "Jürgen")])
+async def test_the_end_user_in_older_encodings(journal: Journal, value: bytes, text: str) -> None:
+    async with (
+        scripted(_completion) as server,
+        serving([model(server.port)], [key(user_header=b"x-user")], ledger=Recorder(journal)) as served,
+    ):
+        await request_once(served.port, request(extra=("x-user: @",)).replace(b"@", value))
+        (row,) = rows(journal)
+    assert row.user == text
+
+
 async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> None:
     async with scripted(_completion) as server, serving([model(server.port)], [key(**TERMS)], ledger=Recorder(journal)) as served:
         for body, token in ((chat(model="nobody"), KEY), (b"{", KEY), (chat(), "sk-wrong"), (chat(), None)):
@@ -294,6 +343,21 @@ async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) ->
     assert (row.key, row.team, row.labels, row.model, row.stream, row.started) == (
         settled.key, settled.team, settled.labels, settled.model, True, settled.started,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(("user", "stored"), [("17", "17"), ("\U0001f600" * 256, None)], ids=["short", "longer than a slot"])
+async def test_an_open_request_has_its_end_user_if_there_is_space(journal: Journal, user: str, stored: str | None) -> None:
+    async with (
+        scripted(_endless) as server,
+        serving([model(server.port)], ledger=Recorder(journal), ledger_user=True) as served,
+        client(served.port) as one,
+    ):
+        one.send(request(chat(stream=True, user=user)))
+        await one.events(1)
+        assert [decode(payload).user for payload in journal.open_rows()] == [stored]
+        one.disconnect()
+        await until(lambda: not served.inline_tasks)
+        assert [row.user for row in rows(journal)] == [user]
 
 
 @pytest.mark.parametrize("later", [None, price(9.0, 9.0)])
