@@ -1,5 +1,5 @@
 """The admin port, the admin socket, the status page and the client for them.
 
-It shows and requests; ``fleet`` and ``control`` act.
+It shows the state and passes on operations; ``fleet`` and ``control`` perform them.
 Start with ``app``.
 """

@@ -2,7 +2,7 @@
 
 The rules: a response is built from the current state of control and does not wait. Exceptions are a server's own metrics, /usage and /keys,
 which wait for the ledger's database in a separate thread, and the logs in /status, which are read in a thread. Each operation is logged
-with the client that requested it. Access is checked before: by the port's guard, or by the socket's owner.
+with the client that requested it. Access is checked earlier, by the port's guard or by the owner of the socket.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Overview(Protocol):
 
 
 class _Families(Collector):
-    """Converts the metric families for prometheus_client, which writes the text."""
+    """Convert the metric families for prometheus_client, which writes the text."""
 
     def __init__(self, series: Callable[[], Mapping[Series, Sequence[float]]]) -> None:
         self._series = series
@@ -168,7 +168,10 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
 
 
 def _encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:
-    """Return the encoder for an Accept header. prometheus_client fails on a version that is not a number, which then counts as unknown."""
+    """Return the encoder for an Accept header.
+
+    A version that is not a number counts as unknown, because prometheus_client would fail on it.
+    """
     try:
         return choose_encoder(accept)
     except TypeError:

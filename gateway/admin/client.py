@@ -48,7 +48,7 @@ class AdminClient:
         return self._request("POST", f"/models/{quote(model)}/{operation}")
 
     def reload(self) -> dict[str, Any]:
-        """Reload the configuration. Returns the result as /status shows it. Raises RefusedError."""
+        """Reload the configuration. Returns the result in the form of /status. Raises RefusedError."""
         return self._request("POST", "/reload")
 
     def drain(self) -> dict[str, Any]:

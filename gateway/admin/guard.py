@@ -23,7 +23,7 @@ from gateway.client.addresses import is_loopback
 OPEN = frozenset({"/livez", "/readyz"})
 READING = frozenset({"GET", "HEAD"})
 _PAGES = (b"origin", b"sec-fetch-site")
-"""Headers that only browsers send, with requests of a page (Fetch Standard; Fetch Metadata Request Headers)."""
+"""Headers that only browsers send, with the requests of a web page (Fetch Standard; Fetch Metadata Request Headers)."""
 _ONCE = (b"host", b"authorization")
 """Headers that must not be duplicated (RFC 9112, section 3.2, for Host; RFC 9110, section 5.3, for the other)."""
 TWICE = "the header host or authorization was sent more than once"

@@ -25,8 +25,8 @@ TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "applicat
 class Described:
     """A route.
 
-    ``responses`` describes each status. ``kinds`` are the media types of its 200. ``is_operation``: the admin port requires the token.
-    ``queries`` are its query parameters.
+    ``responses`` describes each status. ``kinds`` are the media types of its successful response. ``is_operation``: the admin port requires
+    the token. ``queries`` are its query parameters.
     """
 
     path: str

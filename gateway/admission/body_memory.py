@@ -23,7 +23,7 @@ class _HeldBodies:
 
 
 class BodyMemory:
-    """A number of bytes that requests reserve parts of."""
+    """The memory for bodies, of which requests reserve parts."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit

@@ -1,6 +1,6 @@
 """Count the requests of each key that are in flight.
 
-The rule: a slot is a ``with``; leaving it, however, frees it once.
+The rule: a slot is held by a ``with`` block, and every exit from the block frees it once.
 """
 
 from __future__ import annotations

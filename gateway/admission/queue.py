@@ -45,7 +45,7 @@ class ModelQueues:
         self._queues: dict[str, ModelQueue] = {}
 
     def set_models(self, models: Iterable[tuple[Model, Pool]]) -> None:
-        """Have a queue for each model of a new snapshot. Waiting requests stay."""
+        """Create the queues for the models of a new snapshot. Waiting requests stay."""
         before, self._queues = self._queues, {}
         for model, pool in models:
             queue = before.pop(model.id, None) or ModelQueue(model.id, self._deadlines, self._cells(model.id), self._report)
@@ -61,7 +61,10 @@ class ModelQueues:
             queue.update()
 
     def slot(self, model: str, key: Key, since: float) -> QueueSlot:
-        """Return a slot in a model's queue for a request that waits since then. Raises Refusal no_healthy_server for a removed model."""
+        """Return a slot in a model's queue for a request that has waited since that time.
+
+        Raises Refusal no_healthy_server for a removed model.
+        """
         queue = self._queues.get(model)
         if queue is None:
             raise none_healthy()
@@ -79,7 +82,7 @@ class ModelQueues:
             queue.tick(now)
 
     def close(self) -> None:
-        """Refuse the requests for models that are not up, now and from now on: the gateway is stopping.
+        """Refuse all current and later requests for models that are not up: the gateway is stopping.
 
         The other requests may still get a server.
         """
@@ -88,7 +91,7 @@ class ModelQueues:
 
 
 class ModelQueue:
-    """The requests that wait for one model. ``eta``: when it should be up; None: not expected."""
+    """The requests that wait for one model. ``eta``: when it should be up, or None if it is not expected."""
 
     def __init__(self, model: str, deadlines: Deadlines, gauge: Cells, report: ReportDemand) -> None:
         self.deadlines = deadlines

@@ -3,7 +3,7 @@
 The rule: a field counts only at its own path in the document. The same bytes inside a string, or in a nested object, are data. The scanner
 stores only an unfinished key, and takes time in proportion to the bytes: it skips the rest in long steps, so that lists of numbers and
 long strings cost little. It does not validate. It reports nothing for text that is not a JSON object, and for a malformed document what it
-found before the error. How far that is may then depend on the pieces.
+found before the error. The position of the error may then depend on the pieces.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def _end(expression: re.Pattern[bytes], data: bytes, at: int) -> int:
 def _next_structural(data: bytes, at: int) -> int:
     """Return the offset of the next quote or bracket, or the end of the data.
 
-    Searches for one byte each are ten times as fast as an expression for all five. The windows grow, so that each byte is searched a few
-    times at most.
+    Five searches for one byte each are ten times as fast as one regular expression for all five bytes. The windows grow, so that each byte
+    is searched a few times at most.
     """
     window, size = _WINDOW, len(data)
     while at < size:
@@ -263,7 +263,7 @@ def _next_structural(data: bytes, at: int) -> int:
 
 
 def _unescaped(key: bytes) -> bytes:
-    """Return a key without escapes; an invalid key as it is."""
+    """Return a key without escapes. An invalid key is returned unchanged."""
     if b"\\" not in key:
         return key
     try:

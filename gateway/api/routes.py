@@ -50,13 +50,13 @@ class Route:
     takes_form: bool = field(init=False)
     """The body is a form."""
     streams: bool = field(init=False)
-    """A JSON body may request a stream; elsewhere vLLM ignores that."""
+    """A JSON body may request a stream; on other routes vLLM ignores the request."""
     guided: bool = field(init=False)
-    """Constraints on the output have older names there."""
+    """The route has older names for constraints on the output."""
     translated: bool = field(init=False)
-    """Requests in older forms are translated there (see ``translation``)."""
+    """Requests in older forms are translated on the route (see ``translation``)."""
     takes: frozenset[str] = field(init=False)
-    """The fields of a key that vLLM 0.32 knows there (its ``entrypoints``, each protocol.py)."""
+    """The fields of a key that vLLM 0.32 supports on the route (its ``entrypoints``, each protocol.py)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "anthropic", self.dialect is Dialect.MESSAGES)

@@ -35,7 +35,7 @@ def server_failure(server: str, status: int, message: str) -> UpstreamError | No
 def from_server(
     status: int, body: bytes, model: str, input_field: str, retry_after: bytes | None = None, document: Mapping[str, Any] | None = None
 ) -> Refusal:
-    """Map an error response of vLLM's, in any of its shapes, to the gateway's error.
+    """Map an error response of vLLM, in any of its shapes, to the gateway's error.
 
     ``model`` is the name that the client sent; a server's list of "valid aliases" never reaches the client. ``input_field`` is the field of
     the route that holds the text; it is named if the text is too long. ``retry_after`` is the server's header; it is passed on if it is a
@@ -257,7 +257,7 @@ _SIZE = _first_of("dimensions", "output_dimension")
 
 
 class _KnownMessage(NamedTuple):
-    """A message of vLLM's, the field that it means, and its replacement if it does not help the client. ``{0}`` is the pattern's group."""
+    """A message of vLLM, the field that it means, and its replacement if it does not help the client. ``{0}`` is the pattern's group."""
 
     pattern: re.Pattern[str]
     where: _Where
@@ -346,7 +346,7 @@ def _invalid(report: validation.Report, param: str | None, document: Mapping[str
 
 
 def _refused(status: int, message: str, param: str | None, input_field: str, document: Mapping[str, Any]) -> Refusal:
-    """Return the error for a message of vLLM's own, with the field that it means."""
+    """Return the error for vLLM's own message, with the field that it means."""
     if param in _TOO_LONG or (_OVERFLOW.search(message) and status == 400):
         blamed = input_field if param in _TOO_LONG else param
         return Refusal("context_length_exceeded", _helpful(message) or "The input is too long for this model.", param=blamed)
@@ -374,7 +374,7 @@ def _refused(status: int, message: str, param: str | None, input_field: str, doc
 
 
 def _names(text: str, param: str, *, own: bool) -> bool:
-    """Return whether a sentence names the field. In the gateway's own sentences only a quoted name counts: other text are English."""
+    """Return whether a sentence names the field. In the gateway's own sentences only a quoted name counts: other text is English."""
     return f"'{param}'" in text or (not own and re.search(rf"(?<![\w.]){re.escape(param)}(?![\w]|\.\w)", text) is not None)
 
 

@@ -239,7 +239,7 @@ class BodyPolicy:
 def _check_echo(document: Document) -> None:
     """Refuse a chat with ``echo`` that would return the log probabilities of its prompt. Raises Refusal.
 
-    For a prompt it is OpenAI's own API, and passes.
+    For a raw prompt it is part of OpenAI's own API and is allowed.
     """
     if not document[ECHO] or "messages" not in document:
         return

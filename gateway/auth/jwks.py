@@ -83,7 +83,7 @@ class VerificationKeys:
             self._by_algorithm.setdefault(algorithm, []).append(jwk)
 
     def find(self, identity: str | None, algorithm: str) -> jwt.PyJWK | None:
-        """Return the key that a token names. A token that names none means the only one for its algorithm."""
+        """Return the key that a token names. A token without a key ID uses the only key for its algorithm."""
         if identity is not None:
             return self._by_id.get((identity, algorithm))
         supported = self._by_algorithm.get(algorithm, [])

@@ -43,8 +43,8 @@ def has_key_format(token: str) -> bool:
 def has_valid_checksum(token: str) -> bool:
     """Check whether ``token`` has the format of a generated key and a correct checksum.
 
-    The checksum is a CRC-32, which detects every change of a single character. A token with the format but without a valid checksum
-    is a typo or invented.
+    The checksum is a CRC-32, which detects every change of a single character. A token in this format with a wrong checksum is a typing
+    error or an invented key.
     """
     found = _FORM.fullmatch(token)
     return found is not None and _checksum(found[1]) == found[2]

@@ -1,4 +1,4 @@
-"""Compares the launches of a configuration with this machine: for ``check``, at the start, and before a reload replaces a server.
+"""Compare the launches of a configuration with this machine: for ``check``, at the start, and before a reload replaces a server.
 
 Owns the queries of the machine. ``preflight`` decides what is wrong. The rule: programs are searched in the environment that launched
 servers inherit, where they will be executed.

@@ -210,7 +210,7 @@ def _may_use(key: ConfigValue, model: ConfigValue) -> bool:
 
 
 def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
-    """Check that weights which are written as a path exist. Any other name is on the hub."""
+    """Check that weights which are written as a path exist. Any other name belongs to the hub."""
     named = each.launch.get("model")
     written = [each.model.get("id") if named.value is None else named, *(lora.get("path") for lora in each.model.each("loras"))]
     for value in written:

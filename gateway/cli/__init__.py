@@ -1,5 +1,5 @@
 """The commands of ``vllm-gateway``.
 
-Commands parse arguments and print; the work is done by the packages below.
+Commands parse arguments and print output; other packages do the work.
 Start with ``main``.
 """

@@ -1,4 +1,4 @@
-"""Requests of commands to a running gateway: one of this machine and user, or one behind an admin port.
+"""Send the requests of commands to a running gateway: a local gateway of this user, or a gateway behind an admin port.
 
 Owns the options for a remote gateway. A local gateway is found by its configuration. The rule: every error is one sentence for the
 operator, and an exit code.

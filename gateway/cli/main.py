@@ -59,7 +59,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def application(*, with_keys: bool) -> typer.Typer:
-    """Build the command line. The commands below ``keys`` cost the import of the settings, so they are added only if needed."""
+    """Build the command line. The commands below ``keys`` must import the settings, so they are added only if needed."""
     app = typer.Typer(
         help=_HELP,
         add_completion=False,

@@ -58,7 +58,7 @@ class ConnectionCounts:
         return self._count.total()
 
     def add(self, client: str, most: int) -> bool:
-        """Count a connection. Return False, and do not count it, if the client has ``most`` connections already."""
+        """Count a connection. Return False without counting it if the client already has ``most`` connections."""
         if self._count[client] >= most:
             return False
         self._count[client] += 1

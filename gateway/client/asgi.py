@@ -58,7 +58,7 @@ class AsgiRequest:
         self._started = False
         self._chunked = False
         self._length: int | None = None
-        """Bytes of the body that are still to be sent; None if no length was declared."""
+        """Number of body bytes that are not sent yet; None if no length was declared."""
 
     async def run(self, application: Application) -> None:
         """Run the application, and complete the response if it does not."""
@@ -108,7 +108,7 @@ class AsgiRequest:
     # ASGI
 
     async def receive(self) -> Message:
-        """Return ``http.request`` with an empty body, once all of it has been received. Then wait, and return ``http.disconnect``."""
+        """Return ``http.request`` with an empty body after the whole body was received. Then wait, and return ``http.disconnect``."""
         while not (self.disconnected or self.response_complete):
             if self.body_complete and not self._body_reported:
                 self._body_reported = True

@@ -46,7 +46,7 @@ class RequestBody(msgspec.Struct, eq=False):
     served: bool = False
     """The request's handler runs: a form is then received as fast as it is read."""
     abandoned: bool = False
-    """The response is complete: the rest of the body is received and discarded, and the connection closed at its end."""
+    """The response is complete: the rest of the body is received and discarded, then the connection is closed."""
     _buffer: bytes | bytearray = b""
     _has_more: bool = False
     _ahead: bool = False

@@ -34,7 +34,7 @@ from upstream.http.inline_task import InlineTask
 from upstream.http.write_batching import BatchingTransport
 
 MAX_PIPELINED = 16
-"""Requests that a client may send before the first of them is answered, beside that one."""
+"""Number of further requests that a client may send before the current request is answered."""
 LINGER = 2.0
 """Seconds for which the rest of a refused body is read and discarded, so that the client can read the response."""
 _UNAUTHORIZED = 401
@@ -69,9 +69,9 @@ class ClientConnection(asyncio.Protocol):
         self.worker = worker
         self.parser = HttpParser(self)
         self.pipeline: deque[ClientRequest | AsgiRequest | Refusal] = deque()
-        """Requests that wait for the response to the current one, and last perhaps the refusal of bytes that are not a request."""
+        """Requests that wait for the response to the current request. The last entry may be the refusal of bytes that are not a request."""
         self.deferred: Callable[[], None] | None = None
-        """Starts or resumes a handler when the parser has returned: handlers never run inside of it."""
+        """Starts or resumes a handler after the parser has returned: handlers never run inside the parser."""
         self.current: ClientRequest | AsgiRequest | None = None
         """The last request that has been started."""
         self._inference: ClientRequest | None = None  # the same, of inference requests
@@ -282,7 +282,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the first request, or the rest of a request line and headers, may be on its way."""
+        """Whether a first request, or the rest of a request line and headers, may still arrive."""
         return self.parser.reading in (Reading.FIRST_REQUEST, Reading.HEAD) and not self._lingering and not self.transport.is_closing()
 
     def check(self, now: float) -> None:

@@ -2,7 +2,7 @@
 
 Owns which encodings are accepted and what decoding may cost. The rules: a step produces at most ``_STEP`` bytes. Decoding stops when the
 result exceeds the body limit or ``_MAX_RATIO`` times the size of the compressed body. A body is exactly one gzip member or zstd frame;
-data behind it is refused.
+data after it is refused.
 """
 
 from __future__ import annotations

@@ -32,12 +32,15 @@ class Cors:
         return {"access-control-allow-origin": origin, "access-control-expose-headers": _EXPOSED, "vary": "Origin"}
 
     def lines(self, origin: bytes) -> bytes:
-        """Return the same as header lines, each with its CRLF."""
+        """Return the headers as lines, each with its CRLF."""
         headers = self.headers(origin.decode("latin-1"))
         return b"".join(b"%b: %b\r\n" % (name.encode(), value.encode("latin-1")) for name, value in headers.items())
 
     def preflight(self, origin: str | None, wanted_headers: str | None) -> dict[str, str] | None:
-        """Return the headers of the response to a preflight, None if the origin is not allowed. All requested header names are allowed."""
+        """Return the headers of the response to a preflight, or None if the origin is not allowed.
+
+        All requested header names are allowed.
+        """
         allowed = self.headers(origin)
         if "access-control-allow-origin" not in allowed:
             return None

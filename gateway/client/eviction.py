@@ -1,8 +1,8 @@
 """Which client connections are closed when the process runs short of file descriptors.
 
-The rule: only a connection that is idle and on which no request had a valid key is evicted, the oldest first, so unauthenticated
-clients cannot keep others out. A connection that serves a request, or has served a key's, is never evicted. Some descriptors stay
-in reserve, because a new client needs two: its own connection and perhaps one to a server.
+The rule: only a connection that is idle and on which no request had a valid key is evicted, the oldest first, so unauthenticated clients
+cannot keep others out. A connection that serves a request, or has served a request with a valid key, is never evicted. Some descriptors
+stay in reserve, because a new client needs two: its own connection and perhaps one to a server.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ MAX_HEAD = 64 * 1024
 MAX_HEADERS = 100
 FORWARDED = b"x-forwarded-for"
 _FRAMING_PER_BYTE = 8
-"""Bytes of framing for each byte of a body: a chunk of one byte has five. Longer framing, with extensions, counts towards MAX_HEAD."""
+"""Allowed framing bytes for each byte of a body: a chunk of one byte has five. Longer framing, with extensions, counts towards MAX_HEAD."""
 _VERSION, _HEAD_END = b" HTTP/1.", b"\r\n\r\n"
 _CONNECT = b"CONNECT"
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)[ \t]*\r\n", re.IGNORECASE)
@@ -43,7 +43,10 @@ class RequestHead(msgspec.Struct, frozen=True, eq=False):
     url: bytes
     """The request target, which is checked by the server: a path, perhaps with a query."""
     headers: dict[bytes, bytes]
-    """By lower-case name. A name that was sent more than once has its last value; ``x-forwarded-for`` has all, joined by commas."""
+    """By lower-case name.
+
+    A header that was sent more than once has its last value; ``x-forwarded-for`` has all values, joined by commas.
+    """
     fields: Sequence[tuple[bytes, bytes]]
     """All header lines in their order, with lower-case names."""
     http10: bool
@@ -116,7 +119,7 @@ class HttpParser:
         self._parser = self._new_parser()
         self.reading = Reading.FIRST_REQUEST
         self.number = 0
-        """Of requests that have started to arrive."""
+        """Number of requests that have started to arrive."""
         self.is_last = False
         """Nothing is parsed behind the request that is being parsed."""
         self.receiver: BodyReceiver | None = None
@@ -128,7 +131,7 @@ class HttpParser:
         self._upgrades = False
         self._reparsing = False
         self._overhead = 0
-        """Bytes that are not of a body: of the request line, headers and trailers, and of framing beyond ``_FRAMING_PER_BYTE``."""
+        """Bytes outside of bodies: the request line, headers and trailers, and framing beyond ``_FRAMING_PER_BYTE``."""
         # Results of earlier checks
         self._host = _NEVER
         """The last valid Host."""
@@ -321,7 +324,7 @@ class HttpParser:
             receiver.finish()
 
     def _continue_after_upgrade(self, rest: bytes) -> None:
-        """Decide about an offered protocol, and parse on if it is declined.
+        """Decide about an offered protocol, and continue to parse if it is declined.
 
         httptools stops at the end of the headers and treats the request as one without a body. So another parser continues with the framing
         of the body. Java's HTTP client offers HTTP/2 by default.
@@ -372,7 +375,7 @@ def _with_length(head: RequestHead, digits: bytes) -> RequestHead:
 
 
 class _LastRequestParsed(Exception):
-    """Stops httptools before a request that is not served."""
+    """Raised to stop httptools before a request that is not served."""
 
 
 def is_host(value: bytes) -> bool:

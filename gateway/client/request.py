@@ -53,7 +53,7 @@ class ClientRequest(msgspec.Struct, eq=False):
     trace: Trace | None = None
     """The request's position in its trace, if it is traced."""
     reservation: Reservation | None = None
-    """The request's share of its key's limits, if the key has any."""
+    """The request's reservation from its key's limits, if the key has limits."""
     handler: InlineTask | None = None
     disconnected: bool = False
     # The response

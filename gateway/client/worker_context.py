@@ -62,9 +62,9 @@ class ActiveSnapshot:
     concurrency_limit: ConcurrencyLimit | None
     """The limit on all requests in flight; None without a limit."""
     sampler: Sampler | None
-    """Decides which requests are traced; None if none is."""
+    """Decides which requests are traced; None if tracing is off."""
     shape_sample: ShapeSample | None
-    """Decides for which requests the shape of the body is logged; None if for none."""
+    """Decides for which requests the shape of the body is logged; None if no shape is logged."""
 
 
 def _ignore(_: object) -> None:
@@ -99,7 +99,7 @@ class WorkerContext:
         self.handlers: set[InlineTask | asyncio.Task[None]] = set()
         """The running handlers of requests."""
         self.keep_alive = True
-        """False once the worker is about to drain: each response is then the last one on its connection."""
+        """False when the worker is about to drain: each response is then the last response on its connection."""
         self.write_batch = write_batch
         self.addresses = ConnectionCounts()
         self.unauthenticated = Unauthenticated()

@@ -1,9 +1,9 @@
 """Restore the budgets of a day and a month from the ledger, because counts in memory do not survive the gateway.
 
-The rules: a request counts once. Rows from before the start are restored; later ones are the running workers' own, who count them. The rows
-that an earlier gateway left on disk are written to the database before its sums are used. Later rows are added with the next sums. Workers
-start after the first attempt, so no request meets empty counts while the database responds. An unavailable database delays no request: the
-counts then begin at zero, and what was used is added to them as soon as the database responds.
+The rules: a request counts once. Rows from before the start are restored. Later rows belong to the running workers, which have counted
+them. The rows that an earlier gateway left on disk are written to the database before its sums are used. Later rows are added with the next
+sums. Workers start after the first attempt, so no request meets empty counts while the database responds. An unavailable database delays no
+request: the counts then begin at zero, and what was used is added to them as soon as the database responds.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class BudgetRestorer:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def _run(self, ledger: Ledger, budgets: Budgets) -> None:
-        """Restore once the rows of former gateways are in the database, and again when more of them have arrived."""
+        """Restore once the rows of former gateways are in the database, and again when more rows have arrived."""
         summed, pause = -1, _RETRY
         while True:
             deliveries = ledger.earlier_deliveries  # read first: a file that is delivered meanwhile changes it

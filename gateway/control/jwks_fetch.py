@@ -44,7 +44,7 @@ class JwksStatus:
 
 @dataclass(frozen=True, slots=True)
 class JwksSource:
-    """The URL of an issuer's JWKS. ``ca`` is a file with the trusted certificate authorities, None for the system's."""
+    """The URL of an issuer's JWKS. ``ca`` is a file with the trusted certificate authorities; None: use those of the system."""
 
     issuer: str
     url: str
@@ -62,7 +62,7 @@ class FetchError(Exception):
 
 
 class JwksFetcher:
-    """Fetches every JWKS that is configured as a URL. ``on_change`` is called when one has changed, and after each first fetch."""
+    """Fetches every JWKS that is configured as a URL. ``on_change`` is called when a JWKS has changed, and after each first fetch."""
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         self._on_change = on_change

@@ -70,17 +70,17 @@ class Publisher:
         """Returns when each model that is down may be up."""
 
     def publish_snapshot(self) -> int:
-        """Send the workers a snapshot of the present servers. Returns the number under which ``is_applied`` knows it."""
+        """Send the workers a snapshot of the current servers. Returns the message's number for ``is_applied``."""
         self.version += 1
         snapshot = build_snapshot(self._observer.config, self._observer.observe(), self.version, int(self._started))
         return self._published(self._workers.apply_snapshot(snapshot, self._health()))
 
     def publish_health(self) -> int:
-        """Send the workers the present health of servers and models. Returns the number under which ``is_applied`` knows it."""
+        """Send the workers the current health of servers and models. Returns the message's number for ``is_applied``."""
         return self._published(self._workers.apply_health(self._health()))
 
     def schedule_health(self, then: Callable[[], None]) -> None:
-        """Send the health in the next event-loop iteration, once for all changes of this one, and call ``then``."""
+        """Send the health in the next event-loop iteration, once for all changes of this iteration, and call ``then``."""
         if not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._publish_scheduled, then)
@@ -114,6 +114,6 @@ class Publisher:
         return Health(present, max_model_len(config, observed), self.expected(), tasks=tasks(config, observed))
 
     def _date(self, present: Mapping[str, Condition]) -> None:
-        """Note when each server got its condition. Every change is published, so none is missed."""
+        """Record when each server entered its condition. Every change is published, so none is missed."""
         now, before, self._conditions = time.time(), self._conditions, present
         self.changed_at = {name: self.changed_at[name] if before.get(name) is condition else now for name, condition in present.items()}

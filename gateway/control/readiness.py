@@ -1,4 +1,4 @@
-"""Whether the gateway is ready, degraded or broken, in sentences for /readyz, /status and the service manager."""
+"""Explain whether the gateway is ready, degraded or failed, in sentences for /readyz, /status and the service manager."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CriticalTasks:
         self._tasks += tasks
 
     def failure(self) -> str | None:
-        """Name a task that has ended, None if all are running."""
+        """Return the name of a task that has ended, or None if all are running."""
         ended = next((task for task in self._tasks if task.done()), None)
         return None if ended is None else f"{ended.get_name()} has ended"
 

@@ -58,7 +58,7 @@ class Reloadable(Protocol):
         """Check what a configuration adds, before it is applied."""
 
     def apply_config(self, config: Config) -> int:
-        """Apply a configuration. Returns the number under which ``wait_applied`` knows it."""
+        """Apply a configuration. Returns the number of the change for ``wait_applied``."""
 
     async def wait_applied(self, number: int) -> None:
         """Wait until every worker has applied a configuration, up to a timeout."""
@@ -173,7 +173,7 @@ class Reloader:
         return result
 
     async def _watch(self, files: Iterable[Path]) -> None:
-        """Watch these files from now on. For files that are watched already, the state before they were read counts."""
+        """Watch these files from now on. For watched files, the state before they were read is the reference."""
         self._files = tuple(dict.fromkeys(files))
         before, now = self._seen, await asyncio.to_thread(file_stats, self._files)
         self._seen = {file: before.get(file, stat) for file, stat in now.items()}

@@ -1,7 +1,7 @@
 """The process of ``vllm-gateway serve``: it opens the ports, starts everything, waits for a signal to stop, and stops in order.
 
-The rules: every resource is released by the ``async with`` that acquired it, so no process and no port is left in any case. On the
-way down, clients are served to their end before a server is stopped.
+The rules: every resource is released by the ``async with`` that acquired it, so no process and no port is left in any case. During the
+stop, open requests finish before a server is stopped.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def log_folder() -> Path:
 
 
 def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
-    """Start the ledger, if one is configured, until the stack ends. Raises StartError if its spool cannot be opened."""
+    """Start the ledger if it is configured. The stack stops it. Raises StartError if its spool cannot be opened."""
     if config.ledger is None:
         return None
     from gateway.ledger.errors import SpoolLockedError  # SQLAlchemy and alembic are loaded only where a ledger is configured

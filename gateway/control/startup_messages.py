@@ -1,8 +1,8 @@
 """The messages of ``serve`` to the operator: the summary at the start, servers that become ready or fail, and the end.
 
-On a terminal they are colored, elsewhere plain lines, and with ``log.format: json`` lines of the log. Each message begins with its time and
-level, as the lines of the log do. Only the summary is a table. Messages go to standard error, because standard output is the access log's.
-The rule: details are not repeated, so a server that fails repeatedly for the same cause adds one line each time.
+On a terminal they are colored; elsewhere they are plain lines, or log lines with ``log.format: json``. Each message begins with its time
+and level, as the lines of the log do. Only the summary is a table. Messages go to standard error, because standard output is the access
+log's. The rule: details are not repeated, so a server that fails repeatedly for the same cause adds one line each time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Announcer:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(stderr=True, highlight=False)
         self._failures: dict[str, Cause | None] = {}
-        """By server, the cause that was reported last, until the server is ready again."""
+        """The last reported cause of each server, until the server is ready again."""
 
     def summary(self, config: Config, data: socket.socket, admin: socket.socket) -> None:
         """Write the models, their servers, and the addresses for requests and metrics."""
@@ -79,7 +79,7 @@ class Announcer:
             self._write(f"waiting for {escape(name)} ({seconds:.0f} s)  [dim]{escape(last_line(name)[:160])}[/dim]")
 
     def serving(self, up: int, total: int) -> None:
-        """Report that every server is ready or has failed. ``total`` is without servers that start on demand."""
+        """Report that every server is ready or has failed. ``total`` excludes servers that start on demand."""
         if not total:
             self._write("[green]ready[/green]: models start on demand")
             return

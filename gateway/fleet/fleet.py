@@ -222,7 +222,7 @@ class Fleet:
         self.request_pass()
 
     def _forget_removed(self) -> None:
-        """Forget models that the configuration no longer has and that are stopped."""
+        """Forget stopped models that are no longer in the configuration."""
         done = [model.id for model in self._launched.values() if model.removed and model.task is None and model.phase is ModelPhase.STOPPED]
         for identity in done:
             del self._launched[identity]

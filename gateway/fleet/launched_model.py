@@ -19,7 +19,7 @@ from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.launcher.schedule import ModelPhase, ModelView
 
 FIRST_START, FIRST_WAKE, FIRST_STOP = 60.0, 3.0, 5.0
-"""Assumed seconds of each before it has been measured."""
+"""Assumed duration of each transition in seconds, until it has been measured."""
 REMEMBERED = 5
 """The number of measurements of which the longest counts."""
 
@@ -43,12 +43,12 @@ class Durations:
 class LaunchedModel:
     """A launched model.
 
-    Configuration: ``removed``: the configuration no longer has it, and it is stopped after its last request. ``surplus``: its running
+    Configuration: ``removed``: it is no longer in the configuration, and is stopped after its last request. ``surplus``: its running
     servers that the configuration no longer has. ``tried``: the launch settings that were applied, or tried, last.
 
     Transition: ``step`` is the phase that a transition sets, or None if the states of its servers determine the phase. ``task`` runs the
     transition, and ``stopping`` is set if it stops the model. ``out_of_rotation``: its servers that get no requests although the model is
-    ready. ``drain_number``: the number of the message by which the workers send it no new requests.
+    ready. ``drain_number``: the number of the message that takes it out of the workers' rotation.
 
     Operator: ``wanted_since``: the time at which an operator started it. ``held``: an operator has stopped it.
     """
@@ -110,7 +110,7 @@ class LaunchedModel:
         return self.launch.idle_sleep is not None
 
     def start_began(self, now: float) -> None:
-        """Note that its servers have been started."""
+        """Record that its servers have been started."""
         self._started_at = now
 
     def record_use(self, served: float, in_flight: float, now: float) -> None:

@@ -56,7 +56,7 @@ def conditions(config: Config, observed: ObservedServers) -> dict[str, Condition
 
 
 def ready_servers(config: Config, observed: ObservedServers) -> dict[str, int]:
-    """Return the number of servers of each model that accept requests. Every model of the configuration is in it."""
+    """Return the number of servers of each model that accept requests. The result has every model of the configuration."""
     ready = {model.id: 0 for model in config.models}
     for server in configured_servers(config):
         ready[server.model.id] += observed.condition(server.name) is Condition.UP
@@ -76,7 +76,7 @@ def health_check_targets(config: Config, observed: ObservedServers) -> tuple[Tar
 
 
 def api_key_of(server: conf.Server) -> str | None:
-    """Return the key that an external server requires, None for none."""
+    """Return the key that an external server requires, or None."""
     return server.api_key.get_secret_value() if server.api_key is not None else None
 
 

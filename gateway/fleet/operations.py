@@ -40,7 +40,7 @@ class Reading:
 
 
 class RefusedOperation(Exception):
-    """The operation was not started. The text explains why, for the operator."""
+    """The operation was not started. The text explains the reason to the operator."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,10 +35,10 @@ class Rotation(Protocol):
     """The functions of control that the fleet needs to take servers in and out of the workers' rotation."""
 
     def publish_snapshot(self) -> int:
-        """Send the workers a snapshot of the present servers. Returns the number under which ``is_applied`` knows it."""
+        """Send the workers a snapshot of the present servers. Returns the message's number for ``is_applied``."""
 
     def publish_health(self) -> int:
-        """Send the workers the present health of servers and models. Returns the number under which ``is_applied`` knows it."""
+        """Send the workers the present health of servers and models. Returns the message's number for ``is_applied``."""
 
     def is_applied(self, number: int) -> bool:
         """Return whether every worker has applied the message with this number, or a later one."""
@@ -115,13 +115,13 @@ class Transitions:
             self._launcher.start(spec)
 
     async def stop_when_drained(self, model: LaunchedModel) -> None:
-        """Drain all its servers, then stop them. It is started again when its GPUs are free."""
+        """Drain all its servers, then stop them. It starts again when its GPUs are free."""
         await self._drain(model, model.names, model.drain_timeout)
         model.stopping = True
         await self.stop(model)
 
     def take_out_of_rotation(self, model: LaunchedModel, names: Collection[str]) -> int:
-        """Take servers out of rotation. Returns the number under which ``is_applied`` knows the message."""
+        """Take servers out of rotation. Returns the message's number for ``is_applied``."""
         model.out_of_rotation |= set(names)
         return self._rotation.publish_health()
 

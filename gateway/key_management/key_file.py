@@ -77,7 +77,7 @@ class KeyFiles:
 
     @property
     def hashes(self) -> frozenset[str]:
-        """Hashes of all entries, as far as they are valid."""
+        """The valid hashes of all entries."""
         written = (entry.value.get("hash") for page in self._files for entry in page.entries)
         each = (one for listed in written for one in (listed if isinstance(listed, list) else [listed]))
         texts = (one.get("hash") if isinstance(one, dict) else one for one in each)

@@ -38,7 +38,7 @@ class BadLineError(Exception):
 class ImportedKey:
     """A key of the file. ``place``: where it is; ``entry``: ``id``, ``hash`` and other fields.
 
-    ``left_out``: restrictions in the other gateway that do not exist here, in words.
+    ``left_out``: descriptions of restrictions in the other gateway that do not exist here.
     """
 
     position: str
@@ -159,7 +159,7 @@ def _hash_in(position: str, token: str) -> str:
 
 
 def _is_plain(token: str) -> bool:
-    """Check for words: no digit, and letters of one case or capitalized words, which a random key hardly ever is."""
+    """Check whether a text consists of words: no digit, and letters of one case or capitalized words. A random key almost never does."""
     return not any(map(str.isdigit, token)) and (token.islower() or token.isupper() or token.istitle())
 
 

@@ -27,7 +27,7 @@ class FormatError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class LiteLlmKey:
-    """One key. ``more``: the fields of its entry besides id and hash; ``left_out``: restrictions that do not exist here, in words."""
+    """One key. ``more``: the fields of its entry besides id and hash; ``left_out``: descriptions of restrictions that do not exist here."""
 
     alias: str | None
     hash: str

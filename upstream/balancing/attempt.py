@@ -54,7 +54,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     status: int = 0
     headers: Headers = field(default_factory=dict)
     content_type: bytes = b""
-    """As the server sent it; ``application/json`` if it sent none."""
+    """The content type that the server sent; ``application/json`` if it sent none."""
     pending: list[bytes] = field(default_factory=list)
     paused: bool = False
     complete: bool = False

@@ -12,7 +12,7 @@ LARGEST = 100.0
 """Retries that can accumulate: those of the last thousand requests."""
 
 MINIMUM, INTERVAL = 10.0, 1.0
-"""Retries without any traffic, and the seconds after which a spent retry is available again."""
+"""Number of retries that are allowed without any traffic, and the seconds after which a used retry is available again."""
 
 
 class RetryBudget:

@@ -4,7 +4,7 @@ One list of the slices, then a watch of changes, resumed where it ended (Kuberne
 rules: a version that the server no longer knows (410) means a new list, and the last endpoints stay until then. The token is read for each
 request, because it is replaced while the pod runs.
 
-Two GETs on one resource do not need a client library. The existing ones add a second HTTP client (lightkube and kr8s: httpx;
+Two GETs on one resource do not need a client library. The existing libraries add a second HTTP client (lightkube and kr8s: httpx;
 kubernetes_asyncio: aiohttp and 10 MB of generated classes).
 """
 

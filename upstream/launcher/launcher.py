@@ -104,8 +104,8 @@ class Launcher:
     def restart(self, name: str, why: str, grace: float) -> None:
         """Stop a ready server as ``stop`` does, and start it again. Returns immediately. ``why`` is reported to the operator.
 
-        For a server that runs and does not work. It counts as not ready immediately, so it is out of rotation before it stops. Has no
-        effect on a server that is not ready. Raises KeyError for a name that is not launched.
+        Use it for a server that runs but does not work. It counts as not ready immediately, so it is out of rotation before it stops. Has
+        no effect on a server that is not ready. Raises KeyError for a name that is not launched.
         """
         self._servers[name].restart(why, grace)
 

@@ -64,7 +64,7 @@ class ModelView:
     of its group that may run. ``wanted_since``: since when requests are queued for it, or None. ``drain_acknowledged``: it drains, and all
     workers send it no new requests. ``start_seconds`` and ``stop_seconds``: how long it takes to start (from sleep: to wake) and to stop.
     ``eager``: it runs whenever its GPUs are free. ``held``: the operator has stopped it, with ``drain_timeout`` for its requests.
-    ``in_transition``: an action is under way, so no other one is started.
+    ``in_transition``: an action is under way, so no other action is started.
     """
 
     model: str

@@ -1,6 +1,6 @@
 """One launched server, over all of its processes.
 
-Owns its state, its key and the task that starts it, watches it and starts it again. The rule: every change of state is reported
+Owns its state, its key and the task that starts, watches and restarts it. The rule: every change of state is reported
 immediately, and follows ``TRANSITIONS``.
 """
 

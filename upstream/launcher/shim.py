@@ -37,7 +37,10 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 
 IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGPIPE)
-"""Signals that only the shim ignores. Ignored signals stay ignored across exec, so the server gets each of them back at its default."""
+"""Signals that only the shim ignores.
+
+Ignored signals stay ignored across exec, so the shim resets each of them to its default for the server.
+"""
 
 TRACKER_GRACE = 5.0
 """Seconds that multiprocessing's resource trackers may outlive the other processes: they unlink its segments and exit by themselves."""

@@ -1,4 +1,4 @@
-"""The routes of the simulator, and the layers before them: the journal, then the key.
+"""The routes of the simulator, and the layers in front of them: first the journal, then the key check.
 
 Owns the table of routes. Every response of a route that reads a body goes through ``_with_errors``, which renders errors.
 """
@@ -115,7 +115,7 @@ class Simulator:
         await self._recorded(entry, scope, receive, send)
 
     async def _recorded(self, entry: JournalEntry, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body into the entry, then answer, with the body handed on and the status noted."""
+        """Read the body into the entry, pass it on to the application, and record the status of the response."""
         body, whole = await _read(receive)
         entry.body = body
         if not whole:
@@ -258,7 +258,7 @@ class Simulator:
 
 
 class Unparsable(Exception):
-    """A body that vLLM's framework cannot read at all: no text, nested too deeply, an endless number."""
+    """A body that vLLM's framework cannot parse: it is not text, is nested too deeply, or contains an infinite number."""
 
 
 def _parsed(request: Request) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def _loaded(body: bytes) -> Any:
 
 
 async def _detail(_: Request, error: Exception) -> Response:
-    """Unknown routes and methods, in FastAPI's words."""
+    """Respond to unknown routes and methods with FastAPI's texts."""
     assert isinstance(error, HTTPException)
     return Fast({"detail": error.detail}, error.status_code, error.headers)
 

@@ -112,7 +112,7 @@ def apply_result(before: ProbeHistory | None, name: str, seen: ProbeResult) -> P
 
 
 def needs_new_process(history: ProbeHistory, seen: ProbeResult) -> bool:
-    """Return whether only a new process can help, by the history after the probe ``seen``."""
+    """Return whether only a new process can help, according to the history after the probe ``seen``."""
     if history.health.up or seen.refused:
         return False
     return history.failures >= (FAILURES_UNTIL_DOWN if seen.broken else FAILURES_UNTIL_LOST)

@@ -140,7 +140,7 @@ def _names(tools: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A chat request that has passed all checks, with the plan's question."""
+    """A chat request that has passed all checks, and its generation request."""
 
     request: ChatRequest
     generation: GenerationRequest

@@ -37,7 +37,7 @@ def encode(text: str) -> list[int]:
 
 
 def decode(ids: Iterable[int]) -> str:
-    """Return the text of token ids. An unknown id (a client may send any) becomes its number."""
+    """Return the text of token ids. An unknown ID, which a client may send, is decoded to its number as text."""
     return "".join(map(piece_of, ids))
 
 
