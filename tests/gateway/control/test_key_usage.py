@@ -45,7 +45,7 @@ def chat(one: Gateway, token: str) -> dict[str, int]:
 def test_a_key_reads_its_own_use_and_nothing_of_others(one: Gateway) -> None:
     sent = [chat(one, KEY) for _ in range(6)]
     chat(one, OTHER)
-    wait_for(lambda: one.get("/usage?by=key").json()["usage"][0]["requests"] >= 6)
+    wait_for(lambda: [each["requests"] for each in one.get("/usage?by=key&key=team-a").json()["usage"]] == [6])
     reply = usage(one, by="model,day", since="today")
     assert reply.status_code == 200, reply.text
     assert response_problems("/v1/usage", 200, "application/json", reply.text, "get") == []
