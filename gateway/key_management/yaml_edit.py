@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import yaml
@@ -77,6 +78,8 @@ def _flow(value: Any) -> str:
         return f"[{', '.join(map(_flow, value))}]"
     if isinstance(value, str) and _PLAIN.fullmatch(value):
         return value
+    if isinstance(value, float):
+        return f"{Decimal(repr(value)):f}"  # YAML 1.1 reads 1e-05 as text
     return json.dumps(value, ensure_ascii=False)
 
 

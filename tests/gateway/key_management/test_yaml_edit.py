@@ -117,6 +117,12 @@ def test_positions_are_of_characters() -> None:
     assert append_entries(text, ("keys",), [{"id": "é"}]) == text.removesuffix("\n") + '\n  - id: "é"\n'
 
 
+@pytest.mark.parametrize("number", [1e-09, 0.00001, 0.25, 5.0, 9e6, 1e22])
+def test_a_number_is_read_as_it_was_written(number: float) -> None:
+    """YAML 1.1 has no exponents without a decimal point."""
+    assert yaml.safe_load(stanza({"id": "a", "limits": {"cost_per_day": number}}, 0)) == [{"id": "a", "limits": {"cost_per_day": number}}]
+
+
 def test_the_stanza_is_for_pasting() -> None:
     assert stanza(ENTRY, 0) == WRITTEN.replace('{"requests_per_minute": 6}', "{requests_per_minute: 6}")
 
