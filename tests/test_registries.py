@@ -17,9 +17,8 @@ from gateway.api.errors import ERRORS
 from gateway.api.reference.shapes import read
 from gateway.api.routes import ROUTES
 from gateway.config import schema
-from gateway.limits.messages import _NAMES
-from gateway.limits.redis_store import COUNTED_LIMITS
-from gateway.snapshot.snapshot import Limits
+from gateway.limits.rules import RATES
+from gateway.snapshot.snapshot import CALENDAR, Limits
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.documents.blocks import DOCS, ROOT
 from upstream.balancing.policies import POLICIES
@@ -113,12 +112,11 @@ KINDS = {
         ),
     ),
     "limit": Kind(
-        "gateway/limits/redis_store.py, COUNTED_LIMITS",
-        COUNTED_LIMITS,
+        "gateway/limits/rules.py, RATES",
+        (*RATES, *(f"{kind}_per_{window}" for kind in ("tokens", "cost") for window in CALENDAR)),
         (
             Location("gateway/snapshot/snapshot.py, Limits", lambda: Limits.__annotations__, "add a field"),
             Location("gateway/config/models.py, _Amounts", lambda: schema()["$defs"]["Limits"]["properties"], "add a setting"),
-            Location("gateway/limits/messages.py, _NAMES", lambda: _NAMES, "add the text of its refusal"),
             Location("docs/limits.md", described("docs/limits.md"), "add a row"),
         ),
     ),

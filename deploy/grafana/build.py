@@ -249,6 +249,12 @@ KEYS = Dashboard(
         ),
         Panel("Models used", "short", ((_sum("key, model", _rate(_TOKENS, _USED)), "{{key}} {{model}}"),), "Tokens a second."),
         Panel("Rejected by a limit", "reqps", ((_sum("key, reason", _rate("vllm_gateway_limited_total", _KEY)), "{{key}} {{reason}}"),)),
+        Panel(
+            "Used share of budgets",
+            "percentunit",
+            (("max by (holder, budget, soft) (vllm_gateway_budget_used_ratio)", "{{holder}} {{budget}} (soft: {{soft}})"),),
+            "Of all keys and teams with budgets. From 100% on requests are refused, unless the budget is soft.",
+        ),
         Panel("Rejected for their key", "reqps", ((_sum("reason", _rate("vllm_gateway_auth_failures_total", "")), "{{reason}}"),)),
         Panel(
             "Connections closed because of the client",

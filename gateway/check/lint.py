@@ -16,11 +16,10 @@ from gateway.client.addresses import is_loopback
 from gateway.config import Key, Note
 from gateway.config.models import matches
 from gateway.config.quantities import parse_duration
-from gateway.config.references import ConfigValue, Draft
+from gateway.config.references import ConfigValue, Draft, costs_in
 from gateway.key_management.key_list import state
-from gateway.limits.rules import QUOTAS
+from gateway.snapshot.snapshot import CALENDAR
 
-_COSTS = ("cost_per_day", "cost_per_month")
 OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
 """Also logged when the gateway starts."""
 _NAMED = 5
@@ -95,7 +94,9 @@ def _not_restored(draft: Draft) -> Iterator[Note]:
 
 def _budgets(limits: ConfigValue) -> Iterator[ConfigValue]:
     for value in (limits, *limits.each("models")):
-        yield from (value.get(name) for name in sorted(QUOTAS) if value.get(name).value is not None)
+        names = (f"{kind}_per_{window}" for kind in ("cost", "tokens") for window in CALENDAR)
+        yield from (value.get(name) for name in names if value.get(name).value is not None)
+        yield from value.each("budgets")
 
 
 def _days(retention: object) -> float:
@@ -120,19 +121,19 @@ def _unbounded(draft: Draft) -> Iterator[Note]:
 
 def _of(holder: ConfigValue, scopes: Iterable[Scope], free: Iterable[_Model]) -> Iterator[Note]:
     limits = holder.get("limits")
-    costs = [value for value in (_cost(limits), *map(_cost, limits.each("models"))) if value is not None]
+    costs = [(rows, cost) for rows in (limits, *limits.each("models")) if (cost := _cost(rows)) is not None]
     if not costs:
         return
     usable = [model for model in free if any(_matches(scope, model) for scope in scopes)]
-    for cost in costs:
-        rows = cost.source.at((*cost.path[:-1], "models")) if "models" in cost.path else None
-        if unbounded := [model.id for model in usable if _matches(rows, model)]:
+    for rows, cost in costs:
+        globs = rows.get("models").value if rows is not limits else None
+        if unbounded := [model.id for model in usable if _matches(globs, model)]:
             more = f" and {len(unbounded) - _NAMED} more" if len(unbounded) > _NAMED else ""
             yield note(cost, f"does not limit models without a price: {', '.join(unbounded[:_NAMED])}{more}")
 
 
 def _cost(limits: ConfigValue) -> ConfigValue | None:
-    return next((limits.get(name) for name in _COSTS if limits.get(name).value is not None), None)
+    return next(costs_in(limits), None)
 
 
 def _scope(key: ConfigValue) -> Scope:

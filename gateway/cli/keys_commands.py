@@ -399,11 +399,14 @@ def _with_limits(command: Callable[..., int]) -> Callable[..., int]:
     def run(**given: Any) -> int:
         return command(**given)
 
-    options = [_option(name, field) for name, field in Limits.model_fields.items() if name != "models"]  # it is not an amount
+    options = [_option(name, field) for name, field in Limits.model_fields.items() if name not in _NOT_AMOUNTS]
     signature = inspect.signature(command, eval_str=True)
     plain = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     run.__signature__ = signature.replace(parameters=[*plain, *options])  # type: ignore[attr-defined]
     return run
+
+
+_NOT_AMOUNTS = ("models", "budgets")
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:

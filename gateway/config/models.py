@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.config.quantities import Duration, DurationOrZero, Size, parse_duration, parse_size
+from gateway.config.quantities import Duration, DurationOrZero, Size, Window, parse_duration, parse_size
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
 from gateway.config.values import (
     Balance,
@@ -343,17 +343,44 @@ class Group(Section):
 _Cost = Annotated[int, Money(above=0, most=MAX_COST_LIMIT)]
 
 
+class Budget(Section):
+    """A budget of tokens, of cost, or of both in a window of time."""
+
+    window: Window = Field(description="`day`, `week` (from Monday) or `month` of UTC, or the length of a rolling window, e.g. `7d`")
+    tokens: Count | None = Field(default=None, description="prompt and completion tokens")
+    cost: _Cost | None = Field(default=None, description="cost, by the models' prices")
+    soft: Flag = Field(default=False, description="only warn: in a header, a metric and the log; no request is refused")
+
+    @model_validator(mode="after")
+    def _counts_something(self) -> Budget:
+        if self.tokens is None and self.cost is None:
+            raise ValueError("contains no budget: set tokens, cost, or both")
+        return self
+
+
 class _Amounts(Section):
     requests_per_minute: Count | None = Field(default=None, description="requests per minute")
     tokens_per_minute: Count | None = Field(default=None, description="prompt and completion tokens per minute")
     tokens_per_day: Count | None = Field(default=None, description="prompt and completion tokens per day (UTC)")
+    tokens_per_week: Count | None = Field(default=None, description="prompt and completion tokens per week (UTC, from Monday)")
     tokens_per_month: Count | None = Field(default=None, description="prompt and completion tokens per month (UTC)")
     cost_per_day: _Cost | None = Field(default=None, description="cost per day (UTC), by the models' prices")
+    cost_per_week: _Cost | None = Field(default=None, description="cost per week (UTC, from Monday), by the models' prices")
     cost_per_month: _Cost | None = Field(default=None, description="cost per month (UTC), by the models' prices")
     concurrent: Count | None = Field(default=None, description="concurrent requests")
     max_tokens: Count | None = Field(
         default=None, description="maximum tokens of one response; also the max_tokens of a request without one"
     )
+    budgets: Annotated[tuple[Budget, ...], Field(max_length=8)] = Field(
+        default=(), description="further budgets: of rolling windows, and soft budgets, which only warn"
+    )
+
+    @field_validator("budgets")
+    @classmethod
+    def _differ(cls, budgets: tuple[Budget, ...]) -> tuple[Budget, ...]:
+        if len({(each.window, each.soft) for each in budgets}) < len(budgets):
+            raise ValueError("two entries have the same window; write tokens and cost into one entry")
+        return budgets
 
 
 class ModelLimits(_Amounts):
@@ -453,6 +480,9 @@ class LimitsSection(Section):
 
     on_store_failure: Literal["allow", "refuse"] = Field(
         default="allow", description="what happens to requests while the limits store is unreachable"
+    )
+    warn_at: Annotated[float, Strict(), Field(gt=0, le=1)] = Field(
+        default=0.8, description="used share of a budget from which on responses have a warning header"
     )
 
 

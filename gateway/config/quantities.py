@@ -1,4 +1,4 @@
-"""Sizes and durations as operators write them: ``20MiB``, ``30s``.
+"""Sizes, durations and windows of budgets as operators write them: ``20MiB``, ``30s``, ``week``.
 
 A number without a unit is an error, because its unit would be unclear.
 """
@@ -10,6 +10,8 @@ from decimal import Decimal
 from typing import Annotated, Any
 
 from pydantic import Field, PlainValidator, WithJsonSchema
+
+from gateway.snapshot.snapshot import CALENDAR
 
 SIZE_UNITS = {
     "B": 1,
@@ -44,6 +46,32 @@ def parse_duration(text: object) -> float:
     return float(number * DURATION_UNITS[unit])
 
 
+_ROLLING = {"d": 86400, "h": 3600, "m": 60}
+_LONGEST_WINDOW = 366 * 86400
+
+
+def parse_window(text: object) -> str:
+    """Return the window of a budget: ``day``, ``week``, ``month``, or the length of a rolling window in its largest unit.
+
+    ``168h`` is ``7d``. Raises ValueError with a message for the operator.
+    """
+    if text in CALENDAR:
+        return str(text)
+    try:
+        seconds = parse_duration(text)
+    except ValueError:
+        raise ValueError("expected day, week, month, or the length of a rolling window, e.g. 7d (m, h, d)") from None
+    if not 60 <= seconds <= _LONGEST_WINDOW or seconds % 60:
+        raise ValueError("a rolling window is whole minutes, up to 366d")
+    unit = next(unit for unit, size in _ROLLING.items() if not seconds % size)
+    return f"{int(seconds) // _ROLLING[unit]}{unit}"
+
+
+def window_seconds(window: str) -> float:
+    """Return the length of a rolling window by its name, 0 for a window of the calendar."""
+    return 0.0 if window in CALENDAR else float(int(window[:-1]) * _ROLLING[window[-1]])
+
+
 def _parts(text: object, pattern: str, wanted: str) -> tuple[Decimal, str]:
     found = re.fullmatch(pattern, text) if isinstance(text, str) else None
     if found is None:
@@ -72,3 +100,10 @@ Duration = Annotated[float, PlainValidator(_positive(parse_duration)), _DURATION
 
 DurationOrZero = Annotated[float, PlainValidator(parse_duration), Field(), _DURATION_SCHEMA]
 """Seconds. ``0s`` means immediately."""
+
+Window = Annotated[
+    str,
+    PlainValidator(parse_window),
+    WithJsonSchema({"type": "string", "pattern": f"^({'|'.join(CALENDAR)})$|{DURATION_PATTERN}", "examples": ["week", "7d"]}),
+]
+"""``day``, ``week``, ``month``, or the length of a rolling window in its largest unit."""

@@ -19,6 +19,7 @@ from gateway.config.models import matches
 from gateway.config.problems import Finding, Path, Problem, did_you_mean
 from gateway.config.quantities import parse_duration
 from gateway.config.source import Source
+from gateway.snapshot.snapshot import CALENDAR
 from upstream.vllm import command_line
 
 _ORIGINS = ("launch", "servers", "discover")
@@ -493,9 +494,14 @@ def _priced(draft: Draft) -> Iterator[Problem]:
     if any(isinstance(model.get("price").value, dict) for model in draft.models):
         return
     for limits in draft.limits:
-        for name in ("cost_per_day", "cost_per_month"):
-            if limits.get(name).value is not None:
-                yield limits.get(name).problem("no model has a price, so no request has a cost; set models[].price")
+        for cost in costs_in(limits):
+            yield cost.problem("no model has a price, so no request has a cost; set models[].price")
+
+
+def costs_in(limits: ConfigValue) -> Iterator[ConfigValue]:
+    """Yield each limit of cost."""
+    found = (*(limits.get(f"cost_per_{window}") for window in CALENDAR), *(each.get("cost") for each in limits.each("budgets")))
+    yield from (cost for cost in found if cost.value is not None)
 
 
 def _divided_bounds(draft: Draft) -> Iterator[Problem]:

@@ -16,10 +16,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.limits.buckets import Buckets, BucketsFullError, Holder
+from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.earlier_use import Budgets, HolderUse
 from gateway.limits.limiter import PART_FOR_SUBJECTS
-from gateway.limits.rules import PeriodUse, moment
+from gateway.limits.rules import Holder, PeriodUse
+from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Snapshot
 
 if TYPE_CHECKING:

@@ -83,6 +83,8 @@ class Report:
         yield Series("config_last_reload_successful", ()), float(control.history.last.successful)
         expiries = ((key.id, expiry(key)) for key in control.config.keys)
         yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in expiries if last is not None)
+        for holder, state in control.workers.budgets():
+            yield Series("budget_used_ratio", (holder, state.budget.name, str(state.budget.soft).lower())), state.share
         yield Series("worker_restarts_total", ()), sum(worker.restarts for worker in control.workers.statuses)
         yield from process_series(control.workers.statuses)
         yield Series("build_info", (__version__,)), 1

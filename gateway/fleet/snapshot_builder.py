@@ -12,6 +12,7 @@ from typing import Any
 from gateway import config as conf
 from gateway.config import Config
 from gateway.config.launches import may_be_stopped
+from gateway.config.quantities import window_seconds
 from gateway.config.redis_url import limits_store
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
 from gateway.fleet.observed_servers import ObservedServers, api_key_of
@@ -19,6 +20,7 @@ from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import (
     Allowance,
     BodyRules,
+    Budget,
     Claims,
     Clients,
     Issuer,
@@ -71,6 +73,7 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
         issuers=tuple(_issuer(issuer, observed.key_sets) for issuer in config.jwt),
         teams=_teams(config) if any(issuer.claims.team for issuer in config.jwt) else {},
         default_model=config.default_model,
+        warn_at=config.limits.warn_at,
     )
 
 
@@ -186,10 +189,11 @@ def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[Allowance]:
 
 
 def _amounts(limits: conf.Limits | conf.ModelLimits) -> Limits:
-    return Limits(*(getattr(limits, name) for name in _AMOUNTS))
+    budgets = tuple(Budget(each.window, window_seconds(each.window), each.tokens, each.cost, each.soft) for each in limits.budgets)
+    return Limits(**{name: getattr(limits, name) for name in _AMOUNTS}, budgets=budgets)
 
 
-_AMOUNTS = tuple(each.name for each in fields(Limits) if each.init)
+_AMOUNTS = tuple(each.name for each in fields(Limits) if each.init and each.name != "budgets")
 
 
 def _limits_store(config: Config) -> LimitsStore | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 _HASH = re.compile(r"(?:sha256:)?([0-9a-fA-F]{64})")
 _LIMITS = {"rpm_limit": "requests_per_minute", "tpm_limit": "tokens_per_minute", "max_parallel_requests": "concurrent"}
-_BUDGETS = {"1d": "cost_per_day", "24h": "cost_per_day", "30d": "cost_per_month", "1mo": "cost_per_month"}
+_BUDGETS = {"1d": "cost_per_day", "24h": "cost_per_day", "7d": "cost_per_week", "30d": "cost_per_month", "1mo": "cost_per_month"}
 _ALL = "all-proxy-models"
 _TEAMS = "all-team-models"
 _ELSEWHERE = ("model_max_budget", "budget_id", "allowed_routes", "model_rpm_limit", "model_tpm_limit", "budget_limits")
@@ -93,5 +93,5 @@ def _budget_text(one: Mapping[str, Any]) -> str:
     if not one["max_budget"]:
         return "0 (a limit here is more than 0)"
     if duration is None:
-        return "without budget_duration (a limit here is for a day or a month)"
-    return "with a budget_duration other than a day or a month"
+        return "without budget_duration (a limit here is for a day, a week or a month)"
+    return "with a budget_duration other than a day, a week or a month"

@@ -5,8 +5,10 @@ holds the file lock, which the kernel releases if the process dies. Requests in 
 the successor of a worker that died starts with none. Counts are found by the name of their holder, so they survive a reload and a
 worker.
 
-Layout, little-endian: u64 workers, u64 holders; then for each holder the SHA-256 of its name (32 bytes), its counts as float64 (see
-``rules``), and for each worker a float64 of what it has in flight.
+Layout, little-endian: u64 workers, u64 bytes of records; then the records: the SHA-256 of a name (32 bytes), u32 cells, u32 whether it
+is a holder, and the cells as float64. The record of a holder has its counts (see ``rules``), and for each worker a cell of what it has
+in flight. Each of its rolling windows has a separate record (see ``windows``), named after both. The use that a store has reported for
+a window has one too: the tokens, the cost, and the time until which they count.
 """
 
 from __future__ import annotations
@@ -15,31 +17,23 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from threading import Lock
-from typing import NamedTuple
 
-from gateway.limits import rules
-from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Moment, PeriodUse, is_longer
+from gateway.limits import rules, windows
+from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Holder, PeriodUse, is_longer
+from gateway.limits.windows import RING_CELLS, BudgetState, Moment, Window, windows_of
 from gateway.snapshot.snapshot import Limits
 
 _CAPACITY = 64 * 1024 * 1024  # bytes of address space; the file is sparse, so only what is written takes memory
 _HEAD = struct.Struct("<QQ")
-_DIGEST = 32
+_RECORD = struct.Struct("<32sII")
 _CELL = 8  # bytes of a float64
 
 
-class Holder(NamedTuple):
-    """A holder of limits. ``offset`` is the first cell of its counts in ``Buckets``."""
-
-    name: str
-    limits: Limits
-    offset: int
-
-
 class BucketsFullError(Exception):
-    """The memory has no capacity for another holder."""
+    """The memory has no capacity for another record."""
 
 
 class Buckets:
@@ -52,13 +46,14 @@ class Buckets:
         self._workers: int = _HEAD.unpack_from(self._map)[0]
         self._is_alone = self._workers == 1
         self._own = SIZE + worker
-        self._size: int = _DIGEST + _CELL * (SIZE + self._workers)
+        self._holders: list[int] = []
         self._offsets: dict[bytes, int] = {}
+        self._read = 0  # bytes of the records that are indexed
         # A single worker has one thread, so the cheapest lock will do, unless control restores counts from a ledger.
         self._lock = Lock() if self._is_alone and not control_writes else _Lock(fd)
         with self._lock:
-            self._find_new_holders()
-            for offset in self._offsets.values():
+            self._find_new_records()
+            for offset in self._holders:
                 self.cells[offset + self._own] = 0.0
 
     @classmethod
@@ -94,27 +89,39 @@ class Buckets:
 
     def holder(self, name: str, limits: Limits, part: float = 1.0) -> Holder:
         """Return a holder; its counts are created for the first request, in a part of the memory. Raises BucketsFullError."""
-        digest = sha256(name.encode()).digest()
         with self._lock:
-            self._find_new_holders()
-            return Holder(name, limits, self._offsets.get(digest) or self._append(digest, part))
+            self._find_new_records()
+            offset = self._record(name, SIZE + self._workers, part, is_holder=True)
+            rings = {each.window: self._record(_ring(name, each.window), RING_CELLS, part) for each in limits.budgets if each.seconds}
+        return Holder.placed(name, limits, offset, rings)
 
-    def _find_new_holders(self) -> None:
-        """Index the holders that other workers have added."""
-        _, count = _HEAD.unpack_from(self._map)
-        for number in range(len(self._offsets), count):
-            start = _HEAD.size + number * self._size
-            self._offsets[self._map[start : start + _DIGEST]] = (start + _DIGEST) // _CELL
+    def _find_new_records(self) -> None:
+        """Index the records that other workers have added."""
+        _, used = _HEAD.unpack_from(self._map)
+        while self._read < used:
+            start = _HEAD.size + self._read
+            digest, cells, is_holder = _RECORD.unpack_from(self._map, start)
+            self._index(digest, start, cells, is_holder)
 
-    def _append(self, digest: bytes, part: float) -> int:
-        count = len(self._offsets)
-        start = _HEAD.size + count * self._size
-        if start + self._size > len(self._map) * part:
-            raise BucketsFullError(f"no capacity for another holder of limits: there are {count}")
-        self._map[start : start + self._size] = digest + bytes(self._size - _DIGEST)
-        _HEAD.pack_into(self._map, 0, self._workers, count + 1)
-        self._offsets[digest] = (start + _DIGEST) // _CELL
-        return self._offsets[digest]
+    def _index(self, digest: bytes, start: int, cells: int, is_holder: bool) -> int:
+        offset = self._offsets[digest] = (start + _RECORD.size) // _CELL
+        self._read += _RECORD.size + _CELL * cells
+        if is_holder:
+            self._holders.append(offset)
+        return offset
+
+    def _record(self, name: str, cells: int, part: float = 1.0, *, is_holder: bool = False) -> int:
+        """Return the offset of the cells of a record, which is added if there is none of this name. Raises BucketsFullError."""
+        digest = _digest(name)
+        found = self._offsets.get(digest)
+        if found is not None:
+            return found
+        start, size = _HEAD.size + self._read, _RECORD.size + _CELL * cells
+        if start + size > len(self._map) * part:
+            raise BucketsFullError(f"no capacity for another holder of limits: there are {len(self._holders)}")
+        self._map[start : start + size] = _RECORD.pack(digest, cells, is_holder) + bytes(_CELL * cells)
+        _HEAD.pack_into(self._map, 0, self._workers, self._read + size)
+        return self._index(digest, start, cells, is_holder)
 
     # Counts
 
@@ -133,11 +140,50 @@ class Buckets:
         cells = self.cells
         return [(holder.limits, cells[holder.offset + REQUESTS], cells[holder.offset + TOKENS]) for holder in holders]
 
+    def budget_states(self, holder: Holder, at: Moment) -> list[BudgetState]:
+        """Return the state of each budget of a holder."""
+        with self._lock:
+            return list(windows.budget_states(holder.windows, self.cells, at))
+
+    # Use that a store has reported
+
+    def note_usage(self, holder: Holder, window: Window, tokens: float, cost: float, until: float) -> None:
+        """Remember what a store has counted in a window of a holder, for control. ``until``: in seconds since the epoch."""
+        with self._lock:
+            self._find_new_records()
+            try:
+                start = self._record(_in_store(holder.name, window), 3)
+            except BucketsFullError:
+                return
+            self.cells[start], self.cells[start + 1], self.cells[start + 2] = tokens, cost, until
+
+    def shown_states(self, name: str, limits: Limits, at: Moment, in_store: bool) -> list[BudgetState]:
+        """Return the state of each budget of a holder for an observer, which changes nothing and takes no lock.
+
+        ``in_store``: the state that a store has reported last.
+        """
+        self._find_new_records()
+        if in_store:
+            return [state for window in windows_of(limits) for state in self._noted_states(name, window, at.wall)]
+        offset = self._offsets.get(_digest(name))
+        rings = {each.window: self._offsets.get(_digest(_ring(name, each.window))) for each in limits.budgets if each.seconds}
+        if offset is None or None in rings.values():
+            return [state for window in windows_of(limits) for state in windows.states_of(window, 0, 0, 0.0)]
+        placed = Holder.placed(name, limits, offset, {window: ring for window, ring in rings.items() if ring is not None})
+        return list(windows.budget_states(placed.windows, self.cells, at))
+
+    def _noted_states(self, name: str, window: Window, wall: float) -> Iterator[BudgetState]:
+        start = self._offsets.get(_digest(_in_store(name, window)))
+        tokens, cost, until = (0.0, 0.0, 0.0) if start is None else self.cells[start : start + 3]
+        return windows.states_of(window, tokens, cost, until - wall) if until > wall else windows.states_of(window, 0, 0, 0.0)
+
+    # Decisions
+
     def _longest_refusal(self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment) -> tuple[Holder, ExceededLimit] | None:
         """Return the holder that refuses for the longest time."""
         worst: tuple[Holder, ExceededLimit] | None = None
         for holder, amounts in wanted:
-            refusal = rules.exceeded_limit(holder.limits, self.cells, holder.offset, self.in_flight(holder.offset), amounts, at)
+            refusal = rules.exceeded_limit(holder, self.cells, self.in_flight(holder.offset), amounts, at)
             if refusal is not None and (worst is None or is_longer(refusal, worst[1])):
                 worst = holder, refusal
         return worst
@@ -155,7 +201,7 @@ class Buckets:
                 return worst
             for holder, amounts in wanted:
                 offset, slots = holder.offset, amounts.slots
-                refusal = rules.admit(holder.limits, cells, offset, self.in_flight(offset) if slots else 0, amounts, at, reservation_ends)
+                refusal = rules.admit(holder, cells, self.in_flight(offset) if slots else 0, amounts, at, reservation_ends)
                 if refusal is not None:
                     return holder, refusal
                 if slots:
@@ -169,9 +215,23 @@ class Buckets:
         cells = self.cells
         with self._lock:
             for holder, amounts in reserved:
-                rules.settle(holder.limits, cells, holder.offset, amounts, used, reservation_ends, now, then)
+                rules.settle(holder, cells, amounts, used, reservation_ends, now, then)
                 if amounts.slots:
                     cells[holder.offset + self._own] -= amounts.slots
+
+
+def _digest(name: str) -> bytes:
+    return sha256(name.encode()).digest()
+
+
+def _ring(name: str, window: str) -> str:
+    """Return the name of the record of a rolling window. No holder's name has a line break."""
+    return f"{name}\n{window}"
+
+
+def _in_store(name: str, window: Window) -> str:
+    """Return the name of the record of what a store has counted in a window."""
+    return f"{name}\n{window.name}\nstore"
 
 
 class _Lock:

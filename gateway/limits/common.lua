@@ -1,50 +1,129 @@
--- Shared by admit.lua and settle.lua: reads and writes what a holder of limits has used. The Python twin is rules.py.
+-- Shared by admit.lua and settle.lua: reads and writes what a holder of limits has used. The Python twins are rules.py and windows.py.
 -- A holder is a hash with these fields: when its buckets of requests (r) and tokens (t) are full again, the seconds that were
 -- returned to each (rb, tb), the current day (d) with its tokens and cost (dt, dc, dn), another day (od, odt, odc, odn), and the
--- same of the months (m, mt, mc, mn, om, omt, omc, omn). Gateways of other versions read these fields: never change what one means.
--- A cost is stored twice: in nano-units (dn), which are exact, and in units of the currency (dc), as earlier versions do.
--- If dc is not what belongs to dn, a gateway of an earlier version has counted last, and dc is used.
+-- same of the weeks (w, …) and the months (m, …). A rolling window of 7d has a field for each slice of its ring (7d:0, 7d:1, …) with
+-- the slice's number, tokens and cost. Gateways of other versions read these fields: never change what one means.
+-- A cost is stored twice: in nano-units (dn), which are exact, and in units of the currency (dc), as version 0.1 reads and writes it.
+-- If dc is not what belongs to dn, a gateway of version 0.1 has counted last, and dc is used.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
-local FIELDS = {
-  'r', 't', 'rb', 'tb',
-  'd', 'dt', 'dc', 'dn', 'od', 'odt', 'odc', 'odn',
-  'm', 'mt', 'mc', 'mn', 'om', 'omt', 'omc', 'omn',
-}
-local PERIODS, NANO = {'d', 'od', 'm', 'om'}, 1000000000
+local BUCKETS, NANO, SLICES = {'r', 't', 'rb', 'tb'}, 1000000000, 24
+local PREFIXES = {day = 'd', week = 'w', month = 'm'}
+local LIFETIMES = {day = 3 * 86400, week = 21 * 86400, month = 70 * 86400}
 
-local function read_holder(key)
-  local values, holder = redis.call('HMGET', key, unpack(FIELDS)), {}
-  for i, name in ipairs(FIELDS) do holder[name] = tonumber(values[i] or 0) end
-  for _, p in ipairs(PERIODS) do
-    local cost = holder[p .. 'c']
-    if cost ~= holder[p .. 'n'] / NANO then holder[p .. 'n'] = math.floor(cost * NANO + 0.5) end
+-- Return the number of the period, or of the slice, to which a time belongs: windows.period_of.
+local function period_of(window, time)
+  if window.slice > 0 then return math.floor(time / window.slice) end
+  local day = math.floor(time / 86400)
+  if window.name == 'month' then return month_of(day) end
+  return window.name == 'day' and day or math.floor((day + 3) / 7)
+end
+
+local function read_period(values, i)
+  local cost, nano = tonumber(values[i + 2] or 0), tonumber(values[i + 3] or 0)
+  if cost ~= nano / NANO then nano = math.floor(cost * NANO + 0.5) end
+  return {number = tonumber(values[i] or 0), tokens = tonumber(values[i + 1] or 0), cost = nano}
+end
+
+local function calendar_fields(p) return {p, p .. 't', p .. 'c', p .. 'n', 'o' .. p, 'o' .. p .. 't', 'o' .. p .. 'c', 'o' .. p .. 'n'} end
+
+-- Read the counts of a window: the current and the other period of the calendar, or the slices of the ring.
+local function read_window(key, window)
+  if window.slice == 0 then
+    local values = redis.call('HMGET', key, unpack(calendar_fields(PREFIXES[window.name])))
+    window.current, window.other = read_period(values, 1), read_period(values, 5)
+    return
   end
+  local names = {}
+  for slot = 0, SLICES do names[slot + 1] = window.name .. ':' .. slot end
+  window.slots = {}
+  for i, text in ipairs(redis.call('HMGET', key, unpack(names))) do
+    local number, tokens, cost = string.match(text or '', '(%S+) (%S+) (%S+)')
+    if number then window.slots[i - 1] = {number = tonumber(number), tokens = tonumber(tokens), cost = tonumber(cost)} end
+  end
+end
+
+local function read_holder(key, windows)
+  local holder = {windows = windows}
+  for i, value in ipairs(redis.call('HMGET', key, unpack(BUCKETS))) do holder[BUCKETS[i]] = tonumber(value or 0) end
+  for _, window in ipairs(windows) do read_window(key, window) end
   return holder
 end
 
--- Seconds after which the hash means nothing any more.
-local function lifetime(holder)
-  if holder.m ~= 0 then return 70 * 86400 end
-  if holder.d ~= 0 then return 3 * 86400 end
-  return math.ceil(math.max(holder.r - now, holder.t - now, 0)) + 120
+local function text_of(number) return string.format('%.17g', number) end
+
+local function append(values, ...)
+  for _, value in ipairs({...}) do values[#values + 1] = value end
 end
 
 local function write_holder(key, holder)
-  local values = {}
-  for _, p in ipairs(PERIODS) do holder[p .. 'c'] = holder[p .. 'n'] / NANO end
-  for i, name in ipairs(FIELDS) do
-    -- Days and months are written only if the holder has limits on them.
-    if i <= 4 or (i <= 12 and holder.d ~= 0) or (i > 12 and holder.m ~= 0) then
-      values[#values + 1] = name
-      values[#values + 1] = string.format('%.17g', holder[name])
+  local values, lifetime = {}, math.ceil(math.max(holder.r - now, holder.t - now, 0)) + 120
+  for _, name in ipairs(BUCKETS) do append(values, name, text_of(holder[name])) end
+  for _, window in ipairs(holder.windows) do
+    lifetime = math.max(lifetime, LIFETIMES[window.name] or math.ceil(window.slice * (SLICES + 1)) + 86400)
+    if window.slice == 0 then
+      for prefix, period in pairs({[PREFIXES[window.name]] = window.current, ['o' .. PREFIXES[window.name]] = window.other}) do
+        append(values, prefix, text_of(period.number), prefix .. 't', text_of(period.tokens))
+        append(values, prefix .. 'c', text_of(period.cost / NANO), prefix .. 'n', text_of(period.cost))
+      end
+    elseif window.changed then
+      local slice = window.slots[window.changed]
+      append(values, window.name .. ':' .. window.changed, text_of(slice.number) .. ' ' .. text_of(slice.tokens) .. ' ' .. text_of(slice.cost))
     end
   end
   redis.call('HSET', key, unpack(values))
-  redis.call('EXPIRE', key, lifetime(holder))
+  if redis.call('TTL', key) < lifetime then redis.call('EXPIRE', key, lifetime) end
 end
 
 -- Take seconds from a bucket: rules._settle_bucket, and the buckets in rules.admit.
 local function take_from_bucket(holder, bucket, seconds)
   if seconds > 0 then holder[bucket] = math.max(holder[bucket], now) + seconds end
+end
+
+-- Return the periods of a window that count, with the oldest first: windows.used_in. Slices ahead of the clock count too.
+local function counted_periods(window)
+  local period, found = period_of(window, now), {}
+  if window.slice == 0 then
+    for _, each in ipairs({window.current, window.other}) do
+      if each.number == period then return {each} end
+    end
+    return found
+  end
+  for slot = 0, SLICES do
+    local slice = window.slots[slot]
+    if slice and math.abs(slice.number - period) <= SLICES then found[#found + 1] = slice end
+  end
+  table.sort(found, function(a, b) return a.number < b.number end)
+  return found
+end
+
+local function used_in(window)
+  local tokens, cost = 0, 0
+  for _, period in ipairs(counted_periods(window)) do tokens, cost = tokens + period.tokens, cost + period.cost end
+  return tokens, cost
+end
+
+local function seconds_left(name)
+  local day = math.floor(now / 86400)
+  if name == 'day' then return (day + 1) * 86400 - now end
+  if name == 'week' then return (math.floor((day + 3) / 7) * 7 + 4) * 86400 - now end
+  return first_day_of(month_of(day) + 1) * 86400 - now
+end
+
+-- Return the seconds until nothing of a window is used: windows.seconds_until_unused.
+local function seconds_until_unused(window)
+  if window.slice == 0 then return seconds_left(window.name) end
+  local seconds = 0
+  for _, slice in ipairs(counted_periods(window)) do
+    if slice.tokens > 0 or slice.cost > 0 then seconds = (slice.number + SLICES + 1) * window.slice - now end
+  end
+  return seconds
+end
+
+-- Append what is used of each window of a holder: its tokens, its cost, and the milliseconds until nothing of it is used.
+local function append_usage(reply, holder)
+  for _, window in ipairs(holder.windows) do
+    local tokens, cost = used_in(window)
+    append(reply, tokens, cost, math.ceil(seconds_until_unused(window) * 1000))
+  end
 end

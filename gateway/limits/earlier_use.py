@@ -12,7 +12,8 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gateway.limits.rules import PeriodUse, period_starts
+from gateway.limits.rules import PeriodUse
+from gateway.limits.windows import period_starts
 from gateway.snapshot.snapshot import Allowance, Model, Snapshot
 
 

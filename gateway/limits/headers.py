@@ -1,7 +1,8 @@
-"""Write the state of limits as OpenAI's headers: ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``. Pure.
+"""Write the state of limits as headers. Pure.
 
-Source: OpenAI's guide on rate limits. ``reset`` is the time until all of the limit is available again, as Go writes durations:
-``17ms``, ``1s``, ``6m0s``.
+Limits per minute have OpenAI's headers, ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``. A budget has the same with its window
+behind it, as Cerebras names them: ``x-ratelimit-remaining-tokens-day``. Source: the guides of both on rate limits. ``reset`` is the time
+until all of the limit is available again, as Go writes durations: ``17ms``, ``1s``, ``6m0s``.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from collections.abc import Iterable
 from math import ceil
 
 from gateway.limits.rules import BucketState, bucket_state
+from gateway.limits.windows import BudgetState
+from gateway.snapshot.money import decimal_text
 from gateway.snapshot.snapshot import Limits
 
 
@@ -35,8 +38,42 @@ def _tighter(one: BucketState, other: BucketState) -> BucketState:
     return one if (one.remaining, -one.reset) <= (other.remaining, -other.reset) else other
 
 
+def budget_lines(states: Iterable[BudgetState], warn_at: float) -> bytes:
+    """Return header lines for the tightest budget of each kind and window, and a warning about each budget that is nearly used.
+
+    A soft budget has only the warning. ``warn_at``: the used share of a budget from which on there is a warning.
+    """
+    tightest: dict[tuple[bool, str], BudgetState] = {}
+    warnings: dict[tuple[str, bool], int] = {}
+    for state in states:
+        budget = state.budget
+        if state.used >= budget.limit * warn_at:
+            name = budget.name, budget.soft
+            warnings[name] = max(warnings.get(name, 0), int(state.used * 100 // budget.limit))
+        kind = budget.is_cost, state.window
+        if not budget.soft and (kind not in tightest or state.remaining < tightest[kind].remaining):
+            tightest[kind] = state
+    lines = b"".join(map(_budget_line, tightest.values()))
+    if not warnings:
+        return lines
+    shown = (f"{name};used={percent / 100:.2f}{';soft' if soft else ''}" for (name, soft), percent in warnings.items())
+    return lines + b"x-vllm-gateway-budget-warning: %b\r\n" % ", ".join(shown).encode()
+
+
+def _budget_line(state: BudgetState) -> bytes:
+    kind = f"{'cost' if state.budget.is_cost else 'tokens'}-{state.window}".encode()
+    limit, remaining = (amount(number, state.budget.is_cost).encode() for number in (state.budget.limit, state.remaining))
+    return _BUDGET_LINES % (kind, limit, kind, remaining, kind, duration(state.reset))
+
+
+def amount(number: float, is_cost: bool) -> str:
+    """Write whole tokens, or a cost in units of the currency."""
+    return decimal_text(int(number)) if is_cost else str(int(number))
+
+
 _LINES = b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n"
 _REQUESTS, _TOKENS = (_LINES % (kind, kind, kind) for kind in (b"requests", b"tokens"))
+_BUDGET_LINES = b"x-ratelimit-limit-%b: %b\r\nx-ratelimit-remaining-%b: %b\r\nx-ratelimit-reset-%b: %b\r\n"
 
 
 def duration(seconds: float) -> bytes:

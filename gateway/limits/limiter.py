@@ -5,21 +5,23 @@ The rule: a request of a key without limits costs one attribute look-up.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from secrets import token_hex
 from time import monotonic, time
 
 from gateway.limits import estimate
-from gateway.limits.buckets import Buckets, BucketsFullError, Holder
-from gateway.limits.redis_store import COUNTED_LIMITS, RedisStore
+from gateway.limits.buckets import Buckets, BucketsFullError
+from gateway.limits.messages import limit_text
+from gateway.limits.redis_store import RedisStore
 from gateway.limits.reservation import ARRIVAL, Reservation
-from gateway.limits.rules import moment
+from gateway.limits.rules import RATES, Holder
+from gateway.limits.windows import BudgetState, Window, moment, windows_of
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 
 Holders = tuple[Holder, ...]
-
-_TOKEN_LIMITS = frozenset(COUNTED_LIMITS) - {"requests_per_minute", "concurrent"}
+_log = logging.getLogger("vllm_gateway.limits")
 
 PART_FOR_SUBJECTS = 0.75
 """Part of the shared memory for the subjects of tokens. The rest stays free for configured holders."""
@@ -33,6 +35,7 @@ class KeyLimits:
         "_for_models",
         "counting_tokens",
         "for_all_models",
+        "has_budgets",
         "is_known_on_arrival",
         "key",
         "max_tokens_limits",
@@ -41,11 +44,12 @@ class KeyLimits:
 
     def __init__(self, key: str, buckets: Buckets, allowances: tuple[Allowance, ...], part: float = 1.0) -> None:
         self.key = key
-        holders = [(each, buckets.holder(each.holder, each.limits, part)) for each in allowances if _set_limits(each.limits)]
+        holders = [(each, buckets.holder(each.holder, each.limits, part)) for each in allowances if _is_counted(each.limits)]
         self.for_all_models = tuple(holder for each, holder in holders if each.models is None)
         self.on_arrival = tuple((holder, ARRIVAL) for holder in self.for_all_models)
-        self.counting_tokens = tuple(holder for holder in self.for_all_models if not _TOKEN_LIMITS.isdisjoint(_set_limits(holder.limits)))
+        self.counting_tokens = tuple(holder for holder in self.for_all_models if holder.counts_tokens)
         self.is_known_on_arrival = not self.counting_tokens and len(self.for_all_models) == len(holders)
+        self.has_budgets = any(holder.windows for _, holder in holders)
         self._allowances = holders
         self._for_models: dict[str, tuple[Holders, Holders]] = {}
         self.max_tokens_limits = tuple(each for each in allowances if each.limits.max_tokens is not None)
@@ -63,9 +67,9 @@ class KeyLimits:
         return estimate.smallest(each.limits.max_tokens for each in self.max_tokens_limits if _covers(each, model))
 
 
-def _set_limits(limits: Limits) -> tuple[str, ...]:
-    """Return the names of the counted limits that are set."""
-    return tuple(name for name in COUNTED_LIMITS if getattr(limits, name) is not None)
+def _is_counted(limits: Limits) -> bool:
+    """Check whether limits need counts: all but the length of a response."""
+    return bool(windows_of(limits)) or any(getattr(limits, name) is not None for name in RATES)
 
 
 def _covers(allowance: Allowance, model: Model) -> bool:
@@ -86,6 +90,10 @@ class Limiter:
         self._name = token_hex(8)
         self._by_key: dict[str, KeyLimits] = {}
         self._subjects: dict[tuple[str, str | None], KeyLimits] = {}  # of tokens, by subject and team
+        self._shown: frozenset[str] = frozenset()  # holders of the configuration, which control shows
+        self._exceeded: set[tuple[str, str]] = set()
+        self.warn_at = 1.0
+        """The used share of a budget from which on responses have a warning."""
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
         """Use the limits of this snapshot from now on. Usage so far stays counted."""
@@ -94,13 +102,16 @@ class Limiter:
             for reason in _reasons(key):
                 self._metrics.cells("limited_total", key.id, reason)
         self._subjects = {}
+        self._shown = frozenset(allowance.holder for key in snapshot.keys for allowance in key.allowances)
+        self._exceeded = set()
+        self.warn_at = snapshot.warn_at
         settings = snapshot.limits_store
         if self.store is not None and settings is not None and self.store.settings.counts == settings.counts:
             self.store.settings = settings  # its reservations and unsent settlements stay
             return
         self.close()
         if settings is not None and snapshot.uses_store:
-            self.store = RedisStore(settings, self._name, self._on_store)
+            self.store = RedisStore(settings, self._name, self._on_store, self._note_usage)
 
     def reservation(self, key: Key, identity: str) -> Reservation:
         """Return the reservation for a request, by its id, of a key with limits."""
@@ -125,6 +136,22 @@ class Limiter:
         """Count a refused request."""
         self._metrics.cells("limited_total", key, reason)[0] += 1
 
+    def report_soft_budgets(self, states: Iterable[tuple[Holder, BudgetState]]) -> None:
+        """Log each soft budget that is exceeded, once until it is within its limit again."""
+        for holder, state in states:
+            budget, known = state.budget, (holder.name, state.budget.name)
+            if not budget.soft or (state.used > budget.limit) == (known in self._exceeded):
+                continue
+            if known in self._exceeded:
+                self._exceeded.remove(known)
+            else:
+                self._exceeded.add(known)
+                _log.warning("the soft budget of %s is exceeded (%s)", limit_text(budget.name, budget.limit), holder.name)
+
+    def _note_usage(self, holder: Holder, window: Window, tokens: int, cost: int, reset: float) -> None:
+        if holder.name in self._shown:
+            self.buckets.note_usage(holder, window, tokens, cost, time() + reset)
+
     def tick(self) -> None:
         """Check the store. Called four times a second."""
         if self.store is not None:
@@ -138,5 +165,16 @@ class Limiter:
 
 
 def _reasons(key: Key) -> Iterator[str]:
+    """Yield the reason of each refusal that is possible for a key."""
     for allowance in key.allowances:
-        yield from _set_limits(allowance.limits)
+        yield from (name for name in RATES if getattr(allowance.limits, name) is not None)
+        yield from (budget.name for window in windows_of(allowance.limits) for budget in window.budgets if not budget.soft)
+
+
+def shown_budgets(buckets: Buckets, snapshot: Snapshot) -> Iterator[tuple[str, BudgetState]]:
+    """Yield each budget of the configured keys and teams, with the name of its holder, for an observer."""
+    at, in_store = moment(monotonic(), time()), snapshot.uses_store
+    holders = {each.holder: each.limits for key in snapshot.keys for each in key.allowances}
+    for name, limits in holders.items():
+        if windows_of(limits):
+            yield from ((name, state) for state in buckets.shown_states(name, limits, at, in_store))

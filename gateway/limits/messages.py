@@ -1,7 +1,6 @@
 """Write the errors for exceeded limits: which limit, its state, and what lets the request pass. Pure.
 
-The rule: a time to wait appears only if the same request can pass after it. A request that reserves more than the whole limit of a
-day or a month gets none.
+The rule: a time to wait appears only if the same request can pass after it. A request that reserves more than a whole budget gets none.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from gateway.api.errors import Refusal, duration
-from gateway.limits import rules
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.rules import ExceededLimit
 from gateway.snapshot.money import Price, decimal_of, highest_completion_price, highest_prompt_price
@@ -19,17 +17,21 @@ from gateway.snapshot.money import Price, decimal_of, highest_completion_price, 
 _MILLION = 1_000_000
 _ROUNDING = 1e-6  # as in ``rules``
 
-_NAMES: Mapping[str, str] = MappingProxyType(
+_RATES: Mapping[str, str] = MappingProxyType(
     {
         "concurrent": "{} requests at once",
         "requests_per_minute": "{} requests per minute",
         "tokens_per_minute": "{} tokens per minute",
-        "tokens_per_day": "{} tokens per day",
-        "tokens_per_month": "{} tokens per month",
-        "cost_per_day": "a cost of {} per day",
-        "cost_per_month": "a cost of {} per month",
     }
 )
+
+
+def limit_text(reason: str, limit: float) -> str:
+    """Write a limit: a rate, or a budget with its window, such as ``tokens_per_7d``."""
+    if reason in _RATES:
+        return _RATES[reason].format(_number(limit))
+    kind, _, window = reason.partition("_per_")
+    return f"a cost of {_cost(limit)} per {window}" if kind == "cost" else f"{_number(limit)} tokens per {window}"
 
 
 def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, price: Price | None) -> Refusal:
@@ -38,9 +40,9 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     ``estimated``: what the request reserves, where ``max_tokens`` bounds the completion; ``price``: the model's.
     """
     seconds = max(math.ceil(exceeded.wait or 0), 1)
-    is_cost, is_quota = exceeded.reason.startswith("cost"), exceeded.reason in rules.QUOTAS
+    is_cost, is_quota = exceeded.reason.startswith("cost"), exceeded.is_budget
     written = _cost if is_cost else _number
-    limit, left = _NAMES[exceeded.reason].format(written(exceeded.limit)), _rounded(exceeded.left)
+    limit, left = limit_text(exceeded.reason, exceeded.limit), _rounded(exceeded.left)
     reserved = f"{'a cost of ' if is_cost else ''}{written(exceeded.requested)}{'' if is_cost else ' tokens'}"
     now = _most_tokens(exceeded.reason, left, estimated, price)
     advice = [f"Set 'max_tokens' to at most {_number(now)}"] if now else []

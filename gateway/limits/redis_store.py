@@ -17,16 +17,16 @@ import logging
 import re
 import ssl
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from math import inf
 from time import monotonic
 from typing import NamedTuple, cast
 
-from gateway.limits import rules
-from gateway.limits.buckets import Holder
+from gateway.limits import rules, windows
 from gateway.limits.resp import Parser, ProtocolError, Reply, ReplyError, argument, array, command
-from gateway.limits.rules import Amounts, ExceededLimit
+from gateway.limits.rules import Amounts, ExceededLimit, Holder
 from gateway.limits.scripts import Script, Scripts, load_scripts
+from gateway.limits.windows import BudgetState, Window
 from gateway.snapshot.snapshot import Limits, LimitsStore
 from upstream.http.inline_task import Signal
 
@@ -38,16 +38,6 @@ _RETRY_EVERY = 1.0  # longer than a reply may take, so earlier commands have fin
 _OWED = 10_000  # settlements that are retained while the store is unavailable
 _LATE, _ADMITTED = -1, 0  # first number of the reply of admit.lua
 _PREFIX = "vllm-gateway:"
-COUNTED_LIMITS = (
-    "requests_per_minute",
-    "tokens_per_minute",
-    "tokens_per_day",
-    "tokens_per_month",
-    "cost_per_day",
-    "cost_per_month",
-    "concurrent",
-)
-"""The limits that are counted, in the order of the arguments of admit.lua. They are also the reasons in the metrics."""
 _STATES = re.compile(r"(?:^|-)(?:OOM|READONLY|MISCONF|LOADING|BUSY|MASTERDOWN|NOREPLICAS|NOAUTH) ")  # older servers send it after ERR
 _log = logging.getLogger("vllm_gateway.limits")
 
@@ -57,10 +47,25 @@ class StoreUnavailableError(Exception):
 
 
 class StoreResult(NamedTuple):
-    """Result of an admission: the holder and limit that refuse it, if any, and when the buckets of each holder are full."""
+    """Result of an admission.
+
+    It has the holder and limit that refuse it, if any, when the buckets of each holder are full, and the state of each budget.
+    """
 
     exceeded: tuple[Holder, ExceededLimit] | None
     full_times: Sequence[tuple[Limits, float, float]]
+    budgets: Sequence[tuple[Holder, BudgetState]] = ()
+
+
+OnUsage = Callable[[Holder, Window, int, int, float], None]
+
+
+class _Settlement(NamedTuple):
+    """A settlement that the store has not acknowledged: its bytes, and the holders that it settles."""
+
+    data: bytes
+    with_script: Callable[[], bytes]
+    holders: tuple[Holder, ...]
 
 
 class ReplyLostError(ReplyError):
@@ -175,12 +180,20 @@ class RedisStore:
     """The limits store as one worker uses it. The first request that needs it opens the connection.
 
     ``worker`` is a unique name. ``settings`` may be replaced while the counts stay the same. ``on_change`` is called with the error
-    when the store becomes unavailable or the reason changes, and with None when it is available again.
+    when the store becomes unavailable or the reason changes, and with None when it is available again. ``on_usage`` is called with a
+    holder, one of its windows, and the tokens, the cost and the seconds until nothing is used that the store has reported.
     """
 
-    def __init__(self, settings: LimitsStore, worker: str, on_change: Callable[[str | None], None]) -> None:
+    def __init__(
+        self,
+        settings: LimitsStore,
+        worker: str,
+        on_change: Callable[[str | None], None],
+        on_usage: OnUsage = lambda *_: None,
+    ) -> None:
         self.settings = settings
         self._on_change = on_change
+        self._on_usage = on_usage
         self._scripts = load_scripts()
         self._reason: str | None = None
         self._reserved = f"{_PREFIX}reserved {worker}"
@@ -190,7 +203,7 @@ class RedisStore:
         self._opened_at = 0.0
         self._waiting: list[Signal] = []
         self._is_available: bool | None = None
-        self._unacknowledged: dict[int, tuple[bytes, Callable[[], bytes]]] = {}
+        self._unacknowledged: dict[int, _Settlement] = {}
         self._settled = 0
         self._leases: dict[str, tuple[str, ...]] = {}
         self._renewed = 0.0
@@ -245,7 +258,8 @@ class RedisStore:
         if left := tuple(key for key in held if key not in {_keys(holder)[1] for holder, _ in reserved}):
             self._leases[identity] = left
         self._settled += 1
-        self._unacknowledged[self._settled] = _command(self._scripts.settle, *_settlement(identity, reserved, used, self._reserved))
+        data, again = _command(self._scripts.settle, *_settlement(identity, reserved, used, self._reserved))
+        self._unacknowledged[self._settled] = _Settlement(data, again, tuple(holder for holder, _ in reserved))
         if len(self._unacknowledged) > _OWED:
             del self._unacknowledged[next(iter(self._unacknowledged))]
         if self._open_connection is not None:
@@ -253,17 +267,27 @@ class RedisStore:
 
     def _send_settlement(self, line: StoreConnection, settlement: int) -> None:
         """Send a settlement, which stays in the list until it is acknowledged."""
-        line.send(*self._unacknowledged[settlement]).on_reply = lambda reply: self._acknowledge(settlement, reply)
+        data, again, _ = self._unacknowledged[settlement]
+        line.send(data, again).on_reply = lambda reply: self._acknowledge(settlement, reply)
 
     def _acknowledge(self, settlement: int, reply: Reply) -> None:
-        if not isinstance(reply, ReplyLostError) and not _is_temporary(reply):
-            self._unacknowledged.pop(settlement, None)
+        if isinstance(reply, ReplyLostError) or _is_temporary(reply):
+            return
+        settled = self._unacknowledged.pop(settlement, None)
+        if settled is not None and isinstance(reply, list):
+            self._report_settled_usage(settled.holders, iter(cast(list[int], reply)))
+
+    def _report_settled_usage(self, holders: Iterable[Holder], numbers: Iterator[int]) -> None:
+        for holder in holders:
+            if next(numbers):
+                for usage in _parse_usage(holder, numbers):
+                    self._on_usage(holder, *usage)
 
     def _apply_reply(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]], reply: Reply) -> StoreResult:
         """Return the result in a reply, and remember its leases. Raises StoreUnavailableError without a reply or if it is too late."""
         if not isinstance(reply, list) or _is_late(reply):
             raise StoreUnavailableError
-        result = _parse_result(wanted, reply, monotonic())
+        result = _parse_result(wanted, reply, monotonic(), self._on_usage)
         if result.exceeded is None:
             leases = tuple(_keys(holder)[1] for holder, amounts in wanted if amounts.slots and holder.limits.concurrent is not None)
             if leases:
@@ -433,9 +457,16 @@ def _admission(
     arguments: list[str | float] = [identity, LEASE, not_after]
     for holder, amounts in wanted:
         keys += _keys(holder)
-        arguments += [getattr(holder.limits, name) or 0 for name in COUNTED_LIMITS]
-        arguments += (amounts.requests, amounts.slots, amounts.tokens, amounts.cost)
+        arguments += [getattr(holder.limits, name) or 0 for name in rules.RATES]
+        arguments += (amounts.requests, amounts.slots, amounts.tokens, amounts.cost, len(holder.windows))
+        for window, _ in holder.windows:
+            arguments += (window.name, window.slice_seconds, _limit(window.tokens), _limit(window.cost))
+            arguments += (min(amounts.tokens, window.tokens_ahead), min(amounts.cost, window.cost_ahead))
     return [*keys, reserved], arguments
+
+
+def _limit(limit: float) -> float:
+    return 0 if limit == inf else limit
 
 
 def _settlement(
@@ -445,8 +476,10 @@ def _settlement(
     arguments: list[str | float] = [identity]
     for holder, amounts in wanted:
         keys += _keys(holder)
-        arguments += rules.settlement_of_buckets(holder.limits, amounts, used)
-        arguments += rules.settlement_of_calendar(holder.limits, amounts, used) if holder.limits.calendar else (0, 0, 0, 0)
+        arguments += (*rules.settlement_of_buckets(holder.limits, amounts, used), len(holder.windows))
+        for window, _ in holder.windows:
+            added = windows.settlement(window, (amounts.tokens, amounts.cost), (used.tokens, used.cost))
+            arguments += (window.name, window.slice_seconds, *added)
     return [*keys, reserved], arguments
 
 
@@ -460,21 +493,40 @@ def _is_late(reply: Reply) -> bool:
     return isinstance(reply, list) and reply[0] == _LATE
 
 
-def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[Reply], now: float) -> StoreResult:
+def _parse_usage(holder: Holder, numbers: Iterator[int]) -> Iterator[tuple[Window, int, int, float]]:
+    """Yield each window of a holder with its tokens, its cost, and the seconds until nothing of it is used."""
+    for window, _ in holder.windows:
+        yield window, next(numbers), next(numbers), next(numbers) / 1000
+
+
+def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[Reply], now: float, on_usage: OnUsage) -> StoreResult:
     """Parse the reply of admit.lua.
 
-    It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, what is left as text, and
-    the milliseconds until each bucket is full.
+    It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, what is left as text, and for
+    each holder the milliseconds until each bucket is full, and the tokens, the cost and the milliseconds of each window.
     """
     number, limit_number, wait, _, left, *rest = cast(tuple[int, int, int, int, bytes, *tuple[int, ...]], tuple(reply))
-    full_times = [
-        (holder.limits, now + requests / 1000, now + tokens / 1000)
-        for (holder, _), requests, tokens in zip(wanted, rest[::2], rest[1::2], strict=True)
-    ]
-    if number == _ADMITTED:
-        return StoreResult(None, full_times)
-    holder, amounts = wanted[number - 1]
-    reason = COUNTED_LIMITS[limit_number - 1]
-    limit, requested = getattr(holder.limits, reason), rules.amount(reason, amounts)
-    exceeded = ExceededLimit(reason, limit, None if reason == "concurrent" else wait / 1000, float(left) if requested else 0.0, requested)
-    return StoreResult((holder, exceeded), full_times)
+    numbers = iter(rest)
+    full_times: list[tuple[Limits, float, float]] = []
+    budgets: list[tuple[Holder, BudgetState]] = []
+    for holder, _ in wanted:
+        full_times.append((holder.limits, now + next(numbers) / 1000, now + next(numbers) / 1000))
+        for window, tokens, cost, reset in _parse_usage(holder, numbers):
+            on_usage(holder, window, tokens, cost, reset)
+            budgets += ((holder, state) for state in windows.states_of(window, tokens, cost, reset))
+    exceeded = (
+        None if number == _ADMITTED else (wanted[number - 1][0], _exceeded(*wanted[number - 1], limit_number, wait / 1000, float(left)))
+    )
+    return StoreResult(exceeded, full_times, budgets)
+
+
+def _exceeded(holder: Holder, amounts: Amounts, number: int, wait: float, left: float) -> ExceededLimit:
+    """Return the limit with a number of admit.lua."""
+    if number > len(rules.RATES):
+        index, is_cost = divmod(number - len(rules.RATES) - 1, 2)
+        return ExceededLimit(*windows.exceeded_budget(holder.windows[index][0], bool(is_cost), wait, left, amounts.tokens, amounts.cost))
+    reason = rules.RATES[number - 1]
+    limit = getattr(holder.limits, reason)
+    if reason == "tokens_per_minute":
+        return ExceededLimit(reason, limit, wait, left, amounts.tokens)
+    return ExceededLimit(reason, limit, None if reason == "concurrent" else wait)

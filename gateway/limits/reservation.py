@@ -8,7 +8,7 @@ sequential requests of a client never block each other, whichever worker gets th
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from time import monotonic
+from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,11 +17,11 @@ from gateway.api.errors import Refusal
 from gateway.api.settlement import Settlement
 from gateway.api.usage import Usage
 from gateway.limits import estimate, headers
-from gateway.limits.buckets import Holder
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.messages import refusal
 from gateway.limits.redis_store import StoreResult, StoreUnavailableError
-from gateway.limits.rules import Amounts, ExceededLimit, Moment
+from gateway.limits.rules import Amounts, ExceededLimit, Holder
+from gateway.limits.windows import Moment, moment
 from gateway.snapshot.snapshot import Model
 
 if TYPE_CHECKING:
@@ -195,6 +195,17 @@ class Reservation(msgspec.Struct, eq=False):
 
     def header_lines(self) -> bytes:
         """Return the rate-limit headers, as lines, for the holders that counted the request."""
+        budgets = self._budget_lines() if self._limits.has_budgets else b""
         if self._result is not None:
-            return headers.header_lines(self._result.full_times, monotonic())
-        return headers.header_lines(self._limiter.buckets.full_times(self._shown_holders), monotonic())
+            return headers.header_lines(self._result.full_times, monotonic()) + budgets
+        return headers.header_lines(self._limiter.buckets.full_times(self._shown_holders), monotonic()) + budgets
+
+    def _budget_lines(self) -> bytes:
+        limiter = self._limiter
+        if self._result is not None:
+            states = self._result.budgets
+        else:
+            at = moment(monotonic(), time())
+            states = [(holder, state) for holder in self._shown_holders for state in limiter.buckets.budget_states(holder, at)]
+        limiter.report_soft_budgets(states)
+        return headers.budget_lines((state for _, state in states), limiter.warn_at)

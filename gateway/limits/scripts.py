@@ -31,9 +31,9 @@ class Scripts:
 
 def load_scripts() -> Scripts:
     """Read the scripts from the package's files."""
-    common = source("common")
+    common = source("calendar") + source("common")
     return Scripts(
-        admit=_script(common + source("calendar") + source("admit")),
+        admit=_script(common + source("admit")),
         settle=_script(common + source("settle")),
         renew=_script(source("renew")),
     )

@@ -1,7 +1,9 @@
 -- Replace what a request has reserved by what it has used. The Python twin is rules.settle.
 --
 -- KEYS: as in admit.lua. ARGV: the request's id, then for each holder what is added: seconds to the buckets of requests and of
--- tokens, tokens and cost to the day, tokens and cost to the month. Costs are in whole nano-units.
+-- tokens, and the number of its windows; for each window its name, the seconds of a slice (0: of the calendar), and the tokens and the
+-- cost that are added. Costs are in whole nano-units.
+-- Returns for each holder whether something was settled, and then what is used of each of its windows, as in admit.lua.
 -- Only what admit.lua wrote down is settled, and it is deleted here: so a settlement that is sent twice changes nothing.
 
 -- Return seconds that time has not refilled yet: rules._settle_bucket.
@@ -14,35 +16,55 @@ local function return_to_bucket(holder, bucket, seconds, reserved_at, bucket_end
   end
 end
 
--- Add to a period, or subtract; a forgotten period stays forgotten: rules._add_to_period.
-local function add_to_period(holder, period, tokens, cost, p)
-  local prefix = p
-  if holder[p] ~= period then
-    if holder['o' .. p] ~= period then return end
-    prefix = 'o' .. p
+-- Return the period of a window in which a request has reserved; nothing if it is forgotten: windows.settle.
+local function known_period(window, period)
+  if window.slice > 0 then
+    local slot = period % (SLICES + 1)
+    local slice = window.slots[slot]
+    if slice and slice.number == period then
+      window.changed = slot
+      return slice
+    end
+    return nil
   end
-  holder[prefix .. 't'] = math.max(holder[prefix .. 't'] + tokens, 0)
-  holder[prefix .. 'n'] = math.max(holder[prefix .. 'n'] + cost, 0)
+  if window.current.number == period then return window.current end
+  return window.other.number == period and window.other or nil
+end
+
+local at, reply = 2, {}
+local function next_argument()
+  at = at + 1
+  return ARGV[at - 1]
 end
 
 for i = 1, (#KEYS - 1) / 2 do
-  local key, added = KEYS[2 * i - 1], {}
-  for j = 1, 6 do added[j] = tonumber(ARGV[1 + (i - 1) * 6 + j]) end
+  local key, windows = KEYS[2 * i - 1], {}
+  local requests, tokens, count = tonumber(next_argument()), tonumber(next_argument()), tonumber(next_argument())
+  for w = 1, count do
+    windows[w] = {name = next_argument(), slice = tonumber(next_argument()), tokens = tonumber(next_argument()), cost = tonumber(next_argument())}
+  end
   local reserved = redis.call('HGET', KEYS[#KEYS], ARGV[1] .. ' ' .. key)
   if reserved then
-    local numbers = {}
-    for number in string.gmatch(reserved, '%S+') do numbers[#numbers + 1] = tonumber(number) end
-    local day, month, reserved_at, requests_end, tokens_end = unpack(numbers)
-    local holder = read_holder(key)
-    take_from_bucket(holder, 'r', added[1])
-    take_from_bucket(holder, 't', added[2])
-    return_to_bucket(holder, 'r', -added[1], reserved_at, requests_end)
-    return_to_bucket(holder, 't', -added[2], reserved_at, tokens_end)
-    add_to_period(holder, day, added[3], added[4], 'd')
-    add_to_period(holder, month, added[5], added[6], 'm')
+    local reserved_at, requests_end, tokens_end = string.match(reserved, '(%S+) (%S+) (%S+)')
+    reserved_at = tonumber(reserved_at)
+    local holder = read_holder(key, windows)
+    take_from_bucket(holder, 'r', requests)
+    take_from_bucket(holder, 't', tokens)
+    return_to_bucket(holder, 'r', -requests, reserved_at, tonumber(requests_end))
+    return_to_bucket(holder, 't', -tokens, reserved_at, tonumber(tokens_end))
+    for _, window in ipairs(windows) do
+      local period = known_period(window, period_of(window, reserved_at))
+      if period then
+        period.tokens, period.cost = math.max(period.tokens + window.tokens, 0), math.max(period.cost + window.cost, 0)
+      end
+    end
     write_holder(key, holder)
     redis.call('HDEL', KEYS[#KEYS], ARGV[1] .. ' ' .. key)
+    append(reply, 1)
+    append_usage(reply, holder)
+  else
+    append(reply, 0)
   end
   redis.call('ZREM', KEYS[2 * i], ARGV[1])
 end
-return 0
+return reply

@@ -27,6 +27,24 @@ def weight_of(priority: int | None) -> float:
     return 2.0 ** -max(-_MAX_PRIORITY, min(priority or 0, _MAX_PRIORITY))
 
 
+CALENDAR = ("day", "week", "month")
+"""The windows of budgets that start with a period of UTC."""
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """A budget of tokens, of cost, or of both. ``soft``: it only warns.
+
+    ``window`` is ``day``, ``week`` or ``month`` of UTC, or the name of a rolling window of ``seconds``, such as ``7d``.
+    """
+
+    window: str
+    seconds: float = 0.0
+    tokens: int | None = None
+    cost: int | None = None
+    soft: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of a holder. None: unlimited. Costs are in whole nano-units. ``max_tokens`` limits one request."""
@@ -34,11 +52,14 @@ class Limits:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
+    tokens_per_week: int | None = None
     tokens_per_month: int | None = None
     cost_per_day: int | None = None
+    cost_per_week: int | None = None
     cost_per_month: int | None = None
     concurrent: int | None = None
     max_tokens: int | None = None
+    budgets: tuple[Budget, ...] = ()
 
     request_seconds: float = field(init=False)
     """Seconds in which the per-minute limit refills one request. 0: no such limit."""
@@ -47,21 +68,15 @@ class Limits:
     at_once: float = field(init=False)
     """``concurrent`` as a number, infinity for no limit."""
     calendar: bool = field(init=False)
-    """Whether any limit is for a day or a month."""
-    quotas: tuple[float, float, float, float] = field(init=False)
-    """The limits of a day's tokens and cost and of a month's tokens and cost, infinity for no limit."""
-    in_advance: tuple[float, float, float, float] = field(init=False)
-    """The most that is reserved of each quota before it is used. 0: no such limit."""
+    """Whether any budget is for a day, a week or a month."""
 
     def __post_init__(self) -> None:
-        quotas = (self.tokens_per_day, self.cost_per_day, self.tokens_per_month, self.cost_per_month)
         for name, value in {
             "request_seconds": 60 / self.requests_per_minute if self.requests_per_minute else 0.0,
             "token_seconds": 60 / self.tokens_per_minute if self.tokens_per_minute else 0.0,
+            "calendar": any(getattr(self, f"{kind}_per_{name}") is not None for kind in ("tokens", "cost") for name in CALENDAR)
+            or any(each.window in CALENDAR for each in self.budgets),
             "at_once": math.inf if self.concurrent is None else self.concurrent,
-            "calendar": any(quota is not None for quota in quotas),
-            "quotas": tuple(math.inf if quota is None else quota for quota in quotas),
-            "in_advance": tuple(quota or 0.0 for quota in quotas),
         }.items():
             object.__setattr__(self, name, value)
 
@@ -287,6 +302,8 @@ class Snapshot:
     """The limits of each team that a token may name."""
     default_model: str | None = None
     """The ID or alias of the model for requests without a model."""
+    warn_at: float = 0.8
+    """The used share of a budget from which on responses have a warning."""
 
     @property
     def bases(self) -> tuple[Model, ...]:

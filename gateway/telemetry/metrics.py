@@ -87,6 +87,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "queued_requests": Family("gauge", "Requests queued for a server.", ("model",), per_model=True),
         "auth_failures_total": Family("counter", "Requests refused because of their key.", ("reason",)),
         "limited_total": Family("counter", "Requests refused by a limit.", ("key", "reason")),
+        "budget_used_ratio": Family(
+            "gauge", "Used share of a budget, reservations included; above 1 if it is exceeded.", ("holder", "budget", "soft")
+        ),
         "client_faults_total": Family("counter", "Connections closed because of what their client did.", ("reason",)),
         "log_lines_dropped_total": Family("counter", "Requests whose access log line could not be written."),
         "server_up": Family("gauge", "1 when the server passes its health checks.", ("model", "server")),

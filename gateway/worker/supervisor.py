@@ -12,7 +12,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from gateway.limits.buckets import Buckets
+from gateway.limits.limiter import shown_budgets
+from gateway.limits.windows import BudgetState
 from gateway.snapshot.link import (
     READ_AHEAD,
     ApplySnapshot,
@@ -333,6 +335,10 @@ class WorkerSupervisor:
     def requested_since(self, model: str) -> float | None:
         """Return the time since which requests wait for a model, in seconds of the monotonic clock, or None if no request waits."""
         return min((slot.requested[model] for slot in self._slots if model in slot.requested), default=None)
+
+    def budgets(self) -> Iterator[tuple[str, BudgetState]]:
+        """Yield each budget of the configured keys and teams, with the name of its holder."""
+        return iter(()) if self._snapshot is None else shown_budgets(self._buckets, self._snapshot)
 
     def store_status(self) -> StoreStatus | None:
         """Return the status of the limits store: unreachable if any worker cannot reach it. None: it is not used, or not reported yet."""

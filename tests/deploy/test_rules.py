@@ -121,6 +121,14 @@ CASES = (
          ("The key k expires soon", "In 6d 12h 0m 0s."), every="1h"),
     Case("VllmGatewayKeySetAway", {'vllm_gateway_key_set_up{issuer="i"}': "1x4 0x30 1x10"}, "22m", "37m", {"issuer": "i"},
          ("The keys of i cannot be fetched", "Known keys stay in use; /status has the reason.")),
+    Case("VllmGatewayBudgetNearlyUsed",
+         {'vllm_gateway_budget_used_ratio{holder="key a", budget="tokens_per_day", soft="false"}': "0.5x4 0.92x20 0x10"}, "12m", "27m",
+         {"holder": "key a", "budget": "tokens_per_day"},
+         ("key a: the budget tokens_per_day is nearly used", "92% are used. Requests are refused when all of it is.")),
+    Case("VllmGatewaySoftBudgetExceeded",
+         {'vllm_gateway_budget_used_ratio{holder="team t", budget="cost_per_7d", soft="true"}': "1x4 1.25x20 0x10"}, "12m", "27m",
+         {"holder": "team t", "budget": "cost_per_7d"},
+         ("team t: the soft budget cost_per_7d is exceeded", "125% are used. No request is refused.")),
     Case("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "0+5x20 100x40"}, "15m", "40m", _M,
          ("m: the queue grows", "75 requests wait for a server.")),
     Case("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+1x90 90+600x20 12090+1x60"}, "103m", "125m",
@@ -153,6 +161,10 @@ QUIET = {
     ),
     "rows in memory on their way to the disk": ("VllmGatewayLedgerInMemory", _ledger("0x60", "1x60") | {_MEMORY: "50x60"}),
     "a few wrong keys": ("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+30x60"}),
+    "a soft budget that is nearly used": (
+        "VllmGatewayBudgetNearlyUsed",
+        {'vllm_gateway_budget_used_ratio{holder="key a", budget="tokens_per_day", soft="true"}': "0.95x60"},
+    ),
     "a key that has expired": ("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "60x60"}),
 }
 

@@ -29,7 +29,7 @@ def everything() -> dict[str, Any]:
     config["ledger"] = "sqlite:///usage.db"
     expires = time.strftime("%Y-%m-%d", time.gmtime(time.time() + 30 * 86400))
     config["keys"][0]["expires"] = expires
-    config["keys"].append({"id": "team-b", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 2}})
+    config["keys"].append({"id": "team-b", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 2, "tokens_per_day": 10**6}})
     return config
 
 

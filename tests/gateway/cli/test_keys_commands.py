@@ -88,13 +88,13 @@ def test_a_new_key_is_written_only_on_request(folder: Path) -> None:
 
 
 def test_every_limit_of_the_configuration_can_be_given(folder: Path) -> None:
-    names = [name for name in Limits.model_fields if name != "models"]
+    names = [name for name in Limits.model_fields if name not in ("models", "budgets")]
     given = [number for name in names for number in (f"--{name.replace('_', '-')}", "7")]
     (folder / "gateway.yaml").write_text(FILE.replace("servers:", "price: {prompt: 1}, servers:") + "teams: [{id: research}]\n")
     secret(gateway("keys", "new", "--id", "b", "--team", "research", *given, "--write", folder=folder))
     made = load(folder / "gateway.yaml").keys[-1]
     assert made.limits is not None and made.team == "research"
-    assert made.limits.model_dump(exclude={"models"}) == dict.fromkeys(names, 7)
+    assert made.limits.model_dump(exclude={"models", "budgets"}) == dict.fromkeys(names, 7)
     shown = gateway("keys", "new", "--help", folder=folder).out
     assert "--cost-per-month N" in shown and "cost per month (UTC)" in " ".join(shown.split())
 
@@ -338,26 +338,26 @@ def test_limits_of_litellm_keys_are_imported_or_reported_as_left_out(folder: Pat
         litellm("1", key_alias="month", max_budget=5, budget_duration="30d", spend=1.5, team_id="research"),
         litellm("2", key_alias="day", max_budget=0.5, budget_duration="24h", team_id="2f0c-4d"),
         litellm("3", key_alias="ever", max_budget=5.0),
-        litellm("4", key_alias="the week", max_budget=5, budget_duration="7d", models=["all-team-models"]),
+        litellm("4", key_alias="two weeks", max_budget=5, budget_duration="14d", models=["all-team-models"]),
         litellm("5", key_alias="none", max_budget=0, rpm_limit=0, metadata={"model_rpm_limit": {"m": 1}}, allowed_routes=["/embeddings"]),
-        litellm("6", key_alias="free"),
+        litellm("6", key_alias="week", max_budget=5, budget_duration="7d"),
     ]
     (folder / "keys.json").write_text(json.dumps({"keys": listed}))
     ran = gateway("keys", "import", "keys.json", folder=folder)
     assert (ran.code, ran.out) == (0, "6 keys added to gateway.yaml\n")
     made = {key.id: key for key in load(folder / "gateway.yaml").keys}
-    limits = {name: made[name].limits for name in ("month", "day", "ever", "the-week", "none", "free")}
+    limits = {name: made[name].limits for name in ("month", "day", "ever", "two-weeks", "none", "week")}
     assert {name: each.model_dump(exclude_defaults=True) for name, each in limits.items() if each is not None} == {
-        "month": {"cost_per_month": 5.0}, "day": {"cost_per_day": 0.5},
+        "month": {"cost_per_month": 5.0}, "day": {"cost_per_day": 0.5}, "week": {"cost_per_week": 5.0},
     }  # fmt: skip
     assert (made["month"].team, made["day"].team) == ("research", None)
-    week = "max_budget with a budget_duration other than a day or a month"
+    weeks = "max_budget with a budget_duration other than a day, a week or a month"
     nothing = "max_budget 0 (a limit here is more than 0), rpm_limit 0 (a limit here is 1 or more)"
     assert [line.removeprefix("vllm-gateway: keys.json: ") for line in ran.err.splitlines()] == [
         "key 1 (month): left out: spend (its budget restarts at 0)",
         "key 2 (day): left out: team_id (the configuration has no such team)",
-        "key 3 (ever): left out: max_budget without budget_duration (a limit here is for a day or a month)",
-        f"key 4 (the week): left out: the spaces of its key_alias, {week}, all-team-models (it may use all models here)",
+        "key 3 (ever): left out: max_budget without budget_duration (a limit here is for a day, a week or a month)",
+        f"key 4 (two weeks): left out: the spaces of its key_alias, {weeks}, all-team-models (it may use all models here)",
         f"key 5 (none): left out: {nothing}, allowed_routes, model_rpm_limit",
     ]  # fmt: skip
 

@@ -19,7 +19,8 @@ from gateway.ledger.spool import save
 from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import Ledger, running
 from gateway.limits.buckets import Buckets
-from gateway.limits.rules import DAY, MONTH, SPENT, USED, Amounts, moment
+from gateway.limits.rules import DAY, MONTH, Amounts
+from gateway.limits.windows import SPENT, USED, moment
 from gateway.snapshot.snapshot import Allowance, Issuer, Key, Limits, Model, Snapshot
 from tests.gateway.ledger.rows import payload, row
 from tests.support import postgres

@@ -12,7 +12,8 @@ from time import monotonic
 import pytest
 
 from gateway.limits.buckets import Buckets
-from gateway.limits.rules import DAY, USED, Amounts, moment
+from gateway.limits.rules import DAY, Amounts
+from gateway.limits.windows import USED, moment
 from gateway.snapshot.snapshot import Limits
 
 LIMITS = Limits(tokens_per_day=1000, concurrent=10)
@@ -20,7 +21,8 @@ WALL = 1_800_000_000.0
 TAKER = """
 import sys
 from gateway.limits.buckets import Buckets
-from gateway.limits.rules import Amounts, moment
+from gateway.limits.rules import Amounts
+from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Limits
 
 fd, worker = map(int, sys.argv[1:3])

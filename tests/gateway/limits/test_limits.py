@@ -13,8 +13,8 @@ import orjson
 import pytest
 
 from gateway.api.errors import duration
-from gateway.limits import rules
-from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
+from gateway.limits import rules, windows
+from gateway.snapshot.snapshot import Allowance, Budget, Key, Limits, Snapshot
 from tests.support.money import price
 from tests.support.ports import refusing
 from tests.support.running import KEY, Served, key, model, serving, until
@@ -82,7 +82,7 @@ def counted(served: Served, holder: str = "key team-a") -> Counted:
     offset = buckets.holder(holder, Limits()).offset
     cells = buckets.cells[offset : offset + rules.SIZE]
     return Counted(
-        cells[rules.DAY + rules.USED], cells[rules.DAY + rules.SPENT], cells[rules.MONTH + rules.USED], buckets.in_flight(offset)
+        cells[rules.DAY + windows.USED], cells[rules.DAY + windows.SPENT], cells[rules.MONTH + windows.USED], buckets.in_flight(offset)
     )
 
 
@@ -150,8 +150,46 @@ async def test_a_day_is_counted_by_usage_alone() -> None:
         reply = await request_once(served.port, request(chat(max_tokens=1100)))
         assert reply.status == 429 and reply.error["code"] == "insufficient_quota"
         assert 0 < int(reply.headers["retry-after"]) <= 86400 and reply.headers["x-should-retry"] == "false"
-        assert ratelimits(reply) == {}
+        headers = ratelimits(reply)
+        assert (headers["limit-tokens-day"], headers["remaining-tokens-day"]) == ("1200", str(1200 - 22 * USED))
+        assert f"only {headers['remaining-tokens-day'][0]},{headers['remaining-tokens-day'][1:]} are left" in str(reply.error["message"])
+        assert headers["remaining-tokens-month"] == str(100_000 - 22 * USED)
         assert limited_total(served, "tokens_per_day") == 1
+
+
+async def test_a_budget_that_is_nearly_used_has_a_warning() -> None:
+    async with gateway(limited(tokens_per_week=200, tokens_per_month=100_000)) as (served, _):
+        replies = [await request_once(served.port, request(chat(max_tokens=1))) for _ in range(35)]
+        remaining = [int(ratelimits(reply)["remaining-tokens-week"]) for reply in replies if reply.status == 200]
+        assert remaining == [200 - USED * number for number in range(1, len(remaining) + 1)]
+        warnings = [reply.headers.get("x-vllm-gateway-budget-warning") for reply in replies][: len(remaining)]
+        expected = [f"tokens_per_week;used={1 - left / 200:.4f}"[:-2] if left <= 40 else None for left in remaining]
+        assert warnings == expected and any(expected)
+
+
+async def test_a_rolling_budget_is_in_the_headers_and_refuses() -> None:
+    budget = Budget("7d", 7 * 86400, tokens=100)
+    async with gateway(limited(budgets=(budget,))) as (served, _):
+        assert await statuses(served, 1, request(chat(max_tokens=1))) == [200]
+        replies = [await request_once(served.port, request(chat(max_tokens=60))) for _ in range(14)]
+        assert {reply.status for reply in replies} == {200, 429}
+        refused = next(reply for reply in replies if reply.status == 429)
+        left = int(ratelimits(refused)["remaining-tokens-7d"])
+        assert 0 < left < 100 and f"of the limit of 100 tokens per 7d only {left} are left (key team-a)" in str(refused.error["message"])
+        assert refused.error["code"] == "insufficient_quota" and 6.9 * 86400 < int(refused.headers["retry-after"]) <= 7.3 * 86400
+        assert limited_total(served, "tokens_per_7d") >= 1
+
+
+async def test_a_soft_budget_warns_and_refuses_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async with gateway(limited(budgets=(Budget("month", tokens=2 * USED, soft=True),))) as (served, _):
+        replies = [await request_once(served.port, request(chat(max_tokens=1))) for _ in range(4)]
+        assert [reply.status for reply in replies] == [200] * 4
+        assert [reply.headers.get("x-vllm-gateway-budget-warning") for reply in replies] == [
+            *(None, "tokens_per_month;used=1.00;soft", "tokens_per_month;used=1.50;soft", "tokens_per_month;used=2.00;soft")
+        ]
+        assert ratelimits(replies[0]) == {}
+        exceeded = [record.message for record in caplog.records if "soft budget" in record.message]
+        assert exceeded == ["the soft budget of 10 tokens per month is exceeded (key team-a)"]
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": number} for number in (5000, 5000.0, "5000", " 5_000 ")] + [{"n": 5}, {"n": 5.0}])
@@ -194,7 +232,7 @@ async def test_a_refusal_reports_what_is_left_and_what_was_requested() -> None:
             message_without_wait(await request_once(served.port, request(long))) == f"This request reserves {guess + 1} tokens, and {day}"
         )
         offset = served.context.limiter.buckets.holder("key team-a", Limits()).offset
-        served.context.limiter.buckets.cells[offset + rules.DAY + rules.USED] = 200
+        served.context.limiter.buckets.cells[offset + rules.DAY + windows.USED] = 200
         assert (
             message_without_wait(await request_once(served.port, request(chat(max_tokens=1))))
             == "The limit of 200 tokens per day is reached (key team-a)."

@@ -17,12 +17,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.limits.buckets import Buckets, Holder
+from gateway.limits.buckets import Buckets
 from gateway.limits.redis_store import RedisStore, StoreClock, StoreUnavailableError
-from gateway.limits.rules import Amounts, moment, month_of
+from gateway.limits.rules import Amounts, Holder
 from gateway.limits.scripts import source
+from gateway.limits.windows import SLICES, moment, month_of
 from gateway.snapshot.link import Health
-from gateway.snapshot.snapshot import Allowance, Limits, LimitsStore, Queue
+from gateway.snapshot.snapshot import Allowance, Budget, Limits, LimitsStore, Queue
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.examples import examples
 from tests.support.ports import refusing
@@ -36,10 +37,13 @@ LIMITS = Limits(
     requests_per_minute=6,
     tokens_per_minute=90,
     tokens_per_day=400,
+    tokens_per_week=450,
     tokens_per_month=500,
     cost_per_day=3_000_000_000,
+    cost_per_week=4_000_000_000,
     cost_per_month=5_000_000_000,
     concurrent=4,
+    budgets=(Budget("30d", 30 * 86400, 350, 2_500_000_000), Budget("7d", 7 * 86400, tokens=100, soft=True)),
 )
 
 
@@ -69,6 +73,8 @@ async def opened(
         await asyncio.sleep(0)
 
 
+_SLICES = st.lists(st.tuples(st.integers(0, 26), st.integers(0, 120), st.integers(0, 10**9)), max_size=6)
+"""The age of a slice of a rolling window in slices, with its tokens and cost."""
 _STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("come"), st.integers(1, 120), st.booleans()),
@@ -82,20 +88,32 @@ def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
     """Compare both for two holders: they admit the same requests, and the same limit refuses with the same wait."""
 
     @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
-    @given(_STEPS)
-    def check(steps: list[Any]) -> None:
+    @given(_STEPS, _SLICES)
+    def check(steps: list[Any], slices: list[tuple[int, int, int]]) -> None:
         with server.client() as each:
             each.flushall()
-        asyncio.run(_compare(server, steps))
+        asyncio.run(_compare(server, steps, slices))
 
     check()
 
 
-async def _compare(server: RedisServer, steps: list[Any]) -> None:
+def _count_earlier(server: RedisServer, buckets: Buckets, one: Holder, slices: list[tuple[int, int, int]]) -> None:
+    """Count the same slices in the rolling window of 30 days of both."""
+    ((window, ring),) = [pair for pair in one.windows if pair[0].name == "30d"]
+    with server.client() as each:
+        for age, tokens, cost in slices:
+            number = int(time() // window.slice_seconds) - age
+            slot = number % (SLICES + 1)
+            buckets.cells[ring + 3 * slot], buckets.cells[ring + 3 * slot + 1], buckets.cells[ring + 3 * slot + 2] = number, tokens, cost
+            each.hset("vllm-gateway:key one", f"30d:{slot}", f"{number} {tokens} {cost}")
+
+
+async def _compare(server: RedisServer, steps: list[Any], slices: list[tuple[int, int, int]]) -> None:
     """Compare the decisions of both. Each uses its own clock, so after half a second one may have a token more: the comparison stops."""
     buckets, began = Buckets.private(), monotonic()
     one, both = buckets.holder("key one", LIMITS), buckets.holder("team", Limits(requests_per_minute=9, tokens_per_day=700))
     running: list[Any] = []
+    _count_earlier(server, buckets, one, slices)
     async with opened(server.store_config()) as store:
         for number, (kind, amount, what) in enumerate(steps):
             if kind == "come":
@@ -106,6 +124,9 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
                 if monotonic() - began > 0.5:
                     return
                 assert (decision.exceeded and decision.exceeded[1].reason) == (expected and expected[1].reason)
+                states = [(holder, state) for holder, _ in wanted for state in buckets.budget_states(holder, moment(monotonic(), time()))]
+                assert [(holder, *state[:3]) for holder, state in decision.budgets] == [(holder, *state[:3]) for holder, state in states]
+                assert [state.reset for _, state in decision.budgets] == pytest.approx([state.reset for _, state in states], abs=2)
                 if decision.exceeded is None:
                     running.append((identity, wanted, at, end_times))
                 elif expected is not None and expected[1].wait is not None:
@@ -122,14 +143,14 @@ async def _compare(server: RedisServer, steps: list[Any]) -> None:
 @pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
 async def test_tokens_refilled_by_time_are_not_released_again(server: RedisServer, forgotten: int) -> None:
     """Time has refilled a reservation of 90 seconds ago, so its settlement releases nothing. A new reservation is released."""
-    wanted = [(Holder("key a", Limits(requests_per_minute=2, tokens_per_minute=1000), 0), Amounts(1, 0, 400))]
+    wanted = [(Holder.placed("key a", Limits(requests_per_minute=2, tokens_per_minute=1000)), Amounts(1, 0, 400))]
     with server.client() as each:
         async with opened(server.store_config()) as store:
             for name in ("r1", "r2"):
                 assert (await store.admit(name, wanted)).exceeded is None
             written = "vllm-gateway:reserved a worker", "r1 vllm-gateway:key a"
-            day, month, at, *end_times = map(float, each.hget(*written).split())
-            aged = day, month, at - 90, *(end + forgotten - 90 for end in end_times)
+            at, *end_times = map(float, each.hget(*written).split())
+            aged = at - 90, *(end + forgotten - 90 for end in end_times)
             each.hset(*written, " ".join(map(repr, aged)))
             before = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")]
             store.settle("r1", wanted, Amounts())
@@ -161,7 +182,7 @@ def _day(year: int, month: int, day: int) -> int:
 
 async def test_the_latest_other_day_is_remembered(server: RedisServer) -> None:
     """Compare with the memory: a clock that is set back and forward again between two requests forgets the older day."""
-    holder, today = Holder("key a", Limits(tokens_per_day=10), 0), int(datetime.now(UTC).timestamp() // 86400)
+    holder, today = Holder.placed("key a", Limits(tokens_per_day=10)), int(datetime.now(UTC).timestamp() // 86400)
     with server.client() as each:
         each.hset("vllm-gateway:key a", mapping={"d": today - 2, "dt": 7, "dc": 0, "od": today - 1, "odt": 3, "odc": 0})
         async with opened(server.store_config()) as store:
@@ -177,7 +198,7 @@ _COSTS = Limits(cost_per_day=300_000_000, cost_per_month=10**15)
 
 async def _reserve_and_settle(store: RedisStore, name: str, cost: int) -> bool:
     """Reserve a cost and settle it as used. Returns whether it was admitted."""
-    wanted = [(Holder("key a", _COSTS, 0), Amounts(1, 1, 1, cost))]
+    wanted = [(Holder.placed("key a", _COSTS), Amounts(1, 1, 1, cost))]
     if (await store.admit(name, wanted)).exceeded is not None:
         return False
     store.settle(name, wanted, Amounts(1, 0, 1, cost))
@@ -200,7 +221,7 @@ async def test_costs_that_an_earlier_version_has_counted_are_continued(server: R
         each.hset("vllm-gateway:key a", mapping={"d": day, "dt": 1, "dc": 0.1, "m": month, "mt": 1, "mc": 7.25})
         async with opened(server.store_config()) as store:
             assert await _reserve_and_settle(store, "r1", 100_000_000)
-            assert (await store.admit("r2", [(Holder("key a", _COSTS, 0), Amounts())])).exceeded is None
+            assert (await store.admit("r2", [(Holder.placed("key a", _COSTS), Amounts())])).exceeded is None
             stored = [float(value) for value in each.hmget("vllm-gateway:key a", "dc", "dn", "mc", "mn")]
             if int(datetime.now(UTC).timestamp() // 86400) == day:  # otherwise midnight passed during the test
                 assert stored == [0.2, 200_000_000, 7.35, 7_350_000_000]
@@ -211,7 +232,7 @@ async def test_costs_that_an_earlier_version_has_counted_are_continued(server: R
 
 async def test_large_costs_are_exact(server: RedisServer) -> None:
     """Up to the largest limit, and what is left of it."""
-    holder = Holder("key a", Limits(cost_per_month=9 * 10**15), 0)
+    holder = Holder.placed("key a", Limits(cost_per_month=9 * 10**15))
     async with opened(server.store_config()) as store:
         assert (await store.admit("r1", [(holder, Amounts(1, 1, 1, 9 * 10**15 - 7))])).exceeded is None
         refused = (await store.admit("r2", [(holder, Amounts(1, 1, 1, 8))])).exceeded
@@ -221,7 +242,7 @@ async def test_large_costs_are_exact(server: RedisServer) -> None:
 
 async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     """Accept a reply that this process reads late, for example on a busy machine."""
-    holder = Holder("key a", Limits(requests_per_minute=10), 0)
+    holder = Holder.placed("key a", Limits(requests_per_minute=10))
     limits_store = server.store_config(patience=0.25)
     async with opened(limits_store) as store:
         assert (await store.admit("r1", [(holder, Amounts(1, 1, 0))])).exceeded is None
@@ -234,7 +255,7 @@ async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, ca
 
 
 async def test_replies_of_the_store(server: RedisServer) -> None:
-    holder = Holder("key a", Limits(tokens_per_month=10, tokens_per_minute=600), 0)
+    holder = Holder.placed("key a", Limits(tokens_per_month=10, tokens_per_minute=600))
     async with opened(LimitsStore(path=str(server.socket_path), database=3)) as store:
         before = monotonic()
         decision = await store.admit("r1", [(holder, Amounts(1, 1, 10))])
@@ -249,7 +270,7 @@ async def test_replies_of_the_store(server: RedisServer) -> None:
 
 
 async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: RedisServer) -> None:
-    holder = Holder("key a", Limits(requests_per_minute=100, concurrent=1), 0)
+    holder = Holder.placed("key a", Limits(requests_per_minute=100, concurrent=1))
     wanted = [(holder, Amounts(1, 1))]
     async with opened(server.store_config()) as store:
         for number in range(3):
@@ -261,7 +282,7 @@ async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: Re
 
 
 async def test_requests_do_not_wait_for_an_unavailable_store() -> None:
-    holder = Holder("key a", Limits(requests_per_minute=100), 0)
+    holder = Holder.placed("key a", Limits(requests_per_minute=100))
     async with opened(LimitsStore("127.0.0.1", 1)) as store:
         for number in range(3):
             with pytest.raises(StoreUnavailableError):
@@ -271,7 +292,7 @@ async def test_requests_do_not_wait_for_an_unavailable_store() -> None:
 async def test_a_change_of_state_is_reported_once_and_without_the_password(server: RedisServer) -> None:
     reported: list[str | None] = []
     async with opened(server.store_config(), on_change=reported.append) as store:
-        await store.admit("r1", [(Holder("key a", Limits(requests_per_minute=100), 0), Amounts(1, 1))])
+        await store.admit("r1", [(Holder.placed("key a", Limits(requests_per_minute=100)), Amounts(1, 1))])
         assert reported == [None]
     echo = b"-ERR unknown command 'AUTH', with args beginning with: 'a-password'\r\n"
 
@@ -287,7 +308,7 @@ async def test_a_change_of_state_is_reported_once_and_without_the_password(serve
         async with opened(limits_store, on_change=reported.append) as store:
             for number in range(3):
                 with pytest.raises(StoreUnavailableError):
-                    await store.admit(f"r{number}", [(Holder("key a", Limits(requests_per_minute=100), 0), Amounts(1, 1))])
+                    await store.admit(f"r{number}", [(Holder.placed("key a", Limits(requests_per_minute=100)), Amounts(1, 1))])
     assert reported == ["ERR unknown command 'AUTH', with args beginning with: '…'"]
 
 
@@ -307,7 +328,7 @@ def test_the_clock_of_the_store_is_derived_from_the_local_clock() -> None:
 
 
 async def test_a_clock_that_is_set_forward_is_used_at_once(server: RedisServer) -> None:
-    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=1), 0), Amounts(1, 1, 10))]
+    wanted = [(Holder.placed("key a", Limits(tokens_per_day=100, concurrent=1)), Amounts(1, 1, 10))]
     async with opened(server.store_config()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         store.settle("r1", wanted, Amounts(1, 0, 5))
@@ -319,7 +340,7 @@ async def test_a_clock_that_is_set_forward_is_used_at_once(server: RedisServer) 
 
 async def test_leases_are_renewed_after_the_clock_is_set_forward(server: RedisServer) -> None:
     """Renew them even if no other request uses the store in the meantime."""
-    wanted = [(Holder("key a", Limits(concurrent=1), 0), Amounts(1, 1, 10))]
+    wanted = [(Holder.placed("key a", Limits(concurrent=1)), Amounts(1, 1, 10))]
     async with opened(server.store_config()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         store._clock._ahead -= 3600  # as if the clock of the store had been an hour behind until now
@@ -334,7 +355,7 @@ async def test_leases_are_renewed_after_the_clock_is_set_forward(server: RedisSe
 
 async def test_nothing_is_reserved_for_a_gateway_that_has_stopped(server: RedisServer) -> None:
     """Ignore its requests that still wait in the socket, because no process would release them."""
-    wanted = [(Holder("key a", Limits(tokens_per_day=100, concurrent=5), 0), Amounts(1, 1, 10))]
+    wanted = [(Holder.placed("key a", Limits(tokens_per_day=100, concurrent=5)), Amounts(1, 1, 10))]
     async with opened(server.store_config(patience=1.0)) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         server.signal(signal.SIGSTOP)
@@ -356,11 +377,11 @@ async def test_nothing_is_reserved_for_a_gateway_that_has_stopped(server: RedisS
 
 async def test_counts_are_right_wherever_a_connection_is_cut(server: RedisServer) -> None:
     """Cut before, in and after the replies to both scripts: an admitted request counts as the tokens it used, any other as nothing."""
-    cuts = range(120, 240, 3)
+    cuts = range(120, 300, 3)
 
     async def one(network: Chaos, number: int) -> tuple[str, float]:
         """Return the holder and its used tokens after the store has received them."""
-        wanted = [(Holder(f"key {number}", Limits(tokens_per_day=1000, concurrent=1), 0), Amounts(1, 1, 900))]
+        wanted = [(Holder.placed(f"key {number}", Limits(tokens_per_day=1000, concurrent=1)), Amounts(1, 1, 900))]
         async with opened(server.store_config(port=network.port, patience=0.9), f"worker {number}") as store:
             try:
                 assert (await store.admit("r1", wanted)).exceeded is None
@@ -393,7 +414,7 @@ async def acknowledged(store: RedisStore) -> None:
 
 
 async def test_a_lost_settlement_is_sent_again(server: RedisServer) -> None:
-    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
+    wanted = [(Holder.placed("key a", Limits(tokens_per_day=1000)), Amounts(1, 1, 900))]
     async with opened(server.store_config()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         assert store._open_connection is not None
@@ -415,7 +436,7 @@ async def test_a_lost_settlement_is_sent_again(server: RedisServer) -> None:
 async def test_a_settlement_that_the_store_cannot_write_is_sent_again(
     server: RedisServer, full: tuple[str, ...], free: tuple[str, ...]
 ) -> None:
-    wanted = [(Holder("key a", Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900))]
+    wanted = [(Holder.placed("key a", Limits(tokens_per_day=1000)), Amounts(1, 1, 900))]
     with server.client() as each:
         async with opened(server.store_config()) as store:
             assert (await store.admit("r1", wanted)).exceeded is None
@@ -434,7 +455,7 @@ async def test_a_settlement_that_the_store_cannot_write_is_sent_again(
 
 async def test_a_settlement_that_the_store_rejects_is_sent_once(server: RedisServer) -> None:
     """Drop it: otherwise it would block all other settlements."""
-    wanted = [(Holder(name, Limits(tokens_per_day=1000), 0), Amounts(1, 1, 900)) for name in ("key a", "key b")]
+    wanted = [(Holder.placed(name, Limits(tokens_per_day=1000)), Amounts(1, 1, 900)) for name in ("key a", "key b")]
     with server.client() as each:
         async with opened(server.store_config()) as store:
             for identity, reservation in zip(("r1", "r2"), wanted, strict=True):

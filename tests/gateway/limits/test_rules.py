@@ -13,27 +13,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
 from gateway.limits import rules
-from gateway.limits.buckets import Buckets, Holder
+from gateway.limits.buckets import Buckets
 from gateway.limits.rules import (
     DAY,
-    QUOTAS,
     REQUESTS,
     SIZE,
     TOKENS,
-    USED,
     Amounts,
     BucketState,
     ExceededLimit,
-    Moment,
+    Holder,
     bucket_state,
-    moment,
-    month_of,
 )
-from gateway.snapshot.snapshot import Limits
+from gateway.limits.windows import USED, Moment, moment, month_of
+from gateway.snapshot.snapshot import Budget, Limits
 from tests.support.examples import examples
 
 LAST_DAY_OF_MAY = datetime(2027, 5, 31, 23, 30, tzinfo=UTC).timestamp()
 AT = moment(1000.0, LAST_DAY_OF_MAY)
+"""A Monday."""
+WEEK_OF_AT = (AT.day + 3) // 7
 REQUEST = Amounts(requests=1, slots=1)
 
 
@@ -49,7 +48,7 @@ class Meter:
         self.in_flight = in_flight
 
     def admit(self, limits: Limits, ask: Amounts, at: Moment = AT, ends: dict[int, float] | None = None) -> ExceededLimit | None:
-        refused = rules.admit(limits, self.cells, 0, self.in_flight, ask, at, {} if ends is None else ends)
+        refused = rules.admit(Holder.placed("one", limits), self.cells, self.in_flight, ask, at, {} if ends is None else ends)
         if refused is None:
             self.in_flight += ask.slots
         return refused
@@ -70,8 +69,10 @@ class Meter:
         (Limits(tokens_per_minute=600), Amounts(tokens=250), 2, 15),
         (Limits(tokens_per_minute=600), Amounts(tokens=5000), 1, 60),
         (Limits(tokens_per_day=600), Amounts(tokens=250), 2, 1800),
+        (Limits(tokens_per_week=600), Amounts(tokens=200), 3, 6 * 86400 + 1800),
         (Limits(tokens_per_month=600), Amounts(tokens=600), 1, 1800),
         (Limits(cost_per_day=100), Amounts(tokens=1, cost=25), 4, 1800),
+        (Limits(cost_per_week=100), Amounts(tokens=1, cost=50), 2, 6 * 86400 + 1800),
         (Limits(cost_per_month=100), Amounts(tokens=1, cost=30), 3, 1800),
         (Limits(concurrent=3), REQUEST, 3, None),
     ],
@@ -128,7 +129,7 @@ class Timeline:
         self.passed += self.meter.fill(self.limits, ask, self.at)[0]
 
     def settle(self, ask: Amounts, used: Amounts, ends: dict[int, float]) -> None:
-        rules.settle(self.limits, self.meter.cells, 0, ask, used, ends, self.at.now, AT)
+        rules.settle(Holder.placed("one", self.limits), self.meter.cells, ask, used, ends, self.at.now, AT)
 
     def wait(self, seconds: float) -> None:
         self.at = later(self.at, seconds)
@@ -213,21 +214,25 @@ limits_of_all_kinds = st.builds(
     requests_per_minute=some(5),
     tokens_per_minute=some(100),
     tokens_per_day=some(200),
+    tokens_per_week=some(250),
     tokens_per_month=some(300),
     cost_per_day=some(4),
+    cost_per_week=some(5),
     cost_per_month=some(5),
     concurrent=some(3),
 )
 periods = st.tuples(st.integers(-1, 1), st.integers(0, 300), st.integers(0, 5))
 bucket_cells = st.builds(
-    lambda full, back, days, months: [
+    lambda full, back, days, months, weeks: [
         *(AT.now + seconds for seconds in full),
         *back,
         *(AT.day + days[0][0], *days[0][1:], AT.day + days[1][0], *days[1][1:]),
         *(AT.month + months[0][0], *months[0][1:], AT.month + months[1][0], *months[1][1:]),
+        *(WEEK_OF_AT + weeks[0][0], *weeks[0][1:], WEEK_OF_AT + weeks[1][0], *weeks[1][1:]),
     ],
     st.tuples(st.floats(-90, 90), st.floats(-90, 90)),
     st.tuples(st.floats(0, 90), st.floats(0, 90)),
+    st.tuples(periods, periods),
     st.tuples(periods, periods),
     st.tuples(periods, periods),
 )
@@ -239,9 +244,10 @@ def test_a_request_is_admitted_or_refused_and_a_refusal_changes_nothing(
     limits: Limits, cells: list[float], flying: int, ask: Amounts
 ) -> None:
     assert len(cells) == SIZE
-    before, expected = list(cells), rules.exceeded_limit(limits, cells, 0, flying, ask, AT)
+    holder = Holder.placed("one", limits)
+    before, expected = list(cells), rules.exceeded_limit(holder, cells, flying, ask, AT)
     end_times: dict[int, float] = {}
-    assert rules.admit(limits, cells, 0, flying, ask, AT, end_times) == expected
+    assert rules.admit(holder, cells, flying, ask, AT, end_times) == expected
     assert expected is None or (cells == before and not end_times)
 
 
@@ -249,12 +255,16 @@ KEYS = Limits(
     requests_per_minute=5,
     tokens_per_minute=100,
     tokens_per_day=400,
+    tokens_per_week=500,
     tokens_per_month=600,
     cost_per_day=10**9,
     cost_per_month=500,
     concurrent=3,
+    budgets=(Budget("30d", 30 * 86400, tokens=700), Budget("day", tokens=100, soft=True)),
 )
-TEAM = Limits(requests_per_minute=7, tokens_per_minute=150, tokens_per_day=600, concurrent=4)
+TEAM = Limits(
+    requests_per_minute=7, tokens_per_minute=150, tokens_per_day=600, concurrent=4, budgets=(Budget("30d", 30 * 86400, tokens=1000),)
+)
 
 
 @dataclass
@@ -308,7 +318,7 @@ class Limiting(RuleBasedStateMachine):
         return list(self.control.cells[holder.offset : holder.offset + SIZE])
 
     def _refusal(self, holder: Holder, ask: Amounts, at: Moment) -> ExceededLimit | None:
-        return rules.exceeded_limit(holder.limits, self.control.cells, holder.offset, self.control.in_flight(holder.offset), ask, at)
+        return rules.exceeded_limit(holder, self.control.cells, self.control.in_flight(holder.offset), ask, at)
 
     def _of(self, holder: Holder) -> list[Request]:
         return [each for each in self.all if holder is self.team or each.key == holder.name]
@@ -344,7 +354,7 @@ class Limiting(RuleBasedStateMachine):
                 return
             # The limit of a day or month before the clock was set back may be exhausted too.
             assert (again[0][0], again[0][1].reason) != (reported[0], reported[1].reason) or (
-                again[0][1].reason in QUOTAS and at.day <= self.newest
+                again[0][1].is_budget and at.day <= self.newest
             )
             reported = again[0]
         raise AssertionError(f"{refused} was not the truth")
@@ -353,10 +363,18 @@ class Limiting(RuleBasedStateMachine):
         limits, mine = holder.limits, self._of(holder)
         assert limits.tokens_per_minute and limits.requests_per_minute and limits.tokens_per_day and limits.concurrent
         assert sum(each.is_open for each in mine) <= limits.concurrent
-        for limit, period in ((limits.tokens_per_day, "day"), (limits.tokens_per_month, "month")):
-            now = getattr(self.at, period)
-            counted = [each for each in mine if getattr(each.then, period) == now]
-            assert limit is None or sum(each.counted(limit) for each in counted) <= limit + sum(each.beyond(limit) for each in counted)
+        self._check_budget(limits.tokens_per_day, [each for each in mine if each.then.day == self.at.day])
+        self._check_budget(limits.tokens_per_week, [each for each in mine if (each.then.day + 3) // 7 == (self.at.day + 3) // 7])
+        self._check_budget(limits.tokens_per_month, [each for each in mine if each.then.month == self.at.month])
+        self._check_budget(limits.budgets[0].tokens, [each for each in mine if -30 * 86400 <= each.then.wall - self.at.wall <= 0])
+        self._check_rates(limits, mine)
+
+    def _check_budget(self, limit: int | None, counted: list[Request]) -> None:
+        """Check that requests got no more than a budget, but for what they used beyond their reservations."""
+        assert limit is None or sum(each.counted(limit) for each in counted) <= limit + sum(each.beyond(limit) for each in counted)
+
+    def _check_rates(self, limits: Limits, mine: list[Request]) -> None:
+        assert limits.tokens_per_minute and limits.requests_per_minute
         requests, tokens = 0.0, 0.0
         for each in reversed(mine):  # the window that starts with this request
             requests, tokens = requests + each.counts, tokens + each.taken(limits.tokens_per_minute)

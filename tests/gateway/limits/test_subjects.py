@@ -57,7 +57,7 @@ async def test_each_subject_has_its_own_and_its_teams_limits(limiter: Limiter) -
     assert await admitted(limiter, subject("carol"), 1) == [FULL], "what was used in a team is used"
 
 
-@pytest.mark.parametrize("limiter", [512], indirect=True)
+@pytest.mark.parametrize("limiter", [640], indirect=True)
 async def test_without_room_subjects_share_the_limits_of_their_entry(limiter: Limiter) -> None:
     first = [await admitted(limiter, subject(f"early-{number}"), 3) for number in range(3)]
     assert first[0] == [None, None, FULL]

@@ -1,0 +1,364 @@
+"""Count tokens and cost in windows of time, and report how much of each budget is used. Pure.
+
+A window is a day, a week or a month of UTC, or a rolling window: the last ``7d``, for example. The rules: a window never lets more than
+its budget pass, and a clock that is set back finds its counts again. A refusal, a header and a metric all read ``budget_states`` or the
+counts behind it, so they show the same numbers. admit.lua and settle.lua count the same windows in a Redis; a change here needs the same
+change there.
+
+A window of the calendar has six cells: the current period with its tokens and cost, and the other period that was used
+last. A week starts on Monday, as in ISO 8601. A rolling window is a ring of ``RING_CELLS`` cells: for each slice of time its number, its
+tokens and its cost. A slice is the ``SLICES``-th part of the window. The current slice and the ``SLICES`` before it count, so at least the
+whole window counts: capacity returns up to one slice late, and never early.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from datetime import UTC, date, datetime, timedelta
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from gateway.snapshot.snapshot import CALENDAR, Limits
+
+USED, SPENT = 1, 2
+"""Behind a period or a slice: its tokens and its cost."""
+SLICES = 24
+RING_CELLS = 3 * (SLICES + 1)
+
+_OTHER = 3
+"""Behind the current period of a window: the other period that was used last."""
+_CELLS_OF_SLICE = 3
+_DAY_SECONDS = 86400
+_EPOCH = date(1970, 1, 1).toordinal()
+_MONDAY = 3
+"""Days from the Monday before the epoch, which was a Thursday, to the epoch."""
+
+
+class Cells(Protocol):
+    """An array of numbers that holds the counts."""
+
+    def __getitem__(self, index: int, /) -> float:
+        """Return one number."""
+
+    def __setitem__(self, index: int, value: float, /) -> None:
+        """Change one number."""
+
+
+class Moment(msgspec.Struct, frozen=True, gc=False):
+    """A point in time.
+
+    ``now`` is monotonic; ``wall`` is in seconds since the epoch, with its ``day`` since the epoch and its ``month`` since the year
+    0.
+    """
+
+    now: float
+    wall: float
+    day: int
+    month: int
+
+
+def moment(now: float, wall: float) -> Moment:
+    """Make a Moment from the times of both clocks."""
+    day = int(wall // _DAY_SECONDS)
+    return Moment(now, wall, day, month_of(day))
+
+
+@lru_cache(maxsize=64)
+def month_of(day: int) -> int:
+    """Return the month since the year 0 for a day since the epoch. The twin in Lua is in calendar.lua."""
+    found = date.fromordinal(_EPOCH + day)
+    return found.year * 12 + found.month - 1
+
+
+def period_starts(day: int) -> tuple[int, int]:
+    """Return when a day and its month start, in seconds since the epoch. ``day`` is since the epoch."""
+    first = date.fromordinal(_EPOCH + day).replace(day=1)
+    return day * _DAY_SECONDS, (first.toordinal() - _EPOCH) * _DAY_SECONDS
+
+
+class NamedBudget(NamedTuple):
+    """A budget of a window, of tokens or of cost. ``name`` is its name in refusals and metrics. A ``soft`` one only warns."""
+
+    name: str
+    limit: float
+    is_cost: bool
+    soft: bool
+
+
+class Window(NamedTuple):
+    """A window and its budgets.
+
+    ``name`` is ``day``, ``week``, ``month``, or the length of a rolling window such as ``7d``. ``slice_seconds`` is 0 for a window of
+    the calendar. ``tokens`` and ``cost`` are the limits, infinity for none. ``tokens_ahead`` and ``cost_ahead`` are the most that one
+    request reserves: 0 without any budget, and never more than the limit, or a large request could never pass.
+    """
+
+    name: str
+    slice_seconds: float
+    budgets: tuple[NamedBudget, ...]
+    tokens: float
+    cost: float
+    tokens_ahead: float
+    cost_ahead: float
+
+
+PlacedWindow = tuple[Window, int]
+"""A window, and the offset of its first cell."""
+
+
+@lru_cache(maxsize=1024)
+def windows_of(limits: Limits) -> tuple[Window, ...]:
+    """Return the windows of these limits that have budgets."""
+    budgets = {name: [*_named(name, getattr(limits, f"tokens_per_{name}"), getattr(limits, f"cost_per_{name}"))] for name in CALENDAR}
+    seconds: dict[str, float] = {}
+    for each in limits.budgets:
+        seconds[each.window] = each.seconds
+        budgets.setdefault(each.window, []).extend(_named(each.window, each.tokens, each.cost, each.soft))
+    return tuple(_window(name, seconds.get(name, 0.0), tuple(found)) for name, found in budgets.items() if found)
+
+
+def _named(window: str, tokens: float | None, cost: float | None, soft: bool = False) -> Iterator[NamedBudget]:
+    if tokens is not None:
+        yield NamedBudget(f"tokens_per_{window}", tokens, False, soft)
+    if cost is not None:
+        yield NamedBudget(f"cost_per_{window}", cost, True, soft)
+
+
+def _window(name: str, seconds: float, budgets: tuple[NamedBudget, ...]) -> Window:
+    tokens, cost = (_smallest(budgets, is_cost) for is_cost in (False, True))
+    has_tokens, has_cost = (any(each.is_cost is is_cost for each in budgets) for is_cost in (False, True))
+    return Window(name, seconds / SLICES, budgets, tokens, cost, tokens if has_tokens else 0.0, cost if has_cost else 0.0)
+
+
+def _smallest(budgets: Sequence[NamedBudget], is_cost: bool) -> float:
+    return min((each.limit for each in budgets if each.is_cost is is_cost and not each.soft), default=math.inf)
+
+
+# Periods and slices
+
+
+def period_of(window: Window, at: Moment) -> int:
+    """Return the number of the period, or of the slice of a rolling window, to which a moment belongs."""
+    name = window.name
+    if name == "day":
+        return at.day
+    if name == "month":
+        return at.month
+    return (at.day + _MONDAY) // 7 if name == "week" else int(at.wall // window.slice_seconds)
+
+
+def used_in(window: Window, cells: Cells, offset: int, at: Moment) -> tuple[float, float]:
+    """Return the tokens and the cost that count at a moment."""
+    period = period_of(window, at)
+    if not window.slice_seconds:
+        known = _find_period(cells, offset, period)
+        return (0.0, 0.0) if known is None else (cells[known + USED], cells[known + SPENT])
+    tokens = cost = 0.0
+    for _, start in _counted_slices(cells, offset, period):
+        tokens += cells[start + USED]
+        cost += cells[start + SPENT]
+    return tokens, cost
+
+
+def _counted_slices(cells: Cells, ring: int, period: int) -> Iterator[tuple[int, int]]:
+    """Yield the number and the offset of each slice that counts. Slices ahead of the clock count too: it was set back."""
+    for start in range(ring, ring + RING_CELLS, _CELLS_OF_SLICE):
+        number = int(cells[start])
+        if number and -SLICES <= number - period <= SLICES:
+            yield number, start
+
+
+def fits(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: float, at: Moment) -> bool:
+    """Check whether the amounts fit into all windows."""
+    for window, offset in windows:
+        used, spent = used_in(window, cells, offset, at)
+        if tokens and used + tokens > window.tokens and (used or tokens <= window.tokens):
+            return False
+        if cost and spent + cost > window.cost and (spent or cost <= window.cost):
+            return False
+    return True
+
+
+class ExceededBudget(NamedTuple):
+    """A budget without enough capacity. ``wait``: the seconds until the request fits."""
+
+    name: str
+    limit: float
+    wait: float
+    left: float
+    requested: float
+
+
+def exceeded_budgets(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: float, at: Moment) -> Iterator[ExceededBudget]:
+    """Yield each budget without capacity for the amounts. A request may use a whole budget."""
+    for window, offset in windows:
+        used, spent = used_in(window, cells, offset, at)
+        for is_cost, amount, taken, limit in ((False, tokens, used, window.tokens), (True, cost, spent, window.cost)):
+            missing = taken + min(amount, limit) - limit
+            if amount and missing > 0:
+                wait = _seconds_until_free(window, cells, offset, at, SPENT if is_cost else USED, missing)
+                yield exceeded_budget(window, is_cost, wait, limit - taken, tokens, cost)
+
+
+def exceeded_budget(window: Window, is_cost: bool, wait: float, left: float, tokens: float, cost: float) -> ExceededBudget:
+    """Return the exceeded budget of tokens or of cost of a window, for a request with these amounts."""
+    limit, amount, kind = (window.cost, cost, "cost") if is_cost else (window.tokens, tokens, "tokens")
+    return ExceededBudget(f"{kind}_per_{window.name}", limit, wait, left, amount)
+
+
+def _seconds_until_free(window: Window, cells: Cells, offset: int, at: Moment, column: int, missing: float) -> float:
+    """Return the seconds until a window has lost at least a missing amount."""
+    if not window.slice_seconds:
+        return _seconds_left(window.name, at.wall)
+    last = period_of(window, at)
+    for number, start in sorted(_counted_slices(cells, offset, last)):
+        if missing <= 0:
+            break
+        missing -= cells[start + column]
+        last = number
+    return (last + SLICES + 1) * window.slice_seconds - at.wall
+
+
+def _seconds_left(period: str, wall: float) -> float:
+    """Return the seconds until the day, week or month ends."""
+    if period == "day":
+        return _DAY_SECONDS - wall % _DAY_SECONDS
+    if period == "week":
+        return 7 * _DAY_SECONDS - (wall + _MONDAY * _DAY_SECONDS) % (7 * _DAY_SECONDS)
+    now = datetime.fromtimestamp(wall, UTC)
+    first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    return ((first + timedelta(days=32)).replace(day=1) - now).total_seconds()
+
+
+# Changes
+
+
+def reserve(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: float, at: Moment) -> None:
+    """Add what a request reserves to the windows of a moment."""
+    for window, offset in windows:
+        period = period_of(window, at)
+        if window.slice_seconds:
+            start = _start_slice(cells, offset, period)
+        else:
+            start = offset if cells[offset] == period else _start_period(cells, offset, period)
+        ahead = window.tokens_ahead
+        cells[start + USED] += tokens if tokens < ahead else ahead
+        if cost:
+            ahead = window.cost_ahead
+            cells[start + SPENT] += cost if cost < ahead else ahead
+
+
+def settle(windows: Sequence[PlacedWindow], cells: Cells, reserved: tuple[float, float], used: tuple[float, float], then: Moment) -> None:
+    """Replace the reserved tokens and cost by the used ones, in the windows of the moment of the reservation.
+
+    A period or slice that is no longer remembered stays unchanged.
+    """
+    for window, offset in windows:
+        known = _known_period(window, cells, offset, period_of(window, then))
+        if known is not None:
+            tokens, cost = settlement(window, reserved, used)
+            total = cells[known + USED] + tokens
+            cells[known + USED] = total if total > 0 else 0.0
+            if cost:
+                total = cells[known + SPENT] + cost
+                cells[known + SPENT] = total if total > 0 else 0.0
+
+
+def _known_period(window: Window, cells: Cells, offset: int, period: int) -> int | None:
+    """Return the offset of a period or slice; None if it is not remembered."""
+    if not window.slice_seconds:
+        return _find_period(cells, offset, period)
+    start = offset + period % (SLICES + 1) * _CELLS_OF_SLICE
+    return start if cells[start] == period else None
+
+
+def settlement(window: Window, reserved: tuple[float, float], used: tuple[float, float]) -> tuple[float, float]:
+    """Return what to add at settlement to the tokens and to the cost of a window."""
+    tokens, cost = reserved
+    return (
+        used[0] - (tokens if tokens < window.tokens_ahead else window.tokens_ahead),
+        used[1] - (cost if cost < window.cost_ahead else window.cost_ahead),
+    )
+
+
+def _find_period(cells: Cells, window: int, period: int) -> int | None:
+    """Return the offset of a period; None if it is neither of the two that are remembered."""
+    if cells[window] == period:
+        return window
+    return window + _OTHER if cells[window + _OTHER] == period else None
+
+
+def _start_period(cells: Cells, window: int, period: int) -> int:
+    """Make a period the current one, and remember the later one of the two other known periods. Returns its offset."""
+    if cells[window] == period:
+        return window
+    other, fresh = window + _OTHER, (period, 0.0, 0.0)
+    before = cells[window], cells[window + USED], cells[window + SPENT]
+    known = cells[other], cells[other + USED], cells[other + SPENT]
+    if known[0] == period or before[0] > known[0]:
+        cells[other], cells[other + USED], cells[other + SPENT] = before
+    cells[window], cells[window + USED], cells[window + SPENT] = known if known[0] == period else fresh
+    return window
+
+
+def add_to_period(cells: Cells, window: int, period: int, tokens: float, cost: float) -> None:
+    """Make a period the current one of a window of the calendar, and add to it."""
+    start = _start_period(cells, window, period)
+    cells[start + USED] += tokens
+    cells[start + SPENT] += cost
+
+
+def _start_slice(cells: Cells, ring: int, period: int) -> int:
+    """Return the offset of a slice, emptied if it still holds an older one."""
+    start = ring + period % (SLICES + 1) * _CELLS_OF_SLICE
+    if cells[start] != period:
+        cells[start], cells[start + USED], cells[start + SPENT] = period, 0.0, 0.0
+    return start
+
+
+# States
+
+
+class BudgetState(NamedTuple):
+    """State of a budget: what is used of it, reservations included, and the seconds until all of it is available again."""
+
+    budget: NamedBudget
+    window: str
+    used: float
+    reset: float
+
+    @property
+    def remaining(self) -> float:
+        """The part of the budget that is left."""
+        return max(self.budget.limit - self.used, 0.0)
+
+    @property
+    def share(self) -> float:
+        """The used share, above 1 if a request has used more than it had reserved."""
+        return self.used / self.budget.limit
+
+
+def budget_states(windows: Sequence[PlacedWindow], cells: Cells, at: Moment) -> Iterator[BudgetState]:
+    """Yield the state of each budget at a moment."""
+    for window, offset in windows:
+        tokens, cost = used_in(window, cells, offset, at)
+        yield from states_of(window, tokens, cost, seconds_until_unused(window, cells, offset, at))
+
+
+def states_of(window: Window, tokens: float, cost: float, reset: float) -> Iterator[BudgetState]:
+    """Yield the state of each budget of a window with these counts."""
+    return (BudgetState(each, window.name, cost if each.is_cost else tokens, reset) for each in window.budgets)
+
+
+def seconds_until_unused(window: Window, cells: Cells, offset: int, at: Moment) -> float:
+    """Return the seconds until nothing that was used counts any more."""
+    if not window.slice_seconds:
+        return _seconds_left(window.name, at.wall)
+    used = (
+        number for number, start in _counted_slices(cells, offset, period_of(window, at)) if cells[start + USED] or cells[start + SPENT]
+    )
+    last = max(used, default=None)
+    return 0.0 if last is None else (last + SLICES + 1) * window.slice_seconds - at.wall

@@ -1,0 +1,40 @@
+"""The used share of each budget: control shows what the workers, or a store that several gateways share, have counted."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from gateway.auth import keys
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.redis_server import redis_server
+from tests.support.running import KEY
+
+MODEL = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 0}) | {"price": {"prompt": 1000, "completion": 3000}}
+BUDGETS = {"tokens_per_day": 100_000, "budgets": [{"window": "168h", "cost": 0.5}, {"window": "week", "tokens": 40, "soft": True}]}
+LIMITED = {"id": "team-a", "hash": keys.hash_of(KEY), "team": "lab", "limits": BUDGETS}
+
+
+def share(one: Gateway, holder: str, budget: str, soft: str = "false") -> float:
+    return one.metric(f'vllm_gateway_budget_used_ratio{{budget="{budget}",holder="{holder}",soft="{soft}"}}')
+
+
+@pytest.mark.parametrize("in_store", [False, True], ids=["in memory", "in a store"])
+def test_the_used_share_of_each_budget_is_a_metric(tmp_path: Path, in_store: bool) -> None:
+    config = configuration(MODEL, workers=2) | {"keys": [LIMITED], "teams": [{"id": "lab", "limits": {"cost_per_month": 5}}]}
+    with ExitStack() as stack:
+        if in_store:
+            config["limits_store"] = stack.enter_context(redis_server()).url
+        one = stack.enter_context(gateway(tmp_path, config))
+        assert share(one, "key team-a", "tokens_per_day") == 0
+        tokens = cost = 0
+        for _ in range(6):
+            usage = one.request(model="m", max_tokens=4).json()["usage"]
+            tokens += usage["total_tokens"]
+            cost += usage["prompt_tokens"] * 1000 + usage["completion_tokens"] * 3000
+        wait_for(lambda: share(one, "key team-a", "tokens_per_day") == pytest.approx(tokens / 100_000))
+        assert share(one, "key team-a", "tokens_per_week", "true") == pytest.approx(tokens / 40)
+        assert share(one, "key team-a", "cost_per_7d") == pytest.approx(cost / 500_000)
+        assert share(one, "team lab", "cost_per_month") == pytest.approx(cost / 5_000_000)

@@ -1,0 +1,128 @@
+"""Windows of budgets, checked against a plain list of what was counted, and against the calendar of Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.limits import windows
+from gateway.limits.windows import RING_CELLS, SLICES, Moment, Window, moment, period_of, windows_of
+from gateway.snapshot.snapshot import Budget, Limits
+
+WEDNESDAY = datetime(2027, 6, 2, 12, tzinfo=UTC)
+HOUR = 3600.0
+
+
+def at(wall: float) -> Moment:
+    return moment(wall, wall)
+
+
+def only(limits: Limits) -> Window:
+    """Return the only window."""
+    (window,) = windows_of(limits)
+    return window
+
+
+def test_a_holder_is_counted_in_the_windows_that_have_budgets() -> None:
+    assert windows_of(Limits(requests_per_minute=5)) == ()
+    budgets = Budget("day", tokens=5, soft=True), Budget("2h", 7200, cost=1), Budget("7d", 7 * 86400, 5)
+    assert [each.name for each in windows_of(Limits(cost_per_month=5, budgets=budgets))] == ["day", "month", "2h", "7d"]
+
+
+@pytest.mark.parametrize("days", range(10))
+def test_a_week_is_that_of_iso_8601(days: int) -> None:
+    window, then, now = only(Limits(tokens_per_week=5)), WEDNESDAY, WEDNESDAY + timedelta(days)
+    same = then.isocalendar()[:2] == now.isocalendar()[:2]
+    assert (period_of(window, at(then.timestamp())) == period_of(window, at(now.timestamp()))) == same
+    monday = (now + timedelta(7 - now.weekday())).replace(hour=0)
+    assert windows.seconds_until_unused(window, [0.0] * 6, 0, at(now.timestamp())) == (monday - now).total_seconds()
+
+
+@dataclass
+class Use:
+    """Tokens that were counted at a time."""
+
+    wall: float
+    tokens: int
+
+
+@dataclass
+class Rolling:
+    """A rolling window of a day, with a list of what it counts."""
+
+    limit: int
+    cells: list[float] = field(default_factory=lambda: [0.0] * RING_CELLS)
+    counted: list[Use] = field(default_factory=list)
+
+    @property
+    def placed(self) -> tuple[tuple[Window, int], ...]:
+        return ((only(Limits(budgets=(Budget("1d", 86400, self.limit),))), 0),)
+
+    def admit(self, wall: float, tokens: int) -> float | None:
+        """Count tokens and return None, or return the seconds to wait."""
+        exceeded = [*windows.exceeded_budgets(self.placed, self.cells, tokens, 0, at(wall))]
+        assert windows.fits(self.placed, self.cells, tokens, 0, at(wall)) == (not exceeded)
+        if exceeded:
+            return exceeded[0].wait
+        windows.reserve(self.placed, self.cells, tokens, 0, at(wall))
+        self.counted.append(Use(wall, min(tokens, self.limit)))
+        return None
+
+    def within(self, wall: float, seconds: float) -> int:
+        return sum(each.tokens for each in self.counted if wall - seconds < each.wall <= wall)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 20 * HOUR), st.integers(1, 120), st.integers(0, 150)), max_size=30))
+def test_a_rolling_window_never_lets_more_than_its_budget_pass(steps: list[tuple[float, int, int]]) -> None:
+    """Each step waits, reserves tokens, and settles them as used. Capacity returns up to one slice late."""
+    rolling, wall = Rolling(100), WEDNESDAY.timestamp()
+    for wait, tokens, used in steps:
+        wall += wait
+        before, seconds = list(rolling.cells), rolling.admit(wall, tokens)
+        beyond = sum(max(each.tokens - tokens, 0) for each in rolling.counted)
+        assert rolling.within(wall, 24 * HOUR) <= 100 + beyond
+        if seconds is None:
+            windows.settle(rolling.placed, rolling.cells, (tokens, 0), (min(used, tokens), 0), at(wall))
+            rolling.counted[-1].tokens = min(used, tokens, 100)
+            continue
+        assert rolling.cells == before, "a refusal changes nothing"
+        assert rolling.within(wall, 25 * HOUR) + min(tokens, 100) > 100, "refused only if a slice more is used up"
+        assert windows.fits(rolling.placed, rolling.cells, tokens, 0, at(wall + seconds + 0.01))
+        assert not windows.fits(rolling.placed, rolling.cells, tokens, 0, at(wall + seconds - 1))
+
+
+def test_a_rolling_window_shows_what_it_counts() -> None:
+    rolling, wall = Rolling(100), WEDNESDAY.timestamp() + 60
+    assert rolling.admit(wall, 30) is None and rolling.admit(wall + 10 * HOUR, 50) is None
+    (state,) = windows.budget_states(rolling.placed, rolling.cells, at(wall + 10 * HOUR))
+    assert (state.budget.name, state.used, state.remaining, state.share) == ("tokens_per_1d", 80, 20, 0.8)
+    assert state.reset == (SLICES + 1) * HOUR - 60, "the slice of the last use stays for a whole window behind its end"
+    (state,) = windows.budget_states(rolling.placed, rolling.cells, at(wall + 25 * HOUR))
+    assert (state.used, state.remaining) == (50, 50)
+
+
+def test_a_clock_that_is_set_back_finds_what_a_rolling_window_has_counted() -> None:
+    rolling, wall = Rolling(100), WEDNESDAY.timestamp()
+    assert rolling.admit(wall + 5 * HOUR, 100) is None
+    assert rolling.admit(wall, 1) is not None
+
+
+def test_a_settlement_of_a_forgotten_slice_changes_nothing() -> None:
+    rolling, wall = Rolling(100), WEDNESDAY.timestamp()
+    assert rolling.admit(wall, 40) is None and rolling.admit(wall + 25 * HOUR, 40) is None
+    windows.settle(rolling.placed, rolling.cells, (40, 0), (0, 0), at(wall))
+    assert windows.used_in(*rolling.placed[0][:1], rolling.cells, 0, at(wall + 25 * HOUR)) == (40, 0)
+
+
+def test_a_soft_budget_refuses_nothing_and_is_counted() -> None:
+    limits = Limits(budgets=(Budget("7d", 7 * 86400, tokens=10, soft=True),))
+    placed, cells = ((only(limits), 0),), [0.0] * RING_CELLS
+    for _ in range(3):
+        assert windows.fits(placed, cells, 8, 0, at(1e9))
+        windows.reserve(placed, cells, 8, 0, at(1e9))
+    (state,) = windows.budget_states(placed, cells, at(1e9))
+    assert (state.used, state.remaining, state.share, state.budget.soft) == (24, 0, 2.4, True)
