@@ -152,8 +152,12 @@ class Real:
 
     def post_directly(self, path: str, body: Json) -> Any:
         """Return vLLM's own response, without the gateway and the tee."""
+        return json.loads(self.bytes_directly(path, {"model": MODEL, **body}))
+
+    def bytes_directly(self, path: str, body: Json) -> bytes:
+        """Return the bytes of vLLM's own response, without the gateway and the tee."""
         headers = {"authorization": f"Bearer {self.internal_key}", "content-type": "application/json"}
-        return json.loads(self._direct("POST", path, json.dumps({"model": MODEL, **body}), headers))
+        return self._direct("POST", path, json.dumps(body), headers)
 
     @property
     def status(self) -> Json:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from tests.vllm.dialogues import CALLED, CLOCK, HANGZHOU, PROMPT_AND_CONTINUATION, RESULT, TOOLSETS, WEATHER, Json, on_the_wire, user
-from tests.vllm.gateway import ALIAS, Real, chat
+from tests.vllm.gateway import ALIAS, MODEL, Real, chat
 from tests.vllm.server import NOT_INSTALLED, installed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
@@ -95,7 +95,7 @@ def test_a_stream(real: Real, name: str) -> None:
     got = real.post(path, {**body, "stream": True})
     assert got.status_code == 200, got.text
     sent = real.recorded(got).output
-    shown = without_usage(sent) if path in HAVE_USAGE_EVENTS else sent
+    shown = without_usage(without_running_usage(sent)) if path in HAVE_USAGE_EVENTS else sent
     assert got.content == shown
     assert (shown == sent) == (path not in HAVE_USAGE_EVENTS)  # the gateway itself requested usage from the server
 
@@ -107,8 +107,19 @@ def test_a_stream_with_options(real: Real, path: str, name: str) -> None:
     body = chat("Who are you?") if path == CHAT else {"prompt": PROMPT_AND_CONTINUATION[0], "temperature": 0, "max_tokens": 20}
     got = real.post(path, {**body, "stream": True, "stream_options": options})
     sent = real.recorded(got).output
+    if options != OPTIONS["usage on every chunk"]:
+        sent = without_running_usage(sent)
     assert got.content == (sent if options["include_usage"] else without_usage(sent))
     assert (b'"usage":{' in got.content) == options["include_usage"]
+
+
+@pytest.mark.parametrize("name", [name for name, (path, _) in GENERATED.items() if path in HAVE_USAGE_EVENTS])
+def test_the_events_have_the_fields_that_the_server_sends_without_running_usage(real: Real, name: str) -> None:
+    """Texts and their division into events differ from run to run."""
+    path, body = GENERATED[name]
+    got = real.post(path, {**body, "stream": True}).content
+    directly = real.bytes_directly(path, {**body, "model": MODEL, "stream": True, "stream_options": {"include_usage": True}})
+    assert field_lists(got) == field_lists(without_usage(directly))
 
 
 def test_the_request_is_the_clients_own(real: Real) -> None:
@@ -117,6 +128,24 @@ def test_the_request_is_the_clients_own(real: Real) -> None:
     assert json.loads(recorded.request) == {**body, "model": "tests/tiny"}
     known = {"host", "authorization", "content-type", "content-length", "x-request-id"}
     assert set(recorded.headers) == known
+
+
+def field_lists(stream: bytes) -> set[tuple[str, ...]]:
+    """Return the names of the fields of the events, in their order."""
+    return {tuple(json.loads(event.removeprefix(b"data: "))) for event in stream.split(b"\n\n") if event.startswith(b"data: {")}
+
+
+def without_running_usage(sent: bytes) -> bytes:
+    """Return the stream without the usage of its events with choices, which the gateway requested."""
+    events = []
+    for event in sent.split(b"\n\n"):
+        document = json.loads(event.removeprefix(b"data: ")) if event.startswith(b"data: {") else {}
+        if document.get("choices"):
+            usage = b',"usage":' + json.dumps(document["usage"], separators=(",", ":")).encode()
+            assert event.count(usage) == 1
+            event = event.replace(usage, b"")
+        events.append(event)
+    return b"\n\n".join(events)
 
 
 def without_usage(sent: bytes) -> bytes:
