@@ -135,14 +135,16 @@ class ClientConnection(asyncio.Protocol):
         if self.current is not None:
             self.current.resume()
 
+    def eof_received(self) -> None:
+        """Send what is buffered, and cancel all requests. The transport closes behind this, and would drop the bytes of counted tokens."""
+        self.transport.flush()
+        self._cancel_requests()
+
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  nothing depends on the reason
         """Cancel all requests of the connection, and release it."""
         worker = self.worker
         self.transport.mark_closed()
-        for request in (self.current, *self.pipeline):
-            if request is not None and not isinstance(request, Refusal):
-                request.disconnect()
-        self.pipeline.clear()
+        self._cancel_requests()
         self.flow.resume_writing()
         self.parser.close()
         worker.connections.discard(self)
@@ -150,6 +152,12 @@ class ClientConnection(asyncio.Protocol):
         if self._counted_client is not None:
             worker.addresses.remove(self._counted_client)
         self.current = self._inference = None  # they refer to this object, and would wait for the garbage collector
+
+    def _cancel_requests(self) -> None:
+        for request in (self.current, *self.pipeline):
+            if request is not None and not isinstance(request, Refusal):
+                request.disconnect()
+        self.pipeline.clear()
 
     # Requests
 

@@ -178,8 +178,8 @@ class ClientRequest(msgspec.Struct, eq=False):
             self.on_resume()
 
     def disconnect(self) -> None:
-        """Cancel the handler: the client has disconnected."""
-        if not self.response_complete:
+        """Cancel the handler, once: the client has disconnected. The handler may then still read the end of a response for its usage."""
+        if not self.response_complete and not self.disconnected:
             self.disconnected = True
             if self.handler is not None:
                 self.handler.cancel()

@@ -140,6 +140,13 @@ class Real:
         """Return whether the server received this request (it is recorded before its response arrives)."""
         return self._found(response.headers["x-request-id"]) is not None
 
+    def recorded_bytes(self, identity: str) -> bytes:
+        """Return what the server has sent for the last request of a connection, by the request's ID, also if it was truncated."""
+        for source in self.folder.glob("*.in"):
+            if f"x-request-id: {identity}".encode() in source.read_bytes():
+                return source.with_suffix(".out").read_bytes().rpartition(b"HTTP/1.1 200")[2]
+        return b""
+
     def _found(self, identity: str) -> Recorded | None:
         return next((each for each in self._exchanges() if each.headers.get("x-request-id") == identity), None)
 

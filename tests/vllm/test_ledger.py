@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
+import json
+import re
+import socket
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +18,10 @@ import pytest
 
 from tests.support.process import configuration, gateway, wait_for
 from tests.support.shaky_server import shaky_server
+from tests.vllm.dialogues import WEATHER, user
 from tests.vllm.gateway import GENERATED, HEADERS, LEDGER, MODEL, NotAchieved, Real, WorkUntil, attempted, chat
 from tests.vllm.server import NOT_INSTALLED, installed
-from tests.vllm.test_gateway_counts import CHAT, ENDLESS, MIXED, difference, usage
+from tests.vllm.test_gateway_counts import CHAT, COMPLETIONS, CONTINUOUS, ENDLESS, MIXED, difference, usage
 from tests.vllm.test_gateway_faults import option
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
@@ -82,7 +87,8 @@ def _check_a_mixed_run(real: Real, beside: Real) -> None:
     _check_ends(beside, responses, stored)
     reported = [row for row in stored.values() if row["status"] == 200]
     ledger = tuple(float(sum(row[f"{kind}_tokens"] for row in reported)) for kind in ("prompt", "completion"))
-    assert (beside.tokens("prompt"), beside.tokens("completion")) == ledger
+    everything = tuple(float(sum(row[f"{kind}_tokens"] or 0 for row in stored.values())) for kind in ("prompt", "completion"))
+    assert (beside.tokens("prompt"), beside.tokens("completion")) == everything
     wait_for(lambda: real.count("vllm:num_requests_running") == 0)
     wait_for(lambda: difference(before, finished(real)) == ledger, why=lambda: f"{difference(before, finished(real))}, not {ledger}")
 
@@ -116,29 +122,65 @@ def _check_ends(beside: Real, responses: Sequence[httpx2.Response], stored: Mapp
         reported = usage(beside.recorded(response).output) if response.status_code == 200 else (None, None)
         assert (row["prompt_tokens"], row["completion_tokens"]) == reported
     ways = {(row["status"], row["incomplete"], row["estimated"]) for row in stored.values()}
-    assert ways == {(200, None, 0), (400, None, 0), (500, None, 0), (499, "client", 1)}
+    assert ways == {(200, None, 0), (400, None, 0), (500, None, 0), (499, "client", 0)}
     assert {bool(row["stream"]) for row in stored.values() if row["status"] == 200} == {True, False}
 
 
-def test_a_stream_whose_client_disconnects_is_an_estimate(real: Real) -> None:
-    """The estimate is at least the number of forwarded events, and at most the tokens that the engine generated."""
-    request = {"model": "tests/tiny", **chat("Never stop.", stream=True, max_tokens=ENDLESS)}
+TRUNCATED: dict[str, tuple[str, dict[str, Any], int]] = {
+    "chat": (CHAT, chat("Never stop.", max_tokens=ENDLESS), 1),
+    "reasoning": (CHAT, {"messages": [user("Never stop.")], "temperature": 0, "max_tokens": ENDLESS}, 1),
+    "hidden reasoning": (CHAT, {"messages": [user("Never stop.")], "include_reasoning": False, "max_tokens": ENDLESS}, 1),
+    "choices": (CHAT, {**chat("Never stop.", max_tokens=ENDLESS, n=3), "temperature": 1}, 3),
+    "tools": (CHAT, chat("Never stop.", max_tokens=ENDLESS, tools=[WEATHER]), 1),
+    "usage for the client": (CHAT, chat("Never stop.", max_tokens=ENDLESS, **CONTINUOUS), 1),
+    "completion": (COMPLETIONS, {"prompt": "Never stop.", "max_tokens": ENDLESS, "ignore_eos": True, "echo": True}, 1),
+    "prompts": (COMPLETIONS, {"prompt": ["Never", "stop it."], "max_tokens": ENDLESS, "ignore_eos": True, "n": 2}, 2),
+}
+"""Streams, and how often vLLM counts the prompt of each."""
+RUNNING = re.compile(rb'"index":(\d+),.*?"usage":\{"prompt_tokens":\d+,"total_tokens":\d+,"completion_tokens":(\d+)')
 
-    def disconnect(work_until: WorkUntil) -> str:
+
+@pytest.mark.parametrize("name", TRUNCATED)
+def test_a_stream_whose_client_disconnects_is_counted_to_the_token(real: Real, name: str) -> None:
+    """The prompt is the engine's own count. The completion is the sum, over the choices, of what the server said of their last events that
+    the client received.
+    """
+    path, body, times = TRUNCATED[name]
+    request = {"model": MODEL, **body, "stream": True}
+
+    def disconnect(work_until: WorkUntil) -> tuple[str, int]:
         with ThreadPoolExecutor(1) as pool:
-            reading = pool.submit(_leave_after, 5, real.gateway.url + CHAT, request)
+            reading = pool.submit(_end_after, 9, real.gateway.data, path, request)
             work_until(reading.done)
             return reading.result()
 
-    def scenario(_: int) -> tuple[str, float]:
-        before = real.count(GENERATED)
-        return real.disconnect_in_mid_response(disconnect, tokens=ENDLESS), before
+    def scenario(_: int) -> tuple[str, int, float, float]:
+        before = real.count("vllm:prompt_tokens_total"), real.count(GENERATED)
+        return *real.disconnect_in_mid_response(disconnect, tokens=times * ENDLESS), *before
 
-    identity, before = attempted(scenario)
+    identity, events, prompt, generated = attempted(scenario)
     row = rows(real, [identity])[identity]
-    assert (row["status"], row["incomplete"], row["estimated"], row["prompt_tokens"]) == (499, "client", 1, None)
+    assert (row["status"], row["incomplete"], row["estimated"], row["estimated_by"]) == (499, "client", 0, None)
+    sent = {index: int(count) for index, count in RUNNING.findall(real.recorded_bytes(identity))[:events]}
     wait_for(lambda: real.count("vllm:num_requests_running") == 0)
-    assert 0 <= row["completion_tokens"] <= real.count(GENERATED) - before
+    assert row["prompt_tokens"] * times == real.count("vllm:prompt_tokens_total") - prompt
+    assert 0 < row["completion_tokens"] == sum(sent.values()) <= real.count(GENERATED) - generated
+
+
+def _end_after(events: int, port: int, path: str, request: dict[str, Any]) -> tuple[str, int]:
+    """Read ``events`` events, then end the client's side. Return the request ID and the number of events that the gateway sent in all."""
+    with closing(http.client.HTTPConnection("127.0.0.1", port, timeout=120)) as connection:
+        connection.request("POST", path, json.dumps(request), HEADERS | {"content-type": "application/json"})
+        sending = connection.sock
+        response = connection.getresponse()
+        received = b""
+        while received.count(b"\n\n") < events:
+            received += response.read1()
+        sending.shutdown(socket.SHUT_WR)
+        with suppress(http.client.IncompleteRead, ConnectionResetError):
+            while piece := response.read1():
+                received += piece
+        return str(response.headers["x-request-id"]), received.count(b"\n\n")
 
 
 def _leave_after(events: int, url: str, request: dict[str, Any]) -> str:

@@ -17,7 +17,8 @@ from gateway.client.http_parser import MAX_HEAD, is_host
 from gateway.client.timeouts import KEEP_ALIVE
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import COMPLETION, EVENTS, SHOWN, Client, chat, client, request, request_once
+from tests.support.way import way
+from tests.support.wire import COMPLETION, EVENTS, HELLO, SHOWN, STREAM_HEAD, Client, chat, client, request, request_once
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n"
 
@@ -550,3 +551,18 @@ async def test_repeated_requests_of_different_lengths() -> None:
             assert await user(one) == "u" * size
         assert (await one.request(request(b"{"))).status == 400
         assert len(server.requests) == 7
+
+
+async def test_an_event_that_arrives_just_before_the_clients_end_is_sent() -> None:
+    """Its tokens are counted, so its bytes must not be dropped with the write batch. What arrives later is neither sent nor counted."""
+    event = b"%x\r\n%b\r\n" % (len(HELLO), HELLO)
+    with way() as one:
+        one.streamed([STREAM_HEAD, event, event], include_usage=False)
+        one.write_batch.batching = True  # as in a busy event loop
+        one.server.data_received(event)
+        assert one.client_wire.take() == b""
+        one.client.eof_received()
+        assert one.client_wire.take().count(HELLO) == 1
+        assert one.server_wire.is_closing()
+        (record,) = one.context.records
+    assert record.gaps is not None and record.gaps.events == 3 and (record.status, record.incomplete) == (499, "client")
