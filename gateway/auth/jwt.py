@@ -141,7 +141,7 @@ class TokenVerifier:
             id=identity,
             entry=entry.id,
             digests=(),
-            ends={},
+            digest_expiries={},
             expires=verified.expires if entry.expires is None else min(verified.expires, entry.expires),
             fields=fields,
             weight=weight,

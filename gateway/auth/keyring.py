@@ -105,7 +105,7 @@ def _is_expired(key: Key) -> bool:
 
 def _with_expiry(key: Key, digest: bytes) -> Key:
     """Return the key with the expiry of one of its digests; a revoked key is always expired."""
-    times = [0.0] if key.revoked else [end for end in (key.expires, key.ends.get(digest)) if end is not None]
+    times = [0.0] if key.revoked else [end for end in (key.expires, key.digest_expiries.get(digest)) if end is not None]
     return key if times in ([], [key.expires]) else replace(key, expires=min(times))
 
 

@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 from gateway.config.problems import Finding, Path, did_you_mean
 
 _KINDS = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "nothing"}
-_WORD = re.compile(r"[A-Za-z0-9._-]{1,16}")
+_SHORT_TEXT = re.compile(r"[A-Za-z0-9._-]{1,16}")
 
 
 def findings(error: ValidationError, model: type[BaseModel]) -> Iterator[Finding]:
@@ -44,7 +44,7 @@ def _found(value: object) -> str:
         return "nothing"
     if isinstance(value, bool):
         return str(value).lower()
-    if isinstance(value, int | float) or (isinstance(value, str) and _WORD.fullmatch(value) and not value.startswith("sk-")):
+    if isinstance(value, int | float) or (isinstance(value, str) and _SHORT_TEXT.fullmatch(value) and not value.startswith("sk-")):
         return repr(value)
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
@@ -58,7 +58,7 @@ def _quoting(detail: ErrorDetails) -> str:
     return ""
 
 
-def _own_words(detail: ErrorDetails, _path: Path, _model: type[BaseModel]) -> str:
+def _raised_message(detail: ErrorDetails, _path: Path, _model: type[BaseModel]) -> str:
     return str(detail["ctx"]["error"])
 
 
@@ -82,7 +82,7 @@ def _no_choice(detail: ErrorDetails, _path: Path, _model: type[BaseModel]) -> st
 
 
 _MESSAGES: dict[str, Callable[[ErrorDetails, Path, type[BaseModel]], str]] = {
-    "value_error": _own_words,
+    "value_error": _raised_message,
     "missing": _missing,
     "extra_forbidden": _unknown,
     "literal_error": _no_choice,

@@ -1,4 +1,4 @@
-"""What the configuration says about launched models: their GPUs, and whether the gateway may stop them. Pure."""
+"""Facts about launched models from the configuration: their GPUs, and whether the gateway may stop them. Pure."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ from gateway.config.values import (
     Text,
     Texts,
     Variables,
-    WeightsPlace,
+    WeightsSource,
     exists,
     installed,
 )
@@ -144,7 +144,7 @@ class Launch(Section):
     """A model whose servers the gateway launches."""
 
     command: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(default=("vllm", "serve"), description="command that starts a server")
-    model: WeightsPlace | None = Field(
+    model: WeightsSource | None = Field(
         default=None, description="model that the server loads: a name on the hub or a folder; default: the model's ID"
     )
     preset: Preset | None = Field(
@@ -251,7 +251,7 @@ class Lora(Section):
 
     id: Name = Field(description="ID that clients send in `model`")
     aliases: tuple[Name, ...] = Field(default=(), description="further names for clients")
-    path: WeightsPlace | None = Field(default=None, description="what a launched server loads: a name on the hub or a folder")
+    path: WeightsSource | None = Field(default=None, description="what a launched server loads: a name on the hub or a folder")
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -24,8 +24,8 @@ class Problem:
     message: str
 
     def __str__(self) -> str:
-        place = f"{self.file}:{self.line}" if self.line else self.file
-        return one_line(": ".join(part for part in (place, self.path, self.message) if part))
+        position = f"{self.file}:{self.line}" if self.line else self.file
+        return one_line(": ".join(part for part in (position, self.path, self.message) if part))
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,8 @@ class Finding:
 class ConfigurationError(Exception):
     """A configuration is invalid.
 
-    ``problems`` are all problems in the order of the files. ``files`` are the known files of the configuration; a change of one of them
-    may make it valid.
+    ``problems`` are all problems in the order of the files. ``files`` are the known files of the configuration; a change of any known
+    file may make it valid.
     """
 
     def __init__(self, problems: Iterable[Problem], files: Iterable[FilePath] = ()) -> None:
@@ -60,10 +60,10 @@ def spelled(path: Path) -> str:
     return text.removeprefix(".")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(text: str, known: Iterable[str]) -> str:
     """Return ``; did you mean `launch`?`` for the most similar of ``known``, or an empty text if none is similar."""
     lowered = {candidate.lower(): candidate for candidate in known}
-    near = get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)
+    near = get_close_matches(text.lower(), lowered, n=1, cutoff=0.6)
     return f"; did you mean `{lowered[near[0]]}`?" if near else ""
 
 

@@ -34,7 +34,7 @@ class ConfigValue(NamedTuple):
     value: Any
 
     def get(self, *keys: str) -> ConfigValue:
-        """Return the value below these keys, or None as its value if there is none."""
+        """Return the value below these keys, or None as its value if there is no value below them."""
         source, path, value = self
         for key in keys:
             value = value.get(key) if isinstance(value, dict) else None
@@ -78,7 +78,7 @@ class Draft:
     def limits(self) -> list[ConfigValue]:
         """Every mapping of limits: of teams and keys, and for some models below them."""
         owners = [owner.get("limits") for owner in [*self.top.each("teams"), *self.keys]]
-        return [place for limits in owners if isinstance(limits.value, dict) for place in (limits, *limits.each("models"))]
+        return [setting for limits in owners if isinstance(limits.value, dict) for setting in (limits, *limits.each("models"))]
 
     @cached_property
     def names(self) -> list[ConfigValue]:
@@ -104,18 +104,18 @@ def problems(draft: Draft) -> Iterator[Problem]:
         yield from check(draft)
 
 
-def _repeated(places: Iterable[ConfigValue], what: str, also: str = "") -> Iterator[Problem]:
+def _repeated(settings: Iterable[ConfigValue], what: str, also: str = "") -> Iterator[Problem]:
     """Yield a problem for every repeated text. ``also`` is appended to the message."""
     first: dict[str, ConfigValue] = {}
-    for place in places:
-        if not isinstance(place.value, str):
+    for setting in settings:
+        if not isinstance(setting.value, str):
             continue
-        before = first.setdefault(place.value, place)
-        if before is not place:
+        before = first.setdefault(setting.value, setting)
+        if before is not setting:
             where = f"line {before.source.line(before.path)}"
-            if before.source is not place.source:
+            if before.source is not setting.source:
                 where = f"{before.source.file}:{before.source.line(before.path)}"
-            yield place.problem(f"this {what} is already on {where}{also}")
+            yield setting.problem(f"this {what} is already on {where}{also}")
 
 
 def _some_models(draft: Draft) -> Iterator[Problem]:
@@ -186,13 +186,13 @@ def _launch_settings(draft: Draft) -> Iterator[Problem]:
             model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), sleeps=sleeps, adapters=adapters
         )
         for wrong in command_line.problems(settings):
-            place, message = wrong.split(": ", 1)
-            section, _, name = place.partition(".")
+            path, message = wrong.split(": ", 1)
+            section, _, name = path.partition(".")
             written = next((key for key in launch.get(section).value if key.replace("_", "-") == name.replace("_", "-")), None)
             yield launch.get(*((section, written) if written else (section,))).problem(message)
 
 
-def _take_turns(draft: Draft, one: ConfigValue, other: ConfigValue) -> bool:
+def _never_overlap(draft: Draft, one: ConfigValue, other: ConfigValue) -> bool:
     """Return whether two launched models never run at the same time: they share a GPU, or a group that runs one model."""
     group = one.get("launch", "group").value
     bounds = {entry.get("id").value: entry.get("max_running").value for entry in draft.top.each("groups") if _is_text(entry.get("id"))}
@@ -204,8 +204,8 @@ def _gpu_numbers(model: ConfigValue) -> set[int]:
     return {gpu.value for replica in model.get("launch").each("gpus") for gpu in replica.items() if isinstance(gpu.value, int)}
 
 
-def _is_text(place: ConfigValue) -> bool:
-    return isinstance(place.value, str)
+def _is_text(setting: ConfigValue) -> bool:
+    return isinstance(setting.value, str)
 
 
 def _launch_ports(draft: Draft) -> Iterator[Problem]:
@@ -218,10 +218,10 @@ def _launch_ports(draft: Draft) -> Iterator[Problem]:
             continue
         own = next((one for one in _own_ports(draft) if one.clashes(mine)), None)
         if own is not None:
-            yield mine.place.problem(f"port {mine.port} is the gateway's own, {'.'.join(map(str, own.place.path))}")
+            yield mine.setting.problem(f"port {mine.port} is the gateway's own, {'.'.join(map(str, own.setting.path))}")
         else:
-            same = (place for place, one in before if one.clashes(mine))
-            yield from _given_twice(draft, model, same, mine.place, f"port {mine.port}")
+            same = (setting for setting, one in before if one.clashes(mine))
+            yield from _given_twice(draft, model, same, mine.setting, f"port {mine.port}")
         before.append((model, mine))
 
 
@@ -239,7 +239,7 @@ def _launch_sockets(draft: Draft) -> Iterator[Problem]:
 
 def _given_twice(draft: Draft, model: ConfigValue, same: Iterable[ConfigValue], mine: ConfigValue, what: str) -> Iterator[Problem]:
     """Report the address at ``mine`` if a model with the ``same`` address may run at the same time."""
-    other = next((one for one in same if not _take_turns(draft, one, model)), None)
+    other = next((one for one in same if not _never_overlap(draft, one, model)), None)
     if other is not None:
         yield mine.problem(f"{what} is given to `{other.get('id').value}` too, and both may run at the same time")
 
@@ -249,14 +249,14 @@ class _Listening(NamedTuple):
 
     host: str
     port: int
-    place: ConfigValue
+    setting: ConfigValue
 
     @classmethod
-    def at(cls, host: object, place: ConfigValue, default_host: str, default_port: int | None = None) -> _Listening | None:
+    def at(cls, host: object, setting: ConfigValue, default_host: str, default_port: int | None = None) -> _Listening | None:
         """Return the address, None if no port is fixed."""
-        value = default_port if place.value is None else place.value
+        value = default_port if setting.value is None else setting.value
         fixed = not isinstance(value, bool) and re.fullmatch("[0-9]{1,5}", str(value)) is not None and int(str(value)) > 0
-        return cls(str(host or default_host), int(str(value)), place) if fixed else None
+        return cls(str(host or default_host), int(str(value)), setting) if fixed else None
 
     def clashes(self, other: _Listening) -> bool:
         together = self.host == other.host or any(host in _WILDCARD_HOSTS for host in (self.host, other.host))
@@ -315,9 +315,9 @@ def _idle_order(draft: Draft) -> Iterator[Problem]:
             yield launch.get("idle_sleep").problem("the servers would stop before they sleep: idle_stop must be longer")
 
 
-def _seconds(place: ConfigValue) -> float | None:
+def _seconds(setting: ConfigValue) -> float | None:
     try:
-        return parse_duration(place.value)
+        return parse_duration(setting.value)
     except ValueError:
         return None
 
@@ -331,70 +331,70 @@ def _launched_loras(draft: Draft) -> Iterator[Problem]:
 
 def _body_fields(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
-        refused = [place.value for place in model.get("body").each("refuse")]
-        for place in model.get("body").each("allow"):
-            if place.value in refused:
-                yield place.problem("is also in body.refuse; write the field in only one of them")
+        refused = [setting.value for setting in model.get("body").each("refuse")]
+        for setting in model.get("body").each("allow"):
+            if setting.value in refused:
+                yield setting.problem("is also in body.refuse; write the field in one list only")
 
 
 def _fallbacks(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
         own = {name.value for name in _names(model) if isinstance(name.value, str)}
-        for place in model.each("fallbacks"):
-            if not isinstance(place.value, str):
+        for setting in model.each("fallbacks"):
+            if not isinstance(setting.value, str):
                 continue
-            if place.value in own:
-                yield place.problem("a model cannot be its own fallback")
-            elif place.value not in draft.known:
-                yield place.problem(f"there is no such model{did_you_mean(place.value, draft.known)}")
+            if setting.value in own:
+                yield setting.problem("a model cannot be its own fallback")
+            elif setting.value not in draft.known:
+                yield setting.problem(f"there is no such model{did_you_mean(setting.value, draft.known)}")
 
 
 def _default_model(draft: Draft) -> Iterator[Problem]:
-    place = draft.top.get("default_model")
-    if isinstance(place.value, str) and place.value not in draft.known:
-        yield place.problem(f"there is no such model{did_you_mean(place.value, draft.known)}")
+    setting = draft.top.get("default_model")
+    if isinstance(setting.value, str) and setting.value not in draft.known:
+        yield setting.problem(f"there is no such model{did_you_mean(setting.value, draft.known)}")
 
 
 def _fallback_loops(draft: Draft) -> Iterator[Problem]:
     """Report the first loop of models that are each other's fallbacks."""
     owners = {name.value: number for number, model in enumerate(draft.models) for name in _names(model) if isinstance(name.value, str)}
-    ways = [{owners.get(str(place.value)): place for place in model.each("fallbacks")} for model in draft.models]
+    ways = [{owners.get(str(setting.value)): setting for setting in model.each("fallbacks")} for model in draft.models]
     order = TopologicalSorter({number: [other for other in others if other not in (None, number)] for number, others in enumerate(ways)})
     try:
         order.prepare()
     except CycleError as error:
         loop = error.args[1][::-1]  # each is followed by one of its fallbacks; the last is the first again
-        places = [ways[model][other] for model, other in pairwise(loop)]
-        yield places[0].problem(f"the fallbacks form a loop: {' -> '.join(str(place.value) for place in [*places, places[0]])}")
+        settings = [ways[model][other] for model, other in pairwise(loop)]
+        yield settings[0].problem(f"the fallbacks form a loop: {' -> '.join(str(setting.value) for setting in [*settings, settings[0]])}")
 
 
 def _some_keys(draft: Draft) -> Iterator[Problem]:
     keys, other = draft.top.get("keys"), draft.top.get("keys_file")
     readable = draft.keys_file is None or draft.keys_file.whole
     if not draft.keys and readable and keys.value in (None, []):
-        place = keys if other.value is None else other
-        yield place.problem(
+        setting = keys if other.value is None else other
+        yield setting.problem(
             "no keys are configured, so no client could use the gateway; create a key with `vllm-gateway keys new --id NAME`"
         )
 
 
 def _unique_keys(draft: Draft) -> Iterator[Problem]:
     yield from _repeated((key.get("id") for key in draft.keys), "key id")
-    yield from _repeated((place for key in draft.keys for place in _hashes(key)), "hash", "; a key belongs to one entry")
+    yield from _repeated((setting for key in draft.keys for setting in _hashes(key)), "hash", "; a key belongs to one entry")
 
 
 def _hashes(key: ConfigValue) -> Iterator[ConfigValue]:
     given = key.get("hash")
     for one in given.items() if isinstance(given.value, list) else [given]:
-        place = one.get("hash") if isinstance(one.value, dict) else one
-        if isinstance(place.value, str):
-            yield ConfigValue(place.source, place.path, place.value.lower())
+        setting = one.get("hash") if isinstance(one.value, dict) else one
+        if isinstance(setting.value, str):
+            yield ConfigValue(setting.source, setting.path, setting.value.lower())
 
 
 def _of_tokens(draft: Draft) -> list[ConfigValue]:
     """Return the IDs of key entries as which tokens count."""
     named = (issuer.get("keys") for issuer in draft.top.each("jwt"))
-    return [place for each in named for place in (each.items() if isinstance(each.value, list) else [each]) if _is_text(place)]
+    return [setting for each in named for setting in (each.items() if isinstance(each.value, list) else [each]) if _is_text(setting)]
 
 
 def _user_headers(draft: Draft) -> Iterator[Problem]:
@@ -410,12 +410,12 @@ def _issuers(draft: Draft) -> Iterator[Problem]:
     yield from _repeated((issuer.get("issuer") for issuer in draft.top.each("jwt")), "issuer")
     anonymous = {key.get("id").value: key.get("anonymous").value is True for key in draft.keys if _is_text(key.get("id"))}
     yield from _repeated(_of_tokens(draft), "entry of keys", "; subjects of two issuers would be indistinguishable")
-    for place in _of_tokens(draft):
-        if place.value not in anonymous:
-            yield place.problem(f"there is no such entry of keys{did_you_mean(place.value, anonymous)}")
-        elif anonymous[place.value]:
-            yield place.problem("is the entry for requests without a key; tokens need another entry")
-    of_tokens = {place.value for place in _of_tokens(draft)}
+    for setting in _of_tokens(draft):
+        if setting.value not in anonymous:
+            yield setting.problem(f"there is no such entry of keys{did_you_mean(setting.value, anonymous)}")
+        elif anonymous[setting.value]:
+            yield setting.problem("is the entry for requests without a key; tokens need another entry")
+    of_tokens = {setting.value for setting in _of_tokens(draft)}
     for key in draft.keys:
         begun = str(key.get("id").value).split("/")
         if any("/".join(begun[:length]) in of_tokens for length in range(1, len(begun))):
@@ -423,12 +423,12 @@ def _issuers(draft: Draft) -> Iterator[Problem]:
     for issuer in draft.top.each("jwt"):
         keys = issuer.get("keys")
         if isinstance(keys.value, list) and len(keys.value) > 1 and issuer.get("claims", "key").value is None:
-            yield keys.problem("set claims.key to select one of them for a token, or write a single entry")
+            yield keys.problem("set claims.key to select the entry of a token, or write a single entry")
 
 
 def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
     first: ConfigValue | None = None
-    of_tokens = {place.value for place in _of_tokens(draft)}
+    of_tokens = {setting.value for setting in _of_tokens(draft)}
     for key in draft.keys:
         if not isinstance(key.value, dict):
             continue
@@ -450,14 +450,14 @@ def _scopes(draft: Draft) -> Iterator[Problem]:
     """Check the patterns of keys. Each pattern is evaluated once, however many keys share it."""
     dangling: dict[str, bool] = {}
     for key in draft.keys:
-        for place in key.each("models"):
-            pattern = place.value
+        for setting in key.each("models"):
+            pattern = setting.value
             if not isinstance(pattern, str):
                 continue
             if pattern not in dangling:
                 dangling[pattern] = not any(matches(pattern, name) for name in draft.known)
             if dangling[pattern]:
-                yield place.problem(f"matches no model{did_you_mean(pattern, draft.known)}")
+                yield setting.problem(f"matches no model{did_you_mean(pattern, draft.known)}")
 
 
 def _teams(draft: Draft) -> Iterator[Problem]:
@@ -473,14 +473,14 @@ def _teams(draft: Draft) -> Iterator[Problem]:
 def _ports(draft: Draft) -> Iterator[Problem]:
     match list(_own_ports(draft)):
         case [data, admin] if data.clashes(admin):
-            yield admin.place.problem(f"the admin port and the data port are both {data.port}; use different ports")
+            yield admin.setting.problem(f"the admin port and the data port are both {data.port}; use different ports")
 
 
 def _limited_models(draft: Draft) -> Iterator[Problem]:
     for limits in draft.limits:
-        for place in limits.each("models"):
-            if isinstance(place.value, str) and not any(matches(place.value, name) for name in draft.known):
-                yield place.problem(f"matches no model{did_you_mean(place.value, draft.known)}")
+        for setting in limits.each("models"):
+            if isinstance(setting.value, str) and not any(matches(setting.value, name) for name in draft.known):
+                yield setting.problem(f"matches no model{did_you_mean(setting.value, draft.known)}")
 
 
 def _empty_limits(draft: Draft) -> Iterator[Problem]:
@@ -511,10 +511,10 @@ def _divided_bounds(draft: Draft) -> Iterator[Problem]:
         return
     for most in (draft.top.get("server", "max_inflight"), *(model.get("max_inflight") for model in draft.models)):
         if isinstance(most.value, int) and 0 < most.value < workers:
-            words = (
+            message = (
                 f"{workers} workers cannot share {most.value} requests: each needs at least one; raise this limit or lower server.workers"
             )
-            yield most.problem(words)
+            yield most.problem(message)
 
 
 _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (

@@ -24,7 +24,7 @@ _HOW = "write {env: NAME} or {file: PATH}"
 
 @dataclass(slots=True)
 class Surroundings:
-    """What a configuration refers to: the environment, and the folder of relative paths.
+    """The environment to which a configuration refers, and the folder of its relative paths.
 
     ``files`` collects the files that were read, so that they can be watched. ``named`` are the environment variables that contain secrets,
     and ``shared`` those that launched servers get.
@@ -152,8 +152,8 @@ _ledger_url = _store_url(("sqlite", "postgresql"), _SQLITE)
 def ledger_store(value: object, info: ValidationInfo) -> SecretStr:
     """Return the ledger's URL, resolved if it is a secret. Raises ValueError with a message for the operator."""
     secret: SecretStr = _ledger_url(value, info)
-    scheme, _, place = secret.get_secret_value().partition("://")
-    if scheme == "sqlite" and (not place.startswith("/") or not place.strip("/") or "?" in place):
+    scheme, _, path = secret.get_secret_value().partition("://")
+    if scheme == "sqlite" and (not path.startswith("/") or not path.strip("/") or "?" in path):
         raise ValueError(f"expected a file after three slashes, as in {_SQLITE}")
     _check_database(secret.get_secret_value())
     return secret

@@ -73,7 +73,7 @@ def _server_url(value: str) -> str:
     try:
         Address.parse(value)
     except ValueError as error:
-        # urlsplit's own words on a bad port repeat what stands there, which may be a password
+        # urlsplit's message for a bad port repeat the text, which may be a password
         text = "the port is not a number from 0 to 65535" if str(error).startswith("Port") else str(error)
         raise ValueError(f"{text}; expected e.g. http://10.0.0.5:8000") from None
     return value
@@ -269,9 +269,9 @@ def installed(*modules: str) -> bool:
         return False
 
 
-def _weights_place(value: str, info: ValidationInfo) -> str:
-    place = os.path.abspath(surroundings(info).folder / value)
-    return place if value.startswith(("./", "../")) or exists(Path(place)) else value
+def _weights_source(value: str, info: ValidationInfo) -> str:
+    path = os.path.abspath(surroundings(info).folder / value)
+    return path if value.startswith(("./", "../")) or exists(Path(path)) else value
 
 
 def exists(path: Path) -> bool:
@@ -339,8 +339,8 @@ _TEXTS_SCHEMA: dict[str, Any] = {"oneOf": [_TEXT_SCHEMA, {"type": "array", "item
 Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_one_text_or_many), WithJsonSchema(_TEXTS_SCHEMA)]
 """A text, or a list of texts."""
 
-WeightsPlace = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_weights_place)]
-"""A name on the hub or a folder. A value that starts with ./ or ../ is a folder, relative to the configuration, as is one that exists."""
+WeightsSource = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_weights_source)]
+"""A name on the hub or a folder. A value that starts with ./ or ../, or that exists, is a folder relative to the configuration."""
 
 Preset = Annotated[str, Strict(), AfterValidator(_preset), WithJsonSchema({"type": "string", "enum": list(PRESETS)})]
 """The name of a model family with known parsers."""

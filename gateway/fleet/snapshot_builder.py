@@ -206,7 +206,7 @@ def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None, of_team: tu
     return Key(
         id=key.id,
         digests=tuple(_digest(one.text) for one in key.hashes),
-        ends={_digest(one.text): one.expires.timestamp() for one in key.hashes if one.expires is not None},
+        digest_expiries={_digest(one.text): one.expires.timestamp() for one in key.hashes if one.expires is not None},
         models=None if key.models == ("*",) else key.models,
         expires=key.expires.timestamp() if key.expires is not None else None,
         anonymous=key.anonymous,

@@ -215,7 +215,7 @@ class RedisStore:
         """Reserve amounts from each holder, or from none. Raises StoreUnavailableError."""
         pending = await self._run_admission(identity, wanted)
         if (
-            _is_late(pending.reply) and monotonic() - pending.sent < self.settings.patience
+            _is_late(pending.reply) and monotonic() - pending.sent < self.settings.timeout
         ):  # its clock was changed, which this reply has shown
             pending = await self._run_admission(identity, wanted)
         return self._apply_reply(identity, wanted, pending.reply)
@@ -237,7 +237,7 @@ class RedisStore:
 
     def _not_after(self) -> float:
         """Return the time, by the store's clock, until which it may run a command that is sent now."""
-        return self._clock.time_at(monotonic() + self.settings.patience)
+        return self._clock.time_at(monotonic() + self.settings.timeout)
 
     def cached_refusal(self, holders: Sequence[Holder], now: float) -> StoreResult | None:
         """Return a stored refusal that still holds, or None.
@@ -310,7 +310,7 @@ class RedisStore:
             self._open_connection.check(now)
         if self._open_connection is not None and now - self._renewed > _RENEW_EVERY:
             self._renew_leases(self._open_connection, now)
-        if self._opening is not None and self._is_available is None and now - self._opened_at > self.settings.patience:
+        if self._opening is not None and self._is_available is None and now - self._opened_at > self.settings.timeout:
             self._mark_unavailable("it does not respond")
             self._resume_waiting()
         if self._open_connection is None and now - self._opened_at > _RETRY_EVERY:
@@ -362,11 +362,11 @@ class RedisStore:
         """Open a connection and load the scripts. Raises OSError and ReplyError."""
         settings, loop = self.settings, asyncio.get_running_loop()
         if settings.path is not None:
-            _, line = await loop.create_unix_connection(lambda: StoreConnection(settings.patience, self._connection_lost), settings.path)
+            _, line = await loop.create_unix_connection(lambda: StoreConnection(settings.timeout, self._connection_lost), settings.path)
         else:
             context = ssl.create_default_context() if settings.tls else None
             _, line = await loop.create_connection(
-                lambda: StoreConnection(settings.patience, self._connection_lost), settings.host, settings.port, ssl=context
+                lambda: StoreConnection(settings.timeout, self._connection_lost), settings.host, settings.port, ssl=context
             )
         try:
             for pending in [line.send(each) for each in _greeting(settings, self._scripts)]:

@@ -44,7 +44,7 @@ class Reservation(msgspec.Struct, eq=False):
     _estimate: TokenEstimate = _UNWEIGHED
     _has_reserved_tokens: bool = False
     _reserved: Sequence[tuple[Holder, Amounts]] = ()
-    _ends: dict[int, float] = {}
+    _bucket_ends: dict[int, float] = {}
     _result: StoreResult | None = None
 
     async def reserve_request(self) -> None:
@@ -125,7 +125,7 @@ class Reservation(msgspec.Struct, eq=False):
 
     def _reserve_in_memory(self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment) -> None:
         """Reserve in this gateway's memory. Raises Refusal."""
-        exceeded = self._limiter.buckets.reserve(wanted, at, self._ends)
+        exceeded = self._limiter.buckets.reserve(wanted, at, self._bucket_ends)
         if exceeded is not None:
             raise self._refusal(*exceeded)
         self._reserved = wanted
@@ -189,7 +189,7 @@ class Reservation(msgspec.Struct, eq=False):
 
     def _settle(self, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> None:
         if self._result is None:
-            self._limiter.buckets.settle(reserved, self._ends, used, self._arrived, monotonic())
+            self._limiter.buckets.settle(reserved, self._bucket_ends, used, self._arrived, monotonic())
         elif reserved and self._limiter.store is not None:
             self._limiter.store.settle(self._request_id, reserved, used)
 

@@ -217,7 +217,7 @@ class PeriodUse(NamedTuple):
 
 
 def add_earlier_use(cells: Cells, offset: int, day: int, used: PeriodUse) -> None:
-    """Add what was used of a day and its month before these cells counted. What they counted since stays."""
+    """Add what was used of a day and its month before these cells counted. Their counts since then stay."""
     windows.add_to_period(cells, offset + DAY, day, used.tokens_of_day, used.cost_of_day)
     windows.add_to_period(cells, offset + MONTH, windows.month_of(day), used.tokens_of_month, used.cost_of_month)
 

@@ -1,4 +1,4 @@
-"""What a worker serves by: one immutable value, made by control from the configuration and the servers that are known.
+"""The snapshot by which a worker serves: one immutable value, made by control from the configuration and the servers that are known.
 
 A ``Snapshot`` crosses a process boundary (see ``link``), so it holds plain values only. The rule: a request uses one ``Snapshot`` from its
 start to its end, a worker swaps to the next by one assignment, and a ``Snapshot`` is never modified.
@@ -94,12 +94,12 @@ class Allowance:
 class Key:
     """A principal.
 
-    ``digests`` are the SHA-256 of its keys. ``ends`` gives the expiry of single keys by digest, and ``expires`` that of the entry, in
-    seconds since the epoch. ``models`` are globs over model IDs, None for all. All keys of a ``revoked`` entry are refused. ``fields`` are
-    set on the body of each request. ``team`` and ``labels`` are written into ledger rows. ``weight`` is its share in queues.
+    ``digests`` are the SHA-256 of its keys. ``digest_expiries`` gives the expiry of single keys by digest, and ``expires`` that of the
+    entry, in seconds since the epoch. ``models`` are globs over model IDs, None for all. All keys of a ``revoked`` entry are refused.
+    ``fields`` are set on the body of each request. ``team`` and ``labels`` are written into ledger rows. ``weight`` is its share in queues.
     ``allowances`` are its own limits and its team's. ``user_header`` is the name, in lowercase, of the header that names the end user.
 
-    The subject of a token is a principal of its own. ``entry`` is then the ID of the configured key that it counts as, under which metrics
+    The subject of a token is a separate principal. ``entry`` is then the ID of the configured key that it counts as, under which metrics
     show it. ``within`` are globs that narrow its models further, None for no narrowing.
     """
 
@@ -111,7 +111,7 @@ class Key:
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
     team: str | None = None
     labels: dict[str, str] = field(default_factory=dict)
-    ends: Mapping[bytes, float] = field(default_factory=dict, repr=False)
+    digest_expiries: Mapping[bytes, float] = field(default_factory=dict, repr=False)
     revoked: bool = False
     weight: float = 1.0
     allowances: tuple[Allowance, ...] = ()
@@ -174,7 +174,7 @@ class BodyRules:
 class LimitsStore:
     """A Redis in which several gateways count together, at a host and port or at the socket ``path``.
 
-    ``refuses``: requests are refused while it is unreachable, instead of being counted by each gateway alone. ``patience`` is the timeout
+    ``refuses``: requests are refused while it is unreachable, instead of being counted by each gateway alone. ``timeout`` is the timeout
     of a reply in seconds. It is checked four times a second, so a reply may take up to twice as long.
     """
 
@@ -186,14 +186,14 @@ class LimitsStore:
     password: str | None = field(default=None, repr=False)
     database: int = 0
     refuses: bool = False
-    patience: float = 0.25
+    timeout: float = 0.25
 
     def __str__(self) -> str:
         return self.path or f"{self.host}:{self.port}"
 
     @property
     def counts(self) -> tuple[str, int]:
-        """What identifies the counts, independent of credentials and TLS."""
+        """The identity of the counts, independent of credentials and TLS."""
         return str(self), self.database
 
 
@@ -307,7 +307,7 @@ class Snapshot:
 
     @property
     def bases(self) -> tuple[Model, ...]:
-        """The models with servers of their own: all but the LoRA adapters."""
+        """The models that own servers: all but the LoRA adapters."""
         return tuple(model for model in self.models if model.parent is None)
 
     @property

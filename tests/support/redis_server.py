@@ -40,7 +40,7 @@ class RedisServer:
 
     def store_config(self, **more: Any) -> LimitsStore:
         """Return a configuration with this server's address and a timeout that suits a busy machine. ``more``: further fields."""
-        return LimitsStore(**{"host": "127.0.0.1", "port": self.port, "patience": 30.0, **more})
+        return LimitsStore(**{"host": "127.0.0.1", "port": self.port, "timeout": 30.0, **more})
 
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port)

@@ -208,7 +208,7 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
         ("launch: {}\nfallbacks: [m]", ["4: fallbacks[0]: a model cannot be its own fallback"]),
         ("launch: {}\noverrides: {model: x}", ["4: overrides: `model` is set by the request and cannot be set here"]),
         ("launch: {}\ndefaults: {a: [.inf]}", ["4: defaults: JSON has no infinite numbers and no NaN"]),
-        ("launch: {}\nbody: {allow: [x], refuse: [x]}", ["4: body.allow[0]: is also in body.refuse; write the field in only one of them"]),
+        ("launch: {}\nbody: {allow: [x], refuse: [x]}", ["4: body.allow[0]: is also in body.refuse; write the field in one list only"]),
         ("launch: {env: {A: 1}}", ["3: launch.env.A: expected text: write the value in quotes"]),
         ("launch: {env: {'1 A': b}}", ["3: launch.env.1 A: expected a name such as HF_HOME, found text"]),
         ("launch: {gpus: [[0, 0]]}", ["3: launch.gpus[0]: expected the numbers of this replica's GPUs, each once"]),

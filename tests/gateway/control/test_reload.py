@@ -229,7 +229,7 @@ def test_a_stopping_gateway_reads_no_configuration(tmp_path: Path) -> None:
         assert (refused.returncode, refused.stderr) == (1, "vllm-gateway: the gateway is stopping\n")
         for operation in ("start", "restart", "wake"):
             assert one.command(operation, "sim/one").stderr == "vllm-gateway: the gateway is stopping\n"
-        assert one.stop() == 0, "a second signal ends the patience"
+        assert one.stop() == 0, "a second signal ends the drain"
 
 
 async def test_a_servers_key_is_replaced_without_a_failed_request_and_a_refused_key_takes_it_down(tmp_path: Path) -> None:

@@ -243,12 +243,12 @@ async def test_large_costs_are_exact(server: RedisServer) -> None:
 async def test_a_reply_that_waits_to_be_read_is_not_late(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     """Accept a reply that this process reads late, for example on a busy machine."""
     holder = Holder.placed("key a", Limits(requests_per_minute=10))
-    limits_store = server.store_config(patience=0.25)
+    limits_store = server.store_config(timeout=0.25)
     async with opened(limits_store) as store:
         assert (await store.admit("r1", [(holder, Amounts(1, 1, 0))])).exceeded is None
         admission = asyncio.create_task(store.admit("r2", [(holder, Amounts(1, 1, 0))]))
         await asyncio.sleep(0)
-        sleep(2 * limits_store.patience)  # noqa: ASYNC251  # the event loop is blocked
+        sleep(2 * limits_store.timeout)  # noqa: ASYNC251  # the event loop is blocked
         store.tick()
         assert (await admission).exceeded is None
     assert caplog.text == ""
@@ -356,7 +356,7 @@ async def test_leases_are_renewed_after_the_clock_is_set_forward(server: RedisSe
 async def test_nothing_is_reserved_for_a_gateway_that_has_stopped(server: RedisServer) -> None:
     """Ignore its requests that still wait in the socket, because no process would release them."""
     wanted = [(Holder.placed("key a", Limits(tokens_per_day=100, concurrent=5)), Amounts(1, 1, 10))]
-    async with opened(server.store_config(patience=1.0)) as store:
+    async with opened(server.store_config(timeout=1.0)) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         server.signal(signal.SIGSTOP)
         try:
@@ -382,7 +382,7 @@ async def test_counts_are_right_wherever_a_connection_is_cut(server: RedisServer
     async def one(network: Chaos, number: int) -> tuple[str, float]:
         """Return the holder and its used tokens after the store has received them."""
         wanted = [(Holder.placed(f"key {number}", Limits(tokens_per_day=1000, concurrent=1)), Amounts(1, 1, 900))]
-        async with opened(server.store_config(port=network.port, patience=0.9), f"worker {number}") as store:
+        async with opened(server.store_config(port=network.port, timeout=0.9), f"worker {number}") as store:
             try:
                 assert (await store.admit("r1", wanted)).exceeded is None
             except StoreUnavailableError:
@@ -618,7 +618,7 @@ async def test_a_store_that_stops_and_starts_again(server: RedisServer, refuses:
 
 
 async def test_a_store_that_hangs_delays_only_one_request(server: RedisServer) -> None:
-    limits_store, took = server.store_config(patience=0.25), list[float]()
+    limits_store, took = server.store_config(timeout=0.25), list[float]()
     async with gateway(limits_store, requests_per_minute=1000) as served:
         assert await statuses(served, 1) == [200]
         server.signal(signal.SIGSTOP)
@@ -630,7 +630,7 @@ async def test_a_store_that_hangs_delays_only_one_request(server: RedisServer) -
                 took.append(monotonic() - began)
         finally:
             server.signal(signal.SIGCONT)
-        assert statistics.median(took) < limits_store.patience, "they did not wait for it"
+        assert statistics.median(took) < limits_store.timeout, "they did not wait for it"
         with server.client() as each:
             before = float(each.hget("vllm-gateway:key team-a", "r") or 0)
 
@@ -684,7 +684,7 @@ async def test_a_stall_of_the_store_loses_no_counts(server: RedisServer, refuses
         return await visitor.request(request(chat(stream=True, user=str(number), max_tokens=300)))
 
     allowance = Allowance("key team-a", Limits(tokens_per_day=50_000, concurrent=20))
-    limits_store = server.store_config(patience=2.0, refuses=refuses)
+    limits_store = server.store_config(timeout=2.0, refuses=refuses)
     async with scripted(respond_in_time) as upstream:
         one = key(allowances=(allowance,))
         async with (

@@ -30,7 +30,7 @@ from upstream.http.deadlines import Timeouts
 
 SNAPSHOT = Snapshot(
     7,
-    (Key("a", digests=(b"\x00" * 32, b"\xff" * 32), models=("x/*",), expires=1.5, ends={b"\xff" * 32: 2.5}, revoked=True),
+    (Key("a", digests=(b"\x00" * 32, b"\xff" * 32), models=("x/*",), expires=1.5, digest_expiries={b"\xff" * 32: 2.5}, revoked=True),
      Key("b", anonymous=True)),
     (
         Model(
