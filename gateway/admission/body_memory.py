@@ -1,8 +1,8 @@
 """Limit the memory for request bodies of a worker, and each key's part of it.
 
 The rules: a body larger than ``FREE`` reserves its memory before it is stored, and releases it when its request ends, however it ends.
-Small bodies are not counted; there are no more of them than connections. A key's first body may use all that is free. For more bodies, a
-``_TIMES_FREE``th of the memory that the key holds must stay free, so other keys still get memory.
+Small bodies are not counted; their number is limited by the number of connections. A key's first body may use all that is free. For more
+bodies, a ``_TIMES_FREE``th of the memory that the key holds must stay free, so other keys still get memory.
 """
 
 from __future__ import annotations

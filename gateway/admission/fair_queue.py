@@ -61,7 +61,7 @@ class FairQueue(Generic[T]):
         return min((next(iter(flow.waiting.values())) for flow in self._flows.values()), default=None)
 
     def put(self, item: T, key: str, weight: float, since: float) -> None:
-        """Add an item to the flow of a key, behind the earlier ones."""
+        """Append an item to the flow of a key."""
         flow = self._flows.get(key)
         if flow is None:
             flow = self._flows[key] = _Flow(key, weight, max(self._now, self._ended.pop(key, 0.0)))
@@ -85,8 +85,8 @@ class FairQueue(Generic[T]):
     def displaced_by(self, key: str, weight: float) -> T | None:
         """Return the item that a new item of this flow would displace if the queue is full; None if the new item itself is refused.
 
-        It is the latest item of the flow with the most items for its weight. A flow without items may displace one of any flow that
-        has two.
+        It is the latest item of the flow with the most items for its weight. A flow without items may displace an item of any flow that has
+        two items.
         """
         own = self._flows.get(key)
         largest = max((flow for flow in self._flows.values() if len(flow.waiting) > 1), key=_Flow.share, default=None)

@@ -43,7 +43,7 @@ class ConcurrencyLimit:
     def admit(self, in_flight: int, own: int, now: float) -> None:
         """Admit a request, or raise Refusal overloaded.
 
-        ``in_flight`` counts the requests of this worker with this one, ``own`` the others of its key; ``now`` is
+        ``in_flight`` counts the requests of this worker including this request, ``own`` the other requests of its key; ``now`` is
         ``time.monotonic``.
         """
         free = self._most - in_flight + 1

@@ -179,7 +179,7 @@ class Scanner:
         return end
 
     def _scan_string(self, data: bytes, at: int) -> int:
-        """Continue a string. Returns the offset behind its closing quote, or the end of the data."""
+        """Continue a string. Returns the offset after its closing quote, or the end of the data."""
         size = len(data)
         if self._escaped:
             self._escaped = False
@@ -198,7 +198,7 @@ class Scanner:
         return end + 1
 
     def _scan_parts(self, data: bytes, at: int) -> int:
-        """Scan one or more characters of a container, outside of strings. Returns the offset behind them."""
+        """Scan one or more characters of a container, outside of strings. Returns the offset after them."""
         found_at = _next_structural(data, at)
         if found_at - at < _FAR:
             for size in _BLOCKS:

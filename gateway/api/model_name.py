@@ -1,8 +1,8 @@
 """Replaces the model's name in a response; every other byte stays. Sans-I/O.
 
-The rule: only the value of the document's own ``model`` field is replaced, or the one in its ``response`` or ``message`` (the place in
-OpenAI's and Anthropic's streams). A field that is nested more deeply, or the same text inside a string, is data. Only the value itself is
-held back, so JSON text of any length passes in pieces of any size.
+The rule: only the value of the document's own ``model`` field is replaced, or of the ``model`` field in its ``response`` or ``message``
+(its position in OpenAI's and Anthropic's streams). A field that is nested more deeply, or the same text inside a string, is data. Only the
+value itself is held back, so JSON text of any length passes in pieces of any size.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _WANTED: Wanted = {"model": None, "response": _MODEL, "message": _MODEL}
 
 
 class ModelRenamer:
-    """Replaces the model's name in one document. An event of a stream may be fed as it is."""
+    """Replaces the model's name in one document. An event of a stream may be fed unchanged."""
 
     __slots__ = ("_done", "_has_started", "_name", "_replaces", "_scanner")
 

@@ -38,10 +38,10 @@ _STOPPED: Mapping[Dialect, bytes] = MappingProxyType(dict.fromkeys(Dialect, b'"a
 
 Marks = tuple[bytes, bytes, bytes, bytes]
 MARKS: Mapping[Dialect, Marks] = MappingProxyType({dialect: (_USAGE, _ERROR, _STOPPED[dialect], _ESCAPED) for dialect in Dialect})
-"""Bytes by dialect. An event of a stream without any of them need not be parsed."""
+"""Bytes by dialect. An event of a stream without any mark need not be parsed."""
 
 WHOLE_SIZE = 64 * 1024
-"""Bytes of a document that is parsed as a whole. A longer one is scanned while it passes."""
+"""Bytes of a document that is parsed as a whole. A longer document is scanned while it passes."""
 _PARSED: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, WHOLE_SIZE) | {Dialect.COHERE: -1})
 """Bytes up to which ``of_body`` uses its own parser, which reads ``usage`` at the top level only."""
 

@@ -17,7 +17,7 @@ from gateway.api.usage import Usage
 
 
 class Method(StrEnum):
-    """How the tokens of a settlement were estimated, because the server reported none."""
+    """The method by which the tokens of a settlement were estimated, because the server reported none."""
 
     EVENTS = "events"
     """The completion is the number of events of the stream. vLLM sends one or more tokens with an event, so this is a lower bound."""

@@ -175,7 +175,7 @@ def _token(token: str, logprob: float | None) -> Document:
 
 
 def _as_system(messages: Iterable[Any]) -> Iterator[Any]:
-    """Make ``developer`` messages ``system`` messages. Consecutive ones are joined, since templates accept one system message."""
+    """Convert ``developer`` messages to ``system`` messages. Consecutive system messages are joined, since templates accept only one."""
     system: dict[str, Any] | None = None
     contents: list[Any] = []
     for message in messages:
@@ -288,6 +288,6 @@ def _whole_call(calls: Iterable[Document]) -> Document:
 
 
 def _piece_of_call(calls: Iterable[Document]) -> Document:
-    """Return the piece of the first call; the deprecated form has no others."""
+    """Return the piece of the first call; the deprecated form supports only one call."""
     pieces = [call.get("function") or {} for call in calls if call.get("index", 0) == 0]
     return {"function_call": pieces[0]} if pieces else {}

@@ -280,7 +280,7 @@ _KNOWN = KNOWN_ROLES | _REQUIRED.keys() | {"message"}
 
 
 def _chosen(located: list[_Located], document: Any, more: bool) -> list[_Located]:
-    """Remove the findings of branches that the client did not mean."""
+    """Remove the findings of branches that the client did not intend."""
     while any(each.branches for each in located):
         depth, _ = next(each.branches[0] for each in located if each.branches)
         union = next(each.path[:depth] for each in located if each.branches)

@@ -48,7 +48,7 @@ def _keys(document: bytes) -> list[dict[str, Any]]:
 
 
 def _can_verify(key: Mapping[str, Any]) -> bool:
-    """Check whether a key is meant to verify signatures, and can."""
+    """Check whether a key is intended to verify signatures, and is able to."""
     operations = key.get("key_ops", ["verify"])
     is_meant = key.get("use", "sig") == "sig" and isinstance(operations, list) and "verify" in operations
     return is_meant and any(_to_jwk(key, algorithm) is not None for algorithm in _algorithms(key))

@@ -48,7 +48,7 @@ class VerifiedToken:
 
 
 class TokenVerifier:
-    """Verifies and caches the tokens of a worker. ``on_unknown_key`` is called with an issuer of which a key is unknown."""
+    """Verifies and caches the tokens of a worker. ``on_unknown_key`` is called with an issuer when one of its keys is unknown."""
 
     def __init__(self, on_unknown_key: Callable[[str], None]) -> None:
         self._on_unknown_key = on_unknown_key
@@ -162,7 +162,7 @@ class TokenVerifier:
 
 
 def _allowances(entry: Key, identity: str, of_team: tuple[Allowance, ...] | None) -> tuple[Allowance, ...]:
-    """Return the entry's own limits for this identity, and those of a team: the token's team, or the entry's."""
+    """Return the entry's own limits for this identity, and the limits of a team: the team of the token, or of the entry."""
     mark = f"key {entry.id}"
     own = [each for each in entry.allowances if each.holder.startswith(mark)]
     shared = of_team if of_team is not None else [each for each in entry.allowances if each not in own]

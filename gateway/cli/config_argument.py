@@ -21,7 +21,7 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", h
 
 
 def named_config(argument: Path | None, option: Path | None) -> Path | None:
-    """Return the configuration that a command line names; None if it names none. Ends the command if it names two."""
+    """Return the configuration that a command line names, or None. Ends the command if it names two."""
     if argument is not None and option is not None:
         say_error(f"the configuration is given twice: {argument} and --config {option}", BAD_USAGE)
         raise typer.Exit(BAD_USAGE)

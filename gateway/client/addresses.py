@@ -80,7 +80,7 @@ def counted_client(address: str) -> str:
 
 
 def shown_address(address: str) -> str:
-    """Return an address as it is logged. An IPv4 address that a dual-stack socket maps to IPv6 is shown as IPv4."""
+    """Return an address in the form of the log. An IPv4 address that a dual-stack socket maps to IPv6 is shown as IPv4."""
     return str(_parsed(address) or address)
 
 

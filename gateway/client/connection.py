@@ -162,7 +162,7 @@ class ClientConnection(asyncio.Protocol):
     # Requests
 
     def request_received(self, head: RequestHead) -> BodyReceiver:
-        """Start a request, or queue it behind the current request. Raises Refusal."""
+        """Start a request, or queue it after the current request. Raises Refusal."""
         current, worker = self.current, self.worker
         busy = current is not None and not current.response_complete
         if busy and len(self.pipeline) >= MAX_PIPELINED:
@@ -257,7 +257,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport.close()
 
     def linger(self) -> None:
-        """Read and discard the rest of a body for a while, then close (RFC 9112, section 9.6): the response came before its end."""
+        """Read and discard the rest of a body after the response for a while, then close (RFC 9112, section 9.6)."""
         self._lingering = self.parser.is_last = True
         self.flow.resume_reading()
         asyncio.get_running_loop().call_later(LINGER, self.transport.close)
@@ -278,7 +278,7 @@ class ClientConnection(asyncio.Protocol):
 
     @property
     def has_valid_key(self) -> bool:
-        """Whether the last inference request had a valid key. A request without one is refused at once, so the current one has."""
+        """Whether the last inference request had a valid key. A request in progress has one, or it would have been refused."""
         return self._inference is not None and self._inference.status != _UNAUTHORIZED
 
     @property

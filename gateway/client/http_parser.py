@@ -121,7 +121,7 @@ class HttpParser:
         self.number = 0
         """Number of requests that have started to arrive."""
         self.is_last = False
-        """Nothing is parsed behind the request that is being parsed."""
+        """No request after the current request is parsed."""
         self.receiver: BodyReceiver | None = None
         """Receives the body that is being parsed."""
         # The request that is being parsed
@@ -360,7 +360,7 @@ class HttpParser:
 
 
 class _Repeatable(NamedTuple):
-    """A request line and headers, with their bytes before and behind the digits of the Content-Length."""
+    """A request line and headers, with their bytes before and after the digits of the Content-Length."""
 
     head: RequestHead
     before: bytes

@@ -31,8 +31,8 @@ _SENT_WITHOUT_COPY = 256 * 1024  # bytes of a response from which its body is no
 def request_ids() -> Iterator[str]:
     """Generate request IDs: ``req_`` and 24 hexadecimal digits.
 
-    Each begins with the second in which it was generated, like a UUID of version 7, so that a database's index grows at its end. The other
-    64 bits are random; they are drawn for many IDs at once.
+    Each ID starts with the second in which it was generated, like a UUID of version 7, so that a database's index grows at its end. The
+    other 64 bits are random; they are generated for many IDs together.
     """
     while True:
         second, digits = f"req_{int(time()):08x}", os.urandom(8 * 256).hex()

@@ -43,7 +43,7 @@ _HEALTH_CHECK_TIMEOUT = 10.0  # seconds for GET /health: a busy vLLM has been ob
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """Where a gateway runs.
+    """The environment in which a gateway runs.
 
     ``log_folder`` is for the logs of launched servers, and ``environ`` is their environment. ``runtime_parent`` is the folder of their
     sockets, None for the usual one. ``cluster`` and ``resolve`` are used by discovery.

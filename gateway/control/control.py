@@ -181,7 +181,7 @@ class Control:
         self.publisher.schedule_health(self.fleet.request_pass)  # one iteration may bring the changes of a thousand models
 
     def server_lost(self, probe: ServerHealth) -> None:
-        """Handle a server that will not recover. A launched one is restarted."""
+        """Handle a server that will not recover. A launched server is restarted."""
         if probe.name in self.launcher.specs:
             self.launcher.restart(probe.name, probe.reason, STOP_GRACE)
 

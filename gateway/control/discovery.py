@@ -1,7 +1,7 @@
 """The models with discovered servers: their sources, and the configuration with the servers that were found.
 
-A configuration is *read* from its files and *filled* with discovered servers. Its models then have ``servers`` as if these were written
-there, and the other parts of the gateway do not need to know about discovery. Pure, except for ``Discovery``, which holds the sources.
+A configuration is *read* from its files and *filled* with discovered servers. Its models then have ``servers`` as if they were written in
+the file, and the other parts of the gateway do not need to know about discovery. Pure, except for ``Discovery``, which holds the sources.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def endpoint_states(config: Config, findings: Mapping[Source, DiscoveryStatus]) 
 
 @dataclass(frozen=True, slots=True)
 class ServerChange:
-    """How the discovered servers of a model changed: the numbers of added, removed and present servers."""
+    """How the discovered servers of a model changed: the numbers of added, removed and current servers."""
 
     model: str
     added: int

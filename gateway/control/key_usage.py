@@ -1,7 +1,7 @@
 """Run the ledger queries that workers pass on for ``GET /v1/usage``.
 
-The rules: a worker never waits for a database, so control queries it, on a thread. Whatever clients send, few queries run at once, few
-wait, each has a bounded time, and each key has a rate. Beyond these bounds a client gets an error and no query runs.
+The rules: a worker never waits for a database, so control queries it, on a thread. The number of running queries, the number of waiting
+queries, the time of each query and the rate of each key are limited. Beyond these bounds a client gets an error and no query runs.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class QueryRate:
         self._full_at: dict[str, float] = {}
 
     def wait(self, key: str, now: float) -> float:
-        """Count a query of a key and return 0; or return the seconds after which one is allowed."""
+        """Count a query of a key and return 0; or return the seconds after which a query is allowed."""
         full = max(self._full_at.get(key, 0.0), now) + _INTERVAL
         if full - now > _BURST * _INTERVAL:
             return full - now - _BURST * _INTERVAL

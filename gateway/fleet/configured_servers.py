@@ -1,4 +1,4 @@
-"""The servers of the configuration: their names, and how the launched ones are started. Pure.
+"""The servers of the configuration: their names, and the launch settings of launched servers. Pure.
 
 The rule: every server has one name, made here, and all parts of the gateway use it: ``MODEL#N`` for a launched server, the URL for an
 external one.

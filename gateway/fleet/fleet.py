@@ -1,4 +1,4 @@
-"""The life cycle of the models: launched ones are started, put to sleep, woken, drained and stopped on demand or on request.
+"""The life cycle of the models: launched models are started, put to sleep, woken, drained and stopped on demand or on request.
 
 Owns the life cycle of each model. The life cycle of its servers belongs to ``upstream/launcher``. Each pass observes all models, computes
 the actions (``upstream/launcher/schedule.py``) and starts them. The rule: a model is in one transition at a time (``transitions``).
@@ -60,7 +60,7 @@ class ModelStatus:
 
 
 class Fleet:
-    """Every model of the configuration. Launched ones are started and stopped here.
+    """Every model of the configuration. Launched models are started and stopped here.
 
     ``undiscovered`` returns the models whose discovery has had no result yet. ``on_action`` is called with each action that is started.
     """
@@ -358,7 +358,7 @@ class Fleet:
         await until(lambda: known.phase is ModelPhase.STOPPED or not known.held)
 
     async def restart(self, model: str) -> None:
-        """Replace a model's servers, one at a time. Returns when the first one is out of rotation."""
+        """Replace a model's servers, one at a time. Returns when the first server is out of rotation."""
         known = self._find(model)
         if known.task is not None and not known.stopping:
             raise RefusedOperation(f"{model} is in a transition; try again when it is ready, or stop it")

@@ -21,7 +21,7 @@ from upstream.launcher.schedule import ModelPhase, ModelView
 FIRST_START, FIRST_WAKE, FIRST_STOP = 60.0, 3.0, 5.0
 """Assumed duration of each transition in seconds, until it has been measured."""
 REMEMBERED = 5
-"""The number of measurements of which the longest counts."""
+"""Number of stored measurements; the longest is used."""
 
 
 class Durations:
@@ -168,7 +168,7 @@ class LaunchedModel:
 
 
 def _phase(states: set[LaunchState], launched: bool) -> ModelPhase:
-    """Return the phase for these states. ``launched``: the model has servers, even if none of them counts."""
+    """Return the phase for these states. ``launched``: the model has servers, even if no server counts."""
     if not launched:
         return ModelPhase.STOPPED
     for state, phase in ((LaunchState.READY, ModelPhase.READY), (LaunchState.STARTING, ModelPhase.STARTING)):

@@ -47,8 +47,8 @@ class RefusedOperation(Exception):
 class ReloadResult:
     """The result of reading the configuration again.
 
-    ``when`` is wall clock. The others are sentences: ``problems`` explain why the configuration was rejected, ``changes`` what changed, and
-    ``needs_restart`` which changes take effect only after a restart.
+    ``when`` is wall clock. The other fields are sentences: ``problems`` explain why the configuration was rejected, ``changes`` what
+    changed, and ``needs_restart`` which changes take effect only after a restart.
     """
 
     when: float
@@ -90,7 +90,7 @@ class Operations(Protocol):
         """Stop the model's servers, and return when they have ended. They stay down until ``start`` or ``wake``."""
 
     async def restart(self, model: str) -> None:
-        """Start to replace the model's servers, one at a time. The first one is out of rotation on return."""
+        """Start to replace the model's servers, one at a time. The first server is out of rotation on return."""
 
     async def wake(self, model: str) -> None:
         """Start the model's servers as a request would."""

@@ -1,7 +1,8 @@
 """The transitions of one launched model, step by step: stop, sleep, wake, replace its servers one at a time.
 
 The rule: a server that may still have requests is stopped only when every worker has taken it out of rotation and nothing is in flight on
-it, or the drain timeout has expired. A cancelled transition leaves everything as it is, and the fleet's next pass continues from there.
+it, or the drain timeout has expired. A cancelled transition changes nothing more, and the fleet's next pass continues from the current
+state.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class Rotation(Protocol):
     """The functions of control that the fleet needs to take servers in and out of the workers' rotation."""
 
     def publish_snapshot(self) -> int:
-        """Send the workers a snapshot of the present servers. Returns the message's number for ``is_applied``."""
+        """Send the workers a snapshot of the current servers. Returns the message's number for ``is_applied``."""
 
     def publish_health(self) -> int:
-        """Send the workers the present health of servers and models. Returns the message's number for ``is_applied``."""
+        """Send the workers the current health of servers and models. Returns the message's number for ``is_applied``."""
 
     def is_applied(self, number: int) -> bool:
         """Return whether every worker has applied the message with this number, or a later one."""
@@ -93,12 +94,12 @@ class Transitions:
             self._rotation.publish_health()
 
     def down_first(self, specs: Iterable[LaunchSpec]) -> list[LaunchSpec]:
-        """Sort servers that are down before those that are up, so that at most one more is missing while they are replaced."""
+        """Sort servers that are down before those that are up, so that at most one additional server is down while they are replaced."""
         conditions = self._rotation.conditions()
         return sorted(specs, key=lambda spec: conditions[spec.name] is Condition.UP)
 
     async def replace(self, model: LaunchedModel, specs: Iterable[LaunchSpec]) -> None:
-        """Replace one server after the other. Raises RefusedOperation if a server does not come up."""
+        """Replace the servers one after the other. Raises RefusedOperation if a server does not come up."""
         for spec in specs:
             await self._replace_one(model, spec)
 

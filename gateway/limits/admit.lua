@@ -25,8 +25,8 @@ local function seconds_until_free(window, kind, missing)
   return (last + SLICES + 1) * window.slice - now
 end
 
--- Return the current period of a window, emptied if it is new. Of the two other known periods of the calendar, remember the later
--- one: windows._start_period and windows._start_slice.
+-- Return the current period of a window, emptied if it is new. In a window of the calendar, the later one of the two other known
+-- periods is remembered: windows._start_period and windows._start_slice.
 local function start_period(window)
   local period = period_of(window, now)
   if window.slice > 0 then

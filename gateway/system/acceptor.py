@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 PAUSE = 0.001
-"""Seconds for which a worker that is ahead leaves connections to the others."""
+"""Seconds for which a worker with more connections leaves new connections to other workers."""
 _EXHAUSTED_PAUSE = 0.1  # seconds without accepting after file descriptors or memory have run out
 _MAX_AT_ONCE = 16  # connections accepted in one event-loop iteration
 _CELL = struct.Struct("<Q")
@@ -90,7 +90,7 @@ class Acceptor:
             self._timer.cancel()
 
     def publish(self) -> None:
-        """Publish the present number of connections. The worker's clock also calls it, because connections end by themselves."""
+        """Publish the current number of connections. The worker's clock also calls it, because connections end by themselves."""
         self._seats.publish(self._count)
 
     @property

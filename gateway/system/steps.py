@@ -1,9 +1,9 @@
 """Long work on request bodies in steps, so that no client can stall a worker.
 
-Owns the order of the steps. The rules: one event-loop iteration resumes one waiting generator, so the loop serves other clients between
-two steps. Large bodies are processed one at a time, and so are medium ones beside them, in the order of their arrival. Work on one body
-pauses once it has used ``SLICE``. A step is the code between two ``yield`` of a generator; the module that owns the generator keeps each
-step below 100 ms of CPU for a body of 20 MiB.
+Owns the order of the steps. The rules: one event-loop iteration resumes one waiting generator, so the loop serves other clients between two
+steps. Large bodies are processed one at a time, in the order of their arrival. Medium bodies have a separate queue with the same rule. Work
+on one body pauses once it has used ``SLICE``. A step is the code between two ``yield`` of a generator; the module that owns the generator
+keeps each step below 100 ms of CPU for a body of 20 MiB.
 
 A function ``x_in_steps`` is a generator that does the same as ``x``. ``x`` is for small bodies, as most bodies are: it runs the same checks
 in one call, or runs ``x_in_steps`` to its end with ``finished``.

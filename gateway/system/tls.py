@@ -1,7 +1,7 @@
 """The data port's certificate, which follows its files.
 
 The rule: the presented certificate and key always belong together. A new pair is checked before it is used, from the same bytes that were
-read. An invalid pair leaves the old one in use. Open connections are not affected.
+read. If a new pair is invalid, the old pair stays in use. Open connections are not affected.
 """
 
 from __future__ import annotations

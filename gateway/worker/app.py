@@ -167,7 +167,7 @@ class WorkerApp:
         return Reported(health.max_model_len.get(entry.model.id), health.tasks.get(entry.model.id))
 
     def _authenticate(self, request: Request) -> Key:
-        """Return the key of a request, also one in ``x-api-key``: Anthropic's clients list models too. Raises Refusal."""
+        """Return the key of a request, also from ``x-api-key``: Anthropic's clients list models too. Raises Refusal."""
         headers = dict(request.scope["headers"])
         key = self._worker.active.keyring.authenticate(headers.get(b"authorization"), headers.get(b"x-api-key"), headers)
         request.state.key = key
@@ -175,7 +175,10 @@ class WorkerApp:
 
 
 def _raw_path(request: Request) -> str:
-    """Return the path as it was sent. Only behind the list of models is percent-encoding decoded, since an ID may contain slashes."""
+    """Return the path as it was sent.
+
+    Percent-encoding is decoded only after the path of the list of models, since an ID may contain slashes.
+    """
     raw = request.scope["raw_path"].decode("latin-1")
     return str(request.scope["path"]) if _MODELS + "/" in raw else str(raw)
 

@@ -134,7 +134,7 @@ class _WorkerSlot:
             self._link.send(message)
 
     def check(self) -> None:
-        """Send a liveness check, and kill a process that has not replied to too many of them."""
+        """Send a liveness check, and kill a process that has not replied to too many checks."""
         process = self._process
         if process is None or process.returncode is not None or self._link is None or self._drain:
             return

@@ -38,7 +38,7 @@ def _ignore(_: str) -> None:
 
 
 class Worker:
-    """Applies snapshots to a ``WorkerContext`` and its servers. ``number`` is the worker's among all of them.
+    """Applies snapshots to a ``WorkerContext`` and its servers. ``number`` is the number of this worker.
 
     ``on_unknown_token`` is called with the issuer of a token that no known JWKS key has signed.
     """

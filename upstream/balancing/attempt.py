@@ -301,7 +301,7 @@ class Attempt:
 
     @property
     def retries(self) -> int:
-        """How often the request was sent again."""
+        """The number of retries."""
         return max(len(self.tried) - 1, 0)
 
     def use_pool(self, pool: Pool) -> None:
@@ -309,7 +309,7 @@ class Attempt:
         self._pool = pool
 
     async def send(self, compose: Compose, upload: Upload | None = None) -> UpstreamResponse:
-        """Send the request, and return its response once the first bytes of the body are here.
+        """Send the request, and return its response when the first bytes of the body have arrived.
 
         Raises NoServerError if no server is up or all are at capacity, and the UpstreamError of the last attempt.
         """

@@ -23,7 +23,7 @@ from upstream.http.write_batching import WriteBatch
 class NoServerError(Exception):
     """No server of a model can accept a request now.
 
-    ``loading``: a server is starting. ``full``: servers are up, and all of them have as many requests as they may have.
+    ``loading``: a server is starting. ``full``: servers are up, and all of them are at their maximum of requests.
     """
 
     def __init__(self, *, loading: bool = False, full: bool = False) -> None:
@@ -108,7 +108,7 @@ class Pool:
 
 
 def _all_full(up: Sequence[Server]) -> bool:
-    """Return whether all servers that are not ejected are full. Where all are ejected, all of them count."""
+    """Return whether all servers that are not ejected are full. If all servers are ejected, all count as available."""
     return all(server.full for server in [server for server in up if not server.is_ejected] or up)
 
 

@@ -2,7 +2,7 @@
 
 A choice among two hundred servers must not cost more than a choice among two. The rules: a ranking contains exactly the available servers,
 each under its current load, and a server reports every change of either to its rankings. ``least_busy`` moves the server that it returns
-behind the others of the same load, so that an idle pool is used evenly.
+after the other servers of the same load, so that an idle pool is used evenly.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class CandidateList(Generic[L]):
 
 
 class Ranking(Generic[R]):
-    """The available ones of some servers, by load. ``members`` are in the order of the given servers."""
+    """The available servers of a set, ordered by load. ``members`` are in the order of the given servers."""
 
     __slots__ = ("_levels", "_load_of", "_servers", "members")
 
@@ -134,7 +134,7 @@ def _ignore_capacity() -> None:
 class BoundedRanking(Ranking[F]):
     """Servers with a concurrency limit. A full server is not ranked until one of its requests finishes.
 
-    ``on_capacity`` is called whenever one of the servers may have capacity.
+    ``on_capacity`` is called whenever a server may have capacity again.
     """
 
     __slots__ = ("on_capacity",)

@@ -50,7 +50,7 @@ _OUR_LIMITS = frozenset(
 """Error numbers that mean that the gateway cannot open more connections."""
 
 Headers = dict[bytes, bytes]
-"""The headers of a response by name, in lower case; the first one of each name."""
+"""The headers of a response by lower-case name; if a header is repeated, the first value."""
 
 
 class Receiver(Protocol):

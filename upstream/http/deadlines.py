@@ -17,7 +17,7 @@ TICK = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Timeouts:
-    """Seconds to connect, to the first byte of the response, between two of its bytes, and in all."""
+    """Maximum seconds to connect, to the first byte of the response, between two of its bytes, and in total."""
 
     connect: float = 2.0
     first_byte: float = 120.0

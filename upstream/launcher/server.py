@@ -211,7 +211,7 @@ class LaunchedServer:
                 self._update(progress=line)
 
     def _report_failure(self, ended: ProcessExit) -> None:
-        """Report the first failure of a process, and ignore the later ones."""
+        """Report the first failure of a process, and ignore later failures."""
         what = {LaunchState.STARTING: "could not start", LaunchState.READY: "ended"}.get(self.status.state)
         if what is None:
             return

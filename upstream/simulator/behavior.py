@@ -1,6 +1,6 @@
 """The behavior of the simulator, including its failures: one table, set for the server by ``--sim-…`` flags or for one request.
 
-Owns the settings. Each is declared once, below, and is both a flag (``--sim-hang-after 5``) and a field of a
+Owns the settings. Each setting is declared once, below, and is both a flag (``--sim-hang-after 5``) and a field of a
 request's top-level ``"simulate"`` object (``{"hang_after": 5}``), which vLLM would ignore as an unknown field.
 The request's word wins over the server's.
 """

@@ -44,7 +44,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class StartOptions:
-    """How the process begins and ends: seconds, and counts over all requests."""
+    """Settings for the start and the end of the process: seconds, and counts over all requests."""
 
     listen_after: float = setting(0.0, "seconds during which connections are refused")
     healthy_after: float = setting(0.0, "seconds during which /health is 503")

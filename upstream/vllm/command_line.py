@@ -56,10 +56,10 @@ class Adapter:
 class LaunchSettings:
     """The launch settings of one replica, as the operator wrote them.
 
-    ``served_names``: the first one is the model's id. ``args``: flag without dashes -> value. ``true`` is a bare ``--flag``, ``false`` is
+    ``served_names``: the first name is the model's ID. ``args``: flag without dashes -> value. ``true`` is a bare ``--flag``, ``false`` is
     ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` overrides the inherited environment. ``listen``: ``tcp`` for
     a command without ``--uds``. ``sleeps``: the server can be put to sleep. ``drain``: seconds that vLLM itself gives its requests in
-    flight when something other than the gateway stops it. ``adapters`` are served beside the model.
+    flight when something other than the gateway stops it. ``adapters`` are served in addition to the model.
     """
 
     model: str
@@ -112,7 +112,7 @@ def lacks_uds_option(log_tail: str) -> bool:
 
 
 def inherited(environ: Mapping[str, str], beside: Path) -> dict[str, str]:
-    """Return the inherited environment, in which commands of the folder ``beside`` are found too."""
+    """Return the inherited environment, in which commands of the folder ``beside`` can be found too."""
     return {**environ, "PATH": f"{environ.get('PATH', os.defpath)}{os.pathsep}{beside}"}
 
 

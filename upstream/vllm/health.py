@@ -96,7 +96,7 @@ class ProbeHistory:
 
 
 def apply_result(before: ProbeHistory | None, name: str, seen: ProbeResult) -> ProbeHistory:
-    """Return the history after one more probe.
+    """Return the history after another probe.
 
     A server is up after one success, and down after two failures in a row. It is down immediately if no process listens, if it rejects the
     key, or if nothing is known yet.

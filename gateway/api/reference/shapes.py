@@ -1,4 +1,4 @@
-"""Read the shapes of bodies from the YAML files beside this, as JSON Schema (2020-12).
+"""Read the shapes of bodies from the YAML files in this folder, as JSON Schema (2020-12).
 
 The files use abbreviations: ``type: text|null`` is a string or null, ``$ref: Name`` is a schema of these files, and ``also: [name,
 …]`` adds the properties of those entries of the file's ``shared`` after a schema's own. The rule: only ``read`` knows the

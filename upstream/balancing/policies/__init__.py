@@ -1,4 +1,4 @@
-"""Balance policies: how a pool chooses one of the servers that can take a request.
+"""Balance policies: they decide which available server of a pool gets a request.
 
 Each policy is a class in a separate module, which states the facts of a request that it requires. It must not change a server, and it
 sees only servers that are up and have capacity. A reader starts with ``policy``.

@@ -24,7 +24,7 @@ class Candidate(Protocol):
 
     @property
     def weight(self) -> float:
-        """The server's share next to the other servers."""
+        """The server's share of requests relative to the other servers."""
 
     @property
     def load(self) -> float:
@@ -60,7 +60,7 @@ class RequestFacts(NamedTuple):
     """Facts of a request. A fact that the policy does not require keeps its default."""
 
     affinity_key: int | None = None
-    """The same number for requests that begin alike; None for a request without a text."""
+    """The same number for requests with the same prefix; None for a request without a text."""
     tokens: int = 0
     """The tokens that the request may use at most, prompt and completion: an estimate."""
 

@@ -1,4 +1,4 @@
-"""``balance: prefix``: requests that begin alike go to the server that has their prefix cached.
+"""``balance: prefix``: requests with the same prefix go to the server that has this prefix cached.
 
 A request has an affinity key, a number that requests with the same prefix share (gateway/proxy/prefix.py). Keys are mapped to ``SLOTS``.
 For each slot every server has a score, a hash of its name and the slot, and the server with the highest score gets the request:
@@ -35,7 +35,7 @@ FREE = 4
 
 
 class Prefix(Policy[C]):
-    """Choose the same server for the same affinity key, and the least busy one for a request without a key."""
+    """Choose the same server for the same affinity key, and the least busy server for a request without a key."""
 
     requires = frozenset({"affinity_key"})
 

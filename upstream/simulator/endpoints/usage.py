@@ -1,7 +1,7 @@
 """The usage objects, and when a stream carries them.
 
 Owns vLLM's semantics: a usage event at the end with ``include_usage``, on every event with
-``continuous_usage_stats`` or ``--enable-force-include-usage``; details only behind their flags.
+``continuous_usage_stats`` or ``--enable-force-include-usage``; details only with their flags.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from upstream.simulator.flags import Settings
 
 @dataclass(frozen=True, slots=True)
 class UsageOptions:
-    """Where a stream carries usage."""
+    """The events of a stream that have usage."""
 
     at_end: bool
     running: bool

@@ -60,7 +60,7 @@ class Wire:
         await self._body(b"", more=False)
 
     async def _out(self, data: bytes, *, flush: bool) -> None:
-        """Send at once, or in pieces of ``chunk_bytes`` across the events' ends; what fills no piece waits."""
+        """Send immediately, or in pieces of ``chunk_bytes`` regardless of event boundaries; an incomplete piece waits."""
         size = self._behavior.chunk_bytes
         if not size:
             await self._body(data)

@@ -11,7 +11,7 @@ Ranked = list[tuple[str, float]]
 
 
 def ranked(piece: str, at: int, count: int) -> Ranked:
-    """Return the token itself, then ``count - 1`` others with falling probability; at least the token itself."""
+    """Return the token itself, then ``count - 1`` other tokens with decreasing probability. The result has at least the token itself."""
     draw = seed_of(piece, at)
     logprob = -(draw % 997) / 1000
     others = ((" " + WORDS[(draw + rank) % len(WORDS)], logprob - rank - 0.25) for rank in range(1, count))
