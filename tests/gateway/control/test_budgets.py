@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -27,6 +28,7 @@ from tests.support import postgres
 from tests.support.money import price
 from tests.support.process import Gateway, alive, configuration, gateway, launched, wait_for
 from tests.support.running import until
+from tests.support.wire import client, request
 
 NOW = 1_800_000_000.0
 """2027-01-15T08:00:00Z"""
@@ -230,3 +232,37 @@ def test_a_restart_keeps_the_budget_of_the_month_to_the_token(
             end(one)
     with gateway(tmp_path, config) as one:
         assert left(one) == LIMIT - used
+
+
+SLOW = {"tokens": 100_000, "tokens_per_second": 50}
+
+
+def recorded(folder: Path) -> int:
+    """Return the tokens of all rows in the ledger."""
+    with closing(sqlite3.connect(folder / "usage.db")) as connection:
+        statement = "SELECT sum(coalesce(prompt_tokens, 0) + coalesce(completion_tokens, 0)), count(*) FROM gateway_usage"
+        return int(connection.execute(statement).fetchone()[0] or 0)
+
+
+async def test_limits_equal_the_ledger_after_disconnects_and_open_streams_at_a_kill(tmp_path: Path) -> None:
+    config = configuration(launched("sim/one"), workers=2) | {"ledger": "sqlite:///usage.db"}
+    config["keys"][0] |= {"limits": {"tokens_per_month": LIMIT}}
+    stream = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], "stream": True, "max_tokens": 1000, "simulate": SLOW}
+    with gateway(tmp_path, config) as one:
+        for events in (1, 2, 5, 9):
+            async with client(one.data) as disconnecting:
+                disconnecting.send(request(stream))
+                await disconnecting.events(events)
+        await until(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 4)
+        assert left(one) == LIMIT - recorded(tmp_path)
+        async with client(one.data) as first, client(one.data) as second:
+            for open_stream in (first, second):
+                open_stream.send(request(stream))
+                await open_stream.events(3)
+            kill_control(one)
+    with gateway(tmp_path, config) as one:
+        await until(lambda: one.get("/status").json()["ledger"]["waiting_rows"] == 0)
+        await until(lambda: left(one) == LIMIT - recorded(tmp_path))
+    with closing(sqlite3.connect(tmp_path / "usage.db")) as connection:
+        lost = connection.execute("SELECT count(*), min(prompt_tokens) FROM gateway_usage WHERE incomplete = 'lost'").fetchone()
+    assert lost[0] == 2 and lost[1] > 0
