@@ -58,6 +58,9 @@ class Overview(Protocol):
         Raises QueryError, and DatabaseUnavailableError if the database does not respond.
         """
 
+    def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the state of limits, of all keys and teams or of those that a query names. Raises QueryError."""
+
     async def keys(self) -> dict[str, Any]:
         """Return the keys as /keys shows them."""
 
@@ -152,6 +155,13 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         # Its costs are numbers with all of their digits, which the encoder of JSONResponse cannot write.
         return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")
 
+    async def limits(request: Request) -> Response:
+        try:
+            known = overview.limits(dict(request.query_params))
+        except QueryError as error:
+            return _error(str(error), 400)
+        return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")
+
     async def keys(_: Request) -> Response:
         return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})
 
@@ -161,6 +171,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         "/readyz": readyz,
         "/status": status,
         "/usage": usage,
+        "/limits": limits,
         "/keys": keys,
         **engine_metrics.handlers(overview.engines),
         **_documents(),

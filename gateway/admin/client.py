@@ -39,6 +39,10 @@ class AdminClient:
         """Return the response of /usage to a query; its numbers with decimals are ``Decimal``. Raises RefusedError."""
         return self._request("GET", "/usage", query, parse_float=Decimal)
 
+    def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the response of /limits to a query; its numbers with decimals are ``Decimal``. Raises RefusedError."""
+        return self._request("GET", "/limits", query, parse_float=Decimal)
+
     def keys(self) -> dict[str, Any]:
         """Return the JSON of /keys."""
         return self._request("GET", "/keys")

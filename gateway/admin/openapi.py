@@ -95,6 +95,14 @@ ROUTES = (
         queries=("by", "since", "until", "key", "team", "model"),
     ),
     Described(
+        "/limits",
+        "The limits of keys and teams: what is used, what remains, and the seconds until all of it is available. `vllm-gateway limits` "
+        "prints them.",
+        {200: "the limits: all of them, or those that a `key` or a `team` is subject to", 400: "there is no such key or team"},
+        (JSON,),
+        queries=("key", "team"),
+    ),
+    Described(
         "/keys",
         "Keys with their models, limits, expiry and last use. Without hashes.",
         {200: "the keys; `last_use_unknown` explains why the last use is unknown"},

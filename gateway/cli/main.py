@@ -267,6 +267,30 @@ def usage(
     return 0
 
 
+def limits(
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    key: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits that this key is subject to.", show_default=False)] = None,
+    team: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits of this team.", show_default=False)] = None,
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Show the limits of keys and teams in the running gateway: what is used, what remains, and when it is available again."""
+    from rich.console import Console
+
+    from gateway.admin.limits_output import FORMATS
+
+    if form not in FORMATS:
+        return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
+    query = {name: value for name, value in (("key", key), ("team", team)) if value is not None}
+
+    def show(gateway: AdminClient) -> None:
+        FORMATS[form](gateway.limits(query)["limits"], Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+
+    return call_gateway(Where(config_file(file, config), admin, token_file), show)
+
+
 def command(model: Model, file: ConfigArgument = None, config: ConfigOption = None) -> int:
     """Print the commands that launch a model's servers.
 
@@ -354,6 +378,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "reload": reload,
     "drain": drain,
     "usage": usage,
+    "limits": limits,
     "start": _operation("start", "Start a model's servers. Does not wait until they are ready."),
     "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. Waits until they have stopped."),
     "restart": _operation("restart", "Replace a model's servers, one after the other. Does not wait for the new ones."),

@@ -18,6 +18,7 @@ from gateway import config as conf
 from gateway.admin.engine_metrics import Engine
 from gateway.control.control import Control
 from gateway.control.discovery import discovered_models
+from gateway.control.limit_report import limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
 from gateway.fleet.observed_servers import ObservedServers, health_check_targets, ready_servers
 from gateway.key_management.key_list import LastUse, expiry, list_keys
@@ -109,6 +110,11 @@ class Report:
     async def usage(self, query: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the ledger's response to a usage query, None without a ledger."""
         return None if self._ledger is None else await self._ledger.usage(query)
+
+    def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the state of limits (see ``limit_report``). Raises QueryError."""
+        workers = self._control.workers
+        return {"limits": []} if workers.snapshot is None else limit_report(workers.snapshot, workers.buckets, query)
 
     async def keys(self) -> dict[str, Any]:
         """Return the keys as /keys shows them."""

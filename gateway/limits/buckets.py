@@ -23,6 +23,7 @@ from threading import Lock
 
 from gateway.limits import rules, windows
 from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Holder, PeriodUse, is_longer
+from gateway.limits.states import HolderRates
 from gateway.limits.windows import RING_CELLS, BudgetState, Moment, Window, windows_of
 from gateway.snapshot.snapshot import Limits
 
@@ -140,6 +141,11 @@ class Buckets:
         cells = self.cells
         return [(holder.limits, cells[holder.offset + REQUESTS], cells[holder.offset + TOKENS]) for holder in holders]
 
+    def rates(self, holder: Holder) -> HolderRates:
+        """Return the counts of a holder that are not budgets."""
+        offset = holder.offset
+        return HolderRates(self.cells[offset + REQUESTS], self.cells[offset + TOKENS], int(self.in_flight(offset)))
+
     def budget_states(self, holder: Holder, at: Moment) -> list[BudgetState]:
         """Return the state of each budget of a holder."""
         with self._lock:
@@ -176,6 +182,12 @@ class Buckets:
         start = self._offsets.get(_digest(_in_store(name, window)))
         tokens, cost, until = (0.0, 0.0, 0.0) if start is None else self.cells[start : start + 3]
         return windows.states_of(window, tokens, cost, until - wall) if until > wall else windows.states_of(window, 0, 0, 0.0)
+
+    def shown_rates(self, name: str) -> HolderRates:
+        """Return the counts of a holder that are not budgets, for an observer."""
+        self._find_new_records()
+        offset = self._offsets.get(_digest(name))
+        return HolderRates(0.0, 0.0, 0) if offset is None else self.rates(Holder.placed(name, Limits(), offset, {}))
 
     # Decisions
 

@@ -6,21 +6,24 @@ The rule: a request of a key without limits costs one attribute look-up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from secrets import token_hex
 from time import monotonic, time
 
+from gateway.api.errors import Refusal
 from gateway.limits import estimate
 from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.messages import limit_text
-from gateway.limits.redis_store import RedisStore
+from gateway.limits.redis_store import RedisStore, StoreUnavailableError
 from gateway.limits.reservation import ARRIVAL, Reservation
 from gateway.limits.rules import RATES, Holder
+from gateway.limits.states import HolderRates, LimitState, limit_states
 from gateway.limits.windows import BudgetState, Window, moment, windows_of
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 
 Holders = tuple[Holder, ...]
+_Counts = Sequence[tuple[HolderRates, Sequence[BudgetState]]]
 _log = logging.getLogger("vllm_gateway.limits")
 
 PART_FOR_SUBJECTS = 0.75
@@ -28,14 +31,17 @@ PART_FOR_SUBJECTS = 0.75
 
 
 class KeyLimits:
-    """The holders that count the requests of one key. ``is_known_on_arrival``: all amounts are known before the body is read."""
+    """The holders that count the requests of one key. ``is_known_on_arrival``: all amounts are known before the body is read.
+
+    ``holders`` are all of them, each with its allowance.
+    """
 
     __slots__ = (
-        "_allowances",
         "_for_models",
         "counting_tokens",
         "for_all_models",
         "has_budgets",
+        "holders",
         "is_known_on_arrival",
         "key",
         "max_tokens_limits",
@@ -50,7 +56,7 @@ class KeyLimits:
         self.counting_tokens = tuple(holder for holder in self.for_all_models if holder.counts_tokens)
         self.is_known_on_arrival = not self.counting_tokens and len(self.for_all_models) == len(holders)
         self.has_budgets = any(holder.windows for _, holder in holders)
-        self._allowances = holders
+        self.holders = tuple(holders)
         self._for_models: dict[str, tuple[Holders, Holders]] = {}
         self.max_tokens_limits = tuple(each for each in allowances if each.limits.max_tokens is not None)
 
@@ -58,7 +64,7 @@ class KeyLimits:
         """Return the additional holders for a model, and all holders together."""
         found = self._for_models.get(model.id)
         if found is None:
-            own = tuple(holder for each, holder in self._allowances if each.models is not None and _covers(each, model))
+            own = tuple(holder for each, holder in self.holders if each.models is not None and _covers(each, model))
             found = self._for_models[model.id] = own, (*self.for_all_models, *own)
         return found
 
@@ -115,8 +121,44 @@ class Limiter:
 
     def reservation(self, key: Key, identity: str) -> Reservation:
         """Return the reservation for a request, by its id, of a key with limits."""
-        limits = self._by_key[key.id] if key.entry is None else self._limits_of_subject(key, key.entry)
+        limits = self._limits_of(key)
         return Reservation(self, limits, identity, moment(monotonic(), time()), limits.for_all_models)
+
+    async def states(self, key: Key, identity: str) -> list[LimitState]:
+        """Return the state of each limit that a key is subject to, for a request by its id. Raises Refusal if it cannot be known."""
+        if not key.allowances:
+            return []
+        limits, now = self._limits_of(key), monotonic()
+        counts = await self._counts_in_store(limits, identity) or self._counts_in_memory(limits, now)
+        found = [
+            state
+            for (allowance, _), (rates, budgets) in zip(limits.holders, counts, strict=True)
+            for state in limit_states(allowance, rates, budgets, now)
+        ]
+        uncounted = [each for each in limits.max_tokens_limits if not _is_counted(each.limits)]
+        return [*found, *(state for each in uncounted for state in limit_states(each, None, (), now))]
+
+    async def _counts_in_store(self, limits: KeyLimits, identity: str) -> _Counts | None:
+        """Return the counts of the holders in the store; None without one, or if it is unavailable and memory counts. Raises Refusal."""
+        if self.store is None or not limits.holders:
+            return None
+        holders = [holder for _, holder in limits.holders]
+        try:
+            result = await self.store.read(identity, holders)
+        except StoreUnavailableError:
+            if self.store.settings.refuses:
+                raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
+            return None
+        budgets = [[state for owner, state in result.budgets if owner == holder] for holder in holders]
+        rates = (HolderRates(requests, tokens, None) for _, requests, tokens in result.full_times)
+        return list(zip(rates, budgets, strict=True))
+
+    def _counts_in_memory(self, limits: KeyLimits, now: float) -> _Counts:
+        at, buckets = moment(now, time()), self.buckets
+        return [(buckets.rates(holder), buckets.budget_states(holder, at)) for _, holder in limits.holders]
+
+    def _limits_of(self, key: Key) -> KeyLimits:
+        return self._by_key[key.id] if key.entry is None else self._limits_of_subject(key, key.entry)
 
     def _limits_of_subject(self, key: Key, entry: str) -> KeyLimits:
         """Return the holders of a token's subject, which exist from its first request on.

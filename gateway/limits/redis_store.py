@@ -220,6 +220,13 @@ class RedisStore:
             pending = await self._run_admission(identity, wanted)
         return self._apply_reply(identity, wanted, pending.reply)
 
+    async def read(self, identity: str, holders: Sequence[Holder]) -> StoreResult:
+        """Return the state of each holder: an admission of nothing, which is settled at once. Raises StoreUnavailableError."""
+        wanted = [(holder, Amounts()) for holder in holders]
+        result = await self.admit(identity, wanted)
+        self.settle(identity, wanted, Amounts())
+        return result
+
     async def _run_admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> PendingCommand:
         """Run admit.lua and return the command with its reply. Raises StoreUnavailableError."""
         line = self._open_connection or await self._connection()

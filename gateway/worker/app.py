@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -30,7 +32,7 @@ from gateway.telemetry.request_record import RequestRecord
 from gateway.worker import api_reference
 from gateway.worker.model_list import Reported, card, cards, page
 
-_HEALTH, _MODELS, _VERSION, _USAGE = "/health", "/v1/models", "/version", "/v1/usage"
+_HEALTH, _MODELS, _VERSION, _USAGE, _LIMITS = "/health", "/v1/models", "/version", "/v1/usage", "/v1/limits"
 _NOT_STORED = {"cache-control": "no-store"}
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]
 _log = logging.getLogger("vllm_gateway.worker")
@@ -42,6 +44,12 @@ class WorkerApp:
     def __init__(self, worker: WorkerContext) -> None:
         self._worker = worker
         self._reference = api_reference.ApiReference()
+        self._pages: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
+            _HEALTH: self._health,
+            _VERSION: self._version,
+            _USAGE: self._usage,
+            _LIMITS: self._limits,
+        }
         self._application = Starlette(
             routes=[Route(_HEALTH, self._health, methods=["GET"]), Route("/{path:path}", self._dispatch, methods=_METHODS)],
             exception_handlers={Refusal: _on_refusal, HTTPException: _on_http_error, Exception: _on_exception},  # type: ignore[dict-item]
@@ -117,19 +125,14 @@ class WorkerApp:
         if path.encode() in active.catalog.targets:
             _require_method(request, "POST")
         page = path.removesuffix("/")
-        if page in (_HEALTH, _VERSION, _USAGE):
+        if page in self._pages:
             request.state.endpoint = page
             _require_method(request, "GET")
-            return await self._page(page, request)
+            return await self._pages[page](request)
         if active.snapshot.docs and path in api_reference.PATHS:
             _require_method(request, "GET")
             return await self._reference.page(path)
         raise unserved(request.method, path)
-
-    async def _page(self, page: str, request: Request) -> Response:
-        if page == _HEALTH:
-            return await self._health(request)
-        return self._version(request) if page == _VERSION else await self._usage(request)
 
     async def _usage(self, request: Request) -> Response:
         """Return the key's own usage, from the ledger. Raises Refusal."""
@@ -139,7 +142,14 @@ class WorkerApp:
         body = await self._worker.usage_requests.report(key.id, request.query_params)
         return Response(body, media_type="application/json", headers=_NOT_STORED)
 
-    def _version(self, request: Request) -> Response:
+    async def _limits(self, request: Request) -> Response:
+        """Return the state of the limits that the key is subject to. Raises Refusal."""
+        key = self._authenticate(request)
+        states = await self._worker.limiter.states(key, request.state.request_id)
+        body = msgspec.json.encode({"key": key.id, "team": key.team, "limits": [each.document() for each in states]})
+        return Response(body, media_type="application/json", headers=_NOT_STORED)
+
+    async def _version(self, request: Request) -> Response:
         """Return the gateway's own version, in the shape of vLLM's. It needs a key: a version tells which vulnerabilities a program has."""
         self._authenticate(request)
         return JSONResponse({"version": __version__})

@@ -282,6 +282,11 @@ class WorkerSupervisor:
         return self._buckets
 
     @property
+    def snapshot(self) -> Snapshot | None:
+        """The last snapshot that was sent; None before the first."""
+        return self._snapshot
+
+    @property
     def boards(self) -> tuple[SharedCounters, ...]:
         """The workers' shared counters. They stay the same for the life of control."""
         return tuple(slot.counters for slot in self._slots)

@@ -66,6 +66,9 @@ class Shown:
     async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
         return None
 
+    def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
+        return {}
+
     async def keys(self) -> dict[str, Any]:
         return {}
 

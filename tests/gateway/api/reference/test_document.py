@@ -19,7 +19,7 @@ from tests.support.rows import each_row
 
 DOCUMENT = described()
 SCHEMAS = DOCUMENT["components"]["schemas"]
-READ_ONLY = {"/v1/models", "/v1/models/{model}", "/v1/usage", "/version", "/health"}
+READ_ONLY = {"/v1/models", "/v1/models/{model}", "/v1/usage", "/v1/limits", "/version", "/health"}
 
 
 def test_both_descriptions_are_valid_openapi() -> None:

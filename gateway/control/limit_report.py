@@ -1,0 +1,55 @@
+"""Report the limits of keys and teams to operators: how much is used, what remains, and when all is available again.
+
+The rule: nothing is reserved and nothing is created by a report. With a shared store, budgets are as the store has reported them last to
+this gateway, and the counts of rates are only in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from time import monotonic, time
+from typing import Any
+
+from gateway.config.problems import did_you_mean
+from gateway.ledger.errors import QueryError
+from gateway.limits.buckets import Buckets
+from gateway.limits.states import LimitState, limit_states
+from gateway.limits.windows import moment
+from gateway.snapshot.snapshot import Allowance, Snapshot
+
+_PARAMETERS = ("key", "team")
+
+
+def limit_report(snapshot: Snapshot, buckets: Buckets, parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the limits as JSON, for an encoder of msgspec: all of them, or those that a key or a team is subject to.
+
+    Raises QueryError.
+    """
+    for name in parameters:
+        if name not in _PARAMETERS:
+            raise QueryError(f"there is no parameter {name}{did_you_mean(name, _PARAMETERS)}")
+    states = [state for each in _chosen(snapshot, parameters) for state in _states(snapshot, buckets, each)]
+    return {"limits": [state.document() for state in states]}
+
+
+def _chosen(snapshot: Snapshot, parameters: Mapping[str, str]) -> list[Allowance]:
+    """Return the allowances of a query, each holder once. Raises QueryError for an unknown key or team."""
+    by_key = {key.id: key.allowances for key in snapshot.keys}
+    by_team = {key.team: [each for each in key.allowances if each.holder.startswith("team ")] for key in snapshot.keys if key.team}
+    by_team |= {team: [*allowances] for team, allowances in snapshot.teams.items()}
+    chosen: list[Allowance] = []
+    for name, known in (("key", by_key), ("team", by_team)):
+        wanted = parameters.get(name)
+        if wanted is not None and wanted not in known:
+            raise QueryError(f"there is no {name} {wanted}{did_you_mean(wanted, known)}")
+        if wanted is not None:
+            chosen += known[wanted]
+        elif not parameters:
+            chosen += [each for allowances in known.values() for each in allowances]
+    return list({each.holder: each for each in chosen}.values())
+
+
+def _states(snapshot: Snapshot, buckets: Buckets, allowance: Allowance) -> Iterator[LimitState]:
+    name, in_store, now = allowance.holder, snapshot.uses_store, monotonic()
+    rates = None if in_store else buckets.shown_rates(name)
+    return limit_states(allowance, rates, buckets.shown_states(name, allowance.limits, moment(now, time()), in_store), now)

@@ -1,0 +1,83 @@
+"""Describe the state of limits for key holders and operators: how much is used, what remains, and when all is available again. Pure.
+
+The rule: the numbers are those that refusals and headers use, from ``rules.bucket_state`` and ``windows.BudgetState``. A number that
+nothing counts here is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from gateway.limits.rules import BucketState, bucket_state
+from gateway.limits.windows import BudgetState
+from gateway.snapshot.money import json_number
+from gateway.snapshot.snapshot import Allowance, Limits
+
+
+class HolderRates(NamedTuple):
+    """The counts of a holder that are not budgets: when its buckets of requests and tokens are full, and its requests in flight.
+
+    ``in_flight`` is None if a store counts them.
+    """
+
+    requests_full: float
+    tokens_full: float
+    in_flight: int | None
+
+
+class LimitState(NamedTuple):
+    """State of one limit. ``limit`` is its name in the configuration, ``reset`` is in seconds, a cost is in nano-units.
+
+    ``models`` are the globs of the models that share it, None for all models.
+    """
+
+    holder: str
+    models: tuple[str, ...] | None
+    limit: str
+    amount: int
+    used: int | None = None
+    remaining: int | None = None
+    reset: float | None = None
+    soft: bool = False
+
+    def document(self) -> dict[str, Any]:
+        """Return the state as JSON, for an encoder of msgspec. A cost is a number with all of its digits."""
+        is_cost = self.limit.startswith("cost")
+        amounts = {"amount": self.amount, "used": self.used, "remaining": self.remaining}
+        return {
+            "holder": self.holder,
+            "models": self.models,
+            "limit": self.limit,
+            **{name: json_number(value) if is_cost and value is not None else value for name, value in amounts.items()},
+            "reset_seconds": None if self.reset is None else round(self.reset, 3),
+            "soft": self.soft,
+        }
+
+
+def limit_states(allowance: Allowance, rates: HolderRates | None, budgets: Iterable[BudgetState], now: float) -> Iterator[LimitState]:
+    """Yield the state of each limit of a holder. ``rates`` None: a store counts them; ``now`` is monotonic."""
+    limits, holder, models = allowance.limits, allowance.holder.partition(" for ")[0], allowance.models
+    for name, bucket in _buckets(limits, rates, now):
+        limit: int = getattr(limits, name)
+        if bucket is None:
+            yield LimitState(holder, models, name, limit)
+        else:
+            yield LimitState(holder, models, name, limit, limit - bucket.remaining, bucket.remaining, bucket.reset)
+    if limits.concurrent is not None:
+        used = None if rates is None else rates.in_flight
+        left = None if used is None else max(limits.concurrent - used, 0)
+        yield LimitState(holder, models, "concurrent", limits.concurrent, used, left)
+    for state in budgets:
+        budget = state.budget
+        amount, used, left = int(budget.limit), int(state.used), int(state.remaining)
+        yield LimitState(holder, models, budget.name, amount, used, left, state.reset, budget.soft)
+    if limits.max_tokens is not None:
+        yield LimitState(holder, models, "max_tokens", limits.max_tokens)
+
+
+def _buckets(limits: Limits, rates: HolderRates | None, now: float) -> Iterator[tuple[str, BucketState | None]]:
+    if limits.requests_per_minute is not None:
+        yield "requests_per_minute", None if rates is None else bucket_state(limits.requests_per_minute, rates.requests_full, now)
+    if limits.tokens_per_minute is not None:
+        yield "tokens_per_minute", None if rates is None else bucket_state(limits.tokens_per_minute, rates.tokens_full, now)
