@@ -26,7 +26,7 @@ from gateway.client.keepalive import Keepalive
 from gateway.client.request import ClientRequest
 from gateway.client.worker_context import WorkerContext
 from gateway.limits import Reservation
-from gateway.proxy.response import ResponseRelay, end_truncated, is_stream
+from gateway.proxy.response import NoResponse, ResponseRelay, end_truncated, is_stream
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
@@ -36,7 +36,7 @@ from upstream.balancing.pool import NoServerError
 from upstream.http.errors import ConnectFailed, UpstreamError
 
 _VISIBLE = string.punctuation.replace("%", "")  # what a header's value may contain unquoted, beside letters and digits
-_NO_RESPONSE = ResponseRelay()
+_NO_RESPONSE = NoResponse()
 _log = logging.getLogger("vllm_gateway.exchange")
 
 

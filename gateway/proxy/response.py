@@ -22,7 +22,7 @@ from gateway.api.errors import Refusal, from_failure, render, render_event
 from gateway.api.model_name import ModelRenamer, renamed
 from gateway.api.response_fields import MARKS, Fields, Marks, Observer, of_body, of_document, of_event
 from gateway.api.routes import Dialect
-from gateway.api.settlement import Delivery, Settlement, settle
+from gateway.api.settlement import NOTHING, Delivery, Settlement, settle
 from gateway.api.translation import Translation
 from gateway.api.usage import Usage, merged, usage_tail
 from gateway.api.vllm_errors import event_status, from_event, server_failure
@@ -124,6 +124,13 @@ class ResponseRelay:
     def _note_aborted(self) -> None:
         self.aborted = True
         self._response.fault = Aborted(self._response.server.name, "its engine stopped the request")
+
+
+class NoResponse(ResponseRelay):
+    """Stands for the response of a request that has none yet. It has no state, because all such requests share it."""
+
+    def settle(self, status: int, estimated_prompt: int | None) -> Settlement:  # noqa: ARG002  the same for all
+        return NOTHING
 
 
 class BodyRelay(ResponseRelay):

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 from gateway.snapshot.link import Health
-from gateway.snapshot.snapshot import Snapshot
+from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.access_log import access_log
 from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.shared_counters import SharedCounters
 from gateway.worker.worker import Worker
 from tests.support.running import WatchedContext, key, model, shared_counters
 from tests.support.wire import chat, request
@@ -76,8 +77,8 @@ class Wire(asyncio.Transport):
 class Way:
     """A client's connection and a server's connection with fake transports."""
 
-    def __init__(self, worker: Worker, context: WatchedContext) -> None:
-        self.worker, self.context, self.write_batch = worker, context, context.write_batch
+    def __init__(self, worker: Worker, context: WatchedContext, counters: SharedCounters) -> None:
+        self.worker, self.context, self.write_batch, self.counters = worker, context, context.write_batch, counters
         (server,) = worker.fleet
         self.client, self.client_wire = worker.connection(), Wire()
         self.server, self.server_wire = Connection(server.spec.name, server.add_idle_connection, context.write_batch), Wire()
@@ -103,13 +104,13 @@ class Way:
 
 
 @contextmanager
-def way() -> Iterator[Way]:
-    nowhere, served = os.open(os.devnull, os.O_WRONLY), model(1)
+def way(client_key: Key | None = None, served: Model | None = None) -> Iterator[Way]:
+    nowhere, served = os.open(os.devnull, os.O_WRONLY), served or model(1)
     with shared_counters() as counts, live_servers() as servers, access_log(nowhere) as log:
         context = WatchedContext(metrics=WorkerMetrics(counts), log=log, write_batch=servers.write_batch)
-        worker = Worker(Snapshot(1, (key(),), (served,)), context, fleet=servers)
+        worker = Worker(Snapshot(1, (client_key or key(),), (served,)), context, fleet=servers)
         worker.apply_health(Health({spec.name: Condition.UP for spec in served.servers}, {}))
-        made = Way(worker, context)
+        made = Way(worker, context, counts)
         yield made
         made.end()
     os.close(nowhere)

@@ -1,0 +1,185 @@
+"""One settlement: however a request ends, limits, ledger, metrics and the request's record show the same tokens and the same cost."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import Any
+
+import orjson
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from gateway.api.usage import Usage
+from gateway.ledger.journal import Journal
+from gateway.ledger.recorder import Recorder
+from gateway.ledger.row import UsageRow, decode, frames
+from gateway.limits import rules, windows
+from gateway.snapshot.money import cost_of
+from gateway.snapshot.snapshot import Allowance, Limits
+from gateway.telemetry.metrics import Series, sum_series
+from tests.support.examples import examples
+from tests.support.money import price
+from tests.support.running import key, model, until
+from tests.support.way import Way, way
+from tests.support.wire import DONE, STREAM_HEAD, chat, request
+
+PRICE = price(0.1, 0.3, cached=0.05, reasoning=0.7)
+HOLDER = Allowance("key team-a", Limits(tokens_per_day=10**9, cost_per_day=10**15))
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "messages": "/v1/messages"}
+KINDS = ("prompt", "completion", "cached", "reasoning")
+
+counts = st.integers(0, 5000)
+usages = st.builds(
+    lambda prompt, completion, cached, reasoning: Usage(prompt, completion, min(cached, prompt), min(reasoning, completion)),
+    counts, counts, counts, counts,
+)  # fmt: skip
+
+
+def usage_object(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt,
+        "total_tokens": usage.prompt + usage.completion,
+        "completion_tokens": usage.completion,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
+    }
+
+
+def event(document: dict[str, Any]) -> bytes:
+    return b"data: %b\n\n" % orjson.dumps(document)
+
+
+def token(index: int, usage: Usage | None) -> bytes:
+    """Return an event of a choice, with its running usage as vLLM writes it."""
+    choice = {"index": index, "delta": {"content": "a token of a stream"}, "finish_reason": None}
+    return event({"id": "chatcmpl-1", "choices": [choice], **({} if usage is None else {"usage": usage_object(usage)})})
+
+
+def message(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\n%b" % (kind.encode(), event({"type": kind, **fields}))
+
+
+class Settlements(RuleBasedStateMachine):
+    """Requests that end in all ways, one after the other, on one worker with a ledger and a limited key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runner = asyncio.Runner()
+        self.stack = ExitStack()
+        self.rows: list[UsageRow] = []
+        self.records = 0
+        self.run(self.start())
+
+    def run(self, steps: Any) -> None:
+        self.runner.run(steps)
+
+    async def start(self) -> None:
+        self.journal = Journal.create("test", 1 << 16, 8)
+        self.stack.callback(self.journal.close)
+        self.one = self.stack.enter_context(way(key(allowances=(HOLDER,)), model(1, price=PRICE)))
+        ledger = self.one.context.ledger = Recorder(self.journal)
+        ledger.apply_snapshot(self.one.worker.snapshot)
+
+    def teardown(self) -> None:
+        async def end() -> None:
+            self.stack.close()
+
+        self.run(end())
+        self.runner.close()
+
+    async def exchange(self, path: str, body: dict[str, Any], reads: list[bytes], end: str) -> None:
+        """Relay a response that arrives in these reads. Then its client or its server closes the connection first."""
+        one = Way(self.one.worker, self.one.context, self.one.counters)
+        one.client.data_received(request(body, path))
+        one.write_batch.flush()
+        for each in reads:
+            if not one.server_wire.is_closing():
+                one.server.data_received(each)
+                one.write_batch.flush()
+        for side in (one.client, one.server) if end == "client" else (one.server, one.client):
+            side.connection_lost(None)
+        self.records += 1
+        await until(lambda: len(one.context.records) == self.records)
+        batch = self.journal.read()
+        self.journal.release(batch)
+        self.rows += [decode(payload) for payload in frames(batch.data)]
+
+    @rule(usage=st.none() | usages, status=st.sampled_from(["200 OK", "400 Bad Request", "500 Internal Server Error"]), cut=st.booleans())
+    def receive_json(self, usage: Usage | None, status: str, cut: bool) -> None:
+        document = {"id": "chatcmpl-1", "choices": [], **({} if usage is None else {"usage": usage_object(usage)})}
+        text = orjson.dumps(document)
+        head = f"HTTP/1.1 {status}\r\ncontent-type: application/json\r\ncontent-length: {len(text)}\r\n\r\n".encode()
+        self.run(self.exchange(PATHS["chat"], chat(), [head + text[: len(text) // 2 if cut else None]], "server"))
+
+    @rule(
+        kind=st.sampled_from(["chat", "completions"]),
+        choices=st.integers(1, 3),
+        tokens=st.lists(st.tuples(st.integers(0, 2), st.none() | usages), max_size=8),
+        final=st.none() | usages,
+        fails=st.booleans(),
+        complete=st.booleans(),
+        end=st.sampled_from(["client", "server"]),
+        together=st.booleans(),
+    )
+    def receive_stream(
+        self,
+        kind: str,
+        choices: int,
+        tokens: list[tuple[int, Usage | None]],
+        final: Usage | None,
+        fails: bool,
+        complete: bool,
+        end: str,
+        together: bool,
+    ) -> None:
+        events = [token(index % choices, usage) for index, usage in tokens]
+        events += [event({"error": {"message": "the engine failed", "code": 500}})] if fails else []
+        events += [event({"choices": [], "usage": usage_object(final)})] if final is not None else []
+        events += [DONE] if complete else []
+        chunks = [b"%x\r\n%b\r\n" % (len(each), each) for each in events] + ([b"0\r\n\r\n"] if complete else [])
+        body = {"model": "tiny", "prompt": "Hello", "n": choices} if kind == "completions" else chat(n=choices)
+        reads = [STREAM_HEAD + b"".join(chunks)] if together else [STREAM_HEAD, *chunks]
+        self.run(self.exchange(PATHS[kind], {**body, "stream": True}, reads, end))
+
+    @rule(
+        prompt=usages, deltas=st.integers(0, 5), final=st.none() | usages, complete=st.booleans(), end=st.sampled_from(["client", "server"])
+    )
+    def receive_messages(self, prompt: Usage, deltas: int, final: Usage | None, complete: bool, end: str) -> None:
+        events = [message("message_start", message={"usage": {"input_tokens": prompt.prompt, "output_tokens": 0}})]
+        events += [message("content_block_start", index=0, content_block={"type": "text", "text": ""})]
+        events += [message("content_block_delta", index=0, delta={"type": "text_delta", "text": "a"})] * deltas
+        if final is not None:
+            events.append(message("message_delta", delta={}, usage={"input_tokens": final.prompt, "output_tokens": final.completion}))
+        events += [message("message_stop")] if complete else []
+        chunks = [b"%x\r\n%b\r\n" % (len(each), each) for each in events] + ([b"0\r\n\r\n"] if complete else [])
+        body = {**chat(stream=True), "max_tokens": 100}
+        self.run(self.exchange(PATHS["messages"], body, [STREAM_HEAD, *chunks], end))
+
+    @rule()
+    def leave_before_the_response(self) -> None:
+        self.run(self.exchange(PATHS["chat"], chat(), [], "client"))
+
+    @invariant()
+    def every_report_shows_the_same(self) -> None:
+        context = self.one.context
+        assert len(self.rows) == self.records == len(context.records)
+        for row, record in zip(self.rows, context.records, strict=True):
+            usage = record.usage
+            expected = (None,) * 4 if usage is None else (usage.prompt, usage.completion, usage.cached, usage.reasoning)
+            assert (row.prompt, row.completion, row.cached, row.reasoning) == expected
+            assert row.estimated_by == record.estimated_by and row.cost == (0 if usage is None else cost_of(usage, PRICE))
+        charged = [record.usage for record in context.records if record.usage is not None]
+        series = sum_series([self.one.counters])
+        for kind in KINDS:
+            counted = series.get(Series("tokens_total", ("team-a", "tiny", kind)), [0.0])[0]
+            assert counted == sum(getattr(usage, kind) for usage in charged)
+        buckets = context.limiter.buckets
+        day = buckets.holder(HOLDER.holder, HOLDER.limits).offset + rules.DAY
+        assert buckets.cells[day + windows.USED] == sum(usage.prompt + usage.completion for usage in charged)
+        assert buckets.cells[day + windows.SPENT] == sum(row.cost or 0 for row in self.rows)
+
+
+TestSettlements = Settlements.TestCase
+TestSettlements.settings = settings(max_examples=examples(100), stateful_step_count=12, deadline=None)
