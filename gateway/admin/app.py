@@ -237,7 +237,7 @@ def _operation_handlers(overview: Overview, operations: Operations) -> dict[str,
 
 
 def _log_operation(operation: str, request: Request) -> None:
-    """Log an operation and its client. The text is formatted here, so that each line differs and none is suppressed as a repeat."""
+    """Log an operation and its client. The text is formatted here, so that each line differs and no line is suppressed as a repetition."""
     _log.info(f"{operation} requested by {request.state.client_name}")
 
 
@@ -246,7 +246,7 @@ def _error(message: str, status: int) -> Response:
 
 
 def _unknown(model: str, status: Mapping[str, Any]) -> str | None:
-    """Explain why a model is unknown, None if it is known."""
+    """Return why a model is unknown, or None if it is known."""
     models = status["models"]
     ids = [each["id"] for each in models]
     if model in ids:

@@ -30,7 +30,7 @@ class AdminConnections:
         return len(self._open)
 
     def add(self, connection: AdminProtocol) -> None:
-        """Add a connection. If there are too many, the oldest one without a request in progress is closed."""
+        """Add a connection. If there are too many, the oldest connection without a request in progress is closed."""
         self._open[connection] = None
         if len(self._open) > MAX_CONNECTIONS:
             oldest = next(each for each in self._open if not each.is_busy)  # the new one itself, if all others are busy

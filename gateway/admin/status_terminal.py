@@ -50,7 +50,7 @@ def _state(state: str) -> Text:
 
 
 def _without_name(server: ServerRow) -> str:
-    """Return the reason without the server's name, with which it starts for a launched server."""
+    """Return the reason. For a launched server, remove the server's name at its start."""
     return server.reason.removeprefix(f"{server.name} ")
 
 

@@ -33,7 +33,7 @@ class BodyMemory:
     def reserve(self, size: int, holder: str, *, more: bool = False) -> bool:
         """Reserve bytes for a body of a holder, or ``more`` for a body that has some.
 
-        Returns False, and reserves nothing, if the holder may not have them.
+        Returns False without a reservation if the holder would exceed its part.
         """
         held, free = self._held_by.get(holder) or _HeldBodies(), self.limit - self.held - size
         if free < 0 or (held.bodies > more and held.size + size > _TIMES_FREE * free):

@@ -1,9 +1,8 @@
 """Limit concurrent requests: each worker's part of the limits that the configuration sets for the whole gateway.
 
-The rule: the parts of all workers add up to the whole, if that is enough for one each. So a limit holds without communication
-between workers. The limit on all requests is checked before the body is read, and no request is queued for it. The limit of a
-server is kept by its pool (upstream/balancing/pool.py); if all servers are at capacity, the request is queued for its model
-(queue.py).
+The rule: the parts of all workers add up to the whole, if that is enough for one each. So a limit holds without communication between
+workers. The limit on all requests is checked before the body is read, and no request is queued for it. The pool of a server enforces the
+server's limit (upstream/balancing/pool.py); if all servers are at capacity, the request is queued for its model (queue.py).
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _REMEMBERED = 60.0
 def worker_share(whole: int, number: int, of: int) -> int:
     """Return a worker's part of a limit. The first workers get the remainder of the division.
 
-    It is at least 1: a configuration with fewer slots than workers may apply before the restart that changes their number.
+    It is at least 1: until a restart changes the number of workers, a configuration may have fewer slots than workers.
     """
     return max(whole // of + (number % of < whole % of), 1)
 

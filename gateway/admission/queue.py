@@ -28,7 +28,7 @@ ReportDemand = Callable[[str, float | None], None]
 
 NO_QUEUE = Queue(size=0, wait=0.0)
 RETURN_GRACE = 2.0
-"""Seconds by which a client may be late when it returns after its Retry-After."""
+"""Seconds that a client may be late when it retries after its Retry-After."""
 
 
 def report_nothing(_model: str, _since: float | None) -> None:
@@ -55,7 +55,7 @@ class ModelQueues:
             queue.refuse_all(none_healthy)
 
     def set_expected(self, expected: Mapping[str, float]) -> None:
-        """Set when each model that is not up is expected, and resume requests that need not wait any longer."""
+        """Store the time at which each model that is not up is expected, and resume requests that need not wait any longer."""
         for model, queue in self._queues.items():
             queue.eta = expected.get(model)
             queue.update()
@@ -147,7 +147,7 @@ class ModelQueue:
         slot.resume(refusal)
 
     def dispatch(self) -> None:
-        """Resume as many requests as there is capacity for, in their order."""
+        """Resume requests in order as long as there is capacity."""
         if self._dispatching or not self._waiting:
             return  # a resumed request takes a server or frees one, which the loop below sees
         self._dispatching = True
@@ -185,7 +185,7 @@ class ModelQueue:
             self.refuse_all(draining)
 
     def retry_later(self, since: float) -> Refusal:
-        """Return the refusal for a request that cannot wait, or has waited too long, with the time to retry."""
+        """Return the refusal, with the time to retry, for a request that cannot wait or has waited too long."""
         now = monotonic()
         if self._pool.is_up:
             return _overloaded(self._rate.seconds_for(len(self._waiting), now))
@@ -204,7 +204,7 @@ class ModelQueue:
             self._publish()
 
     def _publish(self) -> None:
-        """Set the gauge of waiting requests, and report to control when the oldest demand has changed."""
+        """Set the gauge of waiting requests, and report the oldest demand to control if it has changed."""
         self._gauge[0] = len(self._waiting)
         oldest_demand = None if self._pool.is_up else self._oldest_demand()
         if oldest_demand != self._reported:

@@ -75,7 +75,7 @@ AUTH_REASONS: Mapping[str, str] = MappingProxyType(
 """The ``reason`` label of ``vllm_gateway_auth_failures_total`` by the error's code."""
 
 NAME_LIMIT = 200
-"""Characters of a client's model name that a message repeats."""
+"""Maximum characters of a client's model name in a message."""
 
 CLIENT_CLOSED_REQUEST = 499
 """The status in metrics and log of a request whose client disconnected (nginx's number; it is never sent)."""

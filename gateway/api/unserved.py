@@ -16,7 +16,7 @@ from gateway.api.errors import Refusal
 from gateway.api.routes import REFUSED, ROUTES
 
 LONGEST = 200
-"""Characters of a path that are shown."""
+"""Maximum characters of a path in a message."""
 
 _VISIBLE = string.punctuation  # including the percent sign: the path is shown as sent
 _MAY_BE_A_KEY = re.compile(r"sk-[^/]+|[^/]{65,}")

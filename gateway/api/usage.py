@@ -104,7 +104,7 @@ def decode_usage_tail(tail: bytes) -> Usage | None:
 
 
 def merged(before: Usage | None, after: Usage | None) -> Usage | None:
-    """Merge two usages of one stream. Anthropic's report the prompt first and the completion last; other counts only grow."""
+    """Merge two usages of one stream. Anthropic's API reports the prompt first and the completion last; other counts only grow."""
     if before is None or after is None:
         return after or before
     return Usage(

@@ -155,7 +155,7 @@ _NOT_JSON = re.compile(r"[A-Z][a-zA-Z' \\:]{5,60}: line \d+ column \d+ \(char \d
 def _is_of_output(message: str, document: Mapping[str, Any] | None) -> bool:
     """Return whether vLLM refused its own response: an exception names the class, or the model's JSON could not be parsed.
 
-    The gateway parses a request's JSON before it sends it. So invalid JSON in a request can only be inside a string that vLLM parses.
+    The gateway parses a request's JSON before it sends it. So invalid JSON can only be inside a string of the request that vLLM parses.
     """
     report = validation.read(message) if " validation error" in message[:40] else None
     if report is not None:
@@ -257,7 +257,7 @@ _SIZE = _first_of("dimensions", "output_dimension")
 
 
 class _KnownMessage(NamedTuple):
-    """A message of vLLM, the field that it means, and its replacement if it does not help the client. ``{0}`` is the pattern's group."""
+    """A message of vLLM, the field that it is about, and its replacement if it does not help the client. ``{0}`` is the pattern's group."""
 
     pattern: re.Pattern[str]
     where: _Where
@@ -346,7 +346,7 @@ def _invalid(report: validation.Report, param: str | None, document: Mapping[str
 
 
 def _refused(status: int, message: str, param: str | None, input_field: str, document: Mapping[str, Any]) -> Refusal:
-    """Return the error for vLLM's own message, with the field that it means."""
+    """Return the error for vLLM's own message, with the field that it is about."""
     if param in _TOO_LONG or (_OVERFLOW.search(message) and status == 400):
         blamed = input_field if param in _TOO_LONG else param
         return Refusal("context_length_exceeded", _helpful(message) or "The input is too long for this model.", param=blamed)

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 Path = tuple[str, ...]
 
 MAX_FINDINGS = 64
-"""Findings that are read. vLLM lists ten; the text of an exception has one for each shape that the field may have."""
+"""Maximum number of findings that are read. vLLM lists ten; the text of an exception has one for each possible shape of the field."""
 MAX_SEARCHED = 4096
-"""Messages and parts of messages that are searched for a finding without a path."""
+"""Maximum number of messages and message parts that are searched for a finding without a path."""
 _MAX_SENTENCES = 10
 _MAX_REASON = 300  # characters of one reason
 _MAX_SEGMENT = 64  # characters of one name in a path
@@ -354,7 +354,7 @@ def _without_other_bodies(located: list[_Located], document: Any) -> list[_Locat
 
 
 def _without_mixtures(located: list[_Located], document: Any) -> list[_Located]:
-    """Reduce the findings of a union without branch names: to those below fields that the client has set, or else to the wrong type."""
+    """Reduce the findings of a union without branch names to the fields that the client has set, or otherwise to the wrong type."""
     types = [each.path for each in located if each.kind == "literal_error" and each.path[-1:] == ("type",)]
     for path in {each for each in types if types.count(each) > 1}:
         union, depth = path[:-1], len(path) - 1

@@ -78,7 +78,7 @@ _VALUES_PER_STEP = 20_000
 _INTEGERS = frozenset({int})
 
 MAX_BATCH = 2048
-"""Texts or lists that one list may contain: each is a separate request for the engine. OpenAI's limit for embeddings."""
+"""Maximum number of texts or lists in one list: each is a separate request for the engine. OpenAI's limit for embeddings."""
 
 BATCHES = frozenset({"data_1", "data_2", "documents", "inputs", "items", "prompt", "prompt_embeds", "queries", "text_1", "text_2"})
 """Fields whose items, or the items of the ``content`` of an object, are such requests, unless they are numbers (a prompt of tokens)."""
@@ -237,7 +237,7 @@ class BodyPolicy:
 
 
 def _check_echo(document: Document) -> None:
-    """Refuse a chat with ``echo`` that would return the log probabilities of its prompt. Raises Refusal.
+    """Refuse a chat request with ``echo`` that would return the log probabilities of its prompt. Raises Refusal.
 
     For a raw prompt it is part of OpenAI's own API and is allowed.
     """
@@ -253,7 +253,7 @@ _SHOWN_HOSTS = 10
 
 
 def _allowed(hosts: tuple[str, ...]) -> str:
-    """Return which media URLs a model accepts, for a message."""
+    """Return a text about the media URLs that a model accepts."""
     if not hosts:
         return "This model takes no media from URLs. Send the media as a 'data:' URL, or ask the operator to allow the host."
     shown = ", ".join(hosts[:_SHOWN_HOSTS]) + (", …" if len(hosts) > _SHOWN_HOSTS else "")

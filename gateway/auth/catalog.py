@@ -79,7 +79,7 @@ class Catalog:
         return self._mounts.get(path.removesuffix(suffix)) if path.endswith(suffix) else None
 
     def resolve(self, name: str, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
-        """Return the model that a name means for a key. ``mounted`` may be of the previous snapshot. Raises Refusal model_not_found."""
+        """Return the model that a name means for a key. ``mounted`` may belong to the previous snapshot. Raises Refusal model_not_found."""
         entry = self._by_name.get(name)
         if entry is None or (mounted is not None and entry.model.id != mounted.model.id) or not self._allows(key, entry.model):
             raise unknown_model(name)
@@ -88,8 +88,8 @@ class Catalog:
     def resolve_unnamed(self, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
         """Return the model of a request without a name: the model of its mount, the default, or the only model that the key may use.
 
-        LoRA adapters do not count if their base may be used, as vLLM serves the base. Raises Refusal model_not_found if the key may
-        not use the default, and missing_required_parameter if several models are left.
+        A LoRA adapter does not count if its base may be used, since vLLM then serves the base. Raises Refusal model_not_found if the key
+        may not use the default, and missing_required_parameter if several models are left.
         """
         if mounted is not None:
             return self.resolve(mounted.model.id, key, mounted)
@@ -124,7 +124,7 @@ class Catalog:
         return (of_key is None or model.id in self._scope(of_key)) and (of_token is None or model.id in self._scope(of_token))
 
     def _scope(self, globs: tuple[str, ...]) -> frozenset[str]:
-        """Return the ids that globs cover, by id or alias; computed once for each set of globs."""
+        """Return the IDs of models whose ID or alias matches the globs; computed once for each set of globs."""
         scope = self._scopes.get(globs)
         if scope is None:
             scope = self._scopes[globs] = frozenset(entry.model.id for entry in self.entries if entry.model.is_in(globs))

@@ -271,7 +271,7 @@ def _read(claims: Mapping[str, Any], issuer: Issuer) -> VerifiedToken:
 
 
 def _entry(claims: Mapping[str, Any], issuer: Issuer) -> str:
-    """Return the id of its configured entry: the only one, or the first that a claim names. Raises Refusal."""
+    """Return the ID of its configured entry: the only entry, or the first entry that a claim names. Raises Refusal."""
     if issuer.claims.key is None:
         return issuer.keys[0]
     named = _names(_claim(claims, issuer.claims.key), issuer.claims.key)
@@ -292,7 +292,7 @@ def _claim(claims: Mapping[str, Any], name: str | None) -> object:
 
 
 def _names(value: object, name: str | None) -> tuple[str, ...]:
-    """Return a list of names, or the words of one text. Raises Refusal."""
+    """Return the names in a list, or the names in one text, separated by spaces. Raises Refusal."""
     found = value.split() if isinstance(value, str) else [] if value is None else value
     if not isinstance(found, list) or len(found) > _MAX_NAMES or not all(isinstance(each, str) for each in found):
         raise Refusal("invalid_api_key", f"The token's claim {name} is not a list of at most {_MAX_NAMES} names.")

@@ -33,10 +33,10 @@ _INVALID_STARTS: Mapping[bytes, str] = {
     b"<": _PLACEHOLDER.format("<"),
     b"{": _PLACEHOLDER.format("{"),
 }
-"""Characters that no key starts with, and the message for each: a mistake in a shell or a configuration file."""
+"""Characters with which no key starts, and the message for each: such a key is a mistake in a shell or a configuration file."""
 
 _MISPLACED = (b"x-api-key", b"api-key", b"x-goog-api-key")
-"""Headers in which other APIs expect a key. Only Anthropic's routes read the first one."""
+"""Headers in which other APIs send a key. Only Anthropic's routes read the first header."""
 
 
 class Keyring:

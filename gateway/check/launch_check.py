@@ -31,7 +31,7 @@ class LaunchCheck:
         self._say = say
 
     def problems(self, draft: Draft) -> list[Problem]:
-        """Return everything on which the launches would fail, and notes."""
+        """Return every reason why the launches would fail, and notes."""
         return list(preflight.problems(draft, self._machine(draft, gpus.count(self._environ))))
 
     def certain_failures(self, draft: Draft, models: Set[str]) -> list[Problem]:

@@ -32,9 +32,9 @@ _DECIDED = {"reasoning-parser", "tool-call-parser", "enable-auto-tool-choice", "
 class Machine:
     """The machine on which the servers would run.
 
-    ``names`` returns what the vLLM of a command knows. ``gpus`` is their number, None without an NVIDIA driver. ``folder`` is for relative
-    paths. ``why_not_executable`` explains why a program cannot be executed with a PATH (None: that of the servers' environment), or
-    returns an empty text.
+    ``names`` returns what the vLLM of a command knows. ``gpus`` is the number of GPUs, or None without an NVIDIA driver. ``folder`` is for
+    relative paths. ``why_not_executable`` explains why a program cannot be executed with a PATH (None: that of the servers' environment),
+    or returns an empty text.
     """
 
     names: Callable[[tuple[str, ...]], KnownNames]
@@ -58,7 +58,7 @@ class _Launched:
 
 
 def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
-    """Yield everything on which a launch would fail, and notes."""
+    """Yield every reason why a launch would fail, and notes."""
     launched = _all_launched(draft)
     for each in launched:
         yield from _certain(each, machine)
@@ -210,7 +210,7 @@ def _may_use(key: ConfigValue, model: ConfigValue) -> bool:
 
 
 def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
-    """Check that weights which are written as a path exist. Any other name belongs to the hub."""
+    """Check that weights which are written as a path exist. Every other name is a name on the hub."""
     named = each.launch.get("model")
     written = [each.model.get("id") if named.value is None else named, *(lora.get("path") for lora in each.model.each("loras"))]
     for value in written:

@@ -276,7 +276,7 @@ def _holder(config: Config, digest: str) -> tuple[Key, datetime | None] | None:
 
 
 def _read_key() -> str:
-    """Read one line from stdin, without echo on a terminal. Never from the command line, which other users can see."""
+    """Read one line from stdin, without echo on a terminal. The key is never read from the command line, which other users can see."""
     if sys.stdin.isatty():
         text: str = typer.prompt("Key", hide_input=True, err=True)
     else:

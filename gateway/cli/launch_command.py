@@ -1,4 +1,4 @@
-"""The commands that launches run, to read and to try by hand.
+"""Print the commands of launches, to read them and to try them by hand.
 
 They come from the functions that launch servers. The rule: they contain no secret, and values that each run creates (the internal key, the
 private folder, a free port) are placeholders.

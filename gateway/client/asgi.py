@@ -90,7 +90,7 @@ class AsgiRequest:
             self._connection.close()
 
     def fail(self, refusal: Refusal) -> None:  # noqa: ARG002  the response is the application's
-        """Close the connection after the response: the rest of the body is not HTTP."""
+        """Close the connection after the response, because the rest of the body is not valid HTTP."""
         self.keep_alive = False
         if self.response_complete:
             self._connection.linger()

@@ -34,9 +34,9 @@ class RequestBody(msgspec.Struct, eq=False):
     is_form: bool
     """The body is streamed to a server as it arrives."""
     dropped: bool
-    """The rest of the body is not stored: it is larger than its limit, or was refused."""
+    """The rest of the body is not stored, because the body is larger than its limit or was refused."""
     owner: str = ""
-    """The ID of the key for which memory is reserved, once it is known."""
+    """The ID of the key for which memory is reserved; None until it is known."""
     size: int = 0
     """Bytes received."""
     complete: bool = False

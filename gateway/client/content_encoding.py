@@ -24,7 +24,7 @@ _GZIP = 16 + zlib.MAX_WBITS  # inflateInit2 in zlib.h
 
 
 class _Decoder(Protocol):
-    """The interface of the decompressors of bz2, lzma and zstd."""
+    """The interface of the decompressors in bz2, lzma and zstd."""
 
     needs_input: bool
 

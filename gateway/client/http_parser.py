@@ -138,7 +138,7 @@ class HttpParser:
         self._last_line = _NEVER
         """The last request line, up to its version."""
         self._repeatable: _Repeatable | None = None
-        """An earlier request that may be repeated."""
+        """An earlier request whose headers may be repeated."""
         self._line_so_far: bytes | None = None
         """A request line that is not complete yet, perhaps with bytes that precede it."""
 
@@ -350,7 +350,10 @@ class HttpParser:
             raise Refusal("invalid_request", "The header 'host' is missing or no valid host.")
 
     def _size(self, fields: Iterable[tuple[bytes, bytes]]) -> int:
-        """Return the size of a request line with these fields. Called only if it may be too large, since reads may contain a body."""
+        """Return the size of a request line with these fields.
+
+        It is called only if a limit may be exceeded, since a read may contain a body.
+        """
         return len(self._url) + sum(len(name) + len(value) + 4 for name, value in fields)
 
     def _new_parser(self) -> Any:

@@ -1,6 +1,6 @@
 """Write comments to a silent stream, so that proxies between the gateway and its client keep the connection open.
 
-Every reader of server-sent events skips comment lines (WHATWG HTML, section 9.2.6). The rules: a comment is written between complete
+All readers of server-sent events skip comment lines (WHATWG HTML, section 9.2.6). The rules: a comment is written between complete
 events only, and the gateway never pauses inside an event. The first comment starts the response with status 200, so a later error is sent
 in the stream. One clock checks all streams, so sending an event needs no timer.
 """

@@ -51,7 +51,7 @@ class BudgetRestorer:
         self._error: str | None = None
 
     async def start(self, snapshot: Snapshot) -> None:
-        """Start to restore the limits of a snapshot. Waits for the first attempt, up to a timeout."""
+        """Start to restore the limits of a snapshot. Waits for the first attempt to finish, up to a timeout."""
         budgets = Budgets(snapshot)
         if self._ledger is None or snapshot.uses_store or not budgets:
             return

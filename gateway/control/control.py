@@ -100,7 +100,7 @@ class Control:
         self._update_health()
 
     async def report_progress(self) -> None:
-        """Report to the operator which servers are awaited, until each has had a first result."""
+        """Report the awaited servers to the operator until each has had a first result."""
         while pending := self.readiness.pending():
             self.announcer.waiting(pending, time.time() - self.started, self.observer.progress)
             await asyncio.sleep(self.announcer.interval)

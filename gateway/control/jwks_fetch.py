@@ -1,4 +1,4 @@
-"""The JWKS of identity providers, fetched by control: refreshed in an interval, and retained while their issuer is unreachable.
+"""Fetch the JWKS of identity providers: refresh them at an interval, and retain them while their issuer is unreachable.
 
 The rules: no request waits for a fetch. The last valid JWKS is used until the next valid one. Tokens of unauthenticated clients can
 trigger an earlier fetch, but only every few seconds.

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 _BACKLOG = 4096
 _MAX_DESCRIPTORS = 65_535
 """The limit of control's file descriptors. Launched servers inherit it, and vLLM itself sets it to this number (``set_ulimit`` in
-vllm/utils/system_utils.py). Some programs iterate over all possible descriptors, and some hard limits are in the millions."""
+vllm/utils/system_utils.py). Some programs iterate over all possible descriptors, and a hard limit can be in the millions."""
 _CHECK_INTERVAL = 1.0  # seconds between two checks of the admin port's connections
 _log = logging.getLogger("vllm_gateway.control")
 

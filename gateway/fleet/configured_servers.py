@@ -1,7 +1,7 @@
 """The servers of the configuration: their names, and the launch settings of launched servers. Pure.
 
-The rule: every server has one name, made here, and all parts of the gateway use it: ``MODEL#N`` for a launched server, the URL for an
-external one.
+The rule: every server has one name, which is created here and used by all parts of the gateway: ``MODEL#N`` for a launched server, the URL
+for an external one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models whose servers the gateway does not launch: it observes them and estimates when a model may be up.
+"""The models whose servers the gateway does not launch: it observes the servers and estimates when a model may be up.
 
 Times are in seconds of the monotonic clock.
 """
@@ -60,5 +60,5 @@ def external_servers(config: Config) -> Iterator[tuple[conf.Model, tuple[str, ..
 
 
 def may_wait(model: conf.Model) -> bool:
-    """Return whether a model's requests wait for servers that are not there: it is discovered, and its ``queue`` is configured."""
+    """Return whether a model's requests wait for servers that do not exist yet: it uses discovery, and its ``queue`` is configured."""
     return model.discover is not None and model.queue is not None

@@ -44,7 +44,7 @@ class LaunchedModel:
     """A launched model.
 
     Configuration: ``removed``: it is no longer in the configuration, and is stopped after its last request. ``surplus``: its running
-    servers that the configuration no longer has. ``tried``: the launch settings that were applied, or tried, last.
+    servers that are no longer in the configuration. ``tried``: the last launch settings that were applied or tried.
 
     Transition: ``step`` is the phase that a transition sets, or None if the states of its servers determine the phase. ``task`` runs the
     transition, and ``stopping`` is set if it stops the model. ``out_of_rotation``: its servers that get no requests although the model is

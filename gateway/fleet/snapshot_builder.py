@@ -46,7 +46,7 @@ KEEP_IDLE_LAUNCHED = 60.0
 
 
 def build_snapshot(config: Config, observed: ObservedServers, version: int, created: int) -> Snapshot:
-    """Build the snapshot. ``created`` is the time that model lists show for every model, in seconds since the epoch."""
+    """Build the snapshot. ``created`` is the creation time of every model in model lists, in seconds since the epoch."""
     specs: dict[str, list[ServerSpec]] = {model.id: [] for model in config.models}
     for server in configured_servers(config):
         if server.external is not None or server.name in observed.launched:
@@ -108,7 +108,7 @@ def _server(server: ConfiguredServer, observed: ObservedServers) -> ServerSpec:
 
 
 def _queue(config: Config, model: conf.Model) -> Queue | None:
-    """Return the queue of one worker: its share of the total, since any worker may get a client's connection."""
+    """Return the queue limits of one worker: its share of the total, since any worker may get a client's connection."""
     has_default = model.max_inflight is not None or may_be_stopped(config, model)
     queue = model.queue or (conf.Queue() if has_default else None)
     return None if queue is None else Queue(math.ceil(queue.size / config.server.workers), queue.wait)

@@ -31,7 +31,7 @@ def list_keys(config: Config, use: LastUse, now: datetime) -> dict[str, Any]:
 
 
 def token_entries(config: Config) -> frozenset[str]:
-    """Return the ids of the entries that tokens of an identity provider count as."""
+    """Return the IDs of the entries that are used for tokens of identity providers."""
     return frozenset(name for issuer in config.jwt for name in issuer.keys)
 
 

@@ -17,7 +17,7 @@ from gateway.config.values import HASH_PATTERN
 from gateway.key_management import litellm
 
 SHORTEST = 16
-"""Minimum length of a plain key: a shorter one can be guessed, or is something else."""
+"""Minimum length of a plain key: a shorter text can be guessed, or is not a key."""
 _KEY_NAMES = frozenset({"key", "api_key", "apikey", "token"})
 _ID_NAMES = frozenset({"id", "key_id", "key_alias", "alias", "name"})
 _WRITTEN_HASH = re.compile(HASH_PATTERN)

@@ -79,7 +79,7 @@ class Pool:
         return [server for server in self.servers if server.condition is Condition.UP]
 
     def try_spend_retry(self) -> bool:
-        """Return whether the traffic so far allows one more second attempt, and count it."""
+        """Return whether the traffic so far allows another retry, and count it."""
         return self._retry_budget.try_spend(self._choices, monotonic())
 
     def choose(self, tried: Sequence[Server] = (), request: RequestFacts = NO_FACTS) -> Server:

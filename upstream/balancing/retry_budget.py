@@ -1,4 +1,4 @@
-"""The budget of second attempts: a share of the traffic, so that retries cannot double the load of overloaded servers.
+"""The budget of retries: a share of the traffic, so that retries cannot double the load of overloaded servers.
 
 The rule: it is computed from the number of requests when a retry is wanted, so a request without a retry costs nothing.
 """

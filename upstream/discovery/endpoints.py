@@ -44,7 +44,7 @@ class Observation:
 
 
 class UnknownPortError(Exception):
-    """A slice lacks the configured port, or has several ports and none is configured. The text names the problem."""
+    """A slice lacks the configured port, or has several ports although no port is configured. The text names the problem."""
 
 
 class EndpointSlices:

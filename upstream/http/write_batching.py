@@ -3,8 +3,8 @@
 A write to a sleeping process wakes it, and under load the wake-up costs more than the write. A worker that wrote immediately would wake its
 clients and servers for every event and request. With batching they wake once for each iteration (docs/performance.md). If an iteration has
 bytes for one connection only, there is nothing to batch, and the reader can work while the worker does its accounting. Then bytes are
-written immediately. Owns the buffered bytes. The rules: the order stays, and bytes wait at most until the end of the iteration. Close and
-abort send the buffered bytes first.
+written immediately. Owns the buffered bytes. The rules: the order of writes does not change, and bytes wait at most until the end of the
+iteration. Close and abort send the buffered bytes first.
 """
 
 from __future__ import annotations

@@ -93,7 +93,7 @@ class Backoff:
     limit: int = 10
 
     def count_failures(self, before: int, ready_for: float) -> int:
-        """Return the failures in a row, including a new failure after ``ready_for`` seconds of readiness."""
+        """Return the number of consecutive failures, including a new failure after ``ready_for`` seconds of readiness."""
         return 1 if ready_for >= self.reset_after else before + 1
 
     def pause(self, failures: int) -> float:

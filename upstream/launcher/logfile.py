@@ -23,7 +23,7 @@ TAIL_LINES = 20
 SEARCHED_BYTES = 512 << 10
 """Bytes at the end of the log that are searched for the cause of a failure. The tracebacks of a dozen processes need a tenth of that."""
 RECENT = 60
-"""Calls of ``rotate`` for which output counts as recent."""
+"""Number of ``rotate`` calls for which output counts as recent."""
 _OWN = os.O_NOFOLLOW | os.O_CLOEXEC  # never follow the link of another user
 
 

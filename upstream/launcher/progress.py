@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 MAX_LENGTH = 160
-"""Characters of a line that are shown."""
+"""Maximum characters of a shown line."""
 
 _PROCESS = re.compile(r"\(\w[\w ./-]* pid=\d+\) ?")
 _PREFIX = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?")
@@ -18,7 +18,7 @@ _WARNING = re.compile(r"\[?W\d{4} |.*Warning: ")
 
 
 def progress(text: str) -> str:
-    """Return the last line of a log that shows progress, or an empty text. A progress bar counts with its last state."""
+    """Return the last line of a log that shows progress, or an empty text. Of a progress bar, only the last state is used."""
     return next((message[:MAX_LENGTH] for line in reversed(text.splitlines()) if (message := _message(line))), "")
 
 

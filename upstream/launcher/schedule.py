@@ -11,7 +11,7 @@ moment and returns the actions to start now. ``forecast`` estimates when each mo
   model before it, at most for a time slice, the last requests, and a stop and a start.
 - A time slice is twice the time that the model takes to start, within limits. If all models want to run, at least two thirds of the time
   are used for requests.
-- The operator has put two eager models on one GPU, so they fit. Within a group only the number of models counts.
+- The operator has put two eager models on one GPU, so they fit. In a group, only the number of running models is limited.
 
 Times are seconds of one monotonic clock.
 """

@@ -49,7 +49,7 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How a server's main process ended. ``text``: for the operator.
+    """The way in which a server's main process ended. ``text``: for the operator.
 
     ``status``: as in ``subprocess``; None if it is unknown or the process still runs. ``memory_kills``: the processes that the kernel has
     killed meanwhile for lack of memory; None if the kernel does not report them.

@@ -59,8 +59,8 @@ class ModelCard:
 class ServerHealth:
     """The health of a server.
 
-    ``reason``: why it is down, or why its models are unknown; empty otherwise. ``task``: its task by its routes; None if they do not show
-    it.
+    ``reason``: why it is down, or why its models are unknown; empty otherwise. ``task``: the server's task, derived from its routes; None
+    if they do not show it.
     """
 
     name: str
@@ -302,7 +302,7 @@ class Prober:
         self._deadline = deadline
         self._models_every = models_every
         self._probes: dict[Target, _ServerProbe] = {}
-        """By address and key, because a server that several models name is probed once."""
+        """Probes by address and key, because a server of several models is probed only once."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -315,8 +315,8 @@ class Prober:
     def set_targets(self, targets: Iterable[Target]) -> None:
         """Probe exactly these targets. Targets that stay (same name, address and key) keep their health.
 
-        A target with a new key starts with the health under the former key. After this method has returned, no callback is called for a
-        removed target.
+        A target with a new key starts with the health that it had with the former key. After this method has returned, no callback is
+        called for a removed target.
         """
         wanted: dict[Target, dict[str, None]] = {}
         for target in targets:
