@@ -3,8 +3,8 @@
 -- returned to each (rb, tb), the current day (d) with its tokens and cost (dt, dc, dn), another day (od, odt, odc, odn), and the
 -- same of the weeks (w, …) and the months (m, …). A rolling window of 7d has a field for each slice of its ring (7d:0, 7d:1, …) with
 -- the slice's number, tokens and cost. Gateways of other versions read these fields: never change what one means.
--- A cost is stored twice: in nano-units (dn), which are exact, and in units of the currency (dc), as version 0.1 reads and writes it.
--- If dc is not what belongs to dn, a gateway of version 0.1 has counted last, and dc is used.
+-- A cost is stored twice: in nano-units (dn), which are exact, and in units of the currency (dc), as earlier versions do.
+-- If dc is not what belongs to dn, a gateway of an earlier version has counted last, and dc is used.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
 local BUCKETS, NANO, SLICES = {'r', 't', 'rb', 'tb'}, 1000000000, 24

@@ -28,14 +28,14 @@ def journal() -> Iterator[Journal]:
 
 
 def taken(journal: Journal) -> list[bytes]:
-    """What is read, and let go of."""
+    """Read and release all rows."""
     reading = journal.read()
     journal.release(reading)
     assert reading.rows == len(list(frames(reading.data)))
     return list(frames(reading.data))
 
 
-def test_what_is_appended_is_read_until_it_is_released(journal: Journal) -> None:
+def test_appended_rows_are_read_until_they_are_released(journal: Journal) -> None:
     journal.append(b"one")
     journal.append(b"two")
     reading = journal.read()
@@ -45,7 +45,7 @@ def test_what_is_appended_is_read_until_it_is_released(journal: Journal) -> None
     assert taken(journal) == [b"three"] and taken(journal) == []
 
 
-def test_what_waits_is_counted(journal: Journal) -> None:
+def test_waiting_rows_are_counted(journal: Journal) -> None:
     journal.append(b"one")
     reading = journal.read()
     journal.append(b"four")
@@ -53,31 +53,31 @@ def test_what_waits_is_counted(journal: Journal) -> None:
     journal.release(reading)
     assert (journal.waiting_rows, journal.waiting_bytes) == (1, HEAD.size + 4)
     journal.append(b"x" * RING)
-    assert (journal.dropped, journal.waiting_rows) == (1, 1), "a row that is dropped does not wait"
+    assert (journal.dropped, journal.waiting_rows) == (1, 1), "a dropped row does not wait"
     assert taken(journal) == [b"four"] and (journal.waiting_rows, journal.waiting_bytes) == (0, 0)
 
 
 @settings(max_examples=examples(200), deadline=None)
 @given(st.lists(st.one_of(st.binary(min_size=1, max_size=120), st.none()), max_size=60))
-def test_rows_come_in_order_around_the_ring(steps: list[bytes | None]) -> None:
-    """A None is a look of the reader."""
+def test_rows_are_read_in_order_around_the_ring(steps: list[bytes | None]) -> None:
+    """Append rows; at None, read them."""
     journal = Journal.create("test", RING, 1)
     try:
-        got: list[bytes] = []
-        kept: list[bytes] = []
+        received: list[bytes] = []
+        expected: list[bytes] = []
         for step in steps:
             if step is None:
-                got += taken(journal)
+                received += taken(journal)
                 continue
             dropped = journal.dropped
             journal.append(step)
-            kept += [step] * (journal.dropped == dropped)
-        assert got + taken(journal) == kept
+            expected += [step] * (journal.dropped == dropped)
+        assert received + taken(journal) == expected
     finally:
         journal.close()
 
 
-def test_a_full_ring_drops_and_counts_and_goes_on_when_there_is_room(journal: Journal) -> None:
+def test_a_full_ring_drops_and_counts_rows_until_there_is_space(journal: Journal) -> None:
     row = bytes(RING // 2 - HEAD.size)
     for _ in range(3):
         journal.append(row)
@@ -86,7 +86,7 @@ def test_a_full_ring_drops_and_counts_and_goes_on_when_there_is_room(journal: Jo
     assert taken(journal) == [b"after"] and journal.dropped == 1
 
 
-def test_another_process_sees_the_same_and_goes_on_behind_it(journal: Journal) -> None:
+def test_another_process_sees_the_rows_and_appends_behind_them(journal: Journal) -> None:
     journal.append(b"first")
     successor = Journal(os.dup(journal.fd))
     successor.append(b"second")
@@ -94,19 +94,19 @@ def test_another_process_sees_the_same_and_goes_on_behind_it(journal: Journal) -
     successor.close()
 
 
-def test_what_is_not_whole_is_waited_for(journal: Journal) -> None:
+def test_an_incomplete_row_is_read_when_it_is_complete(journal: Journal) -> None:
     journal.append(b"whole")
     journal.append(b"torn")
-    place = 64 + 2 * HEAD.size + len(b"whole")
-    os.pwrite(journal.fd, b"?", place)
+    position = 64 + 2 * HEAD.size + len(b"whole")
+    os.pwrite(journal.fd, b"?", position)
     reading = journal.read()
     journal.release(reading)
     assert list(frames(reading.data)) == [b"whole"] and taken(journal) == []
-    os.pwrite(journal.fd, b"t", place)
+    os.pwrite(journal.fd, b"t", position)
     assert taken(journal) == [b"torn"]
 
 
-def test_slots_hold_what_is_under_way(journal: Journal) -> None:
+def test_slots_hold_the_rows_of_open_requests(journal: Journal) -> None:
     slots = [journal.open_slot(name) for name in (b"a", b"b", b"c")]
     assert journal.open_rows() == [b"a", b"b", b"c"]
     assert slots[1] is not None

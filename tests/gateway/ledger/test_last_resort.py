@@ -45,16 +45,16 @@ def test_each_row_is_a_line_with_the_names_of_its_fields(caplog: pytest.LogCaptu
     assert "3 rows of the ledger cannot be stored" in caplog.text
 
 
-def test_a_closed_standard_error_hurts_nobody() -> None:
+def test_a_closed_standard_error_raises_nothing() -> None:
     stream = io.StringIO()
     stream.close()
     write_out([payload(1)], stream)
 
 
 def settings(folder: Path) -> tuple[dict[str, Any], Path]:
-    """A configuration whose ledger and spool are in one folder, and that folder."""
-    place = folder / "vllm-gateway" / "ledger"
-    return configuration(launched()) | {"ledger": f"sqlite:///{place}/usage.db"}, place
+    """Return a configuration whose ledger and spool are in one folder, and that folder."""
+    ledger_folder = folder / "vllm-gateway" / "ledger"
+    return configuration(launched()) | {"ledger": f"sqlite:///{ledger_folder}/usage.db"}, ledger_folder
 
 
 def waiting(one: Gateway) -> float:
@@ -65,16 +65,16 @@ def waiting(one: Gateway) -> float:
 def test_on_a_full_disk_no_row_is_lost_silently(tmp_path: Path) -> None:
     if not full_disk.allowed():
         pytest.skip(full_disk.NOT_ALLOWED)
-    config, place = settings(tmp_path)
+    config, ledger_folder = settings(tmp_path)
     (tmp_path / "gateway.yaml").write_text(json.dumps(config))
-    with gateway(tmp_path, None, line=full_disk.line(tmp_path, place)) as one:
-        disk = Disk(one, place)
+    with gateway(tmp_path, None, line=full_disk.line(tmp_path, ledger_folder)) as one:
+        disk = Disk(one, ledger_folder)
         first = one.request().headers["x-request-id"]
         wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 1, 60)
         assert in_database(disk) == {first}
 
         disk.fill()
-        asked = {one.request().headers["x-request-id"] for _ in range(REQUESTS)}
+        sent = {one.request().headers["x-request-id"] for _ in range(REQUESTS)}
         wait_for(lambda: waiting(one) == REQUESTS and one.get("/status").json()["ledger"]["away"], why=lambda: one.output)
         state = one.get("/status").json()
         assert (state["ledger"]["memory_rows"], state["ledger"]["waiting_rows"], state["ledger"]["dropped_rows"]) == (REQUESTS, REQUESTS, 0)
@@ -85,7 +85,7 @@ def test_on_a_full_disk_no_row_is_lost_silently(tmp_path: Path) -> None:
         disk.free()
         wait_for(lambda: waiting(one) == 0 and one.get("/readyz").json() == {"status": "ready", "reasons": []}, 60, why=lambda: one.output)
         wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 1 + REQUESTS, 60)
-        assert in_database(disk) == {first, *asked}
+        assert in_database(disk) == {first, *sent}
         assert "the ledger's spool can be written again" in one.output
 
         disk.fill()
@@ -102,16 +102,16 @@ def test_on_a_full_disk_no_row_is_lost_silently(tmp_path: Path) -> None:
 def test_a_spool_that_is_full_is_shown_and_rows_go_to_the_database(tmp_path: Path) -> None:
     if not full_disk.allowed():
         pytest.skip(full_disk.NOT_ALLOWED)
-    config, place = settings(tmp_path)
+    config, ledger_folder = settings(tmp_path)
     config["ledger"] = "sqlite:///usage.db"
     (tmp_path / "gateway.yaml").write_text(json.dumps(config))
-    with gateway(tmp_path, None, line=full_disk.line(tmp_path, place)) as one:
-        Disk(one, place).fill()
+    with gateway(tmp_path, None, line=full_disk.line(tmp_path, ledger_folder)) as one:
+        Disk(one, ledger_folder).fill()
         one.request()
         wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 1, 60)
         assert one.get("/readyz").json() == {"status": "degraded", "reasons": ["ledger_spool is down"]}
         assert waiting(one) == 0
-        Disk(one, place).free()
+        Disk(one, ledger_folder).free()
         wait_for(lambda: one.get("/readyz").json()["status"] == "ready", 60, why=lambda: one.output)
 
 
@@ -119,12 +119,12 @@ def test_a_spool_that_is_full_is_shown_and_rows_go_to_the_database(tmp_path: Pat
 def test_workers_whose_control_is_killed_write_out_what_the_full_disk_does_not_take(tmp_path: Path) -> None:
     if not full_disk.allowed():
         pytest.skip(full_disk.NOT_ALLOWED)
-    config, place = settings(tmp_path)
+    config, ledger_folder = settings(tmp_path)
     (tmp_path / "gateway.yaml").write_text(json.dumps(config))
-    with gateway(tmp_path, None, line=full_disk.line(tmp_path, place)) as one:
-        Disk(one, place).fill()
-        asked = {one.request().headers["x-request-id"] for _ in range(3)}
+    with gateway(tmp_path, None, line=full_disk.line(tmp_path, ledger_folder)) as one:
+        Disk(one, ledger_folder).fill()
+        sent = {one.request().headers["x-request-id"] for _ in range(3)}
         wait_for(lambda: waiting(one) == 3)
         one.process.kill()
         one.process.wait()
-        wait_for(lambda: {row["id"] for row in written(one.output)} >= asked, why=lambda: one.output)
+        wait_for(lambda: {row["id"] for row in written(one.output)} >= sent, why=lambda: one.output)

@@ -45,18 +45,18 @@ def test_last_use(store: UsageStore) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ledger", "words"),
+    ("ledger", "message"),
     [
         (None, "the last use is unknown: no ledger is configured"),
         ("sqlite:///usage.db", "the last use is unknown: the ledger's database does not exist yet"),
         ("sqlite:///spoiled.db", "the last use is unknown: the ledger's database does not respond: "),
     ],
 )
-def test_why_it_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str], ledger: str | None, words: str) -> None:
+def test_the_reason_for_an_unknown_last_use(tmp_path: Path, capsys: pytest.CaptureFixture[str], ledger: str | None, message: str) -> None:
     (tmp_path / "spoiled.db").write_bytes(b"no database" * 500)
     config = configuration({"id": "m", "launch": {}}) | ({"ledger": ledger} if ledger else {})
     (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(config))
     assert run(["keys", "list", "--config", str(tmp_path / "gateway.yaml")]) == 0
-    said = capsys.readouterr()
-    assert words in said.err and "team-a" in said.out
+    printed = capsys.readouterr()
+    assert message in printed.err and "team-a" in printed.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["gateway.yaml", "spoiled.db"]

@@ -1,4 +1,4 @@
-"""Who used what: sums, and how they are shown."""
+"""Queries of the ledger: sums, and how they are printed."""
 
 from __future__ import annotations
 
@@ -60,35 +60,35 @@ def store(url: str, tmp_path: Path) -> Iterator[UsageStore]:
         yield made
 
 
-def asked(store: UsageStore, **words: str) -> UsageReport:
-    return run_query(store.engine, parse_query({"until": "2027-01-16", **words}, NOW))
+def report_of(store: UsageStore, **parameters: str) -> UsageReport:
+    return run_query(store.engine, parse_query({"until": "2027-01-16", **parameters}, NOW))
 
 
-def told(report: UsageReport) -> dict[tuple[str | None, ...], tuple[Any, ...]]:
+def sums_of(report: UsageReport) -> dict[tuple[str | None, ...], tuple[Any, ...]]:
     return {
         each.group: (each.requests, each.incomplete, each.estimated, each.prompt_tokens, each.completion_tokens, each.cost)
         for each in report.sums
     }
 
 
-def test_sums_are_by_whatever_is_asked_for(store: UsageStore) -> None:
-    assert told(asked(store, by="key")) == {
+def test_sums_are_grouped_by_the_requested_dimensions(store: UsageStore) -> None:
+    assert sums_of(report_of(store, by="key")) == {
         ("team-a",): (3, 0, 0, 1020, 10, 40_000),
         ("team-b",): (3, 2, 1, 0, 7, None),
     }
-    assert told(asked(store, by="team")) == {("t",): (2, 0, 0, 1010, 5, 20_000), (None,): (4, 2, 1, 10, 12, 20_000)}
-    assert set(told(asked(store, by="model,server"))) == {
+    assert sums_of(report_of(store, by="team")) == {("t",): (2, 0, 0, 1010, 5, 20_000), (None,): (4, 2, 1, 10, 12, 20_000)}
+    assert set(sums_of(report_of(store, by="model,server"))) == {
         ("big", "big#0"), ("big", "big#1"), ("tiny", "tiny#0"), (None, None),
     }  # fmt: skip
-    assert list(told(asked(store, by="day"))) == [("2027-01-14",), ("2027-01-15",)]
-    assert told(asked(store, by="day,key"))["2027-01-14", "team-a"] == (1, 0, 0, 10, 5, 20_000)
+    assert list(sums_of(report_of(store, by="day"))) == [("2027-01-14",), ("2027-01-15",)]
+    assert sums_of(report_of(store, by="day,key"))["2027-01-14", "team-a"] == (1, 0, 0, 10, 5, 20_000)
 
 
-def test_costs_of_any_size_add_up(url: str, tmp_path: Path) -> None:
+def test_costs_of_any_size_are_added(url: str, tmp_path: Path) -> None:
     """The largest costs that a row can have, whose sum exceeds 64 bits."""
     with closing(UsageStore(database_url(url, tmp_path))) as store:
         store.write([row(number, price=price(MAX_PRICE, 0.0), prompt=2**40) for number in range(1, 5)] + [row(5, price=price(1.0, 2.0))])
-        assert told(asked(store, by="key"))["team-a",][-1] == 4 * MAX_COST + 20_000
+        assert sums_of(report_of(store, by="key"))["team-a",][-1] == 4 * MAX_COST + 20_000
 
 
 def test_usage_by_end_user_label_code_and_endpoint(url: str, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_usage_by_end_user_label_code_and_endpoint(url: str, tmp_path: Path) -> 
         store.write(rows)
 
         def requests_by(by: str) -> dict[tuple[str | None, ...], int]:
-            return {each.group: each.requests for each in asked(store, by=by).sums}
+            return {each.group: each.requests for each in report_of(store, by=by).sums}
 
         assert requests_by("user") == {("17",): 2, ("Jürgen",): 1, (None,): 1}
         assert requests_by("label:cost_center") == {("a",): 2, ("b",): 1, (None,): 1}
@@ -113,7 +113,7 @@ def test_usage_by_end_user_label_code_and_endpoint(url: str, tmp_path: Path) -> 
         }  # fmt: skip
         assert requests_by("label:cost_center,user,day")["a", "17", "2027-01-15"] == 1
         assert requests_by("label:cost_center,label:x.y/z") == {("a", "1"): 1, ("a", None): 1, ("b", None): 1, (None, None): 1}
-        report = asked(store, by="user,label:cost_center")
+        report = report_of(store, by="user,label:cost_center")
         assert parse_report(json.loads(shown(report, "json"), parse_float=Decimal)).sums == report.sums
         assert shown(report, "csv").startswith("user,label:cost_center,requests,")
 
@@ -130,31 +130,31 @@ def test_the_number_of_groups_is_bounded(url: str, tmp_path: Path) -> None:
         assert not run_query(store.engine, query, max_groups=10).truncated
 
 
-def test_the_largest_come_first(store: UsageStore) -> None:
-    assert list(told(asked(store, by="model"))) == [("big",), ("tiny",), (None,)]
+def test_the_largest_sums_come_first(store: UsageStore) -> None:
+    assert list(sums_of(report_of(store, by="model"))) == [("big",), ("tiny",), (None,)]
 
 
-def test_a_time_is_up_to_its_end(store: UsageStore) -> None:
-    assert told(asked(store, by="key", since="2027-01-14", until="2027-01-15"))["team-a",][0] == 1
-    assert told(asked(store, by="key", since="60d"))["team-a",][0] == 4
+def test_a_time_range_excludes_its_end(store: UsageStore) -> None:
+    assert sums_of(report_of(store, by="key", since="2027-01-14", until="2027-01-15"))["team-a",][0] == 1
+    assert sums_of(report_of(store, by="key", since="60d"))["team-a",][0] == 4
     exactly = (NOW).isoformat()
-    assert told(asked(store, by="key", since="2027-01-15", until=exactly)) == {}
-    assert told(asked(store, by="key", since=exactly))["team-a",][0] == 2
-    assert told(asked(store, by="key", since="2027-01-15T09:00:00+01:00"))["team-a",][0] == 2, "which is 8 o'clock in UTC"
+    assert sums_of(report_of(store, by="key", since="2027-01-15", until=exactly)) == {}
+    assert sums_of(report_of(store, by="key", since=exactly))["team-a",][0] == 2
+    assert sums_of(report_of(store, by="key", since="2027-01-15T09:00:00+01:00"))["team-a",][0] == 2, "which is 8 o'clock in UTC"
 
 
-def test_one_key_or_model_may_be_looked_at_alone(store: UsageStore) -> None:
-    assert told(asked(store, by="model", key="team-b")) == {("big",): (1, 1, 1, 0, 7, None), (None,): (1, 0, 0, 0, 0, None),
+def test_usage_of_one_key_team_or_model(store: UsageStore) -> None:
+    assert sums_of(report_of(store, by="model", key="team-b")) == {("big",): (1, 1, 1, 0, 7, None), (None,): (1, 0, 0, 0, 0, None),
                                                             ("tiny",): (1, 1, 0, 0, 0, None)}  # fmt: skip
-    assert set(told(asked(store, by="key", model="big"))) == {("team-a",), ("team-b",)}
-    assert told(asked(store, by="key", team="t")) == {("team-a",): (2, 0, 0, 1010, 5, 20_000)}
+    assert set(sums_of(report_of(store, by="key", model="big"))) == {("team-a",), ("team-b",)}
+    assert sums_of(report_of(store, by="key", team="t")) == {("team-a",): (2, 0, 0, 1010, 5, 20_000)}
 
 
-def test_subjects_of_tokens_are_their_entrys(store: UsageStore) -> None:
+def test_subjects_of_tokens_belong_to_their_entry(store: UsageStore) -> None:
     store.write([row(11, key="s_aff/alice"), row(12, key="s_aff/bob", team="t"), row(13, key="sxaff/eve"), row(14, key="s_affx")])
-    assert set(told(asked(store, by="key", key="s_aff"))) == {("s_aff/alice",), ("s_aff/bob",)}
-    assert set(told(asked(store, by="key", key="s_aff", team="t"))) == {("s_aff/bob",)}
-    assert set(told(asked(store, by="key", key="s_aff/alice"))) == {("s_aff/alice",)}
+    assert set(sums_of(report_of(store, by="key", key="s_aff"))) == {("s_aff/alice",), ("s_aff/bob",)}
+    assert set(sums_of(report_of(store, by="key", key="s_aff", team="t"))) == {("s_aff/bob",)}
+    assert set(sums_of(report_of(store, by="key", key="s_aff/alice"))) == {("s_aff/alice",)}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_subjects_of_tokens_are_their_entrys(store: UsageStore) -> None:
         ("12h", "2027-01-14T20:00:00.500000+00:00"),
     ],
 )
-def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) -> None:
+def test_times_as_operators_write_them(text: str, since: str) -> None:
     assert parse_query({"since": text}, NOW).since.isoformat() == since
     assert parse_query({"since": "2026-01", "until": text}, NOW).until.isoformat() == since
     elsewhere = NOW.astimezone(timezone(timedelta(hours=-11)))
@@ -176,7 +176,7 @@ def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) 
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("parameters", "message"),
     [
         ({"by": "color"}, "not shown by color: choose from key, team, user, model, server, endpoint, code, day, label:NAME"),
         ({"by": ""}, "by nothing"),
@@ -192,9 +192,9 @@ def test_a_day_or_a_month_is_named_as_operators_write_it(text: str, since: str) 
         ({"key": "a\0b"}, "no key has a NUL"),
     ],
 )
-def test_what_cannot_be_answered_says_why(words: dict[str, str], said: str) -> None:
-    with pytest.raises(QueryError, match=said):
-        parse_query(words, NOW)
+def test_an_invalid_query_is_refused_with_the_reason(parameters: dict[str, str], message: str) -> None:
+    with pytest.raises(QueryError, match=message):
+        parse_query(parameters, NOW)
 
 
 def shown(report: UsageReport, form: str) -> str:
@@ -204,24 +204,24 @@ def shown(report: UsageReport, form: str) -> str:
 
 
 def test_a_table_has_bars_and_a_cost_where_there_are_prices(store: UsageStore) -> None:
-    text = shown(asked(store, by="key"), "table")
+    text = shown(report_of(store, by="key"), "table")
     _, head, first, second, note = text.rstrip("\n").splitlines()
     assert head.split() == ["key", "requests", "incomplete", "prompt", "cached", "completion", "reasoning", "cost", "tokens"]
     assert first.split()[:7] == ["team-a", "3", "0", "1,020", "4", "10", "2"] and second.split()[:5] == ["team-b", "3", "2", "0", "0"]
     assert first.count("█") == 24 and second.count("█") == 0 and "~7" in second and "estimated" in note
-    assert "cost" not in shown(asked(store, by="key", model="big"), "table")
-    assert "nothing" in shown(asked(store, key="nobody"), "table")
+    assert "cost" not in shown(report_of(store, by="key", model="big"), "table")
+    assert "nothing" in shown(report_of(store, key="nobody"), "table")
 
 
-def test_times_are_told_in_utc(store: UsageStore) -> None:
-    here = asked(store, since="2027-01-15T01:30:00+03:00", until="2027-01-15T20:00:00-08:00")
+def test_times_are_printed_in_utc(store: UsageStore) -> None:
+    here = report_of(store, since="2027-01-15T01:30:00+03:00", until="2027-01-15T20:00:00-08:00")
     assert shown(here, "table").startswith("usage from 2027-01-14 22:30 to 2027-01-16 04:00 UTC\n")
     assert here.document()["since"] == "2027-01-14T22:30:00+00:00"
 
 
-def test_programs_get_csv_and_json(store: UsageStore) -> None:
-    lines = list(csv.DictReader(io.StringIO(shown(asked(store, by="key,model"), "csv"))))
-    document = json.loads(shown(asked(store, by="key,model"), "json"))
+def test_csv_and_json_have_the_same_sums(store: UsageStore) -> None:
+    lines = list(csv.DictReader(io.StringIO(shown(report_of(store, by="key,model"), "csv"))))
+    document = json.loads(shown(report_of(store, by="key,model"), "json"))
     assert [line["key"] for line in lines] == [each["key"] for each in document["usage"]]
     first = document["usage"][0]
     assert (first["key"], first["model"], first["prompt_tokens"], first["cost"]) == ("team-a", "big", 1000, None)
@@ -258,10 +258,10 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_command_asks_without_a_gateway(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_works_without_a_gateway(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["usage", "--config", str(file)]) == 1
-    told = capsys.readouterr()
-    assert told.out == "" and f"there is no file {file.parent / 'usage.db'}; the gateway creates it with its first row" in told.err
+    printed = capsys.readouterr()
+    assert printed.out == "" and f"there is no file {file.parent / 'usage.db'}; the gateway creates it with its first row" in printed.err
     assert not (file.parent / "usage.db").exists()
     with closing(UsageStore(database_url("sqlite:///usage.db", file.parent))) as made:
         made.write([row(1, started=datetime.now(UTC).timestamp() - 60)])
@@ -272,20 +272,22 @@ def test_the_command_asks_without_a_gateway(file: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("parameters", "code", "message"),
     [
         (["--by", "color"], 2, "not shown by color"),
         (["--format", "xml"], 2, "table, csv, json"),
         (["--since", "never"], 2, "never is not a time"),
     ],
 )
-def test_the_command_says_what_is_wrong(file: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int, said: str) -> None:
-    assert run(["usage", "--config", str(file), *words]) == code
+def test_the_command_reports_a_mistake(
+    file: Path, capsys: pytest.CaptureFixture[str], parameters: list[str], code: int, message: str
+) -> None:
+    assert run(["usage", "--config", str(file), *parameters]) == code
     captured = capsys.readouterr()
-    assert said in captured.err and captured.out == ""
+    assert message in captured.err and captured.out == ""
 
 
-def test_without_a_ledger_there_is_nothing_to_ask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_ledger_the_command_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_text(yaml.safe_dump(configuration({"id": "m", "launch": {}})))
     assert run(["usage", "--config", str(path)]) == 1 and "has no ledger" in capsys.readouterr().err

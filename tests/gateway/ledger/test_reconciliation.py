@@ -1,4 +1,4 @@
-"""Three books of one run: the ledger, the gateway's metrics and the servers' own counters agree, to the token."""
+"""The ledger, the gateway's metrics and the servers' own counters of one run agree, to the token."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/me
 FAST = {"tokens_per_second": 0}
 SLOW = {"tokens": 100_000, "tokens_per_second": 50}
 KINDS = ("prompt", "completion")
-CUT = 6  # of be_refused: nothing at all is answered
+CLOSED_WITHOUT_RESPONSE = 6  # its number in `fail`
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def servers() -> Iterator[list[Simulated]]:
 
 @pytest.fixture(scope="module")
 def one(servers: list[Simulated], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """Two servers behind one model, and a launched one; two workers."""
+    """Run a gateway with two workers, and a model on two servers beside a launched one."""
     found = {"id": MODEL, "servers": [{"url": server.url} for server in servers], "price": {"prompt": 1, "completion": 3}}
     config = configuration(found, launched(ANY), workers=2) | {"ledger": "sqlite:///usage.db"}
     with gateway(tmp_path_factory.mktemp("ledger"), config) as running:
@@ -40,33 +40,33 @@ def one(servers: list[Simulated], tmp_path_factory: pytest.TempPathFactory) -> I
 
 
 def body(path: str, number: int, more: int = 1) -> dict[str, Any]:
-    words = f"Request {number} " + "and more " * (number % 7) * more
+    text = f"Request {number} " + "and more " * (number % 7) * more
     shape: dict[str, dict[str, Any]] = {
-        "/v1/completions": {"prompt": words},
-        "/v1/responses": {"input": words},
-        "/v1/messages": {"messages": [{"role": "user", "content": words}], "max_tokens": 50},
-        "/v1/embeddings": {"input": words},
+        "/v1/completions": {"prompt": text},
+        "/v1/responses": {"input": text},
+        "/v1/messages": {"messages": [{"role": "user", "content": text}], "max_tokens": 50},
+        "/v1/embeddings": {"input": text},
     }
-    return {"model": MODEL, **shape.get(path, {"messages": [{"role": "user", "content": words}]})}
+    return {"model": MODEL, **shape.get(path, {"messages": [{"role": "user", "content": text}]})}
 
 
-async def ask_wholly(port: int, number: int) -> None:
+async def request_completely(port: int, number: int) -> None:
     path = ENDPOINTS[number % len(ENDPOINTS)]
     stream = {"stream": number % 2 == 0} if path != "/v1/embeddings" else {}
-    async with client(port) as asking:
-        reply = await asking.request(request({**body(path, number), **stream, "simulate": FAST}, path))
+    async with client(port) as connection:
+        reply = await connection.request(request({**body(path, number), **stream, "simulate": FAST}, path))
         assert reply.status == 200 and reply.whole, reply.body
 
 
-async def leave_early(port: int, number: int) -> None:
-    """A stream that its client leaves after some events."""
-    async with client(port) as asking:
-        asking.send(request({**body("/v1/chat/completions", number), "stream": True, "simulate": SLOW}))
-        await asking.events(2 + number % 5)
+async def disconnect_early(port: int, number: int) -> None:
+    """Request a stream, and disconnect after some events."""
+    async with client(port) as connection:
+        connection.send(request({**body("/v1/chat/completions", number), "stream": True, "simulate": SLOW}))
+        await connection.events(2 + number % 5)
 
 
-async def be_refused(port: int, number: int) -> None:
-    """By the gateway, by the server, or by a server that fails before its answer or in the middle of it."""
+async def fail(port: int, number: int) -> None:
+    """Send a request that the gateway or the server refuses, or whose server fails before or during the response."""
     kinds: list[dict[str, Any]] = [
         {"model": "nobody"},
         {"temperature": "hot"},
@@ -76,17 +76,17 @@ async def be_refused(port: int, number: int) -> None:
         {"stream": True, "simulate": {"error_after": 5}},
         {"simulate": {"cut_before_headers": True}},
     ]
-    async with client(port) as asking:
-        await asking.request(request({**body("/v1/chat/completions", number), **kinds[number % len(kinds)]}))
+    async with client(port) as connection:
+        await connection.request(request({**body("/v1/chat/completions", number), **kinds[number % len(kinds)]}))
 
 
 async def run_mixed(port: int, count: int) -> None:
     order = random.Random(7)  # the same run each time
-    work = [order.choice((ask_wholly, ask_wholly, leave_early, be_refused)) for _ in range(count)]
-    gate = asyncio.Semaphore(8)
+    work = [order.choice((request_completely, request_completely, disconnect_early, fail)) for _ in range(count)]
+    slots = asyncio.Semaphore(8)
 
     async def one_of(number: int) -> None:
-        async with gate:
+        async with slots:
             await work[number](port, number)
 
     async with asyncio.timeout(100), asyncio.TaskGroup() as group:
@@ -98,7 +98,7 @@ def rows(one: Gateway) -> list[dict[str, Any]]:
     with closing(sqlite3.connect(one.folder / "usage.db")) as connection:
         connection.row_factory = sqlite3.Row
         if connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'gateway_usage'").fetchone() is None:
-            return []  # the gateway makes its table in its own time
+            return []  # the gateway creates its table later
         return [dict(each) for each in connection.execute("SELECT * FROM gateway_usage")]
 
 
@@ -115,15 +115,17 @@ def counted(one: Gateway, kind: str) -> float:
 
 
 def of_servers(servers: list[Simulated]) -> tuple[float, float]:
-    """(prompt, completion), by their counters."""
+    """Return the prompt and completion tokens, by the servers' counters."""
     names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
     prompt, completion = (sum(server.metric(name) for server in servers) for name in names)
     return prompt, completion
 
 
-def check_the_servers_books(found: list[dict[str, Any]], servers: list[Simulated], used: tuple[float, ...]) -> None:
-    """``used``, by the servers' counters, is what the ledger has of whole answers and what the servers spent on those that broke off; of
-    each whole answer of which a server has noted the tokens, the row has the same."""
+def check_server_counters(found: list[dict[str, Any]], servers: list[Simulated], used: tuple[float, ...]) -> None:
+    """Compare rows with the servers: each row of a complete response has the server's count.
+
+    ``used`` is the change of the servers' counters. It is the sum of these rows and of what the servers spent on truncated responses.
+    """
     whole = {each["request_id"]: each for each in found if (each["status"], each["incomplete"]) == (200, None)}
     entries = [(dict(entry["headers"]).get("x-request-id"), entry) for server in servers for entry in server.requests()]
     served = {name: entry for name, entry in entries if name in whole and entry["outcome"] == "finished" and entry["prompt_tokens"]}
@@ -135,17 +137,17 @@ def check_the_servers_books(found: list[dict[str, Any]], servers: list[Simulated
     assert used == tuple(total([*whole.values()], kind) + sum(entry[f"{kind}_tokens"] for entry in broken) for kind in KINDS)
 
 
-async def test_a_mixed_run_is_the_same_in_all_books(one: Gateway, servers: list[Simulated]) -> None:
+async def test_ledger_metrics_and_server_counters_agree(one: Gateway, servers: list[Simulated]) -> None:
     count, before = 120, of_servers(servers)
     await run_mixed(one.data, count - 2)
-    for _ in range(2):  # connections are kept by now, and one that closes without a byte means a second attempt
-        await be_refused(one.data, CUT)
+    for _ in range(2):  # connections are idle by now, and the close of such a connection without a byte causes a second attempt
+        await fail(one.data, CLOSED_WITHOUT_RESPONSE)
     assert (await asyncio.to_thread(wait_for, lambda: len(rows(one)) >= count)) is True
     found = rows(one)
     assert len(found) == count == len({each["request_id"] for each in found})
     assert one.metric(f'vllm_gateway_retries_total{{model="{MODEL}"}}') > 0
     await asyncio.to_thread(wait_for, lambda: not any(server.metric("vllm:num_requests_running") for server in servers))
-    check_the_servers_books(found, servers, tuple(after - earlier for after, earlier in zip(of_servers(servers), before, strict=True)))
+    check_server_counters(found, servers, tuple(after - earlier for after, earlier in zip(of_servers(servers), before, strict=True)))
     metrics = [line for line in one.get("/metrics").text.splitlines() if line.startswith("vllm_gateway_requests_total{")]
     by_status = {status: sum(1 for each in found if each["status"] == status) for status in {each["status"] for each in found}}
     for status, number in by_status.items():
@@ -168,8 +170,8 @@ async def test_a_mixed_run_is_the_same_in_all_books(one: Gateway, servers: list[
     assert all(each["cost_nano"] == cost(each) for each in found if each["model"])
 
 
-async def test_whole_answers_are_the_servers_own_count(one: Gateway, servers: list[Simulated]) -> None:
-    """Without those that broke off, whose tokens the servers know and tell nobody."""
+async def test_complete_responses_have_the_servers_count(one: Gateway, servers: list[Simulated]) -> None:
+    """Compare the sums of complete responses only. Servers do not report the usage of truncated ones."""
 
     def of_ledger() -> tuple[int, int]:
         found = rows(one)
@@ -178,21 +180,21 @@ async def test_whole_answers_are_the_servers_own_count(one: Gateway, servers: li
     before, ours, number = of_servers(servers), of_ledger(), len(rows(one))
     async with asyncio.timeout(100), asyncio.TaskGroup() as group:
         for each in range(60):
-            group.create_task(ask_wholly(one.data, each))
+            group.create_task(request_completely(one.data, each))
     await asyncio.to_thread(wait_for, lambda: len(rows(one)) == number + 60)
     used = tuple(after - earlier for after, earlier in zip(of_servers(servers), before, strict=True))
     assert tuple(after - earlier for after, earlier in zip(of_ledger(), ours, strict=True)) == used
 
 
 @pytest.mark.parametrize("path", ENDPOINTS[:-1])
-def test_what_a_server_had_in_its_cache_is_part_of_the_prompt(tmp_path: Path, path: str) -> None:
-    """In whatever words its answer tells it: Anthropic's leave it out of ``input_tokens``."""
-    asked = body(path, 6, more=10)
+def test_cached_tokens_are_part_of_the_prompt(tmp_path: Path, path: str) -> None:
+    """Count them on all routes. Anthropic's ``input_tokens`` exclude them."""
+    content = body(path, 6, more=10)
     with running("--sim-tokens-per-second", "0", "--enable-prompt-tokens-details") as server:
         config = configuration({"id": MODEL, "servers": [{"url": server.url}]}) | {"ledger": "sqlite:///usage.db"}
         with gateway(tmp_path, config) as one:
             for stream in (False, True, False):
-                assert one.request(path, **asked, stream=stream).status_code == 200
+                assert one.request(path, **content, stream=stream).status_code == 200
             wait_for(lambda: len(rows(one)) == 3)
             found = sorted(rows(one), key=lambda row: row["time"])
         entries = [entry for entry in server.requests() if (entry["method"], entry["path"]) == ("POST", path)]

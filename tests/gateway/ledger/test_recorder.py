@@ -1,4 +1,4 @@
-"""What a worker writes of each request: one row, with everything that is known, whatever became of it."""
+"""The row that a worker writes for each request, however the request ends."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, chat
 
 SENT = chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
 PROMPT = len(orjson.dumps(SENT)) // BYTES_PER_TOKEN
-"""What the prompt is estimated at, with the fields that the gateway adds."""
+"""The estimated tokens of the prompt, with the fields that the gateway adds."""
 TERMS: dict[str, Any] = {"team": "research", "labels": {"cost_center": "17"}}
 
 
@@ -52,7 +52,7 @@ async def _stream(talk: Conversation) -> None:
 
 
 async def _endless(talk: Conversation) -> None:
-    """A first event and three more, each by itself, and then silence."""
+    """Send a first event and three more, each separately, and then nothing."""
     await talk.begin_stream()
     for each in (ROLE, HELLO, HELLO, HELLO):
         await talk.chunk(each)
@@ -60,7 +60,7 @@ async def _endless(talk: Conversation) -> None:
     await talk.closed_by_peer()
 
 
-async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> None:
+async def test_a_request_has_a_row_with_all_facts(journal: Journal) -> None:
     async with (
         scripted(_completion) as server,
         serving([model(server.port, price=price(0.5, 2.0))], [key(**TERMS)], ledger=Recorder(journal)) as served,
@@ -75,7 +75,7 @@ async def test_a_request_has_a_row_with_all_that_is_known(journal: Journal) -> N
     assert row.duration is not None and row.queued == 0.0 and journal.open_rows() == []
 
 
-async def test_a_stream_is_counted_by_the_server_though_its_client_did_not_ask(journal: Journal) -> None:
+async def test_a_stream_is_counted_without_the_clients_request_for_usage(journal: Journal) -> None:
     async with scripted(_stream) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
         assert b"usage" not in (await request_once(served.port, request(chat(stream=True)))).body
         (row,) = rows(journal)
@@ -83,7 +83,7 @@ async def test_a_stream_is_counted_by_the_server_though_its_client_did_not_ask(j
     assert row.first_token is not None
 
 
-async def test_what_the_operator_wants_of_the_body_is_kept(journal: Journal) -> None:
+async def test_user_and_metadata_are_stored_if_configured(journal: Journal) -> None:
     bodies: list[dict[str, Any]] = [
         {"user": "u\0ser" + 300 * "x", "metadata": {"order": "7"}}, {"user": 7, "metadata": "none"}, {"metadata": {"a": "\0"}},
         {"metadata": {"a": 20_000 * "x"}}, {}, {"metadata": {"a": "\\\0"}}, {"metadata": {"path": r"c:\u0000"}},
@@ -161,7 +161,7 @@ async def test_refusals_have_rows_where_the_key_is_known(journal: Journal) -> No
     ]
 
 
-async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journal: Journal) -> None:
+async def test_a_stream_after_a_disconnect_is_estimated_by_its_events(journal: Journal) -> None:
     async with (
         scripted(_endless) as server,
         serving([model(server.port, price=price(1.0, 2.0))], ledger=Recorder(journal)) as served,
@@ -178,7 +178,7 @@ async def test_a_stream_that_its_client_leaves_is_estimated_by_its_pieces(journa
 
 @pytest.mark.parametrize("together", [2, 20, 200])
 @pytest.mark.parametrize("newline", [b"\n", b"\r\n"])
-async def test_events_that_come_together_count_each(journal: Journal, together: int, newline: bytes) -> None:
+async def test_events_in_one_read_are_counted_separately(journal: Journal, together: int, newline: bytes) -> None:
     event = b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],"padding":"so that it is an ordinary one"}\n\n'.replace(b"\n", newline)
 
     async def several(talk: Conversation) -> None:
@@ -218,16 +218,20 @@ async def test_the_counts_of_several_choices_are_added(journal: Journal) -> None
     assert (row.prompt, row.generated, row.estimated_by) == (3, (12, False), None)
 
 
-async def _left_behind(journal: Journal, events: list[bytes], path: str) -> UsageRow:
-    """The row of a stream whose client leaves when these events have come, before the stream's end."""
+async def _row_after_disconnect(journal: Journal, events: list[bytes], path: str) -> UsageRow:
+    """Return the row of a stream whose client disconnects after these events."""
 
-    async def stays(talk: Conversation) -> None:
+    async def partly(talk: Conversation) -> None:
         await talk.begin_stream()
         for each in events:
             await talk.chunk(each)
         await talk.closed_by_peer()
 
-    async with scripted(stays) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
+    async with (
+        scripted(partly) as server,
+        serving([model(server.port)], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
         one.send(request(chat(stream=True, stream_options={"include_usage": True}), path))
         await one.events(len(events))
         one.disconnect()
@@ -251,14 +255,14 @@ MESSAGE_COUNT = b'event: message_delta\ndata: {"type":"message_delta","delta":{}
     ],
     ids=["chat", "a count with each event", "messages"],
 )
-async def test_a_count_that_has_come_is_no_estimate(journal: Journal, path: str, events: list[bytes]) -> None:
-    """Events without a token, such as the one with the finish reason, came too."""
-    row = await _left_behind(journal, events, path)
+async def test_a_received_count_is_not_an_estimate(journal: Journal, path: str, events: list[bytes]) -> None:
+    """Send events without a token too, such as the one with the finish reason."""
+    row = await _row_after_disconnect(journal, events, path)
     assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (5, False))
 
 
-async def test_a_count_of_earlier_events_is_one(journal: Journal) -> None:
-    row = await _left_behind(journal, [event('[{"index":0,"delta":{"content":"a"}}]', FIVE), *9 * [TOKEN]], "/v1/chat/completions")
+async def test_a_count_of_earlier_events_is_an_estimate(journal: Journal) -> None:
+    row = await _row_after_disconnect(journal, [event('[{"index":0,"delta":{"content":"a"}}]', FIVE), *9 * [TOKEN]], "/v1/chat/completions")
     assert (row.prompt, row.completion, row.generated) == (3, 9, (9, True))
 
 
@@ -276,7 +280,7 @@ async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Jour
 
 
 @pytest.mark.parametrize("renamed", [False, True])
-async def test_an_answer_whose_client_leaves_before_its_end_is_read_for_its_count(journal: Journal, renamed: bool) -> None:
+async def test_the_usage_of_a_response_is_read_after_a_disconnect(journal: Journal, renamed: bool) -> None:
     whole = COMPLETION.replace(b'"choices"', b'"padding":"' + 8_000_000 * b"x" + b'","choices"')
 
     async def large(talk: Conversation) -> None:
@@ -296,7 +300,7 @@ async def test_an_answer_whose_client_leaves_before_its_end_is_read_for_its_coun
     assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (2, False))
 
 
-async def test_an_answer_that_does_not_come_to_its_end_is_not_waited_for(journal: Journal) -> None:
+async def test_a_response_that_never_ends_is_not_waited_for(journal: Journal) -> None:
     async def stuck(talk: Conversation) -> None:
         await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(COMPLETION))
         await talk.write(COMPLETION[:20])
@@ -311,7 +315,7 @@ async def test_an_answer_that_does_not_come_to_its_end_is_not_waited_for(journal
     assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", None, (None, False))
 
 
-async def test_a_stream_that_the_server_breaks_off_is_estimated_too(journal: Journal) -> None:
+async def test_a_stream_that_the_server_truncates_is_estimated_too(journal: Journal) -> None:
     async def breaks(talk: Conversation) -> None:
         await talk.begin_stream()
         for each in (ROLE, HELLO, STOP):
@@ -326,7 +330,7 @@ async def test_a_stream_that_the_server_breaks_off_is_estimated_too(journal: Jou
     assert row.generated == (2, True)
 
 
-async def test_a_request_under_way_is_held_until_it_is_over(journal: Journal) -> None:
+async def test_an_open_request_has_a_row_until_it_finishes(journal: Journal) -> None:
     async with (
         scripted(_endless) as server,
         serving([model(server.port)], [key(**TERMS)], ledger=Recorder(journal)) as served,
@@ -361,8 +365,8 @@ async def test_an_open_request_has_its_end_user_if_there_is_space(journal: Journ
 
 
 @pytest.mark.parametrize("later", [None, price(9.0, 9.0)])
-async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journal, later: Price | None) -> None:
-    """A configuration without the model, or with another price, comes while it is under way; the limits keep the model's price too."""
+async def test_a_request_has_the_price_of_its_start(journal: Journal, later: Price | None) -> None:
+    """Apply a configuration without the model, or with another price, while the request runs. The limits use the first price too."""
     go_on = asyncio.Event()
 
     async def waits(talk: Conversation) -> None:
@@ -389,12 +393,12 @@ async def test_a_request_costs_what_its_model_cost_when_it_began(journal: Journa
     assert (row.model, row.cost) == ((None, None) if later is None else ("tiny", 5 * 9000))
 
 
-async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Journal) -> None:
-    """The fallback is left out of the configuration, while it answers."""
-    asked, go_on = asyncio.Event(), asyncio.Event()
+async def test_a_fallback_has_the_price_of_the_requests_start(journal: Journal) -> None:
+    """Remove the fallback from the configuration while it responds."""
+    requested, go_on = asyncio.Event(), asyncio.Event()
 
     async def waits(talk: Conversation) -> None:
-        asked.set()
+        requested.set()
         await go_on.wait()
         await talk.respond(COMPLETION)
 
@@ -405,7 +409,7 @@ async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Jou
         ]
         async with serving(models, ledger=Recorder(journal)) as served:
             reply = asyncio.create_task(request_once(served.port, request(chat())))
-            await asked.wait()
+            await requested.wait()
             served.worker.apply_snapshot(replace(served.worker.snapshot, version=2, models=(replace(models[0], fallbacks=()),)))
             go_on.set()
             assert (await reply).status == 200
@@ -413,7 +417,7 @@ async def test_a_fallback_costs_what_it_cost_when_the_request_began(journal: Jou
     assert (row.model, row.cost) == ("other", 3 * 1000 + 2 * 2000)
 
 
-async def test_no_room_fails_no_request() -> None:
+async def test_a_full_journal_fails_no_request() -> None:
     journal = Journal.create("test", 64, 0)
     async with scripted(_completion) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
         for _ in range(3):

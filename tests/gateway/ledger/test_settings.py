@@ -1,4 +1,4 @@
-"""How the ledger is configured: a URL alone, or a section; and what workers are told of it."""
+"""The ledger's configuration: a URL alone or a section, and its part of the snapshot."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def loaded(folder: Path, ledger: Any, **more: Any) -> Config:
     return load(file, {"URL": f"postgresql://u:{CANARY}/@[::1]:5432/x?sslmode=require"})
 
 
-def told(config: Config) -> Snapshot:
+def snapshot_of(config: Config) -> Snapshot:
     return build_snapshot(config, ObservedServers({}, {}, {}), 1, 0)
 
 
@@ -42,7 +42,7 @@ def test_a_password_comes_from_a_secret(tmp_path: Path, written: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "said"),
+    ("written", "message"),
     [
         ("mysql://h/x", "ledger: expected a URL such as sqlite:///usage.db"),
         ("sqlite://usage.db", "ledger: expected a file after three slashes"),
@@ -57,14 +57,14 @@ def test_a_password_comes_from_a_secret(tmp_path: Path, written: Any) -> None:
         (7, "ledger: expected a mapping, found 7"),
     ],
 )
-def test_mistakes_are_told(tmp_path: Path, written: Any, said: str) -> None:
+def test_mistakes_are_reported(tmp_path: Path, written: Any, message: str) -> None:
     with pytest.raises(ConfigurationError) as caught:
         loaded(tmp_path, written)
     (problem,) = map(str, caught.value.problems)
-    assert said in problem and CANARY not in problem
+    assert message in problem and CANARY not in problem
 
 
-def test_workers_are_told_what_rows_say(tmp_path: Path) -> None:
+def test_the_snapshot_has_the_settings_of_rows(tmp_path: Path) -> None:
     key = configuration()["keys"][0] | {
         "team": "research",
         "labels": {"cost_center": "17"},
@@ -72,7 +72,7 @@ def test_workers_are_told_what_rows_say(tmp_path: Path) -> None:
     }
     model = {"id": "m", "launch": {}, "price": {"prompt": 0.5, "completion": 2, "cached": 0.1}, "loras": [{"id": "m-sql", "path": "./l"}]}
     config = loaded(tmp_path, {"url": "sqlite:///x", "user": True}, keys=[key], teams=[{"id": "research"}], models=[model])
-    snapshot = told(config)
+    snapshot = snapshot_of(config)
     assert (snapshot.keys[0].team, snapshot.keys[0].labels) == ("research", {"cost_center": "17"})
     assert [each.user_header for each in snapshot.keys] == [b"x-openwebui-user-id"]
     assert [each.price for each in snapshot.models] == [Price(500_000_000, 2_000_000_000, 100_000_000, 2_000_000_000)] * 2

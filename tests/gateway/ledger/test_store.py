@@ -30,18 +30,18 @@ def store(url: str, tmp_path: Path) -> Iterator[UsageStore]:
         yield made
 
 
-def kept(engine: Engine) -> list[dict[str, Any]]:
+def stored(engine: Engine) -> list[dict[str, Any]]:
     with engine.connect() as connection:
         return [dict(each) for each in connection.execute(select(USAGE).order_by(USAGE.c.request_id)).mappings()]
 
 
-def test_a_row_is_kept_as_it_is(store: UsageStore) -> None:
+def test_a_row_is_stored_unchanged(store: UsageStore) -> None:
     full = row(
         team="t", stream=True, code="upstream_disconnected", incomplete="upstream", first_token=0.1, queued=0.05, price=price(0.5, 2.0),
         labels={"cost_center": "17"}, user="ünï", metadata={"a": [1, None]},
     )  # fmt: skip
     assert store.write([full]) == 0
-    (found,) = kept(store.engine)
+    (found,) = stored(store.engine)
     time = found.pop("time")
     assert time.replace(tzinfo=UTC) == datetime.fromtimestamp(STARTED, UTC)
     assert found == {
@@ -53,36 +53,40 @@ def test_a_row_is_kept_as_it_is(store: UsageStore) -> None:
     }  # fmt: skip
 
 
-def test_a_database_without_an_encoding_keeps_the_text(server: Postgres, tmp_path: Path) -> None:
+def test_a_database_without_an_encoding_stores_the_text(server: Postgres, tmp_path: Path) -> None:
     with closing(UsageStore(database_url(server.database("SQL_ASCII"), tmp_path))) as store:
         assert store.write([row(user="ünï")]) == 0
-        assert [each["end_user"] for each in kept(store.engine)] == ["ünï"]
+        assert [each["end_user"] for each in stored(store.engine)] == ["ünï"]
 
 
-def test_a_row_that_comes_twice_is_there_once_as_it_came_first(store: UsageStore) -> None:
+def test_a_repeated_row_is_stored_once_as_it_came_first(store: UsageStore) -> None:
     first, lost = row(1), row(1, incomplete=LOST, status=None)
     assert store.write([first, lost]) == store.write([row(2), first, row(3)]) == store.write([lost]) == 0
-    assert [(each["request_id"], each["incomplete"]) for each in kept(store.engine)] == [("req_1", None), ("req_2", None), ("req_3", None)]
+    assert [(each["request_id"], each["incomplete"]) for each in stored(store.engine)] == [
+        ("req_1", None),
+        ("req_2", None),
+        ("req_3", None),
+    ]
 
 
-def test_a_row_that_the_database_cannot_hold_keeps_no_other_waiting(store: UsageStore) -> None:
+def test_a_row_that_the_database_cannot_store_delays_no_other(store: UsageStore) -> None:
     """PostgreSQL's texts hold no NUL; SQLite takes everything that a row can say."""
     unfit = store.write([row(1), row(2, code="a\0b"), row(3)])
-    held = [each["request_id"] for each in kept(store.engine)]
+    held = [each["request_id"] for each in stored(store.engine)]
     assert (unfit, held) in ((1, ["req_1", "req_3"]), (0, ["req_1", "req_2", "req_3"]))
     assert unfit == (store.engine.dialect.name == "postgresql")
 
 
 def test_many_rows_are_written(store: UsageStore) -> None:
     assert store.write([row(number) for number in range(4001)]) == 0
-    assert len(kept(store.engine)) == 4001
+    assert len(stored(store.engine)) == 4001
 
 
 def test_old_rows_are_deleted_and_no_others(store: UsageStore) -> None:
     store.write([row(number, started=STARTED - 86400 * (number % 2)) for number in range(1300)])
     before = datetime.fromtimestamp(STARTED, UTC) - timedelta(hours=1)
     assert [store.prune(before), store.prune(before)] == [True, False]
-    assert [each["day"] for each in kept(store.engine)] == [date(2027, 1, 15)] * 650
+    assert [each["day"] for each in stored(store.engine)] == [date(2027, 1, 15)] * 650
 
 
 def test_the_steps_lead_to_the_table_as_it_is_declared(store: UsageStore) -> None:
@@ -106,7 +110,7 @@ def test_several_gateways_may_start_at_once(url: str, tmp_path: Path) -> None:
         each.join(60)
     assert outcomes == [0] * 4
     with closing(UsageStore(database_url(url, tmp_path))) as last:
-        assert len(kept(last.engine)) == 4
+        assert len(stored(last.engine)) == 4
 
 
 def test_a_table_of_a_later_version_is_left_alone(store: UsageStore) -> None:
@@ -115,7 +119,7 @@ def test_a_table_of_a_later_version_is_left_alone(store: UsageStore) -> None:
         connection.execute(text("UPDATE gateway_usage_schema SET version_num = '9999'"))
     with closing(UsageStore(store.engine.url)) as older, pytest.raises(DatabaseUnavailableError, match="9999"):
         older.write([row(2)])
-    assert len(kept(store.engine)) == 1
+    assert len(stored(store.engine)) == 1
 
 
 def test_a_database_that_is_away_says_so(tmp_path: Path) -> None:

@@ -27,15 +27,15 @@ from tests.support.money import price
 from tests.support.process import wait_for
 
 SHORTEST_PAUSE = 1.0
-"""Seconds after which a database that took nothing is tried again, at the earliest."""
+"""Seconds after which a database that accepted no rows is tried again, at the earliest."""
 
 
 def ledger(url: str, folder: Path, *, workers: int = 1, **more: str | None) -> AbstractContextManager[Ledger]:
     return running(conf.Ledger.model_validate({"url": SecretStr(url), **more}), folder, folder / "spool", workers)
 
 
-def kept(url: str, folder: Path) -> dict[str, str | None]:
-    """Each row's id and what is said of its completeness."""
+def stored(url: str, folder: Path) -> dict[str, str | None]:
+    """Return the `incomplete` of each row by its ID."""
     with closing(UsageStore(database_url(url, folder))) as store:
         store.write([])
         with store.engine.connect() as connection:
@@ -56,18 +56,18 @@ def test_rows_of_all_workers_reach_the_database(url: str, tmp_path: Path) -> Non
             one.journals[number % 2].append(payload(number))
         wait_for(lambda: one.written == 100 and spooled(one) == 0)
         wait_for(lambda: all(journal.read().rows == 0 for journal in one.journals))
-    assert set(kept(url, tmp_path)) == {f"req_{number}" for number in range(100)}
+    assert set(stored(url, tmp_path)) == {f"req_{number}" for number in range(100)}
 
 
-def test_what_comes_last_is_written_before_the_end(url: str, tmp_path: Path) -> None:
+def test_the_last_rows_are_written_before_the_ledger_stops(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         one.journals[0].append(payload(1))
         wait_for(lambda: one.written == 1)  # making the table may take longer than the end waits
         one.journals[0].append(payload(2))
-    assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
+    assert set(stored(url, tmp_path)) == {"req_1", "req_2"}
 
 
-def test_what_a_worker_had_under_way_when_it_died_is_told_as_lost(url: str, tmp_path: Path) -> None:
+def test_open_requests_of_a_dead_worker_are_recorded_as_lost(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         journal = one.journals[0]
         journal.open_slot(payload(1, incomplete=LOST))
@@ -76,10 +76,10 @@ def test_what_a_worker_had_under_way_when_it_died_is_told_as_lost(url: str, tmp_
         one.worker_gone(0)
         wait_for(lambda: one.written >= 2)
         assert journal.open_rows() == [] and journal.open_slot(payload(3, incomplete=LOST)) is not None
-    assert kept(url, tmp_path) == {"req_1": LOST, "req_2": None}
+    assert stored(url, tmp_path) == {"req_1": LOST, "req_2": None}
 
 
-def test_a_database_that_is_away_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_rows_wait_on_disk_for_an_unavailable_database(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/later/usage.db"
     with ledger(url, tmp_path) as one:
         for number in range(50):
@@ -90,11 +90,11 @@ def test_a_database_that_is_away_keeps_nobody_waiting(tmp_path: Path) -> None:
         (tmp_path / "later").mkdir()
         wait_for(lambda: one.written == 50 and spooled(one) == 0)
         assert one.unavailable is None and rows_total(one, "dropped") == 0
-    assert len(kept(url, tmp_path)) == 50
+    assert len(stored(url, tmp_path)) == 50
 
 
 @pytest.mark.parametrize("retention", [None, "1h"])
-def test_a_database_that_is_back_is_told_of_though_nobody_asks_for_anything(tmp_path: Path, retention: str | None) -> None:
+def test_an_available_database_is_reported_without_new_rows(tmp_path: Path, retention: str | None) -> None:
     url = f"sqlite:///{tmp_path}/later/usage.db"
     with ledger(url, tmp_path, retention=retention) as one:
         wait_for(lambda: one.status()["away"] is not None)
@@ -113,17 +113,17 @@ def test_rows_wait_for_the_database_from_one_start_to_the_next(tmp_path: Path) -
         one.journals[0].append(payload(2))
         (tmp_path / "later").mkdir()
         wait_for(lambda: one.written == 2)
-    assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
+    assert set(stored(url, tmp_path)) == {"req_1", "req_2"}
 
 
-def test_what_a_worker_saved_is_found_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
+def test_rows_that_a_worker_saved_are_found_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         save(one.folder, frame(payload(1)), [payload(2, incomplete=LOST), payload(1, incomplete=LOST)])
         wait_for(lambda: one.written == 3)
-    assert kept(url, tmp_path) == {"req_1": None, "req_2": LOST}
+    assert stored(url, tmp_path) == {"req_1": None, "req_2": LOST}
 
 
-def test_a_disk_that_fails_is_passed_by(url: str, tmp_path: Path) -> None:
+def test_rows_go_to_the_database_if_the_disk_fails(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         one.folder.rename(tmp_path / "elsewhere")
         one.journals[0].append(payload(1))
@@ -131,10 +131,10 @@ def test_a_disk_that_fails_is_passed_by(url: str, tmp_path: Path) -> None:
         (tmp_path / "elsewhere").rename(one.folder)
         one.journals[0].append(payload(2))
         wait_for(lambda: one.written == 2)
-    assert set(kept(url, tmp_path)) == {"req_1", "req_2"}
+    assert set(stored(url, tmp_path)) == {"req_1", "req_2"}
 
 
-def test_a_file_of_the_spool_that_cannot_be_read_holds_up_no_other(tmp_path: Path) -> None:
+def test_an_unreadable_spool_file_delays_no_other(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/later/usage.db"
     with ledger(url, tmp_path) as one:
         one.journals[0].append(payload(1))
@@ -146,7 +146,7 @@ def test_a_file_of_the_spool_that_cannot_be_read_holds_up_no_other(tmp_path: Pat
         (tmp_path / "later").mkdir()
         wait_for(lambda: one.written == 1 and spooled(one) == 0)
         assert rows_total(one, "dropped") == 1 and one.unavailable is None
-    assert set(kept(url, tmp_path)) == {"req_2"}
+    assert set(stored(url, tmp_path)) == {"req_2"}
 
 
 def test_without_disk_and_database_rows_wait_in_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -161,10 +161,10 @@ def test_without_disk_and_database_rows_wait_in_memory(tmp_path: Path, caplog: p
         (tmp_path / "later").mkdir()
         wait_for(lambda: one.written >= 2)
         (tmp_path / "elsewhere").rename(one.folder)
-    assert kept(url, tmp_path) == {"req_1": None, "req_2": LOST}
+    assert stored(url, tmp_path) == {"req_1": None, "req_2": LOST}
 
 
-def test_what_is_no_row_is_counted_and_passed_by(url: str, tmp_path: Path) -> None:
+def test_an_invalid_row_is_counted_and_skipped(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         one.journals[0].append(b"\xc1 no MessagePack")
         one.journals[0].append(payload(1))
@@ -172,24 +172,24 @@ def test_what_is_no_row_is_counted_and_passed_by(url: str, tmp_path: Path) -> No
         assert rows_total(one, "dropped") == 1
 
 
-def test_rows_are_deleted_when_their_time_is_over(url: str, tmp_path: Path) -> None:
+def test_rows_are_deleted_after_the_retention_time(url: str, tmp_path: Path) -> None:
     now = datetime.now(UTC).timestamp()
     with closing(UsageStore(database_url(url, tmp_path))) as store:
         store.write([row(number, started=now - (86400 if number < 600 else 60)) for number in range(605)])
     with ledger(url, tmp_path, retention="1h"):
-        wait_for(lambda: len(kept(url, tmp_path)) == 5)
+        wait_for(lambda: len(stored(url, tmp_path)) == 5)
 
 
-def test_what_is_kept_for_thousands_of_years_is_kept(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_retention_of_thousands_of_years_deletes_nothing(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with ledger(url, tmp_path, retention="999999d") as one:
         wait_for(lambda: one._prune_at > 0 or caplog.records)
         one.journals[0].append(payload(1))
         wait_for(lambda: one.written == 1)
-    assert len(kept(url, tmp_path)) == 1
+    assert len(stored(url, tmp_path)) == 1
     assert [record.message for record in caplog.records if record.name == "vllm_gateway.ledger"] == []
 
 
-async def test_it_answers_while_it_runs(url: str, tmp_path: Path) -> None:
+async def test_queries_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
     with ledger(url, tmp_path) as one:
         one.journals[0].append(payload(1, started=datetime.now(UTC).timestamp(), price=price(1.0, 1.0)))
         wait_for(lambda: one.written == 1)
@@ -201,8 +201,8 @@ async def test_it_answers_while_it_runs(url: str, tmp_path: Path) -> None:
             await one.usage({"by": "color"})
 
 
-class AwayStore(UsageStore):
-    """Its database takes nothing; it counts how often it was tried."""
+class UnavailableStore(UsageStore):
+    """A store whose database accepts no rows. It counts the attempts."""
 
     tries = 0
 
@@ -211,8 +211,8 @@ class AwayStore(UsageStore):
         raise DatabaseUnavailableError("refused")
 
 
-def test_while_the_last_rows_are_collected_a_database_that_is_away_is_not_tried_without_a_pause(tmp_path: Path) -> None:
-    with spool(tmp_path / "spool") as waiting, closing(AwayStore(database_url("sqlite:///usage.db", tmp_path))) as store:
+def test_an_unavailable_database_is_retried_with_pauses_during_the_stop(tmp_path: Path) -> None:
+    with spool(tmp_path / "spool") as waiting, closing(UnavailableStore(database_url("sqlite:///usage.db", tmp_path))) as store:
         waiting.append(frame(payload(1)), 1)
         one = Ledger([], waiting, store, None)
         delivering = threading.Thread(target=one.deliver)
