@@ -62,6 +62,9 @@ AT_ONCE: dict[str, Reply] = {
 }
 AUDIO: dict[str, audio.Task] = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
 
+_UNCOUNTED = frozenset({"/metrics", "/health", "/load", "/ping", "/version"})
+"""Paths that vLLM's API server does not count (entrypoints/serve/instrumentator/metrics.py)."""
+
 
 class Fast(JSONResponse):
     """JSON as vLLM writes it: compact, UTF-8."""
@@ -112,7 +115,11 @@ class Simulator:
         if not entry.path.startswith("/sim/"):
             self.journal.open(entry)
         scope["state"]["entry"] = entry
-        await self._recorded(entry, scope, receive, send)
+        try:
+            await self._recorded(entry, scope, receive, send)
+        finally:
+            if entry.path not in _UNCOUNTED and not entry.path.startswith("/sim/"):
+                self.engine.metrics.responses[entry.path, entry.method, f"{str(entry.status or 500)[0]}xx"] += 1
 
     async def _recorded(self, entry: JournalEntry, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body into the entry, pass it on to the application, and record the status of the response."""

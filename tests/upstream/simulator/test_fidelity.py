@@ -9,14 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx2
 import pytest
 
+from tests.support.process import wait_for
 from tests.support.shared import Shared
 from tests.upstream.simulator import test_process as simulator
 from tests.vllm import server as vllm
+from upstream.vllm.engine_counters import EngineCounters, parse_counters
 
 pytestmark = [
     pytest.mark.vllm,
@@ -349,11 +351,62 @@ def test_metrics_have_the_same_names_types_and_labels(clients: tuple[httpx2.Clie
         assert theirs.get(name) == labels, name
 
 
+def test_counters_count_the_same(clients: tuple[httpx2.Client, httpx2.Client]) -> None:
+    """A prompt is counted for each of its choices, and a finished request is in the totals and in the histograms."""
+    body = {**PLAIN_QUESTION, "temperature": 1, "n": 3, "max_tokens": 5}
+    for client in clients:
+        before = _counters(client)
+        usage = client.post(CHAT, json=body).json()["usage"]
+        prompt, completion = 3 * usage["prompt_tokens"], usage["completion_tokens"]
+        _until_counted(client, before, Growth(prompt, completion, prompt, completion, 1))
+
+
+def test_an_aborted_request_is_in_the_totals_alone(clients: tuple[httpx2.Client, httpx2.Client]) -> None:
+    body = {**PLAIN_QUESTION, **RUNNING, "ignore_eos": True, "max_tokens": 2000, "simulate": {"tokens": 2000, "tokens_per_second": 50}}
+    del body["chat_template_kwargs"]
+    for client in clients:
+        before = _counters(client)
+        with client.stream("POST", CHAT, json=body) as response:
+            line = next(line for line in response.iter_lines() if '"completion_tokens"' in line)
+            usage = json.loads(line.removeprefix("data: "))["usage"]
+        wait_for(lambda: _counters(client).unfinished == 0 and _counters(client).responses == (before.responses or 0) + 1)  # noqa: B023
+        after = _counters(client)
+        assert after.prompt - before.prompt == usage["prompt_tokens"]
+        assert after.generation - before.generation >= usage["completion_tokens"]
+        assert (after.finished_prompt, after.finished_generation) == (before.finished_prompt, before.finished_generation)
+
+
+def _counters(client: httpx2.Client) -> EngineCounters:
+    found = parse_counters(client.get("/metrics").content)
+    assert found is not None and found.started > 0
+    return found
+
+
+class Growth(NamedTuple):
+    """The growth of a server's counters."""
+
+    prompt: int
+    generation: int
+    finished_prompt: int
+    finished_generation: int
+    responses: int
+
+
+def _until_counted(client: httpx2.Client, before: EngineCounters, expected: Growth) -> None:
+    """Wait until the counters have grown as expected; vLLM counts a moment after its response."""
+
+    def grown() -> Growth:
+        after = _counters(client)
+        return Growth(*(getattr(after, name) - getattr(before, name) for name in Growth._fields))
+
+    wait_for(lambda: grown() == expected, why=lambda: f"{grown()}, not {expected}")
+
+
 def _series(text: str) -> dict[str, Any]:
-    """Of each of vLLM's series its type and its labels' names."""
+    """Return the type and the names of the labels of vLLM's series, and of those of its API server that the gateway reads."""
     types = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE))
     found: dict[str, Any] = {}
-    for name, labels in re.findall(r"^(vllm:\w+)\{(.*)\} \S+$", text, re.MULTILINE):
+    for name, labels in re.findall(r"^(vllm:\w+|http_requests_total|process_start_time_seconds)(?:\{(.*)\})? \S+$", text, re.MULTILINE):
         family = name if name in types else re.sub(r"_(bucket|count|sum|created)$", "", name)
         found[name] = (types.get(family), sorted(re.findall(r"(\w+)=", labels)))
     return found

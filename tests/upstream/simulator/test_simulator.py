@@ -189,8 +189,23 @@ def test_the_counters_are_the_sum_of_usage_and_of_truncated_responses(simulated:
     made = 4 * 4 + 2
     until(lambda: [entry["outcome"] != "open" for entry in simulated.requests() if entry["path"].startswith("/v1/")] == [True] * made)
     entries = simulated.requests()
-    assert simulated.metric("vllm:prompt_tokens_total") - before[0] == sum(entry["prompt_tokens"] for entry in entries)
+    prompts = sum(entry["prompt_tokens"] * (entry["body"] or {}).get("n", 1) for entry in entries)  # vLLM counts a prompt for each choice
+    assert simulated.metric("vllm:prompt_tokens_total") - before[0] == prompts
     assert simulated.metric("vllm:generation_tokens_total") - before[1] == sum(entry["completion_tokens"] for entry in entries)
+
+
+def test_only_requests_that_the_engine_has_finished_are_in_its_histograms() -> None:
+    with running() as one:
+        usage = one.chat(n=3, temperature=1).json()["usage"]
+        one.post("/v1/embeddings", {"input": ["a", "b"]})
+        finished = [one.metric(f"vllm:request_{kind}_tokens_sum") for kind in ("prompt", "generation")]
+        assert finished == [one.metric(f"vllm:{kind}_tokens_total") for kind in ("prompt", "generation")]
+        assert finished[0] > 3 * usage["prompt_tokens"] and finished[1] == usage["completion_tokens"]
+        assert one.metric("vllm:request_generation_tokens_count") == 5
+        everything(raw(one, {"messages": HELLO, "stream": True, "simulate": {"cut_after": 5}}))
+        assert [one.metric(f"vllm:request_{kind}_tokens_sum") for kind in ("prompt", "generation")] == finished
+        assert one.metric("vllm:generation_tokens_total") > finished[1]
+        assert one.metric("http_requests_total", handler="/v1/chat/completions", method="POST", status="2xx") == 2
 
 
 def test_what_the_journal_counts_is_the_usage(simulated: Simulated) -> None:

@@ -18,7 +18,7 @@ from upstream.simulator.behavior import Behavior
 from upstream.simulator.engine.metrics import ServerMetrics
 from upstream.simulator.engine.prefix_cache import PrefixCache
 from upstream.simulator.flags import StartOptions
-from upstream.simulator.text.plan import Choice, Plan, Token
+from upstream.simulator.text.plan import Plan, Token
 
 DIED = 1
 
@@ -102,9 +102,8 @@ class Engine:
             self._settle(slot, time.monotonic() - began)
 
     def _settle(self, slot: Slot, seconds: float) -> None:
-        self.metrics.finished[slot.finish or "abort"] += 1
-        self.metrics.whole.observe(seconds)
-        self.metrics.generation_lengths.observe(slot.made)
+        if slot.finish is not None:  # vLLM observes no request that its client has aborted
+            self.metrics.whole.observe(seconds)
 
     def count_response(self) -> None:
         """Count a complete response, and exit if the server is configured to exit after it."""
@@ -134,22 +133,27 @@ class Engine:
             await self._pace(slot, behavior, number)
             if slot.aborted or _reached(behavior.abort_after, slot.made):
                 slot.finish = "abort"
-                yield [Emission(at, None, "abort") for at, choice in enumerate(plan.choices) if len(choice.tokens) > number]
+                unfinished = [at for at, choice in enumerate(plan.choices) if len(choice.tokens) > number]
+                for at in unfinished:
+                    self._observe_finished(plan, at, "abort", number)
+                yield [Emission(at, None, "abort") for at in unfinished]
                 return
             if _reached(behavior.error_after, slot.made):
                 slot.finish = "error"
                 raise errors.engine_dead()
-            yield self._step(slot, plan.choices, number, behavior)
+            yield self._step(slot, plan, number, behavior)
+        if not plan.choices:
+            for prompt in plan.prompts:
+                self.metrics.observe_finished("stop", len(prompt.ids), 0)
         slot.finish = slot.finish or "stop"
 
     def _prefill(self, slot: Slot, plan: Plan, seconds: float) -> None:
         slot.prompt_tokens = plan.prompt_tokens
         slot.cached = sum(self._cache.admit(prompt.ids, plan.cache_salt) for prompt in plan.prompts)
-        self.metrics.prompt_tokens += slot.prompt_tokens
+        self.metrics.prompt_tokens += slot.prompt_tokens * _choices_per_prompt(plan)
         self.metrics.cache_queries += slot.prompt_tokens
         self.metrics.cache_hits += slot.cached
         self.metrics.queue.observe(0.0)
-        self.metrics.prompt_lengths.observe(slot.prompt_tokens)
         self.metrics.first_token.observe(seconds)
 
     async def _pace(self, slot: Slot, behavior: Behavior, number: int) -> None:
@@ -161,21 +165,32 @@ class Engine:
         elif number:
             await asyncio.sleep(0)
 
-    def _step(self, slot: Slot, choices: tuple[Choice, ...], number: int, behavior: Behavior) -> list[Emission]:
+    def _step(self, slot: Slot, plan: Plan, number: int, behavior: Behavior) -> list[Emission]:
         emissions = []
-        for at, choice in enumerate(choices):
+        for at, choice in enumerate(plan.choices):
             if number < len(choice.tokens):
                 last = number == len(choice.tokens) - 1
                 emissions.append(Emission(at, choice.tokens[number], choice.finish if last else None, choice.stop if last else None))
                 self._made(slot, behavior)
                 slot.finish = choice.finish if last else slot.finish
+                if last:
+                    self._observe_finished(plan, at, choice.finish, len(choice.tokens))
         return emissions
+
+    def _observe_finished(self, plan: Plan, at: int, finish: str, made: int) -> None:
+        """Count a choice as vLLM counts it: as a request of its own, with its prompt."""
+        prompt = plan.prompts[at // _choices_per_prompt(plan)]
+        self.metrics.observe_finished(finish, len(prompt.ids), made)
 
     def _made(self, slot: Slot, behavior: Behavior) -> None:
         slot.made += 1
         self.metrics.generation_tokens += 1
         if _reached(behavior.die_after, slot.made) or _reached(self._start.die_after_tokens, self.metrics.generation_tokens):
             os._exit(DIED)
+
+
+def _choices_per_prompt(plan: Plan) -> int:
+    return max(len(plan.choices) // max(len(plan.prompts), 1), 1)
 
 
 def _reached(limit: int | None, made: int) -> bool:

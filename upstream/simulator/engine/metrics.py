@@ -1,11 +1,13 @@
 """The metrics of the simulator, and their text on /metrics.
 
-Owns the counters. The rule: a prompt is counted when its first token is due, and a generated token when it is generated. So the counters
-are the sum of the reported usage and of the tokens of truncated requests. Names and labels are vLLM's (v1/metrics/loggers.py).
+Owns the counters. The rules are vLLM's: a prompt is counted when its first token is due, once for each of its choices; a generated
+token is counted when it is generated; the histograms have only requests that the engine has finished, not those that a client has aborted.
+Names and labels are vLLM's (v1/metrics/loggers.py).
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator
@@ -69,6 +71,15 @@ class ServerMetrics:
         self.queue = Histogram(_SECONDS)
         self.prompt_lengths = Histogram(_TOKENS)
         self.generation_lengths = Histogram(_TOKENS)
+        self.started = time.time()
+        self.responses: Counter[tuple[str, str, str]] = Counter()
+        """HTTP responses by path, method and class of the status, as vLLM's API server counts them."""
+
+    def observe_finished(self, finish: str, prompt: int, made: int) -> None:
+        """Count a request that the engine has finished: its ``prompt`` tokens, and the tokens that it has ``made``."""
+        self.finished[finish] += 1
+        self.prompt_lengths.observe(prompt)
+        self.generation_lengths.observe(made)
 
     def text(self, model: str) -> str:
         """Return the Prometheus text format 1.0.0. ``model``: the first served name."""
@@ -85,6 +96,11 @@ class ServerMetrics:
         for name, meaning, histogram in self._histograms():
             yield from _headed(f"vllm:{name}", "histogram", meaning)
             yield from _histogram(f"vllm:{name}", labels, histogram)
+        yield from _headed("http_requests_total", "counter", "Total number of requests by method, status and handler.")
+        for (handler, method, status), count in self.responses.items():
+            yield f'http_requests_total{{handler="{_escaped(handler)}",method="{method}",status="{status}"}} {float(count)}'
+        yield from _headed("process_start_time_seconds", "gauge", "Start time of the process since unix epoch in seconds.")
+        yield f"process_start_time_seconds {self.started}"
 
     def _singles(self) -> tuple[tuple[str, str, str, float], ...]:
         return (

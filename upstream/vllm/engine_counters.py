@@ -1,0 +1,85 @@
+"""The token counters of a vLLM server, from the text of its metrics.
+
+vLLM counts tokens twice. The totals count each token when it is made. The histograms count the tokens of a request when the engine has
+finished it, so a request that its client aborted is never in them (``OutputProcessor`` in vllm/v1/engine/output_processor.py). Both count
+the prompt once for each of ``n`` choices. The rule: the counters of all engines of a server (data parallel) are summed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_VALUE = re.compile(
+    rb"^(vllm:prompt_tokens_total|vllm:generation_tokens_total|vllm:request_prompt_tokens_sum|vllm:request_generation_tokens_sum"
+    rb"|vllm:num_requests_running|vllm:num_requests_waiting|process_start_time_seconds)(?:\{.*\})? (\S+)$",
+    re.MULTILINE,
+)
+_RESPONSES = re.compile(rb'^http_requests_total\{([^}]*method="POST"[^}]*)\} (\S+)$', re.MULTILINE)
+_RESPONSES_DECLARED = b"# TYPE http_requests_total counter"
+_HANDLER = re.compile(rb'handler="([^"]*)"')
+_WITHOUT_ENGINE = frozenset(
+    {
+        b"none",
+        b"/tokenize",
+        b"/detokenize",
+        b"/v1/messages/count_tokens",
+        b"/sleep",
+        b"/wake_up",
+        b"/collective_rpc",
+        b"/v1/load_lora_adapter",
+        b"/v1/unload_lora_adapter",
+    }
+)
+"""Handlers of POST requests that never reach the engine."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineCounters:
+    """The counters of one server at one moment. All but ``started`` and ``unfinished`` only grow while the server runs.
+
+    ``started``: when its process started, in milliseconds since the epoch; 0 if it does not report it, as with several API server
+    processes. ``prompt``, ``generation``: all tokens. ``finished_prompt``, ``finished_generation``: those of finished requests.
+    ``responses``: HTTP responses of routes that use the engine, None if the server does not count them. ``unfinished``: requests that run
+    or wait in the engine.
+    """
+
+    started: int
+    prompt: int
+    generation: int
+    finished_prompt: int
+    finished_generation: int
+    responses: int | None
+    unfinished: int
+
+
+def parse_counters(text: bytes) -> EngineCounters | None:
+    """Parse the text of GET /metrics. Returns None if it has no token counters, or an invalid number."""
+    sums: dict[bytes, float] = {}
+    try:
+        for name, value in _VALUE.findall(text):
+            sums[name] = sums.get(name, 0.0) + float(value)
+        names = (b"prompt_tokens_total", b"generation_tokens_total", b"request_prompt_tokens_sum", b"request_generation_tokens_sum")
+        prompt, generation, finished_prompt, finished_generation = (int(sums[b"vllm:" + name]) for name in names)
+        return EngineCounters(
+            started=round(sums.get(b"process_start_time_seconds", 0.0) * 1000),
+            prompt=prompt,
+            generation=generation,
+            finished_prompt=finished_prompt,
+            finished_generation=finished_generation,
+            responses=_responses(text),
+            unfinished=int(sums.get(b"vllm:num_requests_running", 0.0) + sums.get(b"vllm:num_requests_waiting", 0.0)),
+        )
+    except (KeyError, ValueError, OverflowError):
+        return None
+
+
+def _responses(text: bytes) -> int | None:
+    found = _RESPONSES.findall(text)
+    if not found and _RESPONSES_DECLARED not in text:
+        return None
+    total = 0
+    for labels, value in found:
+        handler = _HANDLER.search(labels)
+        total += 0 if handler is None or handler[1] in _WITHOUT_ENGINE else int(float(value))
+    return total
