@@ -308,6 +308,12 @@ ENGINE = Dashboard(
             "The gateway counts when a response finishes, vLLM during generation.",
         ),
         Panel(
+            "Unbilled tokens in an hour",
+            "short",
+            (('max by (model, reason) (increase(vllm_gateway_unbilled_tokens_total{model=~"$model"}[1h]))', "{{model}} {{reason}}"),),
+            "Counted by vLLM and not in the ledger, by the reason. Only with `ledger`.",
+        ),
+        Panel(
             "Prefix cache hits",
             "percentunit",
             (

@@ -92,7 +92,7 @@ ROUTES = (
         "`truncated`: only the groups with the most tokens are listed.",
         {200: "the rows", 400: "invalid query", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
         (JSON,),
-        queries=("by", "since", "until", "key", "team", "model"),
+        queries=("by", "since", "until", "key", "team", "model", "reconcile"),
     ),
     Described(
         "/limits",

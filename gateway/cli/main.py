@@ -225,6 +225,9 @@ def usage(
     ] = None,
     team: Annotated[str | None, typer.Option(metavar="ID", help="Only this team.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(metavar="ID", help="Only this model.", show_default=False)] = None,
+    reconcile: Annotated[
+        bool, typer.Option("--reconcile", help="Compare with the servers' own token counters, by model and server.", show_default=False)
+    ] = False,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
     admin: AdminUrl = None,
     token_file: TokenFile = None,
@@ -232,32 +235,48 @@ def usage(
     """Show usage by key, model and so on, from the ledger.
 
     Reads the ledger's database, whether the gateway runs or not, or with --admin a gateway elsewhere. Days and times are UTC.
+
+    With --reconcile, it compares the ledger's tokens with those that the servers have counted, and explains the difference.
     """
     from rich.console import Console
 
     from gateway.config import ConfigurationError, load
     from gateway.ledger.errors import DatabaseUnavailableError, QueryError
     from gateway.ledger.output import FORMATS
-    from gateway.ledger.queries import UsageReport, parse_query, parse_report, query_ledger
+    from gateway.ledger.queries import DEFAULT_BY, UsageReport, parse_query, parse_report, query_ledger
+    from gateway.ledger.reconciliation_output import FORMATS as RECONCILIATION_FORMATS
+    from gateway.ledger.reconciliation_queries import parse_reconciliation, parse_reconciliation_query, reconcile_ledger
 
-    def shown(report: UsageReport) -> None:
-        FORMATS[form](report, Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+
+    def show_usage(report: UsageReport) -> None:
+        FORMATS[form](report, console)
         if report.truncated:
             say_error(f"only the {len(report.sums):,} groups with the most tokens are shown; narrow the query", 0)
 
-    given = {"by": by, "since": since, "until": until, "key": key, "team": team, "model": model}
-    filters = {name: value for name, value in given.items() if value is not None}
+    def shown(document: Mapping[str, Any]) -> None:
+        if reconcile:
+            RECONCILIATION_FORMATS[form](parse_reconciliation(document), console)
+        else:
+            show_usage(parse_report(document))
+
+    given = {"by": None if reconcile and by == DEFAULT_BY else by, "since": since, "until": until, "key": key, "team": team, "model": model}
+    parameters = {name: value for name, value in (given | {"reconcile": "true" if reconcile else None}).items() if value is not None}
     if form not in FORMATS:
         return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     try:
-        parse_query(filters, datetime.now(UTC))
+        (parse_reconciliation_query if reconcile else parse_query)(parameters, datetime.now(UTC))
         configured = config_file(file, config)
         if admin is not None or token_file is not None:
-            return call_gateway(Where(configured, admin, token_file), lambda gateway: shown(parse_report(gateway.usage(filters))))
+            return call_gateway(Where(configured, admin, token_file), lambda gateway: shown(gateway.usage(parameters)))
         settings = load(configured).ledger
         if settings is None:
             return say_error(f"{configured} has no ledger", FAILED)
-        shown(query_ledger(settings, Path(os.path.abspath(configured)).parent, filters))
+        folder = Path(os.path.abspath(configured)).parent
+        if reconcile:
+            RECONCILIATION_FORMATS[form](reconcile_ledger(settings, folder, parameters), console)
+        else:
+            show_usage(query_ledger(settings, folder, parameters))
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
     except QueryError as error:

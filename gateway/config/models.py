@@ -531,6 +531,7 @@ class Ledger(Section):
     retention: Duration | None = Field(default=None, description="age after which rows are deleted; default: never")
     user: Flag = Field(default=False, description="store a request's `user`")
     metadata: Flag = Field(default=False, description="store a request's `metadata`")
+    sample_interval: Duration = _quantity("15s", "time between two samples of the servers' token counters, for `usage --reconcile`")
 
 
 def _ledger(value: object, info: ValidationInfo) -> object:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway import config as conf
 from gateway.admin import unix_socket
 from gateway.admin.app import application
 from gateway.admin.connection import AdminConnections, AdminProtocol
@@ -47,6 +48,7 @@ from upstream.discovery import Cluster
 from upstream.vllm.command_line import inherited
 
 if TYPE_CHECKING:
+    from gateway.control.engine_sampler import EngineSampler
     from gateway.ledger.writer import Ledger
 
 _BACKLOG = 4096
@@ -96,7 +98,10 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
 
         # Serve operators, and start the tasks that run until the end.
         await stack.enter_async_context(_background(manager.run(control.readiness)))
-        shown = application(Report(control, ledger), AdminOperations(control, reloader, stop_requests))
+        report = Report(control, ledger)
+        if config.ledger is not None and ledger is not None:
+            await stack.enter_async_context(_background(_sampler(config.ledger, control, report, ledger).run()))
+        shown = application(report, AdminOperations(control, reloader, stop_requests))
         token = config.server.admin.token
         guarded = Guard(shown, None if token is None else token.get_secret_value(), config.server.admin.host)
         critical.add(await stack.enter_async_context(_served(guarded, admin, control)))
@@ -189,6 +194,13 @@ def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
         return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, folder, config.server.workers))
     except (SpoolLockedError, OSError) as error:
         raise StartError(f"the ledger's spool cannot be opened: {error}") from error
+
+
+def _sampler(settings: conf.Ledger, control: Control, report: Report, ledger: Ledger) -> EngineSampler:
+    """Compose what samples the servers' token counters for the ledger."""
+    from gateway.control.engine_sampler import EngineSampler  # it loads SQLAlchemy
+
+    return EngineSampler(report.engines, lambda: control.config, control.workers.boards, ledger, settings.sample_interval)
 
 
 def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:

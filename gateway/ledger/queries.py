@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -28,7 +29,7 @@ from gateway.snapshot.money import NANO, json_number
 MAX_GROUPS = 50_000
 """Lines of a report. Clients choose the values of ``user``, so their number must be bounded."""
 
-_DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
+DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
 _MONTH = re.compile(r"\d{4}-\d{2}")
 _LONGEST_QUERY = 3600.0  # seconds
@@ -111,7 +112,7 @@ def parse_query(parameters: Mapping[str, str], now: datetime) -> UsageQuery:
     for parameter in parameters:
         if parameter not in known:
             raise QueryError(f"there is no parameter {parameter}{did_you_mean(parameter, known)}")
-    by = tuple(dict.fromkeys(part.strip() for part in parameters.get("by", _DEFAULT_BY).split(",")))
+    by = tuple(dict.fromkeys(part.strip() for part in parameters.get("by", DEFAULT_BY).split(",")))
     for part in by:
         if not is_dimension(part):
             raise QueryError(f"usage is not shown by {part or 'nothing'}{did_you_mean(part, CHOICES)}: choose from {', '.join(CHOICES)}")
@@ -222,13 +223,21 @@ def _order(query: UsageQuery, each: UsageSum) -> tuple[Any, ...]:
 
 def query_ledger(settings: conf.Ledger, beside: Path, parameters: Mapping[str, str]) -> UsageReport:
     """Query the ledger of a configuration in the folder ``beside``. Raises QueryError and DatabaseUnavailableError."""
-    query, url = parse_query(parameters, datetime.now(UTC)), database_url(settings.url.get_secret_value(), beside)
+    query = parse_query(parameters, datetime.now(UTC))
+    with open_ledger(settings, beside) as engine:
+        return run_query(engine, query)
+
+
+@contextmanager
+def open_ledger(settings: conf.Ledger, beside: Path) -> Iterator[Engine]:
+    """Open the ledger of a configuration in the folder ``beside``. Raises DatabaseUnavailableError."""
+    url = database_url(settings.url.get_secret_value(), beside)
     if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
         raise DatabaseUnavailableError(
             f"there is no file {url.database}; the gateway creates it with its first row"
         )  # a query would create it
     engine = create_database_engine(url)
     try:
-        return run_query(engine, query)
+        yield engine
     finally:
         engine.dispose()

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TextIO
 
 import msgspec
 
+from gateway.api.lax_int import lax_int
 from gateway.api.routes import ENDPOINTS
 from gateway.api.usage import Usage
 from gateway.ledger.journal import Journal
@@ -27,6 +28,8 @@ _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; after another backsla
 _METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
 _NOTHING = Usage()
 _ENDPOINTS = frozenset(ENDPOINTS)
+_WITH_CHOICES = frozenset({"/v1/chat/completions", "/v1/completions"})  # elsewhere `n` is ignored
+_MOST_CHOICES = 2**31 - 1  # of an integer column
 
 
 class OpenStream(Protocol):
@@ -43,6 +46,7 @@ class _OpenRequest(msgspec.Struct, frozen=True, gc=False):
     prices: Mapping[str, Price | None]
     user: str | None
     metadata: dict[str, Any] | None
+    choices: int | None
 
 
 class Recorder:
@@ -87,6 +91,7 @@ class Recorder:
             self._prices,
             user,
             _metadata(body.get("metadata")) if self._with_metadata else None,
+            _choices(body["n"]) if "n" in body and endpoint in _WITH_CHOICES else None,
         )
 
     def _end_user(self, key: Key, body: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str | None:
@@ -152,6 +157,7 @@ class Recorder:
             open_request.user if open_request else None,
             open_request.metadata if open_request else None,
             record.estimated_by,
+            choices=open_request.choices if open_request else None,
         )
 
     def save(self, folder: Path, stream: TextIO) -> None:
@@ -177,6 +183,12 @@ def _text(value: bytes) -> str:
 
 def _user(value: object) -> str | None:
     return value[:USER_LIMIT].replace("\0", "") if isinstance(value, str) else None
+
+
+def _choices(value: object) -> int | None:
+    """Return the number of choices, None for one, which most requests have."""
+    number = value if type(value) is int else lax_int(value)
+    return number if number is not None and 1 < number <= _MOST_CHOICES else None
 
 
 def _metadata(value: object) -> dict[str, Any] | None:

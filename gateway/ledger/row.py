@@ -31,7 +31,7 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``incomplete`` is as in ``RequestRecord``, or LOST. The tokens are the settlement's, and ``estimated_by`` is how they were estimated, if
     they were. ``chunks`` is 0; in a row of version 0.1, the events of a truncated stream after its first one. ``price`` is the model's, as
-    it was when the model was chosen.
+    it was when the model was chosen. ``choices`` is the request's ``n``, None for one.
     """
 
     id: str
@@ -59,6 +59,7 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     metadata: dict[str, Any] | None = None
     estimated_by: str | None = None
     session: str | None = None
+    choices: int | None = None
 
     @property
     def generated(self) -> tuple[int | None, bool]:

@@ -1,4 +1,6 @@
-"""The ledger's one table, the same in SQLite and PostgreSQL, and the values of a row in it.
+"""The ledger's tables, the same in SQLite and PostgreSQL, and the values of a row of usage.
+
+``gateway_usage`` has a row for each request; ``gateway_engine_samples`` has the engines' own token counters, for the reconciliation.
 
 The rule: columns are only changed by a migration (``migrations/``), and a test compares the two. Times are UTC. Money is in whole
 billionths of the operator's currency, so sums are exact in both databases.
@@ -47,8 +49,26 @@ USAGE = Table(
     Column("metadata", _JSON),
     Column("estimated_by", String),
     Column("session_id", String),
+    Column("choices", Integer),
     Index("gateway_usage_time", "time"),
     Index("gateway_usage_key_time", "key", "time"),
+)
+
+ENGINE_SAMPLES = Table(
+    "gateway_engine_samples",
+    METADATA,
+    Column("server", String, primary_key=True),
+    Column("started", BigInteger, primary_key=True, autoincrement=False),
+    Column("slot", BigInteger, primary_key=True, autoincrement=False),
+    Column("quiet", Boolean, primary_key=True),
+    Column("time", DateTime(timezone=True), nullable=False),
+    Column("model", String, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("completion_tokens", BigInteger, nullable=False),
+    Column("finished_prompt_tokens", BigInteger, nullable=False),
+    Column("finished_completion_tokens", BigInteger, nullable=False),
+    Column("responses", BigInteger),
+    Index("gateway_engine_samples_time", "time"),
 )
 
 
@@ -83,6 +103,7 @@ def values(row: UsageRow) -> list[Any]:
         row.metadata,
         row.estimated_by or (Method.EVENTS if estimated else None),
         row.session,
+        row.choices,
     ]
 
 

@@ -13,7 +13,7 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from functools import lru_cache
@@ -28,9 +28,10 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
 
+from gateway.ledger.engine_samples import write_samples
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import UsageRow
-from gateway.ledger.schema import USAGE, values
+from gateway.ledger.schema import ENGINE_SAMPLES, USAGE, values
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 # One gateway at a time, until the transaction ends. The number is arbitrary but unique to this project.
@@ -148,12 +149,22 @@ class UsageStore:
         except _UNAVAILABLE as error:
             raise DatabaseUnavailableError(reason(error)) from error
 
+    def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write rows of engine samples. Raises DatabaseUnavailableError."""
+        try:
+            self._prepare()
+            with self.engine.begin() as connection:
+                write_samples(connection, rows)
+        except _UNAVAILABLE as error:
+            raise DatabaseUnavailableError(reason(error)) from error
+
     def prune(self, before: datetime) -> bool:
-        """Delete some of the older rows; returns True if there may be more. Raises DatabaseUnavailableError."""
+        """Delete the older samples and some of the older rows; True if there may be more rows. Raises DatabaseUnavailableError."""
         old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(_PRUNED)
         try:
             self._prepare()
             with self.engine.begin() as connection:
+                connection.execute(delete(ENGINE_SAMPLES).where(ENGINE_SAMPLES.c.time < before))
                 return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _PRUNED
         except _UNAVAILABLE as error:
             raise DatabaseUnavailableError(reason(error)) from error

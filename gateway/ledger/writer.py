@@ -26,10 +26,12 @@ from gateway.key_management.key_list import LastUse
 from gateway.ledger import last_resort, queries
 from gateway.ledger.background import run_in_thread
 from gateway.ledger.earlier_use import earlier_use
+from gateway.ledger.engine_samples import PendingSamples
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_use import known_last_use
 from gateway.ledger.own_usage import own_usage, parse_own_query
+from gateway.ledger.reconciliation_queries import Reconciliation, ReconciliationQuery, parse_reconciliation_query, run_reconciliation
 from gateway.ledger.row import UsageRow, decode, frame, frames
 from gateway.ledger.spool import Spool, spool
 from gateway.ledger.store import UsageStore, database_url
@@ -41,6 +43,7 @@ _COLLECT_EVERY = 0.25  # seconds between two reads of the journals
 _RETRY, _LONGEST_RETRY = 1.0, 15.0  # seconds before the database is tried again, doubled each time
 _PRUNE_EVERY = 600.0
 _IDLE_WAIT = 1.0  # seconds between two scans for rows that workers of a dead gateway saved
+_SAMPLE_DELAY = 1.0  # seconds after which the rows of requests before a sample have left the journals
 _PROBE_EVERY = 1.0  # seconds between two probes of a failed disk
 _LOG_EVERY = 60.0
 _QUERY_TIMEOUT = 60.0
@@ -54,8 +57,13 @@ _log = logging.getLogger("vllm_gateway.ledger")
 class Ledger:
     """The running ledger. The counts are of rows, since control started."""
 
-    def __init__(self, journals: Sequence[Journal], spooled: Spool, store: UsageStore, retention: float | None) -> None:
+    def __init__(
+        self, journals: Sequence[Journal], spooled: Spool, store: UsageStore, retention: float | None, samples: PendingSamples
+    ) -> None:
         self.journals = journals
+        self.samples = samples
+        self.unbilled: dict[tuple[str, str], int] = {}
+        """Tokens that engines have counted and that are not billed, by model and class, since control started."""
         self._spool = spooled
         self._store = store
         self._retention = retention
@@ -96,6 +104,7 @@ class Ledger:
             Series("ledger_spool_bytes", ()): (self._spool.size,),
             Series("ledger_memory_rows", ()): (self.memory_rows,),
             Series("ledger_memory_bytes", ()): (self.memory_bytes,),
+            **{Series("unbilled_tokens_total", labels): (tokens,) for labels, tokens in self.unbilled.items()},
         }
 
     @property
@@ -128,6 +137,8 @@ class Ledger:
 
     async def usage(self, parameters: Mapping[str, str]) -> dict[str, Any]:
         """Return the report for a query. Raises QueryError and DatabaseUnavailableError."""
+        if "reconcile" in parameters:
+            return (await self.reconcile(parse_reconciliation_query(parameters, datetime.now(UTC)))).document()
         query = queries.parse_query(parameters, datetime.now(UTC))
         return (await run_in_thread(lambda: queries.run_query(self._store.engine, query), _QUERY_TIMEOUT)).document()
 
@@ -135,6 +146,10 @@ class Ledger:
         """Return a key's own usage as JSON. Raises QueryError and DatabaseUnavailableError."""
         query = parse_own_query(key, parameters, now)
         return await run_in_thread(lambda: own_usage(self._store.engine, query, _OWN_QUERY_TIMEOUT), _OWN_QUERY_TIMEOUT + _MARGIN)
+
+    async def reconcile(self, query: ReconciliationQuery) -> Reconciliation:
+        """Compare the ledger with the engines' counters. Raises DatabaseUnavailableError."""
+        return await run_in_thread(lambda: run_reconciliation(self._store.engine, query), _QUERY_TIMEOUT)
 
     async def last_use(self, config: conf.Config) -> LastUse:
         """Return when the entries of a configuration were last used, or why that is unknown."""
@@ -261,7 +276,7 @@ class Ledger:
         """Move rows from the spool to the database until stopped. Runs in the second thread."""
         pause = _RETRY
         self._attempt(lambda: self._write([]))  # creates the table
-        while not self._collected.is_set() or self._spool.rows:
+        while not self._collected.is_set() or self._spool.rows or self.samples.due(time.time()):
             if self._attempt(self._step):
                 pause = _RETRY
             elif self._collected.is_set():
@@ -288,7 +303,11 @@ class Ledger:
         return True
 
     def _step(self) -> None:
-        """Write the oldest rows. Without rows: prune old ones, probe the database, or wait. Raises DatabaseUnavailableError and OSError."""
+        """Write the oldest rows. Without rows: write engine samples, prune old rows, probe the database, or wait.
+
+        A sample is written after the rows of the requests before it, so that a reconciliation finds them. Raises
+        DatabaseUnavailableError and OSError.
+        """
         segment = self._spool.oldest()
         if segment is not None:
             payloads = self._spool.payloads(segment)
@@ -296,6 +315,9 @@ class Ledger:
                 self._write(payloads)
                 self._spool.remove(segment, len(payloads))
                 self.earlier_deliveries += segment.inherited
+        elif samples := self.samples.due(time.time() - (0.0 if self._collected.is_set() else _SAMPLE_DELAY)):
+            self._store.write_samples([self.samples.values(sample) for sample in samples])
+            self.samples.release(samples)
         elif self._retention is not None and time.monotonic() >= self._prune_at:
             more = self._store.prune(datetime.fromtimestamp(max(time.time() - self._retention, 0.0), UTC))
             self._prune_at = time.monotonic() + (0 if more else _PRUNE_EVERY)
@@ -356,7 +378,7 @@ def running(settings: conf.Ledger, beside: Path, folder: Path, workers: int) -> 
     with spool(folder) as spooled, ExitStack() as stack:
         store = stack.enter_context(closing(UsageStore(url)))
         journals = [stack.enter_context(closing(Journal.create(f"journal-{number}"))) for number in range(workers)]
-        ledger = Ledger(journals, spooled, store, settings.retention)
+        ledger = Ledger(journals, spooled, store, settings.retention, PendingSamples(settings.sample_interval))
         threads = [threading.Thread(target=work, name=f"ledger-{work.__name__}", daemon=True) for work in (ledger.collect, ledger.deliver)]
         for thread in threads:
             thread.start()

@@ -117,6 +117,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ledger_spool_bytes": Family("gauge", "Bytes of those rows."),
         "ledger_memory_rows": Family("gauge", "Rows in memory that are neither on disk nor in the ledger's database yet."),
         "ledger_memory_bytes": Family("gauge", "Bytes of those rows."),
+        "unbilled_tokens_total": Family(
+            "counter", "Tokens counted by engines and not billed, by the reason found by the reconciliation.", ("model", "reason")
+        ),
         "key_expires_timestamp_seconds": Family(
             "gauge", "When the last valid key of an entry expires; an entry that does not expire, or is revoked, has no series.", ("key",)
         ),

@@ -117,6 +117,9 @@ CASES = (
     Case("VllmGatewayLedgerLoses", {'vllm_gateway_ledger_rows_total{outcome="dropped"}': "0x4 0+15x20 300x40", _ROWS: "4000x90"},
          "20m", "60m", {"outcome": "dropped"},
          ("The ledger loses rows", "225 rows in 15 minutes will never reach the database.")),
+    Case("VllmGatewayDirectUse", {'vllm_gateway_unbilled_tokens_total{model="m", reason="direct_use"}': "0x9 4000x120"}, "30m", "80m", _M,
+         ("m: requests reach its servers without the gateway",
+          "They have used 4k tokens in an hour that are not in the ledger.")),
     Case("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "1209600x400"}, "180h", "337h", {"key": "k"},
          ("The key k expires soon", "In 6d 12h 0m 0s."), every="1h"),
     Case("VllmGatewayKeySetAway", {'vllm_gateway_key_set_up{issuer="i"}': "1x4 0x30 1x10"}, "22m", "37m", {"issuer": "i"},
@@ -160,6 +163,13 @@ QUIET = {
         {'vllm_gateway_dependency_up{dependency="identity_provider"}': "0x60"},
     ),
     "rows in memory on their way to the disk": ("VllmGatewayLedgerInMemory", _ledger("0x60", "1x60") | {_MEMORY: "50x60"}),
+    "tokens that clients did not wait for": (
+        "VllmGatewayDirectUse",
+        {
+            f'vllm_gateway_unbilled_tokens_total{{model="m", reason="{reason}"}}': values
+            for reason, values in (("not_delivered", "0+9000x60"), ("cancelled_prefill", "0+9000x60"), ("direct_use", "0+1x60"))
+        },
+    ),
     "a few wrong keys": ("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+30x60"}),
     "a soft budget that is nearly used": (
         "VllmGatewayBudgetNearlyUsed",

@@ -39,16 +39,16 @@ class EngineCounters:
     """The counters of one server at one moment. All but ``started`` and ``unfinished`` only grow while the server runs.
 
     ``started``: when its process started, in milliseconds since the epoch; 0 if it does not report it, as with several API server
-    processes. ``prompt``, ``generation``: all tokens. ``finished_prompt``, ``finished_generation``: those of finished requests.
+    processes. ``prompt``, ``completion``: all tokens. ``finished_prompt``, ``finished_completion``: those of finished requests.
     ``responses``: HTTP responses of routes that use the engine, None if the server does not count them. ``unfinished``: requests that run
     or wait in the engine.
     """
 
     started: int
     prompt: int
-    generation: int
+    completion: int
     finished_prompt: int
-    finished_generation: int
+    finished_completion: int
     responses: int | None
     unfinished: int
 
@@ -60,13 +60,13 @@ def parse_counters(text: bytes) -> EngineCounters | None:
         for name, value in _VALUE.findall(text):
             sums[name] = sums.get(name, 0.0) + float(value)
         names = (b"prompt_tokens_total", b"generation_tokens_total", b"request_prompt_tokens_sum", b"request_generation_tokens_sum")
-        prompt, generation, finished_prompt, finished_generation = (int(sums[b"vllm:" + name]) for name in names)
+        prompt, completion, finished_prompt, finished_completion = (int(sums[b"vllm:" + name]) for name in names)
         return EngineCounters(
             started=round(sums.get(b"process_start_time_seconds", 0.0) * 1000),
             prompt=prompt,
-            generation=generation,
+            completion=completion,
             finished_prompt=finished_prompt,
-            finished_generation=finished_generation,
+            finished_completion=finished_completion,
             responses=_responses(text),
             unfinished=int(sums.get(b"vllm:num_requests_running", 0.0) + sums.get(b"vllm:num_requests_waiting", 0.0)),
         )

@@ -15,6 +15,7 @@ from pydantic import SecretStr
 from sqlalchemy import select
 
 from gateway import config as conf
+from gateway.ledger.engine_samples import PendingSamples
 from gateway.ledger.errors import DatabaseUnavailableError, QueryError
 from gateway.ledger.row import LOST, UsageRow, frame
 from gateway.ledger.schema import USAGE
@@ -214,7 +215,7 @@ class UnavailableStore(UsageStore):
 def test_an_unavailable_database_is_retried_with_pauses_during_the_stop(tmp_path: Path) -> None:
     with spool(tmp_path / "spool") as waiting, closing(UnavailableStore(database_url("sqlite:///usage.db", tmp_path))) as store:
         waiting.append(frame(payload(1)), 1)
-        one = Ledger([], waiting, store, None)
+        one = Ledger([], waiting, store, None, PendingSamples(15.0))
         delivering = threading.Thread(target=one.deliver)
         delivering.start()
         wait_for(lambda: store.tries >= 2)

@@ -372,8 +372,8 @@ def test_an_aborted_request_is_in_the_totals_alone(clients: tuple[httpx2.Client,
         wait_for(lambda: _counters(client).unfinished == 0 and _counters(client).responses == (before.responses or 0) + 1)  # noqa: B023
         after = _counters(client)
         assert after.prompt - before.prompt == usage["prompt_tokens"]
-        assert after.generation - before.generation >= usage["completion_tokens"]
-        assert (after.finished_prompt, after.finished_generation) == (before.finished_prompt, before.finished_generation)
+        assert after.completion - before.completion >= usage["completion_tokens"]
+        assert (after.finished_prompt, after.finished_completion) == (before.finished_prompt, before.finished_completion)
 
 
 def _counters(client: httpx2.Client) -> EngineCounters:
@@ -386,9 +386,9 @@ class Growth(NamedTuple):
     """The growth of a server's counters."""
 
     prompt: int
-    generation: int
+    completion: int
     finished_prompt: int
-    finished_generation: int
+    finished_completion: int
     responses: int
 
 

@@ -178,7 +178,7 @@ class Engine:
         return emissions
 
     def _observe_finished(self, plan: Plan, at: int, finish: str, made: int) -> None:
-        """Count a choice as vLLM counts it: as a request of its own, with its prompt."""
+        """Count a choice as vLLM counts it: as a separate request, with its prompt."""
         prompt = plan.prompts[at // _choices_per_prompt(plan)]
         self.metrics.observe_finished(finish, len(prompt.ids), made)
 

@@ -1,0 +1,142 @@
+"""Sample the token counters of the servers for the ledger, and count what the reconciliation finds.
+
+The rules: a server is read once for each interval, and a server that does not respond is left out. A sample is quiet only if neither the
+engine nor this gateway had a request of its model in flight, and none ended, while it was read. A server that two models name is not
+sampled, because its counters do not say which rows they belong to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+
+from gateway.admin.engine_metrics import Engine
+from gateway.config import Config
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.reconciliation import UNBILLED, EngineSample, unbilled
+from gateway.ledger.reconciliation_queries import ReconciliationQuery
+from gateway.ledger.writer import Ledger
+from gateway.telemetry.metrics import CounterSums
+from gateway.telemetry.shared_counters import SharedCounters
+from upstream.vllm import metrics
+from upstream.vllm.engine_counters import EngineCounters, parse_counters
+from upstream.vllm.metrics import MetricsUnavailableError
+
+_READ_TIMEOUT = 5.0  # seconds
+_READERS = 8  # servers that are read at the same time
+_DELIVERY = 5.0  # seconds after the end of a slot in which its last rows and samples reach the database
+_log = logging.getLogger("vllm_gateway.control")
+
+Traffic = Mapping[str, tuple[float, float]]
+
+
+class EngineSampler:
+    """Samples all servers that are up. ``engines`` returns them by name, ``config`` the configuration in use."""
+
+    def __init__(
+        self,
+        engines: Callable[[], Mapping[str, Engine]],
+        config: Callable[[], Config],
+        counters: Sequence[SharedCounters],
+        ledger: Ledger,
+        interval: float,
+    ) -> None:
+        self._engines = engines
+        self._config = config
+        self._sums = CounterSums(counters, {"requests_total": 0, "inflight_requests": 0})
+        self._ledger = ledger
+        self._interval = interval
+        self._readers = asyncio.Semaphore(_READERS)
+        self._began = time.time()
+        self._started: dict[str, int] = {}
+        self._without_counters: set[str] = set()
+        self._reconciled = self._slot(self._began)
+
+    async def run(self) -> None:
+        """Sample and reconcile until cancelled."""
+        while True:
+            try:
+                await self.sample()
+                await self._reconcile()
+            except Exception:  # noqa: BLE001  the outer edge: a bug with one sample must not end all others
+                _log.exception("the servers' token counters could not be sampled")
+            await asyncio.sleep(self._interval)
+
+    async def sample(self) -> None:
+        """Read the counters of all servers once, and pass them to the ledger."""
+        engines, before = self._engines(), self._traffic()
+        shared = {address for address, count in Counter(engine.target.address for engine in engines.values()).items() if count > 1}
+        sampled = {name: engine for name, engine in engines.items() if engine.target.address not in shared}
+        found = await asyncio.gather(*(self._read(engine) for engine in sampled.values()))
+        after, now = self._traffic(), time.time()
+        for (server, engine), counters in zip(sampled.items(), found, strict=True):
+            for reason in UNBILLED:
+                self._ledger.unbilled.setdefault((engine.model, reason), 0)
+            if counters is not None:
+                is_idle = before.get(engine.model) == after.get(engine.model) and not after.get(engine.model, (0.0, 0.0))[0]
+                self._ledger.samples.add(self._samples(server, engine.model, counters, now, is_idle))
+
+    async def _read(self, engine: Engine) -> EngineCounters | None:
+        async with self._readers:
+            try:
+                counters = parse_counters(await metrics.read(engine.target, _READ_TIMEOUT))
+            except MetricsUnavailableError:
+                return None  # its health checks report what is wrong with it
+        if counters is None and engine.target.name not in self._without_counters:
+            self._without_counters.add(engine.target.name)
+            _log.warning("%s has no token counters in its metrics, so `usage --reconcile` leaves it out", engine.target.name)
+        return counters
+
+    def _samples(self, server: str, model: str, counters: EngineCounters, now: float, is_idle: bool) -> Iterator[EngineSample]:
+        """Yield the sample. An engine that started while this gateway ran has the sample of its start before it."""
+        sample = EngineSample(
+            server,
+            model,
+            counters.started,
+            now,
+            is_idle and not counters.unfinished,
+            counters.prompt,
+            counters.completion,
+            counters.finished_prompt,
+            counters.finished_completion,
+            counters.responses,
+        )
+        if counters.started != self._started.get(server):
+            started = counters.started / 1000
+            yield sample.at_start(started) if started > self._began else replace(sample, is_first=True)
+        self._started[server] = counters.started
+        yield sample
+
+    def _traffic(self) -> Traffic:
+        """Return the requests in flight and the finished requests of each model and its adapters."""
+        return {
+            model.id: (
+                sum(self._sums.sum("inflight_requests", name) for name in names),
+                sum(self._sums.sum("requests_total", name) for name in names),
+            )
+            for model in self._config().models
+            for names in ((model.id, *(lora.id for lora in model.loras)),)
+        }
+
+    def _slot(self, time: float) -> float:
+        length = self._ledger.samples.slot_length
+        return time // length * length
+
+    async def _reconcile(self) -> None:
+        """Count the unbilled tokens of the slots that have ended since the last time."""
+        until = self._slot(time.time() - _DELIVERY)
+        if until <= self._reconciled:
+            return
+        query = ReconciliationQuery(datetime.fromtimestamp(self._reconciled, UTC), datetime.fromtimestamp(until, UTC))
+        try:
+            result = await self._ledger.reconcile(query)
+        except DatabaseUnavailableError:
+            return  # the ledger reports it; the next time includes these slots
+        self._reconciled = until
+        for labels, tokens in unbilled(result.servers).items():
+            self._ledger.unbilled[labels] = self._ledger.unbilled.get(labels, 0) + tokens

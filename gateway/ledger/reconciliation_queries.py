@@ -1,0 +1,202 @@
+"""Reconcile the ledger with the engines' counters: read the samples and the rows of their windows, and classify.
+
+Nothing is written. A row belongs to the window in which its response ended: the time of its arrival and its duration.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Engine, and_, case, func, inspect, or_, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway import config as conf
+from gateway.ledger.engine_samples import read_samples
+from gateway.ledger.errors import DatabaseUnavailableError, QueryError
+from gateway.ledger.queries import open_ledger, parse_query
+from gateway.ledger.reconciliation import (
+    KINDS,
+    Classes,
+    LedgerSums,
+    ReconciledServer,
+    RowSums,
+    Window,
+    by_server,
+    classify,
+    gaps,
+    windows,
+)
+from gateway.ledger.row import LOST
+from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
+from gateway.ledger.store import reason
+
+LONGEST_RESPONSE = timedelta(hours=6)
+"""A response that takes longer belongs to the window in which its request arrived."""
+
+_WITHOUT_ENGINE = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")  # endpoints that never reach the engine
+_NEVER_SENT = ("upstream_unreachable",)
+_KNOWN = ("since", "until", "model", "reconcile")
+
+
+@dataclass(frozen=True, slots=True)
+class ReconciliationQuery:
+    """The time to reconcile, and the model or all models."""
+
+    since: datetime
+    until: datetime
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """The result of a query, by server."""
+
+    query: ReconciliationQuery
+    servers: Sequence[ReconciledServer]
+
+    def document(self) -> dict[str, Any]:
+        """Return the result as JSON."""
+        since, until = self.query.since.isoformat(), self.query.until.isoformat()
+        return {"since": since, "until": until, "servers": [asdict(each) for each in self.servers]}
+
+
+def parse_reconciliation(document: Mapping[str, Any]) -> Reconciliation:
+    """Parse the result in a document of a gateway."""
+    query = ReconciliationQuery(datetime.fromisoformat(document["since"]), datetime.fromisoformat(document["until"]))
+    return Reconciliation(query, [_parse_server(each) for each in document["servers"]])
+
+
+def _parse_server(document: Mapping[str, Any]) -> ReconciledServer:
+    classes = {kind: Classes(**document[kind]) for kind in KINDS}
+    times = {name: float(document[name]) for name in ("since", "until")}
+    return ReconciledServer(**{**document, **classes, **times})
+
+
+def parse_reconciliation_query(parameters: Mapping[str, str], now: datetime) -> ReconciliationQuery:
+    """Parse a query from the parameters ``since``, ``until`` and ``model``. Raises QueryError."""
+    for name in parameters:
+        if name not in _KNOWN:
+            raise QueryError(f"the reconciliation is by model and server, and takes no {name}")
+    query = parse_query({name: value for name, value in parameters.items() if name != "reconcile"}, now)
+    return ReconciliationQuery(query.since, query.until, query.model)
+
+
+def run_reconciliation(engine: Engine, query: ReconciliationQuery) -> Reconciliation:
+    """Reconcile. Raises DatabaseUnavailableError."""
+    try:
+        with engine.connect() as connection:
+            if not inspect(connection).has_table(ENGINE_SAMPLES.name):
+                return Reconciliation(query, ())
+            return Reconciliation(query, list(_servers(connection, query)))
+    except SQLAlchemyError as error:
+        raise DatabaseUnavailableError(reason(error)) from error
+
+
+def _servers(connection: Connection, query: ReconciliationQuery) -> Iterator[ReconciledServer]:
+    since, until = query.since.timestamp(), query.until.timestamp()
+    samples = read_samples(connection, query.since, query.until, query.model)
+    of_servers = by_server(windows(samples, since, until))
+    models = Counter(found[0].model for found in of_servers.values())
+    for server, found in of_servers.items():
+        rows = _rows_of(server, found[0].model, is_only=models[found[0].model] == 1)
+        sums = [classify(window.growth, _ledger_sums(connection, rows, window.begin, window.end)) for window in found]
+        prompt, completion = (reduce(Classes.__add__, kind, Classes()) for kind in zip(*sums, strict=True))
+        in_progress = _total(_in_flight(connection, rows, window) for window in found if not window.is_quiet)
+        unsampled = _total(_tokens(_ledger_sums(connection, rows, *gap)) for gap in gaps(found, since, until))
+        yield ReconciledServer(
+            found[-1].model, server, found[0].begin, found[-1].end, len(found), prompt, completion, *in_progress, *unsampled
+        )
+
+
+def _rows_of(server: str, model: str, *, is_only: bool) -> ColumnElement[bool]:
+    """Return the condition of a server's rows. The row of a lost request names no server; it counts if its model has one server only."""
+    usage = USAGE.c
+    of_server = usage.server == server
+    return or_(of_server, and_(usage.server.is_(None), usage.incomplete == LOST, usage.model == model)) if is_only else of_server
+
+
+def _total(pairs: Iterator[tuple[int, int]]) -> tuple[int, int]:
+    prompt = completion = 0
+    for pair in pairs:
+        prompt, completion = prompt + pair[0], completion + pair[1]
+    return prompt, completion
+
+
+def _tokens(sums: LedgerSums) -> tuple[int, int]:
+    return sums.prompt.total, sums.completion.total
+
+
+def _ledger_sums(connection: Connection, rows: ColumnElement[bool], begin: float, end: float) -> LedgerSums:
+    """Return the sums of the rows whose responses ended after ``begin`` and not after ``end``."""
+    usage, start, stop = USAGE.c, datetime.fromtimestamp(begin, UTC), datetime.fromtimestamp(end, UTC)
+    in_time = (
+        rows,
+        usage.time > start - LONGEST_RESPONSE,
+        usage.time <= stop,
+        or_(usage.time > start, _ended_after(connection, start)),
+        or_(usage.time <= stop - LONGEST_RESPONSE, ~_ended_after(connection, stop)),
+    )
+    return _sums(connection, in_time)
+
+
+def _in_flight(connection: Connection, rows: ColumnElement[bool], window: Window) -> tuple[int, int]:
+    """Return the tokens of requests that were in flight at either end of a window."""
+    found = []
+    for time in (window.begin, window.end):
+        moment = datetime.fromtimestamp(time, UTC)
+        conditions = (rows, USAGE.c.time > moment - LONGEST_RESPONSE, USAGE.c.time <= moment)
+        found.append(_tokens(_sums(connection, (*conditions, _ended_after(connection, moment)))))
+    return _total(iter(found))
+
+
+def _ended_after(connection: Connection, moment: datetime) -> ColumnElement[bool]:
+    """Return the condition that a row's response ended after a moment. A row without a duration ended when it arrived."""
+    duration = func.coalesce(USAGE.c.total_ms, 0.0)
+    if connection.dialect.name == "sqlite":  # julianday is in days, exact to a millisecond
+        text = moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")
+        return (func.julianday(USAGE.c.time) - func.julianday(text)) * 86_400_000.0 + duration > 0.5
+    return USAGE.c.time + func.make_interval(0, 0, 0, 0, 0, 0, duration / 1000.0) > moment
+
+
+def _sums(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> LedgerSums:
+    usage = USAGE.c
+    complete, truncated, lost = _parts()
+    used_engine = usage.endpoint.not_in(_WITHOUT_ENGINE)
+    was_sent = and_(used_engine, or_(usage.code.is_(None), usage.code.not_in(_NEVER_SENT)))
+    is_estimated = or_(usage.estimated, usage.estimated_by.is_not(None))
+    is_uncounted = and_(used_engine, complete, usage.status == 200, or_(usage.prompt_tokens.is_(None), is_estimated))
+    again = usage.prompt_tokens * (func.coalesce(usage.choices, 1) - 1)
+
+    def total(value: Any, condition: ColumnElement[bool]) -> ColumnElement[Any]:
+        return func.coalesce(func.sum(case((condition, func.coalesce(value, 0)), else_=0)), 0)
+
+    columns = (
+        *(total(usage.prompt_tokens, part) for part in (complete, truncated, lost)),
+        *(total(again, part) for part in (complete, truncated)),
+        total(usage.prompt_tokens, is_estimated),
+        *(total(usage.completion_tokens, part) for part in (complete, truncated, lost)),
+        total(usage.completion_tokens, is_estimated),
+        total(1, was_sent),
+        total(1, is_uncounted),
+    )
+    sums = [int(value) for value in connection.execute(select(*columns).where(*conditions)).one()]
+    return LedgerSums(RowSums(*sums[:6]), RowSums(sums[6], sums[7], sums[8], estimated=sums[9]), *sums[10:])
+
+
+def _parts() -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of complete, truncated and lost rows."""
+    incomplete = USAGE.c.incomplete
+    return incomplete.is_(None), and_(incomplete.is_not(None), incomplete != LOST), incomplete == LOST
+
+
+def reconcile_ledger(settings: conf.Ledger, beside: Path, parameters: Mapping[str, str]) -> Reconciliation:
+    """Reconcile the ledger of a configuration in the folder ``beside``. Raises QueryError and DatabaseUnavailableError."""
+    query = parse_reconciliation_query(parameters, datetime.now(UTC))
+    with open_ledger(settings, beside) as engine:
+        return run_reconciliation(engine, query)

@@ -1,0 +1,149 @@
+"""A running gateway samples its servers' counters, and its ledger, reconciled with them, leaves no difference."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from gateway.ledger.reconciliation import UNBILLED
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import KEY
+from tests.upstream.simulator.test_process import Simulated, running
+
+MODEL, ANY, TWICE = "tiny", "sim/one", "twice"
+FAST = {"tokens": 12, "tokens_per_second": 0}
+SLOW = {"tokens": 100_000, "tokens_per_second": 100}
+HELLO = [{"role": "user", "content": "Hello, how are you?"}]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Simulated]:
+    with running() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def one(server: Simulated, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    models = ({"id": MODEL, "servers": [{"url": server.url}]}, launched(ANY))
+    config = configuration(*models, workers=2) | {"ledger": {"url": "sqlite:///usage.db", "sample_interval": "100ms"}}
+    with gateway(tmp_path_factory.mktemp("ledger"), config) as started:
+        yield started
+
+
+def send(one: Gateway, **body: Any) -> dict[str, Any]:
+    """Return the usage of a complete response."""
+    usage: dict[str, Any] = one.request(**{"model": MODEL, "messages": HELLO, "simulate": FAST, **body}).json()["usage"]
+    return usage
+
+
+def disconnect_after(one: Gateway, events: int, **body: Any) -> None:
+    """Read some events of a stream, and disconnect."""
+    document = {"model": MODEL, "messages": HELLO, "stream": True, "simulate": SLOW, **body}
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx2.stream("POST", f"{one.url}/v1/chat/completions", json=document, headers=headers, timeout=60) as response:
+        lines = response.iter_lines()
+        for _ in range(events):
+            next(line for line in lines if line.startswith("data:"))
+
+
+def reconciled(one: Gateway, since: datetime, model: str = MODEL) -> dict[str, Any]:
+    """Return the result for the server of a model; without one, classes that are empty."""
+    query = {"reconcile": "true", "since": since.isoformat(), "model": model}
+    found = httpx2.get(f"http://127.0.0.1:{one.admin}/usage", params=query, timeout=30).json()["servers"]
+    empty: dict[str, Any] = {"prompt": {"engine": 0}, "completion": {"engine": 0}, "engines": 0}
+    return dict(found[0]) if found else empty
+
+
+def settled(one: Gateway, since: datetime, engine: tuple[float, float], rows: int, model: str = MODEL) -> dict[str, Any]:
+    """Return the result once its counters are those of the engine, and the ledger has all rows."""
+
+    def complete() -> dict[str, Any] | None:
+        found = reconciled(one, since, model)
+        usage = one.get(f"/usage?by=model&model={model}&since={since.isoformat().replace('+00:00', 'Z')}").json()["usage"]
+        counted = (found["prompt"]["engine"], found["completion"]["engine"]) == engine
+        return found if counted and sum(each["requests"] for each in usage) == rows else None
+
+    found: dict[str, Any] = wait_for(complete, 60.0, why=lambda: f"{reconciled(one, since, model)}, not {engine}")
+    return found
+
+
+def counters(server: Simulated) -> tuple[float, float]:
+    return server.metric("vllm:prompt_tokens_total"), server.metric("vllm:generation_tokens_total")
+
+
+def test_the_classes_explain_all_that_the_server_has_counted(one: Gateway, server: Simulated) -> None:
+    since = datetime.fromtimestamp(0, UTC)
+    usages = [send(one), send(one, n=3, temperature=1), send(one, n=2, temperature=1, stream=False)]
+    direct = server.chat(simulate=FAST).json()["usage"]
+    for events in (1, 4, 9):
+        disconnect_after(one, events)
+    wait_for(lambda: server.metric("vllm:num_requests_running") == 0)
+    found = settled(one, since, counters(server), 6)
+    prompt, completion = found["prompt"], found["completion"]
+    assert (found["server"], found["engines"]) == (server.url, 1)
+    assert prompt["choices"] == 3 * usages[0]["prompt_tokens"]
+    assert (prompt["direct_use"], completion["direct_use"]) == (direct["prompt_tokens"], direct["completion_tokens"])
+    assert prompt["ledger"] + prompt["cancelled_prefill"] == 6 * usages[0]["prompt_tokens"]
+    assert completion["ledger"] + completion["not_delivered"] == completion["engine"] - direct["completion_tokens"]
+    assert completion["ledger"] >= sum(usage["completion_tokens"] for usage in usages)
+    assert prompt["difference"] == completion["difference"] == prompt["lost"] == completion["lost"] == 0
+    assert found["prompt_in_progress"] == found["completion_in_progress"] == 0
+
+
+def test_the_command_prints_them(one: Gateway, server: Simulated) -> None:
+    send(one)
+    result = wait_for(lambda: done if (done := one.command("usage", "--reconcile", "--since", "1h")).stdout.count(server.url) else None)
+    assert result.returncode == 0 and "direct use" in result.stdout and "completion" in result.stdout
+    document = json.loads(one.command("usage", "--reconcile", "--format", "json", "--model", MODEL).stdout)
+    assert [each["server"] for each in document["servers"]] == [server.url]
+    assert one.command("usage", "--reconcile", "--format", "csv").stdout.startswith("model,server,tokens,")
+    remote = one.command("usage", "--reconcile", "--admin", f"http://127.0.0.1:{one.admin}")
+    assert remote.returncode == 0 and server.url in remote.stdout
+    refused = one.command("usage", "--reconcile", "--by", "team")
+    assert refused.returncode == 2 and "takes no by" in refused.stderr
+    assert one.get("/usage?reconcile=true&key=team-a").status_code == 400
+
+
+def test_unbilled_tokens_are_counted(one: Gateway, server: Simulated) -> None:
+    name = f'vllm_gateway_unbilled_tokens_total{{model="{MODEL}",reason="direct_use"}}'
+    before = one.metric(name)
+    shown = [line for line in one.get("/metrics").text.splitlines() if line.startswith("vllm_gateway_unbilled_tokens_total{")]
+    assert {reason for reason in UNBILLED if any(f'reason="{reason}"' in line for line in shown)} == set(UNBILLED)
+    usage = server.chat(simulate=FAST).json()["usage"]
+    expected = usage["prompt_tokens"] + usage["completion_tokens"]
+    wait_for(lambda: one.metric(name) >= before + expected, 60.0)
+
+
+def test_a_killed_server_leaves_only_rows_that_no_counter_confirms(one: Gateway) -> None:
+    since = datetime.now(UTC)
+    usage = send(one, model=ANY)
+    found = settled(one, since, (usage["prompt_tokens"], usage["completion_tokens"]), 1, ANY)
+    assert (found["engines"], found["prompt"]["difference"], found["completion"]["difference"]) == (1, 0, 0)
+    pid = next(model for model in one.get("/status").json()["models"] if model["id"] == ANY)["servers"][0]["pid"]
+    os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: one.metric(f'vllm_gateway_server_restarts_total{{model="{ANY}",server="{ANY}#0"}}') == 1)
+    wait_for(lambda: one.metric(f'vllm_gateway_server_up{{model="{ANY}",server="{ANY}#0"}}') == 1)
+    again = send(one, model=ANY)
+    both = usage["prompt_tokens"] + again["prompt_tokens"], usage["completion_tokens"] + again["completion_tokens"]
+    found = settled(one, since, both, 2, ANY)
+    assert found["engines"] == 2
+    for kind in ("prompt", "completion"):
+        assert found[kind]["ledger"] + found[f"{kind}_unsampled"] == found[kind]["engine"]
+        assert (found[kind]["difference"], found[f"{kind}_unsampled"]) == (0, 0)
+
+
+def test_a_server_of_two_models_is_not_sampled(server: Simulated, tmp_path: Path) -> None:
+    models = [{"id": name, "servers": [{"url": server.url, "model": "tiny"}]} for name in (MODEL, TWICE)]
+    config = configuration(*models) | {"ledger": {"url": "sqlite:///usage.db", "sample_interval": "100ms"}}
+    with gateway(tmp_path, config) as one:
+        send(one)
+        wait_for(lambda: one.get("/usage?by=model").json()["usage"])
+        assert reconciled(one, datetime.fromtimestamp(0, UTC))["engines"] == 0
