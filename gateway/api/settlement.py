@@ -38,7 +38,7 @@ NOTHING = Settlement()
 
 
 class Delivery(NamedTuple):
-    """What a client received of a response.
+    """The part of a response that a client received.
 
     ``status``: the HTTP status sent, 499 if the client disconnected. ``usage``: the server's count for all of it. ``running``: the server's
     count for the events so far. ``prompt``: the server's count for the prompt alone. ``events``: the events with tokens. ``uncounted``: the

@@ -88,7 +88,7 @@ def decode_usage(text: bytes) -> Usage | None:
 
 
 USAGE_START = b',"usage":{"prompt_tokens":'
-"""How vLLM starts the running usage of an event. What follows it, up to the end of the event, is a *usage tail*."""
+"""How vLLM starts the running usage of an event. The bytes after it, up to the end of the event, are a *usage tail*."""
 
 
 def usage_tail(usage: Usage) -> bytes:

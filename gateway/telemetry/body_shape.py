@@ -42,7 +42,7 @@ PARTS = frozenset(
 )
 """Fields that are shown by their contents."""
 
-WORDS = frozenset(
+KEYWORDS = frozenset(
     """
     any array assistant auto base64 boolean custom detailed developer disabled enabled ephemeral file flex float function
     function_call function_call_output grammar high image image_url input_audio input_file input_image input_text integer
@@ -94,7 +94,7 @@ class _Sketch:
         if isinstance(value, list):
             return self._of_list(value)
         if isinstance(value, str):
-            return value if setting and value in WORDS else f"text({len(value)})"
+            return value if setting and value in KEYWORDS else f"text({len(value)})"
         if value is None or isinstance(value, bool):
             return value
         return value if setting and abs(value) < _LARGEST else "number"

@@ -51,7 +51,7 @@ class Dependencies:
         self._known: dict[tuple[str, str], Dependency] = {}
 
     def observe(self, observations: Iterable[Observation], now: float) -> None:
-        """Apply the observations of a moment, in seconds since the epoch. Dependencies without an observation are removed."""
+        """Apply observations that were made at ``now``, in seconds since the epoch. Dependencies without an observation are removed."""
         self._known = {(each.name, each.subject): self._observed(each, now) for each in observations}
 
     def _observed(self, each: Observation, now: float) -> Dependency:

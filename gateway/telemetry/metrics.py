@@ -174,7 +174,7 @@ class WorkerMetrics:
         self._reset_gauges()
 
     def _reset_gauges(self) -> None:
-        """Set all gauges to 0: what a predecessor had in flight died with it."""
+        """Set all gauges to 0: the requests of the previous process ended with it."""
         for reading in tuple(self._counters.readings()):
             series = Series.decode(reading.name)
             if FAMILIES[series.family].kind == "gauge":

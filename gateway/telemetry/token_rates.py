@@ -30,7 +30,7 @@ class TokenRates:
         self._observations: deque[tuple[float, Mapping[str, TokenCounts]]] = deque()
 
     def observe(self, now: float, totals: Mapping[str, TokenCounts]) -> None:
-        """Add what each model has counted at ``now``, in seconds of a monotonic clock."""
+        """Add the count of each model at ``now``, in seconds of a monotonic clock."""
         self._observations.append((now, totals))
         while now - self._observations[0][0] > self._window:
             self._observations.popleft()

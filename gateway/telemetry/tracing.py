@@ -59,7 +59,7 @@ class Trace(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def header(self) -> bytes:
-        """The header line for the server. It tells the server not to trace what is not traced here."""
+        """The header line for the server. A request that is not traced here tells the server not to trace it either."""
         span = self.span_id if self.sampled or self.parent is None else self.parent
         return f"traceparent: 00-{self.trace_id}-{span}-0{int(self.sampled)}\r\n".encode()
 

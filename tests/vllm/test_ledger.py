@@ -142,8 +142,8 @@ RUNNING = re.compile(rb'"index":(\d+),.*?"usage":\{"prompt_tokens":\d+,"total_to
 
 @pytest.mark.parametrize("name", TRUNCATED)
 def test_a_stream_whose_client_disconnects_is_counted_to_the_token(real: Real, name: str) -> None:
-    """The prompt is the engine's own count. The completion is the sum, over the choices, of what the server said of their last events that
-    the client received.
+    """The prompt is the engine's own count. The completion is the sum over the choices of the counts in
+    the last event of each choice that the client received.
     """
     path, body, times = TRUNCATED[name]
     request = {"model": MODEL, **body, "stream": True}

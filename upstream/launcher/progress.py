@@ -18,7 +18,7 @@ _WARNING = re.compile(r"\[?W\d{4} |.*Warning: ")
 
 
 def progress(text: str) -> str:
-    """Return the last line of a log that shows progress, or an empty text. Of a progress bar, only the last state is used."""
+    """Return the last line of a log that shows progress, or an empty text. Only the last state of a progress bar is used."""
     return next((message[:MAX_LENGTH] for line in reversed(text.splitlines()) if (message := _message(line))), "")
 
 

@@ -1,4 +1,4 @@
-"""What a request is charged for, by the way in which it ended."""
+"""The tokens that a request is charged for, depending on how it ended."""
 
 from __future__ import annotations
 

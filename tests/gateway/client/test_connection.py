@@ -554,7 +554,7 @@ async def test_repeated_requests_of_different_lengths() -> None:
 
 
 async def test_an_event_that_arrives_just_before_the_clients_end_is_sent() -> None:
-    """Its tokens are counted, so its bytes must not be dropped with the write batch. What arrives later is neither sent nor counted."""
+    """Its tokens are counted, so its bytes must not be dropped with the write batch. Later events are neither sent nor counted."""
     event = b"%x\r\n%b\r\n" % (len(HELLO), HELLO)
     with way() as one:
         one.streamed([STREAM_HEAD, event, event], include_usage=False)

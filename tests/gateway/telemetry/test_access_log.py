@@ -1,4 +1,4 @@
-"""The access log waits for nobody, and nobody waits for it."""
+"""The access log does not wait for its reader, and no request waits for the log."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from tests.support.wire import COMPLETION, chat, request, request_once
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    ends = os.pipe()
-    yield ends
-    for end in ends:
+    descriptors = os.pipe()
+    yield descriptors
+    for end in descriptors:
         try:
             os.close(end)
         except OSError:
@@ -40,7 +40,7 @@ def read(end: int, count: int) -> bytes:
 
 
 def wait_for_the_writers() -> None:
-    """A log's end waits for its thread, but not for ever: a machine that stands still may take longer."""
+    """Closing the log waits for its thread, but not without a limit, since a suspended machine may take longer."""
     for thread in threading.enumerate():
         if thread.name == "access-log":
             thread.join(30)
@@ -70,7 +70,7 @@ def test_what_is_there_is_written_at_the_end(pipe: tuple[int, int]) -> None:
     assert log.dropped == 0
 
 
-def test_a_reader_that_stands_still_is_waited_for_by_nobody(pipe: tuple[int, int]) -> None:
+def test_a_blocked_reader_delays_no_request(pipe: tuple[int, int]) -> None:
     since = time.monotonic()
     with access_log(pipe[1]) as log:
         for _ in range(300):
@@ -87,7 +87,7 @@ def test_a_reader_that_stands_still_is_waited_for_by_nobody(pipe: tuple[int, int
     wait_for_the_writers()
 
 
-def test_a_reader_that_is_gone_is_survived(pipe: tuple[int, int]) -> None:
+def test_a_closed_reader_causes_no_error(pipe: tuple[int, int]) -> None:
     os.close(pipe[0])
     with access_log(pipe[1]) as log:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""The shape of a body tells what was asked for and nothing of what somebody wrote."""
+"""The shape of a body shows the kind of the request, but no text of the client."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.client.request import request_ids
-from gateway.telemetry.body_shape import PARTS, SETTINGS, WORDS, ShapeSample, shape
+from gateway.telemetry.body_shape import KEYWORDS, PARTS, SETTINGS, ShapeSample, shape
 from tests.support.process import configuration, gateway, launched, wait_for, write
 
 CANARY = "canary"
@@ -78,7 +78,7 @@ def test_what_follows_in_a_list_is_counted() -> None:
 
 
 def test_no_name_is_shown_that_could_be_a_value() -> None:
-    assert "other" not in SETTINGS | PARTS | WORDS
+    assert "other" not in SETTINGS | PARTS | KEYWORDS
 
 
 @given(st.floats(min_value=0.01, max_value=1))
@@ -104,5 +104,5 @@ def test_the_access_log_has_shapes_only_where_the_operator_says_so_and_from_a_re
 
 
 def _lines(log: str, count: int) -> list[str] | None:
-    lines = log.rpartition("\n")[0].splitlines()  # of one that is being written nothing
+    lines = log.rpartition("\n")[0].splitlines()  # without a line that is still being written
     return lines if len(lines) >= count else None

@@ -1,4 +1,4 @@
-"""What the gateway depends on is shown with its state, everywhere: /status, /readyz, metrics, the command, standard error."""
+"""Every output shows the gateway's dependencies with their states: /status, /readyz, metrics, the command, standard error."""
 
 from __future__ import annotations
 
@@ -116,11 +116,11 @@ def test_a_worker_that_is_replaced_reports_the_store_again(tmp_path: Path) -> No
 @pytest.mark.timeout(180)
 def test_an_identity_provider_that_goes_away_is_shown(tmp_path: Path) -> None:
     issuer = Issuer("https://login.example.com/", SigningKey("RS256"))
-    with published(issuer) as place:
-        jwt = {"issuer": issuer.name, "audience": AUDIENCE, "keys": "team-a", "jwks": place.url, "refresh": "1s"}
+    with published(issuer) as jwks_server:
+        jwt = {"issuer": issuer.name, "audience": AUDIENCE, "keys": "team-a", "jwks": jwks_server.url, "refresh": "1s"}
         with gateway(tmp_path, configuration(launched()) | {"jwt": [jwt]}) as one:
             assert of(one, "identity_provider")["state"] == "up"
-            place.status = 503
+            jwks_server.status = 503
             wait_for(lambda: of(one, "identity_provider")["state"] == "down", 90)
             entry = of(one, "identity_provider")
             assert (entry["subject"], "503" in entry["last_error"]) == (issuer.name, True)

@@ -1,4 +1,4 @@
-"""What is counted is what Prometheus reads."""
+"""Prometheus reads exactly the counted values."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def record(**fields: Any) -> RequestRecord:
 
 
 @pytest.fixture
-def board() -> Iterator[SharedCounters]:
+def counters() -> Iterator[SharedCounters]:
     made = SharedCounters.create("test", 1 << 20)
     yield made
     made.close()
@@ -63,7 +63,7 @@ class Shown:
     async def status_with_logs(self) -> dict[str, Any]:
         return {}
 
-    async def usage(self, words: Mapping[str, str]) -> dict[str, Any] | None:
+    async def usage(self, parameters: Mapping[str, str]) -> dict[str, Any] | None:
         return None
 
     def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
@@ -90,18 +90,18 @@ def value(shown: dict[tuple[str, frozenset[tuple[str, str]]], float], name: str,
     return shown[name, frozenset(labels.items())]
 
 
-def test_a_request_is_counted_once_in_all_its_families(board: SharedCounters) -> None:
+def test_a_request_is_counted_once_in_all_its_families(counters: SharedCounters) -> None:
     gaps = ReadGaps(0.0)
     for now in (0.01, 0.03, 200.0):
         gaps.mark(now)
-    metrics = WorkerMetrics(board)
+    metrics = WorkerMetrics(counters)
     metrics.record_request(
         record(
             usage=Usage(10, 5, 3, 2), first_token=0.02, gaps=gaps, retries=1, incomplete="upstream", failures=(("tiny", "tiny#0", "stale"),)
         )
     )
     metrics.record_request(record(model=None, key=None, status=401, code="invalid_api_key", usage=Usage(1, 1)))
-    shown = samples(board)
+    shown = samples(counters)
     for kind, tokens in (("prompt", 10), ("completion", 5), ("cached", 3), ("reasoning", 2)):
         assert value(shown, "tokens_total", key="team-a", model="tiny", type=kind) == tokens
     assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 1
@@ -119,26 +119,26 @@ def test_a_request_is_counted_once_in_all_its_families(board: SharedCounters) ->
     assert value(shown, "overhead_seconds_count") == 2
 
 
-def test_requests_that_fail_alike_are_told_apart_by_their_error(board: SharedCounters) -> None:
-    metrics = WorkerMetrics(board)
+def test_requests_with_the_same_status_are_distinguished_by_their_error(counters: SharedCounters) -> None:
+    metrics = WorkerMetrics(counters)
     for code in ("no_healthy_server", "overloaded", "overloaded"):
         metrics.record_request(record(status=503, code=code))
-    shown = samples(board)
+    shown = samples(counters)
     labels = {"model": "tiny", "endpoint": "/v1/chat/completions", "code": "503"}
     assert value(shown, "requests_total", **labels, error="no_healthy_server") == 1
     assert value(shown, "requests_total", **labels, error="overloaded") == 2
     assert value(shown, "request_duration_seconds_count", model="tiny", endpoint="/v1/chat/completions") == 3
 
 
-def test_a_keys_requests_are_counted_by_their_status(board: SharedCounters) -> None:
+def test_a_keys_requests_are_counted_by_their_status(counters: SharedCounters) -> None:
     """For a token's subject, by the entry of the configuration: a token's own words never become a label."""
-    metrics = WorkerMetrics(board)
+    metrics = WorkerMetrics(counters)
     metrics.record_request(record(usage=Usage(10, 5)))
     metrics.record_request(record())
     metrics.record_request(record(status=429, code="rate_limit_exceeded", model=None))
     metrics.record_request(record(key=Key("staff/alice", entry="staff"), usage=Usage(1, 1)))
     metrics.record_request(record(key=None, status=401, code="invalid_api_key"))
-    shown = {labels: count for (name, labels), count in samples(board).items() if name == "key_requests_total"}
+    shown = {labels: count for (name, labels), count in samples(counters).items() if name == "key_requests_total"}
     assert {(dict(labels)["key"], dict(labels)["code"]): count for labels, count in shown.items()} == {
         ("team-a", "200"): 2,
         ("team-a", "429"): 1,
@@ -149,24 +149,24 @@ def test_a_keys_requests_are_counted_by_their_status(board: SharedCounters) -> N
 @settings(deadline=None)
 @given(st.lists(st.floats(0, 10_000), max_size=30))
 def test_a_histogram_is_its_values(values: list[float]) -> None:
-    board = SharedCounters.create("test", 1 << 20)
+    counters = SharedCounters.create("test", 1 << 20)
     try:
-        metrics, family = WorkerMetrics(board), FAMILIES["overhead_seconds"]
+        metrics, family = WorkerMetrics(counters), FAMILIES["overhead_seconds"]
         for each in values:
             observe(metrics.cells("overhead_seconds"), family.buckets, each)
-        shown = samples(board)
+        shown = samples(counters)
         assert value(shown, "overhead_seconds_count") == len(values)
         assert math.isclose(value(shown, "overhead_seconds_sum"), sum(values), abs_tol=1e-6)
         for bound in family.buckets:
             name = "+Inf" if math.isinf(bound) else str(float(bound))
             assert value(shown, "overhead_seconds_bucket", le=name) == sum(each <= bound for each in values)
     finally:
-        board.close()
+        counters.close()
 
 
-def test_series_exist_from_the_start(board: SharedCounters) -> None:
-    WorkerMetrics(board).create_series(Snapshot(1, (key(),), (model(1),)))
-    shown = samples(board)
+def test_series_exist_from_the_start(counters: SharedCounters) -> None:
+    WorkerMetrics(counters).create_series(Snapshot(1, (key(),), (model(1),)))
+    shown = samples(counters)
     for name in ("tiny", "other"):
         assert value(shown, "inflight_requests", model=name) == 0
         assert value(shown, "requests_total", model=name, endpoint="/v1/embeddings", code="200", error="") == 0
@@ -175,15 +175,15 @@ def test_series_exist_from_the_start(board: SharedCounters) -> None:
     assert value(shown, "auth_failures_total", reason="missing") == 0
 
 
-def test_a_successor_keeps_counters_and_clears_gauges(board: SharedCounters) -> None:
-    first = WorkerMetrics(board)
+def test_a_successor_keeps_counters_and_clears_gauges(counters: SharedCounters) -> None:
+    first = WorkerMetrics(counters)
     first.record_request(record())
     for _ in range(3):
         first.in_flight("tiny").__enter__()
-    successor = SharedCounters(os.dup(board.fd))
+    successor = SharedCounters(os.dup(counters.fd))
     try:
         WorkerMetrics(successor).record_request(record())
-        shown = samples(board)
+        shown = samples(counters)
         assert value(shown, "inflight_requests", model="tiny") == 0
         assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 2
         assert value(shown, "request_duration_seconds_count", model="tiny", endpoint="/v1/chat/completions") == 2
@@ -191,13 +191,13 @@ def test_a_successor_keeps_counters_and_clears_gauges(board: SharedCounters) -> 
         successor.close()
 
 
-def test_boards_are_added_up(board: SharedCounters) -> None:
+def test_counters_of_all_workers_are_summed(counters: SharedCounters) -> None:
     other = SharedCounters.create("other", 1 << 20)
     try:
-        WorkerMetrics(board).record_request(record())
+        WorkerMetrics(counters).record_request(record())
         WorkerMetrics(other).record_request(record())
         WorkerMetrics(other).record_request(record(model="more"))
-        shown = samples(board, other)
+        shown = samples(counters, other)
         assert value(shown, "requests_total", model="tiny", endpoint="/v1/chat/completions", code="200", error="") == 2
         assert value(shown, "requests_total", model="more", endpoint="/v1/chat/completions", code="200", error="") == 1
         assert value(shown, "overhead_seconds_count") == 3
@@ -208,28 +208,28 @@ def test_boards_are_added_up(board: SharedCounters) -> None:
 @settings(deadline=None)
 @given(st.text(max_size=12).filter(lambda text: text.isprintable()), st.text(max_size=12).filter(lambda text: text.isprintable()))
 def test_any_name_of_the_configuration_is_a_label(name: str, server: str) -> None:
-    board = SharedCounters.create("test", 1 << 20)
+    counters = SharedCounters.create("test", 1 << 20)
     try:
-        WorkerMetrics(board).cells("server_inflight", name, server)[0] = 1
+        WorkerMetrics(counters).cells("server_inflight", name, server)[0] = 1
         assert Series.decode(Series("server_inflight", (name, server)).encode()).labels == (name, server)
-        assert value(samples(board), "server_inflight", model=name, server=server) == 1
+        assert value(samples(counters), "server_inflight", model=name, server=server) == 1
     finally:
-        board.close()
+        counters.close()
 
 
-def test_every_family_is_shown_with_its_type(board: SharedCounters) -> None:
-    WorkerMetrics(board)
-    text = generate_latest(registry(Shown(board))).decode()
+def test_every_family_is_shown_with_its_type(counters: SharedCounters) -> None:
+    WorkerMetrics(counters)
+    text = generate_latest(registry(Shown(counters))).decode()
     types = dict(line.split()[2:] for line in text.splitlines() if line.startswith(f"# TYPE {PREFIX}"))
     assert types == {PREFIX + name: family.kind for name, family in FAMILIES.items()}
 
 
-def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: SharedCounters) -> None:
+def test_a_sum_covers_all_counters_and_new_series(counters: SharedCounters) -> None:
     other = SharedCounters.create("other", 1 << 20)
     try:
-        tally = CounterSums([board, other], {"requests_total": 0, "server_inflight": 1})
+        tally = CounterSums([counters, other], {"requests_total": 0, "server_inflight": 1})
         assert tally.sum("requests_total", "tiny") == 0
-        here, there = WorkerMetrics(board), WorkerMetrics(other)
+        here, there = WorkerMetrics(counters), WorkerMetrics(other)
         for metrics, code in ((here, "200"), (here, "503"), (there, "200")):
             metrics.cells("requests_total", "tiny", "/v1/chat/completions", code, "")[0] += 2
         there.cells("server_inflight", "tiny", "tiny#0")[0] = 3
@@ -241,18 +241,18 @@ def test_a_tally_is_of_all_boards_and_sees_what_is_new(board: SharedCounters) ->
         other.close()
 
 
-def test_what_finds_no_room_is_dropped_and_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    board = SharedCounters.create("little", 1 << 13)
+def test_a_series_without_space_is_dropped_and_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    counters = SharedCounters.create("little", 1 << 13)
     try:
-        metrics = WorkerMetrics(board)
+        metrics = WorkerMetrics(counters)
         for number in range(1000):
             metrics.cells("limited_total", f"key-{number}", "concurrent")[0] += 1
         metrics.record_request(record(usage=Usage(1, 2, 0, 0)))
         assert metrics.cells("limited_total", "key-999", "concurrent")[0] == 1
-        shown = sum_series([board])
-        told = sum(series.family == "limited_total" for series in shown)
-        assert 10 < told < 1000 and shown[Series("limited_total", ("key-0", "concurrent"))] == [1.0]
-        assert shown[Series("series_dropped_total", ())][0] >= 1000 - told
+        shown = sum_series([counters])
+        dropped = sum(series.family == "limited_total" for series in shown)
+        assert 10 < dropped < 1000 and shown[Series("limited_total", ("key-0", "concurrent"))] == [1.0]
+        assert shown[Series("series_dropped_total", ())][0] >= 1000 - dropped
         assert len([entry for entry in caplog.records if "counter memory is full" in entry.message]) == 1
     finally:
-        board.close()
+        counters.close()

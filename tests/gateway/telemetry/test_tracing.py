@@ -1,4 +1,4 @@
-"""Spans: what a collector gets, what the server is told, and what neither ever learns."""
+"""Spans: the data for the collector, the header for the server, and the data that neither gets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def collected() -> Iterator[Collector]:
         yield one
 
 
-async def answers(talk: Conversation) -> None:
+async def responses(talk: Conversation) -> None:
     if talk.request.json.get("stream"):
         await talk.begin_stream()
         for event in (ROLE, DONE):
@@ -59,7 +59,7 @@ async def answers(talk: Conversation) -> None:
 
 @asynccontextmanager
 async def traced(to: Collector, sample: float = 1.0) -> AsyncIterator[tuple[Served, Scripted]]:
-    async with scripted(answers) as server, serving([model(server.port)], tracing=Tracing(to.url, sample)) as served:
+    async with scripted(responses) as server, serving([model(server.port)], tracing=Tracing(to.url, sample)) as served:
         yield served, server
 
 
@@ -79,8 +79,8 @@ async def test_a_request_is_a_span(collected: Collector) -> None:
     assert span.parent_span_id == b"" and span.status.code == Status.STATUS_CODE_UNSET
     assert before - 1 < span.start_time_unix_nano / 1e9 <= span.end_time_unix_nano / 1e9 < time.time() + 1
     assert sent.header("traceparent") == f"00-{span.trace_id.hex()}-{span.span_id.hex()}-01"
-    told = plain(span.attributes)
-    assert told == {
+    exported = plain(span.attributes)
+    assert exported == {
         "http.request.method": "POST", "http.route": "/v1/chat/completions", "http.response.status_code": 200,
         "url.path": "/v1/chat/completions", "url.scheme": "http",
         "gen_ai.operation.name": "chat", "gen_ai.provider.name": "vllm", "gen_ai.request.model": "tiny", "gen_ai.request.stream": False,
@@ -119,7 +119,7 @@ async def test_a_clients_trace_is_continued_to_the_server(collected: Collector) 
     assert plain(span.attributes)["gen_ai.response.time_to_first_chunk"] > 0
 
 
-async def test_who_is_refused_has_a_span_too(collected: Collector) -> None:
+async def test_a_refused_request_has_a_span_too(collected: Collector) -> None:
     async with traced(collected) as (served, server):
         await request_once(served.port, request(chat(), token="sk-no"))
         await request_once(served.port, request(chat(model="unknown")))
@@ -141,12 +141,12 @@ async def test_what_failed_behind_is_an_error(collected: Collector) -> None:
         await request_once(served.port, request(chat(stream=True)))
         await until(lambda: collected.spans)
     (span,) = collected.spans
-    told = plain(span.attributes)
+    exported = plain(span.attributes)
     assert span.status.code == Status.STATUS_CODE_ERROR
-    assert (told["error.type"], told["vllm_gateway.incomplete"]) == ("upstream_disconnected", "upstream")
+    assert (exported["error.type"], exported["vllm_gateway.incomplete"]) == ("upstream_disconnected", "upstream")
 
 
-async def test_what_is_not_in_the_share_is_not_exported_and_the_server_is_told_so(collected: Collector) -> None:
+async def test_a_request_outside_the_share_is_neither_exported_nor_traced_by_its_server(collected: Collector) -> None:
     async with traced(collected, 1e-12) as (served, server):
         await request_once(served.port, request(chat()))
         await request_once(served.port, with_header(request(chat()), f"traceparent: {TRACEPARENT}"))
@@ -158,8 +158,8 @@ async def test_what_is_not_in_the_share_is_not_exported_and_the_server_is_told_s
     assert continued == f"00-{TRACE}-{PARENT}-00"
 
 
-async def test_without_tracing_nothing_is_told() -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served:
+async def test_without_tracing_no_header_is_sent() -> None:
+    async with scripted(responses) as server, serving([model(server.port)]) as served:
         await request_once(served.port, with_header(request(chat()), f"traceparent: {TRACEPARENT}"))
         assert server.requests[0].header("traceparent") is None
         assert served.context.records[0].trace is None
@@ -206,22 +206,22 @@ def test_the_share_is_decided_as_the_sdks_do(trace_id: int, share: float) -> Non
 
 
 def test_the_words_are_those_of_the_conventions() -> None:
-    told = attributes(record(usage=Usage(1, 2, 3, 4), code="server_error", first_token=0.1, incomplete="upstream"), "https")
+    exported = attributes(record(usage=Usage(1, 2, 3, 4), code="server_error", first_token=0.1, incomplete="upstream"), "https")
     conventions = {
         value
         for module in (gen_ai_attributes, http_attributes, url_attributes, error_attributes)
         for name, value in vars(module).items()
         if name.isupper() and isinstance(value, str)
     }
-    assert {name for name in told if not name.startswith("vllm_gateway.")} - conventions == set()
-    assert {"http.request.method", "url.path", "url.scheme"} <= set(told), "what a server span of HTTP must have"
-    assert told["url.scheme"] == "https"
+    assert {name for name in exported if not name.startswith("vllm_gateway.")} - conventions == set()
+    assert {"http.request.method", "url.path", "url.scheme"} <= set(exported), "what a server span of HTTP must have"
+    assert exported["url.scheme"] == "https"
     operations = {each.value for each in gen_ai_attributes.GenAiOperationNameValues}
     assert {operation(each) for each in ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")} <= operations
     assert all(operation(each) for each in ENDPOINTS)
 
 
-def test_a_collector_that_stands_still_holds_nobody_up(collected: Collector) -> None:
+def test_a_blocked_collector_delays_no_request(collected: Collector) -> None:
     collected.held.clear()
     trace = Sampler(Tracing("-")).start_trace(None)
     took = list[float]()
