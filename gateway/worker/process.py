@@ -14,11 +14,10 @@ import gc
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator
 from pathlib import Path
 from time import monotonic
-from typing import Any, Protocol
+from typing import Any
 
 import uvloop
 
@@ -47,19 +46,17 @@ from gateway.snapshot.link import (
 from gateway.system import logs
 from gateway.system.acceptor import Acceptor, Seats
 from gateway.system.file_descriptors import raise_limit
-from gateway.system.listener_drain import HANDSHAKE, has_backlog
 from gateway.system.logs import LogSettings
 from gateway.system.malloc import keep_what_is_freed
 from gateway.telemetry.access_log import AccessLog, access_log
 from gateway.telemetry.metrics import FAMILIES, WorkerMetrics, observe
 from gateway.telemetry.shared_counters import SharedCounters
 from gateway.telemetry.tracing import Spans, spans
+from gateway.worker.drain import Closable, drain
 from gateway.worker.worker import Worker
 from upstream.balancing.pool import live_servers
 from upstream.http.deadlines import TICK
 
-_FIRST_REQUEST = 1.0  # seconds for the request of a client that has just connected
-_CANCEL_TIMEOUT = 1.0  # seconds in which cancelled requests may send their error at the end of a drain
 _REPORT_LOGS_EVERY = 4  # ticks
 _UNSENT = 128 * 1024
 """Bytes of responses that the kernel buffers for a client and has not sent. More would hide that a client has stopped reading, and would
@@ -140,7 +137,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
 
 
 class WorkerProcess:
-    """A running worker process: handles control's messages, the clock and the drain."""
+    """A running worker process: handles control's messages and the clock."""
 
     def __init__(self, worker: Worker, link: Link) -> None:
         self.worker = worker
@@ -181,7 +178,7 @@ class WorkerProcess:
                 case UsageReported():
                     self.worker.context.usage_requests.reported(message)
                 case Drain(seconds=seconds):
-                    await self._drain(seconds, listener)
+                    await drain(self.worker, self._acceptor, listener, seconds)
                     return
 
     async def _tick(self) -> None:
@@ -197,48 +194,6 @@ class WorkerProcess:
             count += 1
             if count % _REPORT_LOGS_EVERY == 0:
                 logs.report_suppressed(monotonic())
-
-    async def _drain(self, seconds: float, listener: socket.socket) -> None:
-        """Accept no new connections, let requests finish within ``seconds``, and cancel the others."""
-        context = self.worker.context
-        context.queues.close()
-        await self._stop_accepting(listener)
-        connections, handlers = context.connections, context.handlers
-        await _wait_until(lambda: not handlers, seconds)
-        context.draining = True
-        for handler in tuple(handlers):
-            handler.cancel()
-        await _wait_until(lambda: not handlers, _CANCEL_TIMEOUT)
-        await _wait_until(lambda: not connections, _CANCEL_TIMEOUT)
-
-    async def _stop_accepting(self, listener: socket.socket) -> None:
-        """Serve one request on each connection that was accepted and has sent none yet; close the idle ones."""
-        context, is_tls = self.worker.context, self.worker.certificate is not None
-        connections = context.connections
-        context.keep_alive = False
-        await asyncio.sleep(HANDSHAKE)
-        await _wait_until(lambda: not has_backlog(listener), _FIRST_REQUEST)
-        if self._acceptor is not None:
-            self._acceptor.close()
-        # With TLS, a connection in its handshake is not among the connections yet.
-        await _wait_until(lambda: not is_tls and not any(each.is_awaited for each in connections), _FIRST_REQUEST)
-        for connection in tuple(connections):
-            connection.shutdown()
-
-
-async def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait until a condition holds, for ``seconds`` at most."""
-    with suppress(TimeoutError):
-        async with asyncio.timeout(seconds):
-            while not condition():  # noqa: ASYNC110  nothing reports the end of a connection or a request
-                await asyncio.sleep(0.02)
-
-
-class Closable(Protocol):
-    """Something that accepts connections until it is closed."""
-
-    def close(self) -> None:
-        """Accept no more."""
 
 
 async def start_accepting(worker: Worker, listener: socket.socket, seats: Seats | None = None) -> Closable:

@@ -1,0 +1,62 @@
+"""Drains a worker: it accepts no new connections, lets requests finish, and ends.
+
+The rule: a connection that the kernel has accepted is served once, and a request is cancelled only when the drain timeout has expired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+from gateway.system.listener_drain import HANDSHAKE, has_backlog
+from gateway.worker.worker import Worker
+
+_FIRST_REQUEST = 1.0  # seconds for the request of a client that has just connected
+_CANCEL_TIMEOUT = 1.0  # seconds in which cancelled requests may send their error at the end of a drain
+
+
+class Closable(Protocol):
+    """Something that accepts connections until it is closed."""
+
+    def close(self) -> None:
+        """Accept no more."""
+
+
+async def drain(worker: Worker, acceptor: Closable | None, listener: socket.socket, seconds: float) -> None:
+    """Accept no new connections, let requests finish within ``seconds``, and cancel the others."""
+    context = worker.context
+    context.queues.close()
+    await _stop_accepting(worker, acceptor, listener)
+    connections, handlers = context.connections, context.handlers
+    await _wait_until(lambda: not handlers, seconds)
+    context.draining = True
+    for handler in tuple(handlers):
+        handler.cancel()
+    await _wait_until(lambda: not handlers, _CANCEL_TIMEOUT)
+    await _wait_until(lambda: not connections, _CANCEL_TIMEOUT)
+
+
+async def _stop_accepting(worker: Worker, acceptor: Closable | None, listener: socket.socket) -> None:
+    """Serve one request on each connection that was accepted and has sent none yet; close the idle ones."""
+    context, is_tls = worker.context, worker.certificate is not None
+    connections = context.connections
+    context.keep_alive = False
+    await asyncio.sleep(HANDSHAKE)
+    await _wait_until(lambda: not has_backlog(listener), _FIRST_REQUEST)
+    if acceptor is not None:
+        acceptor.close()
+    # With TLS, a connection in its handshake is not among the connections yet.
+    await _wait_until(lambda: not is_tls and not any(each.is_awaited for each in connections), _FIRST_REQUEST)
+    for connection in tuple(connections):
+        connection.shutdown()
+
+
+async def _wait_until(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait until a condition holds, for ``seconds`` at most."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110  nothing reports the end of a connection or a request
+                await asyncio.sleep(0.02)
