@@ -243,7 +243,7 @@ def rendered(call: ApiRequest, request: ChatRequest) -> str:
     for message in request.messages:
         parts += ["<|im_start|>", message.role, "\n", _content(message), "<|im_end|>\n"]
     if request.continue_final_message:
-        parts.pop()
+        del parts[-1:]
     elif request.add_generation_prompt:
         parts += ["<|im_start|>assistant\n", "<think>\n" if _thinks(call, request) else ""]
     return "".join(parts)
