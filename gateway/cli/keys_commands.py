@@ -406,7 +406,7 @@ def _with_limits(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-_NOT_AMOUNTS = ("models", "budgets")
+_NOT_AMOUNTS = ("models", "budgets", "session")
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:

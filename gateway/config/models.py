@@ -358,6 +358,19 @@ class Budget(Section):
         return self
 
 
+class SessionBudget(Section):
+    """The budget of each session: of all requests with the same `x-session-id` or `metadata.session_id`."""
+
+    tokens: Count | None = Field(default=None, description="prompt and completion tokens of a session")
+    cost: _Cost | None = Field(default=None, description="cost of a session, by the models' prices")
+
+    @model_validator(mode="after")
+    def _counts_something(self) -> SessionBudget:
+        if self.tokens is None and self.cost is None:
+            raise ValueError("contains no budget: set tokens, cost, or both")
+        return self
+
+
 class _Amounts(Section):
     requests_per_minute: Count | None = Field(default=None, description="requests per minute")
     tokens_per_minute: Count | None = Field(default=None, description="prompt and completion tokens per minute")
@@ -392,6 +405,7 @@ class ModelLimits(_Amounts):
 class Limits(_Amounts):
     """The limits of a key or a team."""
 
+    session: SessionBudget | None = Field(default=None, description="budget of each session")
     models: tuple[ModelLimits, ...] = Field(default=(), description="additional limits for some models")
 
 

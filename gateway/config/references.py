@@ -500,7 +500,10 @@ def _priced(draft: Draft) -> Iterator[Problem]:
 
 def costs_in(limits: ConfigValue) -> Iterator[ConfigValue]:
     """Yield each limit of cost."""
-    found = (*(limits.get(f"cost_per_{window}") for window in CALENDAR), *(each.get("cost") for each in limits.each("budgets")))
+    found = (
+        *(limits.get(f"cost_per_{window}") for window in CALENDAR),
+        *(each.get("cost") for each in (limits.get("session"), *limits.each("budgets"))),
+    )
     yield from (cost for cost in found if cost.value is not None)
 
 

@@ -190,10 +190,15 @@ def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[Allowance]:
 
 def _amounts(limits: conf.Limits | conf.ModelLimits) -> Limits:
     budgets = tuple(Budget(each.window, window_seconds(each.window), each.tokens, each.cost, each.soft) for each in limits.budgets)
-    return Limits(**{name: getattr(limits, name) for name in _AMOUNTS}, budgets=budgets)
+    session = limits.session if isinstance(limits, conf.Limits) else None
+    return Limits(
+        **{name: getattr(limits, name) for name in _AMOUNTS},
+        budgets=budgets,
+        session=None if session is None else Budget("session", tokens=session.tokens, cost=session.cost),
+    )
 
 
-_AMOUNTS = tuple(each.name for each in fields(Limits) if each.init and each.name != "budgets")
+_AMOUNTS = tuple(each.name for each in fields(Limits) if each.init and each.name not in ("budgets", "session"))
 
 
 def _limits_store(config: Config) -> LimitsStore | None:

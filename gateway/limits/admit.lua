@@ -1,14 +1,14 @@
 -- Reserve amounts for a request from all of its holders, or from none of them. The Python twins are rules.admit and
 -- rules.exceeded_limit; test_redis_store.py runs both against the same sequences.
 --
--- KEYS: the hash and the leases of each holder; last the hash of what this worker has reserved.
+-- KEYS: the hash and the leases of each holder (of a session: the sessions of its owner, by their last use); last the hash of what this worker has reserved.
 -- ARGV: the request's id; the seconds of a lease; the time after which the request is too late; then for each holder its limits
 -- (requests and tokens per minute, concurrent; 0: none), the amounts (requests, slots, tokens, cost), and the number of its windows;
 -- for each window its name, the seconds of a slice (0: of the calendar), the limits of tokens and cost (0: none), and the tokens and
 -- the cost to reserve. Costs are in whole nano-units.
 -- Returns: the number of the holder that refuses (0: none, -1: too late), the number of its limit (1 and 2: requests and tokens per
 -- minute, 3: concurrent, then two for each window, of tokens and of cost), the milliseconds to wait, the time in microseconds, what is
--- left of the limit as text; then for each holder the milliseconds until its buckets are full, and for each of its windows the tokens
+-- left of the limit as text, the sessions that were forgotten; then for each holder the milliseconds until its buckets are full, and for each of its windows the tokens
 -- and the cost that are used, and the milliseconds until nothing of it is used.
 local request, lease_seconds, deadline = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 if now > deadline then return {-1, 0, 0, math.floor(now * 1000000)} end
@@ -16,6 +16,7 @@ local ARGUMENTS = {'rpm', 'tpm', 'concurrent', 'requests', 'slots', 'tokens', 'c
 
 -- Return the seconds until a window has lost at least a missing amount: windows._seconds_until_free.
 local function seconds_until_free(window, kind, missing)
+  if window.name == 'session' then return 1e12 end
   if window.slice == 0 then return seconds_left(window.name) end
   local last = period_of(window, now)
   for _, slice in ipairs(counted_periods(window)) do
@@ -45,6 +46,16 @@ local function start_period(window)
     if known.number == period or before.number > known.number then window.other = before end
   end
   return window.current
+end
+
+-- Note the use of a session, and forget the session of its owner that was used least recently if there are too many: sessions.py.
+local function note_session(sessions, key)
+  redis.call('ZREMRANGEBYSCORE', sessions, '-inf', now - LIFETIMES.session)
+  redis.call('ZADD', sessions, now, key)
+  redis.call('EXPIRE', sessions, LIFETIMES.session)
+  if redis.call('ZCARD', sessions) <= 1024 then return 0 end
+  redis.call('DEL', redis.call('ZPOPMIN', sessions)[1])
+  return 1
 end
 
 -- The limit with the longest wait is reported.
@@ -100,6 +111,7 @@ for i = 1, count do
 end
 
 -- Reserve, and write down what was reserved, so that it is settled once.
+local evicted = 0
 if refusing_holder == 0 then
   local reserved = {}
   for i = 1, count do
@@ -111,6 +123,7 @@ if refusing_holder == 0 then
       period.tokens, period.cost = period.tokens + window.tokens_ahead, period.cost + window.cost_ahead
     end
     write_holder(KEYS[2 * i - 1], holder)
+    if holder.windows[1] and holder.windows[1].name == 'session' then evicted = evicted + note_session(KEYS[2 * i], KEYS[2 * i - 1]) end
     reserved[2 * i - 1] = request .. ' ' .. KEYS[2 * i - 1]
     reserved[2 * i] = string.format('%.17g %.17g %.17g', now, holder.r + holder.rb, holder.t + holder.tb)
     if a.concurrent > 0 and a.slots > 0 then
@@ -122,7 +135,7 @@ if refusing_holder == 0 then
   redis.call('EXPIRE', KEYS[#KEYS], 3 * 86400)
 end
 
-local reply = {refusing_holder, refusing_limit, math.ceil(longest * 1000), math.floor(now * 1000000), text_of(left)}
+local reply = {refusing_holder, refusing_limit, math.ceil(longest * 1000), math.floor(now * 1000000), text_of(left), evicted}
 for i = 1, count do
   append(reply, math.ceil(math.max(holders[i].r - now, 0) * 1000), math.ceil(math.max(holders[i].t - now, 0) * 1000))
   append_usage(reply, holders[i])

@@ -21,13 +21,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from threading import Lock
 
-from gateway.limits import rules, windows
+from gateway.limits import rules, sessions, windows
 from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Holder, PeriodUse, is_longer
 from gateway.limits.states import HolderRates
-from gateway.limits.windows import RING_CELLS, BudgetState, Moment, Window, windows_of
-from gateway.snapshot.snapshot import Limits
+from gateway.limits.windows import RING_CELLS, BudgetState, Moment, Window, session_window, windows_of
+from gateway.snapshot.snapshot import Budget, Limits
 
-_CAPACITY = 64 * 1024 * 1024  # bytes of address space; the file is sparse, so only what is written takes memory
+_CAPACITY = 128 * 1024 * 1024  # bytes of address space; the file is sparse, so only what is written takes memory
+NO_LIMITS = Limits()
 _HEAD = struct.Struct("<QQ")
 _RECORD = struct.Struct("<32sII")
 _CELL = 8  # bytes of a float64
@@ -95,6 +96,19 @@ class Buckets:
             offset = self._record(name, SIZE + self._workers, part, is_holder=True)
             rings = {each.window: self._record(_ring(name, each.window), RING_CELLS, part) for each in limits.budgets if each.seconds}
         return Holder.placed(name, limits, offset, rings)
+
+    def session(self, owner: str, budget: Budget, name: str, wall: float) -> tuple[Holder, bool]:
+        """Return the holder of a session of an owner, and whether another session was forgotten for it (see ``sessions``).
+
+        Raises BucketsFullError if the memory has no capacity for the table.
+        """
+        with self._lock:
+            self._find_new_records()
+            shared = self._record("sessions", SIZE + self._workers, is_holder=True)  # for rates and slots, which sessions do not limit
+            table = self._record("sessions\n", sessions.CELLS)
+            entry = sessions.find_entry(self.cells, table, owner, name, wall)
+        window = session_window(budget, entry.number), entry.offset
+        return Holder(f"{owner} session {name}", NO_LIMITS, shared, (window,)), entry.evicted
 
     def _find_new_records(self) -> None:
         """Index the records that other workers have added."""

@@ -1,19 +1,20 @@
 -- Shared by admit.lua and settle.lua: reads and writes what a holder of limits has used. The Python twins are rules.py and windows.py.
 -- A holder is a hash with these fields: when its buckets of requests (r) and tokens (t) are full again, the seconds that were
 -- returned to each (rb, tb), the current day (d) with its tokens and cost (dt, dc, dn), another day (od, odt, odc, odn), and the
--- same of the weeks (w, …) and the months (m, …). A rolling window of 7d has a field for each slice of its ring (7d:0, 7d:1, …) with
+-- same of the weeks (w, …) and the months (m, …). A session has a separate hash, where its use is that of period 1 (s, st, sn). A rolling window of 7d has a field for each slice of its ring (7d:0, 7d:1, …) with
 -- the slice's number, tokens and cost. Gateways of other versions read these fields: never change what one means.
 -- A cost is stored twice: in nano-units (dn), which are exact, and in units of the currency (dc), as earlier versions do.
 -- If dc is not what belongs to dn, a gateway of an earlier version has counted last, and dc is used.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
 local BUCKETS, NANO, SLICES = {'r', 't', 'rb', 'tb'}, 1000000000, 24
-local PREFIXES = {day = 'd', week = 'w', month = 'm'}
-local LIFETIMES = {day = 3 * 86400, week = 21 * 86400, month = 70 * 86400}
+local PREFIXES = {day = 'd', week = 'w', month = 'm', session = 's'}
+local LIFETIMES = {day = 3 * 86400, week = 21 * 86400, month = 70 * 86400, session = 86400}
 
 -- Return the number of the period, or of the slice, to which a time belongs: windows.period_of.
 local function period_of(window, time)
   if window.slice > 0 then return math.floor(time / window.slice) end
+  if window.name == 'session' then return 1 end
   local day = math.floor(time / 86400)
   if window.name == 'month' then return month_of(day) end
   return window.name == 'day' and day or math.floor((day + 3) / 7)
@@ -112,7 +113,7 @@ end
 
 -- Return the seconds until nothing of a window is used: windows.seconds_until_unused.
 local function seconds_until_unused(window)
-  if window.slice == 0 then return seconds_left(window.name) end
+  if window.slice == 0 then return window.name == 'session' and 0 or seconds_left(window.name) end
   local seconds = 0
   for _, slice in ipairs(counted_periods(window)) do
     if slice.tokens > 0 or slice.cost > 0 then seconds = (slice.number + SLICES + 1) * window.slice - now end

@@ -63,7 +63,8 @@ def budget_lines(states: Iterable[BudgetState], warn_at: float) -> bytes:
 def _budget_line(state: BudgetState) -> bytes:
     kind = f"{'cost' if state.budget.is_cost else 'tokens'}-{state.window}".encode()
     limit, remaining = (amount(number, state.budget.is_cost).encode() for number in (state.budget.limit, state.remaining))
-    return _BUDGET_LINES % (kind, limit, kind, remaining, kind, duration(state.reset))
+    lines = _BUDGET_LINES % (kind, limit, kind, remaining)
+    return lines if state.window == "session" else lines + b"x-ratelimit-reset-%b: %b\r\n" % (kind, duration(state.reset))
 
 
 def amount(number: float, is_cost: bool) -> str:
@@ -73,7 +74,7 @@ def amount(number: float, is_cost: bool) -> str:
 
 _LINES = b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n"
 _REQUESTS, _TOKENS = (_LINES % (kind, kind, kind) for kind in (b"requests", b"tokens"))
-_BUDGET_LINES = b"x-ratelimit-limit-%b: %b\r\nx-ratelimit-remaining-%b: %b\r\nx-ratelimit-reset-%b: %b\r\n"
+_BUDGET_LINES = b"x-ratelimit-limit-%b: %b\r\nx-ratelimit-remaining-%b: %b\r\n"
 
 
 def duration(seconds: float) -> bytes:

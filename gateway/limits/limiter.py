@@ -6,7 +6,7 @@ The rule: a request of a key without limits costs one attribute look-up.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from secrets import token_hex
 from time import monotonic, time
 
@@ -18,7 +18,7 @@ from gateway.limits.redis_store import RedisStore, StoreUnavailableError
 from gateway.limits.reservation import ARRIVAL, Reservation
 from gateway.limits.rules import RATES, Holder
 from gateway.limits.states import HolderRates, LimitState, limit_states
-from gateway.limits.windows import BudgetState, Window, moment, windows_of
+from gateway.limits.windows import BudgetState, Window, moment, session_window, windows_of
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 
@@ -46,6 +46,7 @@ class KeyLimits:
         "key",
         "max_tokens_limits",
         "on_arrival",
+        "session_owners",
     )
 
     def __init__(self, key: str, buckets: Buckets, allowances: tuple[Allowance, ...], part: float = 1.0) -> None:
@@ -54,8 +55,9 @@ class KeyLimits:
         self.for_all_models = tuple(holder for each, holder in holders if each.models is None)
         self.on_arrival = tuple((holder, ARRIVAL) for holder in self.for_all_models)
         self.counting_tokens = tuple(holder for holder in self.for_all_models if holder.counts_tokens)
-        self.is_known_on_arrival = not self.counting_tokens and len(self.for_all_models) == len(holders)
-        self.has_budgets = any(holder.windows for _, holder in holders)
+        self.session_owners = tuple((each.holder, each.limits.session) for each in allowances if each.limits.session is not None)
+        self.is_known_on_arrival = not self.counting_tokens and len(self.for_all_models) == len(holders) and not self.session_owners
+        self.has_budgets = bool(self.session_owners) or any(holder.windows for _, holder in holders)
         self.holders = tuple(holders)
         self._for_models: dict[str, tuple[Holders, Holders]] = {}
         self.max_tokens_limits = tuple(each for each in allowances if each.limits.max_tokens is not None)
@@ -107,6 +109,8 @@ class Limiter:
         for key in snapshot.keys:
             for reason in _reasons(key):
                 self._metrics.cells("limited_total", key.id, reason)
+            if any(allowance.limits.session is not None for allowance in key.allowances):
+                self._metrics.cells("session_evictions_total", key.id)
         self._subjects = {}
         self._shown = frozenset(allowance.holder for key in snapshot.keys for allowance in key.allowances)
         self._exceeded = set()
@@ -119,10 +123,10 @@ class Limiter:
         if settings is not None and snapshot.uses_store:
             self.store = RedisStore(settings, self._name, self._on_store, self._note_usage)
 
-    def reservation(self, key: Key, identity: str) -> Reservation:
+    def reservation(self, key: Key, identity: str, headers: Mapping[bytes, bytes]) -> Reservation:
         """Return the reservation for a request, by its id, of a key with limits."""
         limits = self._limits_of(key)
-        return Reservation(self, limits, identity, moment(monotonic(), time()), limits.for_all_models)
+        return Reservation(self, limits, identity, headers, moment(monotonic(), time()), limits.for_all_models)
 
     async def states(self, key: Key, identity: str) -> list[LimitState]:
         """Return the state of each limit that a key is subject to, for a request by its id. Raises Refusal if it cannot be known."""
@@ -135,7 +139,7 @@ class Limiter:
             for (allowance, _), (rates, budgets) in zip(limits.holders, counts, strict=True)
             for state in limit_states(allowance, rates, budgets, now)
         ]
-        uncounted = [each for each in limits.max_tokens_limits if not _is_counted(each.limits)]
+        uncounted = [each for each in key.allowances if not _is_counted(each.limits)]
         return [*found, *(state for each in uncounted for state in limit_states(each, None, (), now))]
 
     async def _counts_in_store(self, limits: KeyLimits, identity: str) -> _Counts | None:
@@ -174,6 +178,20 @@ class Limiter:
             self._subjects[key.id, key.team] = known
         return known
 
+    def session_holders(self, limits: KeyLimits, session: str) -> Holders:
+        """Return the holders of a request's session: of its key, and of its team."""
+        found = []
+        for owner, budget in limits.session_owners:
+            holder, evicted = self.buckets.session(owner, budget, session, time())
+            found.append(holder)
+            self.count_evictions(limits.key, evicted)
+        return tuple(found)
+
+    def count_evictions(self, key: str, sessions: int) -> None:
+        """Count sessions that were forgotten because the table of sessions is full."""
+        if sessions:
+            self._metrics.cells("session_evictions_total", key)[0] += sessions
+
     def count_refusal(self, key: str, reason: str) -> None:
         """Count a refused request."""
         self._metrics.cells("limited_total", key, reason)[0] += 1
@@ -210,6 +228,8 @@ def _reasons(key: Key) -> Iterator[str]:
     """Yield the reason of each refusal that is possible for a key."""
     for allowance in key.allowances:
         yield from (name for name in RATES if getattr(allowance.limits, name) is not None)
+        if (session := allowance.limits.session) is not None:
+            yield from (budget.name for budget in session_window(session, 0).budgets)
         yield from (budget.name for window in windows_of(allowance.limits) for budget in window.budgets if not budget.soft)
 
 

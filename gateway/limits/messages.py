@@ -45,8 +45,8 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     limit, left = limit_text(exceeded.reason, exceeded.limit), _rounded(exceeded.left)
     reserved = f"{'a cost of ' if is_cost else ''}{written(exceeded.requested)}{'' if is_cost else ' tokens'}"
     now = _most_tokens(exceeded.reason, left, estimated, price)
-    advice = [f"Set 'max_tokens' to at most {_number(now)}"] if now else []
-    waits = True
+    fits = [f"Set 'max_tokens' to at most {_number(now)}"] if now else []
+    advice, waits = fits, True
     if exceeded.requested > exceeded.limit:
         state = f"This request reserves {reserved}, more than the whole limit of {limit} ({holder})."
         ever = _most_tokens(exceeded.reason, exceeded.limit, estimated, price)
@@ -62,8 +62,10 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     else:
         are = "is" if is_cost else "are"
         state = f"This request reserves {reserved}, and of the limit of {limit} only {written(left)} {are} left ({holder})."
+    if exceeded.reason.endswith("_per_session"):
+        advice, waits = [*fits, "start a new session" if fits else "Start a new session"], False
     if waits:
-        advice.append(f"{'try' if advice else 'Try'} again in {duration(seconds)}")
+        advice = [*advice, f"{'try' if advice else 'Try'} again in {duration(seconds)}"]
     headers = {"x-should-retry": "false"} if is_quota else {}
     if waits:
         headers["retry-after"] = str(seconds)

@@ -55,6 +55,8 @@ class StoreResult(NamedTuple):
     exceeded: tuple[Holder, ExceededLimit] | None
     full_times: Sequence[tuple[Limits, float, float]]
     budgets: Sequence[tuple[Holder, BudgetState]] = ()
+    evicted: int = 0
+    """Sessions that the store has forgotten for a new one."""
 
 
 OnUsage = Callable[[Holder, Window, int, int, float], None]
@@ -453,7 +455,9 @@ def _command(script: Script, keys: Sequence[str], arguments: Sequence[str | floa
 
 
 def _keys(holder: Holder) -> tuple[str, str]:
-    """Return the keys of a holder's counts and of its leases."""
+    """Return the keys of a holder's counts and of its leases; for a session that of its owner's sessions instead of the leases."""
+    if holder.windows and holder.windows[0][0].name == "session":
+        return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name.rpartition(' ')[0]}s"
     return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name} leases"
 
 
@@ -509,10 +513,11 @@ def _parse_usage(holder: Holder, numbers: Iterator[int]) -> Iterator[tuple[Windo
 def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[Reply], now: float, on_usage: OnUsage) -> StoreResult:
     """Parse the reply of admit.lua.
 
-    It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, what is left as text, and for
-    each holder the milliseconds until each bucket is full, and the tokens, the cost and the milliseconds of each window.
+    It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, what is left as text, the
+    sessions that were forgotten, and for each holder the milliseconds until each bucket is full, and the tokens, the cost and the
+    milliseconds of each window.
     """
-    number, limit_number, wait, _, left, *rest = cast(tuple[int, int, int, int, bytes, *tuple[int, ...]], tuple(reply))
+    number, limit_number, wait, _, left, evicted, *rest = cast(tuple[int, int, int, int, bytes, int, *tuple[int, ...]], tuple(reply))
     numbers = iter(rest)
     full_times: list[tuple[Limits, float, float]] = []
     budgets: list[tuple[Holder, BudgetState]] = []
@@ -524,7 +529,7 @@ def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[Repl
     exceeded = (
         None if number == _ADMITTED else (wanted[number - 1][0], _exceeded(*wanted[number - 1], limit_number, wait / 1000, float(left)))
     )
-    return StoreResult(exceeded, full_times, budgets)
+    return StoreResult(exceeded, full_times, budgets, evicted)
 
 
 def _exceeded(holder: Holder, amounts: Amounts, number: int, wait: float, left: float) -> ExceededLimit:

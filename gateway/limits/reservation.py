@@ -7,7 +7,7 @@ sequential requests of a client never block each other, whichever worker gets th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +17,12 @@ from gateway.api.errors import Refusal
 from gateway.api.settlement import Settlement
 from gateway.api.usage import Usage
 from gateway.limits import estimate, headers
+from gateway.limits.buckets import BucketsFullError
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.messages import refusal
 from gateway.limits.redis_store import StoreResult, StoreUnavailableError
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
+from gateway.limits.sessions import session_of
 from gateway.limits.windows import Moment, moment
 from gateway.snapshot.snapshot import Model
 
@@ -38,6 +40,7 @@ class Reservation(msgspec.Struct, eq=False):
     _limiter: Limiter
     _limits: KeyLimits
     _request_id: str
+    _headers: Mapping[bytes, bytes]
     _arrived: Moment
     _shown_holders: Sequence[Holder]
     _model: Model | None = None
@@ -46,6 +49,7 @@ class Reservation(msgspec.Struct, eq=False):
     _reserved: Sequence[tuple[Holder, Amounts]] = ()
     _bucket_ends: dict[int, float] = {}
     _result: StoreResult | None = None
+    _sessions: Sequence[Holder] = ()
 
     async def reserve_request(self) -> None:
         """Reserve a request and a concurrent slot before the body is read. Raises Refusal."""
@@ -62,6 +66,8 @@ class Reservation(msgspec.Struct, eq=False):
         self._model = model
         if self._limits.max_tokens_limits:
             estimate.apply_max_tokens(document, path, self._limits.max_tokens(model))
+        if self._limits.session_owners:
+            self._find_session(document)
         self._estimate = estimate.estimate(document, path, body)
 
     def estimate_usage_in_steps(
@@ -71,12 +77,26 @@ class Reservation(msgspec.Struct, eq=False):
         self._model = model
         if self._limits.max_tokens_limits:
             estimate.apply_max_tokens(document, path, self._limits.max_tokens(model))
+        if self._limits.session_owners:
+            self._find_session(document)
         self._estimate = yield from estimate.estimate_in_steps(document, path, body)
 
     def estimate_form(self, model: Model) -> int | None:
         """Estimate the usage of a form, which is unknown. Returns the most tokens that its response may have."""
         self._model, self._estimate = model, TokenEstimate(prompt=1)
+        if self._limits.session_owners:
+            self._find_session({})
         return self._limits.max_tokens(model) if self._limits.max_tokens_limits else None
+
+    def _find_session(self, document: Mapping[str, Any]) -> None:
+        """Find the counts of the request's session, once. Raises Refusal."""
+        name = session_of(self._headers, document)
+        if name is None or self._sessions:
+            return
+        try:
+            self._sessions = self._limiter.session_holders(self._limits, name)
+        except BucketsFullError:
+            raise Refusal("overloaded", "The budgets of sessions can't be counted at the moment.") from None
 
     async def reserve_tokens(self) -> None:
         """Reserve the tokens, and the amounts for the model's own limits. Called again for each fallback model. Raises Refusal."""
@@ -85,6 +105,8 @@ class Reservation(msgspec.Struct, eq=False):
         if limits.is_known_on_arrival:
             return
         for_model, holders = limits.for_model(model)
+        if self._sessions:
+            for_model, holders = (*for_model, *self._sessions), (*holders, *self._sessions)
         all_amounts = estimate.reserved_amounts(self._estimate, model.price)
         if self._has_reserved_tokens:
             await self._change_model(for_model, holders, all_amounts)
@@ -147,7 +169,8 @@ class Reservation(msgspec.Struct, eq=False):
             return
         before = self._result
         if before is not None and self._reserved:
-            result = result._replace(full_times=(*before.full_times, *result.full_times))
+            result = result._replace(full_times=(*before.full_times, *result.full_times), budgets=(*before.budgets, *result.budgets))
+        self._limiter.count_evictions(self._limits.key, result.evicted)
         self._apply_result(result)
         self._reserved = (*self._reserved, *wanted)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from gateway.limits.rules import BucketState, bucket_state
-from gateway.limits.windows import BudgetState
+from gateway.limits.windows import BudgetState, session_window
 from gateway.snapshot.money import json_number
 from gateway.snapshot.snapshot import Allowance, Limits
 
@@ -72,6 +72,9 @@ def limit_states(allowance: Allowance, rates: HolderRates | None, budgets: Itera
         budget = state.budget
         amount, used, left = int(budget.limit), int(state.used), int(state.remaining)
         yield LimitState(holder, models, budget.name, amount, used, left, state.reset, budget.soft)
+    if limits.session is not None:
+        for budget in session_window(limits.session, 0).budgets:
+            yield LimitState(holder, models, budget.name, int(budget.limit))  # for each session, so nothing is used of it as a whole
     if limits.max_tokens is not None:
         yield LimitState(holder, models, "max_tokens", limits.max_tokens)
 

@@ -1,9 +1,9 @@
 """Count tokens and cost in windows of time, and report how much of each budget is used. Pure.
 
-A window is a day, a week or a month of UTC, or a rolling window: the last ``7d``, for example. The rules: a window never lets more than
-its budget pass, and a clock that is set back finds its counts again. A refusal, a header and a metric all read ``budget_states`` or the
-counts behind it, so they show the same numbers. admit.lua and settle.lua count the same windows in a Redis; a change here needs the same
-change there.
+A window is a day, a week or a month of UTC, a rolling window such as the last ``7d``, or the whole of a session. The rules: a window
+never lets more than its budget pass, and a clock that is set back finds its counts again. A refusal, a header and a metric all read
+``budget_states`` or the counts behind it, so they show the same numbers. admit.lua and settle.lua count the same windows in a Redis; a
+change here needs the same change there.
 
 A window of the calendar has six cells: the current period with its tokens and cost, and the other period that was used
 last. A week starts on Monday, as in ISO 8601. A rolling window is a ring of ``RING_CELLS`` cells: for each slice of time its number, its
@@ -21,7 +21,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
-from gateway.snapshot.snapshot import CALENDAR, Limits
+from gateway.snapshot.snapshot import CALENDAR, Budget, Limits
 
 USED, SPENT = 1, 2
 """Behind a period or a slice: its tokens and its cost."""
@@ -91,9 +91,9 @@ class NamedBudget(NamedTuple):
 class Window(NamedTuple):
     """A window and its budgets.
 
-    ``name`` is ``day``, ``week``, ``month``, or the length of a rolling window such as ``7d``. ``slice_seconds`` is 0 for a window of
-    the calendar. ``tokens`` and ``cost`` are the limits, infinity for none. ``tokens_ahead`` and ``cost_ahead`` are the most that one
-    request reserves: 0 without any budget, and never more than the limit, or a large request could never pass.
+    ``name`` is ``day``, ``week``, ``month``, ``session``, or the length of a rolling window such as ``7d``. ``slice_seconds`` is 0
+    unless the window rolls. ``tokens`` and ``cost`` are the limits, infinity for none. ``tokens_ahead`` and ``cost_ahead`` are the most
+    that one request reserves: 0 without any budget, and never more than the limit, or a large request could never pass.
     """
 
     name: str
@@ -103,6 +103,8 @@ class Window(NamedTuple):
     cost: float
     tokens_ahead: float
     cost_ahead: float
+    number: int = 0
+    """The number of the session that it counts. 0: it counts no session."""
 
 
 PlacedWindow = tuple[Window, int]
@@ -118,6 +120,11 @@ def windows_of(limits: Limits) -> tuple[Window, ...]:
         seconds[each.window] = each.seconds
         budgets.setdefault(each.window, []).extend(_named(each.window, each.tokens, each.cost, each.soft))
     return tuple(_window(name, seconds.get(name, 0.0), tuple(found)) for name, found in budgets.items() if found)
+
+
+def session_window(budget: Budget, number: int) -> Window:
+    """Return the window of a session with this number."""
+    return _window("session", 0.0, tuple(_named("session", budget.tokens, budget.cost)))._replace(number=number)
 
 
 def _named(window: str, tokens: float | None, cost: float | None, soft: bool = False) -> Iterator[NamedBudget]:
@@ -147,6 +154,8 @@ def period_of(window: Window, at: Moment) -> int:
         return at.day
     if name == "month":
         return at.month
+    if name == "session":
+        return window.number
     return (at.day + _MONDAY) // 7 if name == "week" else int(at.wall // window.slice_seconds)
 
 
@@ -183,11 +192,11 @@ def fits(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: flo
 
 
 class ExceededBudget(NamedTuple):
-    """A budget without enough capacity. ``wait``: the seconds until the request fits."""
+    """A budget without enough capacity. ``wait``: the seconds until the request fits; None: never."""
 
     name: str
     limit: float
-    wait: float
+    wait: float | None
     left: float
     requested: float
 
@@ -206,7 +215,7 @@ def exceeded_budgets(windows: Sequence[PlacedWindow], cells: Cells, tokens: floa
 def exceeded_budget(window: Window, is_cost: bool, wait: float, left: float, tokens: float, cost: float) -> ExceededBudget:
     """Return the exceeded budget of tokens or of cost of a window, for a request with these amounts."""
     limit, amount, kind = (window.cost, cost, "cost") if is_cost else (window.tokens, tokens, "tokens")
-    return ExceededBudget(f"{kind}_per_{window.name}", limit, wait, left, amount)
+    return ExceededBudget(f"{kind}_per_{window.name}", limit, None if window.name == "session" else wait, left, amount)
 
 
 def _seconds_until_free(window: Window, cells: Cells, offset: int, at: Moment, column: int, missing: float) -> float:
@@ -223,7 +232,9 @@ def _seconds_until_free(window: Window, cells: Cells, offset: int, at: Moment, c
 
 
 def _seconds_left(period: str, wall: float) -> float:
-    """Return the seconds until the day, week or month ends."""
+    """Return the seconds until the day, week or month ends. A session has no known end."""
+    if period == "session":
+        return 0.0
     if period == "day":
         return _DAY_SECONDS - wall % _DAY_SECONDS
     if period == "week":
@@ -242,8 +253,12 @@ def reserve(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: 
         period = period_of(window, at)
         if window.slice_seconds:
             start = _start_slice(cells, offset, period)
+        elif cells[offset] == period:
+            start = offset
+        elif window.number:
+            continue  # another session has the entry now
         else:
-            start = offset if cells[offset] == period else _start_period(cells, offset, period)
+            start = _start_period(cells, offset, period)
         ahead = window.tokens_ahead
         cells[start + USED] += tokens if tokens < ahead else ahead
         if cost:

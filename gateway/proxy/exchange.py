@@ -56,7 +56,7 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
             active.concurrency_limit.admit(request.requests_in_flight, inflight.in_flight, monotonic())
         with inflight:
             if key.allowances:
-                request.reservation = worker.limiter.reservation(key, request.id)
+                request.reservation = worker.limiter.reservation(key, request.id, request.head.headers)
                 await request.reservation.reserve_request()
             # Read the body, resolve its model and apply the model's policy.
             encoding = _check_media_type(request)

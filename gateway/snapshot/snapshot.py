@@ -60,6 +60,8 @@ class Limits:
     concurrent: int | None = None
     max_tokens: int | None = None
     budgets: tuple[Budget, ...] = ()
+    session: Budget | None = None
+    """The budget of each session of the holder."""
 
     request_seconds: float = field(init=False)
     """Seconds in which the per-minute limit refills one request. 0: no such limit."""

@@ -90,6 +90,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "budget_used_ratio": Family(
             "gauge", "Used share of a budget, reservations included; above 1 if it is exceeded.", ("holder", "budget", "soft")
         ),
+        "session_evictions_total": Family("counter", "Sessions whose use was forgotten because the table of sessions was full.", ("key",)),
         "client_faults_total": Family("counter", "Connections closed because of what their client did.", ("reason",)),
         "log_lines_dropped_total": Family("counter", "Requests whose access log line could not be written."),
         "server_up": Family("gauge", "1 when the server passes its health checks.", ("model", "server")),

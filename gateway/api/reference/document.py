@@ -55,7 +55,8 @@ _STATUS_HEADERS: Mapping[int, tuple[str, ...]] = {
     503: ("retry-after",),
 }
 _REQUEST_HEADERS = {
-    "x-session-id": "requests with the same value go to the same server while it is available (for models with `balance: prefix`)",
+    "x-session-id": "requests with the same value count for the same session; with `balance: prefix` they also go to the same server "
+    "while it is available",
     "traceparent": "a trace to continue (W3C Trace Context), if the operator traces",
 }
 _BY_EITHER: list[Any] = [{"bearer": []}, {"x-api-key": []}]
