@@ -248,6 +248,31 @@ async def test_a_killed_worker_loses_no_row_and_its_requests_in_flight_are_recor
 
 
 @pytest.mark.row(24)
+async def test_a_killed_worker_leaves_what_its_streams_have_sent(tmp_path: Path, measured: Callable[[str], None]) -> None:
+    """The journal has the exact prompt, and a completion that is as old as the last update of its slot."""
+    url, events = "sqlite:///usage.db", 12
+    body = chat(model=MODEL, stream=True, simulate={"tokens": 100_000, "tokens_per_second": 5})
+    with gateway(tmp_path, settings(url)) as one:
+        await warm(one)
+        complete = one.request(model=MODEL, messages=body["messages"], max_tokens=1).json()["usage"]
+        async with client(one.data) as streaming:
+            streaming.send(request(body))
+            head = (await streaming.reader.readuntil(b"\r\n\r\n")).decode()
+            for _ in range(events):
+                await streaming.reader.readuntil(b"\n\n")
+            os.kill(one.workers()[0], signal.SIGKILL)
+            rest = await streaming.reader.read()
+        wait_for(lambda: rows(one, "lost") == 1)
+        assert one.stop() == 0
+    identity = next(line.split(": ")[1] for line in head.split("\r\n") if line.startswith("x-request-id"))
+    row = stored_rows(url, tmp_path)[identity]
+    received = events - 1 + rest.count(b"\n\n")  # without the role
+    assert (row["prompt_tokens"], row["incomplete"], row["estimated_by"]) == (complete["prompt_tokens"], LOST, "journal")
+    assert 0 < row["completion_tokens"] <= received
+    measured(f"kill -9 of a worker: an open stream is charged for its prompt and {row['completion_tokens']} of {received} received tokens")
+
+
+@pytest.mark.row(24)
 async def test_killed_control_loses_no_row(tmp_path: Path, measured: Callable[[str], None]) -> None:
     url = "sqlite:///usage.db"
     with gateway(tmp_path, settings(url, workers=2)) as one, ended(one):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from typing import Any
 
 import orjson
@@ -183,3 +183,17 @@ class Settlements(RuleBasedStateMachine):
 
 TestSettlements = Settlements.TestCase
 TestSettlements.settings = settings(max_examples=examples(100), stateful_step_count=12, deadline=None)
+
+
+async def test_a_stream_that_is_closed_before_its_end_costs_its_prompt_and_what_was_sent() -> None:
+    """5,010 prompt tokens at 1 and 98 of 100 completion tokens at 3 per million."""
+    with closing(Journal.create("test", 1 << 16, 8)) as journal, way(served=model(1, price=price(1.0, 3.0))) as one:
+        ledger = one.context.ledger = Recorder(journal)
+        ledger.apply_snapshot(one.worker.snapshot)
+        sent = [token(0, Usage(5010, number)) for number in range(99)]
+        received = one.streamed([STREAM_HEAD, *(b"%x\r\n%b\r\n" % (len(each), each) for each in sent)], include_usage=False)
+        assert received.count(b"data: ") == 99 and b"usage" not in received
+        one.client.eof_received()
+        (row,) = [decode(payload) for payload in frames(journal.read().data)]
+    assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", 5010, 98, None)
+    assert row.cost == 5_304_000
