@@ -495,13 +495,13 @@ def test_tokens_are_those_that_usage_counts(simulated: Simulated) -> None:
     response = simulated.post("/tokenize", {"prompt": text}).json()
     assert response["count"] == simulated.post("/v1/completions", {"prompt": text}).json()["usage"]["prompt_tokens"]
     assert simulated.post("/detokenize", {"tokens": response["tokens"]}).json() == {"prompt": text}
+    counted = simulated.post("/v1/messages/count_tokens", {"model": "tiny", "messages": HELLO}).json()["input_tokens"]
+    assert counted == simulated.chat().json()["usage"]["prompt_tokens"]
 
 
 def test_an_empty_conversation_that_is_continued_has_no_tokens(simulated: Simulated) -> None:
     response = simulated.post("/tokenize", {"messages": [], "continue_final_message": True, "add_generation_prompt": False})
     assert (response.status_code, response.json()["count"]) == (200, 0)
-    counted = simulated.post("/v1/messages/count_tokens", {"model": "tiny", "messages": HELLO}).json()["input_tokens"]
-    assert counted == simulated.chat().json()["usage"]["prompt_tokens"]
 
 
 def test_unknown_routes_and_methods_are_fastapis(simulated: Simulated) -> None:
