@@ -15,7 +15,7 @@ from gateway.client.timeouts import Wait, WaitTimer
 from gateway.snapshot.snapshot import Clients
 
 MAX_CONNECTIONS = 256
-"""Open connections of one listener. Dashboards, probes and commands need few."""
+"""Open connections of one listener. Dashboards, probes and commands need few connections."""
 MAX_HEADERS = 64 * 1024
 """Bytes of a request line with its headers."""
 

@@ -35,7 +35,7 @@ class Body(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row. ``injects``: ``stream_options.include_usage`` exists there; ``input_field`` is the field with the text."""
+    """One row. ``injects``: The route supports ``stream_options.include_usage``; ``input_field`` is the field with the text."""
 
     path: str
     upstream: str

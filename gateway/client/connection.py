@@ -136,7 +136,10 @@ class ClientConnection(asyncio.Protocol):
             self.current.resume()
 
     def eof_received(self) -> None:
-        """Send what is buffered, and cancel all requests. The transport closes behind this, and would drop the bytes of counted tokens."""
+        """Send what is buffered, and cancel all requests.
+
+        The transport closes after this call, and would drop the bytes of counted tokens.
+        """
         self.transport.flush()
         self._cancel_requests()
 

@@ -85,7 +85,7 @@ class ServerObserver:
     async def check_added(self, config: Config) -> None:
         """Discover and check the servers that a configuration adds, up to a timeout.
 
-        A model whose servers move is then up at its new servers when the configuration is applied.
+        So a model that moves to new servers is already up on them when the configuration is applied.
         """
         self._discovery.set_sources(self.config_as_read, config)
         with suppress(TimeoutError):

@@ -146,7 +146,7 @@ class Spool:
         self._update_counts()
 
     def _raise_if_it_may_pass(self, error: OSError) -> None:
-        """Raise the error if it may be temporary: a limit of this process, or another or missing folder."""
+        """Raise the error if it may be temporary: a limit of this process, or a folder that was replaced or is missing."""
         if error.errno in _OWN_LIMITS or _identity(self.folder) != self._identity:
             raise error
 

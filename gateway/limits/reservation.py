@@ -1,7 +1,7 @@
 """Reserve what one request may use of its key's limits, and settle it when the request is finished.
 
-The rules: what the headers decide is reserved before the body is read, the rest when the model and the size are known. Every
-reservation, in this gateway's memory or in the store, is settled once, before the client gets the end of its response. So
+The rules: amounts that follow from the headers are reserved before the body is read, the other amounts when the model and the size are
+known. Every reservation, in this gateway's memory or in the store, is settled once, before the client gets the end of its response. So
 sequential requests of a client never block each other, whichever worker gets the next one.
 """
 

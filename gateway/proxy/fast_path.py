@@ -1,7 +1,7 @@
 """The fast path of an ordinary chunk: from the transport that read it to the transport that sends it, in one function.
 
-vLLM sends an event as one chunk, and one read mostly brings one chunk. If a read is exactly one chunk and contains none of the marks of a
-field that the gateway acts on, it is sent as it came, with its frame. Every other read takes the general path
+vLLM sends an event as one chunk, and one read usually contains one chunk. If a read is exactly one chunk and contains none of the marks of
+a field that the gateway acts on, it is sent as it came, with its frame. Every other read takes the general path
 (``Connection.data_received``, ``UpstreamResponse``, ``EventRelay``). This module repeats the parts of that path that apply: for each event
 of each stream, the calls and attributes between those objects cost more than the work (docs/performance.md).
 

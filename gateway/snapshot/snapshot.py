@@ -209,7 +209,7 @@ class Model:
     ``fallbacks`` are the names of the models to try in order when no server of this one can take a request. ``rewrite``: responses carry
     this model's ID whatever name its servers use.
 
-    ``task`` and ``capabilities`` are what the model list shows, as configured. ``launched_with`` are the capabilities that the launch
+    ``task`` and ``capabilities`` are the configured values for the model list. ``launched_with`` are the capabilities that the launch
     arguments give a model that generates text. None: unknown.
 
     A LoRA adapter is a model too. ``parent`` is then the ID of its base model, whose servers it shares, and ``served`` the name under

@@ -1,7 +1,7 @@
 """Decides which launched models run: the next ones to start, drain, put to sleep and stop. Pure.
 
-Models that need the same GPUs, or belong to a group with a limit on running models, share them over time. ``decide`` gets all models at a
-moment and returns the actions to start now. ``forecast`` estimates when each model that is not up will be. The rules:
+Models that need the same GPUs, or belong to a group with a limit on running models, share them over time. ``decide`` gets the state of all
+models and returns the actions to start now. ``forecast`` estimates when each model that is not up will be. The rules:
 
 - A running model holds its GPUs and its share of the group from its start until its last process has exited. A sleeping model holds
   nothing.

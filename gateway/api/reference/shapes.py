@@ -24,7 +24,7 @@ _FILES = ("generation.yaml", "messages.yaml", "others.yaml", "own_key.yaml")
 class RouteDescription:
     """The description of one route. ``request``, ``response`` and ``event`` are names of schemas; an event is part of a stream.
 
-    ``query`` has the texts of its query parameters. ``more_statuses`` are those that a GET route adds to the common ones.
+    ``query`` has the texts of its query parameters. ``more_statuses`` are the statuses of a GET route in addition to the common statuses.
     """
 
     id: str
