@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import re
 
-_LIMITS = (f"x-ratelimit-{what}-{kind}" for kind in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
-_EXPOSED = ", ".join(("x-request-id", "request-id", "retry-after", "x-should-retry", "x-vllm-gateway-fallback", *_LIMITS))
+_EXPOSED = "*"  # all headers: budgets have headers that are named after their windows
 _METHODS = "GET, POST"
 _MAX_AGE = "600"  # seconds for which a browser may cache the response to a preflight
 _FIELD_NAMES = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~, -]{1,2048}\Z")

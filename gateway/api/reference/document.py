@@ -35,6 +35,10 @@ _LIMITS = {
         ("remaining", "{} that are left"),
         ("reset", "time until all {} are available again, such as `6m0s`"),
     )
+} | {
+    "x-ratelimit-remaining-tokens-day": "tokens that are left of the budget of the day. Each budget has such headers: `limit`, `remaining` "
+    "and `reset`, of `tokens` or `cost`, with its window: `day`, `week`, `month`, `session`, or a length such as `7d`",
+    "x-vllm-gateway-budget-warning": "budgets that are nearly used, such as `tokens_per_day;used=0.83`",
 }
 _HEADERS = {
     "x-request-id": "the id of the request, for the operator",
