@@ -6,8 +6,9 @@ The rule: a note never makes a configuration invalid. Invalid parts are reported
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -18,12 +19,15 @@ from gateway.config.models import matches
 from gateway.config.quantities import parse_duration
 from gateway.config.references import ConfigValue, Draft, costs_in
 from gateway.key_management.key_list import state
+from gateway.limits.windows import SLICES
 from gateway.snapshot.snapshot import CALENDAR
 
 OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
 """Also logged when the gateway starts."""
 _NAMED = 5
-_LONGEST_MONTH, _DAY_SECONDS = 31, 86400
+_LONGEST: Mapping[object, int] = MappingProxyType({"day": 1, "week": 7, "month": 31})  # days
+_COUNTED_SHARE = 1 + 1 / SLICES  # of a rolling window: it counts one slice more
+_DAY_SECONDS = 86400
 Scope = Sequence[str] | None
 """Patterns of models. None: all models."""
 
@@ -87,9 +91,9 @@ def _not_restored(draft: Draft) -> Iterator[Note]:
     if budgets and ledger.value is None:
         more = f" (and {len(budgets) - 1} more)" if len(budgets) > 1 else ""
         yield note(budgets[0], f"starts from zero at each restart{more}: set ledger or limits_store")
-    retention = ledger.get("retention")
-    if any("month" in str(value.path[-1]) for value in budgets) and _days(retention.value) < _LONGEST_MONTH:
-        yield note(retention, "a restart restores monthly budgets from the rows of the month: keep them for 31d")
+    retention, days = ledger.get("retention"), math.ceil(max(map(_days_of, budgets), default=0))
+    if _days(retention.value) < days:
+        yield note(retention, f"a restart restores budgets from the rows of their windows: keep rows for {days}d")
 
 
 def _budgets(limits: ConfigValue) -> Iterator[ConfigValue]:
@@ -97,6 +101,14 @@ def _budgets(limits: ConfigValue) -> Iterator[ConfigValue]:
         names = (f"{kind}_per_{window}" for kind in ("cost", "tokens") for window in CALENDAR)
         yield from (value.get(name) for name in names if value.get(name).value is not None)
         yield from value.each("budgets")
+
+
+def _days_of(budget: ConfigValue) -> float:
+    """Return the days whose rows a budget counts at most; 0 for an invalid window."""
+    window = budget.get("window").value or str(budget.path[-1]).rpartition("_")[2]
+    if window in _LONGEST:
+        return _LONGEST[window]
+    return _days(window) * _COUNTED_SHARE if _days(window) < math.inf else 0
 
 
 def _days(retention: object) -> float:

@@ -1,4 +1,4 @@
-"""Restore the budgets of a day and a month from the ledger, because counts in memory do not survive the gateway.
+"""Restore budgets from the ledger, because counts in memory do not survive the gateway.
 
 The rules: a request counts once. Rows from before the start are restored. Later rows belong to the running workers, which have counted
 them. The rows that an earlier gateway left on disk are written to the database before its sums are used. Later rows are added with the next
@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.limits.buckets import Buckets, BucketsFullError
-from gateway.limits.earlier_use import Budgets, HolderUse
+from gateway.limits.earlier_use import Budgets, HolderUse, PeriodUse, beyond
 from gateway.limits.limiter import PART_FOR_SUBJECTS
-from gateway.limits.rules import Holder, PeriodUse
+from gateway.limits.rules import Holder
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Snapshot
 
@@ -44,7 +44,7 @@ class BudgetRestorer:
         self._buckets = buckets
         self._before = before
         self._clock = clock
-        self._added: dict[tuple[str, int], PeriodUse] = {}  # by the name of the holder and the day
+        self._added: dict[str, PeriodUse] = {}  # by the name of the holder
         self._attempted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._restored_at: float | None = None
@@ -107,11 +107,11 @@ class BudgetRestorer:
 
     async def _restore(self, ledger: Ledger, budgets: Budgets) -> None:
         """Add to the counts what was used before the start and was not added yet. Raises DatabaseUnavailableError."""
-        day = moment(0.0, self._clock()).day
-        starts = budgets.period_starts(day)
-        found = budgets.use_by_holder(await ledger.earlier_use(budgets, starts, self._before), starts, day)
+        at = moment(0.0, self._clock())
+        starts = budgets.counted_starts(at)
+        found = budgets.use_by_holder(await ledger.earlier_use(budgets, starts, self._before), starts, at)
         for number, (name, one) in enumerate(found.items(), 1):
-            self._add(name, one, day)
+            self._add(name, one)
             if number % _HOLDERS_PER_ITERATION == 0:
                 await asyncio.sleep(0)
         if self._restored_at is None:
@@ -120,11 +120,11 @@ class BudgetRestorer:
         self._restored_at, self._error = self._clock(), None
         self._attempted.set()
 
-    def _add(self, name: str, one: HolderUse, day: int) -> None:
-        more = one.used.beyond(self._added.get((name, day), PeriodUse()))  # less, if rows were deleted meanwhile
-        if any(more):
-            self._buckets.add_earlier_use(self._holder(one), day, more)
-            self._added[name, day] = one.used
+    def _add(self, name: str, one: HolderUse) -> None:
+        added = self._added.setdefault(name, {})
+        if more := beyond(one.used, added):
+            self._buckets.add_earlier_use(self._holder(one), more)
+            added.update({period: one.used[period] for period in more})
 
     def _holder(self, one: HolderUse) -> Holder:
         """Return the holder as workers find it: a subject without memory for its own counts as its entry."""

@@ -6,7 +6,7 @@ which its limits have counted already. A query has a bounded time.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from sqlalchemy import ColumnElement, Engine, case, func, inspect, or_, select
@@ -18,14 +18,26 @@ from gateway.ledger.schema import USAGE
 from gateway.ledger.store import reason, time_limited
 from gateway.limits.earlier_use import Budgets, UsedSince
 
+_MOST_STARTS = 100  # of periods and slices in one query
 _MOST_NAMES = 500  # more keys and teams are not named in the query, which then reads all rows of the time
 
 
-def earlier_use(engine: Engine, budgets: Budgets, starts: Sequence[int], before: float, seconds: float) -> list[UsedSince]:
-    """Return the sums of the rows from ``starts[0]`` to ``before``, in seconds since the epoch.
+def earlier_use(engine: Engine, budgets: Budgets, starts: Sequence[float], before: float, seconds: float) -> list[UsedSince]:
+    """Return the sums of the rows before a time, by key, team, model and the last of ``starts`` that is not after them.
 
-    ``seconds`` is the most that the query may take. Raises DatabaseUnavailableError.
+    ``starts`` are sorted; like ``before`` they are in seconds since the epoch. ``seconds`` is the most that each query may take. Raises
+    DatabaseUnavailableError.
     """
+    known = [start for start in starts if start < before]
+    found: list[UsedSince] = []
+    for first in range(0, len(known), _MOST_STARTS):
+        part = known[first : first + _MOST_STARTS]
+        end = known[first + _MOST_STARTS] if first + _MOST_STARTS < len(known) else before
+        found += (row._replace(slot=first + row.slot) for row in _sums(engine, budgets, part, end, seconds))
+    return found
+
+
+def _sums(engine: Engine, budgets: Budgets, starts: Sequence[float], before: float, seconds: float) -> Iterator[UsedSince]:
     moments = [datetime.fromtimestamp(start, UTC) for start in starts]
     slot = case(*((USAGE.c.time >= moment, number) for number, moment in reversed([*enumerate(moments)])), else_=-1).label("slot")
     tokens = func.coalesce(USAGE.c.prompt_tokens, 0) + func.coalesce(USAGE.c.completion_tokens, 0)
@@ -45,14 +57,12 @@ def earlier_use(engine: Engine, budgets: Budgets, starts: Sequence[int], before:
     try:
         with time_limited(engine, seconds) as connection:
             if not inspect(connection).has_table(USAGE.name):
-                return []
-            found = connection.execute(statement).all()
+                return
+            rows = connection.execute(statement).all()
     except SQLAlchemyError as error:
         raise DatabaseUnavailableError(reason(error)) from error
-    return [
-        UsedSince(key, team, model, slot, int(tokens or 0), int(high or 0) * HALF + int(low or 0))
-        for key, team, model, slot, tokens, high, low in found
-    ]
+    for key, team, model, number, total, high, low in rows:
+        yield UsedSince(key, team, model, number, int(total or 0), int(high or 0) * HALF + int(low or 0))
 
 
 def _holders(budgets: Budgets) -> list[ColumnElement[bool]]:

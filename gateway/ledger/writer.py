@@ -163,7 +163,7 @@ class Ledger:
         """Whether the spool has files of an earlier gateway, whose rows may be missing in the database."""
         return self._spool.inherited > 0
 
-    async def earlier_use(self, budgets: Budgets, starts: Sequence[int], before: float) -> list[UsedSince]:
+    async def earlier_use(self, budgets: Budgets, starts: Sequence[float], before: float) -> list[UsedSince]:
         """Return the sums of the rows before a start (see ``earlier_use``). Raises DatabaseUnavailableError."""
         seconds = _RESTORE_TIMEOUT
         return await run_in_thread(lambda: earlier_use(self._store.engine, budgets, starts, before, seconds), seconds + _MARGIN)

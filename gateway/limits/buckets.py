@@ -22,7 +22,7 @@ from hashlib import sha256
 from threading import Lock
 
 from gateway.limits import rules, sessions, windows
-from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Holder, PeriodUse, is_longer
+from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Holder, is_longer
 from gateway.limits.states import HolderRates
 from gateway.limits.windows import RING_CELLS, BudgetState, Moment, Window, session_window, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
@@ -140,10 +140,13 @@ class Buckets:
 
     # Counts
 
-    def add_earlier_use(self, holder: Holder, day: int, used: PeriodUse) -> None:
-        """Add what a holder had used of a day and its month before these counts were created (see ``earlier_use``)."""
+    def add_earlier_use(self, holder: Holder, used: Mapping[tuple[str, int], tuple[int, int]]) -> None:
+        """Add what a holder had used before these counts were created: tokens and cost by the name of a window and the period."""
         with self._lock:
-            rules.add_earlier_use(self.cells, holder.offset, day, used)
+            for window, offset in holder.windows:
+                for (name, period), (tokens, cost) in used.items():
+                    if name == window.name:
+                        windows.add_earlier_use(window, self.cells, offset, period, tokens, cost)
 
     def in_flight(self, offset: int) -> float:
         """Return a holder's requests in flight in all workers."""

@@ -6,21 +6,19 @@ of the present configuration.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from gateway.limits.rules import PeriodUse
-from gateway.limits.windows import period_starts
+from gateway.limits.windows import Moment, counted_periods, counted_starts, moment, period_of, windows_of
 from gateway.snapshot.snapshot import Allowance, Model, Snapshot
 
 
 class UsedSince(NamedTuple):
     """Sums of ledger rows with the same key, team and model: tokens, and cost in nano-units.
 
-    ``slot`` is the number of the last period start that is not after these rows.
+    ``slot`` is the number of the last start of a period or slice that is not after these rows.
     """
 
     key: str
@@ -31,6 +29,10 @@ class UsedSince(NamedTuple):
     cost: int
 
 
+PeriodUse = dict[tuple[str, int], tuple[int, int]]
+"""Tokens and cost by the name of a window and the number of a period or slice of it."""
+
+
 class HolderUse(NamedTuple):
     """The use of a holder. ``entry`` is the configured entry of a token's subject; None for other holders."""
 
@@ -39,8 +41,19 @@ class HolderUse(NamedTuple):
     entry: Allowance | None = None
 
 
+def beyond(used: PeriodUse, known: Mapping[tuple[str, int], tuple[int, int]]) -> PeriodUse:
+    """Return by how much a use exceeds the known use; nothing is negative."""
+    found: PeriodUse = {}
+    for period, (tokens, cost) in used.items():
+        known_tokens, known_cost = known.get(period, (0, 0))
+        more = max(tokens - known_tokens, 0), max(cost - known_cost, 0)
+        if any(more):
+            found[period] = more
+    return found
+
+
 class Budgets:
-    """The holders of a snapshot with limits for a day or a month, by key and team.
+    """The holders of a snapshot with budgets, by key and team.
 
     ``keys`` and ``teams`` are their IDs; ``entries`` are the keys as which tokens may count.
     """
@@ -63,37 +76,32 @@ class Budgets:
     def __bool__(self) -> bool:
         return bool(self._by_key or self._by_team)
 
-    def period_starts(self, day: int) -> tuple[int, ...]:
-        """Return when the periods of these limits start, in seconds since the epoch, the earliest first."""
-        of_day, of_month = period_starts(day)
-        limits = [each.limits for allowances in (*self._by_key.values(), *self._by_team.values()) for each in allowances]
-        monthly = any(each.tokens_per_month is not None or each.cost_per_month is not None for each in limits)
-        return tuple(sorted({of_day, of_month} if monthly else {of_day}))
+    def counted_starts(self, at: Moment) -> tuple[float, ...]:
+        """Return when the periods and slices start that count at a moment, in seconds since the epoch, the earliest first."""
+        allowances = (each for found in (*self._by_key.values(), *self._by_team.values()) for each in found)
+        windows = {window for each in allowances for window in windows_of(each.limits)}
+        return tuple(sorted({start for window in windows for start in counted_starts(window, at)}))
 
-    def use_by_holder(self, rows: Iterable[UsedSince], starts: Sequence[int], day: int) -> dict[str, HolderUse]:
-        """Return what each holder had used, by its name. ``starts`` is what ``period_starts`` returned for this day."""
-        today = starts.index(period_starts(day)[0])
+    def use_by_holder(self, rows: Iterable[UsedSince], starts: Sequence[float], at: Moment) -> dict[str, HolderUse]:
+        """Return the use of each holder that counts at a moment, by its name. ``starts``: of ``counted_starts`` for this moment."""
         found: dict[str, HolderUse] = {}
-        sums: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+        moments = [moment(0.0, start) for start in starts]
         for row in rows:
-            for each in self._holders(row):
-                name = each.allowance.holder
-                found[name] = each
-                total = sums[name]
-                total[2] += row.tokens
-                total[3] += row.cost
-                if row.slot >= today:
-                    total[0] += row.tokens
-                    total[1] += row.cost
-        return {name: each._replace(used=PeriodUse(*sums[name])) for name, each in found.items()}
+            for allowance, entry in self._holders(row):
+                one = found.setdefault(allowance.holder, HolderUse(allowance, {}, entry))
+                for window in windows_of(allowance.limits):
+                    period = period_of(window, moments[row.slot])
+                    if period in counted_periods(window, at):
+                        tokens, cost = one.used.get((window.name, period), (0, 0))
+                        one.used[window.name, period] = tokens + row.tokens, cost + row.cost
+        return found
 
-    def _holders(self, row: UsedSince) -> Iterator[HolderUse]:
-        for each, entry in self._of_key(row.key):
+    def _holders(self, row: UsedSince) -> Iterator[tuple[Allowance, Allowance | None]]:
+        """Yield the allowances that a row counts for; those of a token's subject with the allowance of its entry."""
+        shared = ((each, None) for each in self._by_team.get(row.team or "", ()))
+        for each, entry in (*self._of_key(row.key), *shared):
             if self._covers(each, row.model):
-                yield HolderUse(each, PeriodUse(), entry)
-        for each in self._by_team.get(row.team or "", ()):
-            if self._covers(each, row.model):
-                yield HolderUse(each, PeriodUse())
+                yield each, entry
 
     def _of_key(self, key: str) -> Iterator[tuple[Allowance, Allowance | None]]:
         """Yield the key's own allowances; those of a token's subject with the allowance of its entry."""
@@ -115,4 +123,4 @@ class Budgets:
 
 
 def _with_budget(allowances: Iterable[Allowance]) -> list[Allowance]:
-    return [each for each in allowances if each.limits.calendar]
+    return [each for each in allowances if windows_of(each.limits)]

@@ -203,25 +203,6 @@ def _settle_bucket(cells: Cells, bucket: int, seconds: float, reservation_ends: 
         cells[bucket], cells[bucket + _BACK] = full - given, back + given
 
 
-class PeriodUse(NamedTuple):
-    """The use of a day and of a month: tokens, and cost in nano-units."""
-
-    tokens_of_day: int = 0
-    cost_of_day: int = 0
-    tokens_of_month: int = 0
-    cost_of_month: int = 0
-
-    def beyond(self, known: PeriodUse) -> PeriodUse:
-        """Return by how much this exceeds the known use; nothing is negative."""
-        return PeriodUse(*(max(own - other, 0) for own, other in zip(self, known, strict=True)))
-
-
-def add_earlier_use(cells: Cells, offset: int, day: int, used: PeriodUse) -> None:
-    """Add what was used of a day and its month before these cells counted. Their counts since then stay."""
-    windows.add_to_period(cells, offset + DAY, day, used.tokens_of_day, used.cost_of_day)
-    windows.add_to_period(cells, offset + MONTH, windows.month_of(day), used.tokens_of_month, used.cost_of_month)
-
-
 class BucketState(msgspec.Struct, frozen=True, gc=False):
     """State of a per-minute limit: its size, what remains, and the seconds until all of it is available."""
 

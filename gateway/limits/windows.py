@@ -73,12 +73,6 @@ def month_of(day: int) -> int:
     return found.year * 12 + found.month - 1
 
 
-def period_starts(day: int) -> tuple[int, int]:
-    """Return when a day and its month start, in seconds since the epoch. ``day`` is since the epoch."""
-    first = date.fromordinal(_EPOCH + day).replace(day=1)
-    return day * _DAY_SECONDS, (first.toordinal() - _EPOCH) * _DAY_SECONDS
-
-
 class NamedBudget(NamedTuple):
     """A budget of a window, of tokens or of cost. ``name`` is its name in refusals and metrics. A ``soft`` one only warns."""
 
@@ -157,6 +151,21 @@ def period_of(window: Window, at: Moment) -> int:
     if name == "session":
         return window.number
     return (at.day + _MONDAY) // 7 if name == "week" else int(at.wall // window.slice_seconds)
+
+
+def counted_periods(window: Window, at: Moment) -> range:
+    """Return the numbers of the periods, or of the slices of a rolling window, that count at a moment."""
+    last = period_of(window, at)
+    return range(last - SLICES if window.slice_seconds else last, last + 1)
+
+
+def counted_starts(window: Window, at: Moment) -> list[float]:
+    """Return when the periods or slices start that count at a moment, in seconds since the epoch."""
+    if window.slice_seconds:
+        return [number * window.slice_seconds for number in counted_periods(window, at)]
+    if window.name == "month":
+        return [(date.fromordinal(_EPOCH + at.day).replace(day=1).toordinal() - _EPOCH) * _DAY_SECONDS]
+    return [(at.day if window.name == "day" else period_of(window, at) * 7 - _MONDAY) * _DAY_SECONDS]
 
 
 def used_in(window: Window, cells: Cells, offset: int, at: Moment) -> tuple[float, float]:
@@ -319,9 +328,17 @@ def _start_period(cells: Cells, window: int, period: int) -> int:
     return window
 
 
-def add_to_period(cells: Cells, window: int, period: int, tokens: float, cost: float) -> None:
-    """Make a period the current one of a window of the calendar, and add to it."""
-    start = _start_period(cells, window, period)
+def add_earlier_use(window: Window, cells: Cells, offset: int, period: int, tokens: float, cost: float) -> None:
+    """Add to a period or slice what was used of it before these cells counted.
+
+    A slice that a later one has replaced stays forgotten.
+    """
+    if not window.slice_seconds:
+        start = _start_period(cells, offset, period)
+    elif cells[offset + period % (SLICES + 1) * _CELLS_OF_SLICE] > period:
+        return
+    else:
+        start = _start_slice(cells, offset, period)
     cells[start + USED] += tokens
     cells[start + SPENT] += cost
 

@@ -69,15 +69,11 @@ class Limits:
     """Seconds in which the per-minute limit refills one token. 0: no such limit."""
     at_once: float = field(init=False)
     """``concurrent`` as a number, infinity for no limit."""
-    calendar: bool = field(init=False)
-    """Whether any budget is for a day, a week or a month."""
 
     def __post_init__(self) -> None:
         for name, value in {
             "request_seconds": 60 / self.requests_per_minute if self.requests_per_minute else 0.0,
             "token_seconds": 60 / self.tokens_per_minute if self.tokens_per_minute else 0.0,
-            "calendar": any(getattr(self, f"{kind}_per_{name}") is not None for kind in ("tokens", "cost") for name in CALENDAR)
-            or any(each.window in CALENDAR for each in self.budgets),
             "at_once": math.inf if self.concurrent is None else self.concurrent,
         }.items():
             object.__setattr__(self, name, value)

@@ -99,7 +99,7 @@ def test_a_cost_that_does_not_bound_what_is_free(tmp_path: Path, rest: str, mess
 
 
 RESET = "starts from zero at each restart"
-SHORT = "gateway.yaml:3: ledger.retention: a restart restores monthly budgets from the rows of the month: keep them for 31d"
+SHORT = "gateway.yaml:3: ledger.retention: a restart restores budgets from the rows of their windows: keep rows for "
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,11 @@ SHORT = "gateway.yaml:3: ledger.retention: a restart restores monthly budgets fr
         ("{tokens_per_day: 1}", "limits_store: redis://localhost", None),
         ("{tokens_per_month: 1}", "ledger: sqlite:///usage.db", None),
         ("{tokens_per_month: 1}", "ledger: {url: sqlite:///usage.db, retention: 31d}", None),
-        ("{tokens_per_month: 1}", "ledger: {url: sqlite:///usage.db, retention: 30d}", SHORT),
+        ("{tokens_per_month: 1}", "ledger: {url: sqlite:///usage.db, retention: 30d}", f"{SHORT}31d"),
         ("{tokens_per_day: 1}", "ledger: {url: sqlite:///usage.db, retention: 30d}", None),
+        ("{tokens_per_week: 1}", "ledger: {url: sqlite:///usage.db, retention: 6d}", f"{SHORT}7d"),
+        ("{budgets: [{window: 48d, tokens: 1}]}", "ledger: {url: sqlite:///usage.db, retention: 49d}", f"{SHORT}50d"),
+        ("{budgets: [{window: 48d, tokens: 1}]}", "ledger: {url: sqlite:///usage.db, retention: 50d}", None),
     ],
 )
 def test_a_budget_that_a_restart_resets(tmp_path: Path, limits: str, more: str, expected: str | None) -> None:
