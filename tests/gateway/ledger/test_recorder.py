@@ -15,7 +15,10 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import LOST, UsageRow, decode, frames
 from gateway.limits.estimate import BYTES_PER_TOKEN
+from gateway.limits.rules import DAY
+from gateway.limits.windows import SPENT
 from gateway.snapshot.money import Price
+from gateway.snapshot.snapshot import Allowance, Limits
 from tests.support.money import price
 from tests.support.running import KEY, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
@@ -73,6 +76,25 @@ async def test_a_request_has_a_row_with_all_facts(journal: Journal) -> None:
     assert (row.prompt, row.completion, row.cached, row.reasoning, row.generated) == (3, 2, 1, 0, (2, False))
     assert row.cost == 1500 + 4000 and (row.user, row.metadata) == (None, None), "which nobody wanted"
     assert row.duration is not None and row.queued == 0.0 and journal.open_rows() == []
+
+
+@pytest.mark.parametrize("ending", ["complete", "disconnect"])
+async def test_the_cost_of_a_row_is_what_the_limits_have_counted(journal: Journal, ending: str) -> None:
+    """With odd prices for each kind of token, to the last digit."""
+    odd, allowance = price(0.123456789, 1.000000007, cached=0.000000013, reasoning=2.5), Allowance("key team-a", Limits(cost_per_day=10**9))
+    async with (
+        scripted(_completion if ending == "complete" else _endless) as server,
+        serving([model(server.port, price=odd)], [key(allowances=(allowance,))], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
+        one.send(request(chat(stream=ending != "complete", max_tokens=20)))
+        await (one.reply() if ending == "complete" else one.events(3))
+        one.disconnect()
+        await until(lambda: not served.inline_tasks)
+        (row,) = rows(journal)
+        buckets = served.context.limiter.buckets
+        spent = buckets.cells[buckets.holder(allowance.holder, allowance.limits).offset + DAY + SPENT]
+    assert row.cost and row.cost == spent
 
 
 async def test_a_stream_is_counted_without_the_clients_request_for_usage(journal: Journal) -> None:
