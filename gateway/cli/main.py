@@ -295,7 +295,10 @@ def limits(
     admin: AdminUrl = None,
     token_file: TokenFile = None,
 ) -> int:
-    """Show the limits of keys and teams in the running gateway: what is used, what remains, and when it is available again."""
+    """Show the limits of keys and teams.
+
+    What is used in the running gateway, what remains, and when it is available again.
+    """
     from rich.console import Console
 
     from gateway.admin.limits_output import FORMATS

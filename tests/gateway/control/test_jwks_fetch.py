@@ -165,7 +165,7 @@ def test_problems_that_check_reports(tmp_path: Path) -> None:
         "keys[1].hash: is missing: sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key",
     ]
     assert problems(tmp_path, provider(url, keys=["staff", "team-a"])) == [
-        "jwt[0].keys: set claims.key to select one of them for a token, or write a single entry"
+        "jwt[0].keys: set claims.key to select the entry of a token, or write a single entry"
     ]
     assert "this issuer is already on line" in problems(tmp_path, provider(url), provider(url, keys="team-a"))[0]
     assert "subjects of two issuers would be indistinguishable" in problems(tmp_path, provider(url), provider(url) | {"issuer": "b"})[0]
