@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager
 
 from gateway.config import Config
@@ -79,6 +79,8 @@ class Control:
         self.launch_counts = LaunchCounts()
         self.launch_counts.expect(observer.config)
         self._is_draining = False
+        self.after_drain: Callable[[], Awaitable[None]] | None = None
+        """Runs when all requests have finished, before the launched servers are stopped."""
 
     @property
     def config(self) -> Config:
@@ -118,6 +120,8 @@ class Control:
         """Let open requests finish, then stop the launched servers."""
         self.readiness.is_stopping = self._is_draining = True
         await self.workers.drain(self.config.server.drain)
+        if self.after_drain is not None:
+            await self.after_drain()
         names = [status.name for status in self.launcher.statuses()]
         await asyncio.gather(*(self.launcher.stop(name, STOP_GRACE) for name in names))
 

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -66,6 +67,12 @@ class EngineSampler:
             except Exception:  # noqa: BLE001  the outer edge: a bug with one sample must not end all others
                 _log.exception("the servers' token counters could not be sampled")
             await asyncio.sleep(self._interval)
+
+    async def sample_last(self) -> None:
+        """Sample for the last time, up to a timeout, so that the requests of a gateway that stops are confirmed."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_READ_TIMEOUT):
+                await self.sample()
 
     async def sample(self) -> None:
         """Read the counters of all servers once, and pass them to the ledger."""

@@ -100,7 +100,9 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         await stack.enter_async_context(_background(manager.run(control.readiness)))
         report = Report(control, ledger)
         if config.ledger is not None and ledger is not None:
-            await stack.enter_async_context(_background(_sampler(config.ledger, control, report, ledger).run()))
+            sampler = _sampler(config.ledger, control, report, ledger)
+            control.after_drain = sampler.sample_last
+            await stack.enter_async_context(_background(sampler.run()))
         shown = application(report, AdminOperations(control, reloader, stop_requests))
         token = config.server.admin.token
         guarded = Guard(shown, None if token is None else token.get_secret_value(), config.server.admin.host)

@@ -140,6 +140,18 @@ def test_a_killed_server_leaves_only_rows_that_no_counter_confirms(one: Gateway)
         assert (found[kind]["difference"], found[f"{kind}_unsampled"]) == (0, 0)
 
 
+def test_a_gateway_that_stops_samples_its_servers_for_the_last_time(tmp_path: Path) -> None:
+    config = configuration(launched(ANY)) | {"ledger": {"url": "sqlite:///usage.db", "sample_interval": "1h"}}
+    with gateway(tmp_path, config) as one:
+        usage = send(one, model=ANY)
+        assert one.stop() == 0
+        document = json.loads(one.command("usage", "--reconcile", "--format", "json").stdout)
+    [found] = document["servers"]
+    for kind in ("prompt", "completion"):
+        expected = usage[f"{kind}_tokens"]
+        assert (found[kind]["engine"], found[kind]["ledger"], found[f"{kind}_unsampled"]) == (expected, expected, 0)
+
+
 def test_a_server_of_two_models_is_not_sampled(server: Simulated, tmp_path: Path) -> None:
     models = [{"id": name, "servers": [{"url": server.url, "model": "tiny"}]} for name in (MODEL, TWICE)]
     config = configuration(*models) | {"ledger": {"url": "sqlite:///usage.db", "sample_interval": "100ms"}}
