@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import random
 import signal
+import sqlite3
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,7 @@ import pytest
 from gateway.ledger.reconciliation import UNBILLED
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY
+from tests.support.wire import client, request
 from tests.upstream.simulator.test_process import Simulated, running
 
 MODEL, ANY, TWICE = "tiny", "sim/one", "twice"
@@ -96,6 +101,52 @@ def test_the_classes_explain_all_that_the_server_has_counted(one: Gateway, serve
     assert completion["ledger"] >= sum(usage["completion_tokens"] for usage in usages)
     assert prompt["difference"] == completion["difference"] == prompt["lost"] == completion["lost"] == 0
     assert found["prompt_in_progress"] == found["completion_in_progress"] == 0
+
+
+async def test_disconnects_at_any_event_leave_no_difference(server: Simulated, tmp_path: Path) -> None:
+    """Mix complete responses with streams of one to three choices that clients truncate anywhere, some after the engine has finished."""
+    order, count, gate = random.Random(7), 150, asyncio.Semaphore(8)
+
+    async def truncate(port: int, number: int, tokens: int, choices: int, events: int) -> None:
+        simulate = {"tokens": tokens, "tokens_per_second": 200}
+        body = {"model": MODEL, "messages": HELLO, "stream": True, "n": choices, "temperature": 1, "seed": number, "simulate": simulate}
+        async with gate, client(port) as sender:
+            sender.send(request(body))
+            await sender.events(events)
+
+    async def complete(port: int) -> None:
+        async with gate, client(port) as sender:
+            response = await sender.request(request({"model": MODEL, "messages": HELLO, "simulate": FAST}))
+            assert response.status == 200
+
+    before = counters(server)
+    config = configuration({"id": MODEL, "servers": [{"url": server.url}]}, workers=2)
+    with gateway(tmp_path, config | {"ledger": {"url": "sqlite:///usage.db", "sample_interval": "100ms"}}) as one:
+        await asyncio.to_thread(wait_for, lambda: sampled(tmp_path))
+        async with asyncio.timeout(100), asyncio.TaskGroup() as group:
+            for number in range(count):
+                tokens = order.randint(3, 40)
+                truncated = number % 3 == 0
+                work = (
+                    truncate(one.data, number, tokens, order.randint(1, 3), order.randint(1, tokens)) if truncated else complete(one.data)
+                )
+                group.create_task(work)
+        await asyncio.to_thread(wait_for, lambda: server.metric("vllm:num_requests_running") == 0)
+        prompt, completion = (after - earlier for after, earlier in zip(counters(server), before, strict=True))
+        found = await asyncio.to_thread(settled, one, datetime.fromtimestamp(0, UTC), (prompt, completion), count)
+        used = one.get("/usage?by=model").json()["usage"][0]
+    for kind, engine in (("prompt", prompt), ("completion", completion)):
+        classes = found[kind]
+        assert (classes["ledger"], classes["difference"], classes["direct_use"]) == (used[f"{kind}_tokens"], 0, 0)
+        assert classes["engine"] == engine == sum(value for name, value in classes.items() if name != "engine")
+    assert used["incomplete"] > count / 4
+
+
+def sampled(folder: Path) -> bool:
+    """Return whether the first sample is stored."""
+    with closing(sqlite3.connect(folder / "usage.db")) as connection:
+        exists = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'gateway_engine_samples'").fetchone()
+        return exists is not None and bool(connection.execute("SELECT count(*) FROM gateway_engine_samples").fetchone()[0])
 
 
 def test_the_command_prints_them(one: Gateway, server: Simulated) -> None:
