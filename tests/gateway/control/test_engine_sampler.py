@@ -105,17 +105,17 @@ def test_the_classes_explain_all_that_the_server_has_counted(one: Gateway, serve
 
 async def test_disconnects_at_any_event_leave_no_difference(server: Simulated, tmp_path: Path) -> None:
     """Mix complete responses with streams of one to three choices that clients truncate anywhere, some after the engine has finished."""
-    order, count, gate = random.Random(7), 150, asyncio.Semaphore(8)
+    order, count, slots = random.Random(7), 150, asyncio.Semaphore(8)
 
     async def truncate(port: int, number: int, tokens: int, choices: int, events: int) -> None:
         simulate = {"tokens": tokens, "tokens_per_second": 200}
         body = {"model": MODEL, "messages": HELLO, "stream": True, "n": choices, "temperature": 1, "seed": number, "simulate": simulate}
-        async with gate, client(port) as sender:
+        async with slots, client(port) as sender:
             sender.send(request(body))
             await sender.events(events)
 
     async def complete(port: int) -> None:
-        async with gate, client(port) as sender:
+        async with slots, client(port) as sender:
             response = await sender.request(request({"model": MODEL, "messages": HELLO, "simulate": FAST}))
             assert response.status == 200
 
