@@ -10,6 +10,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
+from math import isfinite
 from typing import Any
 
 import msgspec
@@ -92,7 +93,7 @@ def decode(payload: bytes) -> UsageRow:
     except msgspec.ValidationError:
         fields = msgspec.msgpack.decode(payload)
         price = fields[_PRICE] if isinstance(fields, list) and len(fields) > _PRICE else None
-        if not (isinstance(price, list) and len(price) == 2 and all(isinstance(each, float) for each in price)):
+        if not (isinstance(price, list) and len(price) == 2 and all(isinstance(each, float) and isfinite(each) for each in price)):
             raise
     # Earlier versions had one price of prompt tokens and one of completion tokens, in units of the currency.
     prompt, completion = map(rounded_nano_units, price)

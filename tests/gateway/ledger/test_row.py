@@ -44,7 +44,7 @@ def test_other_bytes_are_refused(payload: bytes) -> None:
         decode(payload)
 
 
-@pytest.mark.parametrize("invalid", [[], [1.0], [1, 2], [1.0, "a"], [1.0, 2.0, 3.0], 5])
+@pytest.mark.parametrize("invalid", [[], [1.0], [1, 2], [1.0, "a"], [1.0, 2.0, 3.0], [1.0, float("nan")], [float("inf"), 1.0], 5])
 def test_a_row_with_an_invalid_price_is_refused(invalid: object) -> None:
     fields: list[Any] = msgspec.msgpack.decode(EARLIER)
     fields[19] = invalid
