@@ -199,7 +199,8 @@ class ClientConnection(asyncio.Protocol):
     def upgrade_offered(self, head: RequestHead, rest: bytes) -> bool:  # noqa: ARG002  for a handler of upgrades
         """Decline the offer of another protocol.
 
-        A handler of upgrades takes the connection over here: it becomes the transport's protocol, gets ``rest``, and this returns True.
+        A handler of upgrades would take over the connection here: it becomes the transport's protocol, gets ``rest``, and this returns
+        True.
         """
         return False
 

@@ -1,6 +1,6 @@
-"""The configuration: one YAML file, checked as a whole before anything is done with it.
+"""The configuration: one YAML file, checked as a whole before it is used.
 
-``load`` gives a frozen ``Config`` or raises one ``ConfigurationError`` that holds every problem with its file,
+``load`` returns a frozen ``Config`` or raises one ``ConfigurationError`` that holds every problem with its file,
 line and path. Nothing outside this package reads YAML.
 """
 

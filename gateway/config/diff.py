@@ -1,6 +1,6 @@
-"""The difference between two configurations: in sentences for the operator, and what of it needs a restart. Pure.
+"""The difference between two configurations: sentences for the operator, and the settings that need a restart. Pure.
 
-The rule: sentences name settings and IDs. Of values they contain only those of the gateway's own ports, so never a secret.
+The rule: sentences name settings and IDs. They contain no values except the gateway's own ports, so they never contain a secret.
 """
 
 from __future__ import annotations

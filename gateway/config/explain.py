@@ -1,6 +1,6 @@
 """Messages for the operator from pydantic's validation errors.
 
-A message says what is wrong and what is expected. It repeats numbers and short words of the file, never text that could be a secret.
+A message names the error and the expected value. It repeats numbers and short words of the file, never text that could be a secret.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The problems of a configuration file, which make it invalid, and notes, which do not.
 
-Each has its position as editors understand it (``file:line``) and the path of the setting, and is always one line.
+Each is one line, with its position in the form of editors (``file:line``) and the path of the setting.
 """
 
 from __future__ import annotations

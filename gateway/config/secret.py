@@ -144,7 +144,10 @@ LimitsStore = Annotated[
     BeforeValidator(_no_memory),
     _url_schema("^(memory$|rediss?:|unix:)", _REDIS),
 ]
-"""Where several gateways count together. None: in this gateway's memory. A URL with a password must be a reference to a secret."""
+"""The store in which several gateways count together.
+
+None: they count in this gateway's memory. A URL with a password must be a reference to a secret.
+"""
 
 _ledger_url = _store_url(("sqlite", "postgresql"), _SQLITE)
 

@@ -147,7 +147,7 @@ class _Refused(Exception):
 
 @dataclass(slots=True)
 class _Frame:
-    """An open mapping or list. ``size`` counts its values, including those behind each use of an alias."""
+    """An open mapping or list. ``size`` counts its values, including the values of each use of an alias."""
 
     value: Any
     is_mapping: bool

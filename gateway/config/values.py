@@ -52,7 +52,7 @@ _PORT_NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?$"
 _HEADER_PATTERN = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}$"  # a token of RFC 9110, section 5.6.2
 _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"})
 _RENAMED_PARTS = {"relay": "worker"}
-"""Parts of the log that had another name in earlier versions, and their present names."""
+"""Parts of the log that had another name in earlier versions, and their current names."""
 
 _OPTION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
@@ -123,7 +123,7 @@ def _one_text_or_many(value: object) -> object:
 
 @dataclass(frozen=True, slots=True)
 class OneOf:
-    """Accept one of these texts, like a ``Literal`` whose values are those of a table."""
+    """Accept one of these texts, like a ``Literal`` with the values of a table."""
 
     names: tuple[str, ...]
 

@@ -1,4 +1,4 @@
-"""The ledger: a row for each request, stored where it can be billed from.
+"""The ledger: a row for each request, in a database from which usage can be billed.
 
 A worker appends a row to its journal in shared memory (``recorder``, ``journal``). One thread of control moves the rows to the
 spool on disk (``spool``); another one writes the spool to the database (``store``, ``writer``). A row is deleted in one place only

@@ -1,4 +1,4 @@
-"""Run work that may block for long beside the event loop, on a thread that does not keep the process alive."""
+"""Run work that may block for a long time on a separate thread that does not keep the process alive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dimensions by which usage may be grouped: names for operators, and the columns behind them. Pure, and cheap to import."""
+"""The dimensions by which usage may be grouped: names for operators, and their columns. Pure, and cheap to import."""
 
 from __future__ import annotations
 

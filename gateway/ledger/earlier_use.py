@@ -25,8 +25,8 @@ _MOST_NAMES = 500  # more keys and teams are not named in the query, which then 
 def earlier_use(engine: Engine, budgets: Budgets, starts: Sequence[float], before: float, seconds: float) -> list[UsedSince]:
     """Return the sums of the rows before a time, by key, team, model and the last of ``starts`` that is not after them.
 
-    ``starts`` are sorted; like ``before`` they are in seconds since the epoch. ``seconds`` is the most that each query may take. Raises
-    DatabaseUnavailableError.
+    ``starts`` are sorted; like ``before`` they are in seconds since the epoch. ``seconds`` is the maximum duration of
+    each query. Raises DatabaseUnavailableError.
     """
     known = [start for start in starts if start < before]
     found: list[UsedSince] = []

@@ -92,7 +92,7 @@ class Journal:
         marks[_ROWS_APPENDED] += 1  # one too few forever if the process is killed just before this: see ``waiting_rows``
 
     def open_slot(self, payload: bytes) -> int | None:
-        """Store a row in case this process dies, and return its slot. None: there is no space, and it is not stored."""
+        """Store a row in case this process dies, and return its slot. None if it was not stored for lack of space."""
         framed = frame(payload)
         if not self._free or len(framed) > ROW_SIZE:
             return None

@@ -1,4 +1,4 @@
-"""Write rows that can be stored nowhere when a process ends to standard error, one JSON object on each line.
+"""When a process ends, write the rows that could not be stored to standard error, one JSON object on each line.
 
 The rule: no row is lost silently. A row contains neither prompts nor responses (see ``row.UsageRow``), so a line shows no more than
 the access log and, if configured, ``user`` and ``metadata``.

@@ -35,6 +35,6 @@ def parse_own_query(key: str, parameters: Mapping[str, str], now: datetime) -> U
 
 
 def own_usage(engine: Engine, query: UsageQuery, seconds: float) -> bytes:
-    """Return the report as JSON. ``seconds`` is the most that the query may take. Raises DatabaseUnavailableError."""
+    """Return the report as JSON. ``seconds`` is the maximum duration of the query. Raises DatabaseUnavailableError."""
     report = run_query(engine, query, seconds)
     return msgspec.json.encode({"key": query.key, **report.document()})

@@ -39,7 +39,7 @@ HALF = 2**32
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """A query: sums by these dimensions over a time, of one key, team or model or of all.
+    """A query: sums by these dimensions over a time range, for one key, team or model, or for all.
 
     Subjects of tokens belong to the key of their entry, unless ``with_subjects`` is False.
     """
@@ -91,7 +91,7 @@ class UsageReport:
 
 
 def parse_report(document: Mapping[str, Any]) -> UsageReport:
-    """Parse the report in a document of a gateway, whose numbers with decimals are ``Decimal``."""
+    """Parse a gateway's JSON report. Its numbers with decimals must be ``Decimal``."""
     by, since, until = tuple(document["by"]), *(datetime.fromisoformat(document[name]) for name in ("since", "until"))
     sums = [UsageSum(tuple(row.pop(part) for part in by), **row | {"cost": _nano(row["cost"])}) for row in map(dict, document["usage"])]
     return UsageReport(UsageQuery(by, since, until), sums, document.get("truncated", False))
@@ -130,7 +130,7 @@ def parse_query(parameters: Mapping[str, str], now: datetime) -> UsageQuery:
 
 
 def _instant(text: str, now: datetime) -> datetime:
-    """Return the time that a text names, in UTC: a date, a month, a time, a day by its name, or so long before ``now``."""
+    """Return the time that a text names, in UTC: a date, a month, a time, the name of a day, or a duration before ``now``."""
     now = now.astimezone(UTC)
     midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
     names = {"today": midnight, "yesterday": midnight - timedelta(days=1), "this-month": midnight.replace(day=1)}

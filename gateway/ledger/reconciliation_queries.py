@@ -156,7 +156,7 @@ def _in_flight(connection: Connection, rows: ColumnElement[bool], window: Window
 
 
 def _ended_after(connection: Connection, moment: datetime) -> ColumnElement[bool]:
-    """Return the condition that a row's response ended after a moment. A row without a duration ended when it arrived."""
+    """Return the condition that a row's response ended after a given time. A row without a duration ended when it arrived."""
     duration = func.coalesce(USAGE.c.total_ms, 0.0)
     if connection.dialect.name == "sqlite":  # julianday is in days, exact to a millisecond
         text = moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S.%f")

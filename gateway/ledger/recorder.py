@@ -1,4 +1,4 @@
-"""Record usage in a worker: what a request's row says, from its start to its end.
+"""Record usage in a worker: build and update a request's row, from its start to its end.
 
 The rule: a request never waits for the ledger. A row is a few hundred bytes in shared memory. If control does not read them in
 time, rows are dropped and counted.
@@ -40,7 +40,7 @@ class OpenStream(Protocol):
 
 
 class _OpenRequest(msgspec.Struct, frozen=True, gc=False):
-    """An open request: its slot, the prices of its snapshot, and what its body says for the ledger."""
+    """An open request: its slot, the prices of its snapshot, and the values of its body for the ledger."""
 
     slot: int | None
     prices: Mapping[str, Price | None]

@@ -1,7 +1,7 @@
 """Move rows from the workers' journals to the spool, and from the spool to the database: two threads of control.
 
-The rules: neither thread waits for the other, so a hanging database does not keep journals from being read. Rows are released in a
-journal when they are synced to the spool, and deleted in the spool when the database has committed them.
+The rules: neither thread waits for the other, so a hanging database does not prevent control from reading the journals. Rows are released
+in a journal when they are synced to the spool, and deleted in the spool when the database has committed them.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class Ledger:
             return None
 
     def _log_recovery(self, what: str, message: str) -> None:
-        """Log that a problem is solved; the next problem of its kind is logged at once."""
+        """Log that a problem is solved; the next problem of its kind is logged immediately."""
         self._next_log.pop(what, None)
         _log.warning("%s", message)
 
@@ -372,7 +372,8 @@ def spool_folder(state: Path, config: Path) -> Path:
 def running(settings: conf.Ledger, beside: Path, folder: Path, workers: int) -> Iterator[Ledger]:
     """Run a ledger with a journal for each worker; at the end of the ``with``, their rows are on disk.
 
-    ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolLockedError, and OSError without a spool.
+    ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolLockedError if another gateway uses the folder, and
+    OSError if the folder cannot be used.
     """
     url = database_url(settings.url.get_secret_value(), beside)
     with spool(folder) as spooled, ExitStack() as stack:

@@ -1,7 +1,7 @@
 """Assign what the ledger recorded before a start to the holders of limits, so that budgets survive a restart. Pure.
 
-The rule: a row counts for the holders that a request of its key, team and model counts for now. A model's other names are those
-of the present configuration.
+The rule: a row counts for the holders that a request of its key, team and model counts for now. A model's other names come from the current
+configuration.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Estimate what a request may use before it is sent. Pure.
 
-The rule: an estimate is only ever reserved; what stays counted is the settlement of the request (``gateway.api.settlement``).
+The rule: an estimate is only reserved; the final count is the settlement of the request (``gateway.api.settlement``).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TokenEstimate(msgspec.Struct, frozen=True, gc=False):
 
 
 def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, prompt: int | None = None) -> TokenEstimate:
-    """Estimate the most that a request may use.
+    """Estimate the maximum use of a request.
 
     ``path`` is the path at the server; ``body`` is what the client sent; ``prompt``: its tokens, if they are known.
     """
@@ -117,7 +117,7 @@ def apply_max_tokens(document: dict[str, Any], path: str, limit: int | None) -> 
 
 
 def reserved_amounts(tokens: TokenEstimate, price: Price | None) -> Amounts:
-    """Return what a request reserves: itself, a slot, its tokens, and the most that they can cost."""
+    """Return the amounts that a request reserves: one request, one slot, its tokens, and their maximum cost."""
     cost = 0 if price is None else highest_cost(tokens.prompt, tokens.completion, price)
     return Amounts(1, 1, tokens.prompt + tokens.completion, cost)
 
@@ -129,7 +129,7 @@ def used_amounts(tokens: TokenCounts, price: Price | None, requests: int) -> Amo
 
 
 def counts_as_request(status: int) -> bool:
-    """Check whether a request counts for the limits on requests: limits, the gateway and the server did not refuse or fail it."""
+    """Check whether a request counts for the limits on requests. A request that was refused or failed does not count."""
     return status < 500 and status != 429
 
 

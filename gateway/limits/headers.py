@@ -1,8 +1,8 @@
 """Write the state of limits as headers. Pure.
 
-Limits per minute have OpenAI's headers, ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``. A budget has the same with its window
-behind it, as Cerebras names them: ``x-ratelimit-remaining-tokens-day``. Source: the guides of both on rate limits. ``reset`` is the time
-until all of the limit is available again, as Go writes durations: ``17ms``, ``1s``, ``6m0s``.
+Limits per minute have OpenAI's headers, ``x-ratelimit-{limit,remaining,reset}-{requests,tokens}``. The headers of a budget end with its
+window, like those of Cerebras: ``x-ratelimit-remaining-tokens-day``. Source: the guides of both on rate limits. ``reset`` is the time until
+all of the limit is available again, as Go writes durations: ``17ms``, ``1s``, ``6m0s``.
 """
 
 from __future__ import annotations

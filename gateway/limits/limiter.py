@@ -104,7 +104,7 @@ class Limiter:
         """The used share of a budget from which on responses have a warning."""
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """Use the limits of this snapshot from now on. Usage so far stays counted."""
+        """Use the limits of this snapshot for new requests. Usage so far stays counted."""
         self._by_key = {key.id: KeyLimits(key.id, self.buckets, key.allowances) for key in snapshot.keys if key.allowances}
         for key in snapshot.keys:
             for reason in _reasons(key):

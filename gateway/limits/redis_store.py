@@ -3,7 +3,7 @@
 The rules: a request costs one script before it is admitted, and one afterwards that no request waits for. No request waits for an
 unavailable store; reconnecting happens in the background. Unsent settlements are replayed after reconnection.
 
-A command that is given up may still run later, or never. So an admission carries a deadline by the store's clock, after which it
+An abandoned command may still run later, or never. So an admission carries a deadline by the store's clock, after which it
 reserves nothing. A settlement is sent until the store acknowledges it; sending it twice changes nothing.
 
 Requests run without an asyncio task, so nothing here uses the current task. Replies come in the order of the commands, so
@@ -77,8 +77,8 @@ class ReplyLostError(ReplyError):
 class StoreClock:
     """Estimate the store's clock from this process's monotonic clock.
 
-    The store wrote a reply between the moment its command was sent and now. The estimate stays as close to the earlier one as this
-    allows. So a slow reply does not spoil what a quick one has shown, and a clock that was changed is followed at once.
+    Update the estimate: the store wrote a reply after its command was sent and before now. The estimate stays as close to the earlier one
+    as this allows. So a slow reply does not worsen the estimate of a quick reply, and a changed clock is followed immediately.
     """
 
     __slots__ = ("_ahead",)
@@ -334,7 +334,7 @@ class RedisStore:
             pending.on_reply = lambda reply: self._leases_renewed(reply, pending.sent)
 
     def _leases_renewed(self, store_time: Reply, sent: float) -> None:
-        """Synchronize the clock. This works for late renewals too, so the next one is in time."""
+        """Synchronize the clock. Late renewals work too, and the next renewal is in time."""
         if isinstance(store_time, int):
             self._clock.synchronize(store_time / 1_000_000, sent, monotonic())
 
@@ -495,7 +495,7 @@ def _settlement(
 
 
 def _is_temporary(reply: Reply) -> bool:
-    """Check whether the store can write nothing now: it is full, a replica, or still loading its data."""
+    """Check whether the store cannot write at the moment: it is full, a replica, or still loading its data."""
     return isinstance(reply, ReplyError) and _STATES.search(str(reply)) is not None
 
 

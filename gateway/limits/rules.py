@@ -11,7 +11,7 @@ minute ahead if a request used more than it had reserved. Budgets of days, weeks
 Amounts that time has refilled must not be returned as well, or more than the limit would pass. A bucket refills in the order of its
 reservations. A reservation is missing until the bucket was to be full with it, or earlier by the amounts that other requests have
 returned since. So a bucket also counts returned amounts, and a request remembers the sum of both: the ``end`` of its reservation.
-If other requests returned later amounts, less is returned than possible, never more.
+If other requests have returned later amounts, the returned amount can be too small, but never too large.
 
 The counts of a holder are ``SIZE`` numbers in an array of cells, from an ``offset``. So workers can share them, and a request
 creates no objects for them.
@@ -31,7 +31,7 @@ from gateway.snapshot.snapshot import CALENDAR, Limits
 REQUESTS, TOKENS = 0, 1
 """Offsets of the two buckets: when each is full again. The first is at the offset of the holder itself."""
 _BACK = 2
-"""Behind a bucket: the seconds that were ever returned to it."""
+"""After a bucket: the total of seconds that were returned to it."""
 DAY, MONTH, WEEK = 4, 10, 16
 """Offsets of the windows of the calendar."""
 SIZE = 22
@@ -117,7 +117,7 @@ def exceeded_limit(holder: Holder, cells: Cells, in_flight: float, amounts: Amou
 
 
 def is_longer(one: ExceededLimit, other: ExceededLimit) -> bool:
-    """Check whether a limit is reported rather than another: its wait is longer or unknown."""
+    """Check whether a limit is reported instead of another: its wait is longer or unknown."""
     return other.wait is not None and (one.wait is None or one.wait > other.wait)
 
 
@@ -132,8 +132,8 @@ def admit(
 ) -> ExceededLimit | None:
     """Reserve the amounts and return None; or reserve nothing and return the exceeded limit.
 
-    ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it. The new counts mostly
-    show at once that everything fits; ``exceeded_limit`` is called only if they do not.
+    ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it. The new counts usually show
+    that all amounts fit; ``exceeded_limit`` is called only if they do not.
     """
     limits, requests_bucket, budgets = holder.limits, holder.offset, holder.windows
     now, tokens, cost, tokens_bucket = at.now, amounts.tokens, amounts.cost, requests_bucket + TOKENS

@@ -29,7 +29,7 @@ SLICES = 24
 RING_CELLS = 3 * (SLICES + 1)
 
 _OTHER = 3
-"""Behind the current period of a window: the other period that was used last."""
+"""After the current period of a window: the other period that was used last."""
 _CELLS_OF_SLICE = 3
 _DAY_SECONDS = 86400
 _EPOCH = date(1970, 1, 1).toordinal()
@@ -74,7 +74,7 @@ def month_of(day: int) -> int:
 
 
 class NamedBudget(NamedTuple):
-    """A budget of a window, of tokens or of cost. ``name`` is its name in refusals and metrics. A ``soft`` one only warns."""
+    """A budget of a window, of tokens or of cost. ``name`` is its name in refusals and metrics. A ``soft`` budget only warns."""
 
     name: str
     limit: float
@@ -85,9 +85,9 @@ class NamedBudget(NamedTuple):
 class Window(NamedTuple):
     """A window and its budgets.
 
-    ``name`` is ``day``, ``week``, ``month``, ``session``, or the length of a rolling window such as ``7d``. ``slice_seconds`` is 0
-    unless the window rolls. ``tokens`` and ``cost`` are the limits, infinity for none. ``tokens_ahead`` and ``cost_ahead`` are the most
-    that one request reserves: 0 without any budget, and never more than the limit, or a large request could never pass.
+    ``name`` is ``day``, ``week``, ``month``, ``session``, or the length of a rolling window such as ``7d``. ``slice_seconds`` is 0 unless
+    the window rolls. ``tokens`` and ``cost`` are the limits, infinity for none. ``tokens_ahead`` and ``cost_ahead`` are the maximum that
+    one request reserves: 0 without any budget, and never more than the limit, or a large request could never pass.
     """
 
     name: str

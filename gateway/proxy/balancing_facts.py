@@ -1,4 +1,4 @@
-"""Computes the facts of a request that a balance policy requires. Pure.
+"""Compute the facts of a request that a balance policy requires. Pure.
 
 The rule: only the required facts are computed, so that a policy that requires none costs nothing. The work is a generator, because an
 estimate of a large body is done in steps.

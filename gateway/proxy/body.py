@@ -1,7 +1,7 @@
-"""Turns a client's JSON body into the body that a server gets. Pure functions, in the order in which a request calls them.
+"""Convert a client's JSON body to the body for the server. Pure functions, in the order in which a request calls them.
 
 The rule: every check runs on the merged document, and the gateway sends that document, serialized again. The client's own bytes are never
-sent. So what was authorized is what is sent, whatever the text contains (duplicate keys, escapes, byte order marks).
+sent. So the server gets exactly the authorized content, whatever the text contains (duplicate keys, escapes, byte order marks).
 
 ``parse`` and ``prepare`` process a small body in one call. ``parse_in_steps`` and ``prepare_in_steps`` do the same for a large one, as
 generators (see ``steps``): both call the same checks, and the tests compare their results.
@@ -90,7 +90,7 @@ class JsonBody(msgspec.Struct, frozen=True):
         return replace(self, document={}, content=orjson.dumps({"model": served_model, **rest}), content_model=served_model)
 
     def sent_document(self) -> Document:
-        """Return the document as it was sent. Parses a serialized body again."""
+        """Return the document of the request. Parses a serialized body again."""
         return orjson.loads(self.content) if self.content else self.document
 
 
@@ -247,7 +247,7 @@ def _check_depth(document: Document) -> Generator[None, None, None]:
 
 
 def _below(level: list[Any]) -> list[Any]:
-    """Return the objects and lists directly inside these."""
+    """Return the objects and lists directly inside the given values."""
     lists = [node for node in level if type(node) is list]
     below = [value for value in chain.from_iterable(lists) if type(value) in CONTAINERS]
     if len(lists) < len(level):
@@ -257,7 +257,7 @@ def _below(level: list[Any]) -> list[Any]:
 
 
 def merge(document: Document) -> Document:
-    """Merge the fields of ``extra_body`` into the body, over its own fields. Raises Refusal if ``extra_body`` is not an object."""
+    """Merge the fields of ``extra_body`` into the body, where they take precedence. Raises Refusal if ``extra_body`` is not an object."""
     if "extra_body" not in document:
         return document
     extra = document["extra_body"]

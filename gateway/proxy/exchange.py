@@ -1,4 +1,4 @@
-"""Serves one inference request, in the order in which it happens.
+"""Serve one inference request, step by step.
 
 authenticate → admit → read the body → merge ``extra_body`` → resolve and authorize the model → apply its policy → choose a server, or
 wait for one → send → relay the response → settle limits → record.

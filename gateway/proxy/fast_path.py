@@ -1,7 +1,7 @@
 """The fast path of an ordinary chunk: from the transport that read it to the transport that sends it, in one function.
 
 vLLM sends an event as one chunk, and one read usually contains one chunk. If a read is exactly one chunk and contains none of the marks of
-a field that the gateway acts on, it is sent as it came, with its frame. Every other read takes the general path
+a field that the gateway acts on, it is sent unchanged, with its frame. Every other read takes the general path
 (``Connection.data_received``, ``UpstreamResponse``, ``EventRelay``). This module repeats the parts of that path that apply: for each event
 of each stream, the calls and attributes between those objects cost more than the work (docs/performance.md).
 
@@ -53,7 +53,7 @@ def fast_path(
     marks: Marks,
     connection: Connection,
 ) -> Callable[[bytes], None]:
-    """Return a function that takes a connection's reads instead of its ``data_received``, once the response has started.
+    """Return a function that handles a connection's reads instead of ``data_received`` after the response has started.
 
     ``held``: the bytes of an incomplete event. ``marks``: bytes that an ordinary chunk does not contain. ``write`` sends framed chunks to
     the client.
@@ -98,7 +98,7 @@ def counting_fast_path(
     """Do the same as ``fast_path`` for a stream whose running usage is hidden from the client.
 
     An ordinary chunk ends with a usage of the known shape, and only its digits differ. It is sent without the usage, in a frame of the new
-    size. What follows USAGE_START is stored, and is parsed only if the stream is truncated.
+    size. The bytes after USAGE_START are stored, and are parsed only if the stream is truncated.
     """
     general_path = connection.data_received
     _, second, third, fourth = marks

@@ -1,8 +1,8 @@
 """A multipart form on its way to a server: the model is read from it, and the rest is streamed.
 
 The rule: the form is parsed to its end, with the parser that vLLM's own framework uses, so that both sides see the same fields. A second
-``model`` or a forbidden field, wherever it is, ends the request before the server has the whole form. The gateway adds its fields behind
-all others, where they count: FastAPI takes the last of several fields with one name (``_get_multidict_value`` in its
+``model`` or a forbidden field, wherever it is, ends the request before the server has the whole form. The gateway adds its fields after all
+other fields, where they take precedence: FastAPI takes the last of several fields with one name (``_get_multidict_value`` in its
 dependencies/utils.py).
 """
 
@@ -90,7 +90,7 @@ class Form:
 
     @classmethod
     def of(cls, content_type: bytes) -> Form:
-        """Make a form by its Content-Type. Raises Refusal if that has no boundary."""
+        """Create a form from its Content-Type. Raises Refusal if that has no boundary."""
         boundary = _options(content_type).get(b"boundary")
         if boundary is None or not _BOUNDARY.fullmatch(boundary):
             raise Refusal("invalid_value", "The content type of a form names its boundary, of at most 70 characters.")
@@ -138,7 +138,7 @@ class Form:
     def check_end(self) -> None:
         """Check, once all has been read, that the form is complete. Raises Refusal.
 
-        How the parser reads bytes behind a missing last boundary depends on how they are split into reads.
+        The parser's result for bytes after a missing last boundary depends on how they are split into reads.
         """
         if not self.ended:
             raise Refusal("invalid_value", "The form does not end with its boundary.")
@@ -198,7 +198,7 @@ class Form:
         return length - len(self._held)
 
     def upload(self, next_bytes: NextBytes, *, chunked: bool) -> Upload:
-        """Return a function that streams the bytes behind the opening."""
+        """Return a function that streams the bytes after the opening."""
 
         async def stream(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
             last = self._held_back()  # so that the server does not have the whole form before the gateway has checked it
@@ -293,7 +293,7 @@ class Form:
             self._check_number(self._name, self._text, self._policy)
 
     def _check_number(self, name: str, text: bytes, policy: BodyPolicy) -> None:
-        """Check a number by the policy and the key's limit. Only plain digits are accepted: vLLM's other notations are not guessed."""
+        """Check a number against the policy and the key's limit. Only plain digits are accepted: vLLM's other notations are not guessed."""
         most, key_most = policy.maximum(name), self._key_max_tokens if name == _MAX_TOKENS else None
         if not text or (most is None and key_most is None):
             return

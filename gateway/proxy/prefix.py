@@ -3,11 +3,11 @@
 vLLM caches prompts in blocks, from their start. The key hashes the following parts of a request:
 
 * **Everything up to the first user message** (the system prompt, ``instructions``, a developer's message), **and that message**. Each
-  request of a conversation sends both again, so a conversation has one key, and other conversations have others.
-* **Only the first ``USER_PREFIX`` characters of the user message.** Questions about one long text in front of them share a key. The hashed
-  text is also bounded: a prompt of a megabyte costs no more than a prompt of two kilobytes.
-* **The start and the length of a system prompt.** All requests of an application have the same one, and the whole of it would send them all
-  to one server. So applications with their long texts in the system prompt have these cached on several servers.
+  request of a conversation sends both again, so a conversation has one key, and different conversations have different keys.
+* **Only the first ``USER_PREFIX`` characters of the user message.** Questions that follow the same long text share a key. The hashed
+  text is also bounded: a prompt of a megabyte costs no more than a prompt of two kilobytes. * **The start and the length of a system
+prompt.** All requests of an application have the same system prompt, and its full text would send them all to one server. So applications
+with their long texts in the system prompt have these cached on several servers.
 * **The ``cache_salt``**, which separates requests in vLLM's cache.
 * **The header ``x-session-id`` instead of all of this**, for a client that knows better: requests with the same value belong together.
 

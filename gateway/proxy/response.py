@@ -293,7 +293,7 @@ class EventRelay(ResponseRelay):
         self._splitter = Splitter(EVENT_LIMIT + 2 * upstream.request.body.size)
         body = upstream.body
         self._running = RunningUsage(body.choices, body.prompts, hidden=body.hides_running_usage) if body.choices else None
-        self._prompt: Usage | None = None  # what the first event of a stream of messages says of its prompt
+        self._prompt: Usage | None = None  # the usage of the prompt in the first event of a stream of messages
         self._last = b""
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
 
@@ -466,7 +466,7 @@ def _has_any(events: bytes, marks: Marks) -> bool:
 def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
     """Return whether the stream has its last event.
 
-    The blank line behind that event may be missing, the LF of its last CRLF may come late, and more blank lines may follow.
+    The blank line after that event may be missing, the LF of its last CRLF may come late, and more blank lines may follow.
     """
     rest = rest.strip()
     return rest in last if rest else any(event.lstrip(b"\r\n").startswith(last) for event in split(events.rstrip(b"\r\n"))[-1:])
@@ -526,7 +526,7 @@ def _translated(translate: Callable[[dict[str, Any]], T], document: dict[str, An
 
 
 def _error_in(document: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the error that an event's data is; None for other data. OpenAI's responses have its fields at the top level."""
+    """Return the error in an event's data; None if the data is not an error. OpenAI's responses have its fields at the top level."""
     kind = document.get("type")
     error = document.get("error", document if kind == "error" else None)
     if kind not in (None, "error"):

@@ -44,13 +44,13 @@ class RunningUsage:
         self.uncovered = False
         """An event of a choice had no counts, so ``usage`` does not cover all events."""
         self.shape: bytes | None = None
-        """What follows USAGE_START in an ordinary chunk of the only choice, without its digits; None if it is not known."""
+        """The bytes after USAGE_START in an ordinary chunk of the only choice, without their digits; None if they are not known."""
         self.tail = b""
-        """What followed USAGE_START in the last chunk of the fast path."""
+        """The bytes after USAGE_START in the last chunk of the fast path."""
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens of all events with counts; None if there was none. A prompt counts once, however many choices it has."""
+        """The tokens of all events with counts; None without such an event. A prompt counts once, however many choices it has."""
         if self.tail:
             latest = decode_usage_tail(self.tail)
             if latest is not None:

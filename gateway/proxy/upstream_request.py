@@ -35,7 +35,7 @@ class FormBody(msgspec.Struct, frozen=True):
     upload: Upload
     """Streams the rest."""
     remaining: int | None
-    """Bytes that are uploaded behind the first part; None if their number is not known."""
+    """Number of bytes that are uploaded after the first part; None if it is not known."""
     headers: ClassVar[bytes] = b""
     translation: ClassVar[Translation | None] = None
     choices: ClassVar[int] = 0
@@ -45,7 +45,7 @@ class FormBody(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, form: Form, request: ClientRequest) -> FormBody:
-        """Make the body from a request's form.
+        """Build the body from a request's form.
 
         Its length is known only if the whole form has been read, since the gateway may add fields at its end.
         """

@@ -70,7 +70,10 @@ class HealthApplied(msgspec.Struct, tag=True, frozen=True):
 
 
 class ModelRequested(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: since when requests wait for a model, in seconds of the monotonic clock. None: none waits any longer."""
+    """worker → control: the time since which requests wait for a model, in seconds of the monotonic clock.
+
+    None: no request waits any longer.
+    """
 
     model: str
     since: float | None

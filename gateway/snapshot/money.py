@@ -65,7 +65,7 @@ def cost_of(tokens: TokenCounts, price: Price) -> int:
 
 
 def highest_cost(prompt: int, completion: int, price: Price) -> int:
-    """Return the most that so many tokens can cost in nano-units, whichever of them are cached or reasoning."""
+    """Return the maximum cost of a number of tokens in nano-units, whether or not they are cached or reasoning tokens."""
     return _per_million(prompt * highest_prompt_price(price) + completion * highest_completion_price(price))
 
 

@@ -237,7 +237,7 @@ class Model:
 
     @property
     def base(self) -> str:
-        """The ID of the model that owns the servers: its own, or its parent's."""
+        """The ID of the model that owns the servers: the model itself or its parent."""
         return self.parent or self.id
 
     def is_in(self, globs: Iterable[str]) -> bool:

@@ -67,8 +67,8 @@ class ShapeSample:
 def shape(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the shape of a body, as JSON: at most ``_MAX_VALUES`` values.
 
-    An object is shown by its known fields, with the number of its other fields in ``other``. A list is shown by its first items and
-    the number of the others. ``text(5)`` stands for five characters, ``list(3)`` for a list of three plain values.
+    An object is shown by its known fields, with the number of its other fields in ``other``. A list is shown by its first items and the
+    number of further items. ``text(5)`` stands for five characters, ``list(3)`` for a list of three plain values.
     """
     return _Sketch(_MAX_VALUES).of_object(document)
 

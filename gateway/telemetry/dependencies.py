@@ -19,8 +19,8 @@ NAMES = ("limits_store", "ledger_database", "ledger_spool", "identity_provider",
 class Observation:
     """The current state of a dependency, without secrets.
 
-    ``name`` is one of NAMES; ``subject`` distinguishes several of a name, such as the URL of an issuer or the id of a model;
-    ``error`` is None while it works.
+    ``name`` is one of NAMES; ``subject`` distinguishes several dependencies with the same name, such as the URL of an issuer or the id of a
+    model; ``error`` is None while it works.
     """
 
     name: str

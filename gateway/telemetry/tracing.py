@@ -2,7 +2,7 @@
 
 The rules: while a request is served, only ids are generated; a thread makes the span from the ``RequestRecord`` afterwards, and no
 request waits for a collector. A client's trace is continued (W3C Trace Context), but whether a request is traced is decided here,
-by the trace id, so all participants with the same share decide alike.
+by the trace id, so all participants with the same share make the same decision.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A pool's available servers, sorted by load and updated incrementally.
 
 A choice among two hundred servers must not cost more than a choice among two. The rules: a ranking contains exactly the available servers,
-each under its current load, and a server reports every change of either to its rankings. ``least_busy`` moves the server that it returns
-after the other servers of the same load, so that an idle pool is used evenly.
+each under its current load, and a server reports every change of either to its rankings. ``least_busy`` moves the returned server behind
+the other servers of the same load, so that an idle pool is used evenly.
 """
 
 from __future__ import annotations

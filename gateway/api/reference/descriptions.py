@@ -70,7 +70,7 @@ def operations(document: Mapping[str, Any]) -> Iterator[Operation]:
 def curl(operation: Operation) -> str | None:
     """Return a command that calls an operation of the data port, or None if no request is shown.
 
-    It uses the environment variables of OpenAI's SDKs. ``MODEL`` and ``speech.wav`` are the reader's.
+    It uses the environment variables of OpenAI's SDKs. The reader replaces ``MODEL`` and ``speech.wav``.
     """
     path, body = operation.path.replace("{model}", "MODEL"), _body_options(operation)
     takes_key = any("x-api-key" in each for each in operation.document.get("security", ()))

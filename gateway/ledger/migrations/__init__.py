@@ -1,1 +1,1 @@
-"""How the ledger's table came to be what it is, step by step; alembic takes the steps."""
+"""The history of the ledger's table, step by step; alembic runs the steps."""

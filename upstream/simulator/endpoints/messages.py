@@ -97,7 +97,7 @@ class MessagesRequest(CountRequest):
 
 
 class MessagesError(ApiError):
-    """A refusal that is shown in Anthropic's shape."""
+    """An error response in Anthropic's shape."""
 
     def body(self) -> dict[str, Any]:
         return self.messages_body()
