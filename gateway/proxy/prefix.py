@@ -5,11 +5,11 @@ vLLM caches prompts in blocks, from their start. The key hashes the following pa
 * **Everything up to the first user message** (the system prompt, ``instructions``, a developer's message), **and that message**. Each
   request of a conversation sends both again, so a conversation has one key, and different conversations have different keys.
 * **Only the first ``USER_PREFIX`` characters of the user message.** Questions that follow the same long text share a key. The hashed
-  text is also bounded: a prompt of a megabyte costs no more than a prompt of two kilobytes. * **The start and the length of a system
-prompt.** All requests of an application have the same system prompt, and its full text would send them all to one server. So applications
-with their long texts in the system prompt have these cached on several servers.
+  text is also bounded: a prompt of a megabyte costs no more than a prompt of two kilobytes.
+* **The start and the length of a system prompt.** All requests of an application have the same system prompt, and its full text would
+  send them all to one server. So applications with their long texts in the system prompt have these cached on several servers.
 * **The ``cache_salt``**, which separates requests in vLLM's cache.
-* **The header ``x-session-id`` instead of all of this**, for a client that knows better: requests with the same value belong together.
+* **The header ``x-session-id`` instead of all of this**, for a client that sets it: requests with the same value belong together.
 
 The hash is CRC-32: it is fast, and equal in every process, unlike Python's own. Collisions need no defense: the bound on a server's load
 limits their effect. Pure.
@@ -25,12 +25,12 @@ from zlib import crc32
 import orjson
 
 USER_PREFIX = 2048
-"""Characters of a user message or a raw prompt; about 500 tokens."""
+"""Maximum characters of a user message or a raw prompt; about 500 tokens."""
 SYSTEM_PREFIX = 512
 PREFIX_TOKENS = 512
-"""Token IDs of a prompt that is sent as tokens."""
+"""Maximum token IDs of a prompt that is sent as tokens."""
 MAX_MESSAGES = 8
-"""Messages, or parts of a message, that are read."""
+"""Maximum messages, or parts of a message, that are read."""
 
 
 def affinity_key(document: Mapping[str, Any], session: bytes | None = None) -> int | None:
