@@ -297,7 +297,7 @@ def limits(
 ) -> int:
     """Show the limits of keys and teams.
 
-    What is used in the running gateway, what remains, and when it is available again.
+    Shows the use in the running gateway, the remaining amounts, and when they are available again.
     """
     from rich.console import Console
 

@@ -140,7 +140,7 @@ def test_a_database_without_samples_has_nothing(tmp_path: Path) -> None:
 def test_a_reconciliation_takes_no_keys_and_no_groups() -> None:
     query = parse_reconciliation_query({"since": "7d", "model": "tiny", "reconcile": "true"}, NOW)
     assert (query.model, query.until) == ("tiny", NOW)
-    for name in ("by", "key", "team", "colour"):
+    for name in ("by", "key", "team", "color"):
         with pytest.raises(QueryError, match=f"takes no {name}"):
             parse_reconciliation_query({name: "key"}, NOW)
 
