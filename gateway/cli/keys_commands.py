@@ -11,7 +11,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -367,12 +367,23 @@ def _print_table(listed: list[dict[str, Any]]) -> None:
         table.add_column(title, overflow="fold")
     for one in listed:
         until = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
-        limits = ", ".join(f"{name} {value}" for name, value in one["limits"].items())
+        limits = ", ".join(_limit_texts(one["limits"]))
         hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{until}"
         state = Text(one["state"], _COLORS.get(one["state"], ""))
         cells = (", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
         table.add_row(Text(one["id"]), Text(one["team"] or "-"), state, *map(Text, cells))
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+
+
+def _limit_texts(limits: Mapping[str, Any]) -> Iterator[str]:
+    """Yield each limit with its name; a budget has the name that its refusals have in metrics."""
+    for name, value in limits.items():
+        if name not in ("budgets", "session"):
+            yield f"{name} {value}"
+    budgets = [*limits.get("budgets", ()), *([{"window": "session", **limits["session"]}] if "session" in limits else [])]
+    for each in budgets:
+        soft = "soft " if each.get("soft") else ""
+        yield from (f"{soft}{kind}_per_{each['window']} {each[kind]}" for kind in ("tokens", "cost") if each.get(kind) is not None)
 
 
 _COLORS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}

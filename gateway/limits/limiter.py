@@ -26,6 +26,7 @@ Holders = tuple[Holder, ...]
 _Counts = Sequence[tuple[HolderRates, Sequence[BudgetState]]]
 _log = logging.getLogger("vllm_gateway.limits")
 
+_MOST_REPORTED = 10_000  # exceeded soft budgets that are remembered
 PART_FOR_SUBJECTS = 0.75
 """Part of the shared memory for the subjects of tokens. The rest stays free for configured holders."""
 
@@ -205,6 +206,8 @@ class Limiter:
             if known in self._exceeded:
                 self._exceeded.remove(known)
             else:
+                if len(self._exceeded) >= _MOST_REPORTED:
+                    self._exceeded.clear()  # subjects of tokens are many; some are reported again
                 self._exceeded.add(known)
                 _log.warning("the soft budget of %s is exceeded (%s)", limit_text(budget.name, budget.limit), holder.name)
 

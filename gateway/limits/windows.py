@@ -8,7 +8,8 @@ change here needs the same change there.
 A window of the calendar has six cells: the current period with its tokens and cost, and the other period that was used
 last. A week starts on Monday, as in ISO 8601. A rolling window is a ring of ``RING_CELLS`` cells: for each slice of time its number, its
 tokens and its cost. A slice is the ``SLICES``-th part of the window. The current slice and the ``SLICES`` before it count, so at least the
-whole window counts: capacity returns up to one slice late, and never early.
+whole window counts: capacity returns up to one slice late, and never early. A clock that is set forward overwrites the oldest slices; set
+back again, it does not find them.
 """
 
 from __future__ import annotations

@@ -99,6 +99,16 @@ def test_every_limit_of_the_configuration_can_be_given(folder: Path) -> None:
     assert "--cost-per-month N" in shown and "cost per month (UTC)" in " ".join(shown.split())
 
 
+def test_the_list_shows_budgets_by_their_names(folder: Path) -> None:
+    budgets = "[{window: 168h, tokens: 100, cost: 0.25}, {window: month, tokens: 5, soft: true}]"
+    limits = f"limits: {{cost_per_week: 0.5, session: {{tokens: 7}}, budgets: {budgets}}}"
+    (folder / "gateway.yaml").write_text(
+        FILE.replace("servers:", "price: {prompt: 1}, servers:").replace("  - id: two\n", f"  - id: two\n    {limits}\n")
+    )
+    shown = " ".join(gateway("keys", "list", folder=folder).out.split())
+    assert "cost_per_week 0.5, tokens_per_7d 100, cost_per_7d 0.25, soft tokens_per_month 5, tokens_per_session 7" in shown
+
+
 def test_a_new_key_is_written_to_the_keys_file_if_the_main_file_has_no_keys(tmp_path: Path) -> None:
     (tmp_path / "gateway.yaml").write_text("models: [{id: m, launch: {}}]\nkeys_file: more/keys.yaml\n")
     (tmp_path / "more").mkdir()
