@@ -16,6 +16,10 @@ LARGE = "This request reserves 33,747 tokens, more than the whole limit of 20,00
 PART = "This request reserves a cost of 0.3, and of the limit of a cost of 0.5 per day only 0.25 is left (key a). "
 SMALL = "This request reserves a cost of 1.000000001, and of the limit of a cost of 9,000,000 per day only 0.000000001 is left (key a). "
 MINUTE = "This request reserves 1,047 tokens, more than the whole limit of 500 tokens per minute (key a). "
+SESSION = (
+    "This request reserves a cost of 0.3, and of the limit of a cost of 0.5 per session only 0.25 is left (key a). "
+    "Set 'max_tokens' to at most 12,412, or start a new session."
+)
 TABLE: dict[str, tuple[ExceededLimit, TokenEstimate, str, str | None]] = {
     "at once": (
         ExceededLimit("concurrent", 5, None),
@@ -65,6 +69,30 @@ TABLE: dict[str, tuple[ExceededLimit, TokenEstimate, str, str | None]] = {
         f"{SMALL}Try again in 1 hour.",
         "3600",
     ),
+    "a rolling window": (
+        ExceededLimit("tokens_per_7d", 2000, 90_000, 40, 1047),
+        TokenEstimate(47, 1000),
+        "This request reserves 1,047 tokens, and of the limit of 2,000 tokens per 7d only 40 are left (key a). Try again in 1 day 1 hour.",
+        "90000",
+    ),
+    "a session that is used up": (
+        ExceededLimit("tokens_per_session", 2000, None, 0, 1047),
+        TokenEstimate(47, 1000),
+        "The limit of 2,000 tokens per session is reached (key a). Start a new session.",
+        None,
+    ),
+    "a session in which a shorter response fits": (
+        ExceededLimit("cost_per_session", 500_000_000, None, 250_000_000, 300_000_000),
+        TokenEstimate(1747, 16_000, 2),
+        SESSION,
+        None,
+    ),
+    "a request larger than the budget of a session": (
+        ExceededLimit("tokens_per_session", 2000, None, 500, 5047),
+        TokenEstimate(5000, 47),
+        "This request reserves 5,047 tokens, more than the whole limit of 2,000 tokens per session (key a). Start a new session.",
+        None,
+    ),
     "a cost of an input": (
         ExceededLimit("cost_per_day", 500_000_000, 3600, 250_000_000, 300_000_000),
         TokenEstimate(300_000),
@@ -80,4 +108,4 @@ def test_messages(name: str) -> None:
     raised = refusal("key a", refused, guess, price(1.0, 10.0) if refused.reason.startswith("cost") else None)
     assert raised.message == message
     assert raised.headers.get("retry-after") == retry_after
-    assert (raised.headers.get("x-should-retry") == "false") == ("day" in refused.reason)
+    assert (raised.headers.get("x-should-retry") == "false") == refused.is_budget
