@@ -82,7 +82,7 @@ def test_the_row_of_a_lost_request_names_no_server(store: UsageStore) -> None:
     assert found.prompt.engine == found.prompt.ledger + found.prompt.choices + found.prompt.cancelled_prefill + found.prompt.direct_use
 
 
-def test_estimates_are_not_taken_for_counts(store: UsageStore) -> None:
+def test_estimates_are_not_treated_as_counts(store: UsageStore) -> None:
     rows = (
         row(1, started=STARTED + 1, endpoint="/v1/embeddings", prompt=8, completion=0, estimated_by="bytes"),
         row(2, started=STARTED + 2, prompt=100, completion=7, status=499, incomplete="client", estimated_by="events"),

@@ -383,8 +383,8 @@ async def test_limits_for_some_models() -> None:
         assert (await request_once(served.port, request(chat(model="nothing")))).status == 429
 
 
-@pytest.mark.parametrize("room", [True, False])
-async def test_a_fallback_is_counted_as_itself(room: bool) -> None:
+@pytest.mark.parametrize("has_capacity", [True, False])
+async def test_a_fallback_is_counted_as_itself(has_capacity: bool) -> None:
     first = Allowance("key team-a for tiny", Limits(requests_per_minute=5, tokens_per_day=50_000, concurrent=1), ("tiny",))
     second = Allowance("key team-a for other", Limits(requests_per_minute=1, tokens_per_day=50_000, max_tokens=70), ("other",))
     one = key(allowances=(Allowance("key team-a", Limits(tokens_per_day=50_000)), first, second))
@@ -392,7 +392,7 @@ async def test_a_fallback_is_counted_as_itself(room: bool) -> None:
         async with scripted(respond) as server:
             models = [model(closed_port, fallbacks=("other",)), model(server.port, identity="other")]
             async with serving(models, [one]) as served:
-                assert await statuses(served, 1, request(chat(model="other" if not room else "tiny"))) == [200]
+                assert await statuses(served, 1, request(chat(model="other" if not has_capacity else "tiny"))) == [200]
                 assert await statuses(served, 1, request(chat())) == [429]
                 assert server.requests[0].json["max_tokens"] == 70
                 assert [counted(served, f"key team-a for {name}").day for name in ("tiny", "other")] == [0, USED]

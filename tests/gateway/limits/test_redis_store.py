@@ -63,9 +63,9 @@ def server(shared: RedisServer) -> RedisServer:
 
 @asynccontextmanager
 async def opened(
-    place: LimitsStore, worker: str = "a worker", on_change: Callable[[str | None], None] = lambda _: None
+    store_config: LimitsStore, worker: str = "a worker", on_change: Callable[[str | None], None] = lambda _: None
 ) -> AsyncIterator[RedisStore]:
-    store = RedisStore(place, worker, on_change)
+    store = RedisStore(store_config, worker, on_change)
     try:
         yield store
     finally:
@@ -481,9 +481,12 @@ async def respond(talk: Conversation) -> None:
 
 
 @asynccontextmanager
-async def gateway(place: LimitsStore, **limits: Any) -> AsyncIterator[Served]:
+async def gateway(store_config: LimitsStore, **limits: Any) -> AsyncIterator[Served]:
     allowance = Allowance("key team-a", Limits(**limits))
-    async with scripted(respond) as upstream, serving([model(upstream.port)], [key(allowances=(allowance,))], limits_store=place) as served:
+    async with (
+        scripted(respond) as upstream,
+        serving([model(upstream.port)], [key(allowances=(allowance,))], limits_store=store_config) as served,
+    ):
         yield served
 
 

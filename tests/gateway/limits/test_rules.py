@@ -40,29 +40,33 @@ def later(at: Moment, seconds: float) -> Moment:
     return moment(at.now + seconds, at.wall + seconds)
 
 
-class Meter:
+class HolderBuckets:
     """The buckets of one holder without shared memory: their cells and the requests in flight."""
 
     def __init__(self, cells: Sequence[float] = (0.0,) * SIZE, in_flight: float = 0) -> None:
         self.cells = list(cells)
         self.in_flight = in_flight
 
-    def admit(self, limits: Limits, ask: Amounts, at: Moment = AT, ends: dict[int, float] | None = None) -> ExceededLimit | None:
-        refused = rules.admit(Holder.placed("one", limits), self.cells, self.in_flight, ask, at, {} if ends is None else ends)
+    def admit(
+        self, limits: Limits, requested: Amounts, at: Moment = AT, refilled_at: dict[int, float] | None = None
+    ) -> ExceededLimit | None:
+        refused = rules.admit(
+            Holder.placed("one", limits), self.cells, self.in_flight, requested, at, {} if refilled_at is None else refilled_at
+        )
         if refused is None:
-            self.in_flight += ask.slots
+            self.in_flight += requested.slots
         return refused
 
-    def fill(self, limits: Limits, ask: Amounts, at: Moment = AT) -> tuple[int, ExceededLimit]:
+    def fill(self, limits: Limits, requested: Amounts, at: Moment = AT) -> tuple[int, ExceededLimit]:
         """Admit requests until one is refused; return the number of admitted requests and the refusal."""
         count = 0
-        while (refused := self.admit(limits, ask, at)) is None:
+        while (refused := self.admit(limits, requested, at)) is None:
             count += 1
         return count, refused
 
 
 @pytest.mark.parametrize(
-    ("limits", "ask", "times", "wait"),
+    ("limits", "requested", "times", "wait"),
     [
         (Limits(requests_per_minute=6), REQUEST, 6, 10),
         (Limits(tokens_per_minute=600), Amounts(tokens=100), 6, 10),
@@ -77,18 +81,18 @@ class Meter:
         (Limits(concurrent=3), REQUEST, 3, None),
     ],
 )
-def test_a_limit_holds_and_reports_when_it_has_capacity(limits: Limits, ask: Amounts, times: int, wait: float | None) -> None:
-    bucket = Meter()
-    count, refused = bucket.fill(limits, ask)
+def test_a_limit_holds_and_reports_when_it_has_capacity(limits: Limits, requested: Amounts, times: int, wait: float | None) -> None:
+    bucket = HolderBuckets()
+    count, refused = bucket.fill(limits, requested)
     assert count == times
     assert refused.wait == (None if wait is None else pytest.approx(wait))
     if wait is not None:
-        assert bucket.admit(limits, ask, later(AT, wait - 0.01)) is not None, "not a moment earlier"
-        assert bucket.admit(limits, ask, later(AT, wait + 1e-6)) is None
+        assert bucket.admit(limits, requested, later(AT, wait - 0.01)) is not None, "not a moment earlier"
+        assert bucket.admit(limits, requested, later(AT, wait + 1e-6)) is None
 
 
 def test_minute_boundaries_have_no_effect() -> None:
-    limits, at, bucket = Limits(requests_per_minute=600), moment(59.999, LAST_DAY_OF_MAY), Meter()
+    limits, at, bucket = Limits(requests_per_minute=600), moment(59.999, LAST_DAY_OF_MAY), HolderBuckets()
     count, _ = bucket.fill(limits, REQUEST, at)
     more, _ = bucket.fill(limits, REQUEST, later(at, 0.25))
     assert (count, more) == (600, 2)
@@ -96,16 +100,16 @@ def test_minute_boundaries_have_no_effect() -> None:
 
 def test_the_longest_wait_is_reported() -> None:
     limits = Limits(requests_per_minute=1, tokens_per_minute=60, tokens_per_day=10)
-    _, refused = Meter().fill(limits, Amounts(1, 1, 10))
+    _, refused = HolderBuckets().fill(limits, Amounts(1, 1, 10))
     assert refused.reason == "tokens_per_day"
-    _, refused = Meter().fill(Limits(requests_per_minute=60, tokens_per_minute=60), Amounts(1, 1, 60))
+    _, refused = HolderBuckets().fill(Limits(requests_per_minute=60, tokens_per_minute=60), Amounts(1, 1, 60))
     assert refused.reason == "tokens_per_minute" and refused.wait == pytest.approx(60)
 
 
 def test_tokens_used_beyond_the_estimate_are_paid_off() -> None:
     timeline = Timeline(Limits(tokens_per_minute=600))
     timeline.settle(Amounts(tokens=100), Amounts(tokens=1200), timeline.take(Amounts(tokens=100)))
-    refused = timeline.meter.admit(timeline.limits, Amounts(tokens=1))
+    refused = timeline.buckets.admit(timeline.limits, Amounts(tokens=1))
     assert refused is not None and refused.wait == pytest.approx(60.1)
 
 
@@ -114,22 +118,22 @@ class Timeline:
     """Admissions by one bucket along a clock, and their number."""
 
     limits: Limits
-    meter: Meter = field(default_factory=Meter)
+    buckets: HolderBuckets = field(default_factory=HolderBuckets)
     at: Moment = AT
     passed: int = 0
 
-    def take(self, ask: Amounts) -> dict[int, float]:
+    def take(self, requested: Amounts) -> dict[int, float]:
         """Admit a request and return when its amounts will be refilled."""
         end_times: dict[int, float] = {}
-        assert self.meter.admit(self.limits, ask, self.at, end_times) is None
+        assert self.buckets.admit(self.limits, requested, self.at, end_times) is None
         return end_times
 
-    def fill(self, ask: Amounts) -> None:
+    def fill(self, requested: Amounts) -> None:
         """Admit as many requests as the limits allow."""
-        self.passed += self.meter.fill(self.limits, ask, self.at)[0]
+        self.passed += self.buckets.fill(self.limits, requested, self.at)[0]
 
-    def settle(self, ask: Amounts, used: Amounts, ends: dict[int, float]) -> None:
-        rules.settle(Holder.placed("one", self.limits), self.meter.cells, ask, used, ends, self.at.now, AT)
+    def settle(self, requested: Amounts, used: Amounts, refilled_at: dict[int, float]) -> None:
+        rules.settle(Holder.placed("one", self.limits), self.buckets.cells, requested, used, refilled_at, self.at.now, AT)
 
     def wait(self, seconds: float) -> None:
         self.at = later(self.at, seconds)
@@ -180,13 +184,13 @@ def test_tokens_that_are_not_refilled_yet_are_released(after: float, missing: fl
     end_times = timeline.take(Amounts(tokens=50))
     timeline.wait(after)
     timeline.settle(Amounts(tokens=50), Amounts(tokens=2), end_times)
-    assert timeline.meter.cells[TOKENS] - timeline.at.now == pytest.approx(missing)
+    assert timeline.buckets.cells[TOKENS] - timeline.at.now == pytest.approx(missing)
 
 
 def test_bucket_state() -> None:
     timeline = Timeline(Limits(requests_per_minute=60))
     timeline.take(REQUEST)
-    full = timeline.meter.cells[REQUESTS]
+    full = timeline.buckets.cells[REQUESTS]
     assert bucket_state(60, full, AT.now) == BucketState(60, 59, 1.0)
     assert bucket_state(60, full, AT.now + 1) == BucketState(60, 60, 0.0)
     assert bucket_state(60, AT.now + 90, AT.now) == BucketState(60, 0, 90.0)
@@ -194,7 +198,7 @@ def test_bucket_state() -> None:
 
 def test_the_latest_other_day_is_remembered() -> None:
     """Set the clock a day forward, back, two forward and one back: the count of that day is still known."""
-    limits, bucket, days = Limits(tokens_per_day=5), Meter(), [later(AT, day * 86400) for day in range(3)]
+    limits, bucket, days = Limits(tokens_per_day=5), HolderBuckets(), [later(AT, day * 86400) for day in range(3)]
     assert bucket.admit(limits, Amounts(tokens=5), days[1]) is None
     assert [bucket.admit(limits, Amounts(tokens=1), days[day]) for day in (0, 2)] == [None, None]
     assert bucket.admit(limits, Amounts(tokens=1), days[1]) is not None
@@ -241,13 +245,13 @@ amounts = st.builds(Amounts, st.integers(0, 1), st.integers(0, 1), st.integers(0
 
 @given(limits_of_all_kinds, bucket_cells, st.integers(0, 4), amounts)
 def test_a_request_is_admitted_or_refused_and_a_refusal_changes_nothing(
-    limits: Limits, cells: list[float], flying: int, ask: Amounts
+    limits: Limits, cells: list[float], flying: int, requested: Amounts
 ) -> None:
     assert len(cells) == SIZE
     holder = Holder.placed("one", limits)
-    before, expected = list(cells), rules.exceeded_limit(holder, cells, flying, ask, AT)
+    before, expected = list(cells), rules.exceeded_limit(holder, cells, flying, requested, AT)
     end_times: dict[int, float] = {}
-    assert rules.admit(holder, cells, flying, ask, AT, end_times) == expected
+    assert rules.admit(holder, cells, flying, requested, AT, end_times) == expected
     assert expected is None or (cells == before and not end_times)
 
 
@@ -273,24 +277,24 @@ class Request:
 
     key: str
     worker: int
-    ask: Amounts
+    requested: Amounts
     then: Moment
-    ends: dict[int, float]
+    refilled_at: dict[int, float]
     used: int | None = None
     counts: bool = True
     is_open: bool = True
 
     def taken(self, limit: float) -> float:
         """Return the tokens it keeps of its reservation."""
-        return min(self.ask.tokens, limit) if self.used is None else min(self.ask.tokens, limit, self.used)
+        return min(self.requested.tokens, limit) if self.used is None else min(self.requested.tokens, limit, self.used)
 
     def counted(self, limit: float) -> float:
         """Return its tokens in a day or month."""
-        return min(self.ask.tokens, limit) if self.used is None else self.used
+        return min(self.requested.tokens, limit) if self.used is None else self.used
 
     def beyond(self, limit: float) -> float:
         """Return the tokens it used beyond its reservation."""
-        return 0 if self.used is None else max(self.used - min(self.ask.tokens, limit), 0)
+        return 0 if self.used is None else max(self.used - min(self.requested.tokens, limit), 0)
 
 
 class Limiting(RuleBasedStateMachine):
@@ -314,11 +318,11 @@ class Limiting(RuleBasedStateMachine):
     def _worker(self, number: int) -> Buckets:
         return Buckets.inherited(os.dup(self.control.fd), number)
 
-    def _meter(self, holder: Holder) -> list[float]:
+    def _cells(self, holder: Holder) -> list[float]:
         return list(self.control.cells[holder.offset : holder.offset + SIZE])
 
-    def _refusal(self, holder: Holder, ask: Amounts, at: Moment) -> ExceededLimit | None:
-        return rules.exceeded_limit(holder, self.control.cells, self.control.in_flight(holder.offset), ask, at)
+    def _refusal(self, holder: Holder, requested: Amounts, at: Moment) -> ExceededLimit | None:
+        return rules.exceeded_limit(holder, self.control.cells, self.control.in_flight(holder.offset), requested, at)
 
     def _of(self, holder: Holder) -> list[Request]:
         return [each for each in self.all if holder is self.team or each.key == holder.name]
@@ -327,28 +331,28 @@ class Limiting(RuleBasedStateMachine):
     def come(self, key: str, worker: int, tokens: int) -> Request | None:
         request = Request(key, worker, Amounts(1, 1, tokens, tokens), self.at, {})
         holders = self.keys[key], self.team
-        before = [self._meter(holder) for holder in holders]
-        refusing = [(holder, why) for holder in holders if (why := self._refusal(holder, request.ask, self.at)) is not None]
-        found = self.workers[worker].reserve([(holder, request.ask) for holder in holders], self.at, request.ends)
+        before = [self._cells(holder) for holder in holders]
+        refusing = [(holder, why) for holder in holders if (why := self._refusal(holder, request.requested, self.at)) is not None]
+        found = self.workers[worker].reserve([(holder, request.requested) for holder in holders], self.at, request.refilled_at)
         assert found in refusing if refusing else found is None
         if found is None:
             self.all.append(request)
             for holder in holders:
                 self._check_admitted(holder)
             return request
-        assert before == [self._meter(holder) for holder in holders], "from all or from none"
+        assert before == [self._cells(holder) for holder in holders], "from all or from none"
         if found[1].wait is not None:
-            self._comes_in_after(key, request.ask, found[1])
+            self._check_admitted_after_wait(key, request.requested, found[1])
         return None
 
-    def _comes_in_after(self, key: str, ask: Amounts, refused: ExceededLimit) -> None:
+    def _check_admitted_after_wait(self, key: str, requested: Amounts, refused: ExceededLimit) -> None:
         """Check that a request that waits as reported is admitted, or refused by another limit whose wait is then correct."""
         at, reported, holders = self.at, (self.keys[key], refused), (self.keys[key], self.team)
         for _ in range(8):
             wait = reported[1].wait
             assert wait is not None
             at = later(at, wait + 1e-5)
-            decisions = [(each, self._refusal(each, ask, at)) for each in holders]
+            decisions = [(each, self._refusal(each, requested, at)) for each in holders]
             again = [(each, why) for each, why in decisions if why is not None]
             if not again or any(why.wait is None for _, why in again):
                 return
@@ -388,10 +392,10 @@ class Limiting(RuleBasedStateMachine):
         if request is None or not request.is_open:
             return
         request.is_open, request.counts = False, share is not None
-        request.used = 0 if share is None else int(request.ask.tokens * share) + more
+        request.used = 0 if share is None else int(request.requested.tokens * share) + more
         used = Amounts(int(request.counts), 0, request.used, request.used)
-        reserved = [(holder, request.ask) for holder in (self.keys[request.key], self.team)]
-        self.workers[request.worker].settle(reserved, request.ends, used, request.then, self.at.now)
+        reserved = [(holder, request.requested) for holder in (self.keys[request.key], self.team)]
+        self.workers[request.worker].settle(reserved, request.refilled_at, used, request.then, self.at.now)
 
     @rule(worker=st.integers(0, 1))
     def crash(self, worker: int) -> None:
@@ -417,7 +421,7 @@ class Limiting(RuleBasedStateMachine):
     @invariant()
     def nothing_is_lost(self) -> None:
         for holder in (*self.keys.values(), self.team):
-            cells, limit = self._meter(holder), holder.limits.tokens_per_day
+            cells, limit = self._cells(holder), holder.limits.tokens_per_day
             assert limit is not None
             assert self.control.in_flight(holder.offset) == sum(each.is_open for each in self._of(holder))
             for window in (DAY, DAY + 3):
@@ -429,7 +433,7 @@ class Limiting(RuleBasedStateMachine):
         if not hasattr(self, "control"):
             return
         for holder in (*self.keys.values(), self.team):
-            bucket, limits = Meter(self._meter(holder), self.control.in_flight(holder.offset)), holder.limits
+            bucket, limits = HolderBuckets(self._cells(holder), self.control.in_flight(holder.offset)), holder.limits
             assert limits.tokens_per_minute and limits.requests_per_minute
             debt = max(bucket.cells[TOKENS], bucket.cells[REQUESTS]) - self.at.now
             beyond = sum(each.beyond(limits.tokens_per_minute) for each in self._of(holder))

@@ -78,8 +78,8 @@ def test_every_other_member_keeps_its_value(body: dict[str, Any], extra: dict[st
        st.sampled_from([None, "tiny", "secret", {}]), st.booleans())  # fmt: skip
 def test_what_is_authorized_is_what_is_dispatched(models: list[Any], extra: Any, escaped: bool) -> None:
     name = b'"\\u006dodel":' if escaped else b'"model":'
-    members = b",".join((name if n % 2 else b'"model":') + orjson.dumps(value) for n, value in enumerate(models))
-    body = b"{" + members + (b',"extra_body":{"model":%b}' % orjson.dumps(extra) if extra is not None else b"") + b"}"
+    fields = b",".join((name if n % 2 else b'"model":') + orjson.dumps(value) for n, value in enumerate(models))
+    body = b"{" + fields + (b',"extra_body":{"model":%b}' % orjson.dumps(extra) if extra is not None else b"") + b"}"
     catalog = Catalog([Model("tiny", (), aliases=("small",)), Model("secret", (), aliases=("hush",))], {})
     try:
         document = merge(parse(body))
@@ -180,10 +180,10 @@ def test_the_depth_of_a_body(opening: bytes, closing: bytes) -> None:
         assert caught.value.code == "invalid_json"
 
 
-@pytest.mark.parametrize("member", [b"[]", b"{}", b"[[]]", b'{"a":1}', b"[1,[]]", b"1", b'"a"', b'"["'])
-def test_the_number_of_values(member: bytes) -> None:
-    body = b'{"a":[%b]}' % b",".join([member] * 1100)
-    marks = sum(member.count(mark) for mark in (b",", b":", b"[", b"{")) - member.count(b'"["')
+@pytest.mark.parametrize("element", [b"[]", b"{}", b"[[]]", b'{"a":1}', b"[1,[]]", b"1", b'"a"', b'"["'])
+def test_the_number_of_values(element: bytes) -> None:
+    body = b'{"a":[%b]}' % b",".join([element] * 1100)
+    marks = sum(element.count(mark) for mark in (b",", b":", b"[", b"{")) - element.count(b'"["')
     most = 1100 * (marks + 1) - 1 + 3
     assert parse(body, most)
     with pytest.raises(Refusal, match=f"more than {most - 1} JSON values") as caught:

@@ -20,7 +20,7 @@ from tests.support.wire import COUNT, DONE, ROLE, STREAM_HEAD
 
 EVENT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
 EVENTS = (EVENT % b"a", EVENT % (b"b" * 300), EVENT % (b"an error" * 3), EVENT % (b"c" * 3000), b": a comment\n\n", COUNT)
-"""Ordinary events, one with a mark, one that is too long for the fast path, a comment, and a usage event."""
+"""Ordinary events, an event with a mark, an event that is too long for the fast path, a comment, and a usage event."""
 PROMPT = 9
 
 
@@ -36,20 +36,20 @@ def frame(event: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(event), event)
 
 
-def relayed(one: Way, events: Sequence[bytes], *, cut: bool, asks: bool) -> tuple[bytes, RequestRecord]:
+def relayed(one: Way, events: Sequence[bytes], *, cut: bool, include_usage: bool) -> tuple[bytes, RequestRecord]:
     """Relay a stream with one event in each chunk. ``cut``: each chunk arrives in two reads, so that no chunk takes the fast path."""
     reads = [STREAM_HEAD]
     for event in events:
         chunk = frame(event)
         reads += [chunk[: len(chunk) // 2], chunk[len(chunk) // 2 :]] if cut else [chunk]
-    body = unchunked(one.streamed([*reads, b"0\r\n\r\n"], asks))
+    body = unchunked(one.streamed([*reads, b"0\r\n\r\n"], include_usage))
     return body, one.context.records.pop()
 
 
-async def compare(events: Sequence[bytes], asks: bool) -> None:
+async def compare(events: Sequence[bytes], include_usage: bool) -> None:
     with way() as one:
-        fast_body, fast = relayed(one, events, cut=False, asks=asks)
-        general_body, general = relayed(one, events, cut=True, asks=asks)
+        fast_body, fast = relayed(one, events, cut=False, include_usage=include_usage)
+        general_body, general = relayed(one, events, cut=True, include_usage=include_usage)
     assert fast_body == general_body
     assert (fast.response_bytes, fast.usage, fast.incomplete) == (general.response_bytes, general.usage, None)
     assert fast.gaps is not None and general.gaps is not None
@@ -58,9 +58,9 @@ async def compare(events: Sequence[bytes], asks: bool) -> None:
 
 
 @settings(max_examples=examples(50), deadline=None)
-@given(middle=st.lists(st.sampled_from(EVENTS), max_size=12), asks=st.booleans())
-def test_both_paths_account_for_a_stream_alike(middle: list[bytes], asks: bool) -> None:
-    asyncio.run(compare((ROLE, *middle, COUNT, DONE), asks))
+@given(middle=st.lists(st.sampled_from(EVENTS), max_size=12), include_usage=st.booleans())
+def test_both_paths_account_for_a_stream_alike(middle: list[bytes], include_usage: bool) -> None:
+    asyncio.run(compare((ROLE, *middle, COUNT, DONE), include_usage))
 
 
 DETAILS = (b"", b',"completion_tokens_details":null', b',"completion_tokens_details":{"reasoning_tokens":1}')
@@ -73,7 +73,7 @@ def test_the_running_usage_is_counted_and_hidden_on_both_paths(middle: list[byte
 
 
 async def compare_counted(events: Sequence[bytes], left: int, end: bytes) -> None:
-    """Relay a stream that its server breaks off after some events, with and without the fast path."""
+    """Relay a stream that its server truncates after some events, with and without the fast path."""
     events = events[: left + 1]
     counted = [with_usage(event, 2 * number, end) for number, event in enumerate(events)]
     latest = max(number for number, event in enumerate(events) if event.endswith(b"}]}\n\n"))

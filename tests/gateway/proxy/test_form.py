@@ -23,7 +23,7 @@ from tests.support.wire import Client, Reply, client, request_once
 PATH = "/v1/audio/transcriptions"
 BOUNDARY = "----form-5e2"
 AUDIO = bytes(range(256)) * 20 + b"\r\n--\r\n------form\r\n"
-ANSWER = b'{"text":"hello","usage":{"type":"duration","seconds":1}}'
+RESPONSE = b'{"text":"hello","usage":{"type":"duration","seconds":1}}'
 
 
 def part(name: str, value: bytes, more: str = "") -> bytes:
@@ -37,7 +37,7 @@ LANGUAGE = part("language", b"en")
 
 
 def form(*parts: bytes, content_type: str = f"multipart/form-data; boundary={BOUNDARY}", chunks: int = 0, path: str = PATH) -> bytes:
-    """A form's bytes; ``chunks`` is the size of each, 0 for a body with its length."""
+    """Return the bytes of a form. ``chunks`` is the size of each chunk; 0 for a body with a Content-Length."""
     body = b"".join(parts) + END
     framing = "transfer-encoding: chunked" if chunks else f"content-length: {len(body)}"
     head = f"POST {path} HTTP/1.1\r\nhost: test\r\nauthorization: Bearer {KEY}\r\ncontent-type: {content_type}\r\n{framing}\r\n\r\n"
@@ -47,8 +47,8 @@ def form(*parts: bytes, content_type: str = f"multipart/form-data; boundary={BOU
     return head.encode() + body
 
 
-async def answers(talk: Conversation) -> None:
-    await talk.respond(ANSWER)
+async def responses(talk: Conversation) -> None:
+    await talk.respond(RESPONSE)
 
 
 ORDERS = {"first": (MODEL, FILE, LANGUAGE), "last": (FILE, LANGUAGE, MODEL), "in the middle": (LANGUAGE, MODEL, FILE)}
@@ -58,10 +58,10 @@ ORDERS = {"first": (MODEL, FILE, LANGUAGE), "last": (FILE, LANGUAGE, MODEL), "in
 @pytest.mark.parametrize("chunks", [0, 7, 5000])
 async def test_the_rest_is_sent_as_it_came(order: str, chunks: int) -> None:
     parts = ORDERS[order]
-    async with scripted(answers) as server, serving([model(server.port, served="whisper-inside")]) as served, client(served.port) as one:
+    async with scripted(responses) as server, serving([model(server.port, served="whisper-inside")]) as served, client(served.port) as one:
         for _ in range(2):
             reply = await one.request(form(*parts, chunks=chunks))
-            assert (reply.status, reply.body) == (200, ANSWER)
+            assert (reply.status, reply.body) == (200, RESPONSE)
         seen = server.requests[0]
         assert seen.body == b"".join(parts).replace(b"\r\n\r\ntiny\r\n", b"\r\n\r\nwhisper-inside\r\n") + END
         assert seen.header("content-length") == (None if chunks else str(len(seen.body)))
@@ -112,7 +112,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 async def test_what_is_refused_before_it_is_sent(name: str) -> None:
     data, status, code = REFUSED[name]
-    async with scripted(answers) as server, serving([model(server.port), model(server.port, identity="secret")]) as served:
+    async with scripted(responses) as server, serving([model(server.port), model(server.port, identity="secret")]) as served:
         reply = await request_once(served.port, data)
         assert (reply.status, reply.error["code"]) == (status, code), reply.body
         assert server.requests == [] and served.in_flight == 0
@@ -130,7 +130,7 @@ EXPENSIVE = {
     "open quotes": _DISPOSITION + (b';b="' + b'\\"' * 120) * 15 + b"\r\n\r\nx",
     "spaces": _DISPOSITION + (b";" + b" " * 250) * 15 + b"\r\n\r\nx",
 }
-"""What the parts of a form may hold: as much as it takes to fill one, or 990 of them."""
+"""The parts of a form: as many bytes as are needed to fill one part, or 990 parts."""
 
 
 @pytest.mark.parametrize("name", EXPENSIVE)
@@ -180,7 +180,7 @@ async def test_a_form_that_came_at_once_is_processed_in_pieces() -> None:
 )
 async def test_what_comes_late_ends_the_request(late: bytes) -> None:
     """The server has a part of the form by then, and never the whole of it."""
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(responses) as server, serving([model(server.port)]) as served, client(served.port) as one:
         whole = form(MODEL, FILE, late)
         cut = whole.index(AUDIO) + 100
         one.send(whole[:cut])
@@ -196,16 +196,16 @@ async def test_what_comes_late_ends_the_request(late: bytes) -> None:
 async def test_a_form_without_its_end_is_refused(parts: tuple[bytes, ...]) -> None:
     head, _, body = form(*parts, path="/i-1/1" + PATH).partition(b"\r\n\r\n")
     cut = body.removesuffix(END)
-    async with scripted(answers) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
+    async with scripted(responses) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
         reply = await request_once(served.port, head.replace(b"%d" % len(body), b"%d" % len(cut)) + b"\r\n\r\n" + cut)
         assert (reply.status, reply.error["code"]) == (400, "invalid_value")
         assert server.requests == []
 
 
 async def test_field_names_are_read_in_one_charset() -> None:
-    """In UTF-7 the second field is another ``model``: the server must not be told to read it so."""
+    """In UTF-7 the second field is another ``model``, so the server must not receive that charset."""
     smuggled = part("+AG0AbwBkAGUAbA-", b"secret")
-    async with scripted(answers) as server, serving([model(server.port)]) as served:
+    async with scripted(responses) as server, serving([model(server.port)]) as served:
         reply = await request_once(
             served.port, form(MODEL, smuggled, content_type=f"multipart/form-data; charset=utf-7; boundary={BOUNDARY}")
         )
@@ -214,19 +214,19 @@ async def test_field_names_are_read_in_one_charset() -> None:
 
 
 async def test_an_instance_needs_no_model() -> None:
-    async with scripted(answers) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
-        assert (await request_once(served.port, form(FILE, path="/i-1/1" + PATH))).body == ANSWER
+    async with scripted(responses) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
+        assert (await request_once(served.port, form(FILE, path="/i-1/1" + PATH))).body == RESPONSE
         assert server.requests[0].body == FILE + MODEL + END
 
 
 @pytest.mark.parametrize("parts", [(FILE,), (part("model", b""), FILE), (FILE, part("model", b""))])
 @pytest.mark.parametrize("chunks", [0, 7, 5000])
 async def test_the_default_model_serves_a_form_without_one(parts: tuple[bytes, ...], chunks: int) -> None:
-    """The server gets the name behind all other fields, where it is the one that counts."""
-    async with scripted(answers) as server:
+    """The server gets the model's name after all other fields, where it takes precedence."""
+    async with scripted(responses) as server:
         models = [model(server.port, served="inside"), model(server.port, identity="other")]
         async with serving(models, default_model="tiny") as served:
-            assert (await request_once(served.port, form(*parts, chunks=chunks))).body == ANSWER
+            assert (await request_once(served.port, form(*parts, chunks=chunks))).body == RESPONSE
             assert server.requests[0].body == b"".join(parts) + part("model", b"inside") + END
             assert served.context.records[0].model == "tiny"
 
@@ -244,26 +244,26 @@ async def test_a_large_file_streams_through() -> None:
             data = await reader.read(1 << 20)
             assert data, f"it ended after {got} bytes"
             got, tail = got + len(data), (tail + data)[-7:]
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(ANSWER), ANSWER))
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(RESPONSE), RESPONSE))
         await reader.read()
         writer.close()
-        over.set()
+        closed.set()
 
-    release, over = asyncio.Event(), asyncio.Event()
+    release, closed = asyncio.Event(), asyncio.Event()
     server = await asyncio.start_server(slow, "127.0.0.1", 0)
     async with server:
         async with serving([model(server.sockets[0].getsockname()[1])], body_limit=1 << 30) as served, client(served.port) as one:
             one.send(form(MODEL, part("file", b"x" * size, '; filename="a.wav"')))
-            left = await standing(one)
+            left = await unsent(one)
             assert left > size - (24 << 20), "what the sockets hold, and a little; the rest waits at the client"
             release.set()
-            assert (await one.reply()).body == ANSWER
+            assert (await one.reply()).body == RESPONSE
             assert got > size - (1 << 20)
-        await over.wait()
+        await closed.wait()
 
 
-async def standing(one: Client) -> int:
-    """What the client has not got rid of, once it stands still."""
+async def unsent(one: Client) -> int:
+    """Return the number of bytes that the client has not sent when it is blocked."""
     before = -1
     async with asyncio.timeout(30):
         while (left := one.writer.transport.get_write_buffer_size()) != before:
@@ -273,7 +273,7 @@ async def standing(one: Client) -> int:
 
 
 async def test_a_form_over_the_limit_ends() -> None:
-    async with scripted(answers) as server, serving([model(server.port)], body_limit=100_000) as served:
+    async with scripted(responses) as server, serving([model(server.port)], body_limit=100_000) as served:
         for chunks in (0, 10_000):
             reply: Reply = await request_once(served.port, form(MODEL, part("file", b"x" * 200_000), chunks=chunks))
             assert (reply.status, reply.error["code"]) == (413, "request_too_large")
@@ -281,7 +281,7 @@ async def test_a_form_over_the_limit_ends() -> None:
 
 
 async def test_a_disconnect_during_an_upload() -> None:
-    async with scripted(answers) as server, serving([model(server.port)]) as served, client(served.port) as one:
+    async with scripted(responses) as server, serving([model(server.port)]) as served, client(served.port) as one:
         one.send(form(MODEL, FILE)[:-200])
         await until(lambda: server.open == 1)
         one.disconnect()
@@ -345,7 +345,7 @@ def test_any_bytes_are_a_form_or_refused(data: bytes) -> None:
 
 async def test_an_operators_rules_hold_wherever_the_model_stands() -> None:
     rules = BodyRules(allow=("vllm_xargs",), refuse=("prompt",), max_tokens=10)
-    async with scripted(answers) as server, serving([model(server.port, body=rules)]) as served:
+    async with scripted(responses) as server, serving([model(server.port, body=rules)]) as served:
         for wrong in (part("prompt", b"x"), part("max_completion_tokens", b"11"), part("use_beam_search", b"1")):
             for parts in ((wrong, MODEL, FILE), (MODEL, FILE, wrong)):
                 reply = await request_once(served.port, form(*parts))
@@ -355,10 +355,10 @@ async def test_an_operators_rules_hold_wherever_the_model_stands() -> None:
                 assert (await request_once(served.port, form(*parts))).status == 200
 
 
-# What the gateway adds
+# Fields that the gateway adds
 
 STREAM, USAGE = part("stream", b"true"), part("stream_include_usage", b"true")
-SAID = part("max_completion_tokens", b"7")
+LIMIT_FIELD = part("max_completion_tokens", b"7")
 
 
 def bound(tokens: int) -> bytes:
@@ -382,8 +382,8 @@ ADDED = {
     "the key's bound": ((MODEL, FILE), None, 10, bound(10)),
     "the model's bound": ((MODEL, FILE), 9, None, bound(9)),
     "the smaller bound": ((FILE, MODEL), 9, 10, bound(9)),
-    "no bound where one is named": ((MODEL, FILE, SAID), 9, 10, b""),
-    "a bound where the last one is empty": ((MODEL, SAID, part("max_completion_tokens", b""), FILE), None, 10, bound(10)),
+    "no bound where one is named": ((MODEL, FILE, LIMIT_FIELD), 9, 10, b""),
+    "a bound where the last one is empty": ((MODEL, LIMIT_FIELD, part("max_completion_tokens", b""), FILE), None, 10, bound(10)),
     "both": ((STREAM, FILE, MODEL), None, 10, USAGE + bound(10)),
 }
 
@@ -415,34 +415,34 @@ async def test_fields_are_added_at_the_end(what: str, behind: bytes) -> None:
 
 
 @pytest.mark.parametrize("chunks", [0, 700])
-@pytest.mark.parametrize("asked", [False, True])
-async def test_streams_of_forms_are_counted(chunks: int, asked: bool) -> None:
-    """vLLM tells usage at the end of a transcription's stream where it is asked to, and the client sees it only where it has asked."""
+@pytest.mark.parametrize("requested", [False, True])
+async def test_streams_of_forms_are_counted(chunks: int, requested: bool) -> None:
+    """vLLM reports usage at the end of a transcription's stream if requested. The client gets it only if it requested it."""
     text = b'data: {"object":"transcription.chunk","choices":[{"delta":{"content":"hi"}}]}\n\n'
     count = b'data: {"object":"transcription.chunk","choices":[],"usage":{"prompt_tokens":30,"completion_tokens":7,"total_tokens":37}}\n\n'
     done = b"data: [DONE]\n\n"
 
-    async def tells(talk: Conversation) -> None:
+    async def script(talk: Conversation) -> None:
         await talk.begin_stream()
         for each in (text, count, done) if USAGE in talk.request.body else (text, done):
             await talk.chunk(each)
         await talk.end_stream()
 
     limited = key(allowances=(Allowance("key team-a", Limits(tokens_per_day=1000)),))
-    async with scripted(tells) as server, serving([model(server.port)], [limited]) as served:
-        parts = (MODEL, STREAM, USAGE, FILE) if asked else (MODEL, FILE, STREAM)
+    async with scripted(script) as server, serving([model(server.port)], [limited]) as served:
+        parts = (MODEL, STREAM, USAGE, FILE) if requested else (MODEL, FILE, STREAM)
         reply = await request_once(served.port, form(*parts, chunks=chunks))
-        assert (reply.status, reply.body) == (200, text + count + done if asked else text + done)
+        assert (reply.status, reply.body) == (200, text + count + done if requested else text + done)
         await until(lambda: served.total("tokens_total") == 37)
         assert served.context.records[-1].stream
 
 
 async def test_the_stream_of_a_form_has_its_own_last_event() -> None:
-    """Who leaves behind it has had all of it; a stream without it was broken off."""
+    """A client that disconnects after ``[DONE]`` has the complete stream; a stream without it is truncated."""
     text, done = b'data: {"choices":[{"delta":{"content":"hi"}}]}\n\n', b"data: [DONE]\n\n"
     left = asyncio.Event()
 
-    async def tells(talk: Conversation) -> None:
+    async def script(talk: Conversation) -> None:
         await talk.begin_stream()
         await talk.chunk(text)
         if not left.is_set():
@@ -450,7 +450,7 @@ async def test_the_stream_of_a_form_has_its_own_last_event() -> None:
             await left.wait()
         await talk.end_stream()
 
-    async with scripted(tells) as server, serving([model(server.port)]) as served:
+    async with scripted(script) as server, serving([model(server.port)]) as served:
         async with client(served.port) as one:
             one.send(form(MODEL, STREAM, FILE))
             await one.reader.readuntil(done)
@@ -466,7 +466,7 @@ async def test_the_stream_of_a_form_has_its_own_last_event() -> None:
 
 async def test_a_keys_bound_holds_for_forms() -> None:
     limited = key(allowances=(Allowance("key team-a", Limits(max_tokens=10)),))
-    async with scripted(answers) as server, serving([model(server.port)], [limited]) as served:
+    async with scripted(responses) as server, serving([model(server.port)], [limited]) as served:
         for wrong in (b"11", b"9999", b"11.0", b" 11", b"1_1", b"-1"):
             for parts in ((part("max_completion_tokens", wrong), MODEL, FILE), (MODEL, FILE, part("max_completion_tokens", wrong))):
                 reply = await request_once(served.port, form(*parts))

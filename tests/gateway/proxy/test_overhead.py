@@ -1,4 +1,4 @@
-"""What counts as the gateway's own time: not that of its server, whatever becomes of the request."""
+"""The gateway's own time excludes the time of the server, however the request ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.wire import COMPLETION, chat, client, request
 PAUSE = 0.5
 
 
-async def answers(talk: Conversation) -> None:
+async def responses(talk: Conversation) -> None:
     await asyncio.sleep(PAUSE)
     await talk.respond(COMPLETION)
 
@@ -32,7 +32,7 @@ async def closes(talk: Conversation) -> None:
     talk.writer.transport.abort()
 
 
-@pytest.mark.parametrize("script", [answers, refuses, closes])
+@pytest.mark.parametrize("script", [responses, refuses, closes])
 async def test_a_servers_time_is_not_the_gateways(script: object) -> None:
     async with scripted(script) as server, serving([model(server.port)]) as served:  # type: ignore[arg-type]
         async with client(served.port) as one:

@@ -14,7 +14,7 @@ from tests.support.examples import examples
 from tests.support.rows import each_row
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
-ANSWER = {"role": "assistant", "content": "Yes."}
+RESPONSE = {"role": "assistant", "content": "Yes."}
 
 
 def user(content: Any) -> dict[str, Any]:
@@ -28,13 +28,13 @@ def chat(*messages: Any) -> dict[str, Any]:
 TEXT = "x" * USER_PREFIX
 
 ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
-    (chat(SYSTEM, user("a")), chat(SYSTEM, user("a"), ANSWER, user("b"))),
-    (chat(user("a")), chat(user("a"), ANSWER, user("b"), ANSWER, user("c"))),
+    (chat(SYSTEM, user("a")), chat(SYSTEM, user("a"), RESPONSE, user("b"))),
+    (chat(user("a")), chat(user("a"), RESPONSE, user("b"), RESPONSE, user("c"))),
     (chat(user(TEXT + "one question")), chat(user(TEXT + "another question"))),
     (chat(user([{"type": "text", "text": TEXT}, {"type": "text", "text": "one"}])), chat(user(TEXT + "other"))),
-    ({"system": "s", **chat(user("a"))}, {"system": "s", **chat(user("a"), ANSWER, user("b"))}),
+    ({"system": "s", **chat(user("a"))}, {"system": "s", **chat(user("a"), RESPONSE, user("b"))}),
     ({"instructions": "i", "input": "a"}, {"instructions": "i", "input": "a", "temperature": 1}),
-    ({"input": [user("a")]}, {"input": [user("a"), ANSWER, user("b")]}),
+    ({"input": [user("a")]}, {"input": [user("a"), RESPONSE, user("b")]}),
     ({"prompt": TEXT}, {"prompt": TEXT + "more"}),
     ({"prompt": list(range(600))}, {"prompt": list(range(900))}),
     ({"prompt": ["a", "b"]}, {"prompt": "a"}),
@@ -89,6 +89,6 @@ JSON = st.recursive(
 @settings(deadline=None, max_examples=examples(200))
 @given(st.dictionaries(st.sampled_from(["messages", "system", "instructions", "input", "prompt", "cache_salt"]), JSON, max_size=4))
 def test_whatever_a_body_holds_it_has_a_number_or_none(document: dict[str, Any]) -> None:
-    """What makes no sense is the server's to refuse."""
+    """Invalid values are left for the server to reject."""
     assert affinity_key(document) == affinity_key(document)
     assert affinity_key(document) is None or 0 < (affinity_key(document) or 0) < 2**32

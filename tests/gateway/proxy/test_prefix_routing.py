@@ -28,20 +28,20 @@ async def worker() -> AsyncIterator[Served]:
         yield await stack.enter_async_context(serving([model(*ports, balance="prefix")]))
 
 
-async def asked(worker: Served, session: str = "", path: str = "/v1/chat/completions", **body: Any) -> int:
+async def server_of(worker: Served, session: str = "", path: str = "/v1/chat/completions", **body: Any) -> int:
     headers = {"authorization": f"Bearer {KEY}"} | ({"x-session-id": session} if session else {})
     async with httpx2.AsyncClient() as client:
-        answer = await client.post(worker.url + path, json={"model": "tiny", **body}, headers=headers)
-    number: int = answer.json()["number"]
+        response = await client.post(worker.url + path, json={"model": "tiny", **body}, headers=headers)
+    number: int = response.json()["number"]
     return number
 
 
 async def test_the_turns_of_a_conversation_reach_one_server(worker: Served) -> None:
     used = set()
     for number in range(12):
-        turn = [{"role": "system", "content": "s"}, {"role": "user", "content": f"conversation {number}"}]
+        messages = [{"role": "system", "content": "s"}, {"role": "user", "content": f"conversation {number}"}]
         more = [{"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}]
-        servers = {await asked(worker, messages=turn + more * length) for length in range(3)}
+        servers = {await server_of(worker, messages=messages + more * length) for length in range(3)}
         assert len(servers) == 1
         used |= servers
     assert len(used) > 1
@@ -49,13 +49,13 @@ async def test_the_turns_of_a_conversation_reach_one_server(worker: Served) -> N
 
 
 async def test_a_header_groups_requests(worker: Served) -> None:
-    def said(number: int) -> dict[str, Any]:
+    def request_body(number: int) -> dict[str, Any]:
         return {"messages": [{"role": "user", "content": f"{number}"}]}
 
-    assert len({await asked(worker, f"session {number}", **said(1)) for number in range(12)}) > 1
-    assert len({await asked(worker, "one", **said(number)) for number in range(12)}) == 1
+    assert len({await server_of(worker, f"session {number}", **request_body(1)) for number in range(12)}) > 1
+    assert len({await server_of(worker, "one", **request_body(number)) for number in range(12)}) == 1
 
 
 async def test_extra_body_counts_as_what_is_sent(worker: Served) -> None:
-    servers = {await asked(worker, path="/v1/completions", prompt=f"{n}", extra_body={"prompt": "the same"}) for n in range(8)}
+    servers = {await server_of(worker, path="/v1/completions", prompt=f"{n}", extra_body={"prompt": "the same"}) for n in range(8)}
     assert len(servers) == 1

@@ -1,4 +1,4 @@
-"""Every refusal has its row, is told in the contract's shape, and reaches no server."""
+"""Every refusal has a row in the table of errors and the documented shape, and reaches no server."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ async def test_the_lists_show_what_the_key_may_use(pair: tuple[Served, Scripted]
     assert await ids("/v1/models", NARROW) == ["tiny"]
     assert await ids("/i-7f3a/3900/v1/models", KEY) == ["tiny"]
     await until(lambda: served.total("requests_total") == 3)
-    assert served.value("requests_total", "other", "/v1/models", "200") == 3  # wherever it was asked for
+    assert served.value("requests_total", "other", "/v1/models", "200") == 3  # on each of its paths
     hidden = await request_once(served.port, request(b"", "/v1/models/secret", method="GET", token=NARROW))
     unknown = await request_once(served.port, request(b"", "/v1/models/gpt-4", method="GET", token=NARROW))
     check(hidden, 404, "model_not_found", "model")
@@ -238,8 +238,8 @@ async def test_anthropics_clients_show_their_key_and_read_the_request_id_in_thei
     own = (f"x-api-key: {KEY}",)
     listed = await request_once(served.port, request(b"", "/v1/models", method="GET", token=None, extra=own))
     assert [each["id"] for each in orjson.loads(listed.body)["data"]] == ["tiny", "secret", "hush"]
-    answered = await request_once(served.port, request(chat(max_tokens=5), "/v1/messages", token=None, extra=own))
-    assert answered.status == 200 and answered.headers["request-id"] == answered.headers["x-request-id"]
+    response = await request_once(served.port, request(chat(max_tokens=5), "/v1/messages", token=None, extra=own))
+    assert response.status == 200 and response.headers["request-id"] == response.headers["x-request-id"]
     refused = await request_once(served.port, request(chat(model="gpt-4"), "/v1/messages", token=None, extra=own))
     assert refused.headers["request-id"] == refused.headers["x-request-id"]
     assert orjson.loads(refused.body)["error"]["type"] == "not_found_error"

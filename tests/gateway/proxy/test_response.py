@@ -1,4 +1,4 @@
-"""What an answer goes through on its way: errors within it, its end, its bounds."""
+"""Relaying a response: errors within it, its end, its bounds."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ async def test_named_events_that_stop_early(path: str, events: tuple[bytes, ...]
     reply, counted = await streamed(streams(*events[:-1], events[-1][:30], end=clean), path)
     assert reply.whole and reply.body.startswith(b"".join(events[:-1]) + b"event: error\ndata: {")
     assert reply.body.endswith(b"}\n\n") and DONE not in reply.body
-    told = orjson.loads(reply.body.rpartition(b"data: ")[2])
-    assert told["type"] == "error"
+    reported = orjson.loads(reply.body.rpartition(b"data: ")[2])
+    assert reported["type"] == "error"
     assert counted["incomplete"] == 1
 
 
 FAILING = b'{"error": {"message": "EngineCore at /opt/x.py", "type": "InternalServerError", "param": null, "code": 500}}'
-WORDS = "The model's server failed."
+MESSAGE = "The model's server failed."
 ERRORS = {
     "chat": ("/v1/chat/completions", ROLE, b"data: " + FAILING + b"\n\n", DONE),
     "messages": ("/v1/messages", START,
@@ -96,12 +96,12 @@ async def test_an_error_event_is_put_into_shape(name: str) -> None:
     reply, counted = await streamed(streams(before, error, after) if after else streams(before, error), path)
     # Read together with what comes before it, the error is the first thing there is to say, and a status can say it
     if reply.status == 500:
-        assert orjson.loads(reply.body)["error"]["message"] == WORDS
+        assert orjson.loads(reply.body)["error"]["message"] == MESSAGE
         return
     assert reply.status == 200 and reply.body.startswith(before) and reply.body.endswith(after)
     assert b"/opt" not in reply.body
-    told = orjson.loads(reply.body[len(before) :].removeprefix(b"event: error\n").removeprefix(b"data: ").partition(b"\n\n")[0])
-    assert (told if told.get("code") else told["error"])["message"] == WORDS
+    reported = orjson.loads(reply.body[len(before) :].removeprefix(b"event: error\n").removeprefix(b"data: ").partition(b"\n\n")[0])
+    assert (reported if reported.get("code") else reported["error"])["message"] == MESSAGE
     assert counted["incomplete"] == 1
 
 
@@ -120,10 +120,10 @@ async def test_an_error_in_a_response_has_the_number_that_comes_next(error: byte
     number = 5 if error else 6
     reads = [b"".join(events[start : start + together]) for start in range(0, len(events), together)]
     reply, _ = await streamed(streams(*reads, end=False), "/v1/responses")
-    *before, told = [orjson.loads(event.partition(b"data: ")[2]) for event in reply.body.split(b"\n\n")[:-1]]
+    *before, reported = [orjson.loads(event.partition(b"data: ")[2]) for event in reply.body.split(b"\n\n")[:-1]]
     assert [event["sequence_number"] for event in before] == list(range(number))
-    assert set(told) == {"type", "code", "message", "param", "sequence_number"}
-    assert (told["type"], told["sequence_number"]) == ("error", number)
+    assert set(reported) == {"type", "code", "message", "param", "sequence_number"}
+    assert (reported["type"], reported["sequence_number"]) == ("error", number)
 
 
 @pytest.mark.parametrize("name", ERRORS)
@@ -131,7 +131,7 @@ async def test_an_error_as_the_first_event_is_a_status(name: str) -> None:
     path, _, error, after = ERRORS[name]
     reply, counted = await streamed(streams(error, after) if after else streams(error), path)
     assert reply.status == 500
-    assert orjson.loads(reply.body)["error"]["message"] == WORDS
+    assert orjson.loads(reply.body)["error"]["message"] == MESSAGE
     assert counted["incomplete"] == 0, "nothing was begun"
 
 
@@ -241,12 +241,12 @@ METADATA = b'{"id": "e", "created": 1, "model": "%b", "data": [{"index": 0}], "u
 
 
 @pytest.mark.parametrize("rewrite", [False, True])
-@pytest.mark.parametrize("told", [False, True])
-async def test_binary_embeddings_keep_their_metadata_and_are_counted(told: bool, rewrite: bool) -> None:
+@pytest.mark.parametrize("reported", [False, True])
+async def test_binary_embeddings_keep_their_metadata_and_are_counted(reported: bool, rewrite: bool) -> None:
     """vLLM tells it in a header, or with ``bytes_only`` nothing: then the guess of the prompt stands."""
 
     async def script(talk: Conversation) -> None:
-        line = b"metadata: " + METADATA % b"tiny-inside" + b"\r\n" if told else b""
+        line = b"metadata: " + METADATA % b"tiny-inside" + b"\r\n" if reported else b""
         await talk.write(b"HTTP/1.1 200 OK\r\n%bcontent-type: application/octet-stream\r\ntransfer-encoding: chunked\r\n\r\n" % line)
         await talk.chunk(VECTORS[:1000])
         await talk.chunk(VECTORS[1000:])
@@ -256,21 +256,21 @@ async def test_binary_embeddings_keep_their_metadata_and_are_counted(told: bool,
     async with scripted(script) as server:
         served_model = model(server.port, served="tiny-inside", rewrite=rewrite)
         async with serving([served_model], [limited]) as served:
-            body = {"model": "tiny", "input": "word " * 70, "encoding_format": "bytes" if told else "bytes_only"}
+            body = {"model": "tiny", "input": "word " * 70, "encoding_format": "bytes" if reported else "bytes_only"}
             reply = await request_once(served.port, request(body, "/v1/embeddings"))
             assert (reply.status, reply.body, reply.whole) == (200, VECTORS, True)
             assert reply.headers["content-type"] == "application/octet-stream"
             name = b"tiny" if rewrite else b"tiny-inside"
-            assert reply.headers.get("metadata") == ((METADATA % name).decode() if told else None)
+            assert reply.headers.get("metadata") == ((METADATA % name).decode() if reported else None)
             await until(lambda: len(served.context.records) == 1)
             estimated = len(request(body, "/v1/embeddings").partition(b"\r\n\r\n")[2]) // BYTES_PER_TOKEN
-            assert served.value("tokens_total", "team-a", "tiny", "prompt") == (80 if told else estimated)
+            assert served.value("tokens_total", "team-a", "tiny", "prompt") == (80 if reported else estimated)
             again = await request_once(served.port, request(body, "/v1/embeddings"))
             assert (again.status, again.error["code"]) == (429, "insufficient_quota")
 
 
 async def test_the_largest_number_of_binary_embeddings_of_one_request() -> None:
-    """What is told of each is a line in a header; a server is not to blame for its length."""
+    """The metadata of each embedding is in a header; a long header is not a failure of the server."""
     item = b'{"index": %d, "embed_dtype": "bfloat16", "endianness": "native", "start": %d, "end": %d, "shape": [4096]}'
     items = b", ".join(item % (index, index * 8192, (index + 1) * 8192) for index in range(MAX_BATCH))
     metadata = b'{"id": "e", "data": [' + items + b'], "usage": {"prompt_tokens": 80, "total_tokens": 80}}'

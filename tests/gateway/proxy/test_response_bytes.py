@@ -1,4 +1,4 @@
-"""What the client gets is what the server sent, byte for byte, however the network cut it; and the three exceptions."""
+"""The client gets exactly the bytes that the server sent, however the network splits them, with three exceptions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from upstream.http.deadlines import Timeouts
 Examples = Callable[[Callable[..., Coroutine[Any, Any, None]]], None]
 
 
-def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
+def cut(data: bytes, cuts: Sequence[int]) -> list[bytes]:
     """The data in pieces, cut at these places."""
-    marks = sorted({place % (len(data) + 1) for place in places})
+    marks = sorted({cut_at % (len(data) + 1) for cut_at in cuts})
     return [data[a:b] for a, b in zip([0, *marks], [*marks, len(data)], strict=True) if a < b]
 
 
@@ -35,7 +35,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 
 class _Plan:
-    """What the server says next, and in which pieces."""
+    """The next bytes of the server, and their pieces."""
 
     segments: Sequence[bytes] = ()
 
@@ -64,15 +64,15 @@ def try_all(run: Callable[[_Plan, int, asyncio.Runner], None]) -> None:
 def test_streams_are_equal_however_they_are_cut() -> None:
     def run(plan: _Plan, port: int, runner: asyncio.Runner) -> None:
         @settings(max_examples=examples(150), deadline=None)
-        @given(chunks=CUTS, segments=CUTS, asks=st.booleans(), comment=st.booleans())
-        def one(chunks: list[int], segments: list[int], asks: bool, comment: bool) -> None:
+        @given(chunks=CUTS, segments=CUTS, include_usage=st.booleans(), comment=st.booleans())
+        def one(chunks: list[int], segments: list[int], include_usage: bool, comment: bool) -> None:
             events = (b": keep-alive\n\n", *EVENTS) if comment else EVENTS
             wire = STREAM_HEAD + chunked(cut(b"".join(events), chunks))
             plan.segments = cut(wire, segments)
-            options = {"stream_options": {"include_usage": True}} if asks else {}
+            options = {"stream_options": {"include_usage": True}} if include_usage else {}
             reply = runner.run(request_once(port, request(chat(stream=True, **options))))
             assert reply.status == 200 and reply.whole
-            assert reply.body == b"".join(event for event in events if asks or event != COUNT)
+            assert reply.body == b"".join(event for event in events if include_usage or event != COUNT)
             assert all(piece.endswith(b"\n\n") for piece in reply.pieces), "half an event was passed on"
 
         one()
@@ -101,16 +101,16 @@ def test_plain_responses_are_equal_however_they_are_cut() -> None:
 
 @pytest.mark.parametrize("path", [path for path, route in ROUTES.items() if route.body == "json"])
 async def test_each_json_route_reaches_its_path_and_relays_the_response(path: str) -> None:
-    answer = b'{"object":"list","data":[{"a":1.50,"b":"\\u00e9"}],"usage":{"prompt_tokens":7,"total_tokens":7}}'
+    response = b'{"object":"list","data":[{"a":1.50,"b":"\\u00e9"}],"usage":{"prompt_tokens":7,"total_tokens":7}}'
     if ROUTES[path].dialect is Dialect.COHERE:
-        answer = b'{"embeddings":{"float":[[1.50]]},"meta":{"billed_units":{"input_tokens":7}}}'
+        response = b'{"embeddings":{"float":[[1.50]]},"meta":{"billed_units":{"input_tokens":7}}}'
 
     async def script(talk: Conversation) -> None:
-        await talk.respond(answer)
+        await talk.respond(response)
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
         reply = await request_once(served.port, request(chat(input="x"), path))
-        assert (reply.status, reply.body) == (200, answer)
+        assert (reply.status, reply.body) == (200, response)
         assert server.requests[0].head.split()[1].decode() == ROUTES[path].upstream
         assert served.value("tokens_total", "team-a", "tiny", "prompt") == 7
 
@@ -252,14 +252,14 @@ async def test_a_servers_connection_is_used_again(stream: bool) -> None:
 
 
 @pytest.mark.parametrize(("status", "code"), [("429 Too Many Requests", "rate_limit_exceeded"), ("503 Service Unavailable", "overloaded")])
-@pytest.mark.parametrize(("said", "told"), [(b"retry-after: 7\r\n", "7"), (b"retry-after: tomorrow\r\n", "1"), (b"", "1")])
-async def test_how_long_to_wait_is_passed_on(status: str, code: str, said: bytes, told: str) -> None:
+@pytest.mark.parametrize(("sent_header", "expected"), [(b"retry-after: 7\r\n", "7"), (b"retry-after: tomorrow\r\n", "1"), (b"", "1")])
+async def test_how_long_to_wait_is_passed_on(status: str, code: str, sent_header: bytes, expected: str) -> None:
     async def script(talk: Conversation) -> None:
-        await talk.write(b"HTTP/1.1 %b\r\n%bcontent-length: 2\r\n\r\n{}" % (status.encode(), said))
+        await talk.write(b"HTTP/1.1 %b\r\n%bcontent-length: 2\r\n\r\n{}" % (status.encode(), sent_header))
 
     async with scripted(script) as server, serving([model(server.port)]) as served:
         reply = await request_once(served.port, request())
-        assert (reply.error["code"], reply.headers["retry-after"]) == (code, told)
+        assert (reply.error["code"], reply.headers["retry-after"]) == (code, expected)
 
 
 async def test_a_stream_whose_head_came_early_has_the_first_byte_deadline() -> None:
