@@ -321,6 +321,9 @@ class Model(Section):
         default=(), description="models to try in this order when no server of this model can take the request"
     )
     rewrite_model: Flag = Field(default=False, description="replace the model name in responses by this ID")
+    running_usage: Flag = Field(
+        default=True, description="count truncated streams exactly, if a ledger or a limit counts their tokens; false: by their events"
+    )
     price: Price | None = Field(default=None, description="prices of its tokens")
     task: Task | None = Field(default=None, description="task in the model list; default: from the launch arguments and the servers")
     capabilities: tuple[Capability, ...] | None = Field(

@@ -132,6 +132,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         body=BodyRules(model.body.allow, model.body.refuse, model.body.max_n, model.body.max_tokens, model.body.media_hosts),
         fallbacks=model.fallbacks,
         rewrite=model.rewrite_model,
+        running_usage=model.running_usage,
         created=created,
         price=None if model.price is None else _price(model.price),
         task=model.task or (None if args is None else task_of(args)),

@@ -170,7 +170,8 @@ async def _apply_policy(
             await pace.run(reservation.estimate_usage_in_steps(prepared.document, prepared.path, body, model.model))
     if prepared.stream:
         context.stream = True
-        if context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens):
+        counts_tokens = context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens)
+        if counts_tokens and model.model.running_usage:
             prepared = with_running_usage(prepared)
     facts = NO_FACTS
     if required := model.pool.required_facts:

@@ -226,6 +226,8 @@ class Model:
     body: BodyRules = field(default_factory=BodyRules)
     fallbacks: tuple[str, ...] = ()
     rewrite: bool = False
+    running_usage: bool = True
+    """Streams whose tokens are counted request the server's running usage."""
     owned_by: str = "vllm-gateway"
     created: int = 0
     parent: str | None = None

@@ -91,6 +91,7 @@ models:
     body: {allow: [priority], refuse: [logprobs], max_n: 4, max_tokens: 4096, media_hosts: [images.example.com]}
     price: {prompt: 0.5, completion: 2}
     rewrite_model: true
+    running_usage: false
     balance: prefix
   - {id: b, discover: {kubernetes: {service: vllm, port: http}}}
   - {id: c, discover: {dns: {name: vllm.svc, port: 8000}}}

@@ -220,6 +220,21 @@ async def test_events_in_one_read_are_counted_separately(journal: Journal, toget
     assert row.generated == (3 * together - 1, True)
 
 
+async def test_a_model_can_be_configured_without_running_usage(journal: Journal) -> None:
+    async with (
+        scripted(_endless) as server,
+        serving([model(server.port, running_usage=False)], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
+        one.send(request(chat(stream=True)))
+        await one.events(4)
+        assert server.requests[0].json["stream_options"] == {"include_usage": True, "continuous_usage_stats": False}
+        one.disconnect()
+        await until(lambda: not served.inline_tasks)
+        (row,) = rows(journal)
+    assert (row.completion, row.estimated_by) == (3, Method.EVENTS)
+
+
 async def test_the_counts_of_several_choices_are_added(journal: Journal) -> None:
     def counted(index: int, tokens: int) -> bytes:
         return event(f'[{{"index":{index},"delta":{{"content":"a"}}}}]', f',"usage":{{"prompt_tokens":3,"completion_tokens":{tokens}}}')
