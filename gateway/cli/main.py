@@ -135,8 +135,8 @@ def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     """Check a configuration.
 
     Prints one line for each problem, `file:line: path: message`, and one for each note: a setting that is probably a mistake,
-    a key that has expired, a cost without a limit. Reads secrets as `serve` does, and compares launches with this machine:
-    vLLM's options, GPUs, files. Exits with 2 if there are problems.
+    a key that has expired, a cost without a limit, a budget that a restart resets. Reads secrets as `serve` does, and compares
+    launches with this machine: vLLM's options, GPUs, files. Exits with 2 if there are problems.
     """
     from gateway.config import ConfigurationError, Note, load
     from gateway.config.source import read

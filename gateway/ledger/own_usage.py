@@ -17,7 +17,7 @@ from gateway.config.problems import did_you_mean
 from gateway.ledger.errors import QueryError
 from gateway.ledger.queries import UsageQuery, parse_query, run_query
 
-OWN_DIMENSIONS = ("model", "day")
+OWN_DIMENSIONS = ("model", "day", "endpoint", "code")
 """Dimensions by which a key's own use may be grouped."""
 _PARAMETERS = ("by", "since", "until", "model")
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from pydantic import SecretStr
 
@@ -27,7 +30,7 @@ from tests.gateway.ledger.rows import payload, row
 from tests.support import postgres
 from tests.support.money import price
 from tests.support.process import Gateway, alive, configuration, gateway, launched, wait_for
-from tests.support.running import until
+from tests.support.running import KEY, until
 from tests.support.wire import client, request
 
 NOW = 1_800_000_000.0
@@ -177,6 +180,13 @@ def left(one: Gateway) -> int:
     return int(message.partition(" only ")[2].partition(" ")[0].replace(",", ""))
 
 
+def counts(one: Gateway) -> tuple[Any, ...]:
+    """Return the tokens of the month and of the last seven days, and the cost of the last seven days."""
+    reply = httpx2.get(f"{one.url}/v1/limits", headers={"authorization": f"Bearer {KEY}"}, timeout=60, verify=False)
+    used = {each["limit"]: each["used"] for each in json.loads(reply.text, parse_float=Decimal)["limits"]}
+    return tuple(used[name] for name in ("tokens_per_month", "tokens_per_7d", "cost_per_7d"))
+
+
 def use(one: Gateway, count: int) -> int:
     """Send requests and return the tokens of their responses."""
     return sum(one.request(max_tokens=20).json()["usage"]["total_tokens"] for _ in range(count))
@@ -222,16 +232,20 @@ def test_a_restart_keeps_the_budget_of_the_month_to_the_token(
     url: str, tmp_path: Path, end: Callable[[Gateway], None], workers: int
 ) -> None:
     config = configuration(launched("sim/one", **{"sim-tokens-per-second": 0}), workers=workers) | {"ledger": url}
-    config["keys"][0] |= {"limits": {"tokens_per_month": LIMIT}}
-    used = 0
+    config["models"][0] |= {"price": {"prompt": 0.1, "completion": 0.7}}
+    rolling = {"budgets": [{"window": "7d", "tokens": LIMIT, "cost": 1}]}
+    config["keys"][0] |= {"limits": {"tokens_per_month": LIMIT, **rolling}}
+    used, spent = 0, Decimal(0)
     for _ in range(2):
         with gateway(tmp_path, config) as one:
+            assert counts(one) == (used, used, spent)
             used += use(one, 5)
-            assert left(one) == LIMIT - used
+            spent = counts(one)[2]
+            assert counts(one) == (used, used, spent) and left(one) == LIMIT - used
             assert one.get("/status").json()["budgets"]["restored"]
             end(one)
     with gateway(tmp_path, config) as one:
-        assert left(one) == LIMIT - used
+        assert counts(one) == (used, used, spent) and left(one) == LIMIT - used
 
 
 SLOW = {"tokens": 100_000, "tokens_per_second": 50}

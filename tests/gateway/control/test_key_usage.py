@@ -57,6 +57,8 @@ def test_a_key_reads_its_own_use_and_nothing_of_others(one: Gateway) -> None:
     }
     nano = sum(each["prompt"] * 500 + each["completion"] * 1500 for each in sent)
     assert f'"cost":{nano / 10**9:.9f}'.rstrip("0") in reply.text
+    (line,) = usage(one, by="endpoint,code").json()["usage"]
+    assert (line["endpoint"], line["code"], line["requests"]) == ("/v1/chat/completions", None, 6)
     wait_for(lambda: [each["requests"] for each in usage(one, OTHER).json().get("usage", ())] == [1])
 
 

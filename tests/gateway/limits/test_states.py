@@ -30,7 +30,7 @@ KEY_LIMITS = {
     "max_tokens": 64,
     "models": [{"models": ["sim/*"], "tokens_per_month": 200_000}],
 }
-TEAM_LIMITS = {"cost_per_month": 0.5}
+TEAM_LIMITS = {"cost_per_month": 0.5, "session": {"tokens": 5000}}
 
 
 @pytest.fixture(scope="module", params=["memory", "redis"])
@@ -72,6 +72,7 @@ def test_a_key_sees_what_headers_and_refusals_say(one: Gateway) -> None:
     assert states["tokens_per_day"]["holder"] == "key team-a" and states["cost_per_month"]["holder"] == "team lab"
     assert states["tokens_per_month"]["models"] == ["sim/*"] and states["tokens_per_day"]["models"] is None
     assert (states["max_tokens"]["amount"], states["max_tokens"]["used"]) == (64, None)
+    assert (states["tokens_per_session"]["amount"], states["tokens_per_session"]["used"]) == (5000, None)
     assert states["requests_per_minute"]["remaining"] <= 1000 and states["tokens_per_minute"]["remaining"] <= 500_000
     assert 0 < states["tokens_per_day"]["reset_seconds"] <= 86400
     assert by_name(limits(one).json()["limits"])["tokens_per_day"]["used"] == states["tokens_per_day"]["used"], "it counts for nothing"
