@@ -59,7 +59,6 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     user: str | None = None
     metadata: dict[str, Any] | None = None
     estimated_by: str | None = None
-    session: str | None = None
     choices: int | None = None
 
     @property

@@ -48,7 +48,6 @@ USAGE = Table(
     Column("end_user", String),
     Column("metadata", _JSON),
     Column("estimated_by", String),
-    Column("session_id", String),
     Column("choices", Integer),
     Index("gateway_usage_time", "time"),
     Index("gateway_usage_key_time", "key", "time"),
@@ -102,7 +101,6 @@ def values(row: UsageRow) -> list[Any]:
         row.user,
         row.metadata,
         row.estimated_by or (Method.EVENTS if estimated else None),
-        row.session,
         row.choices,
     ]
 
