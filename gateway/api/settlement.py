@@ -22,7 +22,7 @@ class Method(StrEnum):
     EVENTS = "events"
     """The completion is the number of events of the stream. vLLM sends one or more tokens with an event, so this is a lower bound."""
     JOURNAL = "journal"
-    """The worker died. The counts are those of the last update of the journal, at most 250 ms before."""
+    """The worker died. The counts are from the last update of the journal, at most 250 ms earlier."""
     BYTES = "bytes"
     """The prompt is estimated from the bytes of the body."""
 

@@ -46,7 +46,7 @@ class UsageRequests:
         return reported.body
 
     def reported(self, message: UsageReported) -> None:
-        """Give a reply of control to the request that waits for it."""
+        """Pass control's reply to the request that waits for it."""
         waiting = self._waiting.get(message.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)

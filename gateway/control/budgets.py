@@ -3,7 +3,7 @@
 The rules: a request counts once. Rows from before the start are restored. Later rows belong to the running workers, which have counted
 them. The rows that an earlier gateway left on disk are written to the database before its sums are used. Later rows are added with the next
 sums. Workers start after the first attempt, so no request meets empty counts while the database responds. An unavailable database delays no
-request: the counts then begin at zero, and what was used is added to them as soon as the database responds.
+request: the counts then start at zero, and the earlier use is added as soon as the database responds.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class BudgetRestorer:
             self._attempted.set()
 
     async def _restore(self, ledger: Ledger, budgets: Budgets) -> None:
-        """Add to the counts what was used before the start and was not added yet. Raises DatabaseUnavailableError."""
+        """Add the use from before the start to the counts, as far as it was not added yet. Raises DatabaseUnavailableError."""
         at = moment(0.0, self._clock())
         starts = budgets.counted_starts(at)
         found = budgets.use_by_holder(await ledger.earlier_use(budgets, starts, self._before), starts, at)
@@ -127,7 +127,7 @@ class BudgetRestorer:
             added.update({period: one.used[period] for period in more})
 
     def _holder(self, one: HolderUse) -> Holder:
-        """Return the holder as workers find it: a subject without memory for its own counts as its entry."""
+        """Return the holder in the form of the workers: a subject without space for separate counts uses the counts of its entry."""
         own = one.allowance
         if one.entry is None:
             return self._buckets.holder(own.holder, own.limits)

@@ -1,8 +1,8 @@
 """Sample the token counters of the servers for the ledger, and count what the reconciliation finds.
 
 The rules: a server is read once for each interval, and a server that does not respond is left out. A sample is quiet only if neither the
-engine nor this gateway had a request of its model in flight, and none ended, while it was read. A server that two models name is not
-sampled, because its counters do not say which rows they belong to.
+engine nor this gateway had a request of its model in flight, and none ended, while it was read. A server of two models is not sampled,
+because its counters cannot be assigned to rows.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class EngineSampler:
             await asyncio.sleep(self._interval)
 
     async def sample_last(self) -> None:
-        """Sample for the last time, up to a timeout, so that the requests of a gateway that stops are confirmed."""
+        """Sample for the last time, up to a timeout, so that the requests before the stop are confirmed."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_READ_TIMEOUT):
                 await self.sample()
@@ -100,7 +100,7 @@ class EngineSampler:
         return counters
 
     def _samples(self, server: str, model: str, counters: EngineCounters, now: float, is_idle: bool) -> Iterator[EngineSample]:
-        """Yield the sample. An engine that started while this gateway ran has the sample of its start before it."""
+        """Yield the sample. If the engine started while this gateway ran, yield a sample of its start first."""
         sample = EngineSample(
             server,
             model,
@@ -135,7 +135,7 @@ class EngineSampler:
         return time // length * length
 
     async def _reconcile(self) -> None:
-        """Count the unbilled tokens of the slots that have ended since the last time."""
+        """Count the unbilled tokens of the slots that have ended since the last call."""
         until = self._slot(time.time() - _DELIVERY)
         if until <= self._reconciled:
             return

@@ -1,7 +1,7 @@
 """Report the limits of keys and teams to operators: how much is used, what remains, and when all is available again.
 
-The rule: nothing is reserved and nothing is created by a report. With a shared store, budgets are as the store has reported them last to
-this gateway, and the counts of rates are only in the store.
+The rule: a report reserves nothing and creates nothing. With a shared store, budgets have the values that the store last reported to this
+gateway, and the counts of rates are only in the store.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PARAMETERS = ("key", "team")
 
 
 def limit_report(snapshot: Snapshot, buckets: Buckets, parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the limits as JSON, for an encoder of msgspec: all of them, or those that a key or a team is subject to.
+    """Return the limits as JSON, for an encoder of msgspec: all limits, or the limits of a key or a team.
 
     Raises QueryError.
     """

@@ -1,8 +1,8 @@
 """Store and read the samples of the engines' token counters.
 
-The rules: a sample is identified by its server, the start of its engine, its slot of time, and whether it is quiet, and the latest one of
-these stays. So the table has at most two rows for each slot in which an engine has worked, however many gateways sample it. The first
-sample of an engine has slot 0, and stays. An engine whose counters have not changed since its last quiet sample gets no new row.
+The rules: a sample is identified by its server, the start of its engine, its slot of time, and whether it is quiet. The latest sample with
+the same identity is stored. So the table has at most two rows for each slot in which an engine has worked, however many gateways sample it.
+The first sample of an engine has slot 0, and stays. An engine whose counters have not changed since its last quiet sample gets no new row.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gateway.ledger.reconciliation import EngineSample
 from gateway.ledger.schema import ENGINE_SAMPLES
 
 SAMPLES_PER_SLOT = 40
-"""Slots are so many times longer than the interval between two samples."""
+"""The length of a slot, in intervals between two samples."""
 _MOST_PENDING = 10_000  # samples in memory while the database accepts none
 _KEY = ("server", "started", "slot", "quiet")
 
@@ -90,7 +90,7 @@ class PendingSamples:
 
 
 def write_samples(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows of samples. Of two for one slot the later stays, of two first ones of an engine the earlier."""
+    """Write rows of samples. For a slot, the later of two samples is stored; for the first sample of an engine, the earlier."""
     insert = (sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert)(ENGINE_SAMPLES)
     new = insert.excluded
     others = {column.name: new[column.name] for column in ENGINE_SAMPLES.columns if column.name not in _KEY}
@@ -99,7 +99,10 @@ def write_samples(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> 
 
 
 def read_samples(connection: Connection, since: datetime, until: datetime, model: str | None = None) -> Iterator[EngineSample]:
-    """Yield the samples after ``since`` up to ``until``, and of each engine the last quiet and the last other one up to ``since``."""
+    """Yield the samples after ``since`` up to ``until``.
+
+    For each engine, also yield its last quiet sample and its last other sample up to ``since``.
+    """
     table = ENGINE_SAMPLES
     engine = (table.c.server, table.c.started, table.c.quiet)
     last = select(*engine, func.max(table.c.time).label("time")).where(table.c.time <= since).group_by(*engine).subquery()

@@ -1,4 +1,4 @@
-"""Answer a key's questions about its own use: a report of its rows, without other keys, teams and servers.
+"""Report a key's own use: its rows, without other keys, teams and servers.
 
 The rule: the key comes from the request's authentication, never from its parameters. The entry of an identity provider's tokens does
 not include their subjects here, because each subject is a separate principal.

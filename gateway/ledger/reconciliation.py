@@ -1,9 +1,9 @@
 """Compare the ledger with the engines' own token counters, and explain the difference by class. Pure.
 
 An engine is one run of a server's process: its counters start at zero, only grow, and are sampled (``EngineSample``). A window is the time
-between two samples of an engine. The rules: for each kind of tokens, the classes of a window add up to what the engine has counted in it.
-A row belongs to the window in which its response ended. Where a row has an estimate, its error is in the class of its request, or in
-``estimates`` if the ledger has more than the engine.
+between two samples of an engine. The rules: for each kind of tokens, the classes of a window add up to what the engine has counted in it. A
+row belongs to the window in which its response ended. If a row is an estimate, its error is in the class of its request, or in
+``estimates`` if the ledger has more tokens than the engine.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class EngineSample:
     """The counters of an engine at a time. ``time``: seconds since the epoch.
 
     ``started``: when the engine's process started, in milliseconds since the epoch, 0 if it is unknown. ``quiet``: neither the engine nor
-    the gateway had a request in flight. ``prompt``, ``completion``: all tokens. ``finished_prompt``, ``finished_completion``: those of
+    the gateway had a request in flight. ``prompt``, ``completion``: all tokens. ``finished_prompt``, ``finished_completion``: the tokens of
     requests that the engine has finished; a request that its client aborted is never among them. ``responses``: HTTP responses of the
-    routes that use the engine, None if the server does not count them. ``is_first``: of the engine.
+    routes that use the engine, None if the server does not count them. ``is_first``: it is the first sample of the engine.
     """
 
     server: str
@@ -47,7 +47,7 @@ class EngineSample:
         return self.prompt < other.prompt or self.completion < other.completion
 
     def has_counters_of(self, other: EngineSample) -> bool:
-        """Return whether it is of the same engine as ``other``, which has counted nothing in between."""
+        """Return whether it is from the same engine as ``other``, and the engine has counted nothing in between."""
         return replace(other, time=self.time, quiet=self.quiet, is_first=self.is_first) == self
 
     def at_start(self, time: float) -> EngineSample:
@@ -58,7 +58,7 @@ class EngineSample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """By how much the counters of an engine have grown; ``responses`` None: unknown."""
+    """The growth of the counters of an engine; ``responses`` None: unknown."""
 
     prompt: int
     completion: int
@@ -85,7 +85,7 @@ class Window:
 def windows(samples: Iterable[EngineSample], since: float, until: float) -> list[Window]:
     """Return the windows of all servers, ordered by server and time.
 
-    A window begins at the last suitable sample up to ``since``, or at the engine's first one, and ends at the last suitable one up to
+    A window starts at the last suitable sample up to ``since``, or at the engine's first sample, and ends at the last suitable sample up to
     ``until``. Engines of one server that run at the same time, as those of two gateways may, share a window.
     """
     made: list[Window] = []
@@ -123,9 +123,9 @@ def _window(engine: Sequence[EngineSample], since: float, until: float) -> Windo
 
 
 def _boundary(engine: Sequence[EngineSample], time: float) -> EngineSample | None:
-    """Return the sample at which a window ends that is to end at ``time``; None without a sample up to then.
+    """Return the last sample of a window that should end at ``time``; None if there is no sample up to that time.
 
-    For a later time it is never an earlier sample, so consecutive windows touch and do not overlap.
+    For a later time it is never an earlier sample, so consecutive windows are adjacent and do not overlap.
     """
     until = [sample for sample in engine if sample.time <= time]
     if not until:
@@ -168,9 +168,9 @@ def gaps(of_server: Sequence[Window], since: float, until: float) -> list[tuple[
 
 @dataclass(frozen=True, slots=True)
 class RowSums:
-    """The tokens of one kind in the rows of a server: of complete responses, of truncated ones, and of requests that were lost.
+    """The tokens of one kind in the rows of a server: of complete responses, of truncated responses, and of lost requests.
 
-    ``choices``, ``truncated_choices``: the tokens that the engine counts beyond them if each request has all its ``n`` choices; 0 for
+    ``choices``, ``truncated_choices``: the additional tokens that the engine counts if each request has all its ``n`` choices; 0 for
     completions. ``estimated``: the part of all three that is estimated.
     """
 
@@ -188,7 +188,10 @@ class RowSums:
 
 @dataclass(frozen=True, slots=True)
 class LedgerSums:
-    """The rows of a server in a time. ``requests``: those that were sent to it; ``uncounted``: complete ones without an exact count."""
+    """The rows of a server in a time.
+
+    ``requests``: requests that were sent to it; ``uncounted``: complete requests without an exact count.
+    """
 
     prompt: RowSums = RowSums()
     completion: RowSums = RowSums()
@@ -198,12 +201,12 @@ class LedgerSums:
 
 @dataclass(frozen=True, slots=True)
 class Classes:
-    """The tokens of one kind that an engine has counted, by class. ``engine`` is the sum of all others.
+    """The tokens of one kind that an engine has counted, by class. ``engine`` is the sum of all other fields.
 
     ``ledger``: recorded for complete and truncated responses. ``choices``: the prompt, again for each further of ``n`` choices.
     ``not_delivered``: completion tokens that were generated and not delivered. ``cancelled_prefill``: prompts that were computed for
     requests that were cancelled before their first event. ``direct_use``: requests that did not come through the gateway. ``lost``:
-    recorded for requests whose worker died. ``uncounted``: complete responses of which the server reports no count, beyond their estimate.
+    recorded for requests whose worker died. ``uncounted``: complete responses for which the server reports no count, beyond their estimate.
     ``estimates``: what the ledger has estimated beyond the engine's count, a negative number. ``difference``: none of these, for example
     rows of an engine that has lost its counters; negative if the ledger has more than the engine.
     """
@@ -224,7 +227,7 @@ class Classes:
 
 
 def classify(growth: Growth, ledger: LedgerSums) -> tuple[Classes, Classes]:
-    """Explain what an engine has counted in a window by the rows of that window. Returns the classes of prompts and completions.
+    """Explain the count of an engine in a window by the rows of that window. Returns the classes of prompts and completions.
 
     Whether there was direct use is known from the number of HTTP responses. Its tokens are those of finished requests beyond the complete
     rows. They are an upper bound if clients also disconnected from responses that the engine had finished.
@@ -259,11 +262,11 @@ def _classes(engine: int, finished: int, rows: RowSums, is_direct: bool, has_unc
 
 @dataclass(frozen=True, slots=True)
 class ReconciledServer:
-    """The result for one server between two times, in seconds since the epoch: those of its first and last window.
+    """The result for one server between two times, in seconds since the epoch: the times of its first and last window.
 
     ``prompt_in_progress``, ``completion_in_progress``: tokens of requests that were in flight at an end of a window. Each class may be
-    wrong by them. ``prompt_unsampled``, ``completion_unsampled``: tokens of the ledger outside of the windows, so that no counter confirms
-    them: an engine that was killed, after its last sample. ``engines``: number of windows.
+    wrong by this number. ``prompt_unsampled``, ``completion_unsampled``: tokens of the ledger outside of the windows, which no counter
+    confirms, for example after the last sample of a killed engine. ``engines``: number of windows.
     """
 
     model: str

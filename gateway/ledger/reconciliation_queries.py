@@ -67,7 +67,7 @@ class Reconciliation:
 
 
 def parse_reconciliation(document: Mapping[str, Any]) -> Reconciliation:
-    """Parse the result in a document of a gateway."""
+    """Parse a gateway's JSON result."""
     query = ReconciliationQuery(datetime.fromisoformat(document["since"]), datetime.fromisoformat(document["until"]))
     return Reconciliation(query, [_parse_server(each) for each in document["servers"]])
 

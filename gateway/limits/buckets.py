@@ -264,7 +264,7 @@ def _in_store(name: str, window: Window) -> str:
 
 
 class _Lock:
-    """The file lock among processes. It is a POSIX lock, so the kernel releases it when its process dies."""
+    """The lock between processes, on the file. It is a POSIX lock, so the kernel releases it when its process dies."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

@@ -1,4 +1,4 @@
-"""Assign what the ledger recorded before a start to the holders of limits, so that budgets survive a restart. Pure.
+"""Assign the usage that the ledger recorded before a start to the holders of limits, so that budgets survive a restart. Pure.
 
 The rule: a row counts for the holders that a request of its key, team and model counts for now. A model's other names come from the current
 configuration.
@@ -55,7 +55,7 @@ def beyond(used: PeriodUse, known: Mapping[tuple[str, int], tuple[int, int]]) ->
 class Budgets:
     """The holders of a snapshot with budgets, by key and team.
 
-    ``keys`` and ``teams`` are their IDs; ``entries`` are the keys as which tokens may count.
+    ``keys`` and ``teams`` are their IDs; ``entries`` are the keys that tokens may use.
     """
 
     def __init__(self, snapshot: Snapshot) -> None:
@@ -77,7 +77,7 @@ class Budgets:
         return bool(self._by_key or self._by_team)
 
     def counted_starts(self, at: Moment) -> tuple[float, ...]:
-        """Return when the periods and slices start that count at a moment, in seconds since the epoch, the earliest first."""
+        """Return the starts of the periods and slices that count at a moment, in seconds since the epoch, the earliest first."""
         allowances = (each for found in (*self._by_key.values(), *self._by_team.values()) for each in found)
         windows = {window for each in allowances for window in windows_of(each.limits)}
         return tuple(sorted({start for window in windows for start in counted_starts(window, at)}))
@@ -97,14 +97,14 @@ class Budgets:
         return found
 
     def _holders(self, row: UsedSince) -> Iterator[tuple[Allowance, Allowance | None]]:
-        """Yield the allowances that a row counts for; those of a token's subject with the allowance of its entry."""
+        """Yield the allowances that a row counts for. The subject of a token also has the allowance of its entry."""
         shared = ((each, None) for each in self._by_team.get(row.team or "", ()))
         for each, entry in (*self._of_key(row.key), *shared):
             if self._covers(each, row.model):
                 yield each, entry
 
     def _of_key(self, key: str) -> Iterator[tuple[Allowance, Allowance | None]]:
-        """Yield the key's own allowances; those of a token's subject with the allowance of its entry."""
+        """Yield the key's own allowances. The subject of a token also has the allowance of its entry."""
         if key in self._configured:
             yield from ((each, None) for each in self._by_key.get(key, ()))
             return

@@ -14,7 +14,7 @@ from importlib.resources import files
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """A script as Redis receives it. ``digest`` is the SHA-1 that EVALSHA names."""
+    """A script in the form that Redis receives. ``digest`` is the SHA-1 that EVALSHA names."""
 
     text: str
     digest: str

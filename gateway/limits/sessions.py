@@ -1,12 +1,12 @@
 """Find the counts of a session in a table of bounded size, which all workers share. Pure.
 
-A client names the session of a request in the header ``x-session-id`` or in ``metadata.session_id``. The rules: the table never grows,
-and no key fills it alone. The table has ``SETS`` sets of ``WAYS`` entries. The name of a holder selects ``SETS_OF_HOLDER`` of the sets, and
-the session selects a single set. A new session takes the entry of its set that was used least recently. An entry that was not used for
-``IDLE`` seconds is forgotten. So each holder has up to ``SETS_OF_HOLDER * WAYS`` sessions.
+A client names the session of a request in the header ``x-session-id`` or in ``metadata.session_id``. The rules: the table never grows, and
+no key fills it alone. The table has ``SETS`` sets of ``WAYS`` entries. The name of a holder selects ``SETS_OF_HOLDER`` of the sets, and the
+session selects a single set. A new session replaces the least recently used entry of its set. An entry that was not used for ``IDLE``
+seconds expires. So each holder has up to ``SETS_OF_HOLDER * WAYS`` sessions.
 
-An entry has four cells: the number of the session, its tokens, its cost in nano-units, and when it was used last. A request keeps the
-number, so it changes nothing in an entry that meanwhile belongs to another session.
+An entry has four cells: the number of the session, its tokens, its cost in nano-units, and when it was used last. A request stores the
+number, so it does not change an entry that belongs to another session meanwhile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME = re.compile(r"[\w.:@/+=-]{1,64}", re.ASCII)
 
 
 def session_of(headers: Mapping[bytes, bytes], document: Mapping[str, Any]) -> str | None:
-    """Return the name of a request's session; None if it names none.
+    """Return the name of a request's session, or None.
 
     A long or unusual ID is replaced by its SHA-256, so that a name is short and printable wherever it appears.
     """
@@ -44,7 +44,7 @@ def session_of(headers: Mapping[bytes, bytes], document: Mapping[str, Any]) -> s
 
 
 class Entry(NamedTuple):
-    """The entry of a session: its number, its offset, and whether another session lost it."""
+    """The entry of a session: its number, its offset, and whether it replaced another session."""
 
     number: int
     offset: int
@@ -52,7 +52,7 @@ class Entry(NamedTuple):
 
 
 def find_entry(cells: Cells, table: int, holder: str, session: str, wall: float) -> Entry:
-    """Return the entry of a session of a holder, and note its use at ``wall`` seconds since the epoch. ``table``: its first cell."""
+    """Return the entry of a session of a holder, and record its use at ``wall`` seconds since the epoch. ``table``: its first cell."""
     digest = sha256(f"{holder}\n{session}".encode()).digest()
     number = _LARGEST_TIME + int.from_bytes(digest[:6], "big")
     first = int.from_bytes(sha256(holder.encode()).digest()[:4], "big")

@@ -1,7 +1,7 @@
 """Describe the state of limits for key holders and operators: how much is used, what remains, and when all is available again. Pure.
 
-The rule: the numbers are those that refusals and headers use, from ``rules.bucket_state`` and ``windows.BudgetState``. A number that
-nothing counts here is None.
+The rule: the numbers are those that refusals and headers use, from ``rules.bucket_state`` and ``windows.BudgetState``. A number that is not
+counted here is None.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ never lets more than its budget pass, and a clock that is set back finds its cou
 ``budget_states`` or the counts behind it, so they show the same numbers. admit.lua and settle.lua count the same windows in a Redis; a
 change here needs the same change there.
 
-A window of the calendar has six cells: the current period with its tokens and cost, and the other period that was used
-last. A week starts on Monday, as in ISO 8601. A rolling window is a ring of ``RING_CELLS`` cells: for each slice of time its number, its
-tokens and its cost. A slice is the ``SLICES``-th part of the window. The current slice and the ``SLICES`` before it count, so at least the
-whole window counts: capacity returns up to one slice late, and never early. A clock that is set forward overwrites the oldest slices; set
-back again, it does not find them.
+A window of the calendar has six cells: the current period with its tokens and cost, and the other period that was used last. A week starts
+on Monday, as in ISO 8601. A rolling window is a ring of ``RING_CELLS`` cells: for each slice of time its number, its tokens and its cost. A
+slice is the ``SLICES``-th part of the window. The current slice and the ``SLICES`` before it count, so at least the whole window counts:
+capacity returns up to one slice late, and never early. A clock that is set forward overwrites the oldest slices; if it is set back again,
+they are lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import msgspec
 from gateway.snapshot.snapshot import CALENDAR, Budget, Limits
 
 USED, SPENT = 1, 2
-"""Behind a period or a slice: its tokens and its cost."""
+"""After a period or a slice: its tokens and its cost."""
 SLICES = 24
 RING_CELLS = 3 * (SLICES + 1)
 
@@ -69,7 +69,7 @@ def moment(now: float, wall: float) -> Moment:
 
 @lru_cache(maxsize=64)
 def month_of(day: int) -> int:
-    """Return the month since the year 0 for a day since the epoch. The twin in Lua is in calendar.lua."""
+    """Return the month since the year 0 for a day since the epoch. The Lua version is in calendar.lua."""
     found = date.fromordinal(_EPOCH + day)
     return found.year * 12 + found.month - 1
 
@@ -99,7 +99,7 @@ class Window(NamedTuple):
     tokens_ahead: float
     cost_ahead: float
     number: int = 0
-    """The number of the session that it counts. 0: it counts no session."""
+    """The number of the counted session; 0: no session is counted."""
 
 
 PlacedWindow = tuple[Window, int]
@@ -161,7 +161,7 @@ def counted_periods(window: Window, at: Moment) -> range:
 
 
 def counted_starts(window: Window, at: Moment) -> list[float]:
-    """Return when the periods or slices start that count at a moment, in seconds since the epoch."""
+    """Return the starts of the periods or slices that count at a moment, in seconds since the epoch."""
     if window.slice_seconds:
         return [number * window.slice_seconds for number in counted_periods(window, at)]
     if window.name == "month":
@@ -277,7 +277,7 @@ def reserve(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: 
 
 
 def settle(windows: Sequence[PlacedWindow], cells: Cells, reserved: tuple[float, float], used: tuple[float, float], then: Moment) -> None:
-    """Replace the reserved tokens and cost by the used ones, in the windows of the moment of the reservation.
+    """Replace the reserved tokens and cost by the used amounts, in the windows at the time of the reservation.
 
     A period or slice that is no longer remembered stays unchanged.
     """
@@ -301,7 +301,7 @@ def _known_period(window: Window, cells: Cells, offset: int, period: int) -> int
 
 
 def settlement(window: Window, reserved: tuple[float, float], used: tuple[float, float]) -> tuple[float, float]:
-    """Return what to add at settlement to the tokens and to the cost of a window."""
+    """Return the amounts to add to the tokens and the cost of a window at settlement."""
     tokens, cost = reserved
     return (
         used[0] - (tokens if tokens < window.tokens_ahead else window.tokens_ahead),
@@ -317,7 +317,7 @@ def _find_period(cells: Cells, window: int, period: int) -> int | None:
 
 
 def _start_period(cells: Cells, window: int, period: int) -> int:
-    """Make a period the current one, and remember the later one of the two other known periods. Returns its offset."""
+    """Make a period the current period, and remember the later of the two other known periods. Returns its offset."""
     if cells[window] == period:
         return window
     other, fresh = window + _OTHER, (period, 0.0, 0.0)
@@ -330,10 +330,7 @@ def _start_period(cells: Cells, window: int, period: int) -> int:
 
 
 def add_earlier_use(window: Window, cells: Cells, offset: int, period: int, tokens: float, cost: float) -> None:
-    """Add to a period or slice what was used of it before these cells counted.
-
-    A slice that a later one has replaced stays forgotten.
-    """
+    """Add the use from before these cells counted to a period or slice. A slice that was replaced by a later slice is not restored."""
     if not window.slice_seconds:
         start = _start_period(cells, offset, period)
     elif cells[offset + period % (SLICES + 1) * _CELLS_OF_SLICE] > period:
@@ -345,7 +342,7 @@ def add_earlier_use(window: Window, cells: Cells, offset: int, period: int, toke
 
 
 def _start_slice(cells: Cells, ring: int, period: int) -> int:
-    """Return the offset of a slice, emptied if it still holds an older one."""
+    """Return the offset of a slice, emptied if it still holds an older slice."""
     start = ring + period % (SLICES + 1) * _CELLS_OF_SLICE
     if cells[start] != period:
         cells[start], cells[start + USED], cells[start + SPENT] = period, 0.0, 0.0
@@ -356,7 +353,7 @@ def _start_slice(cells: Cells, ring: int, period: int) -> int:
 
 
 class BudgetState(NamedTuple):
-    """State of a budget: what is used of it, reservations included, and the seconds until all of it is available again."""
+    """State of a budget: its use, reservations included, and the seconds until all of it is available again."""
 
     budget: NamedBudget
     window: str
@@ -387,7 +384,7 @@ def states_of(window: Window, tokens: float, cost: float, reset: float) -> Itera
 
 
 def seconds_until_unused(window: Window, cells: Cells, offset: int, at: Moment) -> float:
-    """Return the seconds until nothing that was used counts any more."""
+    """Return the seconds until no earlier use counts any more."""
     if not window.slice_seconds:
         return _seconds_left(window.name, at.wall)
     used = (

@@ -7,7 +7,7 @@ vLLM caches prompts in blocks, from their start. The key hashes the following pa
 * **Only the first ``USER_PREFIX`` characters of the user message.** Questions that follow the same long text share a key. The hashed
   text is also bounded: a prompt of a megabyte costs no more than a prompt of two kilobytes.
 * **The start and the length of a system prompt.** All requests of an application have the same system prompt, and its full text would
-  send them all to one server. So applications with their long texts in the system prompt have these cached on several servers.
+  send them all to one server. So a long system prompt of an application is cached on several servers.
 * **The ``cache_salt``**, which separates requests in vLLM's cache.
 * **The header ``x-session-id`` instead of all of this**, for a client that sets it: requests with the same value belong together.
 

@@ -2,7 +2,7 @@
 
 A server that got ``stream_options.continuous_usage_stats`` adds a ``usage`` object to each event of /v1/chat/completions and
 /v1/completions. In vLLM 0.32 it has the tokens of the event's own choice so far, and the tokens of that choice's prompt. So the last event
-of each choice that was sent to the client says exactly what the client has received, whatever an event contains.
+of each choice that was sent to the client has the exact count of the received tokens, whatever an event contains.
 
 The rules: if the client did not request these counts, it gets the bytes that the server would have sent without them. An event is
 counted in the same call that sends it.
@@ -70,7 +70,7 @@ class RunningUsage:
         return b"" if usage is None else usage_tail(usage)
 
     def read(self, event: bytes, document: Mapping[str, Any]) -> bytes:
-        """Read the counts of an event that is about to be sent. Returns what the client gets of it."""
+        """Read the counts of an event that is about to be sent. Returns the bytes for the client."""
         choices = document.get("choices")
         if not isinstance(choices, list) or not choices:
             return event  # the final usage, or no event of a choice

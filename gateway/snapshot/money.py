@@ -2,7 +2,7 @@
 
 The rules: money is whole nano-units everywhere inside the gateway, an ``int`` in billionths of the operator's currency. So sums
 are exact in memory, in Redis and in both databases. A cost is rounded once for each request, half to even, never for each kind of
-token. ``cost_of`` is the only place that computes one.
+token. Only ``cost_of`` computes a cost.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 NANO = 1_000_000_000
 """Nano-units in one unit of the currency."""
 MAX_COST = 2**63 - 1
-"""The largest cost of one request, in nano-units: an integer column of the ledger holds no more."""
+"""The largest cost of one request, in nano-units: the maximum of an integer column of the ledger."""
 MAX_PRICE = 1_000_000_000
 """The largest price of a million tokens, in units of the currency."""
 MAX_COST_LIMIT = 9_000_000

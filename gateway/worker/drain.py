@@ -1,4 +1,4 @@
-"""Drains a worker: it accepts no new connections, lets requests finish, and ends.
+"""Drain a worker: it accepts no new connections, lets requests finish, and exits.
 
 The rule: a connection that the kernel has accepted is served once, and a request is cancelled only when the drain timeout has expired.
 """
@@ -22,7 +22,7 @@ class Closable(Protocol):
     """Something that accepts connections until it is closed."""
 
     def close(self) -> None:
-        """Accept no more."""
+        """Accept no more connections."""
 
 
 async def drain(worker: Worker, acceptor: Closable | None, listener: socket.socket, seconds: float) -> None:
@@ -40,7 +40,7 @@ async def drain(worker: Worker, acceptor: Closable | None, listener: socket.sock
 
 
 async def _stop_accepting(worker: Worker, acceptor: Closable | None, listener: socket.socket) -> None:
-    """Serve one request on each connection that was accepted and has sent none yet; close the idle ones."""
+    """Serve one request on each accepted connection that has sent no request yet; close the idle connections."""
     context, is_tls = worker.context, worker.certificate is not None
     connections = context.connections
     context.keep_alive = False

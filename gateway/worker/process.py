@@ -1,8 +1,8 @@
 """A worker process: serves the data port's connections by the snapshot that control sends.
 
 Control starts it with its number and inherited descriptors: the listening socket, the socket to control, the shared counters, the limits'
-buckets and, if there is a ledger, the journal. The rule: it runs until its socket to control closes. It ignores the signals that end other
-programs, which control handles, and drains when control sends ``Drain``.
+buckets and, if there is a ledger, the journal. The rule: it runs until its socket to control closes. It ignores the signals that usually
+end a program, because control handles them, and drains when control sends ``Drain``.
 """
 
 from __future__ import annotations

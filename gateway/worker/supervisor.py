@@ -63,7 +63,7 @@ _log = logging.getLogger("vllm_gateway.control")
 class WorkerStatus:
     """A worker as /status shows it.
 
-    ``version`` is the version of the snapshot that it serves by. ``restarts`` counts unexpected exits. ``unanswered`` counts
+    ``version`` is the version of the snapshot that it uses. ``restarts`` counts unexpected exits. ``unanswered`` counts
     consecutive liveness checks without a reply.
     """
 

@@ -36,10 +36,10 @@ _WITHOUT_ENGINE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """The counters of one server at one moment. All but ``started`` and ``unfinished`` only grow while the server runs.
+    """The counters of one server at one time. All except ``started`` and ``unfinished`` only grow while the server runs.
 
     ``started``: when its process started, in milliseconds since the epoch; 0 if it does not report it, as with several API server
-    processes. ``prompt``, ``completion``: all tokens. ``finished_prompt``, ``finished_completion``: those of finished requests.
+    processes. ``prompt``, ``completion``: all tokens. ``finished_prompt``, ``finished_completion``: the tokens of finished requests.
     ``responses``: HTTP responses of routes that use the engine, None if the server does not count them. ``unfinished``: requests that run
     or wait in the engine.
     """

@@ -79,7 +79,7 @@ def _keyword(name: str, value: Any, shared: Mapping[str, Any]) -> Any:
 
 
 def _properties(short: Mapping[str, Any], shared: Mapping[str, Any]) -> Iterator[tuple[str, Schema]]:
-    """Yield the required properties first, then a schema's own, then the shared ones."""
+    """Yield the properties: first the required, then the others of the schema, then the shared properties."""
     own = short.get("properties", {})
     added = {name: each for group in short.get("also", ()) for name, each in shared[group].items()}
     needed = short.get("required", ())
