@@ -124,7 +124,7 @@ def _dependency(one: Mapping[str, Any], now: float) -> str:
 
 
 def _is_at_risk(status: Mapping[str, Any]) -> bool:
-    """Return whether ledger rows can be stored nowhere. A few rows in memory on their way to the disk are normal."""
+    """Return whether neither the disk nor the database accepts ledger rows. A few rows in memory on their way to the disk are normal."""
     down = {one["name"] for one in status.get("dependencies", ()) if one["state"] != "up"}
     return {"ledger_database", "ledger_spool"} <= down
 

@@ -16,7 +16,7 @@ T = TypeVar("T", bound=Hashable)
 
 
 class _Flow(Generic[T]):
-    """The items of one flow in order, with the time at which each was queued. ``start`` is the virtual start time of the first."""
+    """The items of one flow in order, with the time at which each was queued. ``start`` is the virtual start time of the first item."""
 
     __slots__ = ("key", "start", "waiting", "weight")
 

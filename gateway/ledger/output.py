@@ -1,4 +1,4 @@
-"""Print usage for people and for programs: a table with bars, CSV, JSON. Costs are exact decimals in each of them."""
+"""Print usage for people and for programs: a table with bars, CSV, JSON. Costs are exact decimals in every format."""
 
 from __future__ import annotations
 

@@ -223,7 +223,10 @@ class RedisStore:
         return self._apply_reply(identity, wanted, pending.reply)
 
     async def read(self, identity: str, holders: Sequence[Holder]) -> StoreResult:
-        """Return the state of each holder: an admission of nothing, which is settled at once. Raises StoreUnavailableError."""
+        """Return the state of each holder: this is an admission without amounts, which is settled immediately.
+
+        Raises StoreUnavailableError.
+        """
         wanted = [(holder, Amounts()) for holder in holders]
         result = await self.admit(identity, wanted)
         self.settle(identity, wanted, Amounts())

@@ -404,7 +404,7 @@ def _inject_usage(document: Document) -> bool:
 def with_running_usage(body: JsonBody) -> JsonBody:
     """Request the tokens so far in every event of a stream, so that a truncated stream is charged exactly (see ``running_usage``).
 
-    The client's own ``continuous_usage_stats`` counts only with its own ``include_usage``, as at the server. Raises Refusal.
+    The client's own ``continuous_usage_stats`` counts only with its own ``include_usage``, as on the server. Raises Refusal.
     """
     options = body.document.get("stream_options")
     if not isinstance(options, dict) or not options.get("include_usage"):

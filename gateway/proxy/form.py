@@ -97,7 +97,7 @@ class Form:
         return cls(boundary)
 
     def apply_policy(self, policy: BodyPolicy, key_max_tokens: int | None = None) -> None:
-        """Check the fields that have been read, and from now on each further one, by the model's policy. Raises Refusal.
+        """Check the fields that have been read, and each later field, against the model's policy. Raises Refusal.
 
         ``key_max_tokens``: the tokens that a response for this key may have.
         """

@@ -58,13 +58,13 @@ class Ping(msgspec.Struct, tag=True, frozen=True):
 
 
 class SnapshotApplied(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: the snapshot of this version is in use. No request starts with an older one."""
+    """worker → control: the snapshot of this version is in use. No request starts with an older version."""
 
     version: int
 
 
 class HealthApplied(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: the ``Health`` with this number is in use. No request is sent by an older one."""
+    """worker → control: the ``Health`` with this number is in use. No request is sent with an older state."""
 
     number: int
 

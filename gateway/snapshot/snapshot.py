@@ -273,7 +273,7 @@ class Clients:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One version of what the workers serve.
+    """One version of the data that workers serve.
 
     ``body_limit`` is in bytes. ``max_inflight`` is for all ``workers`` together. ``docs``: the API reference is served. ``log_sample`` is
     the share of requests whose body shape is logged.

@@ -28,7 +28,7 @@ def free_port() -> int:
 
 
 def check_free(host: str, port: int) -> None:
-    """Check that no other process listens on a port. Raises PortTaken. The server itself meets any other obstacle.
+    """Check that no other process listens on a port. Raises PortTaken. The server itself detects every other problem.
 
     Called before every start: vLLM shares its port (SO_REUSEPORT), so a second server would start without an error, and the kernel would
     choose which of them gets a connection.

@@ -39,7 +39,7 @@ class JournalEntry:
     completion_tokens: int = 0
 
     def end(self, outcome: str) -> None:
-        """Settle the outcome; the first one stays."""
+        """Set the outcome, unless it is already set."""
         if self.outcome == "open":
             self.outcome, self.ended = outcome, time.time()
 

@@ -256,7 +256,7 @@ def _content(message: Message) -> str:
 
 
 class ChatResponse:
-    """A chat answer's shapes."""
+    """The shapes of a chat response."""
 
     def __init__(self, call: ApiRequest, prepared: Prepared, transcript: Transcript) -> None:
         self._settings = call.settings
