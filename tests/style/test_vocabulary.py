@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
-from tests.style import ratchet
 from tests.style.__main__ import allowed, by_folder
 from tests.style.scanning import Finding, findings
 
@@ -86,24 +83,6 @@ def test_what_is_allowed_has_a_reason() -> None:
     row = next(row for row in allowed() if row.what == "HEAD")
     assert row.covers(Finding("gateway/x.py", 1, "name", "head", "HEAD", ""))
     assert not row.covers(Finding("gateway/x.py", 1, "name", "answer", "ANSWER", ""))
-
-
-def test_counts_may_only_fall() -> None:
-    listed = {"a.py": 2, "b.py": 1}
-    assert ratchet.worse({"a.py": 2, "b.py": 1}, listed) == []
-    assert ratchet.worse({"a.py": 0, "c.py": 2}, listed) == [], "a file was renamed"
-    assert ratchet.worse({"a.py": 3, "b.py": 0}, listed) == ["a.py"]
-    assert ratchet.worse({"a.py": 2, "b.py": 1, "c.py": 1}, listed) == ["c.py"]
-    assert ratchet.worse({"c.py": 1}, {}) == ["c.py"]
-
-
-def test_the_list_goes_when_nothing_remains(tmp_path: Path) -> None:
-    file = tmp_path / "remaining.json"
-    ratchet.store(file, {"a.py": 2, "b.py": 0})
-    assert ratchet.load(file) == {"a.py": 2}
-    ratchet.store(file, {"a.py": 0})
-    assert not file.exists()
-    assert ratchet.load(file) == {}
 
 
 def test_the_summary_is_by_folder() -> None:
