@@ -198,7 +198,10 @@ def _has_role(message: Any, role: str) -> bool:
 
 
 def _joined(contents: list[Any]) -> Any:
-    """Join contents: texts with a blank line between them, or else the parts of all, with the leading texts as one part."""
+    """Join contents.
+
+    Texts are joined with a blank line between them. Otherwise the parts of all contents are joined, with the leading texts as one part.
+    """
     texts = list(takewhile(lambda content: isinstance(content, str), contents))
     text = "\n\n".join(texts)
     if len(texts) == len(contents):

@@ -64,7 +64,7 @@ class TokenVerifier:
         self._limit = 0
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """Use this snapshot from now on. Verified tokens stay cached unless an issuer or its keys changed."""
+        """Use this snapshot for new requests. Verified tokens stay cached unless an issuer or its keys changed."""
         self._principals.clear()
         self._entries = {key.id: key for key in snapshot.keys}
         self._teams = snapshot.teams

@@ -203,7 +203,7 @@ class LedgerSums:
 class Classes:
     """The tokens of one kind that an engine has counted, by class. ``engine`` is the sum of all other fields.
 
-    ``ledger``: recorded for complete and truncated responses. ``choices``: the prompt, again for each further of ``n`` choices.
+    ``ledger``: tokens recorded for complete and truncated responses. ``choices``: the prompt, again for each further of ``n`` choices.
     ``not_delivered``: completion tokens that were generated and not delivered. ``cancelled_prefill``: prompts that were computed for
     requests that were cancelled before their first event. ``direct_use``: requests that did not come through the gateway. ``lost``:
     recorded for requests whose worker died. ``uncounted``: complete responses for which the server reports no count, beyond their estimate.

@@ -5,10 +5,10 @@ holds the file lock, which the kernel releases if the process dies. Requests in 
 the successor of a worker that died starts with none. Counts are found by the name of their holder, so they survive a reload and a
 worker.
 
-Layout, little-endian: u64 workers, u64 bytes of records; then the records: the SHA-256 of a name (32 bytes), u32 cells, u32 whether it
-is a holder, and the cells as float64. The record of a holder has its counts (see ``rules``), and for each worker a cell of what it has
-in flight. Each of its rolling windows has a separate record (see ``windows``), named after both. The use that a store has reported for
-a window has one too: the tokens, the cost, and the time until which they count.
+Layout, little-endian: u64 workers, u64 bytes of records; then the records: the SHA-256 of a name (32 bytes), u32 cells, u32 whether it is a
+holder, and the cells as float64. The record of a holder has its counts (see ``rules``), and for each worker a cell of what it has in
+flight. Each of its rolling windows has a separate record (see ``windows``), named after the holder and the window. The use that a store has
+reported for a window has one too: the tokens, the cost, and the time until which they count.
 """
 
 from __future__ import annotations
