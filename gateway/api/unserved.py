@@ -63,7 +63,7 @@ def unserved(method: str, path: str) -> Refusal:
 
 
 def shown(text: str) -> str:
-    """Return a client's text for a message or the log: visible ASCII, at most ``LONGEST`` characters, and without what may be a key."""
+    """Return a client's text for a message or the log: visible ASCII, at most ``LONGEST`` characters, without possible keys."""
     text = _MAY_BE_A_KEY.sub("...", quote(text, safe=_VISIBLE, encoding="latin-1", errors="replace"))
     return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
 

@@ -49,7 +49,7 @@ class Segment:
 
 
 class Spool:
-    """The folder. One thread appends, another one removes. ``rows`` and ``size`` (bytes) are what is stored; ``dropped`` are rows.
+    """The folder. One thread appends, another thread removes. ``rows`` and ``size`` (bytes) are what is stored; ``dropped`` are rows.
 
     ``inherited`` is the number of files that an earlier gateway left.
     """
