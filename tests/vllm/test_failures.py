@@ -74,6 +74,8 @@ def shown(one: Gateway, model: str) -> Json:
 def check_it_is_reported_first(one: Gateway, model: str, cause: str, message: str, what: str = "could not start") -> None:
     """Wait until a started model has failed, and check all outputs. Then stop the model, so that it is not retried."""
     server = wait_for(lambda: (seen := shown(one, model)).get("cause") and seen, START_WITHIN, why=lambda: one.output[-4000:])
+    refused = one.request(model=model)  # at once: a model that was up is restarted
+    assert refused.status_code == 503 and message not in refused.text, "clients do not get the cause"
     assert server["cause"] == cause and message in server["reason"] and server["hint"]
     lines = one.command("status").stdout.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith(f"{model}#0: "))
@@ -82,8 +84,6 @@ def check_it_is_reported_first(one: Gateway, model: str, cause: str, message: st
     report = one.output.partition(f"{model}#0 {what}")[2]
     assert message in report.splitlines()[0] and "Traceback" not in one.output
     assert one.metric(f'vllm_gateway_launch_failures_total{{cause="{cause}",model="{model}"}}') >= 1
-    refused = one.request(model=model)
-    assert refused.status_code == 503 and message not in refused.text, "clients are told nothing of it"
     assert one.request().status_code == 200, "the others are served"
     assert one.command("stop", model).returncode == 0
 

@@ -126,15 +126,20 @@ def _check_ends(beside: Real, responses: Sequence[httpx2.Response], stored: Mapp
     assert {bool(row["stream"]) for row in stored.values() if row["status"] == 200} == {True, False}
 
 
+ENDLESSLY: dict[str, Any] = {"max_tokens": ENDLESS, "ignore_eos": True}
 TRUNCATED: dict[str, tuple[str, dict[str, Any], int]] = {
-    "chat": (CHAT, chat("Never stop.", max_tokens=ENDLESS), 1),
-    "reasoning": (CHAT, {"messages": [user("Never stop.")], "temperature": 0, "max_tokens": ENDLESS}, 1),
-    "hidden reasoning": (CHAT, {"messages": [user("Never stop.")], "include_reasoning": False, "max_tokens": ENDLESS}, 1),
-    "choices": (CHAT, {**chat("Never stop.", max_tokens=ENDLESS, n=3), "temperature": 1}, 3),
-    "tools": (CHAT, chat("Never stop.", max_tokens=ENDLESS, tools=[WEATHER]), 1),
-    "usage for the client": (CHAT, chat("Never stop.", max_tokens=ENDLESS, **CONTINUOUS), 1),
-    "completion": (COMPLETIONS, {"prompt": "Never stop.", "max_tokens": ENDLESS, "ignore_eos": True, "echo": True}, 1),
-    "prompts": (COMPLETIONS, {"prompt": ["Never", "stop it."], "max_tokens": ENDLESS, "ignore_eos": True, "n": 2}, 2),
+    "chat": (CHAT, chat("Never stop.", **ENDLESSLY), 1),
+    "reasoning": (CHAT, {"messages": [user("Never stop.")], "temperature": 0, **ENDLESSLY}, 1),
+    "hidden reasoning": (
+        CHAT,
+        {"messages": [user("Never stop.")], "include_reasoning": False, **ENDLESSLY},
+        1,
+    ),
+    "choices": (CHAT, {**chat("Never stop.", **ENDLESSLY, n=3), "temperature": 1}, 3),
+    "tools": (CHAT, chat("Never stop.", **ENDLESSLY, tools=[WEATHER]), 1),
+    "usage for the client": (CHAT, chat("Never stop.", **ENDLESSLY, **CONTINUOUS), 1),
+    "completion": (COMPLETIONS, {"prompt": "Never stop.", **ENDLESSLY, "echo": True}, 1),
+    "prompts": (COMPLETIONS, {"prompt": ["Never", "stop it."], **ENDLESSLY, "n": 2}, 2),
 }
 """Streams, and how often vLLM counts the prompt of each."""
 RUNNING = re.compile(rb'"index":(\d+),.*?"usage":\{"prompt_tokens":\d+,"total_tokens":\d+,"completion_tokens":(\d+)')
@@ -156,7 +161,10 @@ def test_a_stream_whose_client_disconnects_is_counted_to_the_token(real: Real, n
 
     def scenario(_: int) -> tuple[str, int, float, float]:
         before = real.count("vllm:prompt_tokens_total"), real.count(GENERATED)
-        return *real.disconnect_in_mid_response(disconnect, tokens=times * ENDLESS), *before
+        left = real.disconnect_in_mid_response(disconnect, tokens=times * ENDLESS)
+        if rows(real, [left[0]])[left[0]]["status"] == 200:
+            raise NotAchieved
+        return *left, *before
 
     identity, events, prompt, generated = attempted(scenario)
     row = rows(real, [identity])[identity]

@@ -267,7 +267,7 @@ def test_sigterm_waits_for_requests_in_flight_if_configured() -> None:
 
 
 def test_a_draining_server_lives_and_fails_new_requests() -> None:
-    with running("--shutdown-timeout", "20") as simulated:
+    with running("--shutdown-timeout", "120") as simulated:
         opened, finish = threading.Event(), threading.Event()
         holder = threading.Thread(target=_hold, args=(simulated, opened, finish))
         holder.start()
@@ -288,7 +288,7 @@ def _hold(simulated: Simulated, opened: threading.Event, finish: threading.Event
     with simulated.client.stream("POST", "/v1/chat/completions", json={**_LONG, "simulate": {"hang_after": 2}}) as response:
         next(response.iter_lines())
         opened.set()
-        finish.wait(WITHIN)
+        finish.wait(100)
 
 
 @pytest.mark.parametrize(("flag", "status"), [("--sim-die-after-tokens", 1), ("--sim-die-after-requests", 1)])
