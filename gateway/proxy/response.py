@@ -117,8 +117,12 @@ class ResponseRelay:
         """Settle the key's limits before the end of the response is sent: the client's next request must find them settled."""
         if (reservation := self._request.reservation) is not None:
             status = self._response.status
-            settlement = self.settle(status, reservation.estimated_prompt) if self.usage is None else Settlement(self.usage)
-            self.settlement = settlement
+            if self.usage is not None:
+                settlement = self.settlement = Settlement(self.usage)
+            elif reservation.counts_tokens:
+                settlement = self.settle(status, reservation.estimated_prompt)
+            else:
+                settlement = NOTHING  # for these limits; the ledger may need an estimate
             reservation.settle(settlement, status)
 
     def _note_aborted(self) -> None:

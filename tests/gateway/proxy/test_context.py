@@ -7,10 +7,12 @@ from contextlib import ExitStack, closing
 from typing import Any
 
 import orjson
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from gateway.api.settlement import Method
 from gateway.api.usage import Usage
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
@@ -197,3 +199,14 @@ async def test_a_stream_that_is_closed_before_its_end_costs_its_prompt_and_what_
         (row,) = [decode(payload) for payload in frames(journal.read().data)]
     assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", 5010, 98, None)
     assert row.cost == 5_304_000
+
+
+@pytest.mark.parametrize("limits", [Limits(), Limits(requests_per_minute=100), Limits(tokens_per_day=10**6)])
+async def test_a_stream_without_usage_is_estimated_for_the_ledger_whatever_the_limits_count(limits: Limits) -> None:
+    with closing(Journal.create("test", 1 << 16, 8)) as journal, way(key(allowances=(Allowance("key team-a", limits),))) as one:
+        ledger = one.context.ledger = Recorder(journal)
+        ledger.apply_snapshot(one.worker.snapshot)
+        sent = [*[token(0, None)] * 4, DONE]
+        one.streamed([STREAM_HEAD, *(b"%x\r\n%b\r\n" % (len(each), each) for each in sent), b"0\r\n\r\n"], include_usage=False)
+        (row,) = [decode(payload) for payload in frames(journal.read().data)]
+    assert (row.status, row.incomplete, row.completion, row.estimated_by) == (200, None, 4, Method.EVENTS)
