@@ -14,6 +14,8 @@ from gateway.api.errors import Refusal, unknown_model
 from gateway.api.routes import ROUTES, Route
 from gateway.auth.body_policy import BodyPolicy
 from gateway.snapshot.snapshot import Key, Model
+from upstream.balancing.cost_model import CostModel
+from upstream.balancing.policies.cost import Cost
 from upstream.balancing.pool import Pool
 from upstream.balancing.server import Server
 
@@ -42,7 +44,11 @@ class Target:
 class Catalog:
     """The models of one snapshot."""
 
-    def __init__(self, models: Iterable[Model], servers: Mapping[str, Server], default: str | None = None) -> None:
+    def __init__(
+        self, models: Iterable[Model], servers: Mapping[str, Server], default: str | None = None, costs: Mapping[str, CostModel] = {}
+    ) -> None:
+        """Compile the models. ``costs`` has what is known of the servers of each model with the policy ``cost``, by the model's ID."""
+        self._costs = costs
         self._pools: dict[str, Pool] = {}  # an adapter has its base's
         self.entries = tuple(
             CatalogEntry(model, self._pool(model, servers), BodyPolicy.for_model(model), model.id if model.rewrite else None)
@@ -66,7 +72,10 @@ class Catalog:
     def _pool(self, model: Model, servers: Mapping[str, Server]) -> Pool:
         found = self._pools.get(model.base)
         if found is None:
-            found = self._pools[model.base] = Pool([servers[spec.name] for spec in model.servers], model.balance)
+            pooled = [servers[spec.name] for spec in model.servers]
+            costs = self._costs.get(model.base)
+            policy = None if costs is None or model.cost is None else Cost(pooled, costs, explain=model.cost.explain)
+            found = self._pools[model.base] = Pool(pooled, model.balance, policy)
         return found
 
     def retire(self) -> None:

@@ -230,6 +230,13 @@ class Discover(Section):
     api_key: Secret | None = Field(default=None, description="API key that they require")
 
 
+class CostPolicy(Section):
+    """Settings of the balance policy `cost`."""
+
+    kv_cache_tokens: Count | None = Field(default=None, description="tokens in each server's KV cache; default: from the engines' metrics")
+    explain: Flag = Field(default=False, description="explain each choice in the access log")
+
+
 class Timeouts(Section):
     """The timeouts of a model's servers."""
 
@@ -303,6 +310,7 @@ class Model(Section):
     discover: Discover | None = Field(default=None, description="servers that are discovered at runtime")
     loras: tuple[Lora, ...] = Field(default=(), description="LoRA adapters of the model")
     balance: Balance = Field(default=policies.DEFAULT, description="how a server is selected")
+    cost_policy: CostPolicy | None = Field(default=None, description="settings of `balance: cost`")
     timeouts: Timeouts = Field(default=Timeouts(), description="timeouts of the servers")
     queue: Queue | None = Field(
         default=None,
@@ -329,6 +337,12 @@ class Model(Section):
     capabilities: tuple[Capability, ...] | None = Field(
         default=None, description="capabilities in the model list; default: from the launch arguments"
     )
+
+    @model_validator(mode="after")
+    def _has_settings_of_its_policy(self) -> Model:
+        if self.cost_policy is not None and self.balance != "cost":
+            raise ValueError("cost_policy has no effect without `balance: cost`")
+        return self
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -23,6 +23,7 @@ from gateway.snapshot.snapshot import (
     Budget,
     Claims,
     Clients,
+    CostSettings,
     Issuer,
     Key,
     Limits,
@@ -123,6 +124,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         aliases=model.aliases,
         mounts=model.mounts,
         balance=model.balance,
+        cost=_cost(model),
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
         queue=_queue(config, model),
         max_inflight=model.max_inflight,
@@ -139,6 +141,14 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         capabilities=model.capabilities,
         launched_with=None if args is None else capabilities_of(args),
     )
+
+
+def _cost(model: conf.Model) -> CostSettings | None:
+    """Return the settings of the policy ``cost``; None with another policy."""
+    if model.balance != "cost":
+        return None
+    settings = model.cost_policy or conf.CostPolicy()
+    return CostSettings(settings.kv_cache_tokens, settings.explain)
 
 
 def _price(price: conf.Price) -> Price:

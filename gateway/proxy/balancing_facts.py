@@ -11,20 +11,24 @@ from typing import Any
 
 from gateway.limits.estimate import estimate_in_steps
 from gateway.proxy.prefix import affinity_key
+from gateway.proxy.prompt_blocks import prompt_of
 from upstream.balancing.policies.policy import Fact, RequestFacts
 
 
 def balancing_facts(
-    required: Set[Fact], document: Mapping[str, Any], path: str, body: bytes | bytearray, session: bytes | None
+    required: Set[Fact], document: Mapping[str, Any], path: str, body: bytes | bytearray, session: bytes | None, adapter: str | None = None
 ) -> Generator[None, None, RequestFacts]:
     """Return the required facts of a request.
 
     ``document``: the merged body. ``path``: the server's route. ``body``: as the client sent it. ``session``: the value of x-session-id.
+    ``adapter``: the ID of the LoRA adapter that serves the request.
     """
-    key, tokens = None, 0
+    key, tokens, prompt = None, 0, None
     if "affinity_key" in required:
         key = affinity_key(document, session)
     if "tokens" in required:
         estimate = yield from estimate_in_steps(document, path, body)
         tokens = estimate.prompt + estimate.completion
-    return RequestFacts(key, tokens)
+    if "prompt" in required:
+        prompt = yield from prompt_of(document, adapter, session)
+    return RequestFacts(key, tokens, prompt)

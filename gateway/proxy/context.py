@@ -32,6 +32,7 @@ from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
 from gateway.telemetry.request_record import USER_LIMIT, RequestRecord
 from upstream.balancing.attempt import Attempt, UpstreamResponse
+from upstream.balancing.cost_model import Placement
 from upstream.balancing.pool import NoServerError
 from upstream.http.errors import ConnectFailed, UpstreamError
 
@@ -99,7 +100,7 @@ class RequestContext(msgspec.Struct, eq=False):
         finally:
             self.worker.record_request(self._record())
             self.request.release()
-        return isinstance(error, Exception | asyncio.CancelledError)
+        return error is not None and isinstance(error, Exception | asyncio.CancelledError)
 
     # While it is served
 
@@ -120,6 +121,8 @@ class RequestContext(msgspec.Struct, eq=False):
             fallbacks.failures += self._failures(attempt)
             fallbacks.retries += attempt.retries
             fallbacks.composed_at = attempt.composed_at
+            if (prompt := attempt.facts.prompt) is not None and prompt.placement is not None:
+                prompt.placement.finished()
             self.attempt = None
 
     def use_model(self, model: CatalogEntry, requested: CatalogEntry) -> None:
@@ -227,7 +230,7 @@ class RequestContext(msgspec.Struct, eq=False):
         first_byte, first_token = passed.first_byte, passed.first_token
         # The gateway's own share: before the request was sent, and between the first byte of the response and its handling.
         overhead = (composed_at or now) - received_at - self.waited - self.queued + (self.handover or 0.0)
-        return RequestRecord(
+        record = RequestRecord(
             id=request.id,
             started=self.started_at,
             endpoint=request.target.route.endpoint,
@@ -251,9 +254,36 @@ class RequestContext(msgspec.Struct, eq=False):
             first_byte=None if first_byte is None else first_byte - received_at,
             first_token=None if first_token is None else first_token - received_at,
             gaps=passed.gaps,
-            user=self.user[:USER_LIMIT] if isinstance(self.user, str) and self.worker.active.snapshot.log_user else None,
+            user=None if self.user is None else self._logged_user(self.user),
             failures=failures,
             detail=self.detail,
             trace=request.trace,
             shape=self.shape,
+        )
+        if attempt is not None and attempt.facts.prompt is not None:
+            record = self._finish_placement(record, attempt.facts.prompt.placement)
+        return record
+
+    def _logged_user(self, user: object) -> str | None:
+        """Return the ``user`` field, if it is a text and the configuration wants it logged."""
+        return user[:USER_LIMIT] if isinstance(user, str) and self.worker.active.snapshot.log_user else None
+
+    def _finish_placement(self, record: RequestRecord, placement: Placement | None) -> RequestRecord:
+        """End the placement of the request. Return its record, with the reason for the choice of its server if that is to be logged."""
+        if placement is None:
+            return record
+        usage = record.usage if record.status < 400 and record.incomplete is None else None
+        if usage is None:
+            placement.finished()
+        else:
+            assert self.model is not None
+            placement.finished(usage.prompt, usage.cached, usage.completion)
+            self.worker.metrics.count_prediction(self.model.model.base, placement.predicted, usage.cached)
+        if not placement.candidates:
+            return record
+        candidates = {
+            name: {"cost_ms": round(cost * 1000, 3), "cached_tokens": round(cached)} for name, cost, cached in placement.candidates
+        }
+        return msgspec.structs.replace(
+            record, explanation={"predicted_cached_tokens": round(placement.predicted), "candidates": candidates}
         )

@@ -175,7 +175,8 @@ async def _apply_policy(
             prepared = with_running_usage(prepared)
     facts = NO_FACTS
     if required := model.pool.required_facts:
-        work = balancing_facts(required, prepared.document, prepared.path, body, request.head.headers.get(b"x-session-id"))
+        session, adapter = request.head.headers.get(b"x-session-id"), model.model.id if model.model.parent is not None else None
+        work = balancing_facts(required, prepared.document, prepared.path, body, session, adapter)
         facts = finished(work) if pace is None else await pace.run(work)
     if size > _SERIALIZED_EARLY:
         if pace is not None:

@@ -58,6 +58,7 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
     total_ms: float
     detail: str | None = None
     request: Mapping[str, Any] | None = None
+    balance: Mapping[str, Any] | None = None
 
 
 def line(record: RequestRecord) -> bytes:
@@ -87,6 +88,7 @@ def line(record: RequestRecord) -> bytes:
         total_ms=round(record.duration * 1000, 3),
         detail=record.detail,
         request=record.shape,
+        balance=record.explanation,
     )
     if usage is not None:
         line.prompt_tokens, line.completion_tokens = usage.prompt, usage.completion

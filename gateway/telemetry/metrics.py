@@ -83,6 +83,12 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "tokens_total": Family(
             "counter", "Tokens reported by the server; cached is part of prompt, reasoning of completion.", ("key", "model", "type")
         ),
+        "predicted_tokens_total": Family(
+            "counter",
+            "Prompt tokens with the policy cost: those that were predicted to be cached, and those that were cached.",
+            ("model", "type"),
+        ),
+        "prefix_index_blocks": Family("gauge", "Blocks in the worker's prefix index of the model.", ("model", "worker")),
         "inflight_requests": Family("gauge", "Requests in flight.", ("model",), per_model=True),
         "queued_requests": Family("gauge", "Requests queued for a server.", ("model",), per_model=True),
         "auth_failures_total": Family("counter", "Requests refused because of their key.", ("reason",)),
@@ -247,6 +253,11 @@ class WorkerMetrics:
         """Count requests without a line in the access log."""
         if count:
             self.cells("log_lines_dropped_total")[0] += count
+
+    def count_prediction(self, model: str, predicted: float, cached: int) -> None:
+        """Count the cached tokens of a prompt, and their prediction."""
+        self.cells("predicted_tokens_total", model, "predicted")[0] += predicted
+        self.cells("predicted_tokens_total", model, "cached")[0] += cached
 
     def record_request(self, record: RequestRecord) -> None:
         """Count a finished request, once."""

@@ -42,6 +42,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     ``estimated_by`` are the settlement's. ``user`` is the request's ``user`` field, None unless it is logged. ``failures`` are failures of
     servers: the model that has the server, the server, the reason. ``detail`` is for the operator only. ``trace`` is None if the request is
     not traced. ``client`` is the client's address. ``shape`` is the shape of the body, None unless it is logged (see ``body_shape``).
+    ``explanation`` says why ``server`` was chosen, None unless that is logged.
     ``method`` and ``path`` are set only for a path that is not served.
 
     A Struct, because a frozen dataclass of this size takes three times as long to create.
@@ -75,5 +76,6 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     trace: Trace | None = None
     client: str | None = None
     shape: Mapping[str, Any] | None = None
+    explanation: Mapping[str, Any] | None = None
     method: str | None = None
     path: str | None = None

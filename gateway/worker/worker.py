@@ -25,6 +25,7 @@ from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
 from gateway.telemetry.tracing import Sampler
 from gateway.worker.app import WorkerApp
+from upstream.balancing.cost_model import CostModel
 from upstream.balancing.pool import LiveServers
 
 if TYPE_CHECKING:
@@ -59,6 +60,8 @@ class Worker:
         self._tokens: TokenVerifier | None = None
         self.certificate = Certificate(snapshot.tls) if snapshot.tls else None
         self._catalog: Catalog | None = None
+        self.costs: dict[str, CostModel] = {}
+        """The knowledge about the servers of each model with the policy ``cost``, by the model's ID."""
         self._ticks = 0
         context.other_routes = WorkerApp(context)
         self.apply_snapshot(snapshot)
@@ -84,7 +87,12 @@ class Worker:
         limit, tracing = snapshot.max_inflight, snapshot.tracing
         if self._catalog is not None:
             self._catalog.retire()
-        self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model)
+        self.costs = {
+            model.id: self.costs.get(model.id) or CostModel(model.cost.kv_cache_tokens)
+            for model in snapshot.bases
+            if model.cost is not None
+        }
+        self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs)
         context.active = ActiveSnapshot(
             snapshot=snapshot,
             keyring=Keyring(snapshot.keys, self._token_verifier(snapshot)),
@@ -118,7 +126,9 @@ class Worker:
     def apply_health(self, health: Health) -> None:
         """Apply control's report about servers and models."""
         for name, condition in health.conditions.items():
-            self.fleet.set_condition(name, condition)
+            if self.fleet.set_condition(name, condition):
+                for costs in self.costs.values():
+                    costs.restarted(name)  # the cache of a new process is empty
         self.context.health = health
         self.context.queues.set_expected(health.expected)
 
@@ -142,6 +152,8 @@ class Worker:
     def _sweep(self) -> None:
         """Run the periodic work for all connections to servers and clients, about once a second."""
         self.fleet.expire()
+        for model, costs in self.costs.items():
+            self.context.metrics.cells("prefix_index_blocks", model, str(self.number))[0] = costs.index.size
         now = time.monotonic()
         for connection in tuple(self.context.connections):
             connection.check(now)

@@ -272,13 +272,13 @@ class Attempt:
     composed. ``facts`` is what the pool's policy needs to know about the request.
     """
 
-    __slots__ = ("_deadlines", "_facts", "_pool", "_response", "_timeouts", "composed_at", "failures", "server", "tried")
+    __slots__ = ("_deadlines", "_pool", "_response", "_timeouts", "composed_at", "facts", "failures", "server", "tried")
 
     def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, facts: RequestFacts = NO_FACTS) -> None:
         self._pool = pool
         self._timeouts = timeouts
         self._deadlines = deadlines
-        self._facts = facts
+        self.facts = facts
         self.tried: list[Server] = []
         self._response: UpstreamResponse | None = None
         self.server: Server | None = None
@@ -292,7 +292,7 @@ class Attempt:
         """Record the server's success or failure, and release everything."""
         response, server = self._response, self.server
         if response is not None and server is not None:
-            failure = response.fault or response.error or (error if isinstance(error, UpstreamError) else None)
+            failure = response.fault or response.error or (error if error is not None and isinstance(error, UpstreamError) else None)
             if failure is not None:
                 self._record_failure(server, failure)
             elif server.recently_failed and response.complete:
@@ -316,16 +316,18 @@ class Attempt:
         while True:
             try:
                 # A streamed body can't be sent again, and a second attempt uses a new connection: another idle one may be stale as well.
-                fresh = upload is not None or bool(self.tried)
-                server = self.server = self._pool.choose(self.tried, self._facts)
+                may_reuse = upload is None and not self.tried
+                server = self.server = self._pool.choose(self.tried, self.facts)
                 self.tried.append(server)
-                server.start_exchange(self._facts.tokens)
-                connection = (None if fresh else server.take_idle_connection()) or await server.connect(self._timeouts.connect)
+                server.start_exchange(self.facts.tokens)
+                connection = (server.take_idle_connection() if may_reuse else None) or await server.connect(self._timeouts.connect)
                 response = self._start(server, connection, compose, more=upload is not None)
                 if upload is not None:
                     await response.upload(upload)
                 while not (response.pending or response.complete):
                     await response.next_data()
+                if self.facts.prompt is not None:
+                    self.facts.prompt.responded()
                 return response
             except UpstreamError as error:
                 self._record_failure(server, error)
@@ -348,13 +350,14 @@ class Attempt:
         return response
 
     def _release(self) -> None:
-        if self._response is not None:
-            self._deadlines.forget(self._response)
-            self._response.close()
+        response = self._response
+        if response is not None:
+            self._deadlines.forget(response)
+            response.close()
             self._response = None
         server, self.server = self.server, None
         if server is not None:
-            server.finish_exchange(self._facts.tokens)  # this call may start a queued request
+            server.finish_exchange(self.facts.tokens)  # this call may start a queued request
 
     def _record_failure(self, server: Server, error: UpstreamError) -> None:
         if error not in self.failures and not isinstance(error, LocalLimit):

@@ -33,12 +33,14 @@ class NoServerError(Exception):
 
 
 class Pool:
-    """The servers of one model. ``balance``: the name of the policy that chooses among them."""
+    """The servers of one model.
 
-    def __init__(self, servers: Sequence[Server], balance: str) -> None:
+    ``balance``: the name of the policy that chooses among them. ``policy``: the policy itself, if it exists already.
+    """
+
+    def __init__(self, servers: Sequence[Server], balance: str, policy: Policy[Server] | None = None) -> None:
         self.servers = tuple(servers)
-        policy = POLICIES[balance]
-        self._policy: Policy[Server] = policy(self.servers)
+        self._policy = policy = policy or POLICIES[balance](self.servers)
         self.required_facts: frozenset[Fact] = policy.requires if len(servers) > 1 else frozenset()
         """Facts of a request that ``choose`` requires. Empty if the pool has one server."""
         bounded = any(server.limit < math.inf for server in self.servers)
@@ -132,11 +134,14 @@ class LiveServers:
         self._servers = {name: unchanged.get(name) or Server(spec, write_batch=self.write_batch) for name, spec in wanted.items()}
         return self._servers
 
-    def set_condition(self, name: str, condition: Condition) -> None:
-        """Apply a server's state as reported by control. Ignores a name that is not live."""
+    def set_condition(self, name: str, condition: Condition) -> bool:
+        """Apply a server's state as reported by control. Returns whether the server came up. Ignores a name that is not live."""
         server = self._servers.get(name)
-        if server is not None:
-            server.condition = condition
+        if server is None:
+            return False
+        comes_up = condition is Condition.UP and server.condition is not Condition.UP
+        server.condition = condition
+        return comes_up
 
     def expire(self) -> None:
         """Close expired idle connections, and end expired ejections."""

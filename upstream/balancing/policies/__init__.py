@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from upstream.balancing.policies.cost import Cost
 from upstream.balancing.policies.least_busy import LeastBusy
 from upstream.balancing.policies.policy import Policy
 from upstream.balancing.policies.prefix import Prefix
@@ -23,6 +24,7 @@ POLICIES: Mapping[str, type[Policy[Any]]] = MappingProxyType(
         "least_busy": LeastBusy,
         "round_robin": RoundRobin,
         "prefix": Prefix,
+        "cost": Cost,
     }
 )
 """All policies by their name in the setting ``balance``."""

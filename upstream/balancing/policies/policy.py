@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
+from upstream.balancing.cost_model import Prompt
+
 
 class Candidate(Protocol):
     """A server, as far as a policy may know it."""
@@ -52,7 +54,7 @@ class Candidates(Protocol[C_co]):
         """Return a server with the smallest load. Servers with the same load take turns, so that an idle pool is used evenly."""
 
 
-Fact = Literal["affinity_key", "tokens"]
+Fact = Literal["affinity_key", "tokens", "prompt"]
 """A fact of a request that a policy can require. ``gateway/proxy/balancing_facts.py`` computes each of them."""
 
 
@@ -63,6 +65,8 @@ class RequestFacts(NamedTuple):
     """The same number for requests with the same prefix; None for a request without a text."""
     tokens: int = 0
     """The tokens that the request may use at most, prompt and completion: an estimate."""
+    prompt: Prompt | None = None
+    """The blocks of the prompt; None for a request that is not JSON."""
 
 
 NO_FACTS = RequestFacts()

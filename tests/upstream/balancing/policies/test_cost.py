@@ -1,0 +1,205 @@
+"""``balance: cost``: a request goes where it costs the least time."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from tests.upstream.balancing.policies.servers import FakeServer, candidates, named
+from upstream.balancing.cost_model import CostModel, EngineLoad, Placement, Prompt
+from upstream.balancing.policies.cost import Cost
+from upstream.balancing.policies.policy import RequestFacts
+
+BLOCK = 512
+LONG = 40  # blocks: 5,120 tokens, 0.64 s at the assumed speed
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Router:
+    """A policy with its servers, and a clock that the test moves."""
+
+    def __init__(self, *names: str, explain: bool = False) -> None:
+        self.clock = Clock()
+        self.model = CostModel(clock=self.clock)
+        self.servers = named(names)
+        self.policy: Cost[FakeServer] = Cost(self.servers, self.model, explain=explain)
+        self._requests = 0
+
+    def send(self, first: int, blocks: int = LONG, *, own: int = 0, session: int | None = None, adapter: int | None = None) -> Placement:
+        """Send a stream whose prompt starts with these blocks, followed by ``own`` blocks that no other prompt has."""
+        self._requests += 1
+        keys = [*range(first, first + blocks), *range(1_000_000 + 1000 * self._requests, 1_000_000 + 1000 * self._requests + own)]
+        prompt = Prompt(keys, len(keys) * BLOCK, stream=True, session=session, adapter=adapter)
+        chosen = self.policy.choose(candidates(self.servers, self._requests), RequestFacts(prompt=prompt))
+        assert prompt.placement is not None and prompt.placement.server == chosen.name
+        return prompt.placement
+
+    def serve(self, first: int, blocks: int = LONG, seconds: float = 0.0, cached: int = 0) -> Placement:
+        """Send a stream that the server finishes before the next one."""
+        placement = self.send(first, blocks)
+        self.clock.now += seconds
+        placement.responded()
+        placement.finished(blocks * BLOCK // 4, cached, 10)
+        return placement
+
+
+def test_a_prompt_goes_where_its_start_is_cached() -> None:
+    router = Router("a", "b", "c")
+    for first in (1000, 2000, 3000):
+        server = router.serve(first).server
+        router.clock.now += 10
+        assert {router.serve(first, LONG + more).server for more in range(5)} == {server}
+
+
+def test_unknown_prompts_are_spread_over_idle_servers() -> None:
+    router = Router("a", "b", "c")
+    assert Counter(router.send(1000 * number).server for number in range(1, 7)) == {"a": 2, "b": 2, "c": 2}
+
+
+def test_a_backlog_that_takes_longer_than_the_prefix_is_avoided() -> None:
+    router = Router("a", "b")
+    home = router.serve(1000).server
+    router.clock.now += 10
+    servers = [router.send(1000, own=10).server for _ in range(9)]
+    assert servers[:3] == [home] * 3  # ten blocks to compute each, against fifty elsewhere
+    assert set(servers) == {"a", "b"}
+
+
+def test_a_short_backlog_is_waited_for() -> None:
+    router = Router("a", "b")
+    home = router.serve(1000).server
+    router.clock.now += 10
+    assert router.send(1000, own=4).server == router.send(1000, own=4).server == home
+
+
+def test_speeds_are_learned_from_streams() -> None:
+    router = Router("a", "b")
+    for first in range(1000, 9000, 1000):
+        placement = router.send(first)
+        router.clock.now += 1.0 if placement.server == "a" else 0.25
+        placement.responded()
+        placement.finished(LONG * BLOCK // 4, 0, 1)
+        router.clock.now += 10
+    slow, fast = router.model.servers["a"].seconds_per_token, router.model.servers["b"].seconds_per_token
+    assert fast is not None and (slow is None or slow > 2 * fast)
+    assert {router.send(50_000 + 1000 * number, 4).server for number in range(2)} == {"b"}
+
+
+def test_responses_teach_the_bytes_of_a_token() -> None:
+    router = Router("a", "b")
+    for number in range(1, 60):
+        placement = router.send(1000 * number)
+        placement.finished(LONG * BLOCK // 2)
+    assert 1.99 < router.model.bytes_per_token < 2.01
+
+
+def test_a_restarted_server_has_nothing_cached() -> None:
+    router = Router("a", "b")
+    home = router.serve(1000).server
+    router.clock.now += 10
+    assert router.send(1000).predicted > 0
+    router.model.restarted(home)
+    assert router.model.index.size == 0 or router.send(1000).server != home
+
+
+def test_evictions_shrink_the_assumed_cache() -> None:
+    router = Router("a", "b")
+    home = router.serve(1000).server
+    before = router.model.servers[home].capacity
+    router.clock.now += 10
+    router.serve(1000, cached=500)  # the server reports cached tokens, and had fewer than predicted
+    router.clock.now += 10
+    router.serve(1000, cached=0)
+    assert router.model.servers[home].capacity < before
+
+
+def test_a_server_that_reports_no_cached_tokens_teaches_nothing() -> None:
+    router = Router("a", "b")
+    home = router.serve(1000).server
+    before = router.model.servers[home].capacity
+    for _ in range(5):
+        router.clock.now += 10
+        router.serve(1000)
+    assert router.model.servers[home].capacity == before
+
+
+def test_a_session_stays_on_its_server_when_little_speaks_against_it() -> None:
+    router = Router("a", "b", "c")
+    first = router.send(1000, 1, session=7)
+    first.responded()
+    first.finished()
+    router.clock.now += 10
+    for number in range(2, 9):
+        again = router.send(1000 * number, 1, session=7)
+        again.responded()
+        again.finished()
+        router.clock.now += 10
+        assert again.server == first.server
+
+
+def test_an_adapter_stays_where_it_is_loaded() -> None:
+    router = Router("a", "b", "c")
+    servers = set()
+    for number in range(1, 9):
+        placement = router.send(1000 * number, 1, adapter=5)
+        placement.responded()
+        placement.finished()
+        router.clock.now += 10
+        servers.add(placement.server)
+    assert len(servers) == 1
+
+
+def test_requests_of_another_gateway_count_while_their_sample_is_fresh() -> None:
+    router = Router("a", "b")
+    router.serve(1000)
+    router.clock.now += 10
+    router.model.engine_load("a", EngineLoad(router.clock.now, running=20, waiting=5))
+    for number in range(2, 6):
+        assert router.serve(1000 * number, 2).server == "b"
+        router.clock.now += 0.5
+    router.clock.now += 60
+    assert {router.send(1000 * number, 2).server for number in range(6, 10)} == {"a", "b"}
+
+
+def test_a_choice_is_explained_on_request() -> None:
+    router = Router("a", "b", explain=True)
+    home = router.serve(1000).server
+    router.clock.now += 10
+    explained = {name: (cost, cached) for name, cost, cached in router.send(1000).candidates}
+    other = "b" if home == "a" else "a"
+    assert explained[home][0] < explained[other][0]
+    assert (explained[home][1] > 0) and explained[other][1] == 0
+    assert Router("a", "b").send(1).candidates == ()
+
+
+def test_nothing_is_left_in_flight() -> None:
+    router = Router("a", "b")
+    placements = [router.send(1000 * number % 3000) for number in range(1, 20)]
+    for number, placement in enumerate(placements):
+        if number % 2:
+            placement.responded()
+        placement.finished()
+    assert [(server.in_flight, server.waiting) for server in router.model.servers.values()] == [(0, 0.0), (0, 0.0)]
+
+
+def test_what_was_learned_survives_a_reload() -> None:
+    router = Router("a", "b")
+    home = router.serve(1000).server
+    servers = named(["a", "b", "c"])
+    reloaded: Cost[FakeServer] = Cost(servers, router.model)
+    router.clock.now += 10
+    prompt = Prompt(range(1000, 1000 + LONG), LONG * BLOCK, stream=True)
+    assert reloaded.choose(candidates(servers), RequestFacts(prompt=prompt)).name == home
+
+
+def test_a_large_pool_finds_the_cached_prefix() -> None:
+    router = Router(*(f"s{number}" for number in range(200)))
+    homes = {first: router.serve(first).server for first in range(1000, 40_000, 1000)}
+    router.clock.now += 100
+    assert {first: router.serve(first).server for first in homes} == homes

@@ -1,0 +1,313 @@
+"""A worker's knowledge about the caches, the speed and the work of a model's servers.
+
+``CostModel`` lives as long as its model is configured with a policy that uses it, while pools come and go with snapshots. The rule:
+observations and decisions are separate. Everything here observes; ``policies/cost.py`` decides. Costs are in seconds and sizes in bytes of
+the canonical prompt (``gateway/proxy/prompt_blocks.py``), which ``bytes_per_token`` converts to tokens. Pure: the clock is given.
+
+The model of a server: it computes prompts one after the other, at a speed that is learned from the time to the first token of streams. The
+time that it still needs for the prompts before a new one is its backlog.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from time import monotonic
+from typing import Protocol
+
+from upstream.balancing.prefix_index import DEFAULT_CAPACITY, PrefixIndex
+
+BLOCK_BYTES = 512
+"""Bytes of the canonical prompt in one block: about 128 tokens."""
+BYTES_PER_TOKEN = 4.0
+"""Before the first response: about the ratio of English text in most tokenizers."""
+SECONDS_PER_TOKEN = 1 / 8000
+"""Before the first stream: a model of medium size on one current GPU computes about 8,000 tokens of prompts in a second."""
+RUNNING = 0.002
+"""Seconds by which each running request delays a new one. It decides between servers that are equal otherwise."""
+LOAD_LIFETIME = 5.0
+"""Seconds after which a sample of an engine's load no longer counts. Its weight falls linearly until then."""
+_LEAST_WORK = 128.0  # tokens that an observation of a server's speed must have: below that, other work decides the time
+_MEMORY = 0.9  # weight of the earlier observations against the next one
+_LEAST_CAPACITY = 64  # blocks
+
+
+class Prompt:
+    """The prompt of one request, as far as the choice of a server depends on it, and where it was placed.
+
+    ``keys``: of its blocks; they include the adapter and the salt. ``size``: bytes. ``session``: a key of its session. ``adapter``: a key
+    of its LoRA adapter.
+    """
+
+    __slots__ = ("adapter", "keys", "placement", "session", "size", "stream")
+
+    def __init__(
+        self, keys: Sequence[int], size: int, *, stream: bool = False, session: int | None = None, adapter: int | None = None
+    ) -> None:
+        self.keys = keys
+        self.size = size
+        self.stream = stream
+        self.session = session
+        self.adapter = adapter
+        self.placement: Placement | None = None
+
+    def responded(self) -> None:
+        """Observe the first bytes of the response."""
+        if self.placement is not None:
+            self.placement.responded()
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """An engine's own metrics at ``time`` of the monotonic clock: running and waiting requests, and the used share of its KV cache."""
+
+    time: float
+    running: float
+    waiting: float
+    kv_usage: float = 0.0
+
+
+class ServerCost:
+    """The learned speed and the known work of one server."""
+
+    __slots__ = (
+        "_seconds", "_tokens", "capacity", "foreign", "in_flight", "load_at", "placed", "ready_at", "responded_at", "seconds_per_token",
+        "waiting",
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        self.ready_at = 0.0
+        """When it will have computed the prompts that it has."""
+        self.placed = 0.0
+        """Tokens that it was given to compute since the start."""
+        self.waiting = 0.0
+        """Tokens of this worker's streams that have not begun to respond."""
+        self.in_flight = 0
+        """Requests of all workers of this gateway."""
+        self.foreign = (0.0, 0.0)
+        """Requests that the engine has from others: all of them, and the waiting ones."""
+        self.load_at = 0.0
+        """When ``foreign`` was sampled; 0 before the first time."""
+        self.responded_at = 0.0
+        """When the last stream began to respond."""
+        self.seconds_per_token: float | None = None
+        """For a prompt, learned; None if unknown."""
+        self.capacity = 0.0
+        """Blocks of its cache; shrinks when blocks were evicted that should have been there."""
+        self._tokens = 0.0
+        self._seconds = 0.0
+
+    def learn(self, tokens: float, seconds: float) -> None:
+        """Learn from prompts of ``tokens`` tokens that the server computed in ``seconds`` seconds."""
+        self._tokens = _MEMORY * self._tokens + tokens
+        self._seconds = _MEMORY * self._seconds + seconds
+        self.seconds_per_token = self._seconds / self._tokens
+
+
+class Placement:
+    """One request on the server that was chosen for it.
+
+    ``predicted``: its tokens that should be cached. ``uncached``: the tokens that the server should have to compute.
+    """
+
+    __slots__ = (
+        "_goal", "_model", "_placed_at", "_prompt", "_responded", "_seconds", "_state", "candidates", "predicted", "server", "uncached",
+    )  # fmt: skip
+
+    def __init__(self, model: CostModel, server: str, prompt: Prompt, predicted: float, uncached: float, now: float) -> None:
+        state = self._state = model.servers[server]
+        self._model = model
+        self._prompt = prompt
+        self._placed_at = now
+        self._responded = False
+        self.server = server
+        self.predicted = predicted
+        self.uncached = uncached
+        self.candidates: tuple[tuple[str, float, float], ...] = ()
+        """Name, cost and cached tokens of each candidate, if the choice is to be explained."""
+        if prompt.stream:
+            state.waiting += uncached
+        self._goal = state.placed
+        self._seconds = 0.0
+
+    def responded(self) -> None:
+        """Observe the first bytes of the response. The first bytes of a stream mean that the server has computed its prompt."""
+        if self._responded:
+            return
+        self._responded = True
+        if self._prompt.stream:
+            state, model = self._state, self._model
+            now = model.clock()
+            state.waiting = max(state.waiting - self.uncached, 0.0)
+            # The server computed this prompt since it had computed the one before, or since it got this one.
+            self._seconds = now - max(self._placed_at, state.responded_at)
+            state.responded_at = now
+            # Only the prompts that were placed later are still to be computed.
+            state.ready_at = now + (state.placed - self._goal) * (state.seconds_per_token or model.pace)
+
+    def finished(self, prompt_tokens: int = 0, cached_tokens: int = 0, completion_tokens: int = 0) -> None:
+        """Observe the end. The arguments are the server's own counts, 0 if it reported none."""
+        state, model = self._state, self._model
+        if self._prompt.stream and not self._responded:
+            state.waiting = max(state.waiting - self.uncached, 0.0)
+        self._prompt.placement = None
+        model.finish(self.server, self._prompt.keys, completion_tokens)
+        if prompt_tokens:
+            model.learn_size(self._prompt.size, prompt_tokens)
+            reported = model.correct(self.server, self.predicted, cached_tokens)
+            computed = prompt_tokens - cached_tokens if reported else self.uncached
+            if self._seconds > 0.0 and computed >= _LEAST_WORK:
+                state.learn(computed, self._seconds)
+                model.update_pace()
+
+
+class Peers(Protocol):
+    """The other workers, which learn of this worker's requests."""
+
+    def placed(self, server: str, keys: Sequence[int], uncached: float) -> None:
+        """Report that a prompt was sent to a server."""
+
+    def finished(self, server: str, keys: Sequence[int], generated: int) -> None:
+        """Report the end of a request, and the tokens of its completion."""
+
+
+class CostModel:
+    """The knowledge about the servers of one model.
+
+    ``kv_cache_tokens``: the size of each server's cache, if the engines do not report it. ``peers`` are notified of this worker's requests.
+    """
+
+    def __init__(self, kv_cache_tokens: int | None = None, clock: Callable[[], float] = monotonic, peers: Peers | None = None) -> None:
+        self.clock = clock
+        self.index = PrefixIndex()
+        self.servers: dict[str, ServerCost] = {}
+        self.bytes_per_token = BYTES_PER_TOKEN
+        self.pace = SECONDS_PER_TOKEN
+        """Seconds for a token of a prompt, on a server whose speed is unknown: as on the fastest known one."""
+        self.mean_uncached = 0.0
+        """Mean tokens that a placed request had to compute."""
+        self._peers = peers
+        self._default_capacity = DEFAULT_CAPACITY if kv_cache_tokens is None else blocks_of(kv_cache_tokens)
+        self._bytes = self._tokens = 0.0
+        self._reporting: set[str] = set()
+        self._generated = 0
+
+    def set_servers(self, names: Iterable[str]) -> None:
+        """Know these servers and no others. The knowledge about the servers that stay is not lost."""
+        wanted = dict.fromkeys(names)
+        for name in [name for name in self.servers if name not in wanted]:
+            del self.servers[name]
+            self._reporting.discard(name)
+            self.index.remove_server(name)
+        for name in wanted:
+            if name not in self.servers:
+                self.servers[name] = ServerCost()
+                self.set_capacity(name, self._default_capacity)
+
+    def set_capacity(self, name: str, blocks: int) -> None:
+        """Set the size of a server's cache."""
+        server = self.servers.get(name)
+        if server is not None:
+            server.capacity = blocks
+            self.index.add_server(name, blocks)
+
+    def update_pace(self) -> None:
+        """Update the speed that is assumed of a server without observations."""
+        self.pace = min(server.seconds_per_token for server in self.servers.values() if server.seconds_per_token is not None)
+
+    def restarted(self, name: str) -> None:
+        """Forget the cache of a server whose process is new, and the work of the earlier process."""
+        server = self.servers.get(name)
+        if server is not None:
+            self.index.clear(name)
+            server.ready_at = server.waiting = 0.0
+
+    # Own requests
+
+    def start(self, name: str, prompt: Prompt, matched: int) -> Placement:
+        """Observe that a request is sent to a server, which should have its first ``matched`` blocks."""
+        tokens = prompt.size / self.bytes_per_token
+        cached = min(matched * BLOCK_BYTES / self.bytes_per_token, tokens)
+        uncached, now = tokens - cached, self.clock()
+        if (earlier := prompt.placement) is not None:  # the request is sent again
+            earlier.finished()
+        self._add(name, prompt.keys, uncached, now)
+        if prompt.session is not None:
+            self.index.insert(name, (prompt.session,))
+        if prompt.adapter is not None:
+            self.index.insert(name, (prompt.adapter,))
+        if self._peers is not None:
+            self._peers.placed(name, prompt.keys, uncached)
+        self.mean_uncached += (uncached - self.mean_uncached) * (1 - _MEMORY)
+        prompt.placement = placement = Placement(self, name, prompt, cached, uncached, now)
+        return placement
+
+    def finish(self, name: str, keys: Sequence[int], generated: int) -> None:
+        """Observe the end of an own request. ``generated``: tokens of its completion."""
+        self.peer_finished(name, keys, generated)
+        if self._peers is not None:
+            self._peers.finished(name, keys, generated)
+
+    def learn_size(self, size: int, tokens: int) -> None:
+        """Learn how many bytes of a canonical prompt a token has."""
+        self._bytes = _MEMORY * self._bytes + size
+        self._tokens = _MEMORY * self._tokens + tokens
+        self.bytes_per_token = max(self._bytes / self._tokens, 0.25)
+
+    def correct(self, name: str, predicted: float, cached: int) -> bool:
+        """Correct the size of a server's cache by what it had cached of a prompt. Returns whether the server reports cached tokens.
+
+        If fewer tokens were cached than predicted, the others were evicted: the cache is smaller than assumed, or others use it too.
+        """
+        server = self.servers.get(name)
+        if cached:
+            self._reporting.add(name)
+        if server is None or name not in self._reporting:  # vLLM reports 0 without --enable-prompt-tokens-details
+            return False
+        if predicted - cached > 2 * BLOCK_BYTES / self.bytes_per_token:
+            capacity = max(min(server.capacity, len(self.index.blocks(name))) * 31 / 32, _LEAST_CAPACITY)
+        else:
+            capacity = min(server.capacity * 1.004 + 0.1, float(self._default_capacity))
+        server.capacity = capacity
+        self.index.add_server(name, int(capacity))
+        return True
+
+    # Observations of others
+
+    def peer_placed(self, name: str, keys: Sequence[int], uncached: float) -> None:
+        """Observe that another worker sends a request to a server."""
+        if name in self.servers:
+            self._add(name, keys, uncached, self.clock())
+
+    def peer_finished(self, name: str, keys: Sequence[int], generated: int) -> None:
+        """Observe the end of a request of another worker. Until then its blocks were in use.
+
+        ``generated``: tokens of its completion, which are in the cache, too. Their blocks have no keys, because what the next request of a
+        conversation repeats of a completion is often another text.
+        """
+        server = self.servers.get(name)
+        if server is not None:
+            server.in_flight = max(server.in_flight - 1, 0)
+            blocks = int(generated * self.bytes_per_token / BLOCK_BYTES)
+            self._generated += blocks
+            self.index.insert(name, [*keys, *range(-self._generated, blocks - self._generated)])
+
+    def engine_load(self, name: str, load: EngineLoad) -> None:
+        """Observe an engine's own metrics. Its requests beyond this gateway's belong to others, e.g. to another gateway."""
+        server = self.servers.get(name)
+        if server is not None:
+            foreign = max(load.running + load.waiting - server.in_flight, 0.0)
+            server.foreign = (foreign, min(foreign, load.waiting))
+            server.load_at = load.time
+
+    def _add(self, name: str, keys: Sequence[int], uncached: float, now: float) -> None:
+        server = self.servers[name]
+        server.placed += uncached
+        server.in_flight += 1
+        server.ready_at = max(server.ready_at, now) + uncached * (server.seconds_per_token or self.pace)
+        self.index.insert(name, keys)
+
+
+def blocks_of(tokens: float) -> int:
+    """Return how many blocks of this index a cache of so many tokens holds."""
+    return max(int(tokens * BYTES_PER_TOKEN / BLOCK_BYTES), 1)

@@ -1,0 +1,149 @@
+"""The prefix index: which blocks of prompts each server of a model has in its cache, as far as this process knows.
+
+A block is named by its key, a 64-bit number that also depends on all blocks before it. Equal keys therefore mean equal prompts up to that
+block. The rules: a server has at most ``capacity`` blocks, and the least recently used one is removed first, the last of a prompt before
+those at its start, as in vLLM. All servers together have at most ``limit`` blocks. A server that is removed leaves nothing behind. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+LIMIT = 1_000_000
+"""Blocks of all servers of a model together: about 150 MB in each worker."""
+DEFAULT_CAPACITY = 2_048
+"""Blocks of a server whose cache size is unknown: 262,144 tokens in blocks of 512 characters."""
+
+
+class _ServerBlocks:
+    """The blocks of one server, the least recently used first. ``bit``: its bit in the masks of the index."""
+
+    __slots__ = ("bit", "blocks", "capacity")
+
+    def __init__(self, bit: int, capacity: int) -> None:
+        self.bit = bit
+        self.capacity = capacity
+        self.blocks: dict[int, None] = {}
+
+
+class PrefixIndex:
+    """The cached blocks of the servers of one model, by the servers' names."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        self._limit = limit
+        self._servers: dict[str, _ServerBlocks] = {}
+        self._by_bit: dict[int, str] = {}
+        self._owners: dict[int, int] = {}  # key → mask of the servers that have the block
+        self.size = 0
+        """Blocks of all servers together."""
+
+    def add_server(self, name: str, capacity: int = DEFAULT_CAPACITY) -> None:
+        """Add a server without blocks, or change the capacity of a known one."""
+        server = self._servers.get(name)
+        if server is None:
+            bit = next(1 << position for position in range(len(self._servers) + 1) if 1 << position not in self._by_bit)
+            self._by_bit[bit] = name
+            self._servers[name] = _ServerBlocks(bit, capacity)
+        else:
+            server.capacity = capacity
+        self._shrink()
+
+    def remove_server(self, name: str) -> None:
+        """Remove a server and its blocks."""
+        self.clear(name)
+        server = self._servers.pop(name, None)
+        if server is not None:
+            del self._by_bit[server.bit]
+
+    def blocks(self, name: str) -> Sequence[int]:
+        """Return the keys of a server's blocks, the least recently used first."""
+        server = self._servers.get(name)
+        return () if server is None else tuple(server.blocks)
+
+    def insert(self, name: str, keys: Sequence[int]) -> None:
+        """Record that a server has used these blocks of one prompt, in the order of the prompt. An unknown server is ignored."""
+        server = self._servers.get(name)
+        if server is None:
+            return
+        blocks, bit, owners = server.blocks, server.bit, self._owners
+        before = len(blocks)
+        for key in reversed(keys):  # the start of a prompt is the last to be removed
+            if key in blocks:
+                del blocks[key]
+            else:
+                owners[key] = owners.get(key, 0) | bit
+            blocks[key] = None
+        added = len(blocks) - before
+        if added:
+            self.size += added
+            if len(blocks) > server.capacity:
+                self._evict(server, len(blocks) - server.capacity)
+            if self.size > self._limit:
+                self._shrink()
+
+    def remove(self, name: str, keys: Iterable[int]) -> None:
+        """Record that a server no longer has these blocks."""
+        server = self._servers.get(name)
+        if server is not None:
+            self._forget(server, [key for key in keys if key in server.blocks])
+
+    def clear(self, name: str) -> None:
+        """Record that a server has no blocks: its process is new, or its cache was reset."""
+        server = self._servers.get(name)
+        if server is not None:
+            self._forget(server, list(server.blocks))
+
+    def matched(self, keys: Sequence[int]) -> dict[str, int]:
+        """Return how many blocks from the start of a prompt each server has. A server without any is missing."""
+        levels = self._levels(keys)
+        by_bit, found = self._by_bit, {}
+        for depth, mask in levels:
+            rest = mask
+            while rest:
+                bit = rest & -rest
+                rest ^= bit
+                found[by_bit[bit]] = depth
+        return found
+
+    def _levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
+        """Return numbers of blocks, and the mask of the servers that have exactly so many from the start."""
+        owners, levels, depth = self._owners.get, [], 0
+        having = owners(keys[0], 0) if keys else 0
+        for key in keys:
+            mask = having & owners(key, 0)
+            if mask != having:
+                levels.append((depth, having ^ mask))
+                having = mask
+                if not mask:
+                    break
+            depth += 1
+        if having:
+            levels.append((depth, having))
+        return levels
+
+    def _shrink(self) -> None:
+        """Evict until every server, and all together, are within their bounds. Blocks above the limit are evicted in equal shares."""
+        for server in self._servers.values():
+            if len(server.blocks) > server.capacity:
+                self._evict(server, len(server.blocks) - server.capacity)
+        if self.size > self._limit:
+            share = self._limit // len(self._servers)
+            for server in self._servers.values():
+                if len(server.blocks) > share:
+                    self._evict(server, min(len(server.blocks) - share, self.size - self._limit))
+
+    def _evict(self, server: _ServerBlocks, count: int) -> None:
+        self._forget(server, list(islice(server.blocks, max(count, 0))))
+
+    def _forget(self, server: _ServerBlocks, keys: Sequence[int]) -> None:
+        """Remove blocks that the server has."""
+        owners, bit = self._owners, server.bit
+        for key in keys:
+            del server.blocks[key]
+            left = owners[key] ^ bit
+            if left:
+                owners[key] = left
+            else:
+                del owners[key]
+        self.size -= len(keys)
