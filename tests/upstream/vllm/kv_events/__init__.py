@@ -1,0 +1,1 @@
+"""Decoding and following KV cache events."""
