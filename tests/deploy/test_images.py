@@ -193,7 +193,8 @@ def test_both_files_build_the_environment_alike() -> None:
 def test_the_images_lock_has_all_that_the_gateway_needs() -> None:
     locked = {_normalized(name) for name, _ in entries(FOLDER / "runtime.lock")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    wanted = [*project["dependencies"], *project["optional-dependencies"]["otel"], *project["optional-dependencies"]["jwt"]]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["otel"], *extras["jwt"], *extras["kv-events"]]
     assert {_normalized(re.split(r"[\[<>=;~! ]", line)[0]) for line in wanted} <= locked
 
 

@@ -1,0 +1,164 @@
+"""Subscribe to engines on real sockets, while batches are lost, engines are replaced, and servers come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.support.kv_engine import PlainEngine
+from tests.support.kv_publisher import KvPublisher, kv_publisher
+from tests.support.running import until
+from tests.upstream.vllm.kv_events.test_blocks import SIZE, key_of
+from upstream.http.address import Address
+from upstream.vllm.health import Target
+from upstream.vllm.kv_events.blocks import Changes
+from upstream.vllm.kv_events.subscriber import KvEventSubscriber, kv_event_subscriber
+
+
+class Known:
+    """The keys of each server, as the changes describe them."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, set[int]] = {}
+        self.block_sizes: set[int] = set()
+
+    def change(self, server: str, block_size: int, changes: Changes) -> None:
+        if block_size:
+            self.block_sizes.add(block_size)
+        before = set() if changes.cleared else self.keys.get(server, set())
+        self.keys[server] = (before - set(changes.removed)) | set(changes.inserted)
+
+    def equals(self, *engines: PlainEngine) -> bool:
+        return self.keys.get("server", set()) == {key_of(prefix) for engine in engines for prefix in engine.cached}
+
+
+@asynccontextmanager
+async def following(publisher: KvPublisher, check_interval: float = 60.0) -> AsyncIterator[tuple[KvEventSubscriber, Known]]:
+    """Follow a server. Lost batches at the end are found after ``check_interval`` seconds."""
+    known = Known()
+    async with kv_event_subscriber(known.change, check_interval) as subscriber:
+        subscriber.follow([publisher.target])
+        yield subscriber, known
+
+
+@pytest.fixture
+def engine() -> PlainEngine:
+    return PlainEngine(block_size=SIZE, capacity=10)
+
+
+async def compute(publisher: KvPublisher, count: int, start: int = 0, index: int = 0) -> None:
+    for number in range(start, start + count):
+        await publisher.compute([number] * SIZE, index)
+
+
+async def test_earlier_and_new_batches_are_applied(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher:
+        await compute(publisher, 5)
+        async with following(publisher) as (subscriber, known):
+            await until(lambda: known.equals(engine) and len(engine.cached) == 5)
+            await compute(publisher, 12, start=5)
+            await publisher.publish(engine.clear())
+            await compute(publisher, 1, start=50)
+            await until(lambda: known.equals(engine))
+            [status] = subscriber.statuses().values()
+            assert (status.ranks, status.problem, status.blocks, status.gaps) == (1, "", 1, 0)
+            assert known.block_sizes == {SIZE}
+
+
+async def test_lost_batches_are_replayed_after_the_next_one(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher, following(publisher) as (subscriber, known):
+        await compute(publisher, 3)
+        await until(lambda: known.equals(engine))
+        publisher.ranks[0].lossy = True
+        await compute(publisher, 12, start=3)
+        publisher.ranks[0].lossy = False
+        assert not known.equals(engine)
+        await compute(publisher, 1, start=20)
+        await until(lambda: known.equals(engine))
+        assert subscriber.statuses()["server"].gaps == 1
+        assert publisher.ranks[0].replayed_from[-1] == 2
+
+
+async def test_lost_batches_without_a_next_one_are_found_by_a_check(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher, following(publisher, check_interval=0.05) as (subscriber, known):
+        await compute(publisher, 3)
+        await until(lambda: known.equals(engine))
+        publisher.ranks[0].lossy = True
+        await compute(publisher, 2, start=3)
+        await until(lambda: known.equals(engine))
+        assert subscriber.statuses()["server"].gaps == 0
+
+
+async def test_a_replaced_engine_starts_with_nothing(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher, following(publisher) as (_, known):
+        await compute(publisher, 5)
+        await until(lambda: known.equals(engine))
+        await publisher.stop()
+        await until(lambda: known.keys["server"] == set())
+        other = PlainEngine(block_size=SIZE)
+        publisher.start(other)
+        await compute(publisher, 7, start=100)
+        await until(lambda: known.equals(other))
+        assert len(other.cached) == 7
+
+
+async def test_ranks_are_united(engine: PlainEngine, tmp_path: Path) -> None:
+    other = PlainEngine(block_size=SIZE)
+    async with kv_publisher(tmp_path, engine, other) as publisher, following(publisher) as (subscriber, known):
+        await compute(publisher, 5)
+        await compute(publisher, 5, start=3, index=1)
+        await until(lambda: known.equals(engine, other) and len(known.keys["server"]) == 8)
+        assert subscriber.statuses()["server"].ranks == 2
+        await publisher.publish(engine.clear())
+        await until(lambda: known.equals(other))
+
+
+async def test_without_a_replay_a_gap_forgets_what_was_before(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher:
+        publisher.with_replay = False
+        async with following(publisher) as (_, known):
+            number = 0
+            while not known.keys.get("server"):  # it knows nothing until its connection is open
+                await compute(publisher, 1, start=number)
+                number += 1
+                await asyncio.sleep(0.01)
+            publisher.ranks[0].lossy = True
+            await compute(publisher, 1, start=1000)
+            publisher.ranks[0].lossy = False
+            await compute(publisher, 1, start=2000)
+            await until(lambda: known.keys["server"] == {key_of((None, None, *[2000] * SIZE))})
+
+
+async def test_a_server_that_is_no_longer_followed_is_forgotten_at_once(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher, following(publisher) as (subscriber, known):
+        await compute(publisher, 5)
+        await until(lambda: known.equals(engine))
+        subscriber.follow([publisher.target])
+        assert known.equals(engine)
+        subscriber.follow([])
+        assert known.keys == {"server": set()} and subscriber.statuses() == {}
+        subscriber.follow([publisher.target])
+        await until(lambda: known.equals(engine) and len(known.keys["server"]) == 5)
+
+
+async def test_servers_without_events_and_without_a_response_are_reported(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher:
+        publisher.body = b"{}"
+        async with following(publisher) as (subscriber, _):
+            await until(lambda: subscriber.statuses()["server"].ranks == 0)
+            subscriber.follow([Target("down", Address(host="127.0.0.1", port=1), None)])
+            await until(lambda: subscriber.statuses()["down"].problem != "")
+            assert subscriber.statuses()["down"].ranks is None
+
+
+async def test_an_invalid_batch_is_reported_and_forgets_everything(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher, following(publisher) as (subscriber, known):
+        await compute(publisher, 5)
+        await until(lambda: known.equals(engine))
+        await publisher.publish((5, b"\xc1"))
+        await until(lambda: "no batch of KV cache events" in subscriber.statuses()["server"].problem)
+        assert known.keys["server"] == set()

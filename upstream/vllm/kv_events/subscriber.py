@@ -1,0 +1,360 @@
+"""Subscribe to the KV cache events of servers, and pass on what changes.
+
+Owns the ZeroMQ sockets and one task for each server. The rules:
+
+* When a connection is lost, the server's blocks are forgotten at once, and only then does anything reconnect. So the entries of an
+  engine that has exited are removed long before its successor gets a request.
+* The connection is open before the first replay is requested. A batch that is published in between is found by the replay, or
+  when the next batch arrives. A lost last batch is found by a check every few seconds.
+* Trouble with one server is its own: it is reported in its status, and tried again.
+
+pyzmq is an optional dependency, so this module is imported only where it is installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+import zmq
+import zmq.asyncio
+from zmq.utils.monitor import parse_monitor_message
+
+from upstream.http.bounded_get import get
+from upstream.http.errors import UpstreamError
+from upstream.vllm.health import Target
+from upstream.vllm.kv_events.batch import BatchDecoder
+from upstream.vllm.kv_events.blocks import Changes
+from upstream.vllm.kv_events.follower import EngineFollower
+from upstream.vllm.kv_events.ranks import RankUnion
+from upstream.vllm.kv_events.sources import PATH, EventSource, event_sources
+
+CHECK_INTERVAL = 5.0
+"""Seconds without an event after which the last batches are compared with the engine's."""
+_TIMEOUT = 5.0  # seconds for a response, a connection, or the next batch of a replay
+_PAUSE, _LONGEST_PAUSE = 1.0, 10.0  # seconds after the first failure, and at most
+_NO_EVENTS_PAUSE = 60.0  # seconds until a server without events is asked again; it may have been restarted with them
+_RESPONSE_LIMIT = 1 << 20  # bytes
+_BATCH_LIMIT = 64 << 20  # bytes
+_QUEUED = 100_000  # batches that may wait in a socket
+_ATTEMPTS = 3  # replays in a row that may be cut off
+_HEARTBEAT, _HEARTBEAT_TIMEOUT = 2000, 10_000  # milliseconds
+_CONNECTED, _LOST = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+_END = (-1).to_bytes(8, signed=True)
+_log = logging.getLogger("vllm_gateway.kv_events")
+
+OnChange = Callable[[str, int, Changes], None]
+"""Takes the server's name, the tokens of its blocks (0 before the first block), and the changes."""
+
+
+class EventsLostError(Exception):
+    """A server's events cannot be followed any longer. The text explains why."""
+
+
+@dataclass(slots=True)
+class FollowStatus:
+    """How a server's events are followed.
+
+    ``ranks``: engines that publish events; 0 if the server has none, None before the first response. ``problem``: why they are not followed
+    now, or an empty text. ``blocks``, ``unmapped``, ``gaps``: sums over the ranks; see ``EngineBlocks`` and ``EngineFollower``.
+    """
+
+    ranks: int | None = None
+    problem: str = ""
+    blocks: int = 0
+    unmapped: int = 0
+    gaps: int = 0
+
+
+class KvEventSubscriber:
+    """Follows the events of servers. ``on_change`` is called in this loop with each change, and must not raise."""
+
+    def __init__(self, context: zmq.asyncio.Context, on_change: OnChange, check_interval: float = CHECK_INTERVAL) -> None:
+        self._context = context
+        self._on_change = on_change
+        self._check_interval = check_interval
+        self._followed: dict[str, tuple[Target, _ServerEvents, asyncio.Task[None]]] = {}
+
+    def follow(self, targets: Iterable[Target]) -> None:
+        """Follow the events of these servers, and of no others. The blocks of a server that is no longer listed are forgotten at once."""
+        wanted = {target.name: target for target in targets}
+        for name, (target, server, task) in tuple(self._followed.items()):
+            if wanted.get(name) != target:
+                del self._followed[name]
+                server.stop()
+                task.cancel()
+        for name, target in wanted.items():
+            if name not in self._followed:
+                server = _ServerEvents(self._context, target, self._on_change, self._check_interval)
+                self._followed[name] = target, server, asyncio.create_task(server.run(), name=f"KV events of {name}")
+
+    def statuses(self) -> Mapping[str, FollowStatus]:
+        """Return the status of each followed server by its name."""
+        return {name: server.status() for name, (_, server, _) in self._followed.items()}
+
+    async def close(self) -> None:
+        """Stop following all servers."""
+        tasks = [task for _, _, task in self._followed.values()]
+        self.follow(())
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def kv_event_subscriber(on_change: OnChange, check_interval: float = CHECK_INTERVAL) -> AsyncIterator[KvEventSubscriber]:
+    """Run a subscriber for the length of the block."""
+    context = zmq.asyncio.Context()
+    subscriber = KvEventSubscriber(context, on_change, check_interval)
+    try:
+        yield subscriber
+    finally:
+        await subscriber.close()
+        context.destroy(linger=0)
+
+
+class _ServerEvents:
+    """The events of one server, over all of its ranks."""
+
+    def __init__(self, context: zmq.asyncio.Context, target: Target, on_change: OnChange, check_interval: float) -> None:
+        self._context = context
+        self._target = target
+        self._on_change: OnChange | None = on_change
+        self._check_interval = check_interval
+        self._decoder = BatchDecoder()
+        self._tls = ssl.create_default_context() if target.address.tls else None
+        self._ranks: int | None = None
+        self._problem = ""
+        self._followers: list[EngineFollower] = []
+        self._gaps = 0  # of earlier connections
+        self._union = RankUnion(0)
+
+    def status(self) -> FollowStatus:
+        followers = self._followers
+        return FollowStatus(
+            self._ranks,
+            self._problem,
+            sum(len(each.blocks) for each in followers),
+            sum(each.blocks.unmapped for each in followers),
+            self._gaps + sum(each.gaps for each in followers),
+        )
+
+    def stop(self) -> None:
+        """Forget all blocks, and report no more changes."""
+        self._forget()
+        self._on_change = None
+
+    async def run(self) -> None:
+        """Follow the events until cancelled."""
+        pause = _PAUSE
+        while True:
+            self._problem = ""
+            try:
+                sources = await self._read_sources()
+                self._ranks = len(sources)
+                if not sources:
+                    await asyncio.sleep(_NO_EVENTS_PAUSE)
+                    continue
+                pause = _PAUSE
+                await self._follow(sources)
+            except EventsLostError as error:
+                self._report(str(error))
+            except Exception as error:  # noqa: BLE001  the outer edge: a fault with one server's events must not end the others
+                _log.exception("the KV events of %s", self._target.name)
+                self._report(repr(error))
+            finally:
+                self._forget()
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _report(self, problem: str) -> None:
+        self._problem = problem
+        _log.info("the KV events of %s: %s", self._target.name, problem)
+
+    async def _read_sources(self) -> tuple[EventSource, ...]:
+        """Return the sockets of each rank. Raises EventsLostError."""
+        target = self._target
+        try:
+            async with asyncio.timeout(_TIMEOUT):
+                status, body = await get(
+                    target.address, PATH, api_key=target.api_key, timeout=2 * _TIMEOUT, tls=self._tls, limit=_RESPONSE_LIMIT
+                )
+            if status == 404:
+                return ()  # a vLLM without this route
+            if status != 200:
+                raise EventsLostError(f"GET {PATH}: status {status}")
+            return event_sources(body, target.address)
+        except TimeoutError:
+            raise EventsLostError(f"GET {PATH}: no response within {_TIMEOUT:g} s") from None
+        except (UpstreamError, ValueError) as error:
+            raise EventsLostError(str(error)) from error
+
+    async def _follow(self, sources: tuple[EventSource, ...]) -> None:
+        """Follow all ranks until a rank is lost. Raises EventsLostError."""
+        self._union = RankUnion(len(sources))
+        self._followers = [EngineFollower(self._decoder, can_replay=source.replay_endpoint is not None) for source in sources]
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, source in enumerate(sources):
+                    group.create_task(self._follow_rank(index, source))
+        except ExceptionGroup as group:
+            raise _first(group) from None
+
+    async def _follow_rank(self, index: int, source: EventSource) -> None:
+        follower, needed = self._followers[index], asyncio.Event()
+
+        def apply(found: Iterable[Changes]) -> None:
+            for changes in found:
+                self._change(follower, self._union.merge(index, changes))
+            if follower.replay_from is not None:
+                needed.set()
+
+        connected = asyncio.Event()
+        with _events_socket(self._context, source) as (events, monitor):
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_watch(monitor, connected, source))
+                await _wait_connected(connected, source)
+                apply(follower.restart())
+                group.create_task(_receive(events, follower, apply))
+                if source.replay_endpoint is not None:
+                    group.create_task(self._replay(source.replay_endpoint, follower, needed, apply))
+
+    async def _replay(
+        self, endpoint: str, follower: EngineFollower, needed: asyncio.Event, apply: Callable[[Iterable[Changes]], None]
+    ) -> None:
+        """Request the replays that the follower needs, and a check of the last batch when nothing happens."""
+        cut_off = 0
+        while True:
+            with _replay_socket(self._context, endpoint) as dealer:
+                try:
+                    while True:
+                        await self._wait_needed(follower, needed)
+                        await _replay_once(dealer, follower, apply)
+                        cut_off = 0
+                except TimeoutError:
+                    cut_off += 1
+                    if cut_off >= _ATTEMPTS:
+                        raise EventsLostError(f"no replay from {endpoint}") from None
+                    follower.replay_again()
+
+    async def _wait_needed(self, follower: EngineFollower, needed: asyncio.Event) -> None:
+        while follower.replay_from is None:
+            needed.clear()
+            try:
+                async with asyncio.timeout(self._check_interval):
+                    await needed.wait()
+            except TimeoutError:
+                follower.check()
+
+    def _change(self, follower: EngineFollower, changes: Changes) -> None:
+        if self._on_change is not None and any(changes):
+            self._on_change(self._target.name, follower.blocks.block_size or 0, changes)
+
+    def _forget(self) -> None:
+        self._gaps += sum(each.gaps for each in self._followers)
+        self._followers = []
+        if self._on_change is not None:
+            self._on_change(self._target.name, 0, Changes(cleared=True))
+
+
+@contextmanager
+def _events_socket(context: zmq.asyncio.Context, source: EventSource) -> Iterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]]:
+    """Open the socket for new batches, and the socket that reports its connection."""
+    events = context.socket(zmq.SUB)
+    try:
+        monitor = events.get_monitor_socket(_CONNECTED | _LOST)
+        try:
+            _configure(events)
+            events.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
+            events.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT)
+            events.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
+            _connect(events, source.endpoint)
+            yield events, monitor
+        finally:
+            events.disable_monitor()
+            monitor.close(linger=0)
+    finally:
+        events.close(linger=0)
+
+
+@contextmanager
+def _replay_socket(context: zmq.asyncio.Context, endpoint: str) -> Iterator[zmq.asyncio.Socket]:
+    dealer = context.socket(zmq.DEALER)
+    try:
+        _configure(dealer)
+        _connect(dealer, endpoint)
+        yield dealer
+    finally:
+        dealer.close(linger=0)
+
+
+def _configure(socket: zmq.asyncio.Socket) -> None:
+    socket.setsockopt(zmq.IPV6, 1)
+    socket.setsockopt(zmq.RCVHWM, _QUEUED)
+    socket.setsockopt(zmq.MAXMSGSIZE, _BATCH_LIMIT)
+
+
+def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:
+    try:
+        socket.connect(endpoint)
+    except zmq.ZMQError as error:
+        raise EventsLostError(f"cannot connect to {endpoint}: {error}") from None
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    """Return the first error of a group, in the form that is reported."""
+    error = group.exceptions[0]
+    if isinstance(error, ExceptionGroup):
+        return _first(error)
+    return EventsLostError(str(error)) if isinstance(error, ValueError) else error
+
+
+async def _wait_connected(connected: asyncio.Event, source: EventSource) -> None:
+    try:
+        async with asyncio.timeout(_TIMEOUT):
+            await connected.wait()
+    except TimeoutError:
+        why = "is it reachable from here? An endpoint without `*` makes the engine connect"
+        raise EventsLostError(f"no connection to {source.endpoint}: {why}") from None
+
+
+async def _watch(monitor: zmq.asyncio.Socket, connected: asyncio.Event, source: EventSource) -> None:
+    """Report the connection, and its end by EventsLostError."""
+    while True:
+        event = parse_monitor_message(await monitor.recv_multipart())["event"]
+        if event == _CONNECTED:
+            connected.set()
+        elif connected.is_set():
+            raise EventsLostError(f"the connection to {source.endpoint} was lost")
+
+
+async def _receive(events: zmq.asyncio.Socket, follower: EngineFollower, apply: Callable[[Iterable[Changes]], None]) -> None:
+    """Pass on new batches. Raises ValueError for an invalid one."""
+    while True:
+        match await events.recv_multipart():
+            case [_, number, payload]:
+                apply(follower.add(int.from_bytes(number), payload))
+            case frames:
+                raise ValueError(f"a message with {len(frames)} frames is no batch of KV cache events")
+        await asyncio.sleep(0)  # a burst must not block the loop
+
+
+async def _replay_once(dealer: zmq.asyncio.Socket, follower: EngineFollower, apply: Callable[[Iterable[Changes]], None]) -> None:
+    """Request one replay, and pass on its batches. Raises TimeoutError if it is cut off, and ValueError for an invalid batch."""
+    start = follower.replay_from
+    assert start is not None
+    await dealer.send_multipart([b"", start.to_bytes(8)])
+    while True:
+        async with asyncio.timeout(_TIMEOUT):
+            frames = await dealer.recv_multipart()
+        match frames:
+            case [_, _, number, _] if number == _END:
+                apply(follower.end_replay())
+                return
+            case [_, _, number, payload]:
+                apply(follower.add_replayed(int.from_bytes(number), payload))
+            case _:
+                raise ValueError(f"a message with {len(frames)} frames is no part of a replay")
+        await asyncio.sleep(0)
