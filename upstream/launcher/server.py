@@ -148,7 +148,7 @@ class LaunchedServer:
             check_free(address.host, address.port)
         shutil.rmtree(self._scratch, ignore_errors=True)
         os.mkdir(self._scratch, 0o700)
-        line = command_line(self._settings, address, self.api_key)
+        line = command_line(self._settings, address, self.api_key, self._scratch)
         env = {**self._environ, RPC_FOLDER: self._scratch, **line.env}
         return ServerCommand(self.spec.name, line.argv, env, address.uds or "", self._scratch, self._folder)
 

@@ -36,6 +36,10 @@ ENV_DEFAULTS = {
 ADAPTERS_AT_ONCE = 8
 """Adapters that may share a batch, by default: vLLM reserves GPU memory for each of them."""
 
+_EVENTS = "kv-events-config"
+EVENT_BUFFER = 50_000
+"""Batches of KV cache events that a server keeps for a gateway that connects later. vLLM's default is 10,000: minutes under load."""
+
 RPC_FOLDER = "VLLM_RPC_BASE_PATH"
 """The folder of the sockets between vLLM's processes (vllm/envs.py). vLLM does not remove them.
 
@@ -59,7 +63,8 @@ class LaunchSettings:
     ``served_names``: the first name is the model's ID. ``args``: flag without dashes -> value. ``true`` is a bare ``--flag``, ``false`` is
     ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` overrides the inherited environment. ``listen``: ``tcp`` for
     a command without ``--uds``. ``sleeps``: the server can be put to sleep. ``drain``: seconds that vLLM itself gives its requests in
-    flight when something other than the gateway stops it. ``adapters`` are served in addition to the model.
+    flight when something other than the gateway stops it. ``adapters`` are served in addition to the model. ``kv_events``: the server
+    publishes the events of its prefix cache.
     """
 
     model: str
@@ -72,6 +77,7 @@ class LaunchSettings:
     adapters: tuple[Adapter, ...] = ()
     sleeps: bool = False
     drain: float = 0.0
+    kv_events: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,15 +122,18 @@ def inherited(environ: Mapping[str, str], beside: Path) -> dict[str, str]:
     return {**environ, "PATH": f"{environ.get('PATH', os.defpath)}{os.pathsep}{beside}"}
 
 
-def command_line(settings: LaunchSettings, listen: Address, api_key: str) -> CommandLine:
+def command_line(settings: LaunchSettings, listen: Address, api_key: str, folder: str | None = None) -> CommandLine:
     """Return the arguments and the environment that start the server on ``listen`` (from ``address_for``) with ``api_key``.
 
-    Raises ValueError with the lines of ``problems(settings)``.
+    ``folder``: a private folder for the sockets of its KV cache events; None: it publishes none. Raises ValueError with
+    the lines of ``problems(settings)``.
     """
     if found := problems(settings):
         raise ValueError("; ".join(found))
     address: dict[str, ArgumentValue] = {"uds": listen.uds} if listen.uds else {"host": listen.host, "port": listen.port}
     own = {"served-model-name": list(settings.served_names)} | address | _adapter_flags(settings) | _default_flags(settings)
+    if folder is not None:
+        own |= _event_flags(settings, folder)
     flags = own | _by_flag(settings.args)
     arguments = [argument for flag, value in flags.items() for argument in _arguments(flag, value)]
     return CommandLine((*settings.command, settings.model, *arguments), _environment(settings, api_key))
@@ -142,6 +151,24 @@ def _default_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
         {"shutdown-timeout": math.ceil(settings.drain)} if settings.drain and takes_vllms_flags(settings.command) else {}
     )
     return sleep | drain
+
+
+def _event_flags(settings: LaunchSettings, folder: str) -> dict[str, ArgumentValue]:
+    """Return the flag for the events of the prefix cache (vllm/distributed/kv_events.py), unless the operator has set it.
+
+    With data parallelism, vLLM accepts a unix socket only if its path contains ``inproc``. It then appends the rank.
+    """
+    is_set = any(flag.partition(".")[0] == _EVENTS for flag in _by_flag(settings.args))
+    if is_set or not settings.kv_events or not takes_vllms_flags(settings.command):
+        return {}
+    events: dict[str, ArgumentValue] = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{folder}/inproc-kv",
+        "replay_endpoint": f"ipc://{folder}/inproc-kv-replay",
+        "buffer_steps": EVENT_BUFFER,
+    }
+    return {_EVENTS: events}
 
 
 def _problems(settings: LaunchSettings, args: Mapping[str, ArgumentValue]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """Settings to words and environment: pure."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -192,3 +193,27 @@ def test_vllm_receives_the_drain_time_and_other_commands_do_not(command: tuple[s
 def test_the_operators_drain_wins() -> None:
     line = command_line(LaunchSettings("m", ("m",), args={"shutdown-timeout": 5}, drain=30.0), UDS, KEY)
     assert line.argv[line.argv.index("--shutdown-timeout") + 1] == "5" and "30" not in line.argv
+
+
+EVENTS = LaunchSettings("m", ("m",), kv_events=True)
+
+
+def test_events_are_published_on_sockets_of_the_private_folder() -> None:
+    argv = command_line(EVENTS, UDS, KEY, "/run/x/0").argv
+    events = json.loads(argv[argv.index("--kv-events-config") + 1])
+    assert events["enable_kv_cache_events"] is True
+    assert (events["endpoint"], events["replay_endpoint"]) == ("ipc:///run/x/0/inproc-kv", "ipc:///run/x/0/inproc-kv-replay")
+
+
+@each_row(
+    ("settings", "folder"),
+    [
+        (replace(EVENTS, kv_events=False), "/run/x/0"),
+        (EVENTS, None),
+        (replace(EVENTS, command=("serve-model",)), "/run/x/0"),
+        (replace(EVENTS, args={"kv_events_config.topic": "kv"}), "/run/x/0"),
+    ],
+    ids=["not wanted", "no folder", "another program", "set by the operator"],
+)
+def test_otherwise_the_flag_is_not_added(settings: LaunchSettings, folder: str | None) -> None:
+    assert "--kv-events-config" not in command_line(settings, UDS, KEY, folder).argv

@@ -1,7 +1,7 @@
 """The sockets on which a server publishes KV cache events, from its ``GET /kv_event_sources``. Pure.
 
-vLLM reports the endpoints of each data-parallel rank as it binds them, so ``tcp://*:5557`` stands for all interfaces of the engine's machine.
-The rule: a socket is used only where the server itself is reached, or where its address names another host explicitly.
+vLLM reports the endpoints of each data-parallel rank as it binds them, so ``tcp://*:5557`` stands for all interfaces of the engine's
+machine. The rule: a socket is used only where the server itself is reached, or where its address names another host explicitly.
 """
 
 from __future__ import annotations
