@@ -20,7 +20,7 @@ from upstream.balancing.ejection import EjectionState
 from upstream.balancing.ranking import Ranking
 from upstream.http.address import Address
 from upstream.http.connection import Connection, IdleConnections, connect
-from upstream.http.errors import UpstreamError
+from upstream.http.errors import ConnectFailed, UpstreamError
 from upstream.http.write_batching import WriteBatch
 
 
@@ -212,11 +212,14 @@ class Server:
         """Open a connection. Raises ConnectTimeout, LocalLimit and ConnectFailed."""
         connecting = asyncio.create_task(connect(self.spec.name, self.spec.address, timeout, self._tls, self._idle.add, self._write_batch))
         try:
-            return await connecting
+            connection = await connecting
         except asyncio.CancelledError:
             if connecting.done() and not connecting.cancelled() and connecting.exception() is None:
                 connecting.result().close()  # it was established at the moment of the cancellation
             raise
+        if connection.closed:  # in the few event-loop iterations since it was established: the server died
+            raise ConnectFailed(self.spec.name, "closed the connection before a request was sent")
+        return connection
 
     def expire(self) -> None:
         """Close expired idle connections, and end an expired ejection."""

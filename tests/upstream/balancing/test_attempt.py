@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
 from time import monotonic
 
 import pytest
+import uvloop
 
 from tests.support.ports import refusing, silent
 from tests.support.running import until
@@ -144,6 +146,25 @@ async def test_a_stale_connection_is_tried_again_at_another_server() -> None:
         tried = [(await one.request())[1] for _ in range(4)]
         assert [(last(attempt), attempt.retries) for attempt in tried if attempt.failures] == [("s1", 1)]
         assert (len(ran), len(b.requests)) == (1, 3)
+
+
+@pytest.mark.parametrize("iterations", range(5))
+def test_a_connection_that_is_closed_while_it_is_opened_is_a_failure_to_connect(iterations: int) -> None:
+    """A dying server resets its accepted connections, some iterations of the worker's event loop after they were established."""
+
+    async def scenario() -> None:
+        with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+            async def die() -> None:
+                for _ in range(iterations):
+                    await asyncio.sleep(0)
+                listener.close()
+
+            async with way(listener.getsockname()[1]) as one:
+                error, _ = await asyncio.gather(one.request(), die(), return_exceptions=True)
+        assert isinstance(error, ConnectFailed | Disconnected), error
+
+    uvloop.run(scenario())
 
 
 async def test_a_fresh_connection_that_is_closed_is_not_tried_again() -> None:
