@@ -7,12 +7,13 @@ key's scope get the same response with the same text, so clients cannot probe fo
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from gateway.api.errors import Refusal, unknown_model
 from gateway.api.routes import ROUTES, Route
 from gateway.auth.body_policy import BodyPolicy
+from gateway.auth.split import Split
 from gateway.snapshot.snapshot import Key, Model
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.policies.cost import Cost
@@ -24,13 +25,15 @@ from upstream.balancing.server import Server
 class CatalogEntry:
     """A model with its live servers and its body policy.
 
-    ``name``: the model name in its responses; None: unchanged.
+    ``name``: the model name in its responses; None: unchanged. ``split``: chooses the model that serves a request; None for a model with
+    servers.
     """
 
     model: Model
     pool: Pool
     policy: BodyPolicy
     name: str | None = None
+    split: Split[CatalogEntry] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +53,11 @@ class Catalog:
         """Compile the models. ``costs`` has what is known of the servers of each model with the policy ``cost``, by the model's ID."""
         self._costs = costs
         self._pools: dict[str, Pool] = {}  # an adapter has its base's
-        self.entries = tuple(
-            CatalogEntry(model, self._pool(model, servers), BodyPolicy.for_model(model), model.id if model.rewrite else None)
+        entries = {
+            model.id: CatalogEntry(model, self._pool(model, servers), BodyPolicy.for_model(model), model.id if model.rewrite else None)
             for model in models
-        )
+        }
+        self.entries = tuple(_with_split(entry, entries) if entry.model.split else entry for entry in entries.values())
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
         self._by_id = {entry.model.id: entry for entry in self.entries}
         self._mounts = {mount.rstrip("/"): entry for entry in self.entries for mount in entry.model.mounts}
@@ -90,7 +94,10 @@ class Catalog:
     def resolve(self, name: str, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
         """Return the model that a name means for a key. ``mounted`` may belong to the previous snapshot. Raises Refusal model_not_found."""
         entry = self._by_name.get(name)
-        if entry is None or (mounted is not None and entry.model.id != mounted.model.id) or not self._allows(key, entry.model):
+        if entry is None or (mounted is not None and entry.model.id != mounted.model.id):
+            raise unknown_model(name)
+        # Most keys may use every model: for them, a call is saved.
+        if (key.models is not None or key.within is not None) and not self._allows(key, entry.model):
             raise unknown_model(name)
         return entry
 
@@ -114,10 +121,13 @@ class Catalog:
             raise Refusal("missing_required_parameter", "The field 'model' is missing. GET /v1/models lists the models.", param="model")
         return found[0]
 
-    def fallbacks(self, entry: CatalogEntry, key: Key) -> list[CatalogEntry]:
-        """Return the fallbacks of a model that the key may use."""
-        others = (self._by_name[name] for name in entry.model.fallbacks)
-        return [other for other in others if self._allows(key, other.model)]
+    def fallbacks(self, entry: CatalogEntry, key: Key, named: CatalogEntry) -> list[CatalogEntry]:
+        """Return the fallbacks of a model that the key may use. ``named``: what the request named, the model or a split.
+
+        A key that may use a split may use its models through it.
+        """
+        others, allowed = (self._by_name[name] for name in entry.model.fallbacks), dict(named.model.split)
+        return [other for other in others if other.model.id in allowed or self._allows(key, other.model)]
 
     def pool(self, model: str) -> Pool | None:
         """Return the servers of the model with this id, if it exists."""
@@ -138,6 +148,11 @@ class Catalog:
         if scope is None:
             scope = self._scopes[globs] = frozenset(entry.model.id for entry in self.entries if entry.model.is_in(globs))
         return scope
+
+
+def _with_split(entry: CatalogEntry, entries: Mapping[str, CatalogEntry]) -> CatalogEntry:
+    model = entry.model
+    return replace(entry, split=Split([(identity, entries[identity], weight) for identity, weight in model.split], model.sticky))
 
 
 def named_model(body: Mapping[str, Any]) -> str | None:

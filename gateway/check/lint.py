@@ -120,8 +120,9 @@ def _days(retention: object) -> float:
 
 def _unbounded(draft: Draft) -> Iterator[Note]:
     """Report limits of cost whose holder may use models without a price."""
-    free = [_Model(str(model.get("id").value), _names(model)) for model in draft.models if model.get("price").value is None]
-    if not free or len(free) == len(draft.models):
+    served = [model for model in draft.models if model.get("split").value is None]
+    free = [_Model(str(model.get("id").value), _names(model, draft)) for model in served if model.get("price").value is None]
+    if not free or len(free) == len(served):
         return  # without any price it is a problem, not a note
     for key in draft.keys:
         yield from _of(key, [_scope(key)], free)
@@ -157,7 +158,13 @@ def _matches(scope: Scope, model: _Model) -> bool:
     return scope is None or any(matches(pattern, name) for pattern in scope for name in model.names)
 
 
-def _names(model: ConfigValue) -> list[str]:
-    """Return the names of the model and of its adapters, which have the same price."""
+def _names(model: ConfigValue, draft: Draft) -> list[str]:
+    """Return the names under which the model is requested: its own, those of its adapters with the same price, and those of splits."""
     adapters = [name for lora in model.each("loras") for name in (lora.get("id"), *lora.each("aliases"))]
-    return [value.value for value in (model.get("id"), *model.each("aliases"), *adapters) if isinstance(value.value, str)]
+    own = [value.value for value in (model.get("id"), *model.each("aliases"), *adapters) if isinstance(value.value, str)]
+    splits = [
+        split
+        for split in draft.models
+        if isinstance(split.get("split").value, dict) and not split.get("split").value.keys().isdisjoint(own)
+    ]
+    return own + [name.value for split in splits for name in (split.get("id"), *split.each("aliases")) if isinstance(name.value, str)]

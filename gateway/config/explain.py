@@ -99,7 +99,7 @@ _WANTED = {
     "model_type": "a mapping",
     "dict_type": "a mapping",
     "tuple_type": "a list",
-    "too_short": "at least {min_length} in the list",
+    "too_short": "at least {min_length} entry",
     "string_too_short": "some text",
     "string_too_long": "at most {max_length} characters",
     "string_pattern_mismatch": "a name such as HF_HOME",

@@ -293,6 +293,7 @@ class Price(Section):
     reasoning: _Price | None = Field(default=None, description="price of a million reasoning tokens; default: as `completion`")
 
 
+Weight = Annotated[int, Strict(), Field(ge=0, le=1_000_000)]
 Task = Literal["chat", "completion", "embedding", "rerank", "classify", "transcription"]
 Capability = Literal["tools", "reasoning", "structured_outputs", "image", "audio", "video"]
 
@@ -308,6 +309,13 @@ class Model(Section):
         default=None, description="servers that the gateway does not launch"
     )
     discover: Discover | None = Field(default=None, description="servers that are discovered at runtime")
+    split: Annotated[dict[Name, Weight], Field(min_length=1)] | None = Field(
+        default=None,
+        description="models between which the requests for this name are divided, with their weights, e.g. {model-a: 95, model-b: 5}",
+    )
+    sticky: Literal["key", "session"] | None = Field(
+        default=None, description="with `split`: requests of one key, or of one session, always go to the same model"
+    )
     loras: tuple[Lora, ...] = Field(default=(), description="LoRA adapters of the model")
     balance: Balance = Field(default=policies.DEFAULT, description="how a server is selected")
     cost_policy: CostPolicy | None = Field(default=None, description="settings of `balance: cost`")
@@ -348,6 +356,16 @@ class Model(Section):
     def names(self) -> tuple[str, ...]:
         """The names that clients may use, the ID first."""
         return (self.id, *self.aliases)
+
+    @property
+    def entries(self) -> tuple[Model | Lora, ...]:
+        """The model and its LoRA adapters."""
+        return (self, *self.loras)
+
+    @property
+    def is_split(self) -> bool:
+        """Whether it has no servers, and other models serve its requests."""
+        return self.split is not None
 
 
 class Group(Section):
@@ -600,6 +618,16 @@ class Config(Section):
     isolate_prefix_cache: PrefixCacheIsolation | None = Field(default=None, description="isolate keys in vLLM's prefix cache")
     log: Log = Field(default=Log(), description="the log")
     tracing: Tracing | None = Field(default=None, description="export of traces")
+
+    @property
+    def served_models(self) -> tuple[Model, ...]:
+        """The models with servers: all but the splits."""
+        return tuple(model for model in self.models if not model.is_split)
+
+    @property
+    def model_ids(self) -> dict[str, str]:
+        """The ID of the model or LoRA adapter that each name means."""
+        return {name: entry.id for model in self.models for entry in model.entries for name in entry.names}
 
     _files: tuple[Path, ...] = PrivateAttr(())
     _withheld: frozenset[str] = PrivateAttr(frozenset())

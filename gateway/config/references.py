@@ -22,7 +22,9 @@ from gateway.config.source import Source
 from gateway.snapshot.snapshot import CALENDAR
 from upstream.vllm import command_line
 
-_ORIGINS = ("launch", "servers", "discover")
+_ORIGINS = ("launch", "servers", "discover", "split")
+_OF_A_SPLIT = frozenset({"id", "aliases", "mounts", "sticky", "task", "capabilities", *_ORIGINS})
+"""The settings of a split. All others are for models with servers."""
 _WILDCARD_HOSTS = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
 
 
@@ -89,6 +91,16 @@ class Draft:
     def known(self) -> set[str]:
         return {name.value for name in self.names}
 
+    @cached_property
+    def owners(self) -> dict[str, int]:
+        """The number of the model that each name means. The names of LoRA adapters are those of their model."""
+        return {name.value: number for number, model in enumerate(self.models) for name in _names(model) if isinstance(name.value, str)}
+
+    @cached_property
+    def split_names(self) -> set[str]:
+        """The names of splits."""
+        return {name for name, number in self.owners.items() if self.models[number].get("split").value is not None}
+
 
 def _names(model: ConfigValue) -> Iterator[ConfigValue]:
     yield model.get("id")
@@ -143,9 +155,9 @@ def _one_origin(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
         given = [name for name in _ORIGINS if model.get(name).value is not None] if isinstance(model.value, dict) else ["?"]
         if not given:
-            yield model.problem("has no servers: write one of launch ({} for the defaults), servers, discover")
+            yield model.problem("has no servers: write one of launch ({} for the defaults), servers, discover, split")
         for extra in given[1:]:
-            yield model.get(extra).problem(f"a model has only one of launch, servers and discover; this one already has {given[0]}")
+            yield model.get(extra).problem(f"a model has only one of launch, servers, discover and split; this one already has {given[0]}")
 
 
 def _one_discovery(draft: Draft) -> Iterator[Problem]:
@@ -347,6 +359,46 @@ def _fallbacks(draft: Draft) -> Iterator[Problem]:
                 yield setting.problem("a model cannot be its own fallback")
             elif setting.value not in draft.known:
                 yield setting.problem(f"there is no such model{did_you_mean(setting.value, draft.known)}")
+            elif setting.value in draft.split_names:
+                yield setting.problem("is a split; write one of its models")
+
+
+def _splits(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        split, sticky = model.get("split"), model.get("sticky")
+        if split.value is None:
+            if sticky.value is not None:
+                yield sticky.problem("has no effect without split")
+            continue
+        for name in sorted(map(str, model.value.keys() - _OF_A_SPLIT)):
+            if model.get(name).value is not None:
+                yield model.get(name).problem("a split has no servers, and so no such setting; set it for the models of the split")
+        if isinstance(split.value, dict):
+            yield from _targets(draft, model, split)
+
+
+def _targets(draft: Draft, model: ConfigValue, split: ConfigValue) -> Iterator[Problem]:
+    """Check the models of a split and their weights."""
+    own = {name.value for name in _names(model) if _is_text(name)}
+    for name in filter(lambda name: isinstance(name, str), split.value):
+        if name in own:
+            yield split.get(name).problem("a split cannot contain itself")
+        elif name not in draft.known:
+            yield split.get(name).problem(f"there is no such model{did_you_mean(name, draft.known - own)}")
+        elif name in draft.split_names:
+            yield split.get(name).problem("is a split itself; write its models")
+    yield from _repeated_targets(draft, split)
+    if split.value and all(weight == 0 for weight in split.value.values()):
+        yield split.problem("all weights are 0, so no model would get a request")
+
+
+def _repeated_targets(draft: Draft, split: ConfigValue) -> Iterator[Problem]:
+    """Report names of one split that mean the same model or LoRA adapter."""
+    groups = [entry for model in draft.models for entry in (model, *model.each("loras"))]
+    for entry in groups:
+        named = [name.value for name in (entry.get("id"), *entry.each("aliases")) if _is_text(name) and name.value in split.value]
+        for name in named[1:]:
+            yield split.get(name).problem(f"is the same model as {named[0]}")
 
 
 def _default_model(draft: Draft) -> Iterator[Problem]:
@@ -357,8 +409,7 @@ def _default_model(draft: Draft) -> Iterator[Problem]:
 
 def _fallback_loops(draft: Draft) -> Iterator[Problem]:
     """Report the first loop of models that are each other's fallbacks."""
-    owners = {name.value: number for number, model in enumerate(draft.models) for name in _names(model) if isinstance(name.value, str)}
-    ways = [{owners.get(str(setting.value)): setting for setting in model.each("fallbacks")} for model in draft.models]
+    ways = [{draft.owners.get(str(setting.value)): setting for setting in model.each("fallbacks")} for model in draft.models]
     order = TopologicalSorter({number: [other for other in others if other not in (None, number)] for number, others in enumerate(ways)})
     try:
         order.prepare()
@@ -477,9 +528,14 @@ def _ports(draft: Draft) -> Iterator[Problem]:
 
 
 def _limited_models(draft: Draft) -> Iterator[Problem]:
+    served = draft.known - draft.split_names
     for limits in draft.limits:
         for setting in limits.each("models"):
-            if isinstance(setting.value, str) and not any(matches(setting.value, name) for name in draft.known):
+            if not isinstance(setting.value, str) or any(matches(setting.value, name) for name in served):
+                continue
+            if any(matches(setting.value, name) for name in draft.split_names):
+                yield setting.problem("matches only a split, whose requests count for the models that serve them; write these")
+            else:
                 yield setting.problem(f"matches no model{did_you_mean(setting.value, draft.known)}")
 
 
@@ -538,6 +594,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _launched_loras,
     _body_fields,
     _fallbacks,
+    _splits,
     _default_model,
     _fallback_loops,
     _some_keys,

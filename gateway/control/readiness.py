@@ -75,7 +75,7 @@ class Readiness:
 
         It contains no configured name, because clients without access to /status may read it.
         """
-        ready, models = self._observer.ready_servers(), self._observer.config.models
+        ready, models = self._observer.ready_servers(), self._observer.config.served_models
         count = sum(not ready[model.id] and not self._is_inactive(model) for model in models)
         without = [f"{count} of {counted(len(models), 'model')} without a ready server"] if count else []
         return without + [f"{name} is down" for name in self._monitor.observed_dependencies().down()]

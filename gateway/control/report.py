@@ -161,7 +161,8 @@ class Report:
                 }
                 for worker in control.workers.statuses
             ],
-            "models": [self._model_status(model, servers[model.id], observed, series) for model in control.config.models],
+            "models": [self._model_status(model, servers[model.id], observed, series) for model in control.config.served_models],
+            "splits": [_split_status(model) for model in control.config.models if model.split],
         }
 
     async def status_with_logs(self) -> dict[str, Any]:
@@ -228,3 +229,8 @@ class Report:
                 "log": str(status.log),
             }
         return shown
+
+
+def _split_status(split: conf.Model) -> dict[str, Any]:
+    """Return a split: its names, and the models that serve it with their weights."""
+    return {"id": split.id, "aliases": list(split.aliases), "models": dict(split.split or {}), "sticky": split.sticky}

@@ -179,6 +179,8 @@ class Announcer:
 def _servers(model: Model) -> str:
     if model.discover is not None:
         return f"discovered by {source_of(model.discover)}"
+    if model.split is not None:
+        return f"split: {', '.join(f'{name} {weight}' for name, weight in model.split.items())}"
     launched = [f"{model.launch.replicas} launched ({' '.join(model.launch.command)})"] if model.launch is not None else []
     return ", ".join([*launched, *(server.url for server in model.servers or ())])
 

@@ -52,7 +52,7 @@ class ExternalModel:
 
 def external_servers(config: Config) -> Iterator[tuple[conf.Model, tuple[str, ...]]]:
     """Yield the models that are not launched here, with the names of their servers."""
-    servers: dict[str, list[str]] = {model.id: [] for model in config.models if model.launch is None}
+    servers: dict[str, list[str]] = {model.id: [] for model in config.served_models if model.launch is None}
     for server in configured_servers(config):
         if server.model.id in servers:
             servers[server.model.id].append(server.name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from gateway import config as conf
 from gateway.config import Config
@@ -13,6 +14,7 @@ from upstream.http.address import Address
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.health import ServerHealth, Target
 
+T = TypeVar("T")
 _LAUNCHED = {LaunchState.STARTING: Condition.LOADING, LaunchState.READY: Condition.UP}
 
 
@@ -56,8 +58,8 @@ def conditions(config: Config, observed: ObservedServers) -> dict[str, Condition
 
 
 def ready_servers(config: Config, observed: ObservedServers) -> dict[str, int]:
-    """Return the number of servers of each model that accept requests. The result has every model of the configuration."""
-    ready = {model.id: 0 for model in config.models}
+    """Return the number of servers of each model that accept requests. The result has every model but the splits."""
+    ready = {model.id: 0 for model in config.served_models}
     for server in configured_servers(config):
         ready[server.model.id] += observed.condition(server.name) is Condition.UP
     return ready
@@ -81,7 +83,10 @@ def api_key_of(server: conf.Server) -> str | None:
 
 
 def max_model_len(config: Config, observed: ObservedServers) -> dict[str, int]:
-    """Return the context length of each model and adapter whose servers report one: the smallest of theirs, in tokens."""
+    """Return the context length of each model and adapter whose servers report one: the smallest of theirs, in tokens.
+
+    A split has the smallest context length of its models, if all are known.
+    """
     lengths: dict[str, list[int]] = {}
     for server in configured_servers(config):
         probe = observed.probes.get(server.name)
@@ -89,18 +94,28 @@ def max_model_len(config: Config, observed: ObservedServers) -> dict[str, int]:
             if card.id == server.served_model and card.max_model_len is not None:
                 for name in _model_and_adapters(server.model):
                     lengths.setdefault(name, []).append(card.max_model_len)
-    return {model: min(values) for model, values in lengths.items()}
+    known = {model: min(values) for model, values in lengths.items()}
+    splits = _of_splits(config, known)
+    return known | {split: min(values) for split, values in splits.items()}
 
 
 def tasks(config: Config, observed: ObservedServers) -> dict[str, str]:
-    """Return the task of each model and adapter if its servers' routes show it and all servers agree."""
+    """Return the task of each model, adapter and split if its servers' routes show it and all servers agree."""
     found: dict[str, set[str]] = {}
     for server in configured_servers(config):
         probe = observed.probes.get(server.name)
         if probe is not None and probe.task is not None:
             for name in _model_and_adapters(server.model):
                 found.setdefault(name, set()).add(probe.task)
-    return {model: each.pop() for model, each in found.items() if len(each) == 1}
+    known = {model: each.pop() for model, each in found.items() if len(each) == 1}
+    return known | {split: values[0] for split, values in _of_splits(config, known).items() if len(set(values)) == 1}
+
+
+def _of_splits(config: Config, known: Mapping[str, T]) -> dict[str, list[T]]:
+    """Return the values of the models of each split, for the splits of which all models have one."""
+    ids = config.model_ids
+    splits = {model.id: [ids[name] for name in model.split] for model in config.models if model.split}
+    return {split: [known[target] for target in targets] for split, targets in splits.items() if known.keys() >= set(targets)}
 
 
 def _model_and_adapters(model: conf.Model) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -52,10 +52,11 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
     for server in configured_servers(config):
         if server.external is not None or server.name in observed.launched:
             specs[server.model.id].append(_server(server, observed))
+    models = [each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))]
     return Snapshot(
         version=version,
         keys=_keys(config),
-        models=tuple(each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))),
+        models=tuple(_with_common_facts(each, models) if each.split else each for each in models),
         body_limit=config.server.body_limit,
         body_values=config.server.body_values,
         cors_origins=config.server.cors.origins,
@@ -140,6 +141,8 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         task=model.task or (None if args is None else task_of(args)),
         capabilities=model.capabilities,
         launched_with=None if args is None else capabilities_of(args),
+        split=tuple((config.model_ids[name], weight) for name, weight in (model.split or {}).items()),
+        sticky=model.sticky,
     )
 
 
@@ -149,6 +152,27 @@ def _cost(model: conf.Model) -> CostSettings | None:
         return None
     settings = model.cost_policy or conf.CostPolicy()
     return CostSettings(settings.kv_cache_tokens, settings.explain)
+
+
+def _with_common_facts(split: Model, models: Iterable[Model]) -> Model:
+    """Return a split with the facts for the model list on which all of its models agree. Its own settings take precedence."""
+    ids = {identity for identity, _ in split.split}
+    targets = [model for model in models if model.id in ids]
+    tasks = {model.task for model in targets}
+    return replace(
+        split,
+        task=split.task or (tasks.pop() if len(tasks) == 1 else None),
+        capabilities=_common(model.capabilities for model in targets) if split.capabilities is None else split.capabilities,
+        launched_with=_common(model.launched_with for model in targets),
+    )
+
+
+def _common(lists: Iterable[tuple[str, ...] | None]) -> tuple[str, ...] | None:
+    """Return the capabilities that are in every list; None if a list is not known."""
+    known = list(lists)
+    if any(each is None for each in known):
+        return None
+    return tuple(name for name in known[0] or () if all(name in (each or ()) for each in known))
 
 
 def _price(price: conf.Price) -> Price:

@@ -71,7 +71,9 @@ class RequestContext(msgspec.Struct, eq=False):
     started_at: float = field(default_factory=time)
     key: Key | None = None
     model: CatalogEntry | None = None
-    """The model that serves the request: the requested one, or a fallback."""
+    """The model that serves the request: the requested one, one of the requested split, or a fallback."""
+    split: str | None = None
+    """The ID of the split that the client requested."""
     fallbacks: Fallbacks | None = None
     stream: bool = False
     user: object = None
@@ -126,11 +128,14 @@ class RequestContext(msgspec.Struct, eq=False):
             self.attempt = None
 
     def use_model(self, model: CatalogEntry, requested: CatalogEntry) -> None:
-        """Serve the request by this model. The response names it if it is not the requested model."""
+        """Serve the request by this model. ``requested``: the model that a fallback replaces.
+
+        The response names the model if the client requested another model or a split.
+        """
         self.model = model
-        self.request.extra_headers = (
-            b"" if model is requested else b"x-vllm-gateway-fallback: %b\r\n" % quote(model.model.id, safe=_VISIBLE).encode()
-        )
+        name = quote(model.model.id, safe=_VISIBLE).encode()
+        of_split = b"" if self.split is None else b"x-vllm-gateway-model: %b\r\n" % name
+        self.request.extra_headers = of_split + (b"" if model is requested else b"x-vllm-gateway-fallback: %b\r\n" % name)
 
     # Its end
 
@@ -240,6 +245,7 @@ class RequestContext(msgspec.Struct, eq=False):
             key=self.key,
             model=model.model.id if model is not None else None,
             requested_model=requested,
+            split=self.split,
             server=server,
             stream=self.stream,
             request_bytes=request.body.size,

@@ -16,9 +16,11 @@ from gateway.api.errors import Refusal, draining
 from gateway.api.routes import Body, Dialect
 from gateway.api.vllm_errors import from_server, server_failure
 from gateway.auth.catalog import CatalogEntry, named_model
+from gateway.auth.split import Split
 from gateway.client.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.request import ClientRequest
 from gateway.client.worker_context import WorkerContext
+from gateway.limits.sessions import session_of
 from gateway.proxy.balancing_facts import balancing_facts
 from gateway.proxy.body import Document, merge, parse, parse_in_steps, prepare, prepare_in_steps, with_running_usage
 from gateway.proxy.context import Fallbacks, RequestContext
@@ -132,16 +134,35 @@ async def _prepare_json(body: bytes | bytearray, context: RequestContext, key: K
     if (sample := active.shape_sample) is not None and sample.includes(request.id):
         context.shape = shape(document)
     name, catalog = named_model(document), active.catalog
-    context.model = model = catalog.resolve_unnamed(key, target.mounted) if name is None else catalog.resolve(name, key, target.mounted)
-    name = name or model.model.id
+    named = catalog.resolve_unnamed(key, target.mounted) if name is None else catalog.resolve(name, key, target.mounted)
+    name = name or named.model.id
+    context.model = model = named if named.split is None else _choose_from_split(named, named.split, context, key, document)
     upstream = await _apply_policy(document, body, context, key, name, model, pace)
     if (ledger := worker.ledger) is not None:
         ledger.start_request(
             request.id, context.started_at, target.route.endpoint, key, model.model, context.stream, document, request.head.headers
         )
     if model.model.fallbacks and target.mounted is None:
-        context.fallbacks = Fallbacks(model, catalog.fallbacks(model, key), partial(_prepare_json_again, body, context, key, name))
+        context.fallbacks = Fallbacks(model, catalog.fallbacks(model, key, named), partial(_prepare_json_again, body, context, key, name))
     return upstream
+
+
+def _choose_from_split(
+    named: CatalogEntry, split: Split[CatalogEntry], context: RequestContext, key: Key, document: Document
+) -> CatalogEntry:
+    """Choose the model that serves a request for a split. ``document``: empty for a form.
+
+    The ID of a request is random: it draws the model if the split is not sticky, or if the request belongs to no session.
+    """
+    request = context.request
+    text = request.id
+    if split.sticky == "key":
+        text = key.id
+    elif split.sticky == "session":
+        text = session_of(request.head.headers, document) or text
+    context.split, model = named.model.id, split.choose(text)
+    context.use_model(model, model)
+    return model
 
 
 async def _prepare_json_again(
@@ -203,14 +224,15 @@ async def _prepare_form(context: RequestContext, key: Key) -> UpstreamRequest:
     if request.body.consumed:
         form.check_end()
     catalog = worker.active.catalog  # the newest: the configuration may have changed while the form was received
-    context.model = model = catalog.resolve(name, key, target.mounted) if name else catalog.resolve_unnamed(key, target.mounted)
-    name = name or model.model.id
+    named = catalog.resolve(name, key, target.mounted) if name else catalog.resolve_unnamed(key, target.mounted)
+    name = name or named.model.id
+    context.model = model = named if named.split is None else _choose_from_split(named, named.split, context, key, {})
     upstream = await _prepare_form_for(form, request, name, model)
     if (ledger := worker.ledger) is not None:
         ledger.start_request(request.id, context.started_at, target.route.endpoint, key, model.model, False, {}, request.head.headers)
     request.body.stream_on()
     if model.model.fallbacks and target.mounted is None:
-        context.fallbacks = Fallbacks(model, catalog.fallbacks(model, key), partial(_prepare_form_for, form, request, name))
+        context.fallbacks = Fallbacks(model, catalog.fallbacks(model, key, named), partial(_prepare_form_for, form, request, name))
     return upstream
 
 

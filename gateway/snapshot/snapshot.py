@@ -222,6 +222,9 @@ class Model:
 
     A LoRA adapter is a model too. ``parent`` is then the ID of its base model, whose servers it shares, and ``served`` the name under
     which they know it.
+
+    A split is a model too. It has no servers: ``split`` are the IDs of the models that serve its requests, with their weights. ``sticky``
+    is ``key`` or ``session`` if all requests of one go to the same model.
     """
 
     id: str
@@ -250,6 +253,13 @@ class Model:
     task: str | None = None
     capabilities: tuple[str, ...] | None = None
     launched_with: tuple[str, ...] | None = None
+    split: tuple[tuple[str, int], ...] = ()
+    sticky: str | None = None
+
+    @property
+    def has_own_servers(self) -> bool:
+        """Whether it is neither a LoRA adapter nor a split."""
+        return self.parent is None and not self.split
 
     @property
     def base(self) -> str:
@@ -321,8 +331,8 @@ class Snapshot:
 
     @property
     def bases(self) -> tuple[Model, ...]:
-        """The models that own servers: all but the LoRA adapters."""
-        return tuple(model for model in self.models if model.parent is None)
+        """The models that own servers: all but the LoRA adapters and the splits."""
+        return tuple(model for model in self.models if model.has_own_servers)
 
     @property
     def uses_store(self) -> bool:

@@ -40,6 +40,7 @@ class _Line(msgspec.Struct, omit_defaults=True, kw_only=True):
     path: str | None = None
     model: str | None = None
     requested_model: str | None = None
+    split: str | None = None
     server: str | None = None
     status: int
     code: str | None = None
@@ -75,6 +76,7 @@ def line(record: RequestRecord) -> bytes:
         path=record.path,
         model=record.model,
         requested_model=record.requested_model,
+        split=record.split,
         server=record.server,
         status=record.status,
         code=record.code,

@@ -113,6 +113,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "dependency_up": Family("gauge", "1 when the dependency works, 0 when /status shows it as down.", ("dependency",)),
         "retries_total": Family("counter", "Requests sent to a server again.", ("model",), per_model=True),
         "fallbacks_total": Family("counter", "Requests served by a fallback model.", ("model", "fallback")),
+        "split_requests_total": Family("counter", "Requests for a split by the model that served them.", ("split", "model")),
         "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),
         "launch_failures_total": Family("counter", "Failed starts and crashes of launched servers by cause.", ("model", "cause")),
         "incomplete_total": Family("counter", "Truncated responses by what ended them.", ("model", "reason")),
@@ -212,7 +213,7 @@ class WorkerMetrics:
             self.cells("client_faults_total", reason)
         self.cells("log_lines_dropped_total")
         per_model = [name for name, family in FAMILIES.items() if family.per_model]
-        for name in (*(model.id for model in snapshot.models), OTHER):
+        for name in (*(model.id for model in snapshot.models if not model.split), OTHER):
             for endpoint in ENDPOINTS:
                 self.cells("requests_total", name, endpoint, "200", "")
             self.cells("request_duration_seconds", name, ENDPOINTS[0])
@@ -228,6 +229,8 @@ class WorkerMetrics:
         for model in snapshot.models:
             for fallback in model.fallbacks:
                 self.cells("fallbacks_total", model.id, ids[fallback])
+            for target, _ in model.split:
+                self.cells("split_requests_total", model.id, target)
 
     def in_flight(self, model: str) -> InflightGauge:
         """Return the gauge of a model's requests; each request holds it in a ``with``."""
@@ -297,6 +300,8 @@ class WorkerMetrics:
             self._count_stream(record, model, record.gaps)
         if code is not None or record.incomplete is not None or record.failures or record.requested_model is not None:
             self._count_failures(record, model)
+        if record.split is not None:
+            self.cells("split_requests_total", record.split, model)[0] += 1
 
     def _outcome_cells(self, record: RequestRecord, model: str) -> tuple[Cells, Cells]:
         requests = self.cells("requests_total", model, record.endpoint, str(record.status), record.code or "")

@@ -38,12 +38,12 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     ``status`` is the HTTP status sent, or 499 if the client disconnected before the end of the response; ``code`` is the code of
     the error, if any. ``model`` is the configured ID, None if the request named none; ``requested_model`` is the ID of the requested model
-    if a fallback served the request. ``incomplete`` says what truncated the response: client, upstream or drain. ``usage`` and
-    ``estimated_by`` are the settlement's. ``user`` is the request's ``user`` field, None unless it is logged. ``failures`` are failures of
-    servers: the model that has the server, the server, the reason. ``detail`` is for the operator only. ``trace`` is None if the request is
-    not traced. ``client`` is the client's address. ``shape`` is the shape of the body, None unless it is logged (see ``body_shape``).
-    ``explanation`` says why ``server`` was chosen, None unless that is logged.
-    ``method`` and ``path`` are set only for a path that is not served.
+    if a fallback served the request, and ``split`` the ID of the requested split. ``incomplete`` says what truncated the response: client,
+    upstream or drain. ``usage`` and ``estimated_by`` are the settlement's. ``user`` is the request's ``user`` field, None unless it is
+    logged. ``failures`` are failures of servers: the model that has the server, the server, the reason. ``detail`` is for the operator
+    only. ``trace`` is None if the request is not traced. ``client`` is the client's address. ``shape`` is the shape of the body, None
+    unless it is logged (see ``body_shape``). ``explanation`` says why ``server`` was chosen, None unless that is logged. ``method`` and
+    ``path`` are set only for a path that is not served.
 
     A Struct, because a frozen dataclass of this size takes three times as long to create.
     """
@@ -56,6 +56,7 @@ class RequestRecord(msgspec.Struct, frozen=True, kw_only=True):
     key: Key | None = None
     model: str | None = None
     requested_model: str | None = None
+    split: str | None = None
     server: str | None = None
     stream: bool = False
     request_bytes: int = 0

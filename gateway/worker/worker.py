@@ -110,7 +110,7 @@ class Worker:
         context.limiter.apply_snapshot(snapshot)
         if context.ledger is not None:
             context.ledger.apply_snapshot(snapshot)
-        context.queues.set_models((entry.model, entry.pool) for entry in catalog.entries if entry.model.parent is None)
+        context.queues.set_models((entry.model, entry.pool) for entry in catalog.entries if entry.model.has_own_servers)
 
     def _token_verifier(self, snapshot: Snapshot) -> TokenVerifier | None:
         """Return what verifies the tokens of this snapshot's issuers; None without issuers."""

@@ -43,6 +43,7 @@ _LIMITS = {
 _HEADERS = {
     "x-request-id": "the id of the request, for the operator",
     "x-vllm-gateway-fallback": "the model that served the request, if it is not the requested one",
+    "x-vllm-gateway-model": "the model that serves the request, if the requested name is divided between models",
     "retry-after": "seconds to wait",
     "x-should-retry": "`false` if a retry of the same request cannot succeed; the SDKs of OpenAI and Anthropic obey it",
     "www-authenticate": "`Bearer`",
@@ -51,7 +52,7 @@ _HEADERS = {
 }
 _ALWAYS = ("x-request-id",)
 _STATUS_HEADERS: Mapping[int, tuple[str, ...]] = {
-    200: ("x-vllm-gateway-fallback", *_LIMITS),
+    200: ("x-vllm-gateway-fallback", "x-vllm-gateway-model", *_LIMITS),
     **dict.fromkeys((400, 404, 413, 415, 431), ("x-should-retry",)),
     401: ("www-authenticate", "x-should-retry"),
     405: ("allow", "x-should-retry"),
@@ -60,7 +61,7 @@ _STATUS_HEADERS: Mapping[int, tuple[str, ...]] = {
 }
 _REQUEST_HEADERS = {
     "x-session-id": "requests with the same value count for the same session; with `balance: prefix` they also go to the same server "
-    "while it is available",
+    "while it is available, and with `sticky: session` to the same model of a split",
     "traceparent": "a trace to continue (W3C Trace Context), if the operator traces",
 }
 _BY_EITHER: list[Any] = [{"bearer": []}, {"x-api-key": []}]

@@ -12,7 +12,9 @@ from gateway.config import drafted, load
 
 NOW = datetime(2027, 1, 1, tzinfo=UTC)
 H1, H2 = (f"sha256:{letter * 64}" for letter in "ab")
-PRICED = "models: [{id: dear, launch: {}, price: {prompt: 1}}, {id: free, aliases: [gratis], launch: {}}]\n"
+PRICED = "models: [{id: dear, launch: {}, price: {prompt: 1}}, {id: free, aliases: [gratis], launch: {}}, SPLIT]\n".replace(
+    "SPLIT", "{id: both, split: {dear: 1, gratis: 1}}"
+)
 
 
 def notes_on(folder: Path, text: str, keys: str | None = None) -> list[str]:
@@ -90,6 +92,7 @@ def test_a_user_header_requires_a_ledger(tmp_path: Path) -> None:
         (f"keys: [{{id: a, hash: {H1}, limits: {{models: [{{models: [dear], cost_per_day: 1}}]}}}}]", None),
         (f"keys: [{{id: a, hash: {H1}, models: [dear], team: t}}]\nteams: [{{id: t, limits: {{cost_per_day: 1}}}}]", None),
         (f"keys: [{{id: a, hash: {H1}, limits: {{tokens_per_day: 1}}}}]", None),
+        (f"keys: [{{id: a, hash: {H1}, models: [both], limits: {{cost_per_day: 1}}}}]", "keys[0].limits.cost_per_day"),
     ],
 )  # fmt: skip
 def test_a_cost_that_does_not_bound_what_is_free(tmp_path: Path, rest: str, message: str | None) -> None:

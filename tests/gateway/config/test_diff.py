@@ -36,6 +36,7 @@ def many(*names: str) -> list[dict[str, str]]:
         ({"models": [MODEL | {"id": "n"}]}, ["model n added", "model m removed"]),
         ({"models": [MODEL, MODEL | {"id": "n"}]}, ["model n added"]),
         ({"models": [MODEL | {"aliases": ["x"], "queue": {"size": 3}}]}, ["model m changed: aliases, queue"]),
+        ({"models": [MODEL, {"id": "chat", "split": {"m": 1}}]}, ["model chat added"]),
         ({"keys": [KEY | {"models": ["m"]}]}, ["key team-a changed"]),
         ({"keys": many("k1", "k2", "k3")}, ["keys k1, k2, k3 added"]),
         ({"keys": many(*(f"k{n}" for n in range(7)))}, ["keys k0, k1, k2, k3, k4 and 2 more added"]),
@@ -52,6 +53,11 @@ def test_a_change_is_described_as_text(tmp_path: Path, parts: dict[str, Any], ex
 def test_a_secrets_change_is_seen_and_the_secret_is_not(tmp_path: Path) -> None:
     before, after = read(tmp_path), read(tmp_path, {"KEY": SECRET + "-2"})
     assert diff.changes(before, after) == ("model m changed: servers",)
+
+
+def test_changed_weights_are_described(tmp_path: Path) -> None:
+    before, after = (read(tmp_path, models=[MODEL, {"id": "chat", "split": {"m": weight}}]) for weight in (1, 2))
+    assert diff.changes(before, after) == ("model chat changed: split",)
 
 
 def test_another_order_is_a_change(tmp_path: Path) -> None:

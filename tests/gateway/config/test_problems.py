@@ -105,7 +105,7 @@ g.yaml:19: models[1].servers[1].api_key: the environment variable NOT_THERE is n
 g.yaml:20: models[1].servers[2].url: a server's URL has no credentials, query or fragment; use api_key for its key; expected e.g. http://10.0.0.5:8000
 g.yaml:21: models[1].fallbacks[0]: there is no such model; did you mean `Qwen/Qwen3`?
 g.yaml:21: models[1].fallbacks[1]: a model cannot be its own fallback
-g.yaml:22: models[2]: has no servers: write one of launch ({} for the defaults), servers, discover
+g.yaml:22: models[2]: has no servers: write one of launch ({} for the defaults), servers, discover, split
 g.yaml:25: keys[0].hash: expected sha256: and 64 hexadecimal digits, as `vllm-gateway keys hash` prints; never the key itself
 g.yaml:26: keys[0].models[0]: matches no model; did you mean `qwen`?
 g.yaml:27: keys[0].team: there is no such team; did you mean `blues`?
@@ -183,9 +183,9 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
     [
         (
             "launch: {}\nservers: [{url: 'http://a'}]",
-            ["4: servers: a model has only one of launch, servers and discover; this one already has launch"],
+            ["4: servers: a model has only one of launch, servers, discover and split; this one already has launch"],
         ),
-        ("servers: []", ["3: servers: expected at least 1 in the list, found a list"]),
+        ("servers: []", ["3: servers: expected at least 1 entry, found a list"]),
         (
             "servers: [{url: 'http://h:x'}]",
             ["3: servers[0].url: the port is not a number from 0 to 65535; expected e.g. http://10.0.0.5:8000"],
@@ -234,6 +234,55 @@ def test_models(tmp_path: Path, text: str, reported: list[str]) -> None:
     assert about_model(tmp_path, text) == reported
 
 
+NOT_FOR_A_SPLIT = "a split has no servers, and so no such setting; set it for the models of the split"
+ONLY_A_SPLIT = "matches only a split, whose requests count for the models that serve them; write these"
+SERVED = """\
+models:
+  - {id: a, aliases: [also-a], launch: {}, loras: [{id: a-lora, path: /l}]}
+  - {id: b, launch: {}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "reported"),
+    [
+        ("split: {a: 95, b: 5}", []),
+        ("split: {also-a: 1, a-lora: 1, b: 0}, sticky: session, aliases: [x], mounts: [/x], task: chat, capabilities: []", []),
+        ("split: {a: 1, c: 1}", ["split.c: there is no such model"]),
+        ("split: {a: 1, Chat: 1}", ["split.Chat: there is no such model"]),
+        ("split: {a: 1, chat: 1}", ["split.chat: a split cannot contain itself"]),
+        ("split: {a: 1, x: 1}, aliases: [x]", ["split.x: a split cannot contain itself"]),
+        ("split: {a: 1, other: 1}", ["split.other: is a split itself; write its models"]),
+        ("split: {a: 1, also-a: 1}", ["split.also-a: is the same model as a"]),
+        ("split: {a: 0, b: 0}", ["split: all weights are 0, so no model would get a request"]),
+        ("split: {}", ["split: expected at least 1 entry, found a mapping"]),
+        ("split: {a: 5%}", ["split.a: expected a whole number, found text"]),
+        ("split: {a: -1}", ["split.a: expected 0 or more, found -1"]),
+        ("split: [a, b]", ["split: expected a mapping, found a list"]),
+        ("split: {a: 1}, servers: [{url: 'http://h'}]",
+         ["split: a model has only one of launch, servers, discover and split; this one already has servers"]),
+        ("split: {a: 1}, price: {prompt: 1}, fallbacks: [b]",
+         [f"{name}: {NOT_FOR_A_SPLIT}" for name in ("fallbacks", "price")]),
+        ("split: {a: 1}, sticky: user", ["sticky: expected `key` or `session`"]),
+        ("launch: {}, sticky: key", ["sticky: has no effect without split"]),
+        ("launch: {}, fallbacks: [other]", ["fallbacks[0]: is a split; write one of its models"]),
+    ],
+)  # fmt: skip
+def test_splits(tmp_path: Path, settings: str, reported: list[str]) -> None:
+    text = f"{SERVED}  - {{id: other, split: {{b: 1}}}}\n  - {{id: chat, {settings}}}\nkeys: [{{id: k, anonymous: true}}]\n"
+    found = problems(tmp_path, text)
+    assert [problem.removeprefix("g.yaml:5: models[3].") for problem in found] == reported
+
+
+def test_a_limit_for_a_split_alone_would_count_nothing(tmp_path: Path) -> None:
+    limits = "{id: k, anonymous: true, limits: {models: [{models: [PATTERN], concurrent: 1}]}}"
+    text = f"{SERVED}  - {{id: chat, aliases: [c], split: {{b: 1}}}}\nkeys: [{limits}]\n"
+    for pattern in ("chat", "c", "c*"):
+        found = problems(tmp_path, text.replace("PATTERN", pattern))
+        assert found == [f"g.yaml:5: keys[0].limits.models[0].models[0]: {ONLY_A_SPLIT}"]
+    assert problems(tmp_path, text.replace("PATTERN", "'*'")) == []
+
+
 def _falling_back(**fallbacks: str) -> str:
     """Models by id, each with the alias ALSO-id and these fallbacks."""
     models = "".join(f"- {{id: {name}, aliases: [also-{name}], launch: {{}}, fallbacks: [{to}]}}\n" for name, to in fallbacks.items())
@@ -260,7 +309,7 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
         ),
         ("- {id: a, anonymous: yes please}\n", ["3: keys[0].anonymous: expected true or false, found text", f"3: keys[0].hash: {NO_HASH}"]),
         ("- {anonymous: true}\n", ["3: keys[0].id: is missing: name of the principal in metrics and usage records"]),
-        ("- {id: a, anonymous: true, models: []}\n", ["3: keys[0].models: expected at least 1 in the list, found a list"]),
+        ("- {id: a, anonymous: true, models: []}\n", ["3: keys[0].models: expected at least 1 entry, found a list"]),
         ("- {id: a, anonymous: true, models: [gpt-4]}\n", ["3: keys[0].models[0]: matches no model"]),
         ("- {id: a, anonymous: true, models: [qwen, 'Q*']}\n", []),
         (

@@ -69,6 +69,27 @@ async def test_a_stopped_or_starting_model_does_not_degrade_the_gateway(tmp_path
         assert (one.state(A), one.report.degraded()) == ("stopped", [])
 
 
+async def test_a_split_is_listed_with_the_facts_of_its_models_and_is_not_a_model_without_servers(tmp_path: Path) -> None:
+    models = [launched(A, **{"max-model-len": 4096}), launched("sim/b", **{"max-model-len": 2048})]
+    async with controlled(tmp_path, *models, {"id": "chat", "aliases": ["c"], "split": {A: 0, "sim/b": 1}, "sticky": "key"}) as one:
+        shown = one.report.status()
+        assert shown["splits"] == [{"id": "chat", "aliases": ["c"], "models": {A: 0, "sim/b": 1}, "sticky": "key"}]
+        assert [model["id"] for model in shown["models"]] == [A, "sim/b"] and one.report.degraded() == []
+        assert {series.labels for series in one.report.series() if series.family == "ready_servers"} == {(A,), ("sim/b",)}
+        reply = await one.request("chat")
+        assert (reply.status_code, reply.headers["x-vllm-gateway-model"], reply.json()["model"]) == (200, "sim/b", "sim/b")
+        listed = {each["id"]: each for each in (await one.client.get("/v1/models")).json()["data"]}
+        assert listed["chat"]["max_model_len"] == listed["c"]["max_model_len"] == 2048 and listed["chat"]["task"] == "chat"
+        result = await one.reload(*models, {"id": "chat", "split": {A: 1, "sim/b": 0}})
+        assert result.changes == ("model chat changed: aliases, split, sticky",)
+        await until(
+            lambda: (
+                len({one.report.status()["snapshot_version"], *(each["snapshot_version"] for each in one.report.status()["workers"])}) == 1
+            )
+        )
+        assert (await one.request("chat")).headers["x-vllm-gateway-model"] == A
+
+
 async def test_a_log_that_blocks_does_not_delay_other_requests(tmp_path: Path) -> None:
     async with controlled(tmp_path, launched(A)) as one:
         [server] = (await one.report.status_with_logs())["models"][0]["servers"]
