@@ -35,6 +35,7 @@ from gateway.config.source import read
 from gateway.control.admin_operations import AdminOperations
 from gateway.control.assembly import Environment, assembled
 from gateway.control.control import Control, configure_logging
+from gateway.control.engine_loads import EngineLoads
 from gateway.control.report import Report
 from gateway.control.startup_messages import Announcer
 from gateway.fleet.snapshot_builder import client_limits
@@ -103,6 +104,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
             sampler = _sampler(config.ledger, control, report, ledger)
             control.after_drain = sampler.sample_last
             await stack.enter_async_context(_background(sampler.run()))
+        loads = EngineLoads(report.engines, lambda: control.config, control.workers.placements)
+        await stack.enter_async_context(_background(loads.run()))
         shown = application(report, AdminOperations(control, reloader, stop_requests))
         token = config.server.admin.token
         guarded = Guard(shown, None if token is None else token.get_secret_value(), config.server.admin.host)

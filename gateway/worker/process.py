@@ -1,8 +1,8 @@
 """A worker process: serves the data port's connections by the snapshot that control sends.
 
 Control starts it with its number and inherited descriptors: the listening socket, the socket to control, the shared counters, the limits'
-buckets and, if there is a ledger, the journal. The rule: it runs until its socket to control closes. It ignores the signals that usually
-end a program, because control handles them, and drains when control sends ``Drain``.
+buckets, the placement log and, if there is a ledger, the journal. The rule: it runs until its socket to control closes. It ignores the
+signals that usually end a program, because control handles them, and drains when control sends ``Drain``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ from gateway.telemetry.metrics import FAMILIES, WorkerMetrics, observe
 from gateway.telemetry.shared_counters import SharedCounters
 from gateway.telemetry.tracing import Spans, spans
 from gateway.worker.drain import Closable, drain
+from gateway.worker.peer_placements import PeerPlacements
 from gateway.worker.worker import Worker
+from upstream.balancing.placement_log import PlacementLog
 from upstream.balancing.pool import live_servers
 from upstream.http.deadlines import TICK
 
@@ -91,6 +93,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--control-fd", type=int, required=True)
     parser.add_argument("--counters-fd", type=int, required=True)
     parser.add_argument("--buckets-fd", type=int, required=True)
+    parser.add_argument("--placements-fd", type=int, required=True)
     parser.add_argument("--seats-fd", type=int, help="where several workers share the listening socket")
     parser.add_argument("--journal-fd", type=int)
     parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
@@ -125,6 +128,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             context,
             fleet=servers,
             number=arguments.number,
+            peers=PeerPlacements(PlacementLog(arguments.placements_fd, arguments.number)),
             on_unknown_token=lambda issuer: link.send(UnknownSigningKey(issuer)),
         )
         process = WorkerProcess(worker, link)

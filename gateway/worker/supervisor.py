@@ -43,6 +43,7 @@ from gateway.snapshot.link import (
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.acceptor import Seats
 from gateway.telemetry.shared_counters import SharedCounters
+from upstream.balancing.placement_log import PlacementLog
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
@@ -95,6 +96,7 @@ class _Inherited:
 
     listener: socket.socket
     buckets: Buckets
+    placements: PlacementLog
     seats: Seats | None
     ledger: Ledger | None
 
@@ -218,6 +220,7 @@ class _WorkerSlot:
             "--control-fd": theirs.fileno(),
             "--counters-fd": self.counters.fd,
             "--buckets-fd": inherited.buckets.fd,
+            "--placements-fd": inherited.placements.fd,
         }
         if inherited.seats is not None:
             fds["--seats-fd"] = inherited.seats.fd
@@ -264,8 +267,9 @@ class WorkerSupervisor:
 
     def __init__(self, listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None) -> None:
         self._buckets = Buckets.create("buckets", count)
+        self._placements = PlacementLog.create(count + 1, count)
         self._seats = Seats.create(count) if count > 1 else None
-        inherited = _Inherited(listener, self._buckets, self._seats, ledger)
+        inherited = _Inherited(listener, self._buckets, self._placements, self._seats, ledger)
         self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
         self._preparation: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -280,6 +284,11 @@ class WorkerSupervisor:
     def buckets(self) -> Buckets:
         """The counts of limits, which all workers share."""
         return self._buckets
+
+    @property
+    def placements(self) -> PlacementLog:
+        """The log of placements, in which control's section is the last one."""
+        return self._placements
 
     @property
     def snapshot(self) -> Snapshot | None:
@@ -393,6 +402,7 @@ class WorkerSupervisor:
         for slot in self._slots:
             slot.counters.close()
         self._buckets.close()
+        self._placements.close()
         if self._seats is not None:
             self._seats.close()
 

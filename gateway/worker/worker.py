@@ -25,6 +25,7 @@ from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
 from gateway.telemetry.tracing import Sampler
 from gateway.worker.app import WorkerApp
+from gateway.worker.peer_placements import PeerPlacements
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.pool import LiveServers
 
@@ -51,11 +52,13 @@ class Worker:
         *,
         fleet: LiveServers,
         number: int = 0,
+        peers: PeerPlacements | None = None,
         on_unknown_token: Callable[[str], None] = _ignore,
     ) -> None:
         self.context = context
         self.fleet = fleet
         self.number = number
+        self._peers = peers
         self._on_unknown_token = on_unknown_token
         self._tokens: TokenVerifier | None = None
         self.certificate = Certificate(snapshot.tls) if snapshot.tls else None
@@ -88,11 +91,13 @@ class Worker:
         if self._catalog is not None:
             self._catalog.retire()
         self.costs = {
-            model.id: self.costs.get(model.id) or CostModel(model.cost.kv_cache_tokens)
+            model.id: self.costs.get(model.id) or CostModel(model.cost.kv_cache_tokens, peers=self._peers)
             for model in snapshot.bases
             if model.cost is not None
         }
         self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs)
+        if self._peers is not None:
+            self._peers.set_models(self.costs)
         context.active = ActiveSnapshot(
             snapshot=snapshot,
             keyring=Keyring(snapshot.keys, self._token_verifier(snapshot)),
@@ -126,7 +131,8 @@ class Worker:
     def apply_health(self, health: Health) -> None:
         """Apply control's report about servers and models."""
         for name, condition in health.conditions.items():
-            if self.fleet.set_condition(name, condition):
+            if self.fleet.set_condition(name, condition) and self.costs:
+                self._apply_placements()  # of the earlier process
                 for costs in self.costs.values():
                     costs.restarted(name)  # the cache of a new process is empty
         self.context.health = health
@@ -142,12 +148,18 @@ class Worker:
         context.limiter.tick()
         if context.ledger is not None:
             context.ledger.tick()
+        self._apply_placements()
         context.log.flush()
         context.metrics.count_dropped_lines(context.log.newly_dropped())
         context.spans.flush()
         self._ticks += 1
         if self._ticks % _SWEEP_EVERY == 0:
             self._sweep()
+
+    def _apply_placements(self) -> None:
+        """Apply the placements of the other workers, and the engines' load."""
+        if self._peers is not None and self.costs:
+            self._peers.catch_up()
 
     def _sweep(self) -> None:
         """Run the periodic work for all connections to servers and clients, about once a second."""

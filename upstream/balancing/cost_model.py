@@ -71,8 +71,8 @@ class ServerCost:
     """The learned speed and the known work of one server."""
 
     __slots__ = (
-        "_seconds", "_tokens", "capacity", "foreign", "in_flight", "load_at", "placed", "ready_at", "responded_at", "seconds_per_token",
-        "waiting",
+        "_seconds", "_tokens", "capacity", "foreign", "in_flight", "load_at", "most", "placed", "ready_at", "responded_at",
+        "seconds_per_token", "waiting",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -93,9 +93,17 @@ class ServerCost:
         self.seconds_per_token: float | None = None
         """For a prompt, learned; None if unknown."""
         self.capacity = 0.0
-        """Blocks of its cache; shrinks when blocks were evicted that should have been there."""
+        """Blocks that its cache is assumed to hold; fewer than ``most`` after evictions that were not predicted."""
+        self.most = 0
+        """Blocks of its cache."""
         self._tokens = 0.0
         self._seconds = 0.0
+
+    def end_requests(self, count: int) -> None:
+        """Count requests that have ended. An idle server has no backlog, whatever was assumed of its speed."""
+        self.in_flight = max(self.in_flight - count, 0)
+        if not self.in_flight:
+            self.ready_at = self.waiting = 0.0
 
     def learn(self, tokens: float, seconds: float) -> None:
         """Learn from prompts of ``tokens`` tokens that the server computed in ``seconds`` seconds."""
@@ -135,15 +143,18 @@ class Placement:
         if self._responded:
             return
         self._responded = True
-        if self._prompt.stream:
-            state, model = self._state, self._model
-            now = model.clock()
+        state, model = self._state, self._model
+        now = model.clock()
+        # Only the prompts that were placed later are still to be computed.
+        ready_at = now + (state.placed - self._goal) * (state.seconds_per_token or model.pace)
+        if not self._prompt.stream:
+            state.ready_at = min(state.ready_at, ready_at)  # it was computed before, and the response took longer
+        else:
+            state.ready_at = ready_at
             state.waiting = max(state.waiting - self.uncached, 0.0)
             # The server computed this prompt since it had computed the one before, or since it got this one.
             self._seconds = now - max(self._placed_at, state.responded_at)
             state.responded_at = now
-            # Only the prompts that were placed later are still to be computed.
-            state.ready_at = now + (state.placed - self._goal) * (state.seconds_per_token or model.pace)
 
     def finished(self, prompt_tokens: int = 0, cached_tokens: int = 0, completion_tokens: int = 0) -> None:
         """Observe the end. The arguments are the server's own counts, 0 if it reported none."""
@@ -163,6 +174,9 @@ class Placement:
 
 class Peers(Protocol):
     """The other workers, which learn of this worker's requests."""
+
+    def catch_up(self) -> None:
+        """Apply what the other processes have reported."""
 
     def placed(self, server: str, keys: Sequence[int], uncached: float) -> None:
         """Report that a prompt was sent to a server."""
@@ -186,7 +200,8 @@ class CostModel:
         """Seconds for a token of a prompt, on a server whose speed is unknown: as on the fastest known one."""
         self.mean_uncached = 0.0
         """Mean tokens that a placed request had to compute."""
-        self._peers = peers
+        self.peers = peers
+        self._is_configured = kv_cache_tokens is not None
         self._default_capacity = DEFAULT_CAPACITY if kv_cache_tokens is None else blocks_of(kv_cache_tokens)
         self._bytes = self._tokens = 0.0
         self._reporting: set[str] = set()
@@ -202,13 +217,17 @@ class CostModel:
         for name in wanted:
             if name not in self.servers:
                 self.servers[name] = ServerCost()
-                self.set_capacity(name, self._default_capacity)
+                self._set_most(name, self._default_capacity)
 
-    def set_capacity(self, name: str, blocks: int) -> None:
-        """Set the size of a server's cache."""
-        server = self.servers.get(name)
-        if server is not None:
-            server.capacity = blocks
+    def set_cache_size(self, name: str, tokens: int) -> None:
+        """Set the size of a server's cache, as its engine reports it. A configured size has precedence."""
+        if not self._is_configured and name in self.servers:
+            self._set_most(name, blocks_of(tokens))
+
+    def _set_most(self, name: str, blocks: int) -> None:
+        server = self.servers[name]
+        if server.most != blocks:
+            server.most = server.capacity = blocks
             self.index.add_server(name, blocks)
 
     def update_pace(self) -> None:
@@ -236,8 +255,8 @@ class CostModel:
             self.index.insert(name, (prompt.session,))
         if prompt.adapter is not None:
             self.index.insert(name, (prompt.adapter,))
-        if self._peers is not None:
-            self._peers.placed(name, prompt.keys, uncached)
+        if self.peers is not None:
+            self.peers.placed(name, prompt.keys, uncached)
         self.mean_uncached += (uncached - self.mean_uncached) * (1 - _MEMORY)
         prompt.placement = placement = Placement(self, name, prompt, cached, uncached, now)
         return placement
@@ -245,8 +264,8 @@ class CostModel:
     def finish(self, name: str, keys: Sequence[int], generated: int) -> None:
         """Observe the end of an own request. ``generated``: tokens of its completion."""
         self.peer_finished(name, keys, generated)
-        if self._peers is not None:
-            self._peers.finished(name, keys, generated)
+        if self.peers is not None:
+            self.peers.finished(name, keys, generated)
 
     def learn_size(self, size: int, tokens: int) -> None:
         """Learn how many bytes of a canonical prompt a token has."""
@@ -267,7 +286,7 @@ class CostModel:
         if predicted - cached > 2 * BLOCK_BYTES / self.bytes_per_token:
             capacity = max(min(server.capacity, len(self.index.blocks(name))) * 31 / 32, _LEAST_CAPACITY)
         else:
-            capacity = min(server.capacity * 1.004 + 0.1, float(self._default_capacity))
+            capacity = min(server.capacity * 1.004 + 0.1, float(server.most))
         server.capacity = capacity
         self.index.add_server(name, int(capacity))
         return True
@@ -287,10 +306,16 @@ class CostModel:
         """
         server = self.servers.get(name)
         if server is not None:
-            server.in_flight = max(server.in_flight - 1, 0)
+            server.end_requests(1)
             blocks = int(generated * self.bytes_per_token / BLOCK_BYTES)
             self._generated += blocks
             self.index.insert(name, [*keys, *range(-self._generated, blocks - self._generated)])
+
+    def peers_ended(self, name: str, count: int) -> None:
+        """Observe that ``count`` requests of another worker ended with its process."""
+        server = self.servers.get(name)
+        if server is not None:
+            server.end_requests(count)
 
     def engine_load(self, name: str, load: EngineLoad) -> None:
         """Observe an engine's own metrics. Its requests beyond this gateway's belong to others, e.g. to another gateway."""

@@ -49,6 +49,8 @@ class Cost(Policy[C]):
         if prompt is None:
             return best
         model = self.model
+        if model.peers is not None:
+            model.peers.catch_up()
         matched = model.index.matched(prompt.keys) if prompt.keys else {}
         members = candidates.members
         considered: Iterable[C] = members if len(members) <= CONSIDERED else self._considered(candidates, matched)

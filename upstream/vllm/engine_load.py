@@ -1,0 +1,37 @@
+"""The load of a vLLM server and the size of its KV cache, from the text of its metrics.
+
+The rule: the values of all engines of a server (data parallel) are summed.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_VALUE = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
+_CACHE = re.compile(rb"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
+_LABEL = re.compile(rb'(block_size|num_gpu_blocks)="(\d+)"')
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """``running``, ``waiting``: requests in the engine. ``cache_tokens``: size of its KV cache; 0 if it is not reported."""
+
+    running: int
+    waiting: int
+    cache_tokens: int
+
+
+def parse_load(text: bytes) -> EngineMetrics | None:
+    """Parse the text of GET /metrics. Returns None without the numbers of requests, or with an invalid number."""
+    sums: dict[bytes, float] = {}
+    try:
+        for name, value in _VALUE.findall(text):
+            sums[name] = sums.get(name, 0.0) + float(value)
+        tokens = 0
+        for labels in _CACHE.findall(text):
+            found = dict(_LABEL.findall(labels))
+            tokens += int(found.get(b"block_size", 0)) * int(found.get(b"num_gpu_blocks", 0))
+        return EngineMetrics(int(sums[b"num_requests_running"]), int(sums[b"num_requests_waiting"]), tokens)
+    except (KeyError, ValueError, OverflowError):
+        return None
