@@ -25,6 +25,8 @@ class Method(StrEnum):
     """The worker died. The counts are from the last update of the journal, at most 250 ms earlier."""
     BYTES = "bytes"
     """The prompt is estimated from the bytes of the body."""
+    TOKENIZE = "tokenize"
+    """The request was cancelled before its first event. The server has counted its prompt, and may not have computed it."""
 
 
 class Settlement(msgspec.Struct, frozen=True, gc=False):
@@ -58,19 +60,26 @@ def is_charged(status: int) -> bool:
     return status < 400 or status == CLIENT_CLOSED_REQUEST
 
 
-def settle(delivery: Delivery, estimated_prompt: int | None) -> Settlement:
-    """Settle a request that reached a server. ``estimated_prompt`` is None if nothing needs an estimate.
+def settle(delivery: Delivery, estimated_prompt: int | None, counted_prompt: int | None = None) -> Settlement:
+    """Settle a request that reached a server.
 
-    Nothing is charged for an error, or for a request that ended before its first event with tokens. A part of a stream is charged by its
-    running usage; without one, by its events.
+    ``estimated_prompt`` is None if nothing needs an estimate. ``counted_prompt`` is the server's count after the end of the request; it is
+    None if the server was not asked for it, or has no count.
+
+    Nothing is charged for an error. A part of a stream is charged by its running usage; without one, by its events. A request that ended
+    before its first event with tokens is charged for its prompt only if that was counted.
     """
     status, usage, running, prompt, events, uncounted = delivery
     if not is_charged(status):
         return NOTHING
     if usage is not None or running is not None:
         return Settlement(usage or running)
-    if estimated_prompt is None or not (prompt or events or uncounted):
+    if estimated_prompt is None:
         return NOTHING
     if prompt is not None:
         return Settlement(replace(prompt, completion=events), Method.EVENTS if events else None)
+    if counted_prompt is not None:
+        return Settlement(Usage(counted_prompt, events), Method.EVENTS if events else Method.TOKENIZE)
+    if not (events or uncounted):
+        return NOTHING
     return Settlement(Usage(estimated_prompt, events), Method.EVENTS if events else Method.BYTES)

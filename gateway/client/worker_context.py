@@ -36,6 +36,7 @@ from gateway.telemetry.body_shape import ShapeSample
 from gateway.telemetry.metrics import WorkerMetrics
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.tracing import Sampler, Spans
+from upstream.balancing.side_requests import SideRequests
 from upstream.http.deadlines import Deadlines
 from upstream.http.inline_task import InlineTask
 from upstream.http.write_batching import WriteBatch
@@ -112,6 +113,7 @@ class WorkerContext:
         self.health = Health({}, {})
         """Control's last report about servers and models."""
         self.deadlines = Deadlines()
+        self.side_requests = SideRequests(self.deadlines)
         self.steps = Steps()
         self.memory = BodyMemory(0)
         self.inflight = InflightCounts()

@@ -580,6 +580,9 @@ class Ledger(Section):
     retention: Duration | None = Field(default=None, description="age after which rows are deleted; default: never")
     user: Flag = Field(default=False, description="store a request's `user`")
     metadata: Flag = Field(default=False, description="store a request's `metadata`")
+    bill_cancelled_prefill: Flag = Field(
+        default=False, description="charge the prompt of a request that its client cancels before the first event"
+    )
     sample_interval: Duration = _quantity("15s", "time between two samples of the servers' token counters, for `usage --reconcile`")
 
 

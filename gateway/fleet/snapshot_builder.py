@@ -65,6 +65,7 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
         log_sample=config.log.sample,
         ledger_user=config.ledger is not None and config.ledger.user,
         ledger_metadata=config.ledger is not None and config.ledger.metadata,
+        bill_cancelled_prefill=config.ledger is not None and config.ledger.bill_cancelled_prefill,
         max_inflight=config.server.max_inflight,
         workers=config.server.workers,
         log=log_settings(config),

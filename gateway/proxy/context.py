@@ -84,6 +84,10 @@ class RequestContext(msgspec.Struct, eq=False):
     keepalive: Keepalive | None = None
     waited: float = 0.0
     queued: float = 0.0
+    ended_at: float | None = None
+    """When the response ended, if its prompt was counted afterwards."""
+    counted_prompt: int | None = None
+    """The tokens of the prompt as the server counted them after the end of the response."""
     handover: float | None = None
     """Seconds from the first byte of the response to its handling; None before."""
     code: str | None = None
@@ -139,19 +143,37 @@ class RequestContext(msgspec.Struct, eq=False):
 
     # Its end
 
+    @property
+    def needs_prompt_count(self) -> bool:
+        """Whether the settlement of a request that was truncated depends on a count of its prompt.
+
+        A prompt that was certainly computed is counted, and with ``bill_cancelled_prefill`` also the prompt of a client that disconnected
+        before. Nothing is counted for a request that nothing charges.
+        """
+        reservation, relay = self.request.reservation, self.response_relay
+        if self.worker.ledger is None and (reservation is None or not reservation.counts_tokens):
+            return False
+        if self.attempt is None or self.attempt.composed_at is None or relay.delivered or relay.settlement is not None:
+            return False
+        if relay.lacks_prompt:
+            return True
+        return self.request.disconnected and relay.is_empty and self.worker.active.snapshot.bill_cancelled_prefill
+
     def _settle(self, status: int) -> Settlement:
         """Settle the request, unless that was done before the end of its response was sent. ``status``: the status sent."""
         reservation = self.request.reservation
         if self.attempt is None or not self.attempt.tried:
             settlement = NOTHING
         else:
-            settlement = self.response_relay.settle(status, self._estimated_prompt(reservation))
+            settlement = self.response_relay.settle(status, self._estimated_prompt(reservation), self.counted_prompt)
         if reservation is not None and reservation.is_unsettled:
             reservation.settle(settlement, status)
         return settlement
 
     def _estimated_prompt(self, reservation: Reservation | None) -> int | None:
         """Return the estimated tokens of the prompt; None if neither a limit nor the ledger needs them."""
+        if self.counted_prompt is not None:
+            return self.counted_prompt
         if reservation is not None and reservation.counts_tokens:
             return reservation.estimated_prompt
         return None if self.worker.ledger is None else self.response_relay.estimate_prompt()
@@ -207,7 +229,7 @@ class RequestContext(msgspec.Struct, eq=False):
         request.respond(refusal.spec.status, headers, render(refusal, anthropic=request.target.route.anthropic))
 
     def _record(self) -> RequestRecord:
-        now = monotonic()
+        now = self.ended_at or monotonic()
         request, passed, attempt, fallbacks, model = self.request, self.response_relay, self.attempt, self.fallbacks, self.model
         if passed.aborted:
             self.incomplete = "upstream"

@@ -1,13 +1,14 @@
 """Serve one inference request, step by step.
 
 authenticate → admit → read the body → merge ``extra_body`` → resolve and authorize the model → apply its policy → choose a server, or
-wait for one → send → relay the response → settle limits → record.
+wait for one → send → relay the response → (count the prompt of a truncated one) → settle limits → record.
 
 The rule: a resource is released by the ``with`` that acquired it, and every request ends in ``RequestContext``, which records it.
 """
 
 from __future__ import annotations
 
+import asyncio
 from contextlib import suppress
 from functools import partial
 from time import monotonic
@@ -25,6 +26,7 @@ from gateway.proxy.balancing_facts import balancing_facts
 from gateway.proxy.body import Document, merge, parse, parse_in_steps, prepare, prepare_in_steps, with_running_usage
 from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
+from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key
@@ -33,7 +35,7 @@ from gateway.telemetry.body_shape import shape
 from upstream.balancing.attempt import Attempt, UpstreamResponse
 from upstream.balancing.policies.policy import NO_FACTS
 from upstream.balancing.pool import NoServerError
-from upstream.http.errors import BadResponse, ConnectFailed
+from upstream.http.errors import BadResponse, ConnectFailed, UpstreamError
 
 _ERROR_BODY_LIMIT = 64 * 1024
 _ERROR_BODY_TIMEOUT = 5.0  # seconds
@@ -80,6 +82,10 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
                     return await _forward(upstream, context, key)
                 except (NoServerError, ConnectFailed, Refusal) as error:
                     upstream = await _next_fallback(error, context)
+                except (asyncio.CancelledError, UpstreamError):
+                    if context.needs_prompt_count:
+                        await _count_prompt(upstream, context)
+                    raise
 
 
 # Before the body
@@ -302,6 +308,17 @@ async def _next_fallback(error: NoServerError | ConnectFailed | Refusal, context
             return await fallbacks.prepare(model)
     context.use_model(fallbacks.requested, fallbacks.requested)
     raise fallbacks.first_error
+
+
+# The end of a truncated response
+
+
+async def _count_prompt(upstream: UpstreamRequest, context: RequestContext) -> None:
+    """Let the last server count the prompt. The response has ended, so the row of the request ends now."""
+    context.ended_at = monotonic()
+    context.request.on_pause = context.request.on_resume = None  # nothing flows from the server any more
+    assert context.attempt is not None
+    context.counted_prompt = await count_prompt(upstream, context.attempt.tried[-1], context.worker)
 
 
 # The response

@@ -104,10 +104,23 @@ class ResponseRelay:
         """Estimate the tokens of the prompt; None if the settlement needs no estimate."""
         return None
 
-    def settle(self, status: int, estimated_prompt: int | None) -> Settlement:
-        """Settle what has been relayed, unless that was done before. ``status``: the status sent, 499 if truncated."""
+    @property
+    def lacks_prompt(self) -> bool:
+        """Whether tokens were delivered, and the server has not reported the tokens of their prompt."""
+        return False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the server has sent neither tokens nor a count of them."""
+        return self.first_byte is None
+
+    def settle(self, status: int, estimated_prompt: int | None, counted_prompt: int | None = None) -> Settlement:
+        """Settle what has been relayed, unless that was done before. ``status``: the status sent, 499 if truncated.
+
+        For the other arguments see ``gateway.api.settlement.settle``.
+        """
         if self.settlement is None:
-            self.settlement = settle(self._delivery(status), estimated_prompt)
+            self.settlement = settle(self._delivery(status), estimated_prompt, counted_prompt)
         return self.settlement
 
     def _delivery(self, status: int) -> Delivery:
@@ -133,8 +146,8 @@ class ResponseRelay:
 class NoResponse(ResponseRelay):
     """Stands for the response of a request that has none yet. It has no state, because all such requests share it."""
 
-    def settle(self, status: int, estimated_prompt: int | None) -> Settlement:  # noqa: ARG002  the same for all
-        return NOTHING
+    def settle(self, status: int, estimated_prompt: int | None, counted_prompt: int | None = None) -> Settlement:
+        return settle(Delivery(status), estimated_prompt, counted_prompt)
 
 
 class BodyRelay(ResponseRelay):
@@ -414,6 +427,19 @@ class EventRelay(ResponseRelay):
 
     def estimate_prompt(self) -> int | None:
         return self._upstream.estimate_prompt() if self.usage is None and self.gaps is not None else None
+
+    @property
+    def lacks_prompt(self) -> bool:
+        return self._token_events > 0 and not self._has_count
+
+    @property
+    def is_empty(self) -> bool:
+        return self._token_events == 0 and not self._has_count
+
+    @property
+    def _has_count(self) -> bool:
+        """Whether the server has reported the tokens of the prompt."""
+        return self.usage is not None or self._prompt is not None or (self._running is not None and self._running.usage is not None)
 
     def usage_tail(self) -> bytes:
         """Return the tokens that were sent so far as a usage tail; empty if they are not known."""

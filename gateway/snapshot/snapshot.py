@@ -314,6 +314,7 @@ class Snapshot:
     log_sample: float = 0.0
     ledger_user: bool = False
     ledger_metadata: bool = False
+    bill_cancelled_prefill: bool = False
     max_inflight: int | None = None
     workers: int = 1
     log: LogSettings = field(default_factory=LogSettings)

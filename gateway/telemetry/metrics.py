@@ -125,6 +125,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "ledger_spool_bytes": Family("gauge", "Bytes of those rows."),
         "ledger_memory_rows": Family("gauge", "Rows in memory that are neither on disk nor in the ledger's database yet."),
         "ledger_memory_bytes": Family("gauge", "Bytes of those rows."),
+        "prompt_counts_total": Family(
+            "counter", "Prompts of truncated requests that their server counted afterwards, by outcome.", ("model", "outcome")
+        ),
         "unbilled_tokens_total": Family(
             "counter", "Tokens counted by engines and not billed, by the reason found by the reconciliation.", ("model", "reason")
         ),

@@ -15,7 +15,7 @@ from gateway.system.listener_drain import HANDSHAKE, has_backlog
 from gateway.worker.worker import Worker
 
 _FIRST_REQUEST = 1.0  # seconds for the request of a client that has just connected
-_CANCEL_TIMEOUT = 1.0  # seconds in which cancelled requests may send their error at the end of a drain
+_CANCEL_TIMEOUT = 2.0  # seconds in which cancelled requests may count their prompt and send their error at the end of a drain
 
 
 class Closable(Protocol):

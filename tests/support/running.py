@@ -151,6 +151,9 @@ async def serving(
             acceptor.close()
             for connection in tuple(context.connections):
                 connection.transport.abort()
+            await asyncio.sleep(0)  # the connections end, and cancel their handlers
+            for handler in tuple(context.handlers):
+                handler.cancel()  # it is counting a prompt
             ticking.cancel()
             context.limiter.close()
             await asyncio.gather(ticking, *(each for each in context.handlers if isinstance(each, asyncio.Task)), return_exceptions=True)

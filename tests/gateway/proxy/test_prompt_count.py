@@ -1,0 +1,339 @@
+"""The prompt of a truncated request is counted by its server, after the client has gone, and only if something charges for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.api.settlement import Method
+from gateway.ledger.journal import Journal
+from gateway.ledger.recorder import Recorder
+from gateway.ledger.row import UsageRow, decode, frames
+from gateway.limits.rules import DAY
+from gateway.limits.windows import USED
+from gateway.proxy.prompt_count import LARGEST
+from gateway.snapshot.snapshot import Allowance, Limits, Queue
+from tests.support.running import Served, key, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import HELLO, ROLE, Client, chat, client, request
+from upstream.balancing.side_requests import AT_ONCE
+
+CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
+RENDER, TOKENIZE, COUNT_TOKENS = "/v1/responses/render", "/tokenize", "/v1/messages/count_tokens"
+LIMITED = key(allowances=(Allowance("key team-a", Limits(tokens_per_day=10**6)),))
+BODY = {"model": "tiny", "input": "Hello", "stream": True}
+COUNTED = orjson.dumps({"count": 41, "max_model_len": 2048, "tokens": [1] * 41, "token_strs": None})
+FORBIDDEN = b'{"error":{"message":"Scale-out endpoints are disabled.","type":"PermissionDeniedError","code":403}}'
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
+
+
+OPENING = [event(f"response.{kind}") for kind in ("created", "in_progress", "output_item.added", "content_part.added")]
+DELTA = event("response.output_text.delta", delta="a")
+
+
+@dataclass
+class Engine:
+    """A server that sends the events of a stream and then nothing, and counts prompts by these responses, by path."""
+
+    events: list[bytes]
+    counts: dict[str, tuple[str, bytes]] = field(
+        default_factory=lambda: {RENDER: ("403 Forbidden", FORBIDDEN), TOKENIZE: ("200 OK", COUNTED)}
+    )
+    waits: set[str] = field(default_factory=set)
+    counting: int = 0
+    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    """The requests that count, by path and body."""
+    may_count: asyncio.Event = field(default_factory=asyncio.Event)
+    arrived: int = 0
+
+    async def __call__(self, talk: Conversation) -> None:
+        path = talk.request.head.split(b" ")[1].decode()
+        if path in (CHAT, RESPONSES, MESSAGES):
+            self.arrived += 1
+            if self.events:
+                await talk.begin_stream()
+                for each in self.events:
+                    await talk.chunk(each)
+            await talk.closed_by_peer()
+            return
+        self.asked.append((path, talk.request.json))
+        if path in self.waits:
+            self.counting += 1
+            await self.may_count.wait()
+        status, body = self.counts[path]
+        await talk.respond(body, status)
+
+    @property
+    def paths(self) -> list[str]:
+        return [path for path, _ in self.asked]
+
+
+@pytest.fixture
+def journal() -> Iterator[Journal]:
+    made = Journal.create("test", 1 << 20, 64)
+    yield made
+    made.close()
+
+
+def rows(journal: Journal) -> list[UsageRow]:
+    reading = journal.read()
+    journal.release(reading)
+    return [decode(payload) for payload in frames(reading.data)]
+
+
+async def disconnect_after(one: Client, engine: Engine, body: dict[str, Any], path: str = RESPONSES) -> None:
+    """Send a request, and disconnect when all events of its stream have been received."""
+    arrived = engine.arrived
+    one.send(request(body, path))
+    if engine.events:
+        await one.events(len(engine.events))
+    else:
+        await until(lambda: engine.arrived > arrived)
+    one.disconnect()
+
+
+async def settled(served: Served, count: int = 1) -> None:
+    await until(lambda: len(served.context.records) == count)
+
+
+def used(served: Served) -> float:
+    """The tokens of the day that the key's limits have counted."""
+    buckets = served.context.limiter.buckets
+    allowance = LIMITED.allowances[0]
+    return float(buckets.cells[buckets.holder(allowance.holder, allowance.limits).offset + DAY + USED])
+
+
+async def test_the_prompt_of_a_truncated_stream_is_the_servers_count(journal: Journal) -> None:
+    engine = Engine([*OPENING, DELTA, DELTA, DELTA])
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port, served="served")], [LIMITED], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, BODY)
+        await settled(served)
+        (row,), (record,) = rows(journal), served.context.records
+        assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", 41, 3, Method.EVENTS)
+        assert record.usage is not None and (record.usage.prompt, record.usage.completion) == (41, 3)
+        assert used(served) == 44 and served.value("tokens_total", "team-a", "tiny", "prompt") == 41
+        assert engine.paths == [RENDER, TOKENIZE] and served.value("prompt_counts_total", "tiny", "counted") == 1
+        (_, rendered), (_, tokenized) = engine.asked
+        assert (rendered["model"], rendered["input"], rendered["stream"]) == ("served", "Hello", False)
+        assert (tokenized["model"], tokenized["messages"]) == ("served", [{"role": "user", "content": "Hello"}])
+        assert server.requests[-1].header("authorization") == server.requests[0].header("authorization")
+        assert served.in_flight == 0
+
+
+async def test_a_server_that_renders_prompts_is_asked_once_and_one_that_does_not_is_remembered(journal: Journal) -> None:
+    engine = Engine([*OPENING, DELTA])
+    engine.counts[RENDER] = ("200 OK", b'{"request_id":"r","token_ids":[1,2,3],"features":null}')
+    async with scripted(engine) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+        for count, status in ((1, "200 OK"), (2, "403 Forbidden"), (3, "403 Forbidden")):
+            engine.counts[RENDER] = (status, engine.counts[RENDER][1])
+            async with client(served.port) as one:
+                await disconnect_after(one, engine, BODY)
+                await settled(served, count)
+    assert [row.prompt for row in rows(journal)] == [3, 41, 41]
+    assert engine.paths == [RENDER, RENDER, TOKENIZE, TOKENIZE]
+
+
+@pytest.mark.parametrize(
+    "counts", [("404 Not Found", b"{}"), ("500 Internal Server Error", b"{}"), ("200 OK", b"{}"), ("200 OK", b"<html>")]
+)
+async def test_without_a_count_the_prompt_is_estimated(journal: Journal, counts: tuple[str, bytes]) -> None:
+    engine = Engine([*OPENING, DELTA, DELTA], {RENDER: counts, TOKENIZE: counts})
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port)], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, BODY)
+        await settled(served)
+        assert served.value("prompt_counts_total", "tiny", "failed") == 1
+    (row,) = rows(journal)
+    assert row.prompt == len(orjson.dumps({**BODY, "store": False})) // 4 and (row.completion, row.estimated_by) == (2, Method.EVENTS)
+
+
+async def test_a_server_that_does_not_count_in_time_ends_the_wait(journal: Journal) -> None:
+    engine = Engine([*OPENING, DELTA, DELTA], waits={RENDER})
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port)], [LIMITED], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, BODY)
+        await until(lambda: engine.counting == 1)
+        assert not served.context.records and used(served) > 2, "the reservation is held until the settlement"
+        await settled(served)
+        assert served.in_flight == 0
+        engine.may_count.set()
+        await until(lambda: server.open == 0)
+    (row,) = rows(journal)
+    assert (row.completion, row.estimated_by) == (2, Method.EVENTS) and engine.paths == [RENDER]
+
+
+async def test_counts_are_bounded_and_the_others_wait(journal: Journal) -> None:
+    engine = Engine([*OPENING, DELTA], waits={RENDER})
+    total = 2 * AT_ONCE
+    async with scripted(engine) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+
+        async def one_client() -> None:
+            async with client(served.port) as one:
+                await disconnect_after(one, engine, BODY)
+
+        await asyncio.gather(*(one_client() for _ in range(total)))
+        await until(lambda: engine.counting >= AT_ONCE)
+        assert engine.counting == AT_ONCE
+        engine.may_count.set()
+        await settled(served, total)
+        assert served.in_flight == 0
+    assert len(rows(journal)) == total
+
+
+async def test_a_stream_that_its_server_truncates_is_counted_before_its_client_gets_the_error(journal: Journal) -> None:
+    engine = Engine([*OPENING, DELTA, DELTA])
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port)], [LIMITED], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
+        one.send(request(BODY, RESPONSES))
+        await one.events(6)
+        server.hang_up()
+        assert b"error" in await one.reader.readuntil(b"\r\n0\r\n\r\n")
+        assert used(served) == 43
+        await settled(served)
+    (row,) = rows(journal)
+    assert (row.status, row.incomplete, row.prompt, row.completion) == (200, "upstream", 41, 2)
+
+
+async def test_nothing_is_asked_for_a_request_that_nothing_charges() -> None:
+    engine = Engine([*OPENING, DELTA])
+    requests_only = key(allowances=(Allowance("key team-a", Limits(requests_per_minute=100)),))
+    async with scripted(engine) as server, serving([model(server.port)], [requests_only]) as served, client(served.port) as one:
+        await disconnect_after(one, engine, BODY)
+        await settled(served)
+        assert served.context.records[0].usage is None and not engine.asked and served.total("prompt_counts_total") == 0
+
+
+async def test_a_running_usage_or_a_reported_prompt_needs_no_count(journal: Journal) -> None:
+    running = b'{"choices":[{"index":0,"delta":{"content":"a"}}],"usage":{"prompt_tokens":9,"total_tokens":11,"completion_tokens":2}}'
+    start = event("message_start", message={"usage": {"input_tokens": 9, "output_tokens": 0}})
+    streams = {
+        CHAT: ([b"data: %b\n\n" % running], chat(stream=True)),
+        MESSAGES: ([start, event("content_block_start"), event("content_block_delta")], {**chat(stream=True), "max_tokens": 9}),
+    }
+    for path, (events, body) in streams.items():
+        engine = Engine(events)
+        async with (
+            scripted(engine) as server,
+            serving([model(server.port)], ledger=Recorder(journal)) as served,
+            client(served.port) as one,
+        ):
+            await disconnect_after(one, engine, body, path)
+            await settled(served)
+            assert not engine.asked
+        assert [row.prompt for row in rows(journal)] == [9]
+
+
+async def test_a_stream_without_running_usage_has_the_exact_prompt(journal: Journal) -> None:
+    engine = Engine([ROLE, HELLO, HELLO])
+    engine.counts["/v1/chat/completions/render"] = engine.counts[RENDER]
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port, running_usage=False)], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, chat(stream=True), CHAT)
+        await settled(served)
+    (row,) = rows(journal)
+    assert (row.prompt, row.completion, row.estimated_by) == (41, 2, Method.EVENTS)
+
+
+@pytest.mark.parametrize("bills", [False, True])
+@pytest.mark.parametrize(("path", "stream"), [(CHAT, True), (CHAT, False), (RESPONSES, True), (MESSAGES, True)])
+async def test_a_request_that_is_cancelled_before_its_first_event(journal: Journal, path: str, stream: bool, bills: bool) -> None:
+    engine = Engine([], {f"{path}/render": ("403 Forbidden", FORBIDDEN), TOKENIZE: ("200 OK", COUNTED)})
+    engine.counts[COUNT_TOKENS] = ("200 OK", b'{"input_tokens":41}')
+    body = {"model": "tiny", "input": "Hello"} if path == RESPONSES else {**chat(), "max_tokens": 9}
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port)], [LIMITED], ledger=Recorder(journal), bill_cancelled_prefill=bills) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, {**body, "stream": stream}, path)
+        await settled(served)
+        (row,) = rows(journal)
+        if bills:
+            assert (row.prompt, row.completion, row.estimated_by) == (41, 0, Method.TOKENIZE) and used(served) == 41
+        else:
+            assert (row.prompt, row.completion, row.estimated_by) == (None, None, None) and used(served) == 0
+            assert not engine.asked
+        assert (row.status, row.incomplete) == (499, "client")
+
+
+async def test_a_cancelled_request_without_a_count_costs_nothing(journal: Journal) -> None:
+    engine = Engine([], {})
+    body = {**chat(), "documents": [], "messages": [{"role": "user", "content": "x" * LARGEST}]}
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port)], ledger=Recorder(journal), bill_cancelled_prefill=True) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, body, CHAT)
+        await settled(served)
+        assert not engine.asked and served.value("prompt_counts_total", "tiny", "unsupported") == 1
+    (row,) = rows(journal)
+    assert (row.prompt, row.estimated_by) == (None, None)
+
+
+async def test_a_request_that_no_server_has_received_is_not_counted(journal: Journal) -> None:
+    engine = Engine([])
+    async with (
+        scripted(engine) as server,
+        serving(
+            [model(server.port, max_inflight=1, queue=Queue(5, 60.0))], ledger=Recorder(journal), bill_cancelled_prefill=True
+        ) as served,
+        client(served.port) as first,
+        client(served.port) as second,
+    ):
+        first.send(request(BODY, RESPONSES))
+        await until(lambda: engine.arrived == 1)
+        second.send(request(BODY, RESPONSES))
+        await until(lambda: served.value("queued_requests", "tiny") == 1)
+        second.disconnect()
+        await settled(served)
+        (row,) = rows(journal)
+        assert (row.status, row.prompt) == (499, None) and not engine.asked
+
+
+async def test_a_large_body_is_counted_too(journal: Journal) -> None:
+    engine = Engine([*OPENING, DELTA])
+    async with scripted(engine) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
+        await disconnect_after(one, engine, {**BODY, "input": "Hello " * 50_000})
+        await settled(served)
+    (row,) = rows(journal)
+    assert row.prompt == 41 and engine.asked[-1][1]["messages"] == [{"role": "user", "content": "Hello " * 50_000}]
+
+
+async def test_a_drained_stream_is_counted_before_its_client_gets_the_error(journal: Journal) -> None:
+    engine = Engine([*OPENING, DELTA, DELTA], waits={RENDER})
+    async with scripted(engine) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
+        one.send(request(BODY, RESPONSES))
+        await one.events(6)
+        for handler in tuple(served.inline_tasks):
+            handler.cancel()
+        await until(lambda: engine.counting == 1)
+        engine.may_count.set()
+        assert b"draining" in await one.reader.readuntil(b"draining")
+        await settled(served)
+    (row,) = rows(journal)
+    assert (row.incomplete, row.prompt, row.completion) == ("drain", 41, 2)
