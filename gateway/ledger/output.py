@@ -56,8 +56,14 @@ def as_table(report: UsageReport, console: Console) -> None:
         numbers = [*_numbers(each), *([_cost(each, decimals)] if costs else [])]
         table.add_row(*(Text(part or "-") for part in each.group), *numbers, Bar(largest, 0, _tokens(each), width=_BAR))
     console.print(table)
-    if any(each.estimated for each in report.sums):
-        console.print("~ some of the completion tokens are estimated: those of truncated streams", style="dim")
+    if report.estimated_by:
+        console.print(_estimates(report), style="dim")
+
+
+def _estimates(report: UsageReport) -> str:
+    """Return the share of the requests with estimated tokens, in all and by method."""
+    shares = [f"{method} {count / report.requests:.2%}" for method, count in report.estimated_by.items()]
+    return f"~ tokens of {sum(report.estimated_by.values()) / report.requests:.2%} of the requests are estimated: {', '.join(shares)}"
 
 
 def _numbers(each: UsageSum) -> list[str]:

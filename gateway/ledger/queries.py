@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, Integer, cast, func, inspect, or_, select
+from sqlalchemy import ColumnElement, Engine, Integer, Select, cast, func, inspect, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import config as conf
@@ -33,6 +33,8 @@ DEFAULT_BY, _DEFAULT_SINCE = "key,model", "30d"
 _DURATION = re.compile(r"[0-9.]+[a-z]+")
 _MONTH = re.compile(r"\d{4}-\d{2}")
 _LONGEST_QUERY = 3600.0  # seconds
+UNKNOWN_METHOD = "unknown"
+"""The method of an estimate in a row of version 0.1."""
 HALF = 2**32
 """Costs are summed in two parts, because SQLite's integer sums overflow at 64 bits."""
 
@@ -75,26 +77,37 @@ class UsageSum:
 class UsageReport:
     """The sums, the largest number of tokens first; grouped by day, in the order of the days.
 
-    ``truncated``: there are more groups than a report has lines; those with the fewest tokens are left out.
+    ``truncated``: there are more groups than a report has lines; those with the fewest tokens are left out. ``requests``: all requests of
+    the report. ``estimated_by``: the requests with estimated tokens by the method of the estimate, UNKNOWN_METHOD for rows of version 0.1.
     """
 
     query: UsageQuery
     sums: Sequence[UsageSum]
     truncated: bool = False
+    requests: int = 0
+    estimated_by: Mapping[str, int] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
         """Return the report as JSON, for an encoder of msgspec. A cost is a number with all of its digits."""
         query = self.query
         rows = [{**dict(zip(query.by, each.group, strict=True)), **_measures(each)} for each in self.sums]
-        since, until = query.since.isoformat(), query.until.isoformat()
-        return {"since": since, "until": until, "by": list(query.by), "truncated": self.truncated, "usage": rows}
+        return {
+            "since": query.since.isoformat(),
+            "until": query.until.isoformat(),
+            "by": list(query.by),
+            "truncated": self.truncated,
+            "requests": self.requests,
+            "estimated_by": dict(self.estimated_by),
+            "usage": rows,
+        }
 
 
 def parse_report(document: Mapping[str, Any]) -> UsageReport:
     """Parse a gateway's JSON report. Its numbers with decimals must be ``Decimal``."""
     by, since, until = tuple(document["by"]), *(datetime.fromisoformat(document[name]) for name in ("since", "until"))
     sums = [UsageSum(tuple(row.pop(part) for part in by), **row | {"cost": _nano(row["cost"])}) for row in map(dict, document["usage"])]
-    return UsageReport(UsageQuery(by, since, until), sums, document.get("truncated", False))
+    query, truncated = UsageQuery(by, since, until), document.get("truncated", False)
+    return UsageReport(query, sums, truncated, document.get("requests", 0), document.get("estimated_by", {}))
 
 
 def _nano(cost: Decimal | int | None) -> int | None:
@@ -161,11 +174,14 @@ def run_query(engine: Engine, query: UsageQuery, seconds: float = _LONGEST_QUERY
             if not inspect(connection).has_table(USAGE.name):
                 return UsageReport(query, ())
             found = connection.execute(statement).all()
+            methods = connection.execute(_methods(query)).all()
     except SQLAlchemyError as error:
         raise DatabaseUnavailableError(reason(error)) from error
     width = len(groups)
     sums = [_sum(tuple(_text(part) for part in row[:width]), [*row[width:]]) for row in found[:max_groups]]
-    return UsageReport(query, sorted(sums, key=lambda each: _order(query, each)), len(found) > max_groups)
+    estimates = {method or UNKNOWN_METHOD: count for estimated, method, count in methods if estimated}
+    requests = sum(count for _, _, count in methods)
+    return UsageReport(query, sorted(sums, key=lambda each: _order(query, each)), len(found) > max_groups, requests, estimates)
 
 
 def _group(part: str) -> ColumnElement[Any]:
@@ -184,6 +200,12 @@ def _totals() -> tuple[ColumnElement[Any], ...]:
         func.sum(USAGE.c.cost_nano // HALF),  # in two parts: SQLite's integer sums overflow at 64 bits
         func.sum(USAGE.c.cost_nano % HALF),
     )
+
+
+def _methods(query: UsageQuery) -> Select[Any]:
+    """Return the statement that counts the requests by the method of their estimate, the most frequent first."""
+    groups, count = (USAGE.c.estimated, USAGE.c.estimated_by), func.count()
+    return select(*groups, count).where(*_conditions(query)).group_by(*groups).order_by(count.desc(), *groups)
 
 
 def _conditions(query: UsageQuery) -> list[ColumnElement[bool]]:

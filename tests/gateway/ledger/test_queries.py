@@ -15,12 +15,14 @@ from typing import Any
 import pytest
 import yaml
 from rich.console import Console
+from sqlalchemy import update
 
 from gateway.cli.main import run
 from gateway.ledger.errors import QueryError
 from gateway.ledger.output import FORMATS
 from gateway.ledger.queries import UsageReport, UsageSum, parse_query, parse_report, run_query
 from gateway.ledger.row import LOST
+from gateway.ledger.schema import USAGE
 from gateway.ledger.store import UsageStore, database_url
 from gateway.snapshot.money import MAX_COST, MAX_PRICE
 from tests.gateway.ledger.rows import STARTED, row
@@ -211,6 +213,24 @@ def test_a_table_has_bars_and_a_cost_where_there_are_prices(store: UsageStore) -
     assert first.count("█") == 24 and second.count("█") == 0 and "~7" in second and "estimated" in note
     assert "cost" not in shown(report_of(store, by="key", model="big"), "table")
     assert "nothing" in shown(report_of(store, key="nobody"), "table")
+
+
+def test_the_share_of_estimates_is_reported_by_method(url: str, tmp_path: Path) -> None:
+    methods = [*["events"] * 3, *["tokenize"] * 1, *[None] * 96]
+    with closing(UsageStore(database_url(url, tmp_path))) as store:
+        store.write([row(number, estimated_by=method, key=f"key-{number % 3}") for number, method in enumerate(methods)])
+        report = report_of(store, by="key")
+        assert (report.requests, report.estimated_by) == (100, {"events": 3, "tokenize": 1})
+        line = "~ tokens of 4.00% of the requests are estimated: events 3.00%, tokenize 1.00%"
+        assert shown(report, "table").rstrip("\n").endswith(line)
+        document = json.loads(shown(report, "json"))
+        assert (document["requests"], document["estimated_by"]) == (100, {"events": 3, "tokenize": 1})
+        assert parse_report(document).estimated_by == report.estimated_by
+        nothing = report_of(store, by="key", key="nobody")
+        assert (nothing.requests, nothing.estimated_by) == (0, {})
+        with store.engine.begin() as connection:
+            connection.execute(update(USAGE).where(USAGE.c.request_id == "req_2").values(estimated=True, estimated_by=None))
+        assert report_of(store, by="key").estimated_by == {"events": 2, "tokenize": 1, "unknown": 1}
 
 
 def test_times_are_printed_in_utc(store: UsageStore) -> None:
