@@ -16,6 +16,9 @@ Where vLLM 0.32 has the fields:
 
 Messages have ``stop_reason: null`` for a stopped engine, but for other reasons as well. The last events of responses are
 ``response.completed``, ``response.incomplete`` and ``response.failed``.
+
+In streams of responses and messages the events that open and close an item have no tokens. They have a mark too, so that they are not
+counted as tokens (``events_without_tokens``).
 """
 
 from __future__ import annotations
@@ -37,7 +40,11 @@ _USAGE, _ERROR = b'"usage"', b"error"
 _STOPPED: Mapping[Dialect, bytes] = MappingProxyType(dict.fromkeys(Dialect, b'"abort"') | {Dialect.RESPONSES: b'"cancelled"'})
 
 Marks = tuple[bytes, bytes, bytes, bytes]
-MARKS: Mapping[Dialect, Marks] = MappingProxyType({dialect: (_USAGE, _ERROR, _STOPPED[dialect], _ESCAPED) for dialect in Dialect})
+_STRUCTURE: Mapping[Dialect, bytes] = MappingProxyType({Dialect.RESPONSES: b'"status"', Dialect.MESSAGES: b"content_block_st"})
+"""A mark of the events that open and close an item, ``content_block_start`` and ``_stop``. An event of a stopped engine has it too."""
+MARKS: Mapping[Dialect, Marks] = MappingProxyType(
+    {dialect: (_USAGE, _ERROR, _STRUCTURE.get(dialect, _STOPPED[dialect]), _ESCAPED) for dialect in Dialect}
+)
 """Bytes by dialect. An event of a stream without any mark need not be parsed."""
 
 WHOLE_SIZE = 64 * 1024
@@ -94,6 +101,34 @@ def of_event(document: Mapping[str, Any], dialect: Dialect) -> Fields:
                 return Fields(_usage_of(message))
             return Fields(_usage_of(document), is_final=True) if kind == "message_delta" else _NOTHING
     return Fields(_usage_of(document), _is_stopped(document, dialect), document.get("choices") == [])
+
+
+_WITHOUT_TOKENS: Mapping[str, int] = MappingProxyType(
+    {
+        "response.created": 1,
+        "response.in_progress": 1,
+        "response.output_item.added": 1,
+        "response.output_item.done": 2,
+        "message_start": 1,
+        "content_block_start": 1,
+        "content_block_stop": 1,
+        "ping": 1,
+    }
+)
+_WITH_PARTS = frozenset({"message", "reasoning"})  # items of responses whose text is in a part, which has its own events
+
+
+def events_without_tokens(document: Mapping[str, Any]) -> int:
+    """Return how many events without tokens an event of responses or messages stands for: itself, and those beside it without a mark.
+
+    vLLM sends these together: an item with the part that it opens; the end of a text, of its part and of its item; the signature of a
+    thinking block and its end.
+    """
+    kind, item, block = document.get("type"), document.get("item"), document.get("content_block")
+    if not isinstance(kind, str):
+        return 0
+    has_more = (isinstance(item, dict) and item.get("type") in _WITH_PARTS) or (isinstance(block, dict) and block.get("type") == "thinking")
+    return _WITHOUT_TOKENS.get(kind, 0) + (has_more and kind in _WITHOUT_TOKENS)
 
 
 def of_document(document: Mapping[str, Any], dialect: Dialect) -> Fields:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from gateway.api.errors import Refusal, from_failure, render, render_event
 from gateway.api.model_name import ModelRenamer, renamed
-from gateway.api.response_fields import MARKS, Fields, Marks, Observer, of_body, of_document, of_event
+from gateway.api.response_fields import MARKS, Fields, Marks, Observer, events_without_tokens, of_body, of_document, of_event
 from gateway.api.routes import Dialect
 from gateway.api.settlement import NOTHING, Delivery, Settlement, settle
 from gateway.api.translation import Translation
@@ -64,11 +64,9 @@ _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
 )
 """How the last event of a stream starts. A stream without it is truncated."""
 
-_EVENTS_BEFORE_TOKENS: Mapping[Dialect, int] = MappingProxyType(
-    dict.fromkeys(Dialect, 0) | {Dialect.CHAT: 1, Dialect.RESPONSES: 4, Dialect.MESSAGES: 2}
-)
-"""The events at the start of a stream that have no tokens. vLLM's: the role; ``response.created`` to ``response.content_part.added``;
-``message_start`` and ``content_block_start``."""
+_ITEMIZED = frozenset({Dialect.RESPONSES, Dialect.MESSAGES})  # dialects whose streams have events without tokens between the others
+_EVENTS_BEFORE_TOKENS: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, 0) | {Dialect.CHAT: 1})
+"""The events at the start of a stream that have no tokens and no mark: the role, in vLLM's chat."""
 
 
 class ResponseRelay:
@@ -310,6 +308,7 @@ class EventRelay(ResponseRelay):
         self._splitter = Splitter(EVENT_LIMIT + 2 * upstream.request.body.size)
         body = upstream.body
         self._running = RunningUsage(body.choices, body.prompts, hidden=body.hides_running_usage) if body.choices else None
+        self._structure = 0  # the events of responses and messages without tokens
         self._prompt: Usage | None = None  # the usage of the prompt in the first event of a stream of messages
         self._last = b""
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
@@ -407,7 +406,8 @@ class EventRelay(ResponseRelay):
             self.usage = merged(self._prompt, fields.usage)
             if self._hides_usage and document.get("choices") == []:
                 return event[: len(event) - len(event.lstrip(b"\n"))]  # a leading LF belongs to the CRLF that ended the event before
-        elif self._dialect is Dialect.MESSAGES:
+        elif self._dialect in _ITEMIZED:
+            self._structure += events_without_tokens(document)
             self._prompt = fields.usage or self._prompt
         elif self._running is not None or fields.usage is not None:
             event = self._read_running(event, document)
@@ -449,7 +449,7 @@ class EventRelay(ResponseRelay):
 
     @property
     def _token_events(self) -> int:
-        return max(self.events - _EVENTS_BEFORE_TOKENS[self._dialect], 0)
+        return max(self.events - self._structure - _EVENTS_BEFORE_TOKENS[self._dialect], 0)
 
     def _delivery(self, status: int) -> Delivery:
         events, running = self._token_events, None if self._running is None else self._running.usage

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.response_fields import MARKS, WHOLE_SIZE, Fields, Observer, of_body, of_document, of_event
+from gateway.api.response_fields import MARKS, WHOLE_SIZE, Fields, Observer, events_without_tokens, of_body, of_document, of_event
 from gateway.api.routes import Dialect
 from gateway.api.usage import Usage
 from tests.gateway.api.test_json_scan import CUTS, FORMS, pieces
@@ -151,6 +151,28 @@ def test_every_event_with_a_field_has_a_mark(dialect: Dialect, form: dict[str, A
             wire = wire.replace(b"usage", b"us\\u0061ge").replace(b"abort", b"\\u0061bort").replace(b"cancelled", b"cance\\u006cled")
         assert any(mark in wire for mark in MARKS[dialect])
         assert of_event(json.loads(wire), dialect) == of_event(document, dialect)
+
+
+@each_row(
+    ("document", "count"),
+    [
+        ({"type": "response.created", "response": {"status": "in_progress"}}, 1),
+        ({"type": "response.output_item.added", "item": {"type": "message", "status": "in_progress"}}, 2),
+        ({"type": "response.output_item.done", "item": {"type": "reasoning", "status": None}}, 3),
+        ({"type": "response.output_item.added", "item": {"type": "function_call", "status": "in_progress"}}, 1),
+        ({"type": "response.output_item.done", "item": {"type": "function_call", "status": "completed"}}, 2),
+        ({"type": "response.output_text.delta", "delta": '"status"'}, 0),
+        ({"type": "message_start", "message": {}}, 1),
+        ({"type": "content_block_start", "content_block": {"type": "text"}}, 1),
+        ({"type": "content_block_start", "content_block": {"type": "thinking"}}, 2),
+        ({"type": "content_block_stop"}, 1),
+        ({"type": "content_block_delta", "content_block": {"type": "thinking"}}, 0),
+        ({"type": ["response.created"]}, 0),
+        ({}, 0),
+    ],
+)
+def test_events_that_open_and_close_an_item_have_no_tokens(document: dict[str, Any], count: int) -> None:
+    assert events_without_tokens(document) == count
 
 
 @pytest.mark.parametrize("spelled", [b'"us\\u0061ge"', b'"\\u0075sage"', b'"usage"  '])

@@ -35,8 +35,30 @@ def event(kind: str, **fields: Any) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, **fields}))
 
 
-OPENING = [event(f"response.{kind}") for kind in ("created", "in_progress", "output_item.added", "content_part.added")]
+def opened(kind: str = "message") -> list[bytes]:
+    return [
+        event("response.output_item.added", item={"type": kind, "status": "in_progress"}),
+        event("response.content_part.added", part={"type": "output_text"}),
+    ]
+
+
+def closed(kind: str = "message") -> list[bytes]:
+    return [
+        event("response.output_text.done", text="aaa"),
+        event("response.content_part.done", part={"type": "output_text"}),
+        event("response.output_item.done", item={"type": kind, "status": "completed"}),
+    ]
+
+
+BEGUN = [event(f"response.{kind}", response={"status": "in_progress", "usage": None}) for kind in ("created", "in_progress")]
+OPENING = [*BEGUN, *opened()]
 DELTA = event("response.output_text.delta", delta="a")
+THINKING = [
+    event("message_start", message={"usage": {"input_tokens": 9, "output_tokens": 0}}),
+    event("content_block_start", content_block={"type": "thinking"}),
+]
+TEXT_DELTA = event("content_block_delta", delta={"type": "text_delta", "text": "a"})
+THOUGHT = [event("content_block_delta", delta={"type": "signature_delta", "signature": "s"}), event("content_block_stop")]
 
 
 @dataclass
@@ -130,6 +152,29 @@ async def test_the_prompt_of_a_truncated_stream_is_the_servers_count(journal: Jo
         assert (tokenized["model"], tokenized["messages"]) == ("served", [{"role": "user", "content": "Hello"}])
         assert server.requests[-1].header("authorization") == server.requests[0].header("authorization")
         assert served.in_flight == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "events", "tokens"),
+    [
+        (RESPONSES, [*BEGUN, *opened("reasoning"), DELTA, DELTA, *closed("reasoning"), *opened(), DELTA], 3),
+        (RESPONSES, [*BEGUN, *opened(), DELTA, *closed()], 1),
+        (MESSAGES, [*THINKING, TEXT_DELTA, *THOUGHT, event("content_block_start", content_block={"type": "text"}), TEXT_DELTA], 2),
+        (MESSAGES, [*THINKING[:1], event("content_block_start", content_block={"type": "tool_use"}), TEXT_DELTA, TEXT_DELTA], 2),
+    ],
+)
+async def test_only_events_with_tokens_are_counted(journal: Journal, path: str, events: list[bytes], tokens: int) -> None:
+    engine = Engine(events)
+    body = BODY if path == RESPONSES else {**chat(stream=True), "max_tokens": 9}
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port)], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, body, path)
+        await settled(served)
+    (row,) = rows(journal)
+    assert (row.completion, row.estimated_by) == (tokens, Method.EVENTS)
 
 
 async def test_a_server_that_renders_prompts_is_asked_once_and_one_that_does_not_is_remembered(journal: Journal) -> None:
@@ -226,10 +271,9 @@ async def test_nothing_is_asked_for_a_request_that_nothing_charges() -> None:
 
 async def test_a_running_usage_or_a_reported_prompt_needs_no_count(journal: Journal) -> None:
     running = b'{"choices":[{"index":0,"delta":{"content":"a"}}],"usage":{"prompt_tokens":9,"total_tokens":11,"completion_tokens":2}}'
-    start = event("message_start", message={"usage": {"input_tokens": 9, "output_tokens": 0}})
     streams = {
         CHAT: ([b"data: %b\n\n" % running], chat(stream=True)),
-        MESSAGES: ([start, event("content_block_start"), event("content_block_delta")], {**chat(stream=True), "max_tokens": 9}),
+        MESSAGES: ([THINKING[0], event("content_block_start"), TEXT_DELTA], {**chat(stream=True), "max_tokens": 9}),
     }
     for path, (events, body) in streams.items():
         engine = Engine(events)
