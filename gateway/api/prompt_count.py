@@ -51,7 +51,7 @@ def exact_request(path: str, document: Document) -> CountRequest | None:
 
 
 def tokenize_request(path: str, document: Document) -> CountRequest | None:
-    """Return the request for ``/tokenize`` that counts this body exactly; None if there is none, or the body is not valid."""
+    """Return the request for ``/tokenize`` that counts this body exactly; None for a body that is not converted, or not valid."""
     convert = _CONVERSIONS.get(path)
     try:
         body = None if convert is None else convert(document)

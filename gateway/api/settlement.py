@@ -64,7 +64,7 @@ def settle(delivery: Delivery, estimated_prompt: int | None, counted_prompt: int
     """Settle a request that reached a server.
 
     ``estimated_prompt`` is None if nothing needs an estimate. ``counted_prompt`` is the server's count after the end of the request; it is
-    None if the server was not asked for it, or has no count.
+    None if none was requested, or the server cannot count the prompt.
 
     Nothing is charged for an error. A part of a stream is charged by its running usage; without one, by its events. A request that ended
     before its first event with tokens is charged for its prompt only if that was counted.

@@ -150,14 +150,14 @@ class RequestContext(msgspec.Struct, eq=False):
         A prompt that was certainly computed is counted, and with ``bill_cancelled_prefill`` also the prompt of a client that disconnected
         before. Nothing is counted for a request that nothing charges.
         """
-        reservation, relay = self.request.reservation, self.response_relay
+        reservation, relayed = self.request.reservation, self.response_relay
         if self.worker.ledger is None and (reservation is None or not reservation.counts_tokens):
             return False
-        if self.attempt is None or self.attempt.composed_at is None or relay.delivered or relay.settlement is not None:
+        if self.attempt is None or self.attempt.composed_at is None or relayed.delivered or relayed.settlement is not None:
             return False
-        if relay.lacks_prompt:
+        if relayed.lacks_prompt:
             return True
-        return self.request.disconnected and relay.is_empty and self.worker.active.snapshot.bill_cancelled_prefill
+        return self.request.disconnected and relayed.is_empty and self.worker.active.snapshot.bill_cancelled_prefill
 
     def _settle(self, status: int) -> Settlement:
         """Settle the request, unless that was done before the end of its response was sent. ``status``: the status sent."""

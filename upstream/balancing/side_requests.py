@@ -1,7 +1,7 @@
 """Requests of the gateway itself to given servers, beside the requests of clients: bounded in number, time and size.
 
 The rules: a side request is not counted as in flight, is not retried on another server, and is no failure of its server. A server that
-does not serve a path is not asked for it again for ``FORGET_AFTER`` seconds.
+does not serve a path gets no further request for it within ``FORGET_AFTER`` seconds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SideRequests:
 
     def __init__(self, deadlines: Deadlines) -> None:
         self._deadlines = deadlines
-        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(AT_ONCE)
         self._refused: WeakKeyDictionary[Server, dict[str, float]] = WeakKeyDictionary()
 
     def may_serve(self, server: Server, path: str) -> bool:
@@ -45,7 +45,7 @@ class SideRequests:
         ``Deadlines`` may be late by one tick.
         """
         expires = monotonic() + seconds
-        async with self._turns:
+        async with self._slots:
             status, content = await self._send(server, path, body, expires)
         if status in NOT_SERVED:
             self._refused.setdefault(server, {})[path] = monotonic()

@@ -49,7 +49,7 @@ def text(*parts: str, kind: str = "input_text") -> list[dict[str, Any]]:
         ),
     ],
 )
-def test_responses_become_the_messages_that_vllm_makes_of_them(given: dict[str, Any], messages: list[dict[str, Any]]) -> None:
+def test_responses_are_converted_to_the_messages_of_vllm(given: dict[str, Any], messages: list[dict[str, Any]]) -> None:
     request = tokenize_request(RESPONSES, given)
     assert request is not None and request.path == "/tokenize"
     assert request.body == {"messages": messages, "add_special_tokens": True}

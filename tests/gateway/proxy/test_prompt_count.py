@@ -71,7 +71,7 @@ class Engine:
     )
     waits: set[str] = field(default_factory=set)
     counting: int = 0
-    asked: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    counted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     """The requests that count, by path and body."""
     may_count: asyncio.Event = field(default_factory=asyncio.Event)
     arrived: int = 0
@@ -86,7 +86,7 @@ class Engine:
                     await talk.chunk(each)
             await talk.closed_by_peer()
             return
-        self.asked.append((path, talk.request.json))
+        self.counted.append((path, talk.request.json))
         if path in self.waits:
             self.counting += 1
             await self.may_count.wait()
@@ -95,7 +95,7 @@ class Engine:
 
     @property
     def paths(self) -> list[str]:
-        return [path for path, _ in self.asked]
+        return [path for path, _ in self.counted]
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ async def test_the_prompt_of_a_truncated_stream_is_the_servers_count(journal: Jo
         assert record.usage is not None and (record.usage.prompt, record.usage.completion) == (41, 3)
         assert used(served) == 44 and served.value("tokens_total", "team-a", "tiny", "prompt") == 41
         assert engine.paths == [RENDER, TOKENIZE] and served.value("prompt_counts_total", "tiny", "counted") == 1
-        (_, rendered), (_, tokenized) = engine.asked
+        (_, rendered), (_, tokenized) = engine.counted
         assert (rendered["model"], rendered["input"], rendered["stream"]) == ("served", "Hello", False)
         assert (tokenized["model"], tokenized["messages"]) == ("served", [{"role": "user", "content": "Hello"}])
         assert server.requests[-1].header("authorization") == server.requests[0].header("authorization")
@@ -177,7 +177,7 @@ async def test_only_events_with_tokens_are_counted(journal: Journal, path: str, 
     assert (row.completion, row.estimated_by) == (tokens, Method.EVENTS)
 
 
-async def test_a_server_that_renders_prompts_is_asked_once_and_one_that_does_not_is_remembered(journal: Journal) -> None:
+async def test_a_server_that_renders_prompts_gets_one_request_and_a_refusal_is_remembered(journal: Journal) -> None:
     engine = Engine([*OPENING, DELTA])
     engine.counts[RENDER] = ("200 OK", b'{"request_id":"r","token_ids":[1,2,3],"features":null}')
     async with scripted(engine) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
@@ -260,13 +260,13 @@ async def test_a_stream_that_its_server_truncates_is_counted_before_its_client_g
     assert (row.status, row.incomplete, row.prompt, row.completion) == (200, "upstream", 41, 2)
 
 
-async def test_nothing_is_asked_for_a_request_that_nothing_charges() -> None:
+async def test_nothing_is_counted_for_a_request_that_nothing_charges() -> None:
     engine = Engine([*OPENING, DELTA])
     requests_only = key(allowances=(Allowance("key team-a", Limits(requests_per_minute=100)),))
     async with scripted(engine) as server, serving([model(server.port)], [requests_only]) as served, client(served.port) as one:
         await disconnect_after(one, engine, BODY)
         await settled(served)
-        assert served.context.records[0].usage is None and not engine.asked and served.total("prompt_counts_total") == 0
+        assert served.context.records[0].usage is None and not engine.counted and served.total("prompt_counts_total") == 0
 
 
 async def test_a_running_usage_or_a_reported_prompt_needs_no_count(journal: Journal) -> None:
@@ -284,7 +284,7 @@ async def test_a_running_usage_or_a_reported_prompt_needs_no_count(journal: Jour
         ):
             await disconnect_after(one, engine, body, path)
             await settled(served)
-            assert not engine.asked
+            assert not engine.counted
         assert [row.prompt for row in rows(journal)] == [9]
 
 
@@ -320,7 +320,7 @@ async def test_a_request_that_is_cancelled_before_its_first_event(journal: Journ
             assert (row.prompt, row.completion, row.estimated_by) == (41, 0, Method.TOKENIZE) and used(served) == 41
         else:
             assert (row.prompt, row.completion, row.estimated_by) == (None, None, None) and used(served) == 0
-            assert not engine.asked
+            assert not engine.counted
         assert (row.status, row.incomplete) == (499, "client")
 
 
@@ -334,7 +334,7 @@ async def test_a_cancelled_request_without_a_count_costs_nothing(journal: Journa
     ):
         await disconnect_after(one, engine, body, CHAT)
         await settled(served)
-        assert not engine.asked and served.value("prompt_counts_total", "tiny", "unsupported") == 1
+        assert not engine.counted and served.value("prompt_counts_total", "tiny", "unsupported") == 1
     (row,) = rows(journal)
     assert (row.prompt, row.estimated_by) == (None, None)
 
@@ -356,7 +356,7 @@ async def test_a_request_that_no_server_has_received_is_not_counted(journal: Jou
         second.disconnect()
         await settled(served)
         (row,) = rows(journal)
-        assert (row.status, row.prompt) == (499, None) and not engine.asked
+        assert (row.status, row.prompt) == (499, None) and not engine.counted
 
 
 async def test_a_large_body_is_counted_too(journal: Journal) -> None:
@@ -365,7 +365,7 @@ async def test_a_large_body_is_counted_too(journal: Journal) -> None:
         await disconnect_after(one, engine, {**BODY, "input": "Hello " * 50_000})
         await settled(served)
     (row,) = rows(journal)
-    assert row.prompt == 41 and engine.asked[-1][1]["messages"] == [{"role": "user", "content": "Hello " * 50_000}]
+    assert row.prompt == 41 and engine.counted[-1][1]["messages"] == [{"role": "user", "content": "Hello " * 50_000}]
 
 
 async def test_a_drained_stream_is_counted_before_its_client_gets_the_error(journal: Journal) -> None:
