@@ -1,7 +1,7 @@
 """Let a server count the prompt of a request after the request has ended, if its settlement needs that count.
 
-The rules: the client has disconnected, or its response cannot be completed. A count takes at most ``SECONDS``. Without a count, the request is
-settled by an estimate, or for nothing.
+The rules: the client has disconnected, or its response cannot be completed. A count takes at most ``SECONDS``. Without a count, the request
+is settled by an estimate, or for nothing.
 """
 
 from __future__ import annotations
