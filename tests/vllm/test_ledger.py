@@ -16,12 +16,24 @@ from typing import Any
 import httpx2
 import pytest
 
+from gateway.api.response_fields import events_without_tokens
 from tests.support.process import configuration, gateway, wait_for
 from tests.support.shaky_server import shaky_server
-from tests.vllm.dialogues import WEATHER, user
-from tests.vllm.gateway import GENERATED, HEADERS, LEDGER, MODEL, NotAchieved, Real, WorkUntil, attempted, chat
+from tests.vllm.dialogues import HANGZHOU, WEATHER, user
+from tests.vllm.gateway import GENERATED, HEADERS, LEDGER, MODEL, WITHOUT_THINKING, NotAchieved, Real, WorkUntil, attempted, chat
 from tests.vllm.server import NOT_INSTALLED, installed
-from tests.vllm.test_gateway_counts import CHAT, COMPLETIONS, CONTINUOUS, ENDLESS, MIXED, difference, usage
+from tests.vllm.test_gateway_counts import (
+    CHAT,
+    COMPLETIONS,
+    CONTINUOUS,
+    ENDLESS,
+    MESSAGES,
+    MIXED,
+    RESPONSES,
+    difference,
+    documents,
+    usage,
+)
 from tests.vllm.test_gateway_faults import option
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
@@ -126,6 +138,7 @@ def _check_ends(beside: Real, responses: Sequence[httpx2.Response], stored: Mapp
     assert {bool(row["stream"]) for row in stored.values() if row["status"] == 200} == {True, False}
 
 
+LAST = frozenset({"response.completed", "message_delta", "message_stop"})
 ENDLESSLY: dict[str, Any] = {"max_tokens": ENDLESS, "ignore_eos": True}
 TRUNCATED: dict[str, tuple[str, dict[str, Any], int]] = {
     "chat": (CHAT, chat("Never stop.", **ENDLESSLY), 1),
@@ -173,6 +186,75 @@ def test_a_stream_whose_client_disconnects_is_counted_to_the_token(real: Real, n
     wait_for(lambda: real.count("vllm:num_requests_running") == 0)
     assert row["prompt_tokens"] * times == real.count("vllm:prompt_tokens_total") - prompt
     assert 0 < row["completion_tokens"] == sum(sent.values()) <= real.count(GENERATED) - generated
+
+
+SPEAK: dict[str, Any] = {"name": "get_weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+ITEMS: list[dict[str, Any]] = [
+    {"role": "developer", "content": [{"type": "input_text", "text": "Speak."}]},
+    {"type": "function_call", "call_id": "c1", "name": "get_weather", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "c1", "output": "20 C"},
+    {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is warm."}]},
+    user("Never stop."),
+]
+ITEMIZED: dict[str, tuple[str, dict[str, Any]]] = {
+    "responses": (RESPONSES, {"input": "Never stop.", **WITHOUT_THINKING}),
+    "responses with reasoning": (RESPONSES, {"input": "Never stop.", "reasoning": {"effort": "low"}}),
+    "responses with items and tools": (RESPONSES, {"input": ITEMS, "instructions": "Be brief.", "tools": [{"type": "function", **SPEAK}]}),
+    "messages": (MESSAGES, {"messages": [user("Never stop.")], "max_tokens": ENDLESS, **WITHOUT_THINKING}),
+    "messages with thinking": (MESSAGES, {"messages": [user("Never stop.")], "max_tokens": ENDLESS}),
+}
+"""Streams without running usage."""
+
+
+@pytest.mark.parametrize("name", ITEMIZED)
+def test_a_truncated_stream_of_responses_or_messages_has_the_exact_prompt(real: Real, name: str) -> None:
+    """The prompt is the engine's own count. The completion is the number of events with tokens, so at most the engine's count."""
+    path, body = ITEMIZED[name]
+    request = {"model": MODEL, "temperature": 0, **body, "stream": True}
+
+    def disconnect(work_until: WorkUntil) -> tuple[str, int]:
+        with ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(_end_after, 12, real.gateway.data, path, request)
+            work_until(reading.done)
+            return reading.result()
+
+    def scenario(_: int) -> tuple[str, int, float, float]:
+        before = real.count("vllm:prompt_tokens_total"), real.count(GENERATED)
+        left = real.disconnect_in_mid_response(disconnect, tokens=ENDLESS)
+        if rows(real, [left[0]])[left[0]]["status"] == 200:
+            raise NotAchieved
+        return *left, *before
+
+    identity, events, prompt, generated = attempted(scenario)
+    row = rows(real, [identity])[identity]
+    assert (row["status"], row["incomplete"], row["estimated_by"]) == (499, "client", "events")
+    wait_for(lambda: real.count("vllm:num_requests_running") == 0)
+    assert row["prompt_tokens"] == real.count("vllm:prompt_tokens_total") - prompt
+    assert 0 < row["completion_tokens"] == _deltas(real.recorded_bytes(identity), events) <= real.count(GENERATED) - generated
+
+
+def _deltas(stream: bytes, events: int) -> int:
+    """Return how many of the first events of a stream have tokens."""
+    names = [event.partition(b"event: ")[2].partition(b"\n")[0] for event in stream.split(b"\n\n")[:events]]
+    return sum(name.endswith(b"delta") for name in names)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (RESPONSES, {"input": "Who are you?"}),
+        (RESPONSES, {"input": "Say hello in Chinese with emoji."}),
+        (RESPONSES, {"input": HANGZHOU, "tools": [{"type": "function", **WEATHER["function"]}]}),
+        (MESSAGES, {"messages": [user("Say hello in Chinese with emoji.")], "max_tokens": 200}),
+        (MESSAGES, {"messages": [user("Count from 1 to 100.")], "max_tokens": 500}),
+    ],
+)
+def test_an_event_has_at_least_one_token(real: Real, path: str, body: dict[str, Any]) -> None:
+    """So the number of events of a truncated stream is a lower bound of its tokens."""
+    recorded = real.recorded(real.post(path, {"temperature": 0, **body, "stream": True}))
+    found = [*documents(recorded.output)]
+    without_tokens = sum(events_without_tokens(document) + (document["type"] in LAST) for document in found)
+    assert 0 < len(found) - without_tokens <= usage(recorded.output)[1]
 
 
 def _end_after(events: int, port: int, path: str, request: dict[str, Any]) -> tuple[str, int]:
