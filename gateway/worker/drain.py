@@ -16,6 +16,7 @@ from gateway.worker.worker import Worker
 
 _FIRST_REQUEST = 1.0  # seconds for the request of a client that has just connected
 _CANCEL_TIMEOUT = 2.0  # seconds in which cancelled requests may count their prompt and send their error at the end of a drain
+_CLOSE_TIMEOUT = 1.0  # seconds in which clients may close their connections after that
 
 
 class Closable(Protocol):
@@ -36,7 +37,7 @@ async def drain(worker: Worker, acceptor: Closable | None, listener: socket.sock
     for handler in tuple(handlers):
         handler.cancel()
     await _wait_until(lambda: not handlers, _CANCEL_TIMEOUT)
-    await _wait_until(lambda: not connections, _CANCEL_TIMEOUT)
+    await _wait_until(lambda: not connections, _CLOSE_TIMEOUT)
 
 
 async def _stop_accepting(worker: Worker, acceptor: Closable | None, listener: socket.socket) -> None:

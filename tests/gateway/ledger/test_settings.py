@@ -71,9 +71,15 @@ def test_the_snapshot_has_the_settings_of_rows(tmp_path: Path) -> None:
         "user_header": "X-OpenWebUI-User-Id",
     }
     model = {"id": "m", "launch": {}, "price": {"prompt": 0.5, "completion": 2, "cached": 0.1}, "loras": [{"id": "m-sql", "path": "./l"}]}
-    config = loaded(tmp_path, {"url": "sqlite:///x", "user": True}, keys=[key], teams=[{"id": "research"}], models=[model])
+    config = loaded(
+        tmp_path,
+        {"url": "sqlite:///x", "user": True, "bill_cancelled_prefill": True},
+        keys=[key],
+        teams=[{"id": "research"}],
+        models=[model],
+    )
     snapshot = snapshot_of(config)
     assert (snapshot.keys[0].team, snapshot.keys[0].labels) == ("research", {"cost_center": "17"})
     assert [each.user_header for each in snapshot.keys] == [b"x-openwebui-user-id"]
     assert [each.price for each in snapshot.models] == [Price(500_000_000, 2_000_000_000, 100_000_000, 2_000_000_000)] * 2
-    assert (snapshot.ledger_user, snapshot.ledger_metadata) == (True, False)
+    assert (snapshot.ledger_user, snapshot.ledger_metadata, snapshot.bill_cancelled_prefill) == (True, False, True)
