@@ -61,7 +61,7 @@ BODIES: list[tuple[str, Json]] = [
     (
         CHAT,
         {
-            "messages": [user("Hi"), {"role": "assistant", "content": "Hel"}],
+            "messages": [user("Hi"), {"role": "assistant", "content": "I am"}],
             "add_generation_prompt": False,
             "continue_final_message": True,
         },
