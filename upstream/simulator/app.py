@@ -78,7 +78,7 @@ class Simulator:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.engine = Engine(settings.start)
+        self.engine = Engine(settings)
         self.journal = Journal()
         self._healthy_at = time.monotonic() + settings.start.healthy_after
         self._created = now()
@@ -216,7 +216,7 @@ class Simulator:
         return Fast({"server_load": 0})
 
     async def _metrics(self, _: Request) -> Response:
-        text = self.engine.metrics.text(self.settings.served[0])
+        text = self.engine.metrics.text(self.settings.served[0], self.engine.state())
         return Response(text, headers={"content-type": metrics.CONTENT_TYPE})
 
     async def _models(self, _: Request) -> Response:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import re
 import types
 from collections.abc import Mapping, Sequence
@@ -19,6 +20,8 @@ from typing import Any, Final, NoReturn, get_args, get_type_hints
 import yaml
 
 from upstream.simulator.behavior import Behavior, setting
+from upstream.simulator.engine.batch import BatchLimits, StepTime
+from upstream.simulator.engine.prefix_cache import BLOCK_SIZE, BLOCKS
 from upstream.vllm import known_names
 
 DEFAULT_MODEL: Final = "Qwen/Qwen3-0.6B"
@@ -77,6 +80,10 @@ class Settings:
     sleeps: bool
     shutdown_timeout: float
     keep_alive: float
+    block_size: int
+    num_gpu_blocks: int
+    batch_limits: BatchLimits
+    step_time: StepTime | None
     seed: int
     start: StartOptions
     behavior: Behavior
@@ -99,7 +106,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm 
         port=int(given.port or 8000),
         uds=given.uds,
         api_keys=keys,
-        max_model_len=_size(given.max_model_len),
+        max_model_len=_size("max-model-len", given.max_model_len, DEFAULT_CONTEXT),
         reasoning_parser=given.reasoning_parser or None,
         tool_parser=given.tool_call_parser,
         auto_tools=bool(given.enable_auto_tool_choice),
@@ -112,6 +119,13 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm 
         sleeps=bool(given.enable_sleep_mode) and environ.get("VLLM_SERVER_DEV_MODE") == "1",
         shutdown_timeout=float(given.shutdown_timeout or 0),
         keep_alive=float(environ.get("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "5")),
+        block_size=int(given.block_size or BLOCK_SIZE),
+        num_gpu_blocks=int(given.num_gpu_blocks_override or BLOCKS),
+        batch_limits=BatchLimits(
+            _size("max-num-batched-tokens", given.max_num_batched_tokens, BatchLimits().tokens),
+            int(given.max_num_seqs or BatchLimits().sequences),
+        ),
+        step_time=given.sim_step_time,
         seed=given.sim_seed,
         start=_collected(StartOptions, given),
         behavior=_collected(Behavior, given),
@@ -137,6 +151,13 @@ def _parser(command: str = "vllm serve") -> argparse.ArgumentParser:
             accepted.add_argument(f"--{name}", *shorts, **options, help=argparse.SUPPRESS)
     own = parser.add_argument_group("the simulator's settings")
     own.add_argument("--sim-seed", type=int, default=0, help="what the text is drawn from, with the request")
+    own.add_argument(
+        "--sim-step-time",
+        type=_step_time,
+        metavar="BASE,PER_SEQUENCE,PER_PREFILL_TOKEN",
+        help="compute in steps like vLLM, instead of at a fixed speed: seconds of a step, more for each request in it, and more for each "
+        "prompt token; --max-num-batched-tokens and --max-num-seqs limit a step",
+    )
     for kind in (StartOptions, Behavior):
         _add_settings(own, kind)
     return parser
@@ -213,14 +234,25 @@ def _unknown(what: str, name: str, known: Sequence[str]) -> str:
     return f"KeyError: 'invalid {what} parser: {name} (chose from {{ {','.join(known)} }})'"
 
 
-def _size(text: str | None) -> int:
-    """Parse vLLM's human-readable integers: 32k is 32,000 and 32K is 32,768; auto and -1 mean the model's length."""
+def _size(flag: str, text: str | None, default: int) -> int:
+    """Parse vLLM's human-readable integers: 32k is 32,000 and 32K is 32,768; auto and -1 mean the default."""
     if text in (None, "auto", "-1"):
-        return DEFAULT_CONTEXT
+        return default
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)", str(text))
     if found is None:
-        raise BadArguments(f"argument --max-model-len: invalid value: {text!r}")
+        raise BadArguments(f"argument --{flag}: invalid value: {text!r}")
     return int(float(found[1]) * _SIZES.get(found[2], 1))
+
+
+def _step_time(text: str) -> StepTime:
+    """Parse three numbers of seconds. Raises argparse.ArgumentTypeError."""
+    try:
+        base, per_sequence, per_prefill_token = map(float, text.split(","))
+    except ValueError:
+        base = per_sequence = per_prefill_token = -1.0
+    if not 0 <= min(base, per_sequence, per_prefill_token) <= max(base, per_sequence, per_prefill_token) < math.inf:
+        raise argparse.ArgumentTypeError("expected three numbers of seconds, e.g. 0.02,0.0001,0.0001")
+    return StepTime(base, per_sequence, per_prefill_token)
 
 
 def _loras(given: argparse.Namespace) -> tuple[Lora, ...]:

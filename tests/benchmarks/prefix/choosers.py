@@ -1,41 +1,67 @@
-"""The ways to choose a server: the gateway's own code, and the idea of a tree of what was sent where.
+"""The ways to choose a server: the gateway's own code, the idea of a tree of what was sent where, and an oracle.
 
 ``Tree`` is the idea of the cache-aware policy of SGLang's router, from which vLLM's comes, in our own words and with the default
-numbers of vllm-router 0.1.17; it is not their code.
+numbers of vllm-router 0.1.17; it is not their code. ``Oracle`` knows what no gateway can know, and shows what is possible.
+
+The rule: a chooser counts nothing that the world counts for it, and learns of other gateways by its hooks alone.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from gateway.proxy.prefix import affinity_key
-from tests.benchmarks.prefix.traces import Segment, document
+from tests.benchmarks.prefix.cache import Cache
+from tests.benchmarks.prefix.engines import PREFILL_SPEED, Engine
+from tests.benchmarks.prefix.requests import Machine, Request
+from tests.benchmarks.prefix.traces import Prompt, Segment, document
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.policy import Policy, RequestFacts
 from upstream.balancing.ranking import CandidateList
 
 
-@dataclass(eq=False)
-class Machine:
-    """A server, as a chooser sees it."""
+class Feedback:
+    """What a gateway can learn about its requests and servers. Times are in seconds."""
 
-    name: str
-    in_flight: int = 0
-    weight: float = 1.0
-    tokens_in_flight: int = 0
+    samples: ClassVar[bool] = False
+    """Whether ``sampled`` is to be called."""
 
-    @property
-    def load(self) -> float:
-        return self.in_flight / self.weight
+    def first_token(self, request: Request, machine: Machine, now: float) -> None:
+        """Report the first token of a request of this gateway."""
+
+    def finished(self, request: Request, machine: Machine, now: float) -> None:
+        """Report the last token of a request of this gateway; ``request.cached`` is in its usage."""
+
+    def stored(self, machine: Machine, prompt: Prompt) -> None:
+        """Report that a server has cached a prompt, of any gateway."""
+
+    def evicted(self, machine: Machine, node: int, blocks: int) -> None:
+        """Report that a server has evicted a part of a prompt: only so many blocks of its segment ``node`` are left."""
+
+    def sampled(self, machine: Machine, waiting: int, running: int, now: float) -> None:
+        """Report the requests of all gateways in a server, once a second."""
 
 
-class Chooser(Protocol):
+class Chooser(Feedback, ABC):
     """Chooses for one gateway, in the order of the requests."""
 
-    def __call__(self, prompt: tuple[Segment, ...]) -> Machine:
-        """The server for a prompt."""
+    @abstractmethod
+    def choose(self, request: Request, now: float) -> Machine:
+        """Return the server for a request."""
+
+
+class KnownServer(Protocol):
+    """A server as it is, which only an oracle can see."""
+
+    cache: Cache
+    engine: Engine
+    in_flight: int
+
+
+MakeChooser = Callable[[Sequence[Machine], Sequence[KnownServer]], Chooser]
 
 
 class _InRotation(CandidateList[Machine]):
@@ -47,20 +73,22 @@ class _InRotation(CandidateList[Machine]):
         return machine
 
 
-def by_policy(balance: str) -> Callable[[Sequence[Machine]], Chooser]:
-    """The gateway's own policy of this name."""
+class ByPolicy(Chooser):
+    """The gateway's own policy of this name, without feedback."""
 
-    def chooser(machines: Sequence[Machine]) -> Chooser:
-        policy: Policy[Machine] = POLICIES[balance](machines)
-        candidates = _InRotation(machines, 0)
+    def __init__(self, balance: str, machines: Sequence[Machine]) -> None:
+        self._policy: Policy[Machine] = POLICIES[balance](machines)
+        self._candidates = _InRotation(machines, 0)
 
-        def choose(prompt: tuple[Segment, ...]) -> Machine:
-            key = affinity_key(document(prompt)) if "affinity_key" in policy.requires else None
-            return policy.choose(candidates, RequestFacts(key))
+    def choose(self, request: Request, now: float) -> Machine:
+        """Return the policy's choice."""
+        key = affinity_key(document(request.prompt.segments)) if "affinity_key" in self._policy.requires else None
+        return self._policy.choose(self._candidates, RequestFacts(key))
 
-        return choose
 
-    return chooser
+def by_policy(balance: str) -> MakeChooser:
+    """Return the maker of choosers with this policy."""
+    return lambda machines, _: ByPolicy(balance, machines)
 
 
 THRESHOLD, APART, TIMES = 0.3, 64, 1.5
@@ -73,18 +101,19 @@ class _Node:
     owners: dict[Machine, None] = field(default_factory=dict)  # the latest last
 
 
-class Tree:
+class Tree(Chooser):
     """Remembers every prompt by the server that got it. Its nodes are whole segments: ours share no part of one."""
 
-    def __init__(self, machines: Sequence[Machine]) -> None:
+    def __init__(self, machines: Sequence[Machine], _: Sequence[KnownServer]) -> None:
         self._machines = machines
         self._root = _Node()
         self._sizes = dict.fromkeys(machines, 0)
 
-    def __call__(self, prompt: tuple[Segment, ...]) -> Machine:
-        chosen = self._choose(prompt)
+    def choose(self, request: Request, now: float) -> Machine:
+        """Return the server with the longest known prefix, or the one with the smallest tree, or the least busy one."""
+        chosen = self._choose(request.prompt.segments)
         node = self._root
-        for segment in prompt:
+        for segment in request.prompt.segments:
             node = node.below.setdefault(segment.number, _Node())
             if node.owners.pop(chosen, self) is self:
                 self._sizes[chosen] += segment.tokens
@@ -111,7 +140,29 @@ class Tree:
         return owner, known
 
 
-CHOOSERS: Mapping[str, Callable[[Sequence[Machine]], Chooser]] = {
+IN_FLIGHT_COST = 0.002
+"""Seconds that the oracle adds for each request in flight."""
+
+
+class Oracle(Chooser):
+    """Knows the caches and the work of all servers, and chooses the server with the earliest first token."""
+
+    def __init__(self, machines: Sequence[Machine], servers: Sequence[KnownServer]) -> None:
+        self._both = tuple(zip(machines, servers, strict=True))
+
+    def choose(self, request: Request, now: float) -> Machine:
+        """Return the server with the smallest cost."""
+        prompt = request.prompt
+
+        def cost(server: KnownServer) -> float:
+            uncached = prompt.tokens - server.cache.known(prompt)
+            return server.engine.backlog(now) + uncached / PREFILL_SPEED + IN_FLIGHT_COST * server.in_flight
+
+        return min(self._both, key=lambda both: cost(both[1]))[0]
+
+
+CHOOSERS: Mapping[str, MakeChooser] = {
     **{f"`{balance}`": by_policy(balance) for balance in ("round_robin", "least_busy", "prefix")},
     "tree": Tree,
+    "oracle": Oracle,
 }

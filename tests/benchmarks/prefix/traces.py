@@ -1,7 +1,8 @@
 """The traffic: conversations that applications and agents have, and questions about long texts. Made by a seeded generator.
 
 A prompt is a row of segments, each the whole of what is said at once; two prompts share what they share from the beginning
-on. Lengths are in tokens, a multiple of a block; a token is four characters of text.
+on. Lengths are in tokens, a multiple of a block; a token is four characters of text. Names of prompts are hashes of tuples of
+numbers, which are the same in every process.
 """
 
 from __future__ import annotations
@@ -31,6 +32,23 @@ class Segment:
         """Different from the first characters on from every other segment's."""
         number = f"{self.number} "
         return (number * (self.tokens * CHARACTERS // len(number) + 1))[: self.tokens * CHARACTERS]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prompt:
+    """Segments in their order. ``nodes``: a name for each segment that includes all segments before it. ``tokens``: of all."""
+
+    segments: tuple[Segment, ...] = ()
+    nodes: tuple[int, ...] = ()
+    tokens: int = 0
+
+    def then(self, *segments: Segment) -> Prompt:
+        """Return this prompt with more segments behind it."""
+        nodes = itertools.accumulate(
+            segments, lambda name, segment: hash((name, segment.number)), initial=self.nodes[-1] if self.nodes else 0
+        )
+        tokens = self.tokens + sum(segment.tokens for segment in segments)
+        return Prompt((*self.segments, *segments), (*self.nodes, *itertools.islice(nodes, 1, None)), tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +146,17 @@ def _questions(draw: random.Random, servers: int, role: str) -> Iterator[tuple[t
         yield (() if role == "user" else (text,)), (Turn(segments, text_of("assistant", 64, 256), 0.0),)
 
 
+def _customers(draw: random.Random, servers: int) -> Iterator[tuple[tuple[Segment, ...], tuple[Turn, ...]]]:
+    """llm-d's published workload: 150 customers for 8 servers, each with a context in the system prompt, and unrelated queries."""
+    text_of = _Texts(draw)
+    contexts = [text_of("system", 6000, 6000) for _ in range(150 * servers // 8)]
+    while True:
+        yield (draw.choice(contexts),), (Turn((text_of("user", 1200, 1200),), text_of("assistant", 1000, 1000), 0.0),)
+
+
 TRACES: Mapping[str, Trace] = {
+    "b2b-1": Trace("Customers with a long context each (B2B), 1 request/s for each server", 1.0, _customers),
+    "b2b-2": Trace("Customers with a long context each (B2B), 2 requests/s for each server", 2.0, _customers),
     "chat": Trace("Conversations of eight applications", 2.0, _chat),
     "agents": Trace("Agents that share one long system prompt", 1.0, _agents),
     "texts": Trace("Questions about long texts, in the user's message", 1.5, lambda draw, servers: _questions(draw, servers, "user")),

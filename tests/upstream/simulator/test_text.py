@@ -121,9 +121,20 @@ def test_nothing_is_shown_from_a_stop_string_on(stop: str, seed: int) -> None:
 def test_a_prefix_is_known_by_whole_blocks_and_never_whole() -> None:
     cache = PrefixCache()
     ids = tuple(range(64))
-    assert cache.admit(ids, "") == 0
-    assert cache.admit(ids, "") == 48
-    assert cache.admit((*ids, 1), "") == 64
-    assert cache.admit((*ids[:20], 0), "") == 16
-    assert cache.admit(ids, "salt") == 0
-    assert cache.admit((), "") == 0
+    assert cache.allocate(ids, "").cached == 0
+    assert cache.allocate(ids, "").cached == 48
+    assert cache.allocate((*ids, 1), "").cached == 64
+    assert cache.allocate((*ids[:20], 0), "").cached == 16
+    assert cache.allocate(ids, "salt").cached == 0
+    assert cache.allocate((), "").cached == 0
+
+
+def test_blocks_in_use_are_counted_once_and_not_evicted() -> None:
+    cache = PrefixCache(block_size=2, capacity=4)
+    first, second = cache.allocate((1, 2, 3, 4, 5), ""), cache.allocate((1, 2, 6, 7), "")
+    assert cache.used == 3
+    cache.free(first)
+    assert cache.used == 2
+    cache.free(cache.allocate((8, 9, 10, 11), ""))
+    assert cache.allocate((1, 2, 3, 4, 5), "").cached == 2, "the end of the first prompt was used least recently"
+    cache.free(second)

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 
 from upstream.simulator import errors
 from upstream.simulator.behavior import Behavior
-from upstream.simulator.engine.metrics import ServerMetrics
-from upstream.simulator.engine.prefix_cache import PrefixCache
-from upstream.simulator.flags import StartOptions
+from upstream.simulator.engine.batch import Batch
+from upstream.simulator.engine.metrics import EngineState, ServerMetrics
+from upstream.simulator.engine.prefix_cache import Allocation, PrefixCache
+from upstream.simulator.engine.stepping import Stepping
+from upstream.simulator.flags import Settings
 from upstream.simulator.text.plan import Plan, Token
 
 DIED = 1
@@ -34,15 +36,20 @@ class Emission:
 
 
 class Slot:
-    """One request in flight: the tokens generated so far, and its current wait."""
+    """One request in flight: its blocks of the cache, the tokens generated so far, and its current wait."""
 
     def __init__(self) -> None:
+        self.plan: Plan | None = None
+        self.allocations: tuple[Allocation, ...] = ()
         self.prompt_tokens = 0
         self.made = 0
         self.cached = 0
+        self.scheduled_at = 0.0
         self.finish: str | None = None
         self.aborted = False
         self._waiting: asyncio.Future[None] | None = None
+        self._waits_for_token = False
+        self._computed = 0  # tokens that the batch has computed, and the response has not taken
 
     async def wait(self, seconds: float | None) -> None:
         """Wait for ``seconds``, or without a limit if None. ``abort`` ends the wait."""
@@ -56,6 +63,22 @@ class Slot:
         finally:
             if timer is not None:
                 timer.cancel()
+
+    async def wait_for_token(self) -> None:
+        """Wait until the batch has computed the next token. ``abort`` ends the wait."""
+        while not self._computed and not self.aborted:
+            self._waits_for_token = True
+            try:
+                await self.wait(None)
+            finally:
+                self._waits_for_token = False
+        self._computed -= 1
+
+    def add_token(self) -> None:
+        """Count a token that the batch has computed."""
+        self._computed += 1
+        if self._waits_for_token and self._waiting is not None:
+            _release(self._waiting)
 
     def abort(self) -> None:
         self.aborted = True
@@ -71,17 +94,20 @@ def _release(waiting: asyncio.Future[None]) -> None:
 class Engine:
     """All requests of one server."""
 
-    def __init__(self, start: StartOptions) -> None:
+    def __init__(self, settings: Settings) -> None:
         self.metrics = ServerMetrics()
         self.draining = False
         self.awake = asyncio.Event()
         self.awake.set()
         self.idle = asyncio.Event()
         self.idle.set()
-        self._start = start
+        self._start = settings.start
         self._completed = 0
         self._slots: set[Slot] = set()
-        self._cache = PrefixCache()
+        self._cache = PrefixCache(settings.block_size, settings.num_gpu_blocks)
+        self._stepping: Stepping[Slot] | None = None
+        if settings.step_time is not None:
+            self._stepping = Stepping(Batch(settings.step_time, settings.batch_limits, self._allocate), Slot.add_token)
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
@@ -91,17 +117,27 @@ class Engine:
         slot, began = Slot(), time.monotonic()
         self._slots.add(slot)
         self.idle.clear()
-        self.metrics.running += 1
         try:
             yield slot
         finally:
             self._slots.discard(slot)
             if not self._slots:
                 self.idle.set()
-            self.metrics.running -= 1
             self._settle(slot, time.monotonic() - began)
 
+    def state(self) -> EngineState:
+        """Return what the gauges of the metrics show now."""
+        waiting = 0 if self._stepping is None else self._stepping.batch.waiting
+        size = self._cache.block_size
+        own = sum(-(-(slot.prompt_tokens + slot.made) // size) - slot.prompt_tokens // size for slot in self._slots)
+        usage = min((self._cache.used + own) / self._cache.capacity, 1.0)
+        return EngineState(len(self._slots) - waiting, waiting, usage, size, self._cache.capacity)
+
     def _settle(self, slot: Slot, seconds: float) -> None:
+        if self._stepping is not None:
+            self._stepping.batch.remove(slot)
+        for allocation in slot.allocations:
+            self._cache.free(allocation)
         if slot.finish is not None:  # vLLM observes no request that its client has aborted
             self.metrics.whole.observe(seconds)
 
@@ -124,12 +160,19 @@ class Engine:
         Raises ApiError if the engine is configured to fail.
         """
         began = time.monotonic()
+        length = max((len(choice.tokens) for choice in plan.choices), default=0)
+        slot.plan = plan
         await self.awake.wait()
         await slot.wait(behavior.time_to_first_token if behavior.hang_after != 0 else None)
+        if self._stepping is not None:
+            self._stepping.add(slot, length)
+            await slot.wait_for_token()
+        elif not slot.aborted:
+            self._allocate(slot)
         if not slot.aborted:
-            self._prefill(slot, plan, time.monotonic() - began)
+            self._prefill(slot, plan, began)
         yield []
-        for number in range(max((len(choice.tokens) for choice in plan.choices), default=0)):
+        for number in range(length):
             await self._pace(slot, behavior, number)
             if slot.aborted or _reached(behavior.abort_after, slot.made):
                 slot.finish = "abort"
@@ -147,18 +190,30 @@ class Engine:
                 self.metrics.observe_finished("stop", len(prompt.ids), 0)
         slot.finish = slot.finish or "stop"
 
-    def _prefill(self, slot: Slot, plan: Plan, seconds: float) -> None:
+    def _allocate(self, slot: Slot) -> int:
+        """Look the prompts up in the cache, and store them. Return the tokens to compute."""
+        plan = slot.plan
+        assert plan is not None
         slot.prompt_tokens = plan.prompt_tokens
-        slot.cached = sum(self._cache.admit(prompt.ids, plan.cache_salt) for prompt in plan.prompts)
+        slot.allocations = tuple(self._cache.allocate(prompt.ids, plan.cache_salt) for prompt in plan.prompts)
+        slot.cached = sum(allocation.cached for allocation in slot.allocations)
+        slot.scheduled_at = time.monotonic()
+        return slot.prompt_tokens - slot.cached
+
+    def _prefill(self, slot: Slot, plan: Plan, began: float) -> None:
         self.metrics.prompt_tokens += slot.prompt_tokens * _choices_per_prompt(plan)
         self.metrics.cache_queries += slot.prompt_tokens
         self.metrics.cache_hits += slot.cached
-        self.metrics.queue.observe(0.0)
-        self.metrics.first_token.observe(seconds)
+        self.metrics.queue.observe(0.0 if self._stepping is None else slot.scheduled_at - began)
+        self.metrics.first_token.observe(time.monotonic() - began)
 
     async def _pace(self, slot: Slot, behavior: Behavior, number: int) -> None:
         if _reached(behavior.hang_after, slot.made):
             await slot.wait(None)
+        elif number and self._stepping is not None:
+            before = time.monotonic()
+            await slot.wait_for_token()
+            self.metrics.between_tokens.observe(time.monotonic() - before)
         elif number and behavior.tokens_per_second:
             await slot.wait(1 / behavior.tokens_per_second)
             self.metrics.between_tokens.observe(1 / behavior.tokens_per_second)
