@@ -1,42 +1,103 @@
-"""Plays every trace with every chooser and writes the table into docs/prefix-cache.md."""
+"""Plays every trace with every chooser and writes the tables into docs/prefix-cache.md.
+
+The rule: a row is played by one process, so that its columns have the same requests, and the order of the processes changes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from tests.benchmarks.prefix.choosers import CHOOSERS
+from tests.benchmarks.prefix.engines import BatchedEngine, SerialEngine
 from tests.benchmarks.prefix.traces import TRACES
-from tests.benchmarks.prefix.world import play
+from tests.benchmarks.prefix.world import Outcome, play
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "prefix-cache.md"
-BEGIN, END = "<!-- begin: made by python -m tests.benchmarks.prefix -->", "<!-- end -->"
-SEED = 7
-SERVERS = (2, 8, 64)
+BEGIN, END = "<!-- begin: {name}, made by python -m tests.benchmarks.prefix -->", "<!-- end -->"
 REQUESTS = 250
 """For each server."""
+ENGINES = {"serial": SerialEngine, "batched": BatchedEngine}
 
 
-def table() -> Iterator[str]:
-    """The lines of the table: for each trace and number of servers, hit rate, skew and seconds to the first token by each chooser."""
-    yield f"| traffic | servers | {' | '.join(CHOOSERS)} |"
-    yield "|---|---|" + "---|" * len(CHOOSERS)
-    for trace in TRACES.values():
-        for servers in SERVERS:
-            talks = trace.of(SEED, servers, REQUESTS * servers)
-            outcomes = [play(talks, servers, chooser) for chooser in CHOOSERS.values()]
-            cells = [f"{each.hits:.0%}, {each.skew:.2f}, {each.first:.1f}" for each in outcomes]
-            yield f"| {trace.title} | {servers} | {' | '.join(cells)} |"
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A way to choose. ``event_delay``: as in ``play``. ``engine``: a name of ``ENGINES``."""
+
+    title: str
+    chooser: str
+    gateways: int = 1
+    event_delay: float | None = None
+    engine: str = "serial"
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The traces of all numbers of servers and seeds, by all columns."""
+
+    columns: Sequence[Column]
+    servers: Sequence[int] = (2, 8, 64)
+    seeds: Sequence[int] = (7, 11)
+
+    @property
+    def rows(self) -> list[tuple[str, int, int]]:
+        """The name of a trace, the number of servers and the seed of each row."""
+        return list(product(TRACES, self.servers, self.seeds))
+
+
+TABLES: Mapping[str, Table] = {
+    "one gateway": Table([Column(name, name) for name in CHOOSERS]),
+    "batches": Table([Column(name, name, engine="batched") for name in CHOOSERS], servers=(8,), seeds=(7,)),
+}
+
+
+def played(trace: str, servers: int, seed: int, columns: Sequence[Column]) -> list[Outcome]:
+    """Play one row."""
+    talks = TRACES[trace].of(seed, servers, REQUESTS * servers)
+    return [
+        play(
+            talks,
+            servers,
+            CHOOSERS[column.chooser],
+            gateways=column.gateways,
+            event_delay=column.event_delay,
+            engine=ENGINES[column.engine],
+        )
+        for column in columns
+    ]
+
+
+def line(trace: str, servers: int, seed: int, outcomes: Sequence[Outcome]) -> str:
+    """Return a row: hit rate, skew and seconds to the first token in each column, and the mean requests in flight of a server."""
+    cells = [f"{each.hits:.0%}, {each.skew:.2f}, {each.first:.2f}" for each in outcomes]
+    return f"| {TRACES[trace].title} | {servers} | {seed} | {outcomes[-1].in_flight:.1f} | {' | '.join(cells)} |"
 
 
 def main() -> None:
-    """Write the table, and show it."""
-    lines = []
-    for line in table():
-        print(line, flush=True)
-        lines.append(line)
-    before, _, rest = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text("\n".join([f"{before}{BEGIN}", "", *lines, "", f"{END}{rest.partition(END)[2]}"]))
+    """Write the tables, and show them."""
+    with ProcessPoolExecutor(os.cpu_count()) as executor:
+        tasks = [(name, row) for name, table in TABLES.items() for row in table.rows]
+        tasks.sort(key=lambda task: -task[1][1])  # the long ones first
+        results = {(name, row): executor.submit(played, *row, TABLES[name].columns) for name, row in tasks}
+        for name, table in TABLES.items():
+            titles = ["traffic", "servers", "seed", "in flight", *(column.title for column in table.columns)]
+            lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
+            lines += [line(*row, results[name, row].result()) for row in table.rows]
+            print(*lines, sep="\n", flush=True)
+            write(name, lines)
+
+
+def write(name: str, lines: Sequence[str]) -> None:
+    """Replace a table of the page. Raises LookupError if the page has no place for it."""
+    begin = BEGIN.format(name=name)
+    before, found, rest = PAGE.read_text().partition(begin)
+    if not found:
+        raise LookupError(f"{PAGE} has no line {begin}")
+    PAGE.write_text("\n".join([f"{before}{begin}", "", *lines, "", f"{END}{rest.partition(END)[2]}"]))
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from upstream.balancing.ranking import CandidateList
 
 
 class Feedback:
-    """What a gateway can learn about its requests and servers. Times are in seconds."""
+    """Reports to a gateway about its requests and servers. Times are in seconds."""
 
     samples: ClassVar[bool] = False
     """Whether ``sampled`` is to be called."""

@@ -8,6 +8,8 @@ The rule: an engine has no clock. It asks ``Clock`` to call it back, and reports
 
 from __future__ import annotations
 
+import heapq
+import itertools
 from collections.abc import Callable
 from typing import Protocol
 
@@ -16,11 +18,11 @@ from upstream.simulator.engine.batch import Batch, BatchLimits, StepTime
 
 PREFILL_SPEED = 8_000.0
 """Tokens of prompts that a server computes in a second."""
-GENERATION_SPEED = 40.0
+DECODE_SPEED = 40.0
 """Tokens of each response in a second."""
 STEP_TIME = StepTime(base=0.022, per_sequence=0.0001, per_prefill_token=1 / PREFILL_SPEED)
 """About the same speeds: 40 tokens a second with 30 requests at once."""
-LIMITS = BatchLimits(tokens=2048, sequences=128)
+LIMITS = BatchLimits()
 
 Callback = Callable[[float], None]
 
@@ -32,8 +34,35 @@ class Clock(Protocol):
         """Call ``callback`` with the time ``when``."""
 
 
+class EventClock:
+    """The events of a simulation in the order of their times."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._order = itertools.count()
+        self._events: list[tuple[float, int, Callback]] = []
+
+    def call_at(self, when: float, callback: Callback) -> None:
+        """Call ``callback`` with the time ``when``. Calls for the same time are made in the order of their requests."""
+        heapq.heappush(self._events, (when, next(self._order), callback))
+
+    @property
+    def pending(self) -> bool:
+        """Whether anything else will happen."""
+        return bool(self._events)
+
+    def run(self) -> None:
+        """Let everything happen."""
+        while self._events:
+            self.now, _, callback = heapq.heappop(self._events)
+            callback(self.now)
+
+
 class Reports(Protocol):
-    """What an engine reports about its requests."""
+    """The receiver of an engine's reports about its requests."""
+
+    def expected_tokens(self, request: Request) -> int:
+        """Return how many tokens of a prompt would have to be computed now."""
 
     def uncached_tokens(self, request: Request) -> int:
         """The work on a prompt begins: return how many of its tokens must be computed."""
@@ -47,8 +76,6 @@ class Reports(Protocol):
 
 class Engine(Protocol):
     """The engine of one server."""
-
-    def __init__(self, clock: Clock, reports: Reports) -> None: ...
 
     def submit(self, request: Request, now: float) -> None:
         """Queue a request."""
@@ -76,7 +103,7 @@ class SerialEngine:
         self._free_at = max(self._free_at, now) + self._reports.uncached_tokens(request) / PREFILL_SPEED
         self._prompts += 1
         self._clock.call_at(self._free_at, lambda when: self._first_token(request, when))
-        self._clock.call_at(self._free_at + request.completion.tokens / GENERATION_SPEED, lambda when: self._finished(request, when))
+        self._clock.call_at(self._free_at + request.completion.tokens / DECODE_SPEED, lambda when: self._finished(request, when))
 
     def _first_token(self, request: Request, now: float) -> None:
         self._prompts -= 1
@@ -101,11 +128,12 @@ class SerialEngine:
 class BatchedEngine:
     """Computes in steps, like vLLM. Equal steps are played at once, and cut when a request arrives."""
 
-    def __init__(self, clock: Clock, reports: Reports) -> None:
+    def __init__(self, clock: Clock, reports: Reports, step_time: StepTime = STEP_TIME) -> None:
         self._clock = clock
         self._reports = reports
+        self._step_time = step_time
         self._uncached: dict[Request, int] = {}  # of the requests without a first token
-        self._batch: Batch[Request] = Batch(STEP_TIME, LIMITS, self._begin_prompt)
+        self._batch: Batch[Request] = Batch(step_time, LIMITS, self._begin_prompt)
         self._began = 0.0
         self._seconds: float | None = None
         self._steps = 0
@@ -117,7 +145,7 @@ class BatchedEngine:
 
     def submit(self, request: Request, now: float) -> None:
         """Queue a request."""
-        self._uncached[request] = request.prompt.tokens
+        self._uncached[request] = self._reports.expected_tokens(request)
         self._batch.add(request, request.completion.tokens)
         if self._seconds is None:
             self._begin(now)
@@ -152,8 +180,8 @@ class BatchedEngine:
         self._begin(now)
 
     def backlog(self, now: float) -> float:
-        """Return the seconds until the prompts of all requests so far are computed. Waiting prompts count whole."""
-        return sum(self._uncached.values()) * STEP_TIME.per_prefill_token
+        """Return the seconds until the prompts of all requests so far are computed, as it was expected when they arrived."""
+        return sum(self._uncached.values()) * self._step_time.per_prefill_token
 
     @property
     def load(self) -> tuple[int, int]:

@@ -155,8 +155,8 @@ def _customers(draw: random.Random, servers: int) -> Iterator[tuple[tuple[Segmen
 
 
 TRACES: Mapping[str, Trace] = {
-    "b2b-1": Trace("Customers with a long context each (B2B), 1 request/s for each server", 1.0, _customers),
-    "b2b-2": Trace("Customers with a long context each (B2B), 2 requests/s for each server", 2.0, _customers),
+    "b2b-1": Trace("B2B, 1 request/s for each server", 1.0, _customers),
+    "b2b-2": Trace("B2B, 2 requests/s for each server", 2.0, _customers),
     "chat": Trace("Conversations of eight applications", 2.0, _chat),
     "agents": Trace("Agents that share one long system prompt", 1.0, _agents),
     "texts": Trace("Questions about long texts, in the user's message", 1.5, lambda draw, servers: _questions(draw, servers, "user")),

@@ -7,8 +7,6 @@ servers. A chooser gets it only as feedback, except for the oracle.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from statistics import quantiles
 
 from tests.benchmarks.prefix.cache import Cache
 from tests.benchmarks.prefix.choosers import Chooser, MakeChooser
-from tests.benchmarks.prefix.engines import Clock, Engine, Reports, SerialEngine
+from tests.benchmarks.prefix.engines import Clock, Engine, EventClock, Reports, SerialEngine
 from tests.benchmarks.prefix.requests import Machine, Request
 from tests.benchmarks.prefix.traces import Prompt, Talk
 
@@ -42,29 +40,6 @@ class Outcome:
 
 
 MakeEngine = Callable[[Clock, Reports], Engine]
-
-
-class _Clock:
-    """The events of a simulation in the order of their times."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._order = itertools.count()
-        self._events: list[tuple[float, int, Callable[[float], None]]] = []
-
-    def call_at(self, when: float, callback: Callable[[float], None]) -> None:
-        heapq.heappush(self._events, (when, next(self._order), callback))
-
-    @property
-    def pending(self) -> bool:
-        """Whether anything else will happen."""
-        return bool(self._events)
-
-    def run(self) -> None:
-        """Let everything happen."""
-        while self._events:
-            self.now, _, callback = heapq.heappop(self._events)
-            callback(self.now)
 
 
 class Server:
@@ -109,7 +84,7 @@ class World:
     """One run. ``event_delay``: seconds until the gateways get the events of a cache; None: they get none."""
 
     def __init__(self, servers: int, chooser: MakeChooser, gateways: int, event_delay: float | None, engine: MakeEngine) -> None:
-        self.clock = _Clock()
+        self.clock = EventClock()
         self.servers = [Server(number, engine(self.clock, self)) for number in range(servers)]
         self.gateways = [self._gateway(chooser) for _ in range(gateways)]
         self._event_delay = event_delay
@@ -157,6 +132,10 @@ class World:
         server.engine.submit(request, now)
 
     # Reports of the engines
+
+    def expected_tokens(self, request: Request) -> int:
+        """Return how many tokens of a prompt its server would have to compute now."""
+        return request.prompt.tokens - self._placed[request].server.cache.known(request.prompt)
 
     def uncached_tokens(self, request: Request) -> int:
         """Look up the prompt in the cache of its server, and store it there."""
