@@ -196,7 +196,7 @@ def test_keys_are_shown_without_their_hashes(one: Gateway) -> None:
 
 def test_a_gateway_is_drained(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
-    with gateway(tmp_path, configuration(launched(), admin={"port": 0, "token": {"file": "token"}}, linger="1m")) as draining:
+    with gateway(tmp_path, configuration(launched(), admin={"port": 0, "token": {"file": "token"}}, linger="1h")) as draining:
         response = call(draining, "/drain", SHOWN)
         assert (response.status_code, response.json()) == (202, {"draining": True})
         assert draining.get("/readyz").status_code == 503

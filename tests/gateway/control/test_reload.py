@@ -220,7 +220,7 @@ def test_a_missing_secret_file_is_read_when_it_appears(tmp_path: Path) -> None:
 
 
 def test_a_stopping_gateway_reads_no_configuration(tmp_path: Path) -> None:
-    with gateway(tmp_path, configuration(launched(), linger="1m")) as one:
+    with gateway(tmp_path, configuration(launched(), linger="1h")) as one:
         one.process.send_signal(signal.SIGTERM)
         wait_for(lambda: one.get("/readyz").status_code == 503)
         assert one.get("/readyz").json() == {"status": "not_ready", "reasons": ["draining"]}

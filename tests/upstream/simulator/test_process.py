@@ -267,7 +267,7 @@ def test_sigterm_waits_for_requests_in_flight_if_configured() -> None:
 
 
 def test_a_draining_server_lives_and_fails_new_requests() -> None:
-    with running("--shutdown-timeout", "120") as simulated:
+    with running("--shutdown-timeout", "600") as simulated:
         opened, finish = threading.Event(), threading.Event()
         holder = threading.Thread(target=_hold, args=(simulated, opened, finish))
         holder.start()
@@ -277,6 +277,7 @@ def test_a_draining_server_lives_and_fails_new_requests() -> None:
             until(lambda: simulated.chat().status_code == 500)
             assert simulated.chat().json()["error"]["message"] == "cannot schedule new futures after shutdown"
             assert simulated.client.get("/health").status_code == 200
+            assert simulated.metric("vllm:num_requests_running") == 1, "the open stream"
         finally:
             finish.set()
             holder.join()
@@ -286,9 +287,10 @@ def test_a_draining_server_lives_and_fails_new_requests() -> None:
 def _hold(simulated: Simulated, opened: threading.Event, finish: threading.Event) -> None:
     """Hold a stream that has fallen silent open, and then leave."""
     with simulated.client.stream("POST", "/v1/chat/completions", json={**_LONG, "simulate": {"hang_after": 2}}) as response:
-        next(response.iter_lines())
+        lines = response.iter_lines()  # the connection closes with the iterator
+        next(lines)
         opened.set()
-        finish.wait(100)
+        finish.wait()
 
 
 @pytest.mark.parametrize(("flag", "status"), [("--sim-die-after-tokens", 1), ("--sim-die-after-requests", 1)])
