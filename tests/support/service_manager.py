@@ -1,9 +1,16 @@
-"""A substitute for a service manager: a socket that receives the gateway's notifications and their senders."""
+"""A substitute for a service manager: a socket that receives the gateway's notifications and their senders.
+
+The rule: a thread reads the socket all the time, as a service manager does. The kernel holds ten notifications of a socket, and the
+gateway does not wait until there is space for another.
+"""
 
 from __future__ import annotations
 
+import os
+import select
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +26,7 @@ class Inbox:
     def __init__(self, line: socket.socket) -> None:
         self._line = line
         self._notifications: list[Notification] = []
+        self._lock = threading.Lock()
         self.senders: set[int] = set()
 
     @property
@@ -29,17 +37,31 @@ class Inbox:
 
     @property
     def notifications(self) -> list[Notification]:
+        """All notifications that were sent until now."""
+        with self._lock:
+            self._receive()
+            return list(self._notifications)
+
+    def forget(self) -> None:
+        """Delete the notifications that were sent until now."""
+        with self._lock:
+            self._receive()
+            self._notifications.clear()
+
+    def receive_until(self, stop: int) -> None:
+        """Receive notifications until the descriptor ``stop`` is readable."""
+        while stop not in select.select([self._line, stop], [], [])[0]:
+            with self._lock:
+                self._receive()
+
+    def _receive(self) -> None:
         while True:
             try:
                 data, ancillary, _, _ = self._line.recvmsg(65_536, socket.CMSG_SPACE(_CREDENTIALS.size))
             except BlockingIOError:
-                return self._notifications
+                return
             self.senders.add(_CREDENTIALS.unpack(ancillary[0][2])[0])
             self._notifications.append(dict(line.split("=", 1) for line in data.decode().splitlines()))
-
-    def forget(self) -> None:
-        """Delete the notifications received so far."""
-        self.notifications.clear()
 
     def has(self, name: str, value: str | None = None) -> bool:
         """Return whether this notification was received."""
@@ -61,4 +83,12 @@ def service_manager(address: str) -> Iterator[Inbox]:
         line.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         line.bind("" if address == "@" else address)
         line.setblocking(False)
-        yield Inbox(line)
+        inbox, stop = Inbox(line), os.eventfd(0)
+        receiver = threading.Thread(target=inbox.receive_until, args=(stop,))
+        receiver.start()
+        try:
+            yield inbox
+        finally:
+            os.eventfd_write(stop, 1)
+            receiver.join()
+            os.close(stop)
