@@ -50,7 +50,7 @@ class Inbox:
 
     def receive_until(self, stop: int) -> None:
         """Receive notifications until the descriptor ``stop`` is readable."""
-        while stop not in select.select([self._line, stop], [], [])[0]:
+        while stop not in select.select([self._line.fileno(), stop], [], [])[0]:
             with self._lock:
                 self._receive()
 
