@@ -11,8 +11,6 @@ from tests.clients.overloaded import TEXT
 from tests.clients.visit import BUSY, MODEL, Client, Visit, visiting
 from tests.support.process import wait_for
 
-pytestmark = pytest.mark.timeout(240)  # some packages take long to import on a busy machine
-
 OPENAI = ("openai.AuthenticationError", "openai.NotFoundError", "openai.BadRequestError")
 LITELLM = ("litellm.AuthenticationError", "litellm.NotFoundError", "litellm.ContextWindowExceededError")
 ANTHROPIC = ("anthropic.AuthenticationError", "anthropic.NotFoundError", "anthropic.BadRequestError")

@@ -159,7 +159,7 @@ def _hold(path: str, body: Json, status: int, media_type: str, text: str) -> Non
 
 def on(*names: str) -> pytest.MarkDecorator:
     """Run a test on these stages."""
-    marks = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+    marks = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
     real = [pytest.param(name, marks=marks, id=f"@{name}") for name in names if name in REAL]
     return pytest.mark.parametrize("stage", [*(name for name in names if name not in REAL), *real], indirect=True)
 

@@ -31,8 +31,6 @@ COMPOSE: dict[str, Any] = yaml.safe_load((FOLDER / "compose.yaml").read_text())
 SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 HOSTS = ("engine", "redis", "postgres")
 
-pytestmark = pytest.mark.timeout(900)  # the images may have to be built
-
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:

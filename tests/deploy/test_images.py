@@ -32,8 +32,6 @@ MODEL = "sim/one"
 OWN = ("opt/vllm-gateway", "usr/local/bin/vllm-gateway", HOME[1:], "etc/vllm-gateway")
 """Where an image has what its base has not."""
 
-pytestmark = pytest.mark.timeout(900)  # the first test that needs an image waits for its build
-
 
 @pytest.fixture(params=FILES)
 def built(request: pytest.FixtureRequest) -> Image:

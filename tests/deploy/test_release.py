@@ -20,7 +20,6 @@ from tests.deploy.install import ROOT, tool
 from tests.deploy.released import build, environment, locked_versions, offline, ran
 from tests.support.process import configuration, gateway, wait_for
 
-pytestmark = pytest.mark.timeout(600)  # environments are made
 Release = tuple[Path, Path]
 
 

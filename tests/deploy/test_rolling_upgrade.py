@@ -177,7 +177,6 @@ def rows(url: str, folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.row(23)
-@pytest.mark.timeout(600)
 async def test_gateways_are_replaced_one_after_the_other_without_errors(tmp_path: Path, measured: Callable[[str], None]) -> None:
     if not postgres.installed():
         pytest.skip(postgres.NOT_INSTALLED)

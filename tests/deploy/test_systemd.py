@@ -29,7 +29,6 @@ from tests.deploy.released import build, offline
 from tests.support.process import gateway, wait_for
 from tests.support.service_manager import service_manager
 
-pytestmark = pytest.mark.timeout(600)  # the first test installs
 FOLDER = ROOT / "deploy" / "systemd"
 UNIT = FOLDER / "vllm-gateway.service"
 INSTALL = FOLDER / "install.sh"

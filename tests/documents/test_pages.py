@@ -16,7 +16,6 @@ from tests.support.rows import each_row
 FOLLOWED = [page for page in PAGES if run_here(page)]
 
 
-@pytest.mark.timeout(540)
 @pytest.mark.parametrize("page", FOLLOWED, ids=identity)
 def test_a_page_is_followed_to_its_end(page: Path) -> None:
     if not possible():
@@ -47,7 +46,6 @@ print("not reached")
 """
 
 
-@pytest.mark.timeout(540)
 def test_a_command_that_fails_is_where_it_ends(tmp_path: Path) -> None:
     if not possible():
         pytest.skip("needs unshare and ip, and to be allowed namespaces of its own")

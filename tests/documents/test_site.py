@@ -21,7 +21,6 @@ from tests.support.chromium import chromium
 from tests.support.http_server import threaded
 from tests.support.process import wait_for
 
-pytestmark = pytest.mark.timeout(540)  # the first test has the site built
 LOADED = {"src", "srcset", "data", "poster", "action", "formaction", "background"}
 """Attributes whose addresses a browser requests by itself, or sends a form to."""
 _ELSEWHERE = re.compile(r"^\s*(?:[a-z][a-z+.-]*:)?//|^\s*(?!data:)[a-z][a-z+.-]*:", re.IGNORECASE)

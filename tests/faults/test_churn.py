@@ -7,8 +7,6 @@ import random
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.faults.conftest import FULL
 from tests.faults.test_reloads import Source, sending, streaming
 from tests.support.controlled import Controlled, controlled
@@ -45,7 +43,6 @@ def up(one: Controlled) -> set[str]:
     return {each["name"].split("/")[-1].split(":")[0] for each in one.status(MODEL)["servers"] if each["condition"] == "up"}
 
 
-@pytest.mark.timeout(900 if FULL else 120)
 async def test_two_hundred_endpoints_come_and_go_under_streams(tmp_path: Path) -> None:
     farm, dice = Farm(), random.Random(7)
     (tmp_path / "pod").mkdir()

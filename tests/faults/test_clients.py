@@ -179,7 +179,6 @@ def faults(running: Gateway, reason: str) -> float:
 
 
 @pytest.mark.row(10)
-@pytest.mark.timeout(400)
 def test_slow_and_silent_clients_are_disconnected_and_others_are_not_affected(tmp_path: Path, measured: Callable[[str], None]) -> None:
     count = 5000 if FULL else 200
     limits = {} if FULL else {"headers_timeout": "6s", "body_timeout": "7s"}
@@ -249,7 +248,6 @@ def few_descriptors(soft: int = 1024) -> Iterator[None]:
 
 
 @pytest.mark.row(10)
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("listener", ["port", "socket"])
 def test_slow_and_silent_clients_of_the_admin_port_are_disconnected(tmp_path: Path, listener: str, measured: Callable[[str], None]) -> None:
     count = 50
@@ -288,7 +286,6 @@ def _assert_alive(running: Gateway) -> None:
 
 
 @pytest.mark.row(10)
-@pytest.mark.timeout(200)
 def test_endless_headers_are_not_buffered_by_the_admin_port(tmp_path: Path) -> None:
     with started(tmp_path) as running, ExitStack() as stack:
         for first in (HALF, HALF + b"\r\n\r\n" + HALF):
@@ -303,7 +300,6 @@ def test_endless_headers_are_not_buffered_by_the_admin_port(tmp_path: Path) -> N
 
 
 @pytest.mark.row(28)
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("head", [b"", HALF], ids=["silent", "half a head"])
 def test_many_connections_to_the_admin_port(tmp_path: Path, head: bytes, measured: Callable[[str], None]) -> None:
     count = 2000
@@ -337,7 +333,6 @@ def test_many_connections_to_the_admin_port(tmp_path: Path, head: bytes, measure
 
 
 @pytest.mark.row(28)
-@pytest.mark.timeout(200)
 def test_all_descriptors_of_control_are_used_up(tmp_path: Path, measured: Callable[[str], None]) -> None:
     """The limit is below the number of accepted connections. Their deadline closes them, and control continues."""
     with started(tmp_path, headers_timeout="2s") as running, ExitStack() as stack:
@@ -359,7 +354,6 @@ def _stream(tokens: int) -> bytes:
 
 
 @pytest.mark.row(9)
-@pytest.mark.timeout(200)
 def test_a_reader_that_stops_frees_its_slot(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with started(tmp_path, **({} if FULL else {"write_timeout": "2s"})) as running, ExitStack() as stack:
         (one,) = connected(stack, running, 1, receive=65536)
@@ -450,7 +444,6 @@ def serving_beside(script: Script) -> Iterator[dict[str, Any]]:
 
 
 @pytest.mark.row(8)
-@pytest.mark.timeout(400)
 def test_slow_readers_of_fast_streams_cost_little_memory(tmp_path: Path, measured: Callable[[str], None]) -> None:
     count = 1000 if FULL else 60
     with serving_beside(_flood(count)) as flood, ExitStack() as stack:
@@ -506,7 +499,6 @@ def _at_once(running: Gateway, bodies: list[bytes]) -> Iterator[list[bytes]]:
 
 
 @pytest.mark.row(11)
-@pytest.mark.timeout(400)
 @pytest.mark.parametrize("framing", ["sized", "chunked"])
 def test_many_large_bodies_at_once_cost_bounded_memory(tmp_path: Path, framing: str, measured: Callable[[str], None]) -> None:
     limit, budget, count = (20 * MiB, 256 * MiB, 100) if FULL else (2 * MiB, 8 * MiB, 40)
@@ -553,7 +545,6 @@ def test_a_body_above_the_limit(tmp_path: Path, measured: Callable[[str], None])
 
 
 @pytest.mark.row(28)
-@pytest.mark.timeout(400)
 def test_all_descriptors_are_used_up(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with started(tmp_path, headers_timeout="600s") as running:
         process = worker(running)

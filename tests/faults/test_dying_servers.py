@@ -74,7 +74,6 @@ def _valid(reply: Reply) -> bool:
 
 
 @pytest.mark.row(1)
-@pytest.mark.timeout(300)
 async def test_kill_the_server_under_many_streams(tmp_path: Path, measured: Callable[[str], None]) -> None:
     with gateway(tmp_path, configuration(soon_idle(launched("tiny")))) as one:
         async with whole(one):
@@ -155,7 +154,6 @@ async def test_death_before_the_first_event(measured: Callable[[str], None]) -> 
 
 
 @pytest.mark.row(4)
-@pytest.mark.timeout(120)
 async def test_a_frozen_server(measured: Callable[[str], None]) -> None:
     idle = 6.0
     with running("--sim-tokens-per-second", "20", "--served-model-name", "tiny") as server:
@@ -184,7 +182,6 @@ async def test_a_frozen_server(measured: Callable[[str], None]) -> None:
 
 
 @pytest.mark.row(5)
-@pytest.mark.timeout(120)
 async def test_no_server_reachable(measured: Callable[[str], None]) -> None:
     async def responds(talk: Conversation) -> None:
         await talk.respond(COMPLETION)

@@ -86,7 +86,6 @@ async def _respond(talk: Conversation) -> None:
 
 
 @pytest.mark.row(34)
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ATTACKS)
 async def test_no_body_stalls_a_worker(name: str, tmp_path: Path, measured: Callable[[str], None]) -> None:
     data = tmp_path / "body"

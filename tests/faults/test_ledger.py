@@ -169,7 +169,6 @@ def _frozen(server: postgres.Postgres) -> Callable[[], None]:
 
 
 @pytest.mark.row(28)
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("harm", [_stopped, _frozen])
 async def test_an_unavailable_database_costs_no_request_and_no_row(
     server: postgres.Postgres, tmp_path: Path, harm: Callable[[postgres.Postgres], Callable[[], None]], measured: Callable[[str], None]

@@ -158,7 +158,7 @@ def workers_memory(one: Controlled) -> float:
 
 
 @pytest.mark.row(22)
-@pytest.mark.timeout(1200 if FULL else 120)
+@pytest.mark.timeout(1200)
 async def test_valid_and_invalid_reloads_under_streams(tmp_path: Path, measured: Callable[[str], None]) -> None:
     source = Source()
     async with scripted(source) as server, harmless(tmp_path, server, workers=2) as one:

@@ -49,7 +49,6 @@ _BLANK = re.compile(rb"(?:\r\n|\n|\r)(?:\r\n|\n|\r)")
 
 
 @pytest.mark.row(31)
-@pytest.mark.timeout(600)
 def test_random_bytes_through_the_splitter(measured: Callable[[str], None]) -> None:
     """No byte is lost, changed or reordered. The held bytes contain no complete event, and their limit is enforced."""
     dice, limit = random.Random(311), 40

@@ -228,7 +228,7 @@ def total(functions: Mapping[str, Count]) -> Count:
 def counts() -> dict[str, Count]:
     """The counts of all rows, from a process without pytest."""
     command = [sys.executable, "-m", "tests.gateway.test_cost"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = (line.partition(": ") for line in result.stdout.splitlines())
     return {row: Count(*map(float, re.findall(r"[\d.]+", numbers))) for row, _, numbers in lines}

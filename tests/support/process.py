@@ -67,7 +67,7 @@ class Gateway:
         """Run a ``vllm-gateway`` command against this gateway."""
         line = [str(self.program), *arguments, "--config", str(self.folder / "gateway.yaml")]
         environ = {**os.environ, "XDG_RUNTIME_DIR": str(self.runtime)}
-        return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=60)
+        return subprocess.run(line, env=environ, capture_output=True, text=True, timeout=600)
 
     def tree(self) -> list[psutil.Process]:
         """Return all child processes, without the main process."""

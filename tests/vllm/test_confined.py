@@ -14,7 +14,7 @@ from tests.support.process import PROGRAM, configuration, gateway
 from tests.vllm.server import NOT_INSTALLED, START_WITHIN, installed, launch
 
 UNIT = Path(__file__).resolve().parents[2] / "deploy" / "systemd" / "vllm-gateway.service"
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed (Debian: systemd)")

@@ -14,7 +14,7 @@ from tests.support.process import Gateway, command_line, configuration, gateway,
 from tests.vllm.dialogues import Json
 from tests.vllm.server import NOT_INSTALLED, START_WITHIN, Flag, installed, launch
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 LIMIT = 3_000_000_000
 """Bytes of address space: enough to import vLLM, but too few for its worker's cache of a gigabyte."""

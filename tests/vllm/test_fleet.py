@@ -14,7 +14,7 @@ from tests.vllm.dialogues import Architecture, Json
 from tests.vllm.gateway import chat
 from tests.vllm.server import NOT_INSTALLED, START_WITHIN, installed, launch
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 QWEN, LLAMA = "tests/qwen", "tests/llama"
 

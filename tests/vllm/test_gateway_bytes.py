@@ -11,7 +11,7 @@ from tests.vllm.dialogues import CALLED, CLOCK, HANGZHOU, PROMPT_AND_CONTINUATIO
 from tests.vllm.gateway import ALIAS, MODEL, Real, chat
 from tests.vllm.server import NOT_INSTALLED, installed
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 HAVE_USAGE_EVENTS = (CHAT, COMPLETIONS)

@@ -19,7 +19,7 @@ from tests.vllm.dialogues import HANGZHOU, PROMPT_AND_CONTINUATION, WEATHER, Jso
 from tests.vllm.gateway import GENERATED, HEADERS, MODEL, Real, WorkUntil, attempted, chat
 from tests.vllm.server import NOT_INSTALLED, installed
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 USAGE: Json = {"stream_options": {"include_usage": True}}

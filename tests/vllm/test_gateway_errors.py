@@ -14,7 +14,7 @@ from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import ALIAS, MODEL, Real, chat
 from tests.vllm.server import NOT_INSTALLED, installed, model_path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 TOO_LONG = "hello " * 3000  # tokens; the model has room for 2048

@@ -22,7 +22,7 @@ from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import HEADERS, MODEL, NotAchieved, Real, attempted, chat, real_model
 from tests.vllm.server import NOT_INSTALLED, START_WITHIN, installed
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"
 ENDLESS: Json = {"model": MODEL, "messages": [user("Never stop.")], "temperature": 0, "max_tokens": 1900}

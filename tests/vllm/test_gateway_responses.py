@@ -29,7 +29,7 @@ from tests.vllm.dialogues import (
 from tests.vllm.gateway import ALIAS, MODEL, WITHOUT_THINKING, Real, chat
 from tests.vllm.server import NOT_INSTALLED, installed
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 PLAIN_AND_STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 WITH_USAGE: Json = {"stream_options": {"include_usage": True}}

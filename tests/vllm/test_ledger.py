@@ -36,7 +36,7 @@ from tests.vllm.test_gateway_counts import (
 )
 from tests.vllm.test_gateway_faults import option
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 
 def every_row(real: Real) -> list[dict[str, Any]]:

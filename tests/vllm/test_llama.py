@@ -11,7 +11,7 @@ from tests.vllm.chat import send_chat
 from tests.vllm.dialogues import ENDLESS, Exchange, exchanges
 from tests.vllm.server import NOT_INSTALLED, installed, running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 # Llama 3's template and parser support only the first of several calls.
 ANSWERABLE = [each for each in exchanges("llama") if len(each.expected().calls) < 2]

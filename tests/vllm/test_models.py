@@ -15,7 +15,7 @@ from tests.vllm.chat import events, send_chat
 from tests.vllm.dialogues import DIE, ENDLESS, PROMPT_AND_CONTINUATION, TOOLSETS, Exchange, exchanges, user
 from tests.vllm.server import NOT_INSTALLED, installed, running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 PLAIN_AND_STREAMED = pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
 WITHOUT_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}

@@ -11,7 +11,7 @@ from tests.vllm.server import NOT_INSTALLED, installed
 from upstream.vllm import installed_vllm, known_names
 from upstream.vllm.presets import PRESETS
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 
 def test_the_table_is_what_the_real_vllm_says(tmp_path: Path) -> None:

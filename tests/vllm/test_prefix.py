@@ -14,7 +14,7 @@ from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import WITHOUT_THINKING
 from tests.vllm.server import NOT_INSTALLED, Flag, Server, installed, running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 FLAGS: Mapping[str, Flag] = {"block-size": 32, "reasoning-parser": "qwen3"}
 CONVERSATIONS = 7  # an odd number: with round robin, the second round of each conversation goes to the other server

@@ -19,7 +19,7 @@ from tests.vllm.server import NOT_INSTALLED, installed
 from tests.vllm.test_gateway_counts import CHAT, COMPLETIONS, ENDLESS
 from tests.vllm.test_gateway_faults import option
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 SAMPLES = "SELECT count(*) FROM gateway_engine_samples WHERE quiet"
 COMPLETE = (

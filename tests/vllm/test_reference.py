@@ -12,7 +12,7 @@ from gateway.api.reference import document
 from gateway.auth.body_policy import FORBIDDEN, OLD_NAMES
 from tests.vllm.server import ENVIRONMENT, NOT_INSTALLED, installed
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 MODELS = {
     "ChatRequest": ["openai.chat_completion:ChatCompletionRequest"],

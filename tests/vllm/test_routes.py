@@ -13,7 +13,7 @@ from gateway.api.routes import REFUSED, ROUTES
 from tests.vllm.server import NOT_INSTALLED, installed
 from upstream.vllm.capabilities import TASK_ROUTES
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 OWN = {("GET", "/health"), ("GET", "/version"), ("GET", "/v1/models")}
 """Routes that the gateway serves itself."""

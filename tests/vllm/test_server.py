@@ -9,7 +9,7 @@ import pytest
 
 from tests.vllm.server import NOT_INSTALLED, POOLING, NotStarted, alive, installed, running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 
 def test_pooling_routes_respond_on_a_unix_socket_and_nothing_is_left(tmp_path: Path) -> None:

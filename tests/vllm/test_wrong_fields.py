@@ -26,7 +26,7 @@ from tests.vllm.gateway import MODEL, PYTHON, Real, real_gateway
 from tests.vllm.server import ENVIRONMENT, NOT_INSTALLED, POOLING, Flag, installed
 from tests.vllm.wrong_fields import CLASSIFY, COUNT, GENERATING, MESSAGES, WRONG_FIELDS, WRONG_REQUESTS, WrongField, WrongRequest
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
 RECORDED = Path(__file__).resolve().parents[1] / "gateway" / "api" / "vllm_errors.json"
 LEAST = 10

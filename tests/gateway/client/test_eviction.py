@@ -81,7 +81,6 @@ def _status(one: socket.socket) -> bytes:
     return one.recv(12)
 
 
-@pytest.mark.timeout(200)
 @pytest.mark.parametrize("workers", [1, 2])
 def test_new_clients_are_served_beside_idle_connections_without_number(tmp_path: Path, workers: int) -> None:
     config = configuration(launched(MODEL), headers_timeout="600s", workers=workers)

@@ -42,7 +42,6 @@ async def test_the_first_request_starts_the_server_and_one_start_serves_all(tmp_
         assert one.status(A)["waiting_s"] is None
 
 
-@pytest.mark.timeout(300)
 async def test_three_on_one_gpu_take_turns_and_no_request_fails(tmp_path: Path) -> None:
     async with controlled(tmp_path, *(on_demand(name, **SHARED) for name in (A, B, C)), workers=2) as one:
         end = time.monotonic() + 240.0

@@ -144,7 +144,6 @@ def test_what_a_starting_server_says_is_shown(stage: Stage) -> None:
     assert shown["state"] == "starting" and "Starting vLLM server" in shown["progress"]
 
 
-@pytest.mark.timeout(180)
 def test_a_hung_server(stage: Stage) -> None:
     assert stage.hung is not None
     wait_for(lambda: stage.server("sim/hung")["condition"] != "up", HUNG_WITHIN)

@@ -61,7 +61,6 @@ def waiting(one: Gateway) -> float:
     return one.metric("vllm_gateway_ledger_memory_rows")
 
 
-@pytest.mark.timeout(240)
 def test_on_a_full_disk_no_row_is_lost_silently(tmp_path: Path) -> None:
     if not full_disk.allowed():
         pytest.skip(full_disk.NOT_ALLOWED)
@@ -98,7 +97,6 @@ def test_on_a_full_disk_no_row_is_lost_silently(tmp_path: Path) -> None:
     assert "Hello" not in one.output and KEY not in one.output
 
 
-@pytest.mark.timeout(240)
 def test_a_spool_that_is_full_is_shown_and_rows_go_to_the_database(tmp_path: Path) -> None:
     if not full_disk.allowed():
         pytest.skip(full_disk.NOT_ALLOWED)
@@ -115,7 +113,6 @@ def test_a_spool_that_is_full_is_shown_and_rows_go_to_the_database(tmp_path: Pat
         wait_for(lambda: one.get("/readyz").json()["status"] == "ready", 60, why=lambda: one.output)
 
 
-@pytest.mark.timeout(240)
 def test_workers_whose_control_is_killed_write_out_what_the_full_disk_does_not_take(tmp_path: Path) -> None:
     if not full_disk.allowed():
         pytest.skip(full_disk.NOT_ALLOWED)

@@ -6,8 +6,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from gateway.telemetry.dependencies import NAMES, Dependencies, Observation
 from gateway.telemetry.metrics import Series
 from tests.support.issuer import AUDIENCE, Issuer, SigningKey, published
@@ -57,7 +55,6 @@ def is_shown(one: Gateway, name: str, state: str) -> bool:
     )
 
 
-@pytest.mark.timeout(180)
 def test_a_limits_store_that_goes_away_and_comes_back_is_shown(tmp_path: Path) -> None:
     with redis_server() as redis:
         with redis.client() as client:
@@ -113,7 +110,6 @@ def test_a_worker_that_is_replaced_reports_the_store_again(tmp_path: Path) -> No
             wait_for(lambda: of(one, "limits_store").get("state") == "down")
 
 
-@pytest.mark.timeout(180)
 def test_an_identity_provider_that_goes_away_is_shown(tmp_path: Path) -> None:
     issuer = Issuer("https://login.example.com/", SigningKey("RS256"))
     with published(issuer) as jwks_server:

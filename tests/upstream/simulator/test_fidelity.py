@@ -23,7 +23,6 @@ from upstream.vllm.engine_counters import EngineCounters, parse_counters
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(vllm.installed() is None, reason=vllm.NOT_INSTALLED),
-    pytest.mark.timeout(600),
 ]
 
 Body = dict[str, Any]
