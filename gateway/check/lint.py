@@ -18,6 +18,7 @@ from gateway.config import Key, Note
 from gateway.config.models import matches
 from gateway.config.quantities import parse_duration
 from gateway.config.references import ConfigValue, Draft, costs_in
+from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.key_management.key_list import state
 from gateway.limits.windows import SLICES
 from gateway.snapshot.snapshot import CALENDAR
@@ -44,6 +45,7 @@ def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     yield from _unbounded(draft)
     yield from _not_restored(draft)
     yield from _unrecorded_users(draft)
+    yield from _without_events(draft)
 
 
 def note(value: ConfigValue, message: str) -> Note:
@@ -73,6 +75,13 @@ def _unrecorded_users(draft: Draft) -> Iterator[Note]:
         for header in (key.get("user_header") for key in draft.keys):
             if header.value is not None:
                 yield note(header, "has no effect without `ledger`")
+
+
+def _without_events(draft: Draft) -> Iterator[Note]:
+    """Report a policy that could use the KV cache events of servers, if the packages for them are missing."""
+    balance = next((value for value in (model.get("balance") for model in draft.models) if value.value == EVENTS_POLICY), None)
+    if balance is not None and not kv_events_installed():
+        yield note(balance, "does not use KV cache events without the extra `kv-events` (in a clone: pip install '.[kv-events]')")
 
 
 def _key(entry: ConfigValue) -> Key | None:

@@ -8,7 +8,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from email.utils import formatdate
 from typing import TYPE_CHECKING, Any
@@ -36,10 +36,12 @@ from gateway.telemetry.body_shape import ShapeSample
 from gateway.telemetry.metrics import WorkerMetrics
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.tracing import Sampler, Spans
+from upstream.balancing.engine_caches import EngineCaches
 from upstream.balancing.side_requests import SideRequests
 from upstream.http.deadlines import Deadlines
 from upstream.http.inline_task import InlineTask
 from upstream.http.write_batching import WriteBatch
+from upstream.vllm.tokenize import Tokenization
 
 if TYPE_CHECKING:
     from gateway.client.connection import ClientConnection
@@ -115,6 +117,9 @@ class WorkerContext:
         self.deadlines = Deadlines()
         self.side_requests = SideRequests(self.deadlines)
         self.steps = Steps()
+        self.tokenization = Tokenization(SideRequests(self.deadlines))
+        self.engine_caches: Mapping[str, EngineCaches] = {}
+        """The reported caches of the servers of each model whose policy uses them, by the model's ID. ``Worker`` assigns it."""
         self.memory = BodyMemory(0)
         self.inflight = InflightCounts()
         self.limiter = Limiter(metrics, buckets or Buckets.private(), report_store)

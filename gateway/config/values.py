@@ -44,6 +44,8 @@ from upstream.balancing.policies import POLICIES
 from upstream.http.address import Address
 from upstream.vllm.presets import PRESETS
 
+EVENTS_POLICY = "cost"
+"""The balance policy that uses KV cache events."""
 HASH_PATTERN = r"^sha256:[0-9a-fA-F]{64}$"
 _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
 _OWN_PATHS = {"health", "v1", "v2", "rerank", "score", "classify", "pooling", "tokenize", "detokenize"}
@@ -267,6 +269,11 @@ def installed(*modules: str) -> bool:
         return all(find_spec(module) is not None for module in modules)
     except ModuleNotFoundError:  # its parent package is missing
         return False
+
+
+def kv_events_installed() -> bool:
+    """Return whether the packages of the extra ``kv-events`` are installed."""
+    return installed("zmq")
 
 
 def _weights_source(value: str, info: ValidationInfo) -> str:

@@ -21,6 +21,7 @@ from gateway.control.control import Control
 from gateway.control.discovery import Discovery
 from gateway.control.jwks_fetch import jwks_fetcher
 from gateway.control.key_usage import key_usage
+from gateway.control.kv_events import kv_events
 from gateway.control.monitor import Monitor
 from gateway.control.publisher import FirstResults, Publisher
 from gateway.control.readiness import Readiness
@@ -92,17 +93,19 @@ async def assembled(
         discovery = Discovery(sources)
         key_sets = await stack.enter_async_context(jwks_fetcher(lambda: control.key_set_changed()))
         usage = await stack.enter_async_context(key_usage(ledger))
-        events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request)
-        workers = await stack.enter_async_context(running_workers(data, config.server.workers, events, ledger))
+        worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request)
+        workers = await stack.enter_async_context(running_workers(data, config.server.workers, worker_events, ledger))
         budgets = await stack.enter_async_context(budget_restorer(ledger, workers.buckets, started))
         workers.before_start = budgets.start
+        events = await stack.enter_async_context(kv_events(workers.send))
+        workers.more_first_messages = events.first_messages
         observer = ServerObserver(config, launcher, prober, discovery, key_sets)
         first_results, history = FirstResults(config), ReloadHistory()
         publisher = Publisher(observer, workers, first_results, started)
         fleet = Fleet(config, launcher, publisher, workers, observer.undiscovered, announcer.action_started)
         observer.launched_out_of_rotation = fleet.out_of_rotation
         publisher.expected = fleet.expected_to_publish
-        monitor = Monitor(observer, workers, discovery, key_sets, ledger)
+        monitor = Monitor(observer, workers, discovery, key_sets, events, ledger)
         control = Control(
             started=started,
             announcer=announcer,
@@ -115,6 +118,7 @@ async def assembled(
             publisher=publisher,
             fleet=fleet,
             monitor=monitor,
+            kv_events=events,
             budgets=budgets,
             readiness=Readiness(observer, workers, fleet, monitor, history, first_results),
             history=history,

@@ -15,6 +15,7 @@ from gateway.config import Config
 from gateway.control.budgets import BudgetRestorer
 from gateway.control.discovery import Discovery, ServerChange, server_changes
 from gateway.control.jwks_fetch import JwksFetcher
+from gateway.control.kv_events import KvEvents
 from gateway.control.monitor import Monitor
 from gateway.control.publisher import Publisher
 from gateway.control.readiness import Readiness
@@ -58,6 +59,7 @@ class Control:
         publisher: Publisher,
         fleet: Fleet,
         monitor: Monitor,
+        kv_events: KvEvents,
         budgets: BudgetRestorer,
         readiness: Readiness,
         history: ReloadHistory,
@@ -73,6 +75,7 @@ class Control:
         self.publisher = publisher
         self.fleet = fleet
         self.monitor = monitor
+        self.kv_events = kv_events
         self.budgets = budgets
         self.readiness = readiness
         self.history = history
@@ -221,3 +224,4 @@ class Control:
     def _update_health(self) -> None:
         self.observer.update_targets()
         self.publisher.publish_health()
+        self.kv_events.follow(self.config, self.observer.observe())

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from gateway.control.discovery import Discovery
 from gateway.control.jwks_fetch import JwksFetcher
+from gateway.control.kv_events import KvEvents
 from gateway.control.server_observer import ServerObserver
 from gateway.system import logs
 from gateway.telemetry.dependencies import Dependencies, Observation
@@ -26,12 +27,19 @@ class Monitor:
     """Measures token rates and observes dependencies."""
 
     def __init__(
-        self, observer: ServerObserver, workers: WorkerSupervisor, discovery: Discovery, key_sets: JwksFetcher, ledger: Ledger | None
+        self,
+        observer: ServerObserver,
+        workers: WorkerSupervisor,
+        discovery: Discovery,
+        key_sets: JwksFetcher,
+        kv_events: KvEvents,
+        ledger: Ledger | None,
     ) -> None:
         self._observer = observer
         self._workers = workers
         self._discovery = discovery
         self._key_sets = key_sets
+        self._kv_events = kv_events
         self._ledger = ledger
         self.rates = TokenRates()
         self.dependencies = Dependencies()
@@ -57,3 +65,4 @@ class Monitor:
             yield from self._ledger.dependencies()
         yield from self._key_sets.dependencies()
         yield from self._discovery.dependencies(self._observer.config)
+        yield from self._kv_events.dependencies()

@@ -78,6 +78,7 @@ class Report:
         yield from ((Series("discovery_up", (model,)), float(well)) for model, well in control.discovery.well(control.config))
         yield from ((Series("key_set_up", (issuer,)), float(well)) for issuer, well in control.key_sets.well())
         yield from control.monitor.observed_dependencies().series()
+        yield from control.kv_events.series()
         yield from ((Series("launches_total", outcome), count) for outcome, count in control.launch_counts.launches.items())
         yield from ((Series("launch_failures_total", cause), count) for cause, count in control.launch_counts.failures.items())
         yield from ((Series("config_reloads_total", (result,)), count) for result, count in control.history.counts.items())
@@ -214,6 +215,8 @@ class Report:
             "since": max(moments) or None,
             "reason": (status.reason if status else "") or (probe.reason if probe else ""),
         }
+        if (events := control.kv_events.as_json(server.name)) is not None:
+            shown |= {"kv_events": events}
         endpoint = control.discovery.endpoint_state(server.name)
         if endpoint is not None:
             shown |= {"endpoint": endpoint.value}

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from gateway import config as conf
 from gateway.config import Config, plain_variables
 from gateway.config.launches import all_gpus
+from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.fleet.launch_diff import comparable
 from upstream.launcher.lifecycle import LaunchSpec
 from upstream.vllm.command_line import Adapter, LaunchSettings, flag_of
@@ -67,6 +68,11 @@ def launches_of(config: Config, model: conf.Model) -> tuple[LaunchSpec, ...]:
     )
 
 
+def uses_kv_events(model: conf.Model) -> bool:
+    """Return whether the model's policy uses the KV cache events of its servers, and this gateway can follow them."""
+    return model.balance == EVENTS_POLICY and kv_events_installed()
+
+
 def relaunched(before: Config, after: Config) -> frozenset[str]:
     """Return the IDs of models that ``after`` adds, or launches in another way than ``before``."""
     known = {model.id: comparable(launches_of(before, model)) for model in before.models}
@@ -100,4 +106,5 @@ def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: in
         adapters=tuple(Adapter(lora.id, lora.path) for lora in model.loras if lora.path is not None),
         sleeps=launch.idle_sleep is not None,
         drain=config.server.drain,
+        kv_events=uses_kv_events(model),
     )

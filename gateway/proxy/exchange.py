@@ -28,6 +28,7 @@ from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
 from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream
+from gateway.proxy.token_keys import TokenRequest, add_token_keys, token_request
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key
 from gateway.system.steps import SMALL, Pace, finished
@@ -200,11 +201,13 @@ async def _apply_policy(
         counts_tokens = context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens)
         if counts_tokens and model.model.running_usage:
             prepared = with_running_usage(prepared)
-    facts = NO_FACTS
+    facts, tokens = NO_FACTS, None
     if required := model.pool.required_facts:
         session, adapter = request.head.headers.get(b"x-session-id"), model.model.id if model.model.parent is not None else None
         work = balancing_facts(required, prepared.document, prepared.path, body, session, adapter)
         facts = finished(work) if pace is None else await pace.run(work)
+        if facts.prompt is not None:
+            tokens = token_request(context.worker.engine_caches.get(model.model.base), prepared.document, prepared.path, size, model)
     if size > _SERIALIZED_EARLY:
         if pace is not None:
             await pace.rest()
@@ -214,7 +217,7 @@ async def _apply_policy(
         request.body.reserve(written + size if model.model.fallbacks else written)
         if pace is not None:
             await pace.rest()
-    return UpstreamRequest(request, model, name, prepared, facts)
+    return UpstreamRequest(request, model, name, prepared, facts, tokens)
 
 
 # Forms
@@ -254,6 +257,8 @@ async def _prepare_form_for(form: Form, request: ClientRequest, name: str, model
 async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key) -> None:
     """Send the request to a server of its model, and relay the response. Raises NoServerError, UpstreamError and Refusal."""
     worker, pool, model = context.worker, upstream.model.pool, upstream.model.model
+    if upstream.tokens is not None:
+        await _add_token_keys(upstream, upstream.tokens, context)
     with worker.metrics.in_flight(model.id), Attempt(pool, model.timeouts, worker.deadlines, upstream.facts) as attempt:
         context.attempt = attempt
         if model.keepalive is not None and context.stream and upstream.request.target.route.streams:
@@ -264,6 +269,14 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
             response = await _send_from_queue(error, attempt, upstream, context, key)
         context.note_response(response)
         await _relay_response(response, upstream, context)
+
+
+async def _add_token_keys(upstream: UpstreamRequest, tokens: TokenRequest, context: RequestContext) -> None:
+    """Wait for the token IDs of the prompt, up to a timeout."""
+    since = monotonic()
+    if (prompt := upstream.facts.prompt) is not None:
+        await add_token_keys(prompt, tokens, upstream.model, context.worker.tokenization)
+    context.waited += monotonic() - since
 
 
 async def _send_from_queue(

@@ -18,6 +18,7 @@ from gateway.client.request import ClientRequest
 from gateway.limits.estimate import BYTES_PER_TOKEN, estimate
 from gateway.proxy.body import JsonBody
 from gateway.proxy.form import Form
+from gateway.proxy.token_keys import TokenRequest
 from gateway.system.steps import MEDIUM
 from upstream.balancing.attempt import Upload
 from upstream.balancing.policies.policy import NO_FACTS, RequestFacts
@@ -78,6 +79,7 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
     """One request for the servers of one model.
 
     ``name`` is the model's name as the client sent it. ``facts`` is what the model's balance policy needs to know about the request.
+    ``tokens``: how to get the token IDs of its prompt, if the policy can use them.
     """
 
     request: ClientRequest
@@ -85,6 +87,7 @@ class UpstreamRequest(msgspec.Struct, frozen=True):
     name: str
     body: JsonBody | FormBody
     facts: RequestFacts = NO_FACTS
+    tokens: TokenRequest | None = None
 
     def estimate_prompt(self) -> int:
         """Estimate the tokens of the prompt, for a request that no limit has estimated."""

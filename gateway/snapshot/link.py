@@ -109,7 +109,28 @@ class UsageReported(msgspec.Struct, tag=True, frozen=True):
     wait: float = 0.0
 
 
-_FromControl = ApplySnapshot | Health | StopKeepAlive | Drain | Ping | UsageReported
+class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
+    """Changes of the blocks that a server has cached. Keys are 64-bit numbers in the machine's byte order.
+
+    ``cleared``: everything that was known before is forgotten first. ``block_size``: tokens of a block; 0 if nothing is known of the server
+    any longer. ``complete``: every cached block is known.
+    """
+
+    server: str
+    block_size: int
+    complete: bool
+    cleared: bool
+    removed: bytes
+    inserted: bytes
+
+
+class CachedBlocks(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: what the KV cache events of servers have changed, in order."""
+
+    changes: tuple[BlockChanges, ...]
+
+
+_FromControl = ApplySnapshot | Health | CachedBlocks | StopKeepAlive | Drain | Ping | UsageReported
 _FromWorker = Ping | SnapshotApplied | HealthApplied | ModelRequested | UnknownSigningKey | StoreStatus | UsageRequested
 Message = _FromControl | _FromWorker
 _encoder = msgspec.msgpack.Encoder()

@@ -108,6 +108,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             "gauge", "Workers that pass the server over for its failures, where another can serve.", ("model", "server")
         ),
         "server_failures_total": Family("counter", "Attempts that failed on the server.", ("model", "server", "reason")),
+        "kv_event_blocks": Family("gauge", "Blocks that the server has cached, by its KV cache events.", ("model", "server")),
+        "kv_event_gaps_total": Family("counter", "Times that KV cache events of the server were lost.", ("model", "server")),
         "discovery_up": Family("gauge", "1 when the service discovery of the model works.", ("model",)),
         "key_set_up": Family("gauge", "1 when the last fetch of the issuer's JWKS succeeded.", ("issuer",)),
         "dependency_up": Family("gauge", "1 when the dependency works, 0 when /status shows it as down.", ("dependency",)),

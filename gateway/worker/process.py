@@ -30,6 +30,7 @@ from gateway.proxy.exchange import handle_request
 from gateway.snapshot.link import (
     READ_AHEAD,
     ApplySnapshot,
+    CachedBlocks,
     Drain,
     Health,
     HealthApplied,
@@ -175,6 +176,8 @@ class WorkerProcess:
                     self.link.send(SnapshotApplied(snapshot.version))
                 case Health():
                     self.apply_health(message)
+                case CachedBlocks():
+                    self.worker.apply_cached_blocks(message)
                 case StopKeepAlive():
                     self.worker.context.keep_alive = False
                 case Ping():

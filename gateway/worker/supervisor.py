@@ -12,7 +12,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -279,6 +279,8 @@ class WorkerSupervisor:
         self._last_up = time.monotonic()
         self.before_start: Callable[[Snapshot], Awaitable[None]] = _nothing
         """Awaited with the first snapshot before the first processes start."""
+        self.more_first_messages: Callable[[], Iterable[Message]] = tuple
+        """Returns what a new process gets after the snapshot."""
 
     @property
     def buckets(self) -> Buckets:
@@ -333,7 +335,12 @@ class WorkerSupervisor:
     def _first_messages(self) -> Sequence[Message]:
         assert self._snapshot is not None
         current = ApplySnapshot(self._snapshot, self._health)
-        return (current, StopKeepAlive()) if self._is_keep_alive_stopped else (current,)
+        return (current, *self.more_first_messages(), *((StopKeepAlive(),) if self._is_keep_alive_stopped else ()))
+
+    def send(self, message: Message) -> None:
+        """Send a message to every worker."""
+        for slot in self._slots:
+            slot.send(message)
 
     def have_applied(self, number: int) -> bool:
         """Return whether every worker has applied the health message with this number, or a later one."""

@@ -19,7 +19,7 @@ from gateway.client.addresses import Proxies
 from gateway.client.connection import ClientConnection
 from gateway.client.cors import Cors
 from gateway.client.worker_context import ActiveSnapshot, WorkerContext
-from gateway.snapshot.link import Health
+from gateway.snapshot.link import CachedBlocks, Health
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
@@ -95,6 +95,7 @@ class Worker:
             for model in snapshot.bases
             if model.cost is not None
         }
+        context.engine_caches = {model: costs.engines for model, costs in self.costs.items()}
         self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs)
         if self._peers is not None:
             self._peers.set_models(self.costs)
@@ -137,6 +138,15 @@ class Worker:
                     costs.restarted(name)  # the cache of a new process is empty
         self.context.health = health
         self.context.queues.set_expected(health.expected)
+
+    def apply_cached_blocks(self, message: CachedBlocks) -> None:
+        """Apply what the KV cache events of servers have changed."""
+        for each in message.changes:
+            for costs in self.costs.values():
+                if each.server in costs.servers:
+                    costs.engines.apply(
+                        each.server, each.block_size, each.complete, cleared=each.cleared, removed=each.removed, inserted=each.inserted
+                    )
 
     def tick(self) -> None:
         """Run the periodic work for all requests, a few times a second."""

@@ -10,11 +10,12 @@ time that it still needs for the prompts before a new one is its backlog.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Protocol
 
+from upstream.balancing.engine_caches import EngineCaches
 from upstream.balancing.prefix_index import DEFAULT_CAPACITY, PrefixIndex
 
 BLOCK_BYTES = 512
@@ -36,10 +37,10 @@ class Prompt:
     """The prompt of one request, as far as the choice of a server depends on it, and where it was placed.
 
     ``keys``: of its blocks; they include the adapter and the salt. ``size``: bytes. ``session``: a key of its session. ``adapter``: a key
-    of its LoRA adapter.
+    of its LoRA adapter. ``tokens``, ``token_keys``: its token IDs' number, and the keys of their blocks by block size, if they are known.
     """
 
-    __slots__ = ("adapter", "keys", "placement", "session", "size", "stream")
+    __slots__ = ("adapter", "keys", "placement", "session", "size", "stream", "token_keys", "tokens")
 
     def __init__(
         self, keys: Sequence[int], size: int, *, stream: bool = False, session: int | None = None, adapter: int | None = None
@@ -49,6 +50,8 @@ class Prompt:
         self.stream = stream
         self.session = session
         self.adapter = adapter
+        self.tokens = 0
+        self.token_keys: Mapping[int, Sequence[int]] | None = None
         self.placement: Placement | None = None
 
     def responded(self) -> None:
@@ -158,13 +161,15 @@ class Placement:
 
     def finished(self, prompt_tokens: int = 0, cached_tokens: int = 0, completion_tokens: int = 0) -> None:
         """Observe the end. The arguments are the server's own counts, 0 if it reported none."""
-        state, model = self._state, self._model
-        if self._prompt.stream and not self._responded:
+        state, model, prompt = self._state, self._model, self._prompt
+        if prompt.stream and not self._responded:
             state.waiting = max(state.waiting - self.uncached, 0.0)
-        self._prompt.placement = None
-        model.finish(self.server, self._prompt.keys, completion_tokens)
+        prompt.placement = None
+        model.finish(self.server, prompt.keys, completion_tokens)
         if prompt_tokens:
-            model.learn_size(self._prompt.size, prompt_tokens)
+            model.learn_size(prompt.size, prompt_tokens)
+            if prompt.tokens:
+                model.engines.verify(prompt.tokens, prompt_tokens)
             reported = model.correct(self.server, self.predicted, cached_tokens)
             computed = prompt_tokens - cached_tokens if reported else self.uncached
             if self._seconds > 0.0 and computed >= _LEAST_WORK:
@@ -194,6 +199,7 @@ class CostModel:
     def __init__(self, kv_cache_tokens: int | None = None, clock: Callable[[], float] = monotonic, peers: Peers | None = None) -> None:
         self.clock = clock
         self.index = PrefixIndex()
+        self.engines = EngineCaches()
         self.servers: dict[str, ServerCost] = {}
         self.bytes_per_token = BYTES_PER_TOKEN
         self.pace = SECONDS_PER_TOKEN
@@ -214,6 +220,7 @@ class CostModel:
             del self.servers[name]
             self._reporting.discard(name)
             self.index.remove_server(name)
+        self.engines.set_servers(wanted)
         for name in wanted:
             if name not in self.servers:
                 self.servers[name] = ServerCost()
@@ -243,10 +250,10 @@ class CostModel:
 
     # Own requests
 
-    def start(self, name: str, prompt: Prompt, matched: int) -> Placement:
-        """Observe that a request is sent to a server, which should have its first ``matched`` blocks."""
-        tokens = prompt.size / self.bytes_per_token
-        cached = min(matched * BLOCK_BYTES / self.bytes_per_token, tokens)
+    def start(self, name: str, prompt: Prompt, cached: float) -> Placement:
+        """Observe that a request is sent to a server, which should have ``cached`` of its tokens."""
+        tokens = prompt.tokens or prompt.size / self.bytes_per_token
+        cached = min(cached, tokens)
         uncached, now = tokens - cached, self.clock()
         if (earlier := prompt.placement) is not None:  # the request is sent again
             earlier.finished()

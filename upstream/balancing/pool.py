@@ -80,6 +80,17 @@ class Pool:
     def _up_servers(self) -> list[Server]:
         return [server for server in self.servers if server.condition is Condition.UP]
 
+    def less_busy_of_two(self) -> Server | None:
+        """Return a server for a small request that no policy places; None if no server is up.
+
+        Two servers in turn are compared, so that this does not depend on the number of servers, nor changes the order of others.
+        """
+        servers = self._ranking.members if self._ranking is not None and self._ranking.members else self._up_servers()
+        if not servers:
+            return None
+        first = self._choices % len(servers)
+        return min(servers[first], servers[first - 1], key=lambda server: server.load)
+
     def try_spend_retry(self) -> bool:
         """Return whether the traffic so far allows another retry, and count it."""
         return self._retry_budget.try_spend(self._choices, monotonic())

@@ -1,8 +1,8 @@
 """Request the token IDs of a prompt from a server, within bounds of time, number and memory.
 
-The rules: a failure is never an error of the request, which then does without token IDs. After several failures in a row,
-nothing is requested for a while. At most ``CONCURRENCY`` requests wait at the same time. The IDs of the last prompts are stored, because
-clients repeat requests.
+The rules: a failure is never an error of the request, which then does without token IDs. After several failures in a row, nothing is
+requested for a while. At most ``WAITING`` requests wait at the same time. The IDs of the last prompts are stored, because clients repeat
+requests.
 """
 
 from __future__ import annotations
@@ -16,22 +16,19 @@ from time import monotonic
 import msgspec
 
 from upstream.balancing.server import Server
-from upstream.http.connection import Connection, Headers
-from upstream.http.deadlines import Deadlines
-from upstream.http.errors import StaleConnection, UpstreamError
-from upstream.http.inline_task import Signal
+from upstream.balancing.side_requests import SideRequests
+from upstream.http.errors import UpstreamError
 
 PATH = "/tokenize"
 TIMEOUT = 0.5
 """Seconds for a response; a deadline is up to a tick late. It takes milliseconds unless the server's main process is overloaded."""
-CONCURRENCY = 64
+WAITING = 64
 PAUSE = 5.0
 """Seconds without a request after ``_FAILURES`` failures in a row."""
 STORED_TOKENS = 2_000_000
 """Token IDs of earlier prompts, of 4 bytes each."""
 _ENTRY = 64  # token IDs that take as much memory as an entry without any
 _FAILURES = 5
-_RESPONSE_LIMIT = 16 << 20  # bytes
 
 
 class _Tokens(msgspec.Struct):
@@ -39,10 +36,10 @@ class _Tokens(msgspec.Struct):
 
 
 class Tokenization:
-    """Requests token IDs from the servers of a worker's models. ``deadlines``: the worker's clock."""
+    """Requests token IDs from the servers of a worker's models, with ``side_requests``."""
 
-    def __init__(self, deadlines: Deadlines, timeout: float = TIMEOUT, stored_tokens: int = STORED_TOKENS) -> None:
-        self._deadlines = deadlines
+    def __init__(self, side_requests: SideRequests, timeout: float = TIMEOUT, stored_tokens: int = STORED_TOKENS) -> None:
+        self._side_requests = side_requests
         self._timeout = timeout
         self._stored_tokens = stored_tokens
         self._stored: OrderedDict[bytes, array[int]] = OrderedDict()
@@ -59,7 +56,7 @@ class Tokenization:
         if found is not None:
             self._stored.move_to_end(digest)
             return found
-        if self._waiting >= CONCURRENCY or monotonic() < self._paused_until:
+        if self._waiting >= WAITING or monotonic() < self._paused_until or not self._side_requests.may_serve(server, PATH):
             return None
         self._waiting += 1
         try:
@@ -76,33 +73,11 @@ class Tokenization:
         return ids
 
     async def _request(self, server: Server, body: bytes) -> array[int] | None:
-        deadline = monotonic() + self._timeout
-        response = None
         try:
-            if (idle := server.take_idle_connection()) is not None:
-                response = await self._exchange(server, idle, body, deadline)
-            if response is None or isinstance(response.error, StaleConnection):
-                response = await self._exchange(server, await server.connect(self._timeout), body, deadline)
-        except UpstreamError:
+            status, content = await self._side_requests.post(server, PATH, body, self._timeout)
+            return array("I", self._decoder.decode(content).tokens) if status == 200 else None
+        except (UpstreamError, msgspec.DecodeError, OverflowError):
             return None
-        try:
-            return array("I", self._decoder.decode(response.body).tokens) if response.status == 200 and response.complete else None
-        except (msgspec.DecodeError, OverflowError):
-            return None
-
-    async def _exchange(self, server: Server, connection: Connection, body: bytes, deadline: float) -> _Response:
-        """Send the request over one connection, and wait for the end of the response."""
-        response = _Response(connection, deadline)
-        self._deadlines.watch(response)
-        try:
-            connection.send(
-                b"%bcontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (server.request_head(PATH), len(body)) + body, response
-            )
-            await response.ended
-        finally:
-            self._deadlines.forget(response)
-            response.close()
-        return response
 
     def _store(self, digest: bytes, ids: array[int]) -> None:
         if digest in self._stored:
@@ -112,53 +87,3 @@ class Tokenization:
         while self._size > self._stored_tokens:
             _, oldest = self._stored.popitem(last=False)
             self._size -= len(oldest) + _ENTRY
-
-
-class _Response:
-    """A response while it arrives: a ``Receiver``, and watched by the clock."""
-
-    wants_read_events = False
-
-    def __init__(self, connection: Connection, deadline: float) -> None:
-        self._connection = connection
-        self._deadline = deadline
-        self.status = 0
-        self.body = bytearray()
-        self.complete = False
-        self.error: UpstreamError | None = None
-        self.ended = Signal()
-
-    def on_headers(self, status: int, _: Headers) -> None:
-        self.status = status
-
-    def on_body(self, data: bytes) -> None:
-        self.body += data
-        if len(self.body) > _RESPONSE_LIMIT:
-            self._fail()
-
-    def on_read(self) -> None:
-        """Do nothing: the body is read to its end."""
-
-    def on_end(self) -> None:
-        self.complete = True
-        self.ended.set()
-
-    def on_failure(self, error: UpstreamError) -> None:
-        self.error = error
-        self.ended.set()
-
-    def on_writable(self) -> None:
-        """Do nothing: the request was sent in one piece."""
-
-    def check(self, now: float) -> None:
-        if now > self._deadline and not self.complete:
-            self._fail()
-
-    def close(self) -> None:
-        """Close the connection unless the response is complete: it may already carry another one."""
-        if not self.complete:
-            self._connection.close()
-
-    def _fail(self) -> None:
-        self._connection.close()
-        self.ended.set()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -128,3 +131,13 @@ SHORT = "gateway.yaml:3: ledger.retention: a restart restores budgets from the r
 def test_a_budget_that_a_restart_resets(tmp_path: Path, limits: str, more: str, expected: str | None) -> None:
     text = f"{PRICED}keys: [{{id: a, hash: {H1}, limits: {limits}}}]\n{more}\n"
     assert notes_on(tmp_path, text) == ([expected] if expected else [])
+
+
+def test_a_policy_without_the_packages_for_its_events(tmp_path: Path) -> None:
+    text = f"models: [{{id: m, balance: cost, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}}}]\n"
+    assert notes_on(tmp_path, text) == []
+    program = "import sys; sys.modules['zmq'] = None; from gateway.cli.main import main; main()"
+    line = [sys.executable, "-c", program, "check", str(tmp_path / "gateway.yaml")]
+    done = subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=60)
+    note = "models[0].balance: does not use KV cache events without the extra `kv-events` (in a clone: pip install '.[kv-events]')"
+    assert note in " ".join(done.stdout.split())

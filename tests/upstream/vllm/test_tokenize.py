@@ -12,9 +12,10 @@ from tests.support.ports import refusing
 from tests.support.running import until
 from tests.support.scripted import Conversation, Script, Scripted, scripted
 from upstream.balancing.server import Server, ServerSpec
+from upstream.balancing.side_requests import AT_ONCE, SideRequests
 from upstream.http.address import Address
 from upstream.http.deadlines import Deadlines
-from upstream.vllm.tokenize import CONCURRENCY, Tokenization
+from upstream.vllm.tokenize import WAITING, Tokenization
 
 
 class Client:
@@ -23,7 +24,7 @@ class Client:
     def __init__(self, port: int, timeout: float = 30.0, stored_tokens: int = 1000) -> None:
         self.server = Server(ServerSpec("server", Address(port=port), "model"))
         self.deadlines = Deadlines()
-        self.tokenization = Tokenization(self.deadlines, timeout, stored_tokens)
+        self.tokenization = Tokenization(SideRequests(self.deadlines), timeout, stored_tokens)
 
     async def ids(self, body: bytes = b"{}") -> list[int] | None:
         found = await self.tokenization.token_ids(self.server, body)
@@ -68,17 +69,24 @@ async def test_another_response_gives_none(body: bytes) -> None:
 
 
 async def test_an_error_gives_none() -> None:
-    async with requesting(lambda conversation: conversation.respond(b'{"tokens": [1]}', status="404 Not Found")) as (one, _):
+    async with requesting(lambda conversation: conversation.respond(b'{"tokens": [1]}', status="404 Not Found")) as (one, server):
         assert await one.ids() is None
+        assert await one.ids() is None
+        assert len(server.requests) == 1
     with refusing() as port:
         assert await Client(port).ids() is None
 
 
 async def test_a_slow_server_gives_none_and_loses_its_connection() -> None:
-    async with requesting(Conversation.closed_by_peer, timeout=0.0) as (one, server):
+    async with requesting(Conversation.closed_by_peer, timeout=0.1) as (one, server):
         waiting = asyncio.ensure_future(one.ids())
         await until(lambda: server.requests)
-        one.deadlines.tick()
+
+        def ticked() -> bool:
+            one.deadlines.tick()
+            return waiting.done()
+
+        await until(ticked)
         assert await waiting is None
         await until(lambda: server.open == 0)
 
@@ -101,8 +109,8 @@ async def test_after_several_failures_nothing_is_requested_for_a_while() -> None
 
 async def test_waiting_requests_are_bounded_and_can_be_cancelled() -> None:
     async with requesting(Conversation.closed_by_peer) as (one, server):
-        waiting = [asyncio.ensure_future(one.ids(b"%d" % number)) for number in range(CONCURRENCY)]
-        await until(lambda: len(server.requests) == CONCURRENCY)
+        waiting = [asyncio.ensure_future(one.ids(b"%d" % number)) for number in range(WAITING)]
+        await until(lambda: len(server.requests) == AT_ONCE)
         assert await one.ids(b"one more") is None
         for each in waiting:
             each.cancel()

@@ -52,20 +52,24 @@ class Cost(Policy[C]):
         if model.peers is not None:
             model.peers.catch_up()
         matched = model.index.matched(prompt.keys) if prompt.keys else {}
+        reported = model.engines.cached_tokens(prompt.token_keys) if prompt.token_keys else None
+        incomplete = model.engines.incomplete
         members = candidates.members
         considered: Iterable[C] = members if len(members) <= CONSIDERED else self._considered(candidates, matched)
         adapter = model.index.matched((prompt.adapter,)) if prompt.adapter is not None else None
         session = model.index.matched((prompt.session,)) if prompt.session is not None else None
         now, pace, states = model.clock(), model.pace, model.servers
         per_token = 1 / model.bytes_per_token
-        tokens, per_block = prompt.size * per_token, BLOCK_BYTES * per_token
-        lowest = None
+        tokens, per_block = prompt.tokens or prompt.size * per_token, BLOCK_BYTES * per_token
+        lowest, best_cached = None, 0.0
         explained: list[tuple[str, float, float]] | None = [] if self._explain else None
         for server in (best, *considered):
             name = server.name
             state = states[name]
             speed = state.seconds_per_token or pace
             cached = matched.get(name, 0) * per_block
+            if reported is not None and name in reported:
+                cached = max(cached, reported[name]) if name in incomplete else reported[name]
             cost = (tokens - cached) * speed + RUNNING * state.in_flight / server.weight
             backlog = state.ready_at - now
             cost += backlog if backlog > 0.0 else state.waiting * speed  # what is overdue takes longer than expected
@@ -81,8 +85,8 @@ class Cost(Policy[C]):
             if explained is not None:
                 explained.append((name, cost, cached))
             if lowest is None or cost < lowest:
-                best, lowest = server, cost
-        placement = model.start(best.name, prompt, matched.get(best.name, 0))
+                best, lowest, best_cached = server, cost, cached
+        placement = model.start(best.name, prompt, best_cached)
         if explained is not None:
             placement.candidates = tuple(explained[1:])
         return best

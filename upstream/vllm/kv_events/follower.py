@@ -46,6 +46,8 @@ class EngineFollower:
         self.blocks = EngineBlocks(limit)
         self.replay_from: int | None = None
         """The number of the batch from which to request a replay; None if none is needed."""
+        self.is_complete = True
+        """Whether nothing was stored before the first applied batch. Otherwise blocks may be cached that are not known."""
         self.gaps = 0
         """How many times batches were missing."""
         self._next = 0
@@ -54,6 +56,11 @@ class EngineFollower:
         """The missing batch for which the current replay, or the one before, was requested."""
         self._replay = _Replay.APPLY
         self._waiting: deque[tuple[int, bytes]] = deque()
+
+    @property
+    def last_number(self) -> int:
+        """The number of the batch that was applied last; -1 before the first."""
+        return self._next - 1
 
     def restart(self) -> list[Changes]:
         """Forget everything and begin with the first batch: the connection is new, or the engine has been replaced."""
@@ -133,6 +140,8 @@ class EngineFollower:
             self._request_replay()
 
     def _apply(self, number: int, batch: Batch) -> Changes:
+        if self._last is None:
+            self.is_complete = number == 0
         self._next, self._last = number + 1, batch
         return self.blocks.apply(batch.events)
 

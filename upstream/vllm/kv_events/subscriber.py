@@ -19,6 +19,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import zmq
 import zmq.asyncio
@@ -47,12 +48,30 @@ _CONNECTED, _LOST = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 _END = (-1).to_bytes(8, signed=True)
 _log = logging.getLogger("vllm_gateway.kv_events")
 
-OnChange = Callable[[str, int, Changes], None]
-"""Takes the server's name, the tokens of its blocks (0 before the first block), and the changes."""
+
+class OnChange(Protocol):
+    """The consumer of changes."""
+
+    def __call__(self, server: str, blocks: BlockFacts, changes: Changes, /) -> None:
+        """Take the changes of a server's blocks."""
 
 
 class EventsLostError(Exception):
     """A server's events cannot be followed any longer. The text explains why."""
+
+
+class BlockFacts(NamedTuple):
+    """Facts about the blocks of a server.
+
+    ``size``: tokens of a block; 0 if nothing is known of the server. ``complete``: every cached block is known.
+    """
+
+    size: int
+    complete: bool
+
+
+UNKNOWN = BlockFacts(0, True)
+"""Nothing is known of the server: it has published no events, or they were lost."""
 
 
 @dataclass(slots=True)
@@ -61,6 +80,7 @@ class FollowStatus:
 
     ``ranks``: engines that publish events; 0 if the server has none, None before the first response. ``problem``: why they are not followed
     now, or an empty text. ``blocks``, ``unmapped``, ``gaps``: sums over the ranks; see ``EngineBlocks`` and ``EngineFollower``.
+    ``batches``: the number of the last applied batch of each rank.
     """
 
     ranks: int | None = None
@@ -68,6 +88,7 @@ class FollowStatus:
     blocks: int = 0
     unmapped: int = 0
     gaps: int = 0
+    batches: tuple[int, ...] = ()
 
 
 class KvEventSubscriber:
@@ -95,6 +116,12 @@ class KvEventSubscriber:
     def statuses(self) -> Mapping[str, FollowStatus]:
         """Return the status of each followed server by its name."""
         return {name: server.status() for name, (_, server, _) in self._followed.items()}
+
+    def known(self) -> Iterator[tuple[str, BlockFacts, Iterable[int]]]:
+        """Yield each server with known blocks: its name, facts about the blocks, and their keys."""
+        for name, (_, server, _) in self._followed.items():
+            if keys := server.keys():
+                yield name, server.facts(), keys
 
     async def close(self) -> None:
         """Stop following all servers."""
@@ -139,7 +166,17 @@ class _ServerEvents:
             sum(len(each.blocks) for each in followers),
             sum(each.blocks.unmapped for each in followers),
             self._gaps + sum(each.gaps for each in followers),
+            tuple(each.last_number for each in followers),
         )
+
+    def keys(self) -> set[int]:
+        """Return the keys of the blocks that at least one rank has."""
+        return {key for each in self._followers for key in each.blocks.keys}
+
+    def facts(self) -> BlockFacts:
+        """Return what applies to all blocks of the server."""
+        size = next((size for each in self._followers if (size := each.blocks.block_size)), 0)
+        return BlockFacts(size, all(each.is_complete for each in self._followers))
 
     def stop(self) -> None:
         """Forget all blocks, and report no more changes."""
@@ -207,7 +244,7 @@ class _ServerEvents:
 
         def apply(found: Iterable[Changes]) -> None:
             for changes in found:
-                self._change(follower, self._union.merge(index, changes))
+                self._change(self._union.merge(index, changes))
             if follower.replay_from is not None:
                 needed.set()
 
@@ -248,15 +285,15 @@ class _ServerEvents:
             except TimeoutError:
                 follower.check()
 
-    def _change(self, follower: EngineFollower, changes: Changes) -> None:
+    def _change(self, changes: Changes) -> None:
         if self._on_change is not None and any(changes):
-            self._on_change(self._target.name, follower.blocks.block_size or 0, changes)
+            self._on_change(self._target.name, self.facts(), changes)
 
     def _forget(self) -> None:
         self._gaps += sum(each.gaps for each in self._followers)
         self._followers = []
         if self._on_change is not None:
-            self._on_change(self._target.name, 0, Changes(cleared=True))
+            self._on_change(self._target.name, UNKNOWN, Changes(cleared=True))
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tests.upstream.vllm.kv_events.test_blocks import SIZE, key_of
 from upstream.http.address import Address
 from upstream.vllm.health import Target
 from upstream.vllm.kv_events.blocks import Changes
-from upstream.vllm.kv_events.subscriber import KvEventSubscriber, kv_event_subscriber
+from upstream.vllm.kv_events.subscriber import BlockFacts, KvEventSubscriber, kv_event_subscriber
 
 
 class Known:
@@ -24,11 +24,11 @@ class Known:
 
     def __init__(self) -> None:
         self.keys: dict[str, set[int]] = {}
-        self.block_sizes: set[int] = set()
+        self.facts: set[BlockFacts] = set()
 
-    def change(self, server: str, block_size: int, changes: Changes) -> None:
-        if block_size:
-            self.block_sizes.add(block_size)
+    def change(self, server: str, blocks: BlockFacts, changes: Changes, /) -> None:
+        if blocks.size:
+            self.facts.add(blocks)
         before = set() if changes.cleared else self.keys.get(server, set())
         self.keys[server] = (before - set(changes.removed)) | set(changes.inserted)
 
@@ -66,7 +66,7 @@ async def test_earlier_and_new_batches_are_applied(engine: PlainEngine, tmp_path
             await until(lambda: known.equals(engine))
             [status] = subscriber.statuses().values()
             assert (status.ranks, status.problem, status.blocks, status.gaps) == (1, "", 1, 0)
-            assert known.block_sizes == {SIZE}
+            assert known.facts == {BlockFacts(SIZE, True)}
 
 
 async def test_lost_batches_are_replayed_after_the_next_one(engine: PlainEngine, tmp_path: Path) -> None:
@@ -162,3 +162,12 @@ async def test_an_invalid_batch_is_reported_and_forgets_everything(engine: Plain
         await publisher.publish((5, b"\xc1"))
         await until(lambda: "no batch of KV cache events" in subscriber.statuses()["server"].problem)
         assert known.keys["server"] == set()
+
+
+async def test_blocks_that_were_stored_before_the_oldest_batch_are_not_known(tmp_path: Path) -> None:
+    engine = PlainEngine(block_size=SIZE, retained=3)
+    async with kv_publisher(tmp_path, engine) as publisher:
+        await compute(publisher, 5)
+        async with following(publisher) as (_, known):
+            await until(lambda: len(known.keys.get("server", ())) == 3)
+            assert BlockFacts(SIZE, False) in known.facts
