@@ -11,7 +11,21 @@ from functools import partial
 from tests.benchmarks import standin
 from tests.benchmarks.accounting import LOAD_CORE, PROXY_CORE, Tree, connections
 from tests.benchmarks.measures import crowded, first_events, flooded, idle, loaded, streaming
-from tests.benchmarks.peers import GATEWAY, NGINX, AccountingReport, Proxy, Running, Setting, debian, gateway_keeping, started, token
+from tests.benchmarks.peers import (
+    BY_COST,
+    CACHE_AWARE,
+    GATEWAY,
+    NGINX,
+    ROUTER,
+    AccountingReport,
+    Proxy,
+    Running,
+    Setting,
+    debian,
+    gateway_keeping,
+    started,
+    token,
+)
 from tests.benchmarks.process import DidNotStart
 from tests.benchmarks.stage import DIRECT, Stage
 from tests.benchmarks.streams import crowd
@@ -101,6 +115,16 @@ async def servers(stage: Stage) -> None:
         for proxy in stage.rounds(list(stage.proxies((GATEWAY.name, NGINX.name, "vllm-router")))):
             for count in (1, 16, 200):
                 await _started_and_loaded(stage, proxy, counted(count, "server"), Setting(ports[:count]))
+
+
+async def by_cost(stage: Stage) -> None:
+    """1, 16 and 200 servers of one model, chosen by what they have cached; prompts of 4 KB."""
+    with standin.json_servers(stage.path("upstream"), 200) as ports:
+        chosen = list(stage.proxies((GATEWAY.name, ROUTER.name)))
+        by_cache = [each for each, base in ((BY_COST, GATEWAY), (CACHE_AWARE, ROUTER)) if base in chosen]
+        for proxy in stage.rounds([*chosen, *by_cache]):
+            for count in (1, 16, 200):
+                await _started_and_loaded(stage, proxy, counted(count, "server"), Setting(ports[:count]), size=4_000)
 
 
 async def limits_and_ledger(stage: Stage) -> None:
@@ -233,12 +257,14 @@ async def _alone(stage: Stage, proxy: Proxy, setting: Setting, round_: Callable[
         stage.absent(proxy.name, str(error))
 
 
-async def _started_and_loaded(stage: Stage, proxy: Proxy, variant: str, setting: Setting, tokens: Sequence[str] = (TOKEN,)) -> None:
+async def _started_and_loaded(
+    stage: Stage, proxy: Proxy, variant: str, setting: Setting, tokens: Sequence[str] = (TOKEN,), size: int = 300
+) -> None:
     """`ready`, the seconds until it answered; `rss` and `idle` before the load; then as `loaded`."""
 
     async def round_(running: Running) -> None:
         values = {"ready": running.ready, "rss": running.tree.rss(), **await idle(running, 2.0 * stage.scale.seconds)}
-        await loaded(stage, running, variant, chat(setting.models[-1]), 64, 2.0, tokens)
+        await loaded(stage, running, variant, chat(setting.models[-1], size), 64, 2.0, tokens)
         stage.add(running.name, variant, values)
 
     await _alone(stage, proxy, setting, round_)
@@ -246,5 +272,20 @@ async def _started_and_loaded(stage: Stage, proxy: Proxy, variant: str, setting:
 
 CASES: Mapping[str, Case] = {
     each.__name__: each
-    for each in (json, limits_and_ledger, limited_streams, streams, many, flood, prompts, ttfb, servers, keys, models, workers, rest)
+    for each in (
+        json,
+        limits_and_ledger,
+        limited_streams,
+        streams,
+        many,
+        flood,
+        prompts,
+        ttfb,
+        servers,
+        by_cost,
+        keys,
+        models,
+        workers,
+        rest,
+    )
 }

@@ -1,7 +1,8 @@
 """The stand-in upstream of streams: `python -m tests.benchmarks.origin PORT RATE COUNT`, a raw protocol on uvloop.
 
 Each request gets a stream of `COUNT` events of 200 bytes (0: for ever) at `RATE` events a second (0: as fast as they are read), each in
-one chunk, then usage if it was requested, and `[DONE]`. Streams of one rate are spread evenly over the time between two events.
+one chunk, then usage if it was requested, and `[DONE]`. Events have the running usage if that was requested. Streams of one rate are
+spread evenly over the time between two events.
 The rule: nothing is done for an event but its write.
 """
 
@@ -17,7 +18,7 @@ from typing import cast
 import httptools
 import uvloop
 
-from tests.benchmarks.wire import DONE, MODEL, USAGE, completion, event, models
+from tests.benchmarks.wire import DONE, MODEL, USAGE, completion, counted_event, event, models
 
 _HEADERS = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
 _JSON_HEADERS = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
@@ -73,6 +74,7 @@ class Stream(asyncio.Protocol):
         self._parser = httptools.HttpRequestParser(self)
         self._body = b""
         self._sent = 0
+        self._counts = False
         self._paused = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -103,6 +105,7 @@ class Stream(asyncio.Protocol):
     def on_message_complete(self) -> None:
         body, self._body = self._body.replace(b" ", b""), b""
         if b'"stream":true' in body:
+            self._counts = b'"continuous_usage_stats":true' in body
             self._begin(requests_usage=b'"include_usage":true' in body)
         else:
             response = _RESPONSES.get(self._url, b"{}")
@@ -125,7 +128,8 @@ class Stream(asyncio.Protocol):
     def write_one(self) -> None:
         """The next event, or the end."""
         self._sent += 1
-        self.transport.write(chunk(event(time.monotonic_ns())))
+        now = time.monotonic_ns()
+        self.transport.write(chunk(counted_event(now, self._sent) if self._counts else event(now)))
         if self._sent == self._count:
             self.transport.write(self._end)
             self._remove()

@@ -148,13 +148,16 @@ class AccountingReport:
         return ledger | ({"limits_store": f"redis://127.0.0.1:{self.redis}/0"} if self.redis else {})
 
 
-def _gateway(setting: Setting, folder: Path, port: int, accounting: AccountingReport = AccountingReport()) -> Command:
+def _gateway(
+    setting: Setting, folder: Path, port: int, accounting: AccountingReport = AccountingReport(), balance: str = "least_busy"
+) -> Command:
     keys = [
         {"id": f"key-{n}", "hash": "sha256:" + hashlib.sha256(token(n).encode()).hexdigest(), **accounting.of_key()}
         for n in setting.key_numbers
     ]
     server = {"host": "127.0.0.1", "port": port, "workers": setting.workers, "admin": {"port": 0}, "drain": "1s"}
-    models = [{"id": model, "servers": [{"url": url, "model": MODEL} for url in setting.urls()]} for model in setting.models]
+    servers = [{"url": url, "model": MODEL} for url in setting.urls()]
+    models = [{"id": model, "balance": balance, "servers": servers} for model in setting.models]
     (folder / "keys.yaml").write_text(json.dumps({"keys": keys}))
     whole = {"server": server, "models": models, "keys_file": "keys.yaml", **accounting.of_gateway()}
     (folder / "gateway.yaml").write_text(yaml.safe_dump(whole))
@@ -232,10 +235,10 @@ def _envoy_http() -> dict[str, Any]:
 # The routers for inference: no client keys
 
 
-def _router(name: str, *launch: str) -> Callable[[Setting, Path, int], Command]:
+def _router(name: str, *launch: str, policy: str = "round_robin") -> Callable[[Setting, Path, int], Command]:
     def command(setting: Setting, _: Path, port: int) -> Command:
         program = environment(name) / "bin" / name
-        arguments = ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *setting.urls(), "--policy", "round_robin"]
+        arguments = ["--host", "127.0.0.1", "--port", str(port), "--worker-urls", *setting.urls(), "--policy", policy]
         ports = ["--prometheus-host", "127.0.0.1", "--prometheus-port", str(*free_ports(1))]
         bounds = ["--max-concurrent-requests", str(_MANY), "--request-timeout-secs", "3600", "--log-level", "error"]
         return Command([str(program), *launch, *arguments, *ports, *bounds])
@@ -301,13 +304,17 @@ def gateway_keeping(accounting: AccountingReport, name: str) -> Proxy:
     return replace(GATEWAY, name=name, command=partial(_gateway, accounting=accounting))
 
 
+BY_COST = replace(GATEWAY, name="vllm-gateway, balance: cost", command=partial(_gateway, balance="cost"))
+
 NGINX = Proxy("nginx", "one header compared; no access log", _nginx_version, lambda: debian("nginx"), _nginx)
+ROUTER = _pypi("vllm-router", "round robin; no client keys", _router("vllm-router"))
+CACHE_AWARE = replace(ROUTER, name="vllm-router, cache_aware", command=_router("vllm-router", policy="cache_aware"))
 _TOO_SLOW = "it cannot carry that many events on one core (see `streams`)"
 PROXIES = (
     GATEWAY,
     NGINX,
     _pypi("envoy", "one header compared; no access log", _envoy),
-    _pypi("vllm-router", "round robin; no client keys", _router("vllm-router")),
+    ROUTER,
     _pypi("sglang-router", "round robin; no client keys", _router("sglang-router", "launch")),
     _pypi("smg", "round robin; no client keys", _router("smg", "launch")),
     _pypi("litellm", "one key (the master key); one worker", _litellm, streams=10, leaves_out={"many": _TOO_SLOW}),

@@ -75,6 +75,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "prompts": Layout(SERVED, drawing=Drawing(REQUEST, "A prompt of 100 KB", "100 KB")),
     "ttfb": Layout((P50, P99, Column("rate", "concurrent JSON requests/s")), ratio="p50"),
     "servers": Layout((REQUEST, RATE, P50, IDLE, RSS)),
+    "by_cost": Layout((REQUEST, RATE, P50, P99, RSS)),
     "keys": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
     "models": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
     "workers": Layout((REQUEST, RATE, P50, P99, Column("most", "connections of the busiest worker, %", 100))),

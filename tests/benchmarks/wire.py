@@ -64,6 +64,12 @@ def event(stamp: int) -> bytes:
     return _EVENT_START + b"%019d" % stamp + _EVENT_END
 
 
+def counted_event(stamp: int, number: int) -> bytes:
+    """The same event with the running usage that vLLM adds on request; `number` counts the events of its stream."""
+    counts = b',"usage":{"prompt_tokens":24,"total_tokens":%d,"completion_tokens":%d}}\n\n' % (24 + number, number)
+    return event(stamp).removesuffix(b"}\n\n") + counts
+
+
 def stamp_in(data: bytes) -> int | None:
     """When the first event in `data` was made; None without a complete stamp."""
     start = data.find(b"@") + 1
