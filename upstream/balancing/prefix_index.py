@@ -14,6 +14,7 @@ LIMIT = 1_000_000
 """Blocks of all servers of a model together: about 150 MB in each worker."""
 DEFAULT_CAPACITY = 2_048
 """Blocks of a server whose cache size is unknown: 262,144 tokens in blocks of 512 characters."""
+_MOST_NAMES = 1024
 
 
 class _ServerBlocks:
@@ -35,6 +36,7 @@ class PrefixIndex:
         self._servers: dict[str, _ServerBlocks] = {}
         self._by_bit: dict[int, str] = {}
         self._owners: dict[int, int] = {}  # key → mask of the servers that have the block
+        self._names: dict[int, tuple[str, ...]] = {}  # mask → the servers' names
         self.size = 0
         """Blocks of all servers together."""
 
@@ -44,6 +46,7 @@ class PrefixIndex:
         if server is None:
             bit = next(1 << position for position in range(len(self._servers) + 1) if 1 << position not in self._by_bit)
             self._by_bit[bit] = name
+            self._names.clear()
             self._servers[name] = _ServerBlocks(bit, capacity)
         else:
             server.capacity = capacity
@@ -55,6 +58,7 @@ class PrefixIndex:
         server = self._servers.pop(name, None)
         if server is not None:
             del self._by_bit[server.bit]
+            self._names.clear()
 
     def blocks(self, name: str) -> Sequence[int]:
         """Return the keys of a server's blocks, the least recently used first."""
@@ -96,15 +100,17 @@ class PrefixIndex:
 
     def matched(self, keys: Sequence[int]) -> dict[str, int]:
         """Return how many blocks from the start of a prompt each server has. A server without any is missing."""
-        levels = self._levels(keys)
-        by_bit, found = self._by_bit, {}
-        for depth, mask in levels:
-            rest = mask
-            while rest:
-                bit = rest & -rest
-                rest ^= bit
-                found[by_bit[bit]] = depth
+        found: dict[str, int] = {}
+        for depth, mask in self._levels(keys):
+            found.update(dict.fromkeys(self._names.get(mask) or self._names_of(mask), depth))
         return found
+
+    def _names_of(self, mask: int) -> tuple[str, ...]:
+        """Return the names of the servers of a mask, and store them: the same masks occur again and again."""
+        if len(self._names) >= _MOST_NAMES:
+            self._names.clear()
+        names = self._names[mask] = tuple(name for bit, name in self._by_bit.items() if bit & mask)
+        return names
 
     def _levels(self, keys: Sequence[int]) -> list[tuple[int, int]]:
         """Return numbers of blocks, and the mask of the servers that have exactly so many from the start."""
