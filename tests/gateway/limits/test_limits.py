@@ -200,7 +200,8 @@ async def test_a_number_in_another_type_reserves_the_same_tokens(fields: dict[st
             await first.reader.readuntil(HELLO)
             assert await statuses(served, 1, request(prompt("more", **fields))) == [429]
         await until(lambda: served.in_flight == 0)
-        assert len(server.requests) == 1
+        assert [each.head.split()[1] for each in server.requests][:1] == [b"/v1/chat/completions"]
+        assert all(b"/v1/chat/completions HTTP" not in each.head for each in server.requests[1:]), "only counts of the first one's prompt"
 
 
 def message_without_wait(reply: Reply) -> str:
