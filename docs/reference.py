@@ -89,6 +89,8 @@ def _kind(shape: Mapping[str, Any]) -> str:
     unit = next((text for mark, text in _UNITS.items() if f"{mark}|" in shape.get("pattern", "")), None)
     if unit is not None:
         return unit
+    if shape.get("pattern", "").endswith("(%)$"):
+        return "share, e.g. `5%`"
     if shape["type"] == "array":
         return _LISTS.get(holds(shape["items"]), f"list of {holds(shape['items'])}")
     kinds = {"string": "text", "integer": "whole number", "number": "number", "boolean": "`true` or `false`", "object": "mapping"}

@@ -44,6 +44,10 @@ class BodyMemory:
         self._held_by[holder] = held
         return True
 
+    def reserve_spare(self, size: int, holder: str) -> bool:
+        """Reserve bytes for the copy of a body, if half of the memory stays free for the bodies of clients."""
+        return self.held + size <= self.limit // 2 and self.reserve(size, holder)
+
     def release(self, size: int, holder: str) -> None:
         """Release the memory that a body has reserved."""
         held = self._held_by[holder]

@@ -20,13 +20,28 @@ from upstream.balancing.policies.cost import Cost
 from upstream.balancing.pool import Pool
 from upstream.balancing.server import Server
 
+_IDS = 0x1_0000_0000  # values of the last eight hexadecimal digits of a request's ID
+
+
+@dataclass(frozen=True, slots=True)
+class MirrorTarget:
+    """The model that gets copies of requests, and how many copies may be in flight. ``below``: the share of the requests times ``_IDS``."""
+
+    entry: CatalogEntry
+    max_inflight: int
+    below: int
+
+    def includes(self, request_id: str) -> bool:
+        """Return whether a request is copied. Its ID decides, which clients cannot choose."""
+        return int(request_id[-8:], 16) < self.below
+
 
 @dataclass(frozen=True, slots=True)
 class CatalogEntry:
     """A model with its live servers and its body policy.
 
     ``name``: the model name in its responses; None: unchanged. ``split``: chooses the model that serves a request; None for a model with
-    servers.
+    servers. ``mirror``: the model that gets copies of its requests.
     """
 
     model: Model
@@ -34,6 +49,7 @@ class CatalogEntry:
     policy: BodyPolicy
     name: str | None = None
     split: Split[CatalogEntry] | None = None
+    mirror: MirrorTarget | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +73,7 @@ class Catalog:
             model.id: CatalogEntry(model, self._pool(model, servers), BodyPolicy.for_model(model), model.id if model.rewrite else None)
             for model in models
         }
+        entries |= {name: _with_mirror(entry, entries) for name, entry in entries.items() if entry.model.mirror is not None}
         self.entries = tuple(_with_split(entry, entries) if entry.model.split else entry for entry in entries.values())
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
         self._by_id = {entry.model.id: entry for entry in self.entries}
@@ -148,6 +165,13 @@ class Catalog:
         if scope is None:
             scope = self._scopes[globs] = frozenset(entry.model.id for entry in self.entries if entry.model.is_in(globs))
         return scope
+
+
+def _with_mirror(entry: CatalogEntry, entries: Mapping[str, CatalogEntry]) -> CatalogEntry:
+    mirror = entry.model.mirror
+    if mirror is None:
+        return entry
+    return replace(entry, mirror=MirrorTarget(entries[mirror.to], mirror.max_inflight, round(mirror.share * _IDS)))
 
 
 def _with_split(entry: CatalogEntry, entries: Mapping[str, CatalogEntry]) -> CatalogEntry:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gateway.admission.body_memory import BodyMemory
 from gateway.admission.inflight import ConcurrencyLimit
 from gateway.admission.inflight_slot import InflightCounts
+from gateway.admission.mirror_tasks import MirrorTasks
 from gateway.admission.queue import ModelQueues, ReportDemand, report_nothing
 from gateway.auth.catalog import Catalog
 from gateway.auth.keyring import Keyring
@@ -123,6 +124,7 @@ class WorkerContext:
         self.memory = BodyMemory(0)
         self.inflight = InflightCounts()
         self.limiter = Limiter(metrics, buckets or Buckets.private(), report_store)
+        self.mirrors = MirrorTasks()
         self.queues = ModelQueues(self.deadlines, metrics.queued, report_demand)
         self.usage_requests = UsageRequests(request_usage)
         # Records of finished requests

@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from gateway.config.quantities import Duration, DurationOrZero, Size, Window, parse_duration, parse_size
+from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Window, parse_duration, parse_size
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
 from gateway.config.values import (
     Balance,
@@ -281,6 +281,14 @@ class Body(Section):
     )
 
 
+class Mirror(Section):
+    """Copies of a share of the model's requests for another model. The responses to the copies are discarded."""
+
+    to: Name = Field(description="model that gets the copies")
+    share: Share = Field(description="share of the requests that are copied")
+    max_inflight: Count = Field(default=16, description="maximum copies in flight; without capacity, a request is not copied")
+
+
 _Price = Annotated[int, Money(least=0, most=MAX_PRICE)]
 
 
@@ -336,6 +344,7 @@ class Model(Section):
     fallbacks: tuple[Name, ...] = Field(
         default=(), description="models to try in this order when no server of this model can take the request"
     )
+    mirror: Mirror | None = Field(default=None, description="copies of a share of the requests for another model, for tests of that model")
     rewrite_model: Flag = Field(default=False, description="replace the model name in responses by this ID")
     running_usage: Flag = Field(
         default=True, description="count truncated streams exactly, if a ledger or a limit counts their tokens; false: by their events"

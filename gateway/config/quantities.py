@@ -1,4 +1,4 @@
-"""Sizes, durations and windows of budgets as operators write them: ``20MiB``, ``30s``, ``week``.
+"""Sizes, durations, shares and windows of budgets as operators write them: ``20MiB``, ``30s``, ``5%``, ``week``.
 
 A number without a unit is an error, because its unit would be unclear.
 """
@@ -29,6 +29,7 @@ DURATION_UNITS = {"ms": Decimal("0.001"), "s": Decimal(1), "m": Decimal(60), "h"
 _NUMBER = r"([0-9]{1,12}(?:\.[0-9]{1,9})?)"
 SIZE_PATTERN = rf"^{_NUMBER}({'|'.join(SIZE_UNITS)})$"
 DURATION_PATTERN = rf"^{_NUMBER}({'|'.join(DURATION_UNITS)})$"
+SHARE_PATTERN = rf"^{_NUMBER}(%)$"
 
 
 def parse_size(text: object) -> int:
@@ -44,6 +45,14 @@ def parse_duration(text: object) -> float:
     """Return the seconds of a duration such as ``500ms``, ``30s``, ``15m``, ``1.5h`` or ``1d``. Raises ValueError."""
     number, unit = _parts(text, DURATION_PATTERN, "a duration with its unit, e.g. 30s (ms, s, m, h, d)")
     return float(number * DURATION_UNITS[unit])
+
+
+def parse_share(text: object) -> float:
+    """Return a share such as ``5%`` as a number up to 1. Raises ValueError with a message for the operator."""
+    number, _ = _parts(text, SHARE_PATTERN, "a share in percent, e.g. 5%")
+    if number > 100:
+        raise ValueError("a share is at most 100%")
+    return float(number / 100)
 
 
 _ROLLING = {"d": 86400, "h": 3600, "m": 60}
@@ -97,6 +106,11 @@ Size = Annotated[int, PlainValidator(_positive(parse_size)), _SIZE_SCHEMA]
 
 Duration = Annotated[float, PlainValidator(_positive(parse_duration)), _DURATION_SCHEMA]
 """Seconds, more than zero."""
+
+Share = Annotated[
+    float, PlainValidator(_positive(parse_share)), WithJsonSchema({"type": "string", "pattern": SHARE_PATTERN, "examples": ["5%"]})
+]
+"""A number above 0 and up to 1."""
 
 DurationOrZero = Annotated[float, PlainValidator(parse_duration), Field(), _DURATION_SCHEMA]
 """Seconds. ``0s`` means immediately."""

@@ -363,6 +363,19 @@ def _fallbacks(draft: Draft) -> Iterator[Problem]:
                 yield setting.problem("is a split; write one of its models")
 
 
+def _mirrors(draft: Draft) -> Iterator[Problem]:
+    for model in draft.models:
+        to = model.get("mirror", "to")
+        if not _is_text(to):
+            continue
+        if to.value in (model.get("id").value, *(alias.value for alias in model.each("aliases"))):
+            yield to.problem("is the model itself; name another model")
+        elif to.value not in draft.known:
+            yield to.problem(f"there is no such model{did_you_mean(str(to.value), draft.known)}")
+        elif to.value in draft.split_names:
+            yield to.problem("is a split; write one of its models")
+
+
 def _splits(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
         split, sticky = model.get("split"), model.get("sticky")
@@ -594,6 +607,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _launched_loras,
     _body_fields,
     _fallbacks,
+    _mirrors,
     _splits,
     _default_model,
     _fallback_loops,

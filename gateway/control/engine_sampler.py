@@ -49,7 +49,9 @@ class EngineSampler:
     ) -> None:
         self._engines = engines
         self._config = config
-        self._sums = CounterSums(counters, {"requests_total": 0, "inflight_requests": 0})
+        self._sums = CounterSums(
+            counters, {"requests_total": 0, "inflight_requests": 0, "mirrored_requests_total": 1, "mirrored_inflight_requests": 1}
+        )
         self._ledger = ledger
         self._interval = interval
         self._readers = asyncio.Semaphore(_READERS)
@@ -120,11 +122,11 @@ class EngineSampler:
         yield sample
 
     def _traffic(self) -> Traffic:
-        """Return the requests in flight and the finished requests of each model and its adapters."""
+        """Return the requests in flight and the finished requests of each model and its adapters, with the copies that they got."""
         return {
             model.id: (
-                sum(self._sums.sum("inflight_requests", name) for name in names),
-                sum(self._sums.sum("requests_total", name) for name in names),
+                sum(self._sums.sum(family, name) for name in names for family in ("inflight_requests", "mirrored_inflight_requests")),
+                sum(self._sums.sum(family, name) for name in names for family in ("requests_total", "mirrored_requests_total")),
             )
             for model in self._config().models
             for names in ((model.id, *(lora.id for lora in model.loras)),)

@@ -28,6 +28,7 @@ from gateway.snapshot.snapshot import (
     Key,
     Limits,
     LimitsStore,
+    Mirror,
     Model,
     Queue,
     Snapshot,
@@ -142,6 +143,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         task=model.task or (None if args is None else task_of(args)),
         capabilities=model.capabilities,
         launched_with=None if args is None else capabilities_of(args),
+        mirror=_mirror(config, model),
         split=tuple((config.model_ids[name], weight) for name, weight in (model.split or {}).items()),
         sticky=model.sticky,
     )
@@ -153,6 +155,14 @@ def _cost(model: conf.Model) -> CostSettings | None:
         return None
     settings = model.cost_policy or conf.CostPolicy()
     return CostSettings(settings.kv_cache_tokens, settings.explain)
+
+
+def _mirror(config: Config, model: conf.Model) -> Mirror | None:
+    """Return the mirror of one worker, with its share of the copies in flight."""
+    mirror = model.mirror
+    if mirror is None:
+        return None
+    return Mirror(config.model_ids[mirror.to], mirror.share, math.ceil(mirror.max_inflight / config.server.workers))
 
 
 def _with_common_facts(split: Model, models: Iterable[Model]) -> Model:
@@ -187,7 +197,7 @@ def _with_adapters(model: conf.Model, base: Model) -> Iterator[Model]:
     """Yield a model and its LoRA adapters, which clients request like models and the same servers serve."""
     yield base
     for lora in model.loras:
-        yield replace(base, id=lora.id, aliases=lora.aliases, mounts=(), parent=model.id, served=lora.id)
+        yield replace(base, id=lora.id, aliases=lora.aliases, mounts=(), mirror=None, parent=model.id, served=lora.id)
 
 
 def _issuer(issuer: conf.Jwt, key_sets: Mapping[str, bytes]) -> Issuer:

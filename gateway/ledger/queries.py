@@ -22,6 +22,7 @@ from gateway.config.problems import did_you_mean
 from gateway.config.quantities import parse_duration
 from gateway.ledger.dimensions import CHOICES, DIMENSIONS, LABEL, is_dimension
 from gateway.ledger.errors import DatabaseUnavailableError, QueryError
+from gateway.ledger.row import MIRRORED
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import create_database_engine, database_url, reason, time_limited
 from gateway.snapshot.money import NANO, json_number
@@ -212,7 +213,7 @@ def _conditions(query: UsageQuery) -> list[ColumnElement[bool]]:
     conditions = [USAGE.c.time >= query.since, USAGE.c.time < query.until]
     conditions += [USAGE.c[name] == value for name, value in (("team", query.team), ("model", query.model)) if value is not None]
     if query.key is None:
-        return conditions
+        return [*conditions, USAGE.c.key != MIRRORED]
     return [*conditions, or_(*rows_of(query.key)) if query.with_subjects else USAGE.c.key == query.key]
 
 

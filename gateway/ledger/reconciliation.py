@@ -171,7 +171,8 @@ class RowSums:
     """The tokens of one kind in the rows of a server: of complete responses, of truncated responses, and of lost requests.
 
     ``choices``, ``truncated_choices``: the additional tokens that the engine counts if each request has all its ``n`` choices; 0 for
-    completions. ``estimated``: the part of all three that is estimated.
+    completions. ``estimated``: the part of all three that is estimated. ``mirrored``: the part of ``complete`` and ``truncated`` that is of
+    copies of requests.
     """
 
     complete: int = 0
@@ -180,6 +181,7 @@ class RowSums:
     choices: int = 0
     truncated_choices: int = 0
     estimated: int = 0
+    mirrored: int = 0
 
     @property
     def total(self) -> int:
@@ -203,16 +205,18 @@ class LedgerSums:
 class Classes:
     """The tokens of one kind that an engine has counted, by class. ``engine`` is the sum of all other fields.
 
-    ``ledger``: tokens recorded for complete and truncated responses. ``choices``: the prompt, again for each further of ``n`` choices.
-    ``not_delivered``: completion tokens that were generated and not delivered. ``cancelled_prefill``: prompts that were computed for
-    requests that were cancelled before their first event. ``direct_use``: requests that did not come through the gateway. ``lost``:
-    recorded for requests whose worker died. ``uncounted``: complete responses for which the server reports no count, beyond their estimate.
-    ``estimates``: what the ledger has estimated beyond the engine's count, a negative number. ``difference``: none of these, for example
-    rows of an engine that has lost its counters; negative if the ledger has more than the engine.
+    ``ledger``: tokens recorded for complete and truncated responses. ``mirrored``: the same for copies of requests. ``choices``: the
+    prompt, again for each further of ``n`` choices. ``not_delivered``: completion tokens that were generated and not delivered.
+    ``cancelled_prefill``: prompts that were computed for requests that were cancelled before their first event. ``direct_use``: requests
+    that did not come through the gateway. ``lost``: recorded for requests whose worker died. ``uncounted``: complete responses for which
+    the server reports no count, beyond their estimate. ``estimates``: what the ledger has estimated beyond the engine's count, a negative
+    number. ``difference``: none of these, for example rows of an engine that has lost its counters; negative if the ledger has more than
+    the engine.
     """
 
     engine: int = 0
     ledger: int = 0
+    mirrored: int = 0
     choices: int = 0
     not_delivered: int = 0
     cancelled_prefill: int = 0
@@ -249,7 +253,8 @@ def _classes(engine: int, finished: int, rows: RowSums, is_direct: bool, has_unc
     estimates = max(min(rest, 0), -rows.estimated)
     return Classes(
         engine=engine,
-        ledger=rows.complete + rows.truncated,
+        ledger=rows.complete + rows.truncated - rows.mirrored,
+        mirrored=rows.mirrored,
         choices=rows.choices,
         not_delivered=max(rest, 0),
         direct_use=direct,

@@ -32,7 +32,7 @@ from gateway.ledger.reconciliation import (
     gaps,
     windows,
 )
-from gateway.ledger.row import LOST
+from gateway.ledger.row import LOST, MIRRORED
 from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
 from gateway.ledger.store import reason
 
@@ -171,6 +171,7 @@ def _sums(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> 
     was_sent = and_(used_engine, or_(usage.code.is_(None), usage.code.not_in(_NEVER_SENT)))
     is_estimated = or_(usage.estimated, usage.estimated_by.is_not(None))
     is_uncounted = and_(used_engine, complete, usage.status == 200, or_(usage.prompt_tokens.is_(None), is_estimated))
+    is_mirrored = usage.key == MIRRORED
     again = usage.prompt_tokens * (func.coalesce(usage.choices, 1) - 1)
 
     def total(value: Any, condition: ColumnElement[bool]) -> ColumnElement[Any]:
@@ -180,13 +181,15 @@ def _sums(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> 
         *(total(usage.prompt_tokens, part) for part in (complete, truncated, lost)),
         *(total(again, part) for part in (complete, truncated)),
         total(usage.prompt_tokens, is_estimated),
+        total(usage.prompt_tokens, is_mirrored),
         *(total(usage.completion_tokens, part) for part in (complete, truncated, lost)),
         total(usage.completion_tokens, is_estimated),
+        total(usage.completion_tokens, is_mirrored),
         total(1, was_sent),
         total(1, is_uncounted),
     )
     sums = [int(value) for value in connection.execute(select(*columns).where(*conditions)).one()]
-    return LedgerSums(RowSums(*sums[:6]), RowSums(sums[6], sums[7], sums[8], estimated=sums[9]), *sums[10:])
+    return LedgerSums(RowSums(*sums[:7]), RowSums(sums[7], sums[8], sums[9], estimated=sums[10], mirrored=sums[11]), *sums[12:])
 
 
 def _parts() -> tuple[ColumnElement[bool], ...]:

@@ -27,6 +27,10 @@ LOST = "lost"
 """``incomplete`` of a request whose worker died while it was open."""
 
 
+MIRRORED = "mirrored requests"
+"""``key`` of the copy of a request that was sent to another model. No key has an ID with a space."""
+
+
 class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request of a known key. Durations are in seconds, ``started`` is since the epoch; None: not known.
 

@@ -26,6 +26,7 @@ from gateway.proxy.balancing_facts import balancing_facts
 from gateway.proxy.body import Document, merge, parse, parse_in_steps, prepare, prepare_in_steps, with_running_usage
 from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
+from gateway.proxy.mirror import mirrored
 from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream
 from gateway.proxy.token_keys import TokenRequest, add_token_keys, token_request
@@ -145,6 +146,8 @@ async def _prepare_json(body: bytes | bytearray, context: RequestContext, key: K
     name = name or named.model.id
     context.model = model = named if named.split is None else _choose_from_split(named, named.split, context, key, document)
     upstream = await _apply_policy(document, body, context, key, name, model, pace)
+    if model.mirror is not None:
+        upstream = mirrored(upstream, model, model.mirror, worker, document)
     if (ledger := worker.ledger) is not None:
         ledger.start_request(
             request.id, context.started_at, target.route.endpoint, key, model.model, context.stream, document, request.head.headers

@@ -158,6 +158,15 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
+class Mirror:
+    """The ID of the model that gets copies of requests, their share up to 1, and how many may be in flight in one worker."""
+
+    to: str
+    share: float
+    max_inflight: int
+
+
+@dataclass(frozen=True, slots=True)
 class BodyRules:
     """A model's settings for request bodies, in addition to the general rules (see ``policy``)."""
 
@@ -215,7 +224,7 @@ class Model:
     limits the requests of all workers together on each server. ``keepalive`` is in seconds. ``price`` None: its tokens cost nothing.
 
     ``fallbacks`` are the names of the models to try in order when no server of this one can take a request. ``rewrite``: responses carry
-    this model's ID whatever name its servers use.
+    this model's ID whatever name its servers use. ``mirror``: copies of requests for another model; None for an adapter.
 
     ``task`` and ``capabilities`` are the configured values for the model list. ``launched_with`` are the capabilities that the launch
     arguments give a model that generates text. None: unknown.
@@ -253,6 +262,7 @@ class Model:
     task: str | None = None
     capabilities: tuple[str, ...] | None = None
     launched_with: tuple[str, ...] | None = None
+    mirror: Mirror | None = None
     split: tuple[tuple[str, int], ...] = ()
     sticky: str | None = None
 

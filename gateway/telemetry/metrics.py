@@ -116,6 +116,8 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "retries_total": Family("counter", "Requests sent to a server again.", ("model",), per_model=True),
         "fallbacks_total": Family("counter", "Requests served by a fallback model.", ("model", "fallback")),
         "split_requests_total": Family("counter", "Requests for a split by the model that served them.", ("split", "model")),
+        "mirrored_requests_total": Family("counter", "Copies of requests for another model by result.", ("model", "to", "result")),
+        "mirrored_inflight_requests": Family("gauge", "Copies of requests in flight.", ("model", "to")),
         "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),
         "launch_failures_total": Family("counter", "Failed starts and crashes of launched servers by cause.", ("model", "cause")),
         "incomplete_total": Family("counter", "Truncated responses by what ended them.", ("model", "reason")),
@@ -147,6 +149,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 )
 
 _TOKEN_TYPES = ("prompt", "completion", "cached", "reasoning")
+MIRROR_RESULTS = ("completed", "failed", "no_capacity", "limit", "drain")
 INCOMPLETE_REASONS = ("client", "upstream", "drain")
 CLIENT_FAULTS = ("malformed", "silent", "slow_head", "slow_body", "slow_reader", "too_many", "evicted")
 
@@ -234,6 +237,10 @@ class WorkerMetrics:
         for model in snapshot.models:
             for fallback in model.fallbacks:
                 self.cells("fallbacks_total", model.id, ids[fallback])
+            if model.mirror is not None:
+                self.cells("mirrored_inflight_requests", model.id, model.mirror.to)
+                for result in MIRROR_RESULTS:
+                    self.cells("mirrored_requests_total", model.id, model.mirror.to, result)
             for target, _ in model.split:
                 self.cells("split_requests_total", model.id, target)
 

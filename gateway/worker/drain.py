@@ -29,6 +29,7 @@ class Closable(Protocol):
 async def drain(worker: Worker, acceptor: Closable | None, listener: socket.socket, seconds: float) -> None:
     """Accept no new connections, let requests finish within ``seconds``, and cancel the others."""
     context = worker.context
+    context.mirrors.close()
     context.queues.close()
     await _stop_accepting(worker, acceptor, listener)
     connections, handlers = context.connections, context.handlers

@@ -155,6 +155,7 @@ async def serving(
             for handler in tuple(context.handlers):
                 handler.cancel()  # it is counting a prompt
             ticking.cancel()
+            context.mirrors.close()
             context.limiter.close()
             await asyncio.gather(ticking, *(each for each in context.handlers if isinstance(each, asyncio.Task)), return_exceptions=True)
 

@@ -73,6 +73,14 @@ def test_a_single_body_may_use_all_of_the_memory() -> None:
     assert not memory.reserve(1, "b")
 
 
+def test_a_copy_leaves_half_of_the_memory_free() -> None:
+    memory = BodyMemory(1000)
+    assert not memory.reserve_spare(501, "copy")
+    assert memory.reserve(300, "key") and memory.reserve_spare(200, "copy") and not memory.reserve_spare(1, "copy")
+    memory.release(200, "copy")
+    assert memory.held == 300
+
+
 async def test_a_key_with_many_bodies_leaves_memory_for_another_key() -> None:
     greedy = HEAD.replace(KEY.encode(), b"sk-greedy")
     assert greedy != HEAD

@@ -244,6 +244,29 @@ models:
 
 
 @pytest.mark.parametrize(
+    ("mirror", "reported"),
+    [
+        ("{to: b, share: 5%}", []),
+        ("{to: a-lora, share: 0.5%, max_inflight: 1}", []),
+        ("{to: c, share: 100%}", []),
+        ("{to: bb, share: 5%}", ["to: there is no such model; did you mean `b`?"]),
+        ("{to: also-a, share: 5%}", ["to: is the model itself; name another model"]),
+        ("{to: chat, share: 5%}", ["to: is a split; write one of its models"]),
+        ("{share: 5%}", ["to: is missing: model that gets the copies"]),
+        ("{to: b}", ["share: is missing: share of the requests that are copied"]),
+        ("{to: b, share: 0.05}", ["share: expected a share in percent, e.g. 5%"]),
+        ("{to: b, share: 101%}", ["share: a share is at most 100%"]),
+        ("{to: b, share: 0%}", ["share: must be more than zero"]),
+        ("{to: b, share: 5%, max_inflight: 0}", ["max_inflight: expected 1 or more, found 0"]),
+    ],
+)
+def test_mirrors(tmp_path: Path, mirror: str, reported: list[str]) -> None:
+    models = SERVED.replace("id: b,", "id: b, aliases: [c],").replace("launch: {}, loras", f"mirror: {mirror}, launch: {{}}, loras")
+    found = problems(tmp_path, f"{models}  - {{id: chat, split: {{b: 1}}}}\nkeys: [{{id: k, anonymous: true}}]\n")
+    assert [problem.removeprefix("g.yaml:2: models[0].mirror.") for problem in found] == reported
+
+
+@pytest.mark.parametrize(
     ("settings", "reported"),
     [
         ("split: {a: 95, b: 5}", []),

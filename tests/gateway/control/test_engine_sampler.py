@@ -103,6 +103,27 @@ def test_the_classes_explain_all_that_the_server_has_counted(one: Gateway, serve
     assert found["prompt_in_progress"] == found["completion_in_progress"] == 0
 
 
+def test_copies_of_requests_are_explained(server: Simulated, tmp_path: Path) -> None:
+    models = (launched(ANY) | {"mirror": {"to": MODEL, "share": "100%"}}, {"id": MODEL, "servers": [{"url": server.url}]})
+    before = counters(server)
+    config = configuration(*models, workers=2) | {"ledger": {"url": "sqlite:///usage.db", "sample_interval": "100ms"}}
+    with gateway(tmp_path, config) as one:
+        wait_for(lambda: sampled(tmp_path))
+        usages = [send(one, model=ANY), send(one, model=ANY, n=2, temperature=1), send(one)]
+        one.request(model=ANY, messages=HELLO, stream=True, simulate=FAST)
+        completed = f'vllm_gateway_mirrored_requests_total{{model="{ANY}",result="completed",to="{MODEL}"}}'
+        wait_for(lambda: one.metric(completed) == 3)
+        prompt, completion = (after - earlier for after, earlier in zip(counters(server), before, strict=True))
+        found = settled(one, datetime.fromtimestamp(0, UTC), (prompt, completion), 1)
+        report = one.get("/usage?by=key,model").json()["usage"]
+    for kind, engine in (("prompt", prompt), ("completion", completion)):
+        classes, own = found[kind], usages[2][f"{kind}_tokens"]
+        assert (classes["ledger"], classes["direct_use"], classes["difference"]) == (own, 0, 0)
+        assert classes["mirrored"] > 0 and classes["mirrored"] + classes["choices"] == engine - own
+    assert (found["prompt"]["mirrored"], found["prompt"]["choices"]) == (3 * usages[0]["prompt_tokens"], usages[0]["prompt_tokens"])
+    assert {(each["key"], each["model"], each["requests"]) for each in report} == {("team-a", ANY, 3), ("team-a", MODEL, 1)}
+
+
 async def test_disconnects_at_any_event_leave_no_difference(server: Simulated, tmp_path: Path) -> None:
     """Mix complete responses with streams of one to three choices that clients truncate anywhere, some after the engine has finished."""
     order, count, slots = random.Random(7), 150, asyncio.Semaphore(8)

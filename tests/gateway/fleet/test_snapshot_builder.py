@@ -19,7 +19,7 @@ from gateway.fleet.observed_servers import (
     without_first_result,
 )
 from gateway.fleet.snapshot_builder import build_snapshot
-from gateway.snapshot.snapshot import BodyRules, Queue
+from gateway.snapshot.snapshot import BodyRules, Mirror, Queue
 from tests.gateway.config.test_models import HASH
 from tests.support.rows import each_row
 from upstream.balancing.server import Condition
@@ -308,3 +308,20 @@ def test_operators_may_have_redirects_followed(tmp_path: Path) -> None:
     name = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
     config = _loaded(tmp_path, {"id": "m", "launch": {"env": {name: "1"}}, "body": {"media_hosts": ["a.example.com"]}})
     assert launches(config)[0].settings.env[name] == "1"
+
+
+def test_names_in_splits_and_mirrors_become_ids_and_each_worker_has_a_part_of_the_copies(tmp_path: Path) -> None:
+    launch = {"launch": {"preset": "qwen3"}}
+    mirrored = {
+        "id": "b",
+        **launch,
+        "loras": [{"id": "b-lora", "path": "/l"}],
+        "mirror": {"to": "also-a", "share": "5%", "max_inflight": 9},
+    }
+    split = {"id": "chat", "split": {"also-a": 3, "b-lora": 0}, "sticky": "session"}
+    document = {"server": {"workers": 2}, "models": [{"id": "a", "aliases": ["also-a"], **launch}, mirrored, split]}
+    config = _written(tmp_path, document | {"keys": [{"id": "a", "hash": HASH}]})
+    models = {model.id: model for model in build_snapshot(config, NOTHING, 1, 7).models}
+    assert models["b"].mirror == Mirror("a", 0.05, 5) and models["b-lora"].mirror is None
+    assert (models["chat"].split, models["chat"].sticky, models["chat"].servers) == ((("a", 3), ("b-lora", 0)), "session", ())
+    assert (models["chat"].task, models["chat"].launched_with) == ("chat", models["a"].launched_with) and models["a"].launched_with

@@ -21,7 +21,7 @@ from gateway.cli.main import run
 from gateway.ledger.errors import QueryError
 from gateway.ledger.output import FORMATS
 from gateway.ledger.queries import UsageReport, UsageSum, parse_query, parse_report, run_query
-from gateway.ledger.row import LOST
+from gateway.ledger.row import LOST, MIRRORED
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import UsageStore, database_url
 from gateway.snapshot.money import MAX_COST, MAX_PRICE
@@ -71,6 +71,12 @@ def sums_of(report: UsageReport) -> dict[tuple[str | None, ...], tuple[Any, ...]
         each.group: (each.requests, each.incomplete, each.estimated, each.prompt_tokens, each.completion_tokens, each.cost)
         for each in report.sums
     }
+
+
+def test_copies_of_requests_are_in_no_report(store: UsageStore) -> None:
+    before = sums_of(report_of(store, by="model,day"))
+    store.write([row(8, key=MIRRORED, model="copied"), row(9, key=MIRRORED)])
+    assert sums_of(report_of(store, by="model,day")) == before
 
 
 def test_sums_are_grouped_by_the_requested_dimensions(store: UsageStore) -> None:

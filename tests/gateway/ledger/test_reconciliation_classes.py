@@ -131,6 +131,19 @@ def test_choices_of_a_truncated_response_are_those_that_the_engine_began() -> No
     assert [(each.choices, each.cancelled_prefill) for each in began] == [(0, 0), (100, 0), (200, 0), (200, 50)]
 
 
+@given(requests(*End), requests(End.COMPLETE, End.FINISHED))
+def test_copies_of_requests_are_a_part_of_the_rows(of: list[Request], copies: list[Request]) -> None:
+    all_rows, own = rows([*of, *copies]), rows(copies)
+    known = replace(
+        all_rows,
+        prompt=replace(all_rows.prompt, mirrored=own.prompt.total),
+        completion=replace(all_rows.completion, mirrored=own.completion.total),
+    )
+    without = classify(growth([*of, *copies]), all_rows)
+    for classes, expected, mirrored in zip(classify(growth([*of, *copies]), known), without, (own.prompt, own.completion), strict=True):
+        assert classes == replace(expected, ledger=expected.ledger - mirrored.total, mirrored=mirrored.total)
+
+
 def test_tokens_that_the_server_does_not_report_are_a_class() -> None:
     prompt, _ = classify(Growth(50, 0, 50, 0, 1), LedgerSums(requests=1, uncounted=1))
     assert (prompt.uncounted, prompt.direct_use, prompt.difference) == (50, 0, 0)

@@ -26,7 +26,7 @@ from gateway.ledger.reconciliation_queries import (
     parse_reconciliation_query,
     run_reconciliation,
 )
-from gateway.ledger.row import LOST
+from gateway.ledger.row import LOST, MIRRORED
 from gateway.ledger.store import UsageStore, database_url
 from tests.gateway.ledger.rows import STARTED, row
 
@@ -72,6 +72,18 @@ def test_rows_and_counters_are_classified(store: UsageStore) -> None:
     assert found.completion == Classes(engine=147, ledger=27, not_delivered=17, direct_use=100, lost=3)
     assert (found.prompt_in_progress, found.completion_in_progress, found.prompt_unsampled, found.completion_unsampled) == (0, 0, 0, 0)
     assert reconciled(store, model="big").servers == []
+
+
+def test_copies_of_requests_are_a_class_and_no_direct_use(store: UsageStore) -> None:
+    copies = (
+        row(8, started=STARTED + 8, key=MIRRORED, prompt=50, completion=9, choices=2),
+        row(9, started=STARTED + 9, key=MIRRORED, prompt=5, completion=1, incomplete="drain"),
+    )
+    more = replace(END, prompt=END.prompt + 105, completion=END.completion + 10, finished_prompt=930, finished_completion=129, responses=7)
+    write(store, [BEGIN, more], (*ROWS, *copies))
+    [found] = reconciled(store).servers
+    assert found.prompt == Classes(engine=2040, ledger=110, mirrored=55, choices=70, cancelled_prefill=5, direct_use=800, lost=1000)
+    assert found.completion == Classes(engine=157, ledger=27, mirrored=10, not_delivered=17, direct_use=100, lost=3)
 
 
 def test_the_row_of_a_lost_request_names_no_server(store: UsageStore) -> None:
@@ -161,8 +173,10 @@ def test_the_output_has_each_class(store: UsageStore) -> None:
     ]
     assert "4 prompt and 5 completion tokens of the ledger are outside" in table
     lines = printed(result, "csv").splitlines()
-    assert lines[0].startswith("model,server,tokens,since,until,engine,ledger,choices,not_delivered,cancelled_prefill,direct_use,lost")
-    assert lines[2].endswith(",147,27,0,17,0,100,3,0,0,0,0,5")
+    assert lines[0].startswith(
+        "model,server,tokens,since,until,engine,ledger,mirrored,choices,not_delivered,cancelled_prefill,direct_use,lost"
+    )
+    assert lines[2].endswith(",147,27,0,0,17,0,100,3,0,0,0,0,5")
     document = json.loads(printed(result, "json"))
     assert parse_reconciliation(document) == result
     assert "nothing" in printed(Reconciliation(result.query, ()), "table")
