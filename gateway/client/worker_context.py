@@ -29,7 +29,7 @@ from gateway.client.usage_requests import UsageRequests
 from gateway.ledger.recorder import Recorder
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
-from gateway.snapshot.link import Health, UsageRequested
+from gateway.snapshot.link import ChoiceExplained, Health, UsageRequested
 from gateway.snapshot.snapshot import Key, Snapshot
 from gateway.system.steps import Steps
 from gateway.telemetry.access_log import AccessLog
@@ -96,6 +96,7 @@ class WorkerContext:
         report_demand: ReportDemand = report_nothing,
         report_store: Callable[[str | None], None] = _ignore,
         request_usage: Callable[[UsageRequested], None] = _ignore,
+        report_choice: Callable[[ChoiceExplained], None] = _ignore,
     ) -> None:
         self.handle_request = handle_request
         # Connections
@@ -127,6 +128,8 @@ class WorkerContext:
         self.mirrors = MirrorTasks()
         self.queues = ModelQueues(self.deadlines, metrics.queued, report_demand)
         self.usage_requests = UsageRequests(request_usage)
+        self._report_choice = report_choice
+        self._choice_times: dict[str, float] = {}
         # Records of finished requests
         self.metrics = metrics
         self.log = log
@@ -137,6 +140,12 @@ class WorkerContext:
     def update_date(self) -> None:
         """Set the Date header to the current time."""
         self.date_line = f"date: {formatdate(usegmt=True)}\r\n".encode()
+
+    def report_choice(self, choice: ChoiceExplained) -> None:
+        """Report to control why a server was chosen, for /status; at most once a second for each model."""
+        if choice.time - self._choice_times.get(choice.model, 0.0) >= 1.0:
+            self._choice_times[choice.model] = choice.time
+            self._report_choice(choice)
 
     def authenticate(self, request: ClientRequest) -> Key:
         """Return the key of a request. Raises Refusal if the key is missing or invalid."""

@@ -184,6 +184,7 @@ class Report:
         status = control.fleet.status(model.id)
         return {
             **self._traffic(model.id, series),
+            **self._last_choice(model.id),
             "max_inflight": model.max_inflight,
             "aliases": list(model.aliases),
             "state": status.state.value,
@@ -194,6 +195,14 @@ class Report:
             "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
             "servers": [self._server_status(server, status.since, observed, series) for server in servers],
         }
+
+    def _last_choice(self, model: str) -> dict[str, Any]:
+        """Return the last explained choice of a server, if the model's choices are explained."""
+        choice = self._control.workers.last_choice(model)
+        if choice is None:
+            return {}
+        shown = {"request_id": choice.request_id, "time": choice.time, "server": choice.server, **choice.explanation}
+        return {"last_choice": shown}
 
     def _traffic(self, model: str, series: SeriesValues) -> dict[str, Any]:
         in_flight = int(series.get(Series("inflight_requests", (model,)), (0,))[0])

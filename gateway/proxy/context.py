@@ -28,6 +28,7 @@ from gateway.client.worker_context import WorkerContext
 from gateway.limits import Reservation
 from gateway.proxy.response import NoResponse, ResponseRelay, end_truncated, is_stream
 from gateway.proxy.upstream_request import UpstreamRequest
+from gateway.snapshot.link import ChoiceExplained
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
 from gateway.telemetry.request_record import USER_LIMIT, RequestRecord
@@ -312,6 +313,7 @@ class RequestContext(msgspec.Struct, eq=False):
         candidates = {
             name: {"cost_ms": round(cost * 1000, 3), "cached_tokens": round(cached)} for name, cost, cached in placement.candidates
         }
-        return msgspec.structs.replace(
-            record, explanation={"predicted_cached_tokens": round(placement.predicted), "candidates": candidates}
-        )
+        explanation = {"predicted_cached_tokens": round(placement.predicted), "candidates": candidates}
+        assert self.model is not None  # a request without a model has no placement
+        self.worker.report_choice(ChoiceExplained(self.model.model.base, record.id, placement.server, record.started, explanation))
+        return msgspec.structs.replace(record, explanation=explanation)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -130,8 +131,21 @@ class CachedBlocks(msgspec.Struct, tag=True, frozen=True):
     changes: tuple[BlockChanges, ...]
 
 
+class ChoiceExplained(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: why the policy ``cost`` chose the server of a request, at most once a second for each model.
+
+    ``time`` is seconds since the epoch. ``explanation`` is the field ``balance`` of the access log.
+    """
+
+    model: str
+    request_id: str
+    server: str
+    time: float
+    explanation: Mapping[str, Any]
+
+
 _FromControl = ApplySnapshot | Health | CachedBlocks | StopKeepAlive | Drain | Ping | UsageReported
-_FromWorker = Ping | SnapshotApplied | HealthApplied | ModelRequested | UnknownSigningKey | StoreStatus | UsageRequested
+_FromWorker = Ping | SnapshotApplied | HealthApplied | ModelRequested | UnknownSigningKey | StoreStatus | UsageRequested | ChoiceExplained
 Message = _FromControl | _FromWorker
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

@@ -123,6 +123,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             report_demand=lambda model, since: link.send(ModelRequested(model, since)),
             report_store=lambda error: link.send(StoreStatus(error)),
             request_usage=link.send,
+            report_choice=link.send,
         )
         worker = Worker(
             first.snapshot,

@@ -25,6 +25,7 @@ from gateway.limits.windows import BudgetState
 from gateway.snapshot.link import (
     READ_AHEAD,
     ApplySnapshot,
+    ChoiceExplained,
     Drain,
     Health,
     HealthApplied,
@@ -116,6 +117,7 @@ class _WorkerSlot:
         self._version = 0
         self._health_number = 0
         self.requested: dict[str, float] = {}
+        self.choices: dict[str, ChoiceExplained] = {}
         self.store: StoreStatus | None = None
         # State across all processes of this worker
         self._restarts = 0
@@ -204,6 +206,9 @@ class _WorkerSlot:
                     self._events.unknown_signing_key(issuer)
                 case StoreStatus():
                     self.store = message
+                    continue
+                case ChoiceExplained(model=model):
+                    self.choices[model] = message
                     continue
                 case UsageRequested():
                     self._events.usage_requested(message, link.send)
@@ -356,6 +361,11 @@ class WorkerSupervisor:
     def requested_since(self, model: str) -> float | None:
         """Return the time since which requests wait for a model, in seconds of the monotonic clock, or None if no request waits."""
         return min((slot.requested[model] for slot in self._slots if model in slot.requested), default=None)
+
+    def last_choice(self, model: str) -> ChoiceExplained | None:
+        """Return the last explained choice of a server for a model; None without one."""
+        choices = [slot.choices[model] for slot in self._slots if model in slot.choices]
+        return max(choices, key=lambda choice: choice.time, default=None)
 
     def budgets(self) -> Iterator[tuple[str, BudgetState]]:
         """Yield each budget of the configured keys and teams, with the name of its holder."""

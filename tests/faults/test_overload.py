@@ -51,7 +51,7 @@ class Clock:
         self.length = f"{SECONDS:g} s"
 
     @property
-    def over(self) -> bool:
+    def expired(self) -> bool:
         return monotonic() > self._end
 
     async def serve(self) -> None:
@@ -71,7 +71,7 @@ class Rounds:
     """
 
     def __init__(self) -> None:
-        self.over = False
+        self.expired = False
         self.length = f"{ROUNDS} rounds"
         self._next = asyncio.Event()
         self._waiting = 0
@@ -83,7 +83,7 @@ class Rounds:
         await self._round()
 
     async def _round(self) -> None:
-        if not self.over:
+        if not self.expired:
             self._waiting += 1
             await self._next.wait()
 
@@ -91,7 +91,7 @@ class Rounds:
         """Run the rounds. ``queued`` returns the number of queued requests."""
         for number in range(ROUNDS + 1):
             await until(lambda: self._waiting + queued() == clients, _ROUND_WITHIN)
-            self.over, self._waiting = number == ROUNDS, 0
+            self.expired, self._waiting = number == ROUNDS, 0
             ended, self._next = self._next, asyncio.Event()
             ended.set()
 
@@ -128,12 +128,12 @@ async def busy() -> AsyncIterator[Busy]:
 
 
 async def _send_continuously(served: Served, key: str, tally: Tally, pace: Clock | Rounds) -> None:
-    """Send requests until the load is over. After a refusal pause for one service only, although its ``Retry-After`` is longer.
+    """Send requests until the load has expired. After a refusal pause for one service only, although its ``Retry-After`` is longer.
 
     Responses after the end of the load do not count.
     """
     async with client(served.port) as one:
-        while not pace.over:
+        while not pace.expired:
             await _send(one, key, tally, pace)
 
 
@@ -141,8 +141,8 @@ async def _send(one: Client, key: str, tally: Tally, pace: Clock | Rounds) -> No
     began = monotonic()
     reply = await one.request(request(chat(), token=f"sk-{key}"))
     if reply.status == 200:
-        tally.completed[key] += not pace.over
-        tally.late += pace.over
+        tally.completed[key] += not pace.expired
+        tally.late += pace.expired
         return
     assert (reply.status, reply.error["code"]) == (503, "overloaded") and int(reply.headers["retry-after"]) >= 1
     tally.refusals.append(monotonic() - began)

@@ -19,7 +19,9 @@ def servers(served: Gateway) -> list[str]:
 def test_two_workers_route_one_context_to_one_server(tmp_path: Path) -> None:
     model = launched()
     model["launch"]["replicas"] = 2
-    with gateway(tmp_path, configuration({**model, "balance": "cost"}, workers=2)) as served:
+    model |= {"balance": "cost", "cost_policy": {"explain": True}}
+    model |= {"balance": "cost", "cost_policy": {"explain": True}}
+    with gateway(tmp_path, configuration(model, workers=2)) as served:
         for customer in range(4):
             for number in range(6):  # each request has a separate connection, so both workers get some
                 system = {"role": "system", "content": f"{customer} {CONTEXT}"}
@@ -27,5 +29,7 @@ def test_two_workers_route_one_context_to_one_server(tmp_path: Path) -> None:
                 assert response.status_code == 200
         found = wait_for(lambda: len(each := servers(served)) == 24 and each)
         assert [len(set(found[6 * customer : 6 * customer + 6])) for customer in range(4)] == [1, 1, 1, 1]
+        choice = wait_for(lambda: served.get("/status").json()["models"][0].get("last_choice"))
+        assert choice["server"] in choice["candidates"] and len(choice["candidates"]) == 2
         sizes = [f'vllm_gateway_prefix_index_blocks{{model="sim/one",worker="{number}"}}' for number in (0, 1)]
         wait_for(lambda: all(served.metric(size) for size in sizes))
