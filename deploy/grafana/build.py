@@ -217,6 +217,15 @@ MODELS = Dashboard(
             "Number of workers that skip a server because it keeps failing; requests a second that a fallback served.",
         ),
         Panel(
+            "Splits and mirrors",
+            "reqps",
+            (
+                (_sum("split, model", _rate("vllm_gateway_split_requests_total", _MODEL)), "{{split}} served by {{model}}"),
+                (_sum("to, result", _rate("vllm_gateway_mirrored_requests_total", _MODEL)), "copies for {{to}} {{result}}"),
+            ),
+            "Requests for a split by the model that served them; copies of requests by result.",
+        ),
+        Panel(
             "Starts",
             "short",
             (

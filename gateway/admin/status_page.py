@@ -100,7 +100,7 @@ def page(shown: StatusView) -> str:
     """Return the page."""
     head = _html_head(shown.headline, tag("noscript", tag("meta", http_equiv="refresh", content="5")))
     lost = tag("p", "The gateway does not respond. This is its last known status.", class_="lost", role="alert")
-    main = tag("main", _head(shown), *map(_model, shown.models))
+    main = tag("main", _head(shown), *map(_model, shown.models), _splits(shown))
     body = tag("body", tag("div", lost, main, class_="frame"), tag("script", Html(_SCRIPT)))
     return f"<!doctype html>\n{tag('html', head, body, lang='en')}"
 
@@ -136,6 +136,10 @@ def _head(shown: StatusView) -> Html:
     title = tag("h1", "vllm-gateway", _state(_TONES[shown.state], shown.headline))
     warnings = _list(shown.warnings, "reason") if shown.warnings else Html()
     return tag("header", title, _list(shown.facts, "facts"), warnings, data_part="head")
+
+
+def _splits(shown: StatusView) -> Html:
+    return tag("section", _list(shown.splits, "facts"), data_part="splits") if shown.splits else Html()
 
 
 def _list(texts: tuple[str, ...], kind: str) -> Html:

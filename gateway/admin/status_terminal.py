@@ -29,6 +29,8 @@ def show(shown: StatusView, console: Console) -> None:
         for row in _rows(model):
             table.add_row(*row)
     console.print(table)
+    for split in shown.splits:
+        console.print(Text(one_line(split)), soft_wrap=True)
     for model in shown.models:
         for server in model.servers:
             for line in _details(server):

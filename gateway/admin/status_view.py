@@ -79,6 +79,8 @@ class StatusView:
     facts: tuple[str, ...]
     warnings: tuple[str, ...]
     models: tuple[ModelRow, ...]
+    splits: tuple[str, ...] = ()
+    """Sentences about the names that several models serve."""
 
 
 def status_view(status: Mapping[str, Any]) -> StatusView:
@@ -94,7 +96,14 @@ def status_view(status: Mapping[str, Any]) -> StatusView:
         f"version {status['version']}",
     )
     state, headline = _whole(status)
-    return StatusView(headline, state, facts, _warnings(status), models)
+    return StatusView(headline, state, facts, _warnings(status), models, tuple(map(_split, status.get("splits", ()))))
+
+
+def _split(split: Mapping[str, Any]) -> str:
+    """Return ``chat: m 95%, n 5%, sticky by key``."""
+    weights = split["models"]
+    shares = ", ".join(f"{model} {100 * weight / sum(weights.values()):.3g}%" for model, weight in weights.items())
+    return f"{split['id']}: {shares}" + (f", sticky by {split['sticky']}" if split["sticky"] else "")
 
 
 def _whole(status: Mapping[str, Any]) -> tuple[str, str]:

@@ -18,14 +18,20 @@ MODEL, ON_DEMAND, BAD, UNREACHABLE = "sim/one", "sim/rests", "sim/bad", "sim/awa
 def everything() -> dict[str, Any]:
     """Return a configuration with all kinds of models, keys with expiry or limits, and a ledger.
 
-    The models are up, on demand, failing, and with a fallback.
+    The models are up, on demand, failing, with a fallback and a mirror, and a split.
     """
     one = launched(MODEL, **{"enable-prompt-tokens-details": True})
     one["launch"]["replicas"] = 2
     rests = launched(ON_DEMAND)
     rests["launch"]["start"] = "on_demand"
-    unreachable = {"id": UNREACHABLE, "servers": [{"url": "http://127.0.0.1:1"}], "fallbacks": [MODEL]}
-    config = configuration(one, rests, launched(BAD, **{"reasoning-parser": "no_such_parser"}), unreachable)
+    unreachable = {
+        "id": UNREACHABLE,
+        "servers": [{"url": "http://127.0.0.1:1"}],
+        "fallbacks": [MODEL],
+        "mirror": {"to": MODEL, "share": "5%"},
+    }
+    split = {"id": "sim/split", "split": {MODEL: 9, ON_DEMAND: 1}}
+    config = configuration(one, rests, launched(BAD, **{"reasoning-parser": "no_such_parser"}), unreachable, split)
     config["ledger"] = "sqlite:///usage.db"
     expires = time.strftime("%Y-%m-%d", time.gmtime(time.time() + 30 * 86400))
     config["keys"][0]["expires"] = expires

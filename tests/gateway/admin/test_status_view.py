@@ -38,6 +38,19 @@ def test_a_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+def test_a_split_is_a_line_with_its_shares() -> None:
+    splits = [
+        {"id": "chat", "aliases": [], "models": {"a": 999, "b": 1}, "sticky": None},
+        {"id": "c", "models": {"a": 0, "b": 2}, "sticky": "key"},
+    ]
+    shown = status_view(status(server()) | {"splits": splits})
+    assert shown.splits == ("chat: a 99.9%, b 0.1%", "c: a 0%, b 100%, sticky by key")
+    output = io.StringIO()
+    show(shown, Console(file=output, width=200))
+    assert all(line in output.getvalue() and line in page(shown) for line in shown.splits)
+    assert status_view(status(server())).splits == ()
+
+
 @pytest.mark.parametrize(
     ("known", "state"),
     [
