@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
+import json
 import sqlite3
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from tests.vllm.gateway import HEADERS, MODEL, Real, WorkUntil, attempted, chat
 from tests.vllm.server import NOT_INSTALLED, installed
 from tests.vllm.test_gateway_counts import CHAT, COMPLETIONS, ENDLESS
 from tests.vllm.test_gateway_faults import option
+from tests.vllm.test_prompt_count import prompt_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
@@ -45,13 +48,45 @@ def test_the_classes_are_what_the_real_engine_has_counted(real: Real, tmp_path: 
     attempted(scenario)
 
 
+CANCELLED: dict[str, dict[str, Any]] = {
+    CHAT: chat("Never stop.", max_tokens=ENDLESS, stream=True),
+    "/v1/messages": chat("Never stop.", max_tokens=ENDLESS),
+    "/v1/responses": {"input": "Never stop.", "stream": True},
+    COMPLETIONS: {"prompt": "Never stop.", "max_tokens": ENDLESS},
+}
+"""Requests that are cancelled before their first event."""
+
+
+def test_the_prompt_of_a_cancelled_request_is_charged_if_that_is_configured(real: Real, tmp_path: Path) -> None:
+    with sampling_gateway(real, tmp_path, bill_cancelled_prefill=True) as beside:
+        for path, body in CANCELLED.items():
+            with real.held():
+                _cancel(real, beside, path, body)
+            wait_for(lambda: real.count("vllm:num_requests_running") == real.count("vllm:num_requests_waiting") == 0)
+        columns = "endpoint, status, incomplete, prompt_tokens, completion_tokens, estimated_by"
+        select = f"SELECT {columns} FROM gateway_usage"
+        found = wait_for(lambda: len(query(tmp_path, select)) == len(CANCELLED) and query(tmp_path, select))
+        expected = {
+            (path, 499, "client", prompt_of(real, path, {**body, "stream": False}), 0, "tokenize") for path, body in CANCELLED.items()
+        }
+        assert set(found) == expected
+
+
+def _cancel(real: Real, beside: Real, path: str, body: dict[str, Any]) -> None:
+    """Send a request, and disconnect when the server has received it. The engine is held, so there is no event yet."""
+    arrived = real.arrived()
+    with closing(http.client.HTTPConnection("127.0.0.1", beside.gateway.data, timeout=60)) as connection:
+        connection.request("POST", path, json.dumps({"model": MODEL, **body}), {**HEADERS, "content-type": "application/json"})
+        wait_for(lambda: real.arrived() > arrived)
+
+
 @contextmanager
-def sampling_gateway(real: Real, folder: Path) -> Iterator[Real]:
+def sampling_gateway(real: Real, folder: Path, **settings: Any) -> Iterator[Real]:
     """Run another gateway for the real vLLM, which samples its counters often. Yield it when the first sample is stored."""
     key = folder / "internal.key"
     key.write_text(real.internal_key)
     vllm = {"url": f"unix:{option(real.shim(), '--uds')}", "api_key": {"file": str(key)}}
-    ledger = {"url": "sqlite:///usage.db", "sample_interval": "300ms"}
+    ledger = {"url": "sqlite:///usage.db", "sample_interval": "300ms", **settings}
     wait_for(lambda: real.count("vllm:num_requests_running") == 0)
     with gateway(folder, configuration({"id": MODEL, "servers": [vllm]}) | {"ledger": ledger}) as beside:
         wait_for(lambda: query(folder, SAMPLES)[0][0])
