@@ -118,17 +118,24 @@ _WITHOUT_TOKENS: Mapping[str, int] = MappingProxyType(
 _WITH_PARTS = frozenset({"message", "reasoning"})  # items of responses whose text is in a part, which has its own events
 
 
-def events_without_tokens(document: Mapping[str, Any]) -> int:
+def events_without_tokens(document: Mapping[str, Any], block: str = "") -> int:
     """Return how many events without tokens an event of responses or messages stands for: itself, and those beside it without a mark.
 
-    vLLM sends these together: an item with the part that it opens; the end of a text, of its part and of its item; the signature of a
-    thinking block and its end.
+    ``block`` is the type of the last block that was opened. vLLM sends these together: an item with the part that it opens; the end of a
+    text, of its part and of its item; the signature of a thinking block and its end.
     """
-    kind, item, block = document.get("type"), document.get("item"), document.get("content_block")
+    kind, item = document.get("type"), document.get("item")
     if not isinstance(kind, str):
         return 0
-    has_more = (isinstance(item, dict) and item.get("type") in _WITH_PARTS) or (isinstance(block, dict) and block.get("type") == "thinking")
+    has_more = (isinstance(item, dict) and item.get("type") in _WITH_PARTS) or (block == "thinking" and kind == "content_block_stop")
     return _WITHOUT_TOKENS.get(kind, 0) + (has_more and kind in _WITHOUT_TOKENS)
+
+
+def opened_block(document: Mapping[str, Any]) -> str:
+    """Return the type of the block that an event of messages opens; empty for other events."""
+    block = document.get("content_block")
+    kind = block.get("type") if isinstance(block, dict) and document.get("type") == "content_block_start" else None
+    return kind if isinstance(kind, str) else ""
 
 
 def of_document(document: Mapping[str, Any], dialect: Dialect) -> Fields:

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from gateway.api.errors import Refusal, from_failure, render, render_event
 from gateway.api.model_name import ModelRenamer, renamed
-from gateway.api.response_fields import MARKS, Fields, Marks, Observer, events_without_tokens, of_body, of_document, of_event
+from gateway.api.response_fields import MARKS, Fields, Marks, Observer, events_without_tokens, of_body, of_document, of_event, opened_block
 from gateway.api.routes import Dialect
 from gateway.api.settlement import NOTHING, Delivery, Settlement, settle
 from gateway.api.translation import Translation
@@ -309,6 +309,7 @@ class EventRelay(ResponseRelay):
         body = upstream.body
         self._running = RunningUsage(body.choices, body.prompts, hidden=body.hides_running_usage) if body.choices else None
         self._structure = 0  # the events of responses and messages without tokens
+        self._block = ""  # the type of the last block of a message
         self._prompt: Usage | None = None  # the usage of the prompt in the first event of a stream of messages
         self._last = b""
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
@@ -407,7 +408,8 @@ class EventRelay(ResponseRelay):
             if self._hides_usage and document.get("choices") == []:
                 return event[: len(event) - len(event.lstrip(b"\n"))]  # a leading LF belongs to the CRLF that ended the event before
         elif self._dialect in _ITEMIZED:
-            self._structure += events_without_tokens(document)
+            self._structure += events_without_tokens(document, self._block)
+            self._block = opened_block(document) or self._block
             self._prompt = fields.usage or self._prompt
         elif self._running is not None or fields.usage is not None:
             event = self._read_running(event, document)

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.api.response_fields import MARKS, WHOLE_SIZE, Fields, Observer, events_without_tokens, of_body, of_document, of_event
+from gateway.api.response_fields import (
+    MARKS,
+    WHOLE_SIZE,
+    Fields,
+    Observer,
+    events_without_tokens,
+    of_body,
+    of_document,
+    of_event,
+    opened_block,
+)
 from gateway.api.routes import Dialect
 from gateway.api.usage import Usage
 from tests.gateway.api.test_json_scan import CUTS, FORMS, pieces
@@ -164,7 +174,7 @@ def test_every_event_with_a_field_has_a_mark(dialect: Dialect, form: dict[str, A
         ({"type": "response.output_text.delta", "delta": '"status"'}, 0),
         ({"type": "message_start", "message": {}}, 1),
         ({"type": "content_block_start", "content_block": {"type": "text"}}, 1),
-        ({"type": "content_block_start", "content_block": {"type": "thinking"}}, 2),
+        ({"type": "content_block_start", "content_block": {"type": "thinking"}}, 1),
         ({"type": "content_block_stop"}, 1),
         ({"type": "content_block_delta", "content_block": {"type": "thinking"}}, 0),
         ({"type": ["response.created"]}, 0),
@@ -173,6 +183,20 @@ def test_every_event_with_a_field_has_a_mark(dialect: Dialect, form: dict[str, A
 )
 def test_events_that_open_and_close_an_item_have_no_tokens(document: dict[str, Any], count: int) -> None:
     assert events_without_tokens(document) == count
+
+
+@each_row(
+    ("document", "block", "count"),
+    [
+        ({"type": "content_block_start", "content_block": {"type": "thinking"}}, "thinking", 1),
+        ({"type": "content_block_start", "content_block": {"type": []}}, "", 1),
+        ({"type": "content_block_delta", "content_block": {"type": "thinking"}}, "", 0),
+        ({"type": "content_block_stop"}, "", 1),
+    ],
+)
+def test_the_signature_of_a_thinking_block_comes_with_its_end(document: dict[str, Any], block: str, count: int) -> None:
+    assert (opened_block(document), events_without_tokens(document, "")) == (block, count)
+    assert events_without_tokens({"type": "content_block_stop"}, "thinking") == 2
 
 
 @pytest.mark.parametrize("spelled", [b'"us\\u0061ge"', b'"\\u0075sage"', b'"usage"  '])

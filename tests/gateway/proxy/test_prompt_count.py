@@ -159,6 +159,7 @@ async def test_the_prompt_of_a_truncated_stream_is_the_servers_count(journal: Jo
     [
         (RESPONSES, [*BEGUN, *opened("reasoning"), DELTA, DELTA, *closed("reasoning"), *opened(), DELTA], 3),
         (RESPONSES, [*BEGUN, *opened(), DELTA, *closed()], 1),
+        (MESSAGES, [*THINKING, TEXT_DELTA], 1),
         (MESSAGES, [*THINKING, TEXT_DELTA, *THOUGHT, event("content_block_start", content_block={"type": "text"}), TEXT_DELTA], 2),
         (MESSAGES, [*THINKING[:1], event("content_block_start", content_block={"type": "tool_use"}), TEXT_DELTA, TEXT_DELTA], 2),
     ],
