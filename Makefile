@@ -6,7 +6,7 @@ READY := .venv/.ready
 # The suite starts thousands of interpreters: they compile each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist sbom faults soak bench bench-peers pictures image image-vllm release-images lock fuzz audit clean
+.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist sbom faults soak accounting bench bench-peers pictures image image-vllm release-images lock fuzz audit clean
 
 setup: $(READY)  ## the environment in .venv, with the locked packages
 
@@ -64,8 +64,12 @@ sbom: dist  ## beside them, the bill of materials
 faults: $(READY)  ## the matrix of faults at its whole size, and its report, docs/reliability.md; ROWS="1 7" for some rows
 	$(BIN)/python -m tests.faults.report $(if $(ROWS),--rows $(ROWS))
 
-soak: $(READY)  ## ten minutes of mixed faults against the whole gateway, and its report; SECONDS=60 for a shorter one
+soak: $(READY)  ## ten minutes of mixed faults against the whole gateway, then 100,000 compared requests, and their report; SECONDS=60 REQUESTS=5000 for a shorter one
 	$(BIN)/python -m tests.faults.soak $(if $(SECONDS),--seconds $(SECONDS))
+	$(BIN)/python -m tests.accounting --simulated $(if $(REQUESTS),--requests $(REQUESTS))
+
+accounting: $(READY)  ## 2,000 requests with faults through the gateway to two real vLLMs, each compared with its row in the ledger, and the tables of docs/usage.md; needs PostgreSQL
+	$(BIN)/python -m tests.accounting $(if $(REQUESTS),--requests $(REQUESTS))
 
 bench: $(READY)  ## the gateway measured beside its peers; CASES="json streams" for some of the cases
 	$(BIN)/python -m tests.benchmarks $(CASES)

@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from tests.accounting.summary import BEGIN, END
 from tests.faults.invariants import request_ids, soon_idle, whole
 from tests.faults.report import ROOT, machine
 from tests.support.process import Gateway, configuration, gateway, launched
@@ -43,6 +44,17 @@ FAULTS: tuple[dict[str, Any], ...] = (
 """Faults of a server. Most requests have none."""
 KINDS = ("plain", "stream", "leave early", "leave in the stream", "no key", "bad body", "no such model")
 _READ = 65536
+_ACCOUNTING = f"""
+## Accounting
+
+Then 100,000 requests are played with two launched simulators and PostgreSQL, and each row of the ledger is compared with what its client
+received, as [with real vLLMs](usage.md#measured-accuracy).
+
+{BEGIN}
+
+{END}
+"""
+"""The section that ``tests.accounting`` fills."""
 
 
 @dataclass
@@ -224,7 +236,7 @@ def rendered(findings: Findings) -> str:
     lines = [
         "# Soak test",
         "",
-        "This page lets you check the gateway's memory and descriptors over a long run with mixed faults.",
+        "This page lets you check the gateway's memory and descriptors over a long run with mixed faults, and its ledger.",
         "",
         f"`make soak` ran {CLIENTS} clients for {findings.seconds:g} seconds against a gateway with two workers. The servers",
         "respond, reject, stall, truncate, abort, freeze and are killed. The clients disconnect at any time and send invalid",
@@ -243,7 +255,7 @@ def rendered(findings: Findings) -> str:
         first, last = samples[0], samples[-1]
         memory = f"{first.rss / 2**20:.1f} MiB | {last.rss / 2**20:.1f} MiB | {findings.slope(name):+.2f} MiB/min"
         lines.append(f"| {name} | {memory} | {first.fds} | {max(sample.fds for sample in samples)} | {last.fds} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, _ACCOUNTING])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,6 +22,7 @@ import httpx2
 import openai
 import psutil
 
+from tests.accounting.client import USER_HEADER
 from tests.support import process
 from tests.support.process import Gateway, configuration
 from tests.support.running import KEY
@@ -250,6 +251,7 @@ def real_gateway(folder: Path, *others: Json, flags: Mapping[str, Flag] | None =
     """Run the gateway until its real vLLM is healthy, then yield. `others`: more models. No process is left at the end."""
     with tempfile.TemporaryDirectory(prefix="tee-") as recordings:  # a short path: unix sockets allow 107 bytes
         config = configuration(real_model(MODEL, Path(recordings), flags), *others) | {"ledger": LEDGER}
+        config["keys"][0]["user_header"] = USER_HEADER
         with process.gateway(folder, config, seconds=START_WITHIN) as gateway:
             yield Real(gateway, Path(recordings))
 
