@@ -55,7 +55,7 @@ def tokenize_request(path: str, document: Document) -> CountRequest | None:
     convert = _CONVERSIONS.get(path)
     try:
         body = None if convert is None else convert(document)
-    except (AttributeError, LookupError, TypeError):  # the server has refused such a body, or reads it in another way
+    except (AttributeError, LookupError, TypeError, ValueError):  # the server has refused such a body, or reads it in another way
         return None
     return None if body is None else CountRequest("/tokenize", body)
 

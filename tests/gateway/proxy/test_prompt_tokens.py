@@ -21,14 +21,15 @@ PLANNED: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     (CHAT, {"messages": HELLO, "chat_template_kwargs": {"a": 1}}, {"messages": HELLO, "chat_template_kwargs": {"a": 1}}),
     (
         CHAT,
-        {"messages": HELLO, "reasoning_effort": "none", "documents": []},
-        {"messages": HELLO, "chat_template_kwargs": {"documents": [], "reasoning_effort": "none", "enable_thinking": False}},
+        {"messages": HELLO, "reasoning_effort": "none"},
+        {"messages": HELLO, "chat_template_kwargs": {"reasoning_effort": "none", "enable_thinking": False}},
     ),
     (
         CHAT,
         {"messages": HELLO, "reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
         {"messages": HELLO, "chat_template_kwargs": {"enable_thinking": False, "reasoning_effort": "high"}},
     ),
+    ("/v1/responses", {"input": "Hello"}, {"messages": HELLO, "add_special_tokens": True}),
     (COMPLETIONS, {"prompt": "Hello"}, {"prompt": "Hello"}),
     (COMPLETIONS, {"prompt": ["Hello"], "add_special_tokens": False}, {"prompt": "Hello", "add_special_tokens": False}),
 ]
@@ -42,14 +43,15 @@ UNPLANNED: list[tuple[str, dict[str, Any]]] = [
     (CHAT, {"messages": HELLO, "prompt_logprobs": 0}),
     (CHAT, {"messages": HELLO, "cache_salt": 1}),
     (CHAT, {"messages": HELLO, "chat_template_kwargs": "a"}),
-    (COMPLETIONS, {"prompt": ""}),
     (COMPLETIONS, {"prompt": []}),
     (COMPLETIONS, {"prompt": ["a", "b"]}),
     (COMPLETIONS, {"prompt": [[1], [2]]}),
     (COMPLETIONS, {"prompt": [1, -1]}),
     (COMPLETIONS, {"prompt": [1, True]}),
     (COMPLETIONS, {"prompt": [1, 2**32]}),
-    ("/v1/responses", {"input": "Hello"}),
+    (CHAT, {"messages": "Hello", "cache_salt": "a"}),
+    (CHAT, {"messages": [1]}),
+    ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "http://a/1"}]}]}),
     ("/v1/messages", {"messages": HELLO}),
 ]
 
