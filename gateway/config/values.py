@@ -45,7 +45,7 @@ from upstream.http.address import Address
 from upstream.vllm.presets import PRESETS
 
 EVENTS_POLICY = "cost"
-"""The balance policy that uses KV cache events."""
+"""The balance policy that uses KV cache events, and the cached tokens that responses report."""
 HASH_PATTERN = r"^sha256:[0-9a-fA-F]{64}$"
 _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
 _OWN_PATHS = {"health", "v1", "v2", "rerank", "score", "classify", "pooling", "tokenize", "detokenize"}

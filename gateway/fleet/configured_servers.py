@@ -106,5 +106,6 @@ def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: in
         adapters=tuple(Adapter(lora.id, lora.path) for lora in model.loras if lora.path is not None),
         sleeps=launch.idle_sleep is not None,
         drain=config.server.drain,
+        cached_tokens=model.balance == EVENTS_POLICY,
         kv_events=uses_kv_events(model),
     )

@@ -1,8 +1,9 @@
-"""Check ``balance: prefix`` in front of two real vLLM servers by the cache counters of the servers."""
+"""Check ``balance: prefix`` and ``cost`` in front of two real vLLM servers, by what the servers report about their caches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -12,20 +13,27 @@ import pytest
 from tests.support.process import Gateway, configuration, gateway
 from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import WITHOUT_THINKING
-from tests.vllm.server import NOT_INSTALLED, Flag, Server, installed, running
+from tests.vllm.kv_events import Comparison, Traffic, flags
+from tests.vllm.server import NOT_INSTALLED, Server, installed, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
-FLAGS: Mapping[str, Flag] = {"block-size": 32, "reasoning-parser": "qwen3"}
 CONVERSATIONS = 7  # an odd number: with round robin, the second round of each conversation goes to the other server
 ROUNDS = 3
 LONG = " ".join(f"Item {number} of the list is {number * number}." for number in range(16))
 
 
 @pytest.fixture(scope="module")
-def servers() -> Iterator[list[Server]]:
+def sockets() -> Iterator[Path]:
+    """Return a folder for the sockets of the servers' KV cache events, with a short path."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def servers(sockets: Path) -> Iterator[list[Server]]:
     with ExitStack() as stack:
-        yield [stack.enter_context(running("qwen3", flags=FLAGS)) for _ in range(2)]
+        yield [stack.enter_context(running("qwen3", flags=flags(sockets, number, blocks=None))) for number in range(2)]
 
 
 @pytest.fixture(scope="module")
@@ -63,3 +71,17 @@ def test_conversations_find_their_prefix_in_the_cache(servers: list[Server], one
     print(f"hit rates by vLLM's own counters: {rates}")
     assert rates["prefix"] > rates["round_robin"] + 0.2
     assert one.metric('vllm_gateway_inflight_requests{model="prefix"}') == 0
+
+
+def test_predicted_cached_tokens_are_those_of_the_responses(servers: list[Server], sockets: Path) -> None:
+    comparison = Comparison(sockets, [server.url for server in servers])
+    try:
+        comparison.start_gateway()
+        traffic = Traffic(11)
+        comparison.play("first", 12, traffic)
+        comparison.start_gateway()
+        comparison.play("after a restart of the gateway", 4, traffic)
+        assert comparison.shares() == {"first": (12, 12), "after a restart of the gateway": (4, 4)}
+        assert sum(each.cached for each in comparison.sent) > 1000
+    finally:
+        comparison.close()

@@ -63,8 +63,8 @@ class LaunchSettings:
     ``served_names``: the first name is the model's ID. ``args``: flag without dashes -> value. ``true`` is a bare ``--flag``, ``false`` is
     ``--no-flag``, a list follows its one flag, a mapping becomes JSON. ``env`` overrides the inherited environment. ``listen``: ``tcp`` for
     a command without ``--uds``. ``sleeps``: the server can be put to sleep. ``drain``: seconds that vLLM itself gives its requests in
-    flight when something other than the gateway stops it. ``adapters`` are served in addition to the model. ``kv_events``: the server
-    publishes the events of its prefix cache.
+    flight when something other than the gateway stops it. ``adapters`` are served in addition to the model. ``cached_tokens``: the
+    server reports the cached tokens of each prompt. ``kv_events``: it publishes the events of its prefix cache.
     """
 
     model: str
@@ -77,6 +77,7 @@ class LaunchSettings:
     adapters: tuple[Adapter, ...] = ()
     sleeps: bool = False
     drain: float = 0.0
+    cached_tokens: bool = False
     kv_events: bool = False
 
 
@@ -150,7 +151,10 @@ def _default_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
     drain: dict[str, ArgumentValue] = (
         {"shutdown-timeout": math.ceil(settings.drain)} if settings.drain and takes_vllms_flags(settings.command) else {}
     )
-    return sleep | drain
+    cached: dict[str, ArgumentValue] = (
+        {"enable-prompt-tokens-details": True} if settings.cached_tokens and takes_vllms_flags(settings.command) else {}
+    )
+    return sleep | drain | cached
 
 
 def _event_flags(settings: LaunchSettings, folder: str) -> dict[str, ArgumentValue]:

@@ -217,3 +217,9 @@ def test_events_are_published_on_sockets_of_the_private_folder() -> None:
 )
 def test_otherwise_the_flag_is_not_added(settings: LaunchSettings, folder: str | None) -> None:
     assert "--kv-events-config" not in command_line(settings, UDS, KEY, folder).argv
+
+
+@pytest.mark.parametrize("command", [("vllm", "serve"), ("serve-model",)])
+def test_cached_tokens_are_reported_where_the_flag_is_known(command: tuple[str, ...]) -> None:
+    argv = command_line(LaunchSettings("m", ("m",), command=command, cached_tokens=True), UDS, KEY).argv
+    assert ("--enable-prompt-tokens-details" in argv) is (command[0] == "vllm")
