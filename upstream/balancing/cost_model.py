@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from math import exp
 from time import monotonic
 from typing import Protocol
 
@@ -24,12 +25,13 @@ BYTES_PER_TOKEN = 4.0
 """Before the first response: about the ratio of English text in most tokenizers."""
 SECONDS_PER_TOKEN = 1 / 8000
 """Before the first stream: a model of medium size on one current GPU computes about 8,000 tokens of prompts in a second."""
-RUNNING = 0.002
-"""Seconds by which each running request delays a new one. It decides between servers that are equal otherwise."""
+WINDOW = 10.0
+"""Seconds over which the utilization of a server is measured."""
 LOAD_LIFETIME = 5.0
 """Seconds after which a sample of an engine's load no longer counts. Its weight falls linearly until then."""
 _LEAST_WORK = 128.0  # tokens that an observation of a server's speed must have: below that, other work decides the time
 _MEMORY = 0.9  # weight of the earlier observations against the next one
+_FOUND = 0.05  # weight of the next observation against the earlier ones
 _LEAST_CAPACITY = 64  # blocks
 
 
@@ -74,8 +76,8 @@ class ServerCost:
     """The learned speed and the known work of one server."""
 
     __slots__ = (
-        "_seconds", "_tokens", "capacity", "foreign", "in_flight", "load_at", "most", "placed", "ready_at", "responded_at",
-        "seconds_per_token", "waiting",
+        "_seconds", "_tokens", "_work", "_work_at", "capacity", "foreign", "in_flight", "load_at", "most", "placed", "ready_at",
+        "responded_at", "seconds_per_token", "waiting",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -88,7 +90,7 @@ class ServerCost:
         self.in_flight = 0
         """Requests of all workers of this gateway."""
         self.foreign = (0.0, 0.0)
-        """Requests that the engine has from others: all of them, and the waiting ones."""
+        """Requests that the engine had from others when its load was sampled: all of them, and the waiting ones."""
         self.load_at = 0.0
         """When ``foreign`` was sampled; 0 before the first time."""
         self.responded_at = 0.0
@@ -101,12 +103,35 @@ class ServerCost:
         """Blocks of its cache."""
         self._tokens = 0.0
         self._seconds = 0.0
+        self._work = 0.0  # seconds of prompts; the share of earlier ones falls by 1/e in WINDOW
+        self._work_at = 0.0
 
-    def end_requests(self, count: int) -> None:
-        """Count requests that have ended. An idle server has no backlog, whatever was assumed of its speed."""
-        self.in_flight = max(self.in_flight - count, 0)
+    def add_work(self, seconds: float, now: float) -> None:
+        """Count prompts that take so many seconds to compute."""
+        self.ready_at = max(self.ready_at, now) + seconds
+        self._work = self._work * exp((self._work_at - now) / WINDOW) + seconds
+        self._work_at = now
+
+    def utilization(self, now: float) -> float:
+        """Return the share of the last seconds that the server needed for prompts. Prompts of others count like those of this gateway."""
+        own = self._work * exp((self._work_at - now) / WINDOW) / WINDOW
+        others = self.others(now)[0]
+        return own * (1 + others / self.in_flight) if others and self.in_flight else own
+
+    def others(self, now: float) -> tuple[float, float]:
+        """Return the requests of others, and how many of them wait. An old sample counts for less."""
+        if not self.load_at:
+            return 0.0, 0.0
+        freshness = max(1.0 - (now - self.load_at) / LOAD_LIFETIME, 0.0)
+        return self.foreign[0] * freshness, self.foreign[1] * freshness
+
+    def end_requests(self, count: int) -> int:
+        """Count requests that have ended; return how many were known. An idle server has no backlog, whatever was assumed of its speed."""
+        ended = min(self.in_flight, count)
+        self.in_flight -= ended
         if not self.in_flight:
             self.ready_at = self.waiting = 0.0
+        return ended
 
     def learn(self, tokens: float, seconds: float) -> None:
         """Learn from prompts of ``tokens`` tokens that the server computed in ``seconds`` seconds."""
@@ -122,7 +147,8 @@ class Placement:
     """
 
     __slots__ = (
-        "_goal", "_model", "_placed_at", "_prompt", "_responded", "_seconds", "_state", "candidates", "predicted", "server", "uncached",
+        "_goal", "_model", "_placed_at", "_prompt", "_responded", "_seconds", "_state", "assumed", "candidates", "predicted", "server",
+        "uncached",
     )  # fmt: skip
 
     def __init__(self, model: CostModel, server: str, prompt: Prompt, predicted: float, uncached: float, now: float) -> None:
@@ -134,6 +160,8 @@ class Placement:
         self.server = server
         self.predicted = predicted
         self.uncached = uncached
+        self.assumed = 0.0
+        """Tokens that may be cached because others sent the same prefix; more than ``predicted`` if the request was placed for them."""
         self.candidates: tuple[tuple[str, float, float], ...] = ()
         """Name, cost and cached tokens of each candidate, if the choice is to be explained."""
         if prompt.stream:
@@ -171,6 +199,8 @@ class Placement:
             if prompt.tokens:
                 model.engines.verify(prompt.tokens, prompt_tokens)
             reported = model.correct(self.server, self.predicted, cached_tokens)
+            if reported and self.assumed > self.predicted:
+                model.learn_found((cached_tokens - self.predicted) / (self.assumed - self.predicted))
             computed = prompt_tokens - cached_tokens if reported else self.uncached
             if self._seconds > 0.0 and computed >= _LEAST_WORK:
                 state.learn(computed, self._seconds)
@@ -206,6 +236,12 @@ class CostModel:
         """Seconds for a token of a prompt, on a server whose speed is unknown: as on the fastest known one."""
         self.mean_uncached = 0.0
         """Mean tokens that a placed request had to compute."""
+        self.in_flight = 0
+        """Requests of this gateway on all servers."""
+        self.found = 1.0
+        """The share of the assumed tokens that were cached, when a request was placed for what others had sent."""
+        self._foreign = 0.0
+        self._load_at = 0.0
         self.peers = peers
         self._is_configured = kv_cache_tokens is not None
         self._default_capacity = DEFAULT_CAPACITY if kv_cache_tokens is None else blocks_of(kv_cache_tokens)
@@ -217,7 +253,9 @@ class CostModel:
         """Know these servers and no others. The knowledge about the servers that stay is not lost."""
         wanted = dict.fromkeys(names)
         for name in [name for name in self.servers if name not in wanted]:
-            del self.servers[name]
+            removed = self.servers.pop(name)
+            self.in_flight -= removed.in_flight
+            self._foreign -= removed.foreign[0]
             self._reporting.discard(name)
             self.index.remove_server(name)
         self.engines.set_servers(wanted)
@@ -298,6 +336,10 @@ class CostModel:
         self.index.add_server(name, int(capacity))
         return True
 
+    def learn_found(self, share: float) -> None:
+        """Learn whether servers have prefixes that others sent."""
+        self.found += (min(max(share, 0.0), 1.0) - self.found) * _FOUND
+
     # Observations of others
 
     def peer_placed(self, name: str, keys: Sequence[int], uncached: float) -> None:
@@ -313,7 +355,7 @@ class CostModel:
         """
         server = self.servers.get(name)
         if server is not None:
-            server.end_requests(1)
+            self.in_flight -= server.end_requests(1)
             blocks = int(generated * self.bytes_per_token / BLOCK_BYTES)
             self._generated += blocks
             self.index.insert(name, [*keys, *range(-self._generated, blocks - self._generated)])
@@ -322,21 +364,27 @@ class CostModel:
         """Observe that ``count`` requests of another worker ended with its process."""
         server = self.servers.get(name)
         if server is not None:
-            server.end_requests(count)
+            self.in_flight -= server.end_requests(count)
 
     def engine_load(self, name: str, load: EngineLoad) -> None:
         """Observe an engine's own metrics. Its requests beyond this gateway's belong to others, e.g. to another gateway."""
         server = self.servers.get(name)
         if server is not None:
             foreign = max(load.running + load.waiting - server.in_flight, 0.0)
+            self._foreign += foreign - server.foreign[0]
             server.foreign = (foreign, min(foreign, load.waiting))
-            server.load_at = load.time
+            server.load_at = self._load_at = load.time
+
+    def others(self, now: float) -> float:
+        """Return the requests of others on all servers."""
+        return self._foreign if self._load_at and now - self._load_at < LOAD_LIFETIME else 0.0
 
     def _add(self, name: str, keys: Sequence[int], uncached: float, now: float) -> None:
         server = self.servers[name]
         server.placed += uncached
         server.in_flight += 1
-        server.ready_at = max(server.ready_at, now) + uncached * (server.seconds_per_token or self.pace)
+        self.in_flight += 1
+        server.add_work(uncached * (server.seconds_per_token or self.pace), now)
         self.index.insert(name, keys)
 
 

@@ -3,12 +3,20 @@
 The cost of a request on a server is the sum of:
 
 * **its backlog**: the time that the server still needs for the prompts that it was given before;
-* **its uncached tokens** at the server's speed. The prefix index knows how much of the prompt the server has cached;
-* **its running requests**, ``RUNNING`` for each, and what the engine's own metrics say about requests of others;
+* **its uncached tokens** at the server's speed. The prefix index knows how much of the prompt the server has cached. On a server that
+  computes prompts all the time they cost up to ``1 + BUSY`` times as much: they delay the requests behind them, and their blocks evict
+  others. On a server with time to spare, another copy of a popular prefix costs nothing;
+* **its requests**, ``RUNNING`` for each, more ``CROWDED`` for each above ``FACTOR`` times its share, because every request in a batch makes
+  the others slower. Up to ``FREE`` requests are never too many;
 * **its LoRA adapter**, if the server has not used it lately, and **its session**, if another server had its last request.
 
 So a request goes where its prefix is cached, unless waiting there takes longer than computing it elsewhere. The rule: an unknown server is
 compared with assumed values, and if nothing is known of the prompt, the least busy server of those with the same cost is chosen.
+
+Several gateways in front of the same servers do not know each other's requests. The engines' metrics show how many requests belong to
+others. In this case a prompt has a **home**: rendezvous hashing of its first block that few servers have. All gateways compute the same
+home, and each assumes that the others sent the prefix there, as long as the responses confirm it. So the gateways do not store the same
+prefixes on different servers.
 
 In a large pool, only ``CONSIDERED`` servers are compared: those with the longest cached prefix, the least busy one and a few others in
 turn.
@@ -16,12 +24,25 @@ turn.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
-from upstream.balancing.cost_model import BLOCK_BYTES, LOAD_LIFETIME, RUNNING, CostModel
+from upstream.balancing.cost_model import BLOCK_BYTES, CostModel, Prompt, ServerCost
 from upstream.balancing.policies.policy import C, Candidates, Policy, RequestFacts
+from upstream.balancing.policies.prefix import Prefix
 
+BUSY = 4.0
+RUNNING = 0.005
+"""Seconds by which each running request delays a new one."""
+CROWDED = 0.05
+FACTOR = 1.25
+FREE = 4
+OTHERS = 4 / 3
+"""The assumed cached share of a prompt on its home, for each request of others among all requests; at most the whole prompt."""
+FOUND = 1 / 3
+"""The share of assumed tokens that must be cached. Below it less is assumed: others send other prompts, or events report their prompts."""
+POPULAR = 4
+"""A block that more than one of this many servers have is not the block that decides about the home."""
 ADAPTER = 0.05
 """Seconds for a LoRA adapter that the server has not used lately, and may have to load."""
 SESSION = 0.02
@@ -41,6 +62,8 @@ class Cost(Policy[C]):
         self._by_name = {server.name: server for server in servers}
         self._explain = explain
         self._choices = 0
+        self._weight = sum(server.weight for server in servers)
+        self._homes: Prefix[C] = Prefix(servers)
 
     def choose(self, candidates: Candidates[C], request: RequestFacts) -> C:
         """Return the candidate with the smallest cost, and note the request's placement on it."""
@@ -61,23 +84,24 @@ class Cost(Policy[C]):
         now, pace, states = model.clock(), model.pace, model.servers
         per_token = 1 / model.bytes_per_token
         tokens, per_block = prompt.tokens or prompt.size * per_token, BLOCK_BYTES * per_token
+        others = model.others(now)
+        crowd = max(FREE, FACTOR * (model.in_flight + others) / self._weight)
+        home, expected = None, 0.0
+        if others and prompt.keys:
+            home = self._home(prompt, matched, candidates, reported)
+            expected = min(OTHERS * others / (others + model.in_flight), 1.0) * min(model.found / FOUND, 1.0) * tokens
         lowest, best_cached = None, 0.0
         explained: list[tuple[str, float, float]] | None = [] if self._explain else None
-        for server in (best, *considered):
+        for server in (best, *considered) if home is None else (best, *considered, home):
             name = server.name
             state = states[name]
             speed = state.seconds_per_token or pace
             cached = matched.get(name, 0) * per_block
             if reported is not None and name in reported:
                 cached = max(cached, reported[name]) if name in incomplete else reported[name]
-            cost = (tokens - cached) * speed + RUNNING * state.in_flight / server.weight
-            backlog = state.ready_at - now
-            cost += backlog if backlog > 0.0 else state.waiting * speed  # what is overdue takes longer than expected
-            if state.load_at:
-                freshness = 1.0 - (now - state.load_at) / LOAD_LIFETIME
-                if freshness > 0.0:
-                    foreign, foreign_waiting = state.foreign
-                    cost += freshness * (foreign_waiting * model.mean_uncached * speed + RUNNING * foreign / server.weight)
+            uncached = tokens - (max(cached, expected) if server is home else cached)
+            cost = uncached * speed * (1 + BUSY * min(state.utilization(now), 1.0))
+            cost += self._load_cost(state, server.weight, speed, crowd, now)
             if adapter is not None and name not in adapter:
                 cost += ADAPTER
             if session is not None and name not in session:
@@ -87,9 +111,32 @@ class Cost(Policy[C]):
             if lowest is None or cost < lowest:
                 best, lowest, best_cached = server, cost, cached
         placement = model.start(best.name, prompt, best_cached)
+        if best is home:
+            placement.assumed = expected
         if explained is not None:
             placement.candidates = tuple(explained[1:])
         return best
+
+    def _load_cost(self, state: ServerCost, weight: float, speed: float, crowd: float, now: float) -> float:
+        """Return the seconds that a request waits for other requests, and delays them. ``crowd``: requests that are not too many."""
+        others, others_waiting = state.others(now)
+        requests = (state.in_flight + others) / weight
+        backlog = state.ready_at - now
+        cost = backlog if backlog > 0.0 else state.waiting * speed  # what is overdue takes longer than expected
+        cost += others_waiting * self.model.mean_uncached * speed + RUNNING * requests
+        above = requests + 1 / weight - crowd
+        return cost + CROWDED * above if above > 0.0 else cost
+
+    def _home(self, prompt: Prompt, matched: dict[str, int], candidates: Candidates[C], reported: Mapping[str, float] | None) -> C | None:
+        """Return the server on which all gateways expect a prompt that they do not know.
+
+        Returns None if this server is down, or its events report what it has cached.
+        """
+        few = max(len(candidates.members) // POPULAR, 1)
+        depth = sorted(matched.values(), reverse=True)[few] if len(matched) > few else 0
+        home = self._homes.order(prompt.keys[min(depth, len(prompt.keys) - 1)])[0]
+        is_reported = reported is not None and home.name in reported and home.name not in self.model.engines.incomplete
+        return home if home in candidates and not is_reported else None
 
     def _considered(self, candidates: Candidates[C], matched: dict[str, int]) -> Iterable[C]:
         """Return the servers to compare in a large pool."""

@@ -6,7 +6,7 @@ from collections import Counter
 
 from tests.upstream.balancing.policies.servers import FakeServer, candidates, named
 from upstream.balancing.cost_model import CostModel, EngineLoad, Placement, Prompt
-from upstream.balancing.policies.cost import Cost
+from upstream.balancing.policies.cost import FOUND, Cost
 from upstream.balancing.policies.policy import RequestFacts
 
 BLOCK = 512
@@ -203,3 +203,63 @@ def test_a_large_pool_finds_the_cached_prefix() -> None:
     homes = {first: router.serve(first).server for first in range(1000, 40_000, 1000)}
     router.clock.now += 100
     assert {first: router.serve(first).server for first in homes} == homes
+
+
+def test_an_idle_server_gets_a_copy_sooner_than_a_busy_one() -> None:
+    """One server has the prefix and a backlog. The other one computed prompts all the time, or none."""
+
+    def waits_for_home(*, busy: bool) -> bool:
+        router = Router("a", "b")
+        home = router.serve(1000).server
+        router.clock.now += 100
+        other = next(server.name for server in router.servers if server.name != home)
+        if busy:
+            for second in range(20):
+                router.model.peer_placed(other, [5000 + second], 8000 / 2)
+                router.clock.now += 1
+                router.model.peer_finished(other, [], 0)
+        for _ in range(5):
+            router.model.peer_placed(home, [], 1400)  # 0.9 s of work, against 0.64 s for the prefix
+        return router.send(1000).server == home
+
+    assert not waits_for_home(busy=False)
+    assert waits_for_home(busy=True)
+
+
+def test_a_crowded_server_is_avoided_although_it_has_the_prefix() -> None:
+    router = Router("a", "b", "c", "d")
+    home = router.serve(1000, 8).server
+    router.clock.now += 10
+    used = []
+    for _ in range(40):
+        placement = router.send(1000, 8)
+        placement.responded()  # the prompt is cached, and the response takes long
+        router.clock.now += 1
+        used.append(placement.server)
+    assert used[:4] == [home] * 4
+    assert max(Counter(used).values()) <= 15, "ten are the mean"
+
+
+def test_gateways_that_do_not_know_each_other_agree_on_an_unknown_prompt() -> None:
+    names = [f"server-{number}" for number in range(8)]
+    gateways = [Router(*names) for _ in range(4)]
+    for seed, router in enumerate(gateways):
+        for name in names:
+            router.model.engine_load(name, EngineLoad(router.clock.now, 3, 0))
+        router.policy._choices = seed
+    for first in range(1000, 21000, 1000):
+        assert len({router.send(first).server for router in gateways}) == 1
+        for router in gateways:
+            router.clock.now += 0.01
+
+
+def test_prompts_that_others_never_sent_are_not_expected_elsewhere() -> None:
+    router = Router(*(f"server-{number}" for number in range(8)))
+    router.serve(500)
+    router.serve(500, cached=LONG * BLOCK // 4)  # this server reports cached tokens
+    for first in range(1000, 200_000, 1000):
+        for server in router.servers:
+            router.model.engine_load(server.name, EngineLoad(router.clock.now, 3, 0))
+        router.serve(first)
+        router.clock.now += 1
+    assert router.model.found < FOUND
