@@ -29,7 +29,7 @@ from tests.support.wire import DONE, STREAM_HEAD, chat, request
 
 PRICE = price(0.1, 0.3, cached=0.05, reasoning=0.7)
 HOLDER = Allowance("key team-a", Limits(tokens_per_day=10**9, cost_per_day=10**15))
-PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "messages": "/v1/messages"}
+PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions", "messages": "/v1/messages", "responses": "/v1/responses"}
 KINDS = ("prompt", "completion", "cached", "reasoning")
 
 counts = st.integers(0, 5000)
@@ -81,6 +81,7 @@ class Settlements(RuleBasedStateMachine):
         self.journal = Journal.create("test", 1 << 16, 8)
         self.stack.callback(self.journal.close)
         self.one = self.stack.enter_context(way(key(allowances=(HOLDER,)), model(1, price=PRICE)))
+        self.one.server_wire.close()  # each request has its own; a count of a prompt would wait for this one
         ledger = self.one.context.ledger = Recorder(self.journal)
         ledger.apply_snapshot(self.one.worker.snapshot)
 
@@ -158,6 +159,18 @@ class Settlements(RuleBasedStateMachine):
         chunks = [b"%x\r\n%b\r\n" % (len(each), each) for each in events] + ([b"0\r\n\r\n"] if complete else [])
         body = {**chat(stream=True), "max_tokens": 100}
         self.run(self.exchange(PATHS["messages"], body, [STREAM_HEAD, *chunks], end))
+
+    @rule(deltas=st.integers(0, 5), final=st.none() | usages, end=st.sampled_from(["client", "server"]))
+    def receive_responses(self, deltas: int, final: Usage | None, end: str) -> None:
+        """The server refuses the connection that would count the prompt of a truncated stream."""
+        events = [message("response.created", response={"status": "in_progress", "usage": None})]
+        events += [message("response.output_item.added", item={"type": "function_call", "status": "in_progress"})]
+        events += [message("response.function_call_arguments.delta", delta="a")] * deltas
+        if final is not None:
+            usage = {"input_tokens": final.prompt, "output_tokens": final.completion}
+            events.append(message("response.completed", response={"status": "completed", "usage": usage}))
+        chunks = [b"%x\r\n%b\r\n" % (len(each), each) for each in events] + ([b"0\r\n\r\n"] if final is not None else [])
+        self.run(self.exchange(PATHS["responses"], {"model": "tiny", "input": "Hello", "stream": True}, [STREAM_HEAD, *chunks], end))
 
     @rule()
     def leave_before_the_response(self) -> None:
