@@ -7,11 +7,10 @@ phase the share of requests whose prediction was equal. The servers have so few 
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +40,6 @@ def flags(folder: Path, number: int, blocks: int | None = BLOCKS) -> dict[str, F
         "enable_kv_cache_events": True,
         "endpoint": f"ipc://{folder}/kv{number}",
         "replay_endpoint": f"ipc://{folder}/replay{number}",
-        "hwm": 1,  # a gateway that does not read loses events soon
     }
     return {
         "block-size": BLOCK,
@@ -175,14 +173,42 @@ class Comparison:
                 done.result()
         self.wait_until_applied()
 
-    def lose_events(self, requests: int, traffic: Traffic) -> None:
-        """Let control read nothing while both servers compute prompts. The worker still serves them."""
-        os.kill(self.gateway.process.pid, signal.SIGSTOP)
+    def play_with_losses(self, phase: str, requests: int, traffic: Traffic) -> int:
+        """Lose the events of every fourth request on their way to the gateway, which is restarted before and after.
+
+        The next request shows the gap, and is a phase of its own, because its prediction does not know of the loss. Returns the gaps.
+        """
+        self.stop_gateway()
+        with self._relay() as relay:
+            self.start_gateway()
+            for number in range(requests):
+                relay.lossy = number % 4 == 1
+                name = f"{phase}, directly after a loss" if number % 4 == 2 else phase
+                traffic.send(lambda body, name=name: self.send(name, body))
+                if not relay.lossy:
+                    self.wait_until_applied()
+            gaps = self.gaps()
+            self.stop_gateway()
+        self.start_gateway()
+        return gaps
+
+    @contextmanager
+    def _relay(self) -> Iterator[Relay]:
+        """Put a relay between the servers' sockets and the gateway's. The sockets for replays stay as they are."""
+        relay = Relay(self._context)
+        paths = [self.folder / f"kv{number}" for number in range(len(self.urls))]
+        for path in paths:
+            path.rename(path.with_suffix(".real"))
+        thread = threading.Thread(target=relay.run, args=(paths,))
+        thread.start()
         try:
-            for _ in range(requests):
-                traffic.send(lambda body: self.send("while control is stopped", body))
+            wait_for(lambda: all(path.exists() for path in paths))
+            yield relay
         finally:
-            os.kill(self.gateway.process.pid, signal.SIGCONT)
+            relay.ended = True
+            thread.join()
+            for path in paths:
+                path.with_suffix(".real").replace(path)
 
     def gaps(self) -> int:
         return sum((each.get("kv_events") or {"gaps": 0})["gaps"] for each in self.status())
@@ -201,6 +227,29 @@ class Comparison:
         for each in self.servers.values():
             each.close()
         self._context.destroy(linger=0)
+
+
+@dataclass
+class Relay:
+    """Passes the batches of all servers on, except while it is ``lossy``."""
+
+    context: zmq.Context[Any]
+    lossy: bool = False
+    ended: bool = False
+
+    def run(self, paths: Sequence[Path]) -> None:
+        with ExitStack() as stack:
+            pairs = [[stack.enter_context(self.context.socket(kind)) for kind in (zmq.SUB, zmq.PUB)] for _ in paths]
+            for path, (source, target) in zip(paths, pairs, strict=True):
+                source.setsockopt(zmq.SUBSCRIBE, b"")
+                source.connect(f"ipc://{path.with_suffix('.real')}")
+                target.bind(f"ipc://{path}")
+            while not self.ended:
+                for source, target in pairs:
+                    if source.poll(5):
+                        batch = source.recv_multipart()
+                        if not self.lossy:
+                            target.send_multipart(batch)
 
 
 class Traffic:
@@ -248,11 +297,8 @@ def main() -> None:
     part, traffic, began = requests // 10, Traffic(7), time.monotonic()
     with comparison() as one:
         one.play("one at a time", 4 * part, traffic)
-        one.lose_events(part, traffic)
-        one.wait_until_applied()
-        print(f"gaps after control was stopped: {one.gaps()}", flush=True)
-        one.play("after lost events", part, traffic)
-        one.start_gateway()
+        gaps = one.play_with_losses("with lost events", 2 * part, traffic)
+        print(f"gaps that the gateway noticed: {gaps}", flush=True)
         one.play("after a restart of the gateway", part, traffic)
         one.restart_server(0)
         one.play("after a restart of an engine", part, traffic)
