@@ -333,6 +333,18 @@ ENGINE = Dashboard(
             ),
         ),
         Panel(
+            "Cached prompt tokens, predicted and reported",
+            "short",
+            ((_sum("model, type", _rate("vllm_gateway_predicted_tokens_total", '{model=~"$model"}')), "{{model}} {{type}}"),),
+            "Per second; only with `balance: cost`. More predicted than cached tokens: servers evict blocks, or others use them.",
+        ),
+        Panel(
+            "Blocks in the prefix index",
+            "short",
+            (('max by (model) (vllm_gateway_prefix_index_blocks{model=~"$model"})', "{{model}}"),),
+            "The largest index of all workers. At most a million blocks for each model.",
+        ),
+        Panel(
             "Time in vLLM's queue, p95",
             "s",
             tuple((query, "{{server}}") for query, _ in _quantiles("vllm:request_queue_time_seconds", "server", _ENGINE, 0.95)),

@@ -22,6 +22,7 @@ def everything() -> dict[str, Any]:
     """
     one = launched(MODEL, **{"enable-prompt-tokens-details": True})
     one["launch"]["replicas"] = 2
+    one["balance"] = "cost"
     rests = launched(ON_DEMAND)
     rests["launch"]["start"] = "on_demand"
     unreachable = {
