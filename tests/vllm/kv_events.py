@@ -176,16 +176,16 @@ class Comparison:
     def play_with_losses(self, phase: str, requests: int, traffic: Traffic) -> int:
         """Lose the events of every fourth request on their way to the gateway, which is restarted before and after.
 
-        The next request shows the gap, and is a phase of its own, because its prediction does not know of the loss. Returns the gaps.
+        The next request shows the gap. It is counted separately, because its prediction is made before that. Returns the gaps.
         """
         self.stop_gateway()
-        with self._relay() as relay:
+        with self._forwarder() as forwarder:
             self.start_gateway()
             for number in range(requests):
-                relay.lossy = number % 4 == 1
+                forwarder.lossy = number % 4 == 1
                 name = f"{phase}, directly after a loss" if number % 4 == 2 else phase
                 traffic.send(lambda body, name=name: self.send(name, body))
-                if not relay.lossy:
+                if not forwarder.lossy:
                     self.wait_until_applied()
             gaps = self.gaps()
             self.stop_gateway()
@@ -193,19 +193,19 @@ class Comparison:
         return gaps
 
     @contextmanager
-    def _relay(self) -> Iterator[Relay]:
-        """Put a relay between the servers' sockets and the gateway's. The sockets for replays stay as they are."""
-        relay = Relay(self._context)
+    def _forwarder(self) -> Iterator[Forwarder]:
+        """Put a forwarder between the servers' sockets and the gateway's. The sockets for replays stay as they are."""
+        forwarder = Forwarder(self._context)
         paths = [self.folder / f"kv{number}" for number in range(len(self.urls))]
         for path in paths:
             path.rename(path.with_suffix(".real"))
-        thread = threading.Thread(target=relay.run, args=(paths,))
+        thread = threading.Thread(target=forwarder.run, args=(paths,))
         thread.start()
         try:
             wait_for(lambda: all(path.exists() for path in paths))
-            yield relay
+            yield forwarder
         finally:
-            relay.ended = True
+            forwarder.ended = True
             thread.join()
             for path in paths:
                 path.with_suffix(".real").replace(path)
@@ -230,7 +230,7 @@ class Comparison:
 
 
 @dataclass
-class Relay:
+class Forwarder:
     """Passes the batches of all servers on, except while it is ``lossy``."""
 
     context: zmq.Context[Any]
