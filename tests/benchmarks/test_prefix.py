@@ -10,6 +10,7 @@ import hypothesis.strategies as some
 import pytest
 from hypothesis import given
 
+from tests.benchmarks.prefix.__main__ import COST, EVENTS, choosers
 from tests.benchmarks.prefix.cache import Cache
 from tests.benchmarks.prefix.choosers import CHOOSERS, Chooser, KnownServer
 from tests.benchmarks.prefix.engines import BatchedEngine, SerialEngine
@@ -154,7 +155,16 @@ def test_every_gateway_gets_its_own_requests_and_all_events(engine: MakeEngine) 
     assert all(machine.in_flight == 0 for machine in (made[0].first, made[1].first))
 
 
-def test_the_oracle_finds_long_contexts() -> None:
+def test_long_contexts_are_found_by_their_cost() -> None:
     talks = TRACES["b2b-2"].of(seed=7, servers=8, requests=2000)
-    first = {name: play(talks, 8, CHOOSERS[name]).first for name in ("`prefix`", "oracle")}
-    assert first["oracle"] < 0.6 < 10 < first["`prefix`"]
+    first = {name: play(talks, 8, chooser).first for name, chooser in choosers().items() if name in ("`prefix`", "oracle", COST)}
+    assert first[COST] < 0.5 < 10 < first["`prefix`"]
+    assert first["oracle"] < 0.6
+
+
+def test_gateways_with_events_know_what_the_others_sent() -> None:
+    talks = TRACES["b2b-1"].of(seed=1, servers=4, requests=400)
+    makers = choosers()
+    alone, together = play(talks, 4, makers[COST]), play(talks, 4, makers[EVENTS], gateways=4, event_delay=0.1)
+    assert together.hits > alone.hits - 0.1
+    assert together.skew < 1.5

@@ -27,7 +27,7 @@ from upstream.simulator.engine.batch import StepTime
 FLAGS: dict[str, Flag] = {"max-model-len": 4096, "block-size": 32, "max-num-seqs": 256}
 SEQUENCES = (1, 2, 4, 8, 16, 32)
 PROMPTS = (32, 64, 128, 256, 512, 1024, 1536, 2000)
-REPETITIONS = 5
+REPETITIONS = 10
 DECODED = 100
 LOAD = 200
 """Requests of the random load."""
@@ -53,13 +53,13 @@ class Row:
 
 
 def fitted(rows: Sequence[Row]) -> StepTime:
-    """Fit the three times: the base and the requests to steps without prompts, then the tokens of prompts to the others."""
+    """Fit the base and the requests to steps without prompts, then the tokens of prompts to the relative errors of the other steps."""
     plain = [row for row in rows if not row.prefill_tokens]
     line = linear_regression([row.sequences for row in plain], [row.seconds for row in plain])
     prompts = [row for row in rows if row.prefill_tokens]
-    rest = [row.seconds - line.intercept - line.slope * row.sequences for row in prompts]
-    per_token = linear_regression([row.prefill_tokens for row in prompts], rest, proportional=True).slope
-    return StepTime(line.intercept, line.slope, per_token)
+    shares = [row.prefill_tokens / row.seconds for row in prompts]
+    rest = [1 - (line.intercept + line.slope * row.sequences) / row.seconds for row in prompts]
+    return StepTime(line.intercept, line.slope, linear_regression(shares, rest, proportional=True).slope)
 
 
 def fastest(rows: Sequence[Row]) -> Row:

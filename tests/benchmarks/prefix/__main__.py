@@ -9,10 +9,12 @@ import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 
-from tests.benchmarks.prefix.choosers import CHOOSERS
+from tests.benchmarks.prefix.choosers import CHOOSERS, MakeChooser
+from tests.benchmarks.prefix.costs import Blocks, with_events, without_events
 from tests.benchmarks.prefix.engines import BatchedEngine, SerialEngine
 from tests.benchmarks.prefix.traces import TRACES
 from tests.benchmarks.prefix.world import Outcome, play
@@ -49,20 +51,36 @@ class Table:
         return list(product(TRACES, self.servers, self.seeds))
 
 
+COST, EVENTS = "`cost`", "`cost` with events"
 TABLES: Mapping[str, Table] = {
-    "one gateway": Table([Column(name, name) for name in CHOOSERS]),
-    "batches": Table([Column(name, name, engine="batched") for name in CHOOSERS], servers=(8,), seeds=(7,)),
+    "one gateway": Table([Column(name, name) for name in (*CHOOSERS, COST)]),
+    "several gateways": Table(
+        [
+            *(Column(f"{gateways} without events", COST, gateways) for gateways in (1, 2, 4)),
+            *(Column(f"{gateways} with events", EVENTS, gateways, 0.1) for gateways in (1, 2, 4)),
+        ],
+        servers=(8,),
+        seeds=(7,),
+    ),
+    "batches": Table([Column(name, name, engine="batched") for name in (*CHOOSERS, COST)], servers=(8,), seeds=(7,)),
 }
+
+
+def choosers() -> dict[str, MakeChooser]:
+    """Return all choosers by their names. Those with a prefix index share the blocks of prompts."""
+    blocks = Blocks()
+    return {**CHOOSERS, COST: partial(without_events, blocks=blocks), EVENTS: partial(with_events, blocks=blocks)}
 
 
 def played(trace: str, servers: int, seed: int, columns: Sequence[Column]) -> list[Outcome]:
     """Play one row."""
     talks = TRACES[trace].of(seed, servers, REQUESTS * servers)
+    makers = choosers()
     return [
         play(
             talks,
             servers,
-            CHOOSERS[column.chooser],
+            makers[column.chooser],
             gateways=column.gateways,
             event_delay=column.event_delay,
             engine=ENGINES[column.engine],

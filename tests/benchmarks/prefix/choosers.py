@@ -64,7 +64,7 @@ class KnownServer(Protocol):
 MakeChooser = Callable[[Sequence[Machine], Sequence[KnownServer]], Chooser]
 
 
-class _InRotation(CandidateList[Machine]):
+class InRotation(CandidateList[Machine]):
     """All machines. Those with the same load take turns."""
 
     def least_busy(self) -> Machine:
@@ -78,7 +78,7 @@ class ByPolicy(Chooser):
 
     def __init__(self, balance: str, machines: Sequence[Machine]) -> None:
         self._policy: Policy[Machine] = POLICIES[balance](machines)
-        self._candidates = _InRotation(machines, 0)
+        self._candidates = InRotation(machines, 0)
 
     def choose(self, request: Request, now: float) -> Machine:
         """Return the policy's choice."""
