@@ -19,10 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import zmq
 
 from tests.support import process
 from tests.support.process import Gateway, configuration, wait_for
+from tests.vllm.cache_oracle import Recorded, cached_share
 from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import WITHOUT_THINKING
 from tests.vllm.server import START_WITHIN, Flag, Server, running
@@ -67,6 +69,7 @@ class Comparison:
     urls: Sequence[str]
     servers: dict[int, ExitStack] = field(default_factory=dict)
     sent: list[Sent] = field(default_factory=list)
+    recorded: list[Recorded] = field(default_factory=list)
     predictions: dict[str, int] = field(default_factory=dict)
     _gateway: ExitStack = field(default_factory=ExitStack)
     _one: Gateway | None = None
@@ -149,11 +152,25 @@ class Comparison:
 
     def send(self, phase: str, body: Json) -> str:
         """Send a request. Returns the text of the response."""
-        response = self.gateway.request(model="tiny", temperature=0, max_tokens=8, timeout=120, **WITHOUT_THINKING, **body)
+        more = {"model": "tiny", "temperature": 0, "max_tokens": 8, "return_token_ids": True, **WITHOUT_THINKING}
+        response = self.gateway.request(timeout=120, **more, **body)
         assert response.status_code == 200, response.text
         found = response.json()
         self.sent.append(Sent(phase, response.headers["x-request-id"], found["usage"]["prompt_tokens_details"]["cached_tokens"]))
+        self.recorded.append(Recorded(found["prompt_token_ids"], found["choices"][0]["token_ids"], body.get("cache_salt")))
         return found["choices"][0]["message"]["content"] or ""
+
+    def reported_share(self) -> float:
+        """Return the share of prompt tokens that were cached since the start of the engines, by their counters."""
+        sums = dict.fromkeys(("hits", "queries"), 0.0)
+        for number in range(len(self.urls)):
+            transport = httpx2.HTTPTransport(uds=str(self.folder / f"uds{number}"))
+            with httpx2.Client(transport=transport, base_url="http://vllm") as client:
+                for line in client.get("/metrics").text.splitlines():
+                    for name in sums:
+                        if line.startswith(f"vllm:prefix_cache_{name}_total{{"):
+                            sums[name] += float(line.rsplit(" ", 1)[1])
+        return sums["hits"] / sums["queries"]
 
     def play(self, phase: str, requests: int, traffic: Traffic) -> None:
         """Send one request at a time, each after the events of the one before were applied."""
@@ -297,6 +314,10 @@ def main() -> None:
     part, traffic, began = requests // 10, Traffic(7), time.monotonic()
     with comparison() as one:
         one.play("one at a time", 4 * part, traffic)
+        reached, possible = one.reported_share(), cached_share(one.recorded, len(one.urls), BLOCKS, BLOCK)
+        print(
+            f"cached share: {reached:.1%}; with exact knowledge of all caches: {possible:.1%} ({reached / possible:.1%} of it)", flush=True
+        )
         gaps = one.play_with_losses("with lost events", 2 * part, traffic)
         print(f"gaps that the gateway noticed: {gaps}", flush=True)
         one.play("after a restart of the gateway", part, traffic)
