@@ -25,6 +25,8 @@ BYTES_PER_TOKEN = 4.0
 """Before the first response: about the ratio of English text in most tokenizers."""
 SECONDS_PER_TOKEN = 1 / 8000
 """Before the first stream: a model of medium size on one current GPU computes about 8,000 tokens of prompts in a second."""
+AVERAGE = 20.0
+"""Seconds over which the mean requests in flight of a server are taken."""
 WINDOW = 10.0
 """Seconds over which the utilization of a server is measured."""
 LOAD_LIFETIME = 5.0
@@ -72,11 +74,29 @@ class EngineLoad:
     kv_usage: float = 0.0
 
 
+class RecentMean:
+    """The mean of a number over the last seconds. Earlier values fade with the time constant ``AVERAGE``."""
+
+    __slots__ = ("_mean", "_time")
+
+    def __init__(self) -> None:
+        self._mean = 0.0
+        self._time = 0.0
+
+    def at(self, now: float, value: float) -> float:
+        """Return the mean; ``value``: since the last change."""
+        return value + (self._mean - value) * exp((self._time - now) / AVERAGE)
+
+    def change(self, now: float, value: float) -> None:
+        """Note that the number changes; ``value``: until now."""
+        self._mean, self._time = self.at(now, value), now
+
+
 class ServerCost:
     """The learned speed and the known work of one server."""
 
     __slots__ = (
-        "_seconds", "_tokens", "_work", "_work_at", "capacity", "foreign", "in_flight", "load_at", "most", "placed", "ready_at",
+        "_seconds", "_tokens", "_work", "_work_at", "capacity", "foreign", "in_flight", "load_at", "most", "placed", "ready_at", "recent",
         "responded_at", "seconds_per_token", "waiting",
     )  # fmt: skip
 
@@ -89,6 +109,8 @@ class ServerCost:
         """Tokens of this worker's streams that have not begun to respond."""
         self.in_flight = 0
         """Requests of all workers of this gateway."""
+        self.recent = RecentMean()
+        """Of ``in_flight``."""
         self.foreign = (0.0, 0.0)
         """Requests that the engine had from others when its load was sampled: all of them, and the waiting ones."""
         self.load_at = 0.0
@@ -124,14 +146,6 @@ class ServerCost:
             return 0.0, 0.0
         freshness = max(1.0 - (now - self.load_at) / LOAD_LIFETIME, 0.0)
         return self.foreign[0] * freshness, self.foreign[1] * freshness
-
-    def end_requests(self, count: int) -> int:
-        """Count requests that have ended; return how many were known. An idle server has no backlog, whatever was assumed of its speed."""
-        ended = min(self.in_flight, count)
-        self.in_flight -= ended
-        if not self.in_flight:
-            self.ready_at = self.waiting = 0.0
-        return ended
 
     def learn(self, tokens: float, seconds: float) -> None:
         """Learn from prompts of ``tokens`` tokens that the server computed in ``seconds`` seconds."""
@@ -238,6 +252,8 @@ class CostModel:
         """Mean tokens that a placed request had to compute."""
         self.in_flight = 0
         """Requests of this gateway on all servers."""
+        self.recent = RecentMean()
+        """Of ``in_flight``."""
         self.found = 1.0
         """The share of the assumed tokens that were cached, when a request was placed for what others had sent."""
         self._foreign = 0.0
@@ -254,6 +270,7 @@ class CostModel:
         wanted = dict.fromkeys(names)
         for name in [name for name in self.servers if name not in wanted]:
             removed = self.servers.pop(name)
+            self.recent.change(self.clock(), self.in_flight)
             self.in_flight -= removed.in_flight
             self._foreign -= removed.foreign[0]
             self._reporting.discard(name)
@@ -355,7 +372,7 @@ class CostModel:
         """
         server = self.servers.get(name)
         if server is not None:
-            self.in_flight -= server.end_requests(1)
+            self._count(server, -min(server.in_flight, 1), self.clock())
             blocks = int(generated * self.bytes_per_token / BLOCK_BYTES)
             self._generated += blocks
             self.index.insert(name, [*keys, *range(-self._generated, blocks - self._generated)])
@@ -364,7 +381,7 @@ class CostModel:
         """Observe that ``count`` requests of another worker ended with its process."""
         server = self.servers.get(name)
         if server is not None:
-            self.in_flight -= server.end_requests(count)
+            self._count(server, -min(server.in_flight, count), self.clock())
 
     def engine_load(self, name: str, load: EngineLoad) -> None:
         """Observe an engine's own metrics. Its requests beyond this gateway's belong to others, e.g. to another gateway."""
@@ -379,11 +396,19 @@ class CostModel:
         """Return the requests of others on all servers."""
         return self._foreign if self._load_at and now - self._load_at < LOAD_LIFETIME else 0.0
 
+    def _count(self, server: ServerCost, requests: int, now: float) -> None:
+        """Count requests that start, or that end with a negative number. An idle server has no backlog, whatever its assumed speed."""
+        server.recent.change(now, server.in_flight)
+        self.recent.change(now, self.in_flight)
+        server.in_flight += requests
+        self.in_flight += requests
+        if not server.in_flight:
+            server.ready_at = server.waiting = 0.0
+
     def _add(self, name: str, keys: Sequence[int], uncached: float, now: float) -> None:
         server = self.servers[name]
         server.placed += uncached
-        server.in_flight += 1
-        self.in_flight += 1
+        self._count(server, 1, now)
         server.add_work(uncached * (server.seconds_per_token or self.pace), now)
         self.index.insert(name, keys)
 

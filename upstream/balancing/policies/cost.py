@@ -35,6 +35,10 @@ BUSY = 4.0
 RUNNING = 0.005
 """Seconds by which each running request delays a new one."""
 CROWDED = 0.05
+"""Seconds for each request of a server above ``FACTOR`` times the mean, and above ``FREE``."""
+UNEVEN = 4.0
+"""Seconds for each mean number of requests by which a server was above ``FACTOR`` times the mean for some time, because its prefixes are
+popular."""
 FACTOR = 1.25
 FREE = 4
 OTHERS = 4 / 3
@@ -85,7 +89,8 @@ class Cost(Policy[C]):
         per_token = 1 / model.bytes_per_token
         tokens, per_block = prompt.tokens or prompt.size * per_token, BLOCK_BYTES * per_token
         others = model.others(now)
-        crowd = max(FREE, FACTOR * (model.in_flight + others) / self._weight)
+        mean = (model.in_flight + others) / self._weight
+        crowd, average = max(FREE, FACTOR * mean), max(model.recent.at(now, model.in_flight) / self._weight, FREE)
         home, expected = None, 0.0
         if others and prompt.keys:
             home = self._home(prompt, matched, candidates, reported)
@@ -101,7 +106,11 @@ class Cost(Policy[C]):
                 cached = max(cached, reported[name]) if name in incomplete else reported[name]
             uncached = tokens - (max(cached, expected) if server is home else cached)
             cost = uncached * speed * (1 + BUSY * min(state.utilization(now), 1.0))
-            cost += self._load_cost(state, server.weight, speed, crowd, now)
+            cost += self._load_cost(state, server.weight, speed, now)
+            if (above := (state.in_flight + state.others(now)[0] + 1) / server.weight - crowd) > 0.0:
+                cost += CROWDED * above
+            if (ratio := state.recent.at(now, state.in_flight) / server.weight / average - FACTOR) > 0.0:
+                cost += UNEVEN * ratio
             if adapter is not None and name not in adapter:
                 cost += ADAPTER
             if session is not None and name not in session:
@@ -117,15 +126,13 @@ class Cost(Policy[C]):
             placement.candidates = tuple(explained[1:])
         return best
 
-    def _load_cost(self, state: ServerCost, weight: float, speed: float, crowd: float, now: float) -> float:
-        """Return the seconds that a request waits for other requests, and delays them. ``crowd``: requests that are not too many."""
+    def _load_cost(self, state: ServerCost, weight: float, speed: float, now: float) -> float:
+        """Return the seconds that a request waits for the requests before it."""
         others, others_waiting = state.others(now)
         requests = (state.in_flight + others) / weight
         backlog = state.ready_at - now
         cost = backlog if backlog > 0.0 else state.waiting * speed  # what is overdue takes longer than expected
-        cost += others_waiting * self.model.mean_uncached * speed + RUNNING * requests
-        above = requests + 1 / weight - crowd
-        return cost + CROWDED * above if above > 0.0 else cost
+        return cost + others_waiting * self.model.mean_uncached * speed + RUNNING * requests
 
     def _home(self, prompt: Prompt, matched: dict[str, int], candidates: Candidates[C], reported: Mapping[str, float] | None) -> C | None:
         """Return the server on which all gateways expect a prompt that they do not know.
