@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
-from upstream.balancing.cost_model import BLOCK_BYTES, CostModel, Prompt, ServerCost
+from upstream.balancing.cost_model import BLOCK_BYTES, CostModel, Prompt
 from upstream.balancing.policies.policy import C, Candidates, Policy, RequestFacts
 from upstream.balancing.policies.prefix import Prefix
 
@@ -52,6 +52,7 @@ ADAPTER = 0.05
 SESSION = 0.02
 """Seconds that the server of a session's last request is preferred by: it also has the generated tokens, which the index does not know."""
 CONSIDERED = 32
+_NO_OTHERS = (0.0, 0.0)
 
 
 class Cost(Policy[C]):
@@ -88,13 +89,13 @@ class Cost(Policy[C]):
         now, pace, states = model.clock(), model.pace, model.servers
         per_token = 1 / model.bytes_per_token
         tokens, per_block = prompt.tokens or prompt.size * per_token, BLOCK_BYTES * per_token
-        others = model.others(now)
-        mean = (model.in_flight + others) / self._weight
+        all_others = model.others(now)
+        mean = (model.in_flight + all_others) / self._weight
         crowd, average = max(FREE, FACTOR * mean), max(model.recent.at(now, model.in_flight) / self._weight, FREE)
         home, expected = None, 0.0
-        if others and prompt.keys:
+        if all_others and prompt.keys:
             home = self._home(prompt, matched, candidates, reported)
-            expected = min(OTHERS * others / (others + model.in_flight), 1.0) * min(model.found / FOUND, 1.0) * tokens
+            expected = min(OTHERS * all_others / (all_others + model.in_flight), 1.0) * min(model.found / FOUND, 1.0) * tokens
         lowest, best_cached = None, 0.0
         explained: list[tuple[str, float, float]] | None = [] if self._explain else None
         for server in (best, *considered) if home is None else (best, *considered, home):
@@ -105,11 +106,18 @@ class Cost(Policy[C]):
             if reported is not None and name in reported:
                 cached = max(cached, reported[name]) if name in incomplete else reported[name]
             uncached = tokens - (max(cached, expected) if server is home else cached)
-            cost = uncached * speed * (1 + BUSY * min(state.utilization(now), 1.0))
-            cost += self._load_cost(state, server.weight, speed, now)
-            if (above := (state.in_flight + state.others(now)[0] + 1) / server.weight - crowd) > 0.0:
+            weight, compute = server.weight, uncached * speed
+            if lowest is not None and explained is None and compute + RUNNING * state.in_flight / weight >= lowest:
+                continue  # all other terms only add to this
+            others, others_waiting = state.others(now) if state.load_at else _NO_OTHERS
+            requests = (state.in_flight + others) / weight
+            backlog = state.ready_at - now
+            cost = compute * (1 + BUSY * min(state.utilization(now), 1.0)) + RUNNING * requests
+            cost += backlog if backlog > 0.0 else state.waiting * speed  # what is overdue takes longer than expected
+            cost += others_waiting * model.mean_uncached * speed
+            if (above := requests + 1 / weight - crowd) > 0.0:
                 cost += CROWDED * above
-            if (ratio := state.recent.at(now, state.in_flight) / server.weight / average - FACTOR) > 0.0:
+            if (ratio := state.recent.at(now, state.in_flight) / weight / average - FACTOR) > 0.0:
                 cost += UNEVEN * ratio
             if adapter is not None and name not in adapter:
                 cost += ADAPTER
@@ -125,14 +133,6 @@ class Cost(Policy[C]):
         if explained is not None:
             placement.candidates = tuple(explained[1:])
         return best
-
-    def _load_cost(self, state: ServerCost, weight: float, speed: float, now: float) -> float:
-        """Return the seconds that a request waits for the requests before it."""
-        others, others_waiting = state.others(now)
-        requests = (state.in_flight + others) / weight
-        backlog = state.ready_at - now
-        cost = backlog if backlog > 0.0 else state.waiting * speed  # what is overdue takes longer than expected
-        return cost + others_waiting * self.model.mean_uncached * speed + RUNNING * requests
 
     def _home(self, prompt: Prompt, matched: dict[str, int], candidates: Candidates[C], reported: Mapping[str, float] | None) -> C | None:
         """Return the server on which all gateways expect a prompt that they do not know.
