@@ -60,6 +60,6 @@ class EngineLoads:
         now, found = time.monotonic_ns(), parse_load(text)
         if found is not None:
             key = server_key(name)
-            self._placements.write(Kind.LOAD, key, now, (found.running, found.waiting))
+            self._placements.write(Kind.LOAD, key, now, (found.running, found.waiting, round(1000 * found.kv_usage)))
             if found.cache_tokens:
                 self._placements.write(Kind.CAPACITY, key, found.cache_tokens)

@@ -73,7 +73,7 @@ class PeerPlacements:
                 self._in_flight[record.section, record.server] -= 1
                 model.peer_finished(name, record.keys, record.value)
             case Kind.LOAD:
-                running, waiting = record.keys
-                model.engine_load(name, EngineLoad(record.value / _NANO, running, waiting))
+                running, waiting, used = record.keys
+                model.engine_load(name, EngineLoad(record.value / _NANO, running, waiting, used / 1000))
             case Kind.CAPACITY:
                 model.set_cache_size(name, record.value)

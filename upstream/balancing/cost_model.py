@@ -29,6 +29,8 @@ AVERAGE = 20.0
 """Seconds over which the mean requests in flight of a server are taken."""
 WINDOW = 10.0
 """Seconds over which the utilization of a server is measured."""
+ALMOST_FULL = 0.9
+"""Share of a KV cache that running requests may use without delay: beyond it, vLLM soon lets requests wait, or preempts them."""
 LOAD_LIFETIME = 5.0
 """Seconds after which a sample of an engine's load no longer counts. Its weight falls linearly until then."""
 _LEAST_WORK = 128.0  # tokens that an observation of a server's speed must have: below that, other work decides the time
@@ -96,8 +98,8 @@ class ServerCost:
     """The learned speed and the known work of one server."""
 
     __slots__ = (
-        "_seconds", "_tokens", "_work", "_work_at", "capacity", "foreign", "in_flight", "load_at", "most", "placed", "ready_at", "recent",
-        "responded_at", "seconds_per_token", "waiting",
+        "_seconds", "_tokens", "_work", "_work_at", "capacity", "foreign", "in_flight", "kv_usage", "load_at", "most", "placed",
+        "ready_at", "recent", "responded_at", "seconds_per_token", "waiting",
     )  # fmt: skip
 
     def __init__(self) -> None:
@@ -114,7 +116,9 @@ class ServerCost:
         self.foreign = (0.0, 0.0)
         """Requests that the engine had from others when its load was sampled: all of them, and the waiting ones."""
         self.load_at = 0.0
-        """When ``foreign`` was sampled; 0 before the first time."""
+        """When ``foreign`` and ``kv_usage`` were sampled; 0 before the first time."""
+        self.kv_usage = 0.0
+        """The share of its KV cache that its running requests use."""
         self.responded_at = 0.0
         """When the last stream began to respond."""
         self.seconds_per_token: float | None = None
@@ -139,6 +143,12 @@ class ServerCost:
         own = self._work * exp((self._work_at - now) / WINDOW) / WINDOW
         others = self.others(now)[0]
         return own * (1 + others / self.in_flight) if others and self.in_flight else own
+
+    def fullness(self, now: float) -> float:
+        """Return how full the KV cache is, from 0 (``ALMOST_FULL`` or less) to 1. An old sample counts for less."""
+        if self.kv_usage <= ALMOST_FULL or not self.load_at:
+            return 0.0
+        return (self.kv_usage - ALMOST_FULL) / (1 - ALMOST_FULL) * max(1.0 - (now - self.load_at) / LOAD_LIFETIME, 0.0)
 
     def others(self, now: float) -> tuple[float, float]:
         """Return the requests of others, and how many of them wait. An old sample counts for less."""
@@ -391,6 +401,7 @@ class CostModel:
             self._foreign += foreign - server.foreign[0]
             server.foreign = (foreign, min(foreign, load.waiting))
             server.load_at = self._load_at = load.time
+            server.kv_usage = load.kv_usage
 
     def others(self, now: float) -> float:
         """Return the requests of others on all servers."""

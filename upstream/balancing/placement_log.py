@@ -1,6 +1,6 @@
 """The placement log: each process's observations of servers, in shared memory for all others.
 
-Each worker writes the placements of its requests, and control writes the engines' load and the events of their caches. Every worker reads
+Each worker writes the placements of its requests, and control writes the engines' load. Every worker reads
 the records of all others, so all prefix indexes and backlogs are nearly equal. The rules: one writer for each section; a record is complete
 before the length that makes it visible is written; a record never crosses the end of its section, so each lap starts with a record. A
 reader that falls behind by more than half a section loses the records in between, and counts that.
@@ -37,15 +37,10 @@ class Kind(IntEnum):
     STARTED = 3
     """The process of this section is new: its predecessor's requests have ended."""
     LOAD = 4
-    """A sample of an engine's load: the time in nanoseconds; the keys are the running and the waiting requests."""
+    """A sample of an engine's load: the time in nanoseconds; the keys are the running and the waiting
+    requests, and the used share of its KV cache in thousandths."""
     CAPACITY = 5
     """The size of a server's KV cache in tokens."""
-    INSERTED = 6
-    """The engine has stored blocks."""
-    REMOVED = 7
-    """The engine has evicted blocks."""
-    CLEARED = 8
-    """The engine has no blocks any more."""
 
 
 class Record(NamedTuple):

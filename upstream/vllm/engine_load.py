@@ -1,6 +1,6 @@
 """The load of a vLLM server and the size of its KV cache, from the text of its metrics.
 
-The rule: the values of all engines of a server (data parallel) are summed.
+The rule: the requests and cache sizes of all engines of a server (data parallel) are summed.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ import re
 from dataclasses import dataclass
 
 _VALUE = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
+_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{.*\})? (\S+)$", re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _LABEL = re.compile(rb'(block_size|num_gpu_blocks)="(\d+)"')
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMetrics:
-    """``running``, ``waiting``: requests in the engine. ``cache_tokens``: size of its KV cache; 0 if it is not reported."""
+    """``running``, ``waiting``: requests in the engine. ``kv_usage``: the used share of its KV cache, of the fullest engine.
+
+    ``cache_tokens``: the size of the KV cache; 0 if it is not reported.
+    """
 
     running: int
     waiting: int
     cache_tokens: int
+    kv_usage: float = 0.0
 
 
 def parse_load(text: bytes) -> EngineMetrics | None:
@@ -32,6 +37,9 @@ def parse_load(text: bytes) -> EngineMetrics | None:
         for labels in _CACHE.findall(text):
             found = dict(_LABEL.findall(labels))
             tokens += int(found.get(b"block_size", 0)) * int(found.get(b"num_gpu_blocks", 0))
-        return EngineMetrics(int(sums[b"num_requests_running"]), int(sums[b"num_requests_waiting"]), tokens)
+        used = max((float(value) for value in _USAGE.findall(text)), default=0.0)
+        if not 0.0 <= used <= 1.0:
+            return None
+        return EngineMetrics(int(sums[b"num_requests_running"]), int(sums[b"num_requests_waiting"]), tokens, used)
     except (KeyError, ValueError, OverflowError):
         return None

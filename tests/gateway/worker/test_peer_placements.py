@@ -84,9 +84,10 @@ def test_the_engines_load_and_cache_size_come_from_control() -> None:
         peers = PeerPlacements(stack.enter_context(closing(PlacementLog(os.dup(control.fd), 0))))
         model = cost_model(peers)
         peers.set_models({"m": model})
-        control.write(Kind.LOAD, server_key("b"), 49_000_000_000, (7, 3))
+        control.write(Kind.LOAD, server_key("b"), 49_000_000_000, (7, 3, 950))
         control.write(Kind.CAPACITY, server_key("b"), 12_800)
-        control.write(Kind.LOAD, server_key("unknown"), 49_000_000_000, (7, 3))
+        control.write(Kind.LOAD, server_key("unknown"), 49_000_000_000, (7, 3, 950))
         peers.catch_up()
+        assert model.servers["b"].kv_usage == 0.95
         assert model.servers["b"].foreign == (10.0, 3.0) and model.servers["b"].load_at == 49.0
         assert model.servers["b"].capacity == 100 and model.servers["a"].load_at == 0.0

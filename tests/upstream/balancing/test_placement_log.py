@@ -70,7 +70,7 @@ def test_a_new_process_reads_the_history_and_its_predecessors_records(logs: list
 
 def test_long_records_are_cut_not_refused(logs: list[PlacementLog]) -> None:
     writer, reader, _ = logs
-    writer.write(Kind.INSERTED, 1, 0, range(10_000))
+    writer.write(Kind.PLACED, 1, 0, range(10_000))
     (record,) = reader.read()
     assert list(record.keys) == list(range(len(record.keys))) and 0 < len(record.keys) < CELLS
 

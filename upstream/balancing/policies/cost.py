@@ -8,6 +8,7 @@ The cost of a request on a server is the sum of:
   others. On a server with time to spare, another copy of a popular prefix costs nothing;
 * **its requests**, ``RUNNING`` for each, more ``CROWDED`` for each above ``FACTOR`` times its share, because every request in a batch makes
   the others slower. Up to ``FREE`` requests are never too many;
+* **its KV cache**, if its running requests use nearly all of it;
 * **its LoRA adapter**, if the server has not used it lately, and **its session**, if another server had its last request.
 
 So a request goes where its prefix is cached, unless waiting there takes longer than computing it elsewhere. The rule: an unknown server is
@@ -39,6 +40,8 @@ CROWDED = 0.05
 UNEVEN = 4.0
 """Seconds for each mean number of requests by which a server was above ``FACTOR`` times the mean for some time, because its prefixes are
 popular."""
+FULL = 0.5
+"""Seconds that a request waits on a server whose KV cache is full, for a running request to end."""
 FACTOR = 1.25
 FREE = 4
 OTHERS = 4 / 3
@@ -114,7 +117,7 @@ class Cost(Policy[C]):
             backlog = state.ready_at - now
             cost = compute * (1 + BUSY * min(state.utilization(now), 1.0)) + RUNNING * requests
             cost += backlog if backlog > 0.0 else state.waiting * speed  # what is overdue takes longer than expected
-            cost += others_waiting * model.mean_uncached * speed
+            cost += others_waiting * model.mean_uncached * speed + FULL * state.fullness(now)
             if (above := requests + 1 / weight - crowd) > 0.0:
                 cost += CROWDED * above
             if (ratio := state.recent.at(now, state.in_flight) / weight / average - FACTOR) > 0.0:

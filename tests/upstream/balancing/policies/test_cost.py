@@ -167,6 +167,16 @@ def test_requests_of_another_gateway_count_while_their_sample_is_fresh() -> None
     assert {router.send(1000 * number, 2).server for number in range(6, 10)} == {"a", "b"}
 
 
+def test_a_server_with_a_full_kv_cache_is_avoided_while_its_sample_is_fresh() -> None:
+    router = Router("a", "b")
+    router.model.engine_load("a", EngineLoad(router.clock.now, running=0, waiting=0, kv_usage=0.99))
+    for number in range(2, 6):
+        assert router.serve(1000 * number, 2).server == "b"
+        router.clock.now += 0.5
+    router.clock.now += 60
+    assert {router.send(1000 * number, 2).server for number in range(6, 10)} == {"a", "b"}
+
+
 def test_a_choice_is_explained_on_request() -> None:
     router = Router("a", "b", explain=True)
     home = router.serve(1000).server
