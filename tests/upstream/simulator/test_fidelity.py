@@ -364,12 +364,12 @@ def test_an_aborted_request_is_in_the_totals_alone(clients: tuple[httpx2.Client,
     body = {**PLAIN_QUESTION, **RUNNING, "ignore_eos": True, "max_tokens": 2000, "simulate": {"tokens": 2000, "tokens_per_second": 50}}
     del body["chat_template_kwargs"]
     for client in clients:
-        before = _counters(client)
+        before = _settled_counters(client)
         with client.stream("POST", CHAT, json=body) as response:
             line = next(line for line in response.iter_lines() if '"completion_tokens"' in line)
             usage = json.loads(line.removeprefix("data: "))["usage"]
         wait_for(lambda: _counters(client).unfinished == 0 and _counters(client).responses == (before.responses or 0) + 1)  # noqa: B023
-        after = _counters(client)
+        after = _settled_counters(client)
         assert after.prompt - before.prompt == usage["prompt_tokens"]
         assert after.completion - before.completion >= usage["completion_tokens"]
         assert (after.finished_prompt, after.finished_completion) == (before.finished_prompt, before.finished_completion)
@@ -379,6 +379,23 @@ def _counters(client: httpx2.Client) -> EngineCounters:
     found = parse_counters(client.get("/metrics").content)
     assert found is not None and found.started > 0
     return found
+
+
+_EQUAL_READINGS = 20
+
+
+def _settled_counters(client: httpx2.Client) -> EngineCounters:
+    """Return the counters when they have stayed equal for some readings: vLLM counts a moment after its response."""
+    last, equal = _counters(client), 0
+
+    def settled() -> bool:
+        nonlocal last, equal
+        found = _counters(client)
+        last, equal = found, equal + 1 if found == last else 0
+        return equal >= _EQUAL_READINGS
+
+    wait_for(settled, 60)
+    return last
 
 
 class Growth(NamedTuple):
