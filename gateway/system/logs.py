@@ -40,6 +40,7 @@ PARTS: Mapping[str, str] = MappingProxyType(
         "launcher": "upstream.launcher",
         "health": "upstream.vllm.health",
         "discovery": "upstream.discovery",
+        "kv_events": "vllm_gateway.kv_events",
     }
 )
 """The parts whose level can be set, and their loggers."""
