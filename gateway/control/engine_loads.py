@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
 from gateway.admin.engine_metrics import Engine
@@ -47,8 +48,9 @@ class EngineLoads:
         """Yield the servers of models that are routed by cost and have more than one server."""
         models = {model.id for model in self._config().models if model.balance == "cost"}
         engines = self._engines() if models else {}
+        counts = Counter(engine.model for engine in engines.values())
         for name, engine in engines.items():
-            if engine.model in models and sum(other.model == engine.model for other in engines.values()) > 1:
+            if engine.model in models and counts[engine.model] > 1:
                 yield name, engine
 
     async def _sample(self, name: str, engine: Engine) -> None:

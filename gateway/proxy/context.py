@@ -301,11 +301,11 @@ class RequestContext(msgspec.Struct, eq=False):
         """End the placement of the request. Return its record, with the reason for the choice of its server if that is to be logged."""
         if placement is None:
             return record
+        assert self.model is not None  # a request without a model has no placement
         usage = record.usage if record.status < 400 and record.incomplete is None else None
         if usage is None:
             placement.finished()
         else:
-            assert self.model is not None
             placement.finished(usage.prompt, usage.cached, usage.completion)
             self.worker.metrics.count_prediction(self.model.model.base, placement.predicted, usage.cached)
         if not placement.candidates:
@@ -314,6 +314,5 @@ class RequestContext(msgspec.Struct, eq=False):
             name: {"cost_ms": round(cost * 1000, 3), "cached_tokens": round(cached)} for name, cost, cached in placement.candidates
         }
         explanation = {"predicted_cached_tokens": round(placement.predicted), "candidates": candidates}
-        assert self.model is not None  # a request without a model has no placement
         self.worker.report_choice(ChoiceExplained(self.model.model.base, record.id, placement.server, record.started, explanation))
         return msgspec.structs.replace(record, explanation=explanation)

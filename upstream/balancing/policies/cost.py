@@ -55,7 +55,6 @@ ADAPTER = 0.05
 SESSION = 0.02
 """Seconds that the server of a session's last request is preferred by: it also has the generated tokens, which the index does not know."""
 CONSIDERED = 32
-_NO_OTHERS = (0.0, 0.0)
 
 
 class Cost(Policy[C]):
@@ -87,8 +86,7 @@ class Cost(Policy[C]):
         incomplete = model.engines.incomplete
         members = candidates.members
         considered: Iterable[C] = members if len(members) <= CONSIDERED else self._considered(candidates, matched)
-        adapter = model.index.matched((prompt.adapter,)) if prompt.adapter is not None else None
-        session = model.index.matched((prompt.session,)) if prompt.session is not None else None
+        adapter, session = self._owners(prompt.adapter), self._owners(prompt.session)
         now, pace, states = model.clock(), model.pace, model.servers
         per_token = 1 / model.bytes_per_token
         tokens, per_block = prompt.tokens or prompt.size * per_token, BLOCK_BYTES * per_token
@@ -101,7 +99,9 @@ class Cost(Policy[C]):
             expected = min(OTHERS * all_others / (all_others + model.in_flight), 1.0) * min(model.found / FOUND, 1.0) * tokens
         lowest, best_cached = None, 0.0
         explained: list[tuple[str, float, float]] | None = [] if self._explain else None
-        for server in (best, *considered) if home is None else (best, *considered, home):
+        compared = (best, *considered) if home is None else (best, *considered, home)
+        # A reload may have removed servers after this pool was made.
+        for server in [server for server in compared if server.name in states]:
             name = server.name
             state = states[name]
             speed = state.seconds_per_token or pace
@@ -112,7 +112,7 @@ class Cost(Policy[C]):
             weight, compute = server.weight, uncached * speed
             if lowest is not None and explained is None and compute + RUNNING * state.in_flight / weight >= lowest:
                 continue  # all other terms only add to this
-            others, others_waiting = state.others(now) if state.load_at else _NO_OTHERS
+            others, others_waiting = state.others(now)
             requests = (state.in_flight + others) / weight
             backlog = state.ready_at - now
             cost = compute * (1 + BUSY * min(state.utilization(now), 1.0)) + RUNNING * requests
@@ -130,12 +130,17 @@ class Cost(Policy[C]):
                 explained.append((name, cost, cached))
             if lowest is None or cost < lowest:
                 best, lowest, best_cached = server, cost, cached
+        if lowest is None:
+            return best
         placement = model.start(best.name, prompt, best_cached)
-        if best is home:
-            placement.assumed = expected
+        placement.assumed = expected if best is home else 0.0
         if explained is not None:
             placement.candidates = tuple(explained[1:])
         return best
+
+    def _owners(self, key: int | None) -> Mapping[str, int] | None:
+        """Return the servers that have used a session or an adapter lately; None for a request without one."""
+        return None if key is None else self.model.index.matched((key,))
 
     def _home(self, prompt: Prompt, matched: dict[str, int], candidates: Candidates[C], reported: Mapping[str, float] | None) -> C | None:
         """Return the server on which all gateways expect a prompt that they do not know.

@@ -208,6 +208,15 @@ def test_what_was_learned_survives_a_reload() -> None:
     assert reloaded.choose(candidates(servers), RequestFacts(prompt=prompt)).name == home
 
 
+def test_a_pool_from_before_a_reload_chooses_without_the_removed_server() -> None:
+    router = Router("a", "b")
+    router.model.set_servers(["b"])
+    assert router.send(1000).server == "b"
+    prompt = Prompt([1], BLOCK)
+    assert router.policy.choose(candidates(router.servers[:1]), RequestFacts(prompt=prompt)).name == "a"
+    assert prompt.placement is None and router.model.in_flight == 1
+
+
 def test_a_large_pool_finds_the_cached_prefix() -> None:
     router = Router(*(f"s{number}" for number in range(200)))
     homes = {first: router.serve(first).server for first in range(1000, 40_000, 1000)}
