@@ -55,11 +55,12 @@ class EngineLoads:
 
     async def _sample(self, name: str, engine: Engine) -> None:
         async with self._readers:
+            now = time.monotonic_ns()
             try:
                 text = await metrics.read(engine.target, _READ_TIMEOUT)
             except MetricsUnavailableError:
                 return  # its health checks report what is wrong with it
-        now, found = time.monotonic_ns(), parse_load(text)
+        found = parse_load(text)
         if found is not None:
             key = server_key(name)
             self._placements.write(Kind.LOAD, key, now, (found.running, found.waiting, round(1000 * found.kv_usage)))

@@ -10,6 +10,7 @@ time that it still needs for the prompts before a new one is its backlog.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp
@@ -29,6 +30,8 @@ AVERAGE = 20.0
 """Seconds over which the mean requests in flight of a server are taken."""
 WINDOW = 10.0
 """Seconds over which the utilization of a server is measured."""
+DELAY = 0.25
+"""Seconds by which an engine's own metrics may be late: about a step with a long prompt."""
 ALMOST_FULL = 0.9
 """Share of a KV cache that running requests may use without delay: beyond it, vLLM soon lets requests wait, or preempts them."""
 LOAD_LIFETIME = 5.0
@@ -37,6 +40,7 @@ _LEAST_WORK = 128.0  # tokens that an observation of a server's speed must have:
 _MEMORY = 0.9  # weight of the earlier observations against the next one
 _FOUND = 0.05  # weight of the next observation against the earlier ones
 _LEAST_CAPACITY = 64  # blocks
+_CHANGES = 256  # of the requests in flight that are known afterwards
 
 
 class Prompt:
@@ -68,7 +72,10 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
-    """An engine's own metrics at ``time`` of the monotonic clock: running and waiting requests, and the used share of its KV cache."""
+    """An engine's own metrics: running and waiting requests, and the used share of its KV cache.
+
+    ``time``: of the monotonic clock, before they were requested.
+    """
 
     time: float
     running: float
@@ -98,7 +105,7 @@ class ServerCost:
     """The learned speed and the known work of one server."""
 
     __slots__ = (
-        "_seconds", "_tokens", "_work", "_work_at", "capacity", "foreign", "in_flight", "kv_usage", "load_at", "most", "placed",
+        "_changes", "_seconds", "_tokens", "_work", "_work_at", "capacity", "foreign", "in_flight", "kv_usage", "load_at", "most", "placed",
         "ready_at", "recent", "responded_at", "seconds_per_token", "waiting",
     )  # fmt: skip
 
@@ -127,10 +134,26 @@ class ServerCost:
         """Blocks that its cache is assumed to hold; fewer than ``most`` after evictions that were not predicted."""
         self.most = 0
         """Blocks of its cache."""
+        self._changes: deque[tuple[float, int]] = deque(maxlen=_CHANGES)  # when in_flight changed, and its value before
         self._tokens = 0.0
         self._seconds = 0.0
         self._work = 0.0  # seconds of prompts; the share of earlier ones falls by 1/e in WINDOW
         self._work_at = 0.0
+
+    def count(self, requests: int, now: float) -> None:
+        """Count requests that start, or that end with a negative number."""
+        self.recent.change(now, self.in_flight)
+        self._changes.append((now, self.in_flight))
+        self.in_flight += requests
+
+    def most_in_flight(self, since: float) -> int:
+        """Return the largest number of requests that were in flight at one time since then."""
+        most = self.in_flight
+        for time, before in reversed(self._changes):
+            if time < since:
+                break
+            most = max(most, before)
+        return most
 
     def add_work(self, seconds: float, now: float) -> None:
         """Count prompts that take so many seconds to compute."""
@@ -394,10 +417,13 @@ class CostModel:
             self._count(server, -min(server.in_flight, count), self.clock())
 
     def engine_load(self, name: str, load: EngineLoad) -> None:
-        """Observe an engine's own metrics. Its requests beyond this gateway's belong to others, e.g. to another gateway."""
+        """Observe an engine's own metrics. Its requests beyond this gateway's belong to others, e.g. to another gateway.
+
+        The metrics arrive late. So a request of this gateway that has ended since then may be among them.
+        """
         server = self.servers.get(name)
         if server is not None:
-            foreign = max(load.running + load.waiting - server.in_flight, 0.0)
+            foreign = max(load.running + load.waiting - server.most_in_flight(load.time - DELAY), 0.0)
             self._foreign += foreign - server.foreign[0]
             server.foreign = (foreign, min(foreign, load.waiting))
             server.load_at = self._load_at = load.time
@@ -409,9 +435,8 @@ class CostModel:
 
     def _count(self, server: ServerCost, requests: int, now: float) -> None:
         """Count requests that start, or that end with a negative number. An idle server has no backlog, whatever its assumed speed."""
-        server.recent.change(now, server.in_flight)
+        server.count(requests, now)
         self.recent.change(now, self.in_flight)
-        server.in_flight += requests
         self.in_flight += requests
         if not server.in_flight:
             server.ready_at = server.waiting = 0.0

@@ -20,7 +20,6 @@ def test_two_workers_route_one_context_to_one_server(tmp_path: Path) -> None:
     model = launched()
     model["launch"]["replicas"] = 2
     model |= {"balance": "cost", "cost_policy": {"explain": True}}
-    model |= {"balance": "cost", "cost_policy": {"explain": True}}
     with gateway(tmp_path, configuration(model, workers=2)) as served:
         for customer in range(4):
             for number in range(6):  # each request has a separate connection, so both workers get some

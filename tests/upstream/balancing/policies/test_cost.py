@@ -167,6 +167,23 @@ def test_requests_of_another_gateway_count_while_their_sample_is_fresh() -> None
     assert {router.send(1000 * number, 2).server for number in range(6, 10)} == {"a", "b"}
 
 
+def test_a_request_that_has_ended_since_the_sample_does_not_count_as_one_of_others() -> None:
+    router = Router("a", "b")
+    used = {router.serve(1000, 8).server}
+    for _ in range(20):
+        placement = router.send(1000, 8)
+        sampled_at, router.clock.now = router.clock.now, router.clock.now + 0.01
+        placement.responded()
+        placement.finished()
+        router.model.engine_load(placement.server, EngineLoad(sampled_at, running=1, waiting=0))
+        assert router.model.others(router.clock.now) == 0
+        router.clock.now += 1
+        used.add(placement.server)
+    assert len(used) == 1
+    router.model.engine_load("a", EngineLoad(router.clock.now, running=1, waiting=0))
+    assert router.model.others(router.clock.now) == 1
+
+
 def test_a_server_with_a_full_kv_cache_is_avoided_while_its_sample_is_fresh() -> None:
     router = Router("a", "b")
     router.model.engine_load("a", EngineLoad(router.clock.now, running=0, waiting=0, kv_usage=0.99))
