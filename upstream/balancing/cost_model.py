@@ -30,8 +30,8 @@ AVERAGE = 20.0
 """Seconds over which the mean requests in flight of a server are taken."""
 WINDOW = 10.0
 """Seconds over which the utilization of a server is measured."""
-DELAY = 0.25
-"""Seconds by which an engine's own metrics may be late: about a step with a long prompt."""
+DELAY = 0.05
+"""Seconds by which an engine's own metrics may be late: about one step of the engine."""
 ALMOST_FULL = 0.9
 """Share of a KV cache that running requests may use without delay: beyond it, vLLM soon lets requests wait, or preempts them."""
 LOAD_LIFETIME = 5.0
