@@ -30,8 +30,9 @@ end
 function done(summary, latency)
   local errors = summary.errors
   io.write(string.format(
-    'RESULT {"requests":%d,"bytes":%d,"microseconds":%d,"p50":%d,"p99":%d,' ..
+    'RESULT {"requests":%d,"bytes":%d,"microseconds":%d,"p50":%d,"p99":%d,"p999":%d,' ..
     '"connect":%d,"read":%d,"write":%d,"status":%d,"timeout":%d}\n',
     summary.requests, summary.bytes, summary.duration, latency:percentile(50), latency:percentile(99),
+    latency:percentile(99.9),
     errors.connect, errors.read, errors.write, errors.status, errors.timeout))
 end

@@ -28,12 +28,13 @@ class LoadFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A run. `p50` and `p99` are latencies in seconds; `faults` says what went wrong, empty when all was well."""
+    """A run. `p50`, `p99` and `p999` (99.9%) are latencies in seconds; `faults` says what went wrong, empty when all was well."""
 
     requests: int
     seconds: float
     p50: float
     p99: float
+    p999: float
     faults: tuple[str, ...] = ()
 
 
@@ -72,7 +73,8 @@ def summary(text: str, response: int) -> Load:
     faults = [f"{result[name]} × {name}" for name in _ERRORS if result[name]]
     if result["bytes"] < result["requests"] * response:
         faults.append(f"{result['requests'] * response - result['bytes']} bytes too few")
-    return Load(result["requests"], result["microseconds"] / 1e6, result["p50"] / 1e6, result["p99"] / 1e6, tuple(faults))
+    seconds, p50, p99, p999 = (result[name] / 1e6 for name in ("microseconds", "p50", "p99", "p999"))
+    return Load(result["requests"], seconds, p50, p99, p999, tuple(faults))
 
 
 def difference(status: int, body: bytes) -> str | None:

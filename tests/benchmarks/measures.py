@@ -34,7 +34,7 @@ async def loaded(
     tokens: Sequence[str] = (TOKEN,),
     behind: float = 0.0,
 ) -> None:
-    """JSON requests as fast as they are answered: `cpu`, `rate`, `p50`, `p99`.
+    """JSON requests as fast as they are answered: `cpu`, `rate`, `p50`, `p99`, `p999`.
 
     `behind`: seconds after the last response during which the proxy's work is still counted; `control` is then what the gateway's
     control has taken of `cpu`.
@@ -56,7 +56,7 @@ async def loaded(
 
 def latencies(run: Load) -> dict[str, float]:
     """The values of a run of wrk."""
-    return {"rate": run.requests / run.seconds, "p50": run.p50, "p99": run.p99}
+    return {"rate": run.requests / run.seconds, "p50": run.p50, "p99": run.p99, "p999": run.p999}
 
 
 def per_unit(proxy: Running, seconds: float, count: int) -> dict[str, float]:
@@ -97,7 +97,9 @@ async def crowded(
 
 
 async def window(proxy: Running, clients: Crowd, seconds: float) -> dict[str, float]:
-    """So many seconds of open streams: `cpu`, `rate`, `p50` and `p99` of an event's delay; `load`, the share of a core the clients took."""
+    """So many seconds of open streams: `cpu`, `rate`, and `p50`, `p99` and `p999` of an event's delay; `load`, the share of a core
+    that the clients took.
+    """
     with clients.window(), cost(proxy.tree) as spent:
         before = monotonic()
         await asyncio.sleep(seconds)
@@ -107,8 +109,8 @@ async def window(proxy: Running, clients: Crowd, seconds: float) -> dict[str, fl
 
 
 def delays(nanoseconds: list[int]) -> dict[str, float]:
-    """`p50` and `p99` in seconds; nothing without any."""
-    found = {"p50": percentile(nanoseconds, 0.5), "p99": percentile(nanoseconds, 0.99)}
+    """`p50`, `p99` and `p999` (99.9%) in seconds; nothing without any."""
+    found = {name: percentile(nanoseconds, share) for name, share in {"p50": 0.5, "p99": 0.99, "p999": 0.999}.items()}
     return {name: value / 1e9 for name, value in found.items() if value is not None}
 
 
@@ -139,7 +141,9 @@ async def _ended(client: Client, seconds: float) -> bool:
 
 
 async def first_events(stage: Stage, proxy: Running, variant: str, seconds: float) -> None:
-    """New streams while 64 connections request JSON: `p50` and `p99` from connecting to the first event; `rate` of the JSON requests."""
+    """New streams while 64 connections request JSON: `p50`, `p99` and `p999` from connecting to the first event; `rate` of the JSON
+    requests.
+    """
     _, length = await inspected(proxy.port, chat())
     loading = asyncio.create_task(load(proxy.port, chat(), length, 64, seconds + 1, stage.workshop()))
     try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.benchmarks.chart import Bar, bars
@@ -21,12 +21,15 @@ _MARK = re.compile(r"\{\{(\w+)\}\}")
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A value as it is shown: multiplied, and with so many digits behind the point."""
+    """A value as it is shown: multiplied, and with so many digits behind the point. `beside`: the column is also shown, with dashes, where
+    results have that value alone, as those of earlier versions do.
+    """
 
     value: str
     title: str
     factor: float = 1.0
     digits: int = 0
+    beside: str = ""
 
     def text(self, spread: Spread | None) -> str:
         """`median (least..most)`, the median alone where there is no more."""
@@ -57,28 +60,32 @@ class Layout:
 REQUEST = Column("cpu", "CPU per request, µs", 1e6, 1)
 EVENT = Column("cpu", "CPU per event, µs", 1e6, 1)
 RATE = Column("rate", "requests/s")
-P50, P99 = Column("p50", "p50, ms", 1e3, 2), Column("p99", "p99, ms", 1e3, 2)
-DELAYS = (Column("p50", "delay p50, ms", 1e3, 2), Column("p99", "delay p99, ms", 1e3, 2))
+LATENCIES = (
+    Column("p50", "p50, ms", 1e3, 2),
+    Column("p99", "p99, ms", 1e3, 2),
+    Column("p999", "p99.9, ms", 1e3, 2, beside="p99"),
+)
+DELAYS = tuple(replace(column, title=f"delay {column.title}") for column in LATENCIES)
 RSS, IDLE = Column("rss", "idle memory, MB", 1e-6, 1), Column("idle", "idle CPU, % of a core", 100, 1)
 READY = Column("ready", "ready after, s", 1, 1)
 PER_STREAM = Column("rss", "memory per stream, KB", 1e-3, 1)
 CLIENTS = Column("load", "CPU of the clients, % of a core", 100)
-SERVED = (REQUEST, RATE, P50, P99)
+SERVED = (REQUEST, RATE, *LATENCIES)
 
 LAYOUTS: Mapping[str, Layout] = {
     "json": Layout(SERVED, drawing=Drawing(REQUEST, "A chat completion, 64 connections", "64 connections")),
-    "limits_and_ledger": Layout((REQUEST, Column("control", "part of control, µs", 1e6, 1), RATE, P50, P99)),
+    "limits_and_ledger": Layout((REQUEST, Column("control", "part of control, µs", 1e6, 1), RATE, *LATENCIES)),
     "limited_streams": Layout((EVENT, *DELAYS, Column("streams", "streams"))),
     "streams": Layout((EVENT, *DELAYS, Column("streams", "streams"), CLIENTS), drawing=Drawing(EVENT, "Streams of 50 events a second")),
     "many": Layout((EVENT, PER_STREAM, *DELAYS, CLIENTS), drawing=Drawing(PER_STREAM, "5,000 open streams")),
     "flood": Layout((EVENT, Column("rate", "events/s"), CLIENTS)),
     "prompts": Layout(SERVED, drawing=Drawing(REQUEST, "A prompt of 100 KB", "100 KB")),
-    "ttfb": Layout((P50, P99, Column("rate", "concurrent JSON requests/s")), ratio="p50"),
-    "servers": Layout((REQUEST, RATE, P50, IDLE, RSS)),
-    "by_cost": Layout((REQUEST, RATE, P50, P99, RSS)),
-    "keys": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
-    "models": Layout((REQUEST, RATE, P50, P99, READY, RSS, IDLE)),
-    "workers": Layout((REQUEST, RATE, P50, P99, Column("most", "connections of the busiest worker, %", 100))),
+    "ttfb": Layout((*LATENCIES, Column("rate", "concurrent JSON requests/s")), ratio="p50"),
+    "servers": Layout((*SERVED, IDLE, RSS)),
+    "by_cost": Layout((*SERVED, RSS)),
+    "keys": Layout((*SERVED, READY, RSS, IDLE)),
+    "models": Layout((*SERVED, READY, RSS, IDLE)),
+    "workers": Layout((*SERVED, Column("most", "connections of the busiest worker, %", 100))),
     "rest": Layout(
         (RSS, Column("processes", "processes"), IDLE, REQUEST, RATE, Column("growth", "growth, MB a minute", 1e-6, 2)), ratio="rss"
     ),
@@ -125,7 +132,7 @@ def table(rows: Sequence[Row], layout: Layout, by: str, first: Row | None) -> st
     """A table with a row for each of `rows`, named by `proxy` or by variant. Columns without values are left out; `first` is what
     ratios are taken to.
     """
-    columns = [column for column in layout.columns if any(row.spread(column.value) for row in rows)]
+    columns = [column for column in layout.columns if any(row.spread(column.value) or row.spread(column.beside) for row in rows)]
     ratio = first is not None and first.spread(layout.ratio) is not None and len(rows) > 1
     measure = next(column.title.partition(",")[0] for column in layout.columns if column.value == layout.ratio)
     titles = [by, *(column.title for column in columns), *([f"{measure}, {'gateway' if by else 'first'} = 1"] if ratio else [])]

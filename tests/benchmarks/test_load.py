@@ -11,7 +11,7 @@ from tests.benchmarks import wire
 from tests.benchmarks.load import LoadFailed, difference, summary
 from tests.benchmarks.streams import percentile
 
-OUTPUT = 'Running 3s test\nRESULT {"requests":%d,"bytes":%d,"microseconds":2000000,"p50":150,"p99":900,%s}\n'
+OUTPUT = 'Running 3s test\nRESULT {"requests":%d,"bytes":%d,"microseconds":2000000,"p50":150,"p99":900,"p999":1500,%s}\n'
 FINE = '"connect":0,"read":0,"write":0,"status":0,"timeout":0'
 
 
@@ -36,7 +36,7 @@ def test_half_a_stamp_does_not_count() -> None:
 
 def test_a_run_without_faults() -> None:
     run = summary(OUTPUT % (100, 100 * 900, FINE), 750)
-    assert (run.requests, run.seconds, run.p50, run.p99, run.faults) == (100, 2.0, 0.00015, 0.0009, ())
+    assert (run.requests, run.seconds, run.p50, run.p99, run.p999, run.faults) == (100, 2.0, 0.00015, 0.0009, 0.0015, ())
 
 
 def test_errors_and_lacking_bytes_are_faults() -> None:
@@ -59,5 +59,5 @@ def test_a_response_may_differ_in_bytes_but_not_in_text() -> None:
 
 
 def test_percentiles() -> None:
-    assert [percentile(list(range(100)), share) for share in (0.5, 0.99)] == [50.0, 99.0]
+    assert [percentile(list(range(100)), share) for share in (0.5, 0.99, 0.999)] == [50.0, 99.0, 99.0]
     assert percentile([], 0.5) is None

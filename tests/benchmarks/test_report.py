@@ -40,6 +40,22 @@ def test_what_was_not_measured_has_no_column() -> None:
     assert "p99" not in report.document("{{json}}", {"json": section()})
 
 
+def test_results_of_an_earlier_version_have_a_dash() -> None:
+    made = Section("json", "2027-01-02", 1, 9, MACHINE, {"vllm-gateway": "1.0", "nginx": "1.2"})
+    for proxy in ("vllm-gateway", "nginx"):
+        made.row(proxy, "1 connection").add({"p50": 1e-3, "p99": 2e-3}, ())
+    text = report.document("{{json}}", {"json": made})
+    assert "| proxy | p50, ms | p99, ms | p99.9, ms |" in text and "| vllm-gateway | 1.00 | 2.00 | - |" in text
+    made.row("nginx", "1 connection").add({"p999": 3e-3}, ())
+    text = report.document("{{json}}", {"json": made})
+    assert "| vllm-gateway | 1.00 | 2.00 | - |" in text and "| nginx | 1.00 | 2.00 | 3.00 |" in text
+
+
+@pytest.mark.parametrize("case", [name for name, layout in report.LAYOUTS.items() if any(each.value == "p50" for each in layout.columns)])
+def test_every_table_of_latencies_has_their_tails(case: str) -> None:
+    assert {"p99", "p999"} <= {column.value for column in report.LAYOUTS[case].columns}
+
+
 def test_errors_and_absent_results_are_shown() -> None:
     text = report.document("{{json}}", {"json": section()})
     assert "- nginx, 1 connection: 7 × status\n- envoy is not in the tables: not installed" in text
