@@ -7,7 +7,6 @@ when a snapshot is applied; everything that is compiled from a snapshot is repla
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -28,6 +27,7 @@ from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.pool import LiveServers
+from upstream.http.deadlines import TICK, check_all
 
 if TYPE_CHECKING:
     from gateway.auth.jwt import TokenVerifier
@@ -176,9 +176,7 @@ class Worker:
         self.fleet.expire()
         for model, costs in self.costs.items():
             self.context.metrics.cells("prefix_index_blocks", model, str(self.number))[0] = costs.index.size
-        now = time.monotonic()
-        for connection in tuple(self.context.connections):
-            connection.check(now)
+        check_all(self.context.connections, _SWEEP_EVERY * TICK)
         if self.certificate is not None and self.snapshot.tls is not None:
             self.certificate.reload(self.snapshot.tls)
 

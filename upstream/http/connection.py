@@ -13,6 +13,7 @@ import asyncio
 import errno
 import socket
 import ssl
+from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from time import monotonic
@@ -43,6 +44,7 @@ EVENT_END = b"\n\n\r\n"
 """The last bytes of a chunk that ends with an event. If the parsed bytes end with them, they end after a chunk and not after the size line
 of the next chunk, which the parser reports only with the first byte of that chunk."""
 
+_CLOSED_AT_ONCE = 256
 _VERSIONS = frozenset({"1.1", "1.0"})
 _OUR_LIMITS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, socket.EAI_SYSTEM, socket.EAI_MEMORY}
@@ -358,8 +360,12 @@ async def _connect_timeout(seconds: float) -> AsyncIterator[None]:
             timer.cancel()
 
 
+def _since(entry: tuple[float, Connection]) -> float:
+    return entry[0]
+
+
 class IdleConnections:
-    """The idle connections to one server, a stack.
+    """The idle connections to one server, a stack: the longest idle one is the first.
 
     ``max_idle``: seconds that a connection may be idle. It is below the server's idle timeout, so that the server's close does not coincide
     with a request.
@@ -390,15 +396,12 @@ class IdleConnections:
         return None
 
     def close_expired(self) -> None:
-        """Close the connections that were idle for too long. Called about once a second."""
+        """Close the connections that were idle for too long, but not more than ``_CLOSED_AT_ONCE``. Called about once a second."""
         limit = monotonic() - self.max_idle
-        unexpired = []
-        for since, connection in self._idle:
-            if since > limit and not connection.closed:
-                unexpired.append((since, connection))
-            else:
-                connection.close()
-        self._idle = unexpired
+        count = bisect_right(self._idle, limit, hi=min(len(self._idle), _CLOSED_AT_ONCE), key=_since)
+        expired, self._idle[:count] = self._idle[:count], []
+        for _, connection in expired:
+            connection.close()
 
     def close_all(self) -> None:
         """Close every idle connection."""

@@ -79,7 +79,7 @@ def test_a_blocked_reader_delays_no_request(pipe: tuple[int, int]) -> None:
             log.flush()
         assert time.monotonic() - since < 30, "a request waited for the log"
         assert log.dropped > 50_000, "lines are dropped"
-        assert len(log._records) <= 10_000
+        assert len(log._lines) <= 10_000
         since = time.monotonic()
     assert time.monotonic() - since < 30, "the end waited for the log"
     os.close(pipe[0])  # lets the writer go, before another test is given the same descriptors
@@ -141,7 +141,7 @@ def test_what_gathers_is_bounded() -> None:
     log = AccessLog(-1)
     for _ in range(10_010):
         log.add(record())
-    assert (len(log._records), log.dropped) == (10_000, 10)
+    assert (len(log._lines), log.dropped) == (10_000, 10)
 
 
 async def test_neither_key_nor_prompt_is_in_it() -> None:
