@@ -470,6 +470,16 @@ def test_embeddings_have_the_requested_size_and_encoding(simulated: Simulated) -
     assert len(packed["embedding"]) == 44
 
 
+@pytest.mark.parametrize("size", [-1, 0, 17, 1_000_000_000])
+def test_embeddings_of_an_impossible_size_are_refused(simulated: Simulated, size: int) -> None:
+    for path, body in (
+        ("/v1/embeddings", {"input": "a", "dimensions": size}),
+        ("/v2/embed", {"model": "tiny", "texts": ["a"], "output_dimension": size}),
+    ):
+        response = simulated.post(path, body)
+        assert response.status_code == 400 and "only supports dimensions in range [1, 16]" in response.text
+
+
 def test_ranks_fall_and_are_cut_at_the_top(simulated: Simulated) -> None:
     results = simulated.post("/rerank", {"query": "q", "documents": list("abcdef"), "top_n": 4}).json()["results"]
     scores = [result["relevance_score"] for result in results]

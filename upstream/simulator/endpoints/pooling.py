@@ -113,7 +113,7 @@ class Ready:
 def embeddings(call: ApiRequest) -> Job:
     """Prepare POST /v1/embeddings. Raises ApiError."""
     request, prompts = _texts(call)
-    size = request.dimensions or DIMENSIONS
+    size = _size(call, request.dimensions)
     shown = [
         {"index": at, "object": "embedding", "embedding": _shown(_vector(call, prompt, size), request)} for at, prompt in enumerate(prompts)
     ]
@@ -129,10 +129,10 @@ def cohere_embeddings(call: ApiRequest) -> Job:
         raise errors.malformed([{"type": "value_error", "loc": (), "msg": message, "input": call.body, "ctx": {"error": {}}}], ("body",))
     if request.input_type is not None:
         raise errors.plain(f"Unsupported input_type {request.input_type!r}. This model does not define any input_type task instructions.")
-    call.model()
+    size = _size(call, request.output_dimension)
     inputs = request.inputs or [_of_image(url) for url in request.images or ()]
     prompts = [Prompt.of_text(text) for text in request.texts or [_content_of(each) for each in inputs]]
-    vectors = [_vector(call, prompt, request.output_dimension or DIMENSIONS) for prompt in prompts]
+    vectors = [_vector(call, prompt, size) for prompt in prompts]
     shown = {kind: [_COHERE_TYPES[kind](vector) for vector in vectors] for kind in request.embedding_types or ["float"]}
     tokens = sum(len(prompt.ids) for prompt in prompts)
     with_images = any(part.type == "image_url" for each in inputs for part in each.content)
@@ -267,6 +267,16 @@ def _transcript(call: ApiRequest, prompts: list[Prompt]) -> Transcript:
 
 def _draw(call: ApiRequest, *texts: str) -> float:
     return seed_of(call.settings.seed, *texts) % 10**6 / 10**6
+
+
+def _size(call: ApiRequest, requested: int | None) -> int:
+    """Return the size of the embeddings. As for a Matryoshka model, it may be reduced (vllm/pooling_params.py). Raises ApiError."""
+    model = call.model()
+    if requested is None:
+        return DIMENSIONS
+    if not 1 <= requested <= DIMENSIONS:
+        raise errors.bad(f"Model {model!r} only supports dimensions in range [1, {DIMENSIONS}], got {requested}.")
+    return requested
 
 
 def _vector(call: ApiRequest, prompt: Prompt, size: int) -> list[float]:
