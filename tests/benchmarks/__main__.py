@@ -1,7 +1,7 @@
 """`make bench`: run the cases that were named, all by default, keep what they brought, and write the report.
 
-The environment may say BENCH_ROUNDS (turns of each proxy), BENCH_SECONDS (a factor on how long each turn is), BENCH_GROWTH (seconds of
-load in the case `rest`).
+The environment may say BENCH_ROUNDS (turns of each proxy), BENCH_SECONDS (a factor on how long each turn is), BENCH_GROWTH and
+BENCH_PAUSES (seconds of load for each proxy in the cases `rest` and `pauses`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,12 @@ def _arguments() -> argparse.Namespace:
 
 def _scale() -> Scale:
     environ = os.environ
-    return Scale(int(environ.get("BENCH_ROUNDS", 3)), float(environ.get("BENCH_SECONDS", 1)), growth=float(environ.get("BENCH_GROWTH", 60)))
+    return Scale(
+        int(environ.get("BENCH_ROUNDS", 3)),
+        float(environ.get("BENCH_SECONDS", 1)),
+        growth=float(environ.get("BENCH_GROWTH", 60)),
+        pauses=float(environ.get("BENCH_PAUSES", 120)),
+    )
 
 
 async def run(cases: list[str], proxies: list[str], scale: Scale, to: Path) -> None:

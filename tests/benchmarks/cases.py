@@ -11,6 +11,8 @@ from functools import partial
 from tests.benchmarks import standin
 from tests.benchmarks.accounting import LOAD_CORE, PROXY_CORE, Tree, connections
 from tests.benchmarks.measures import crowded, first_events, flooded, idle, loaded, streaming
+from tests.benchmarks.pauses.observe import BARE, measure, probed
+from tests.benchmarks.pauses.traffic import FAST, FAST_RATE, JSON, SLOW, SLOW_RATE
 from tests.benchmarks.peers import (
     BY_COST,
     CACHE_AWARE,
@@ -209,6 +211,18 @@ async def _split(stage: Stage, variant: str, proxy: Running) -> None:
     stage.add(proxy.name, variant, {"most": max(counts) / max(1, sum(counts))})
 
 
+async def pauses(stage: Stage) -> None:
+    """Event-loop pauses under a mixed load, beside a bare protocol that proxies the same."""
+    rates = (FAST_RATE, FAST_RATE, SLOW_RATE)
+    with ExitStack() as stack:
+        ports = tuple(stack.enter_context(standin.stream_server(stage.path("upstream"), rate)) for rate in rates)
+        setting = Setting(ports, models=(JSON, FAST, SLOW), own_upstream=True)
+        both = [gateway_keeping(_ACCOUNTING[_BOTH], _BOTH)]
+        chosen = [probed(proxy) for proxy in (*stage.proxies(ALONE), *both)]
+        for proxy in stage.rotation(stack.enter_context(stage.running(setting, (), [*chosen, BARE]))):
+            await measure(stage, proxy, stage.scale.pauses / stage.scale.rounds)
+
+
 async def rest(stage: Stage) -> None:
     """Memory with no request yet, of everyone; then the gateway's under a long load."""
     with standin.json_servers(stage.path("upstream")) as ports:
@@ -286,6 +300,7 @@ CASES: Mapping[str, Case] = {
         keys,
         models,
         workers,
+        pauses,
         rest,
     )
 }

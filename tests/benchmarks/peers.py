@@ -36,13 +36,16 @@ _MANY = 20_000  # connections, streams or requests: more than any case has
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A case's requirements for a proxy. `upstreams` are ports of the loopback interface; `keys` and `workers` are for the gateway."""
+    """A case's requirements for a proxy. `upstreams` are ports of the loopback interface; `keys` and `workers` are for the gateway.
+    `own_upstream`: each model has the upstream of the same position, and no other.
+    """
 
     upstreams: tuple[int, ...]
     models: tuple[str, ...] = (MODEL,)
     keys: int = KEYS
     workers: int = 1
     cores: tuple[int, ...] = (PROXY_CORE,)
+    own_upstream: bool = False
 
     @property
     def key_numbers(self) -> range:
@@ -157,7 +160,8 @@ def _gateway(
     ]
     server = {"host": "127.0.0.1", "port": port, "workers": setting.workers, "admin": {"port": 0}, "drain": "1s"}
     servers = [{"url": url, "model": MODEL} for url in setting.urls()]
-    models = [{"id": model, "balance": balance, "servers": servers} for model in setting.models]
+    of_model = [[server] for server in servers] if setting.own_upstream else [servers] * len(setting.models)
+    models = [{"id": model, "balance": balance, "servers": own} for model, own in zip(setting.models, of_model, strict=True)]
     (folder / "keys.yaml").write_text(json.dumps({"keys": keys}))
     whole = {"server": server, "models": models, "keys_file": "keys.yaml", **accounting.of_gateway()}
     (folder / "gateway.yaml").write_text(yaml.safe_dump(whole))

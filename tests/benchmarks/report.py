@@ -66,6 +66,13 @@ LATENCIES = (
     Column("p999", "p99.9, ms", 1e3, 2, beside="p99"),
 )
 DELAYS = tuple(replace(column, title=f"delay {column.title}") for column in LATENCIES)
+CALLBACKS = tuple(
+    Column(f"callback_{value}", f"callback {title}, ms of CPU", 1e3, 2)
+    for value, title in {"p99": "p99", "p999": "p99.9", "most": "maximum"}.items()
+)
+PAUSES = tuple(
+    Column(value, f"pause {title}, ms", 1e3, 2) for value, title in {"p50": "p50", "p99": "p99", "p999": "p99.9", "most": "maximum"}.items()
+)
 RSS, IDLE = Column("rss", "idle memory, MB", 1e-6, 1), Column("idle", "idle CPU, % of a core", 100, 1)
 READY = Column("ready", "ready after, s", 1, 1)
 PER_STREAM = Column("rss", "memory per stream, KB", 1e-3, 1)
@@ -86,6 +93,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "keys": Layout((*SERVED, READY, RSS, IDLE)),
     "models": Layout((*SERVED, READY, RSS, IDLE)),
     "workers": Layout((*SERVED, Column("most", "connections of the busiest worker, %", 100))),
+    "pauses": Layout((*CALLBACKS, *PAUSES, Column("busy", "CPU, % of a core", 100)), ratio="callback_most"),
     "rest": Layout(
         (RSS, Column("processes", "processes"), IDLE, REQUEST, RATE, Column("growth", "growth, MB a minute", 1e-6, 2)), ratio="rss"
     ),
@@ -152,6 +160,7 @@ def _remarks(section: Section) -> Iterator[str]:
     for row in section.rows:
         for fault, times in {fault: row.faults.count(fault) for fault in row.faults}.items():
             yield f"- {row.proxy}, {row.variant}: {fault}{f' ({times} times)' if times > 1 else ''}"
+        yield from (f"- {row.proxy}, {row.variant}: {note}" for note in row.notes)
     for name, reason in section.absent.items():
         yield f"- {name} is not in the tables: {' '.join(reason.split())}"
 

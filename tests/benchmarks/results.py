@@ -30,12 +30,13 @@ class Spread:
 
 @dataclass(slots=True)
 class Row:
-    """One proxy in one variant of a case: the values of every round, and what went wrong."""
+    """One proxy in one variant of a case: the values of every round, what went wrong, and notes for the reader."""
 
     proxy: str
     variant: str
     values: dict[str, list[float]] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def add(self, values: Values, faults: tuple[str, ...]) -> None:
         """Take a round."""

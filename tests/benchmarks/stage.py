@@ -27,6 +27,7 @@ class Scale:
     seconds: float = 1.0
     crowd: float = 1.0
     growth: float = 60.0
+    pauses: float = 120.0
 
     def streams(self, count: int) -> int:
         return max(1, round(count * self.crowd))
@@ -104,6 +105,10 @@ class Stage:
             f"  {proxy:14} {variant:18} "
             + "  ".join([f"{name} {value:.4g}" for name, value in values.items()] + [f"!! {f}" for f in faults])
         )
+
+    def note(self, proxy: str, variant: str, text: str) -> None:
+        """Add a note below the table."""
+        self.section.row(proxy, variant).notes.append(text)
 
 
 def say(text: str) -> None:

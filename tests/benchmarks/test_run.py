@@ -25,3 +25,14 @@ async def test_streams_are_measured_and_reported(tmp_path: Path) -> None:
     assert [row.faults for row in sections["flood"].rows] == [[], []]
     assert "| vllm-gateway |" in (tmp_path / "performance.md").read_text()
     assert psutil.Process().children() == before
+
+
+async def test_pauses_are_measured_in_the_gateways_worker_and_in_the_bare_protocol(tmp_path: Path) -> None:
+    await run(["pauses"], ["vllm-gateway"], Scale(rounds=1, crowd=0.01, pauses=2.0), tmp_path)
+    section = results.read(tmp_path / STORED)["pauses"]
+    assert [row.proxy for row in section.rows] == ["vllm-gateway", "… with both", "bare protocol"]
+    for row in section.rows:
+        assert not row.faults
+        assert row.values["callback_most"][0] >= row.values["callback_p50"][0] > 0 < row.values["requests"][0]
+        assert "longest callbacks" in row.notes[0]
+    assert any("gateway.client.connection" in note for note in section.rows[0].notes), "the worker itself was measured"
