@@ -21,6 +21,7 @@ from tests.support.examples import examples
 from tests.support.ports import refusing, silent
 from tests.support.running import until
 from tests.support.scripted import Conversation, Script, Scripted, read_request, scripted
+from tests.support.way import Wire
 from upstream.http.address import Address
 from upstream.http.connection import MAX_HEADER_BYTES, Connection, Headers, IdleConnections, connect
 from upstream.http.errors import BadResponse, ConnectFailed, ConnectTimeout, Disconnected, StaleConnection, UpstreamError
@@ -385,6 +386,80 @@ async def test_parked_connections_are_given_out_while_they_are_good() -> None:
         await until(lambda: server.open == 0)
 
 
+# Repeated responses
+
+HEAD = b"HTTP/1.1 200 OK\r\ndate: 1\r\ncontent-length: 2\r\ncontent-type: application/json\r\n\r\n"
+REPEATED = HEAD + b"{}"
+ALMOST = {
+    "another length": HEAD.replace(b": 2\r\nc", b": 12\r\nc") + b'{"a": "bcd"}',
+    "no body": HEAD.replace(b": 2\r\nc", b": 0\r\nc"),
+    "another date": REPEATED.replace(b"date: 1", b"date: 2"),
+    "another status": REPEATED.replace(b"200 OK", b"201 OK"),
+    "an error": REPEATED.replace(b"200 OK", b"500 No"),
+    "another type": REPEATED.replace(b"application/json", b"text/plain"),
+    "another header": REPEATED.replace(b"date", b"x: y\r\ndate"),
+    "its close announced": REPEATED.replace(b"date", b"connection: close\r\ndate"),
+    "chunks": HEAD.replace(b"content-length: 2", b"transfer-encoding: chunked") + b"2\r\n{}\r\n0\r\n\r\n",
+    "both framings": HEAD.replace(b"date", b"transfer-encoding: chunked\r\ndate") + b"{}",
+    "two lengths": REPEATED.replace(b"date", b"content-length: 2\r\ndate"),
+    "a length with a plus": REPEATED.replace(b": 2\r\nc", b": +2\r\nc"),
+    "a length behind zeros": REPEATED.replace(b": 2\r\nc", b": 002\r\nc"),
+    "a length with a space": REPEATED.replace(b": 2\r\nc", b": 2 \r\nc"),
+    "a negative length": REPEATED.replace(b": 2\r\nc", b": -2\r\nc"),
+    "a longer length": REPEATED.replace(b": 2\r\nc", b": 3\r\nc"),
+    "a shorter length": REPEATED.replace(b": 2\r\nc", b": 1\r\nc"),
+    "another response behind it": REPEATED * 2,
+    "half of another behind it": REPEATED + b"HTT",
+    "an interim response before it": b"HTTP/1.1 100 Continue\r\n\r\n" + REPEATED,
+    "not HTTP": b"nothing",
+}
+
+
+class Exchanges:
+    """A connection to a fake transport, and the parsed results of its responses."""
+
+    def __init__(self) -> None:
+        self.idle_count = 0
+        self.connection = Connection("one", self._on_idle, WriteBatch())
+        self.connection.connection_made(Wire())
+
+    def _on_idle(self, _: Connection) -> None:
+        self.idle_count += 1
+
+    def receive(self, *reads: bytes) -> tuple[object, ...]:
+        taken, before = Taken(), self.idle_count
+        self.connection.send(REQUEST, taken)
+        for read in reads:
+            self.connection.data_received(read)
+        return taken.status, taken.headers, taken.body, str(taken.error), taken.end_count, self.idle_count - before, self.connection.closed
+
+
+@pytest.mark.parametrize("second", ALMOST.values(), ids=ALMOST.keys())
+async def test_what_is_almost_a_repeated_response(second: bytes) -> None:
+    first = Exchanges().receive(REPEATED)
+    repeated, expected = Exchanges(), Exchanges().receive(second)
+    assert [repeated.receive(REPEATED) for _ in range(3)] == [first] * 3
+    assert repeated.connection._repeatable is not None
+    assert repeated.receive(second) == expected
+    if not repeated.connection.closed and expected[4]:
+        assert repeated.receive(REPEATED) == first
+
+
+@settings(max_examples=examples(100), deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([REPEATED, *ALMOST.values()]), st.booleans()), min_size=2, max_size=12))
+def test_a_repeated_response_is_the_same_as_a_parsed_one(responses: list[tuple[bytes, bool]]) -> None:
+    async def run() -> None:
+        exchanges = Exchanges()
+        for data, in_two_reads in responses:
+            reads = (data[:50], data[50:]) if in_two_reads and len(data) > 50 else (data,)
+            expected = Exchanges().receive(*reads)
+            assert exchanges.receive(*reads) == expected
+            if exchanges.connection.closed or not expected[4]:
+                exchanges = Exchanges()
+
+    asyncio.run(run())
+
+
 # The property: each gets its own answer, whatever others do
 
 
@@ -392,7 +467,7 @@ def _response(number: bytes, dice: random.Random) -> list[bytes]:
     """An answer to request ``number``, in a random framing and cut at random; sometimes a hostile one."""
     body = number * dice.choice([1, 7, 400])
     if dice.random() < 0.5:
-        wire = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body)
+        wire = b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\ncontent-type: text/plain\r\n\r\n%b" % (len(body), body)
     else:
         half = dice.randrange(len(body) + 1)
         chunks = [chunk for chunk in (body[:half], body[half:]) if chunk]
