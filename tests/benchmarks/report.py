@@ -35,8 +35,15 @@ class Column:
         """`median (least..most)`, the median alone where there is no more."""
         if spread is None:
             return "-"
-        median, least, most = (f"{value * self.factor:,.{self.digits}f}" for value in (spread.median, spread.least, spread.most))
-        return median if least == most else f"{median} ({least}..{most})"
+        least, most = self._number(spread.least), self._number(spread.most)
+        return self.median(spread) if least == most else f"{self.median(spread)} ({least}..{most})"
+
+    def median(self, spread: Spread | None) -> str:
+        """The median alone."""
+        return "-" if spread is None else self._number(spread.median)
+
+    def _number(self, value: float) -> str:
+        return f"{value * self.factor:,.{self.digits}f}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +154,15 @@ def table(rows: Sequence[Row], layout: Layout, by: str, first: Row | None) -> st
     lines = [titles, ["---", *["--:"] * (len(titles) - 1)]]
     for row in rows:
         cells = [column.text(row.spread(column.value)) for column in columns]
-        lines.append([row.proxy if by else row.variant, *cells, *([_multiple(row, first, layout.ratio)] if ratio and first else [])])
+        if ratio and first:
+            cells.append(multiple(row.spread(layout.ratio), first.spread(layout.ratio)))
+        lines.append([row.proxy if by else row.variant, *cells])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _multiple(row: Row, first: Row, value: str) -> str:
-    ours, theirs = first.spread(value), row.spread(value)
-    return f"{theirs.median / ours.median:.2f}" if ours and theirs and ours.median else "-"
+def multiple(value: Spread | None, unit: Spread | None) -> str:
+    """Return a median as a multiple of another one."""
+    return f"{value.median / unit.median:.2f}" if value and unit and unit.median else "-"
 
 
 def _remarks(section: Section) -> Iterator[str]:

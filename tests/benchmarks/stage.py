@@ -7,14 +7,18 @@ the meantime meets all alike.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+import tempfile
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
+from time import monotonic
 
+from tests.benchmarks.accounting import neighbors
 from tests.benchmarks.peers import Proxy, Running, Setting, started
 from tests.benchmarks.process import DidNotStart
-from tests.benchmarks.results import Section, Values
+from tests.benchmarks.results import Section, Values, machine
 
 DIRECT = "none (direct)"
 
@@ -98,6 +102,14 @@ class Stage:
             say(f"round {number + 1} of {count}")
             yield from (proxy for proxy in proxies if proxy.name not in self.section.absent)
 
+    async def alone(self, proxy: Proxy, setting: Setting, round_: Callable[[Running], Awaitable[None]]) -> None:
+        """Run a round with a separate process; if it does not start, the proxy is absent."""
+        try:
+            with started(proxy, setting, self.path(proxy.name)) as running:
+                await round_(running)
+        except DidNotStart as error:
+            self.absent(proxy.name, str(error))
+
     def add(self, proxy: str, variant: str, values: Values, faults: tuple[str, ...] = ()) -> None:
         """Record the measurement of one round."""
         self.section.row(proxy, variant).add(values, faults)
@@ -109,6 +121,21 @@ class Stage:
     def note(self, proxy: str, variant: str, text: str) -> None:
         """Add a note below the table."""
         self.section.row(proxy, variant).notes.append(text)
+
+
+Case = Callable[[Stage], Awaitable[None]]
+
+
+async def measured(name: str, case: Case, proxies: Sequence[Proxy], scale: Scale) -> Section:
+    """Run one case in a temporary folder."""
+    section = Section(name, "", scale.rounds, 0.0, machine(), {})
+    began = monotonic()
+    with neighbors() as others, tempfile.TemporaryDirectory(prefix="vllm-gateway-bench-") as folder:
+        await case(Stage(section, scale, Path(folder), proxies))
+    section.others = round(others.share, 3)
+    section.finished, section.seconds = datetime.now(UTC).isoformat(timespec="seconds"), round(monotonic() - began, 1)
+    say(f"others took {section.others:.0%} of the machine meanwhile")
+    return section
 
 
 def say(text: str) -> None:

@@ -22,7 +22,7 @@ from tests.benchmarks.wire import chat, request
 
 JSON, FAST, SLOW = "json", "fast", "slow"
 """The models of the load: one for each kind of server."""
-FAST_RATE, SLOW_RATE = 50, 2
+FAST_RATE, SLOW_RATE = 50, 1
 """Events a second of a stream."""
 _FAST_STREAMS, _SLOW_STREAMS = 300, 3000
 _TIMEOUT = 20.0
@@ -37,7 +37,7 @@ class Requests:
     sizes: Sequence[int]
 
 
-_SMALL = Requests(32, 600, (300,))
+_SMALL = Requests(32, 400, (300,))
 _LARGE = Requests(8, 40, (4_000, 32_000, 100_000, 256_000))
 _BRIEF = 40  # connections a second that open, have one response or the beginning of a stream, and close
 _SCRAPES = 1  # seconds between two
