@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import functools
-import gc
 import signal
 import socket
 import sys
@@ -44,9 +43,10 @@ from gateway.snapshot.link import (
     UnknownSigningKey,
     UsageReported,
 )
-from gateway.system import logs
+from gateway.system import garbage_collector, logs
 from gateway.system.acceptor import Acceptor, Seats
 from gateway.system.file_descriptors import raise_limit
+from gateway.system.garbage_collector import FullCollections
 from gateway.system.logs import LogSettings
 from gateway.system.malloc import keep_what_is_freed
 from gateway.telemetry.access_log import AccessLog, access_log
@@ -60,7 +60,8 @@ from upstream.balancing.placement_log import PlacementLog
 from upstream.balancing.pool import live_servers
 from upstream.http.deadlines import TICK
 
-_REPORT_LOGS_EVERY = 4  # ticks
+_EVERY_SECOND = 4  # ticks
+_LAG_SAMPLES = 5  # of the event loop's lag, for each tick
 _UNSENT = 128 * 1024
 """Bytes of responses that the kernel buffers for a client and has not sent. More would hide that a client has stopped reading, and would
 be memory that is not counted."""
@@ -158,10 +159,9 @@ class WorkerProcess:
     async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[Message]) -> None:
         """Serve until control has exited, or has had this worker drained."""
         self._acceptor = await start_accepting(self.worker, listener, seats)
-        gc.collect()
-        gc.freeze()  # objects made during start-up live as long as the process: the collector need not examine them again
+        collections = garbage_collector.take_over()
         async with asyncio.TaskGroup() as group:
-            ticking = group.create_task(self._tick())
+            ticking = group.create_task(self._tick(collections))
             await self._handle_messages(messages, listener)
             ticking.cancel()
 
@@ -189,19 +189,21 @@ class WorkerProcess:
                     await drain(self.worker, self._acceptor, listener, seconds)
                     return
 
-    async def _tick(self) -> None:
+    async def _tick(self, collections: FullCollections) -> None:
         lag = self.worker.context.metrics.cells("worker_event_loop_lag_seconds", str(self.worker.number))
         count, buckets = 0, FAMILIES["worker_event_loop_lag_seconds"].buckets
         while True:
-            due = monotonic() + TICK
-            await asyncio.sleep(TICK)
-            observe(lag, buckets, max(monotonic() - due, 0.0))
+            for _ in range(_LAG_SAMPLES):
+                due = monotonic() + TICK / _LAG_SAMPLES
+                await asyncio.sleep(TICK / _LAG_SAMPLES)
+                observe(lag, buckets, max(monotonic() - due, 0.0))
             self.worker.tick()
             if isinstance(self._acceptor, Acceptor):
                 self._acceptor.publish()
             count += 1
-            if count % _REPORT_LOGS_EVERY == 0:
+            if count % _EVERY_SECOND == 0:
                 logs.report_suppressed(monotonic())
+                collections.tick(idle=not self.worker.context.handlers)
 
 
 async def start_accepting(worker: Worker, listener: socket.socket, seats: Seats | None = None) -> Closable:

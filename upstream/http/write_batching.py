@@ -4,7 +4,7 @@ A write to a sleeping process wakes it, and under load the wake-up costs more th
 clients and servers for every event and request. With batching they wake once for each iteration (docs/performance.md). If an iteration has
 bytes for one connection only, there is nothing to batch, and the reader can work while the worker does its accounting. Then bytes are
 written immediately. Owns the buffered bytes. The rules: the order of writes does not change, and bytes wait at most until the end of the
-iteration. Close and abort send the buffered bytes first.
+iteration. Close and abort send the buffered bytes first. A very busy iteration sends in several batches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from typing import Any
 
 _SMALL = 64 * 1024
 """Bytes that are appended to the buffered ones. Larger writes are sent without a copy."""
+_MOST_PENDING = 32
+"""Transports with buffered bytes that do not wait for the end of the iteration: the first of them would wait for too long."""
 _SAMPLED = 8
 """Immediate writes until the next iteration whose writes are counted."""
 
@@ -52,6 +54,8 @@ class WriteBatch:
     def flush(self) -> None:
         """Send all buffered bytes."""
         transports, self.pending = self.pending, []
+        if not transports:
+            return
         self._single_flushes = self._single_flushes + 1 if len(transports) == 1 else 0
         self.batching = self._single_flushes < self._max_single_flushes
         for transport in transports:
@@ -77,10 +81,12 @@ class BatchingTransport(asyncio.Transport):
         if self.buffered is None:
             batch = self._write_batch
             if batch.batching:
-                self.buffered = data
-                if not batch.pending:
+                self.buffered, pending = data, batch.pending
+                if not pending:
                     batch.schedule_flush()
-                batch.pending.append(self)
+                pending.append(self)
+                if len(pending) == _MOST_PENDING:
+                    batch.flush()
             else:
                 self.send(data)
                 batch.immediate_writes += 1

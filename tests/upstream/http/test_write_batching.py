@@ -54,6 +54,15 @@ async def test_a_turns_writes_are_one() -> None:
     assert wires[0].written == [b"ab", b"c"], "the next turn is another one"
 
 
+async def test_many_transports_do_not_wait_for_the_end_of_the_iteration() -> None:
+    batch, wires = busy(), [Wire() for _ in range(70)]
+    for wire in wires:
+        BatchingTransport(wire, batch).write(b"a")
+    assert [bool(wire.written) for wire in wires] == [True] * 64 + [False] * 6
+    await asyncio.sleep(0)
+    assert [wire.written for wire in wires] == [[b"a"]] * 70
+
+
 async def test_a_loop_that_has_little_to_send_sends_it_at_once() -> None:
     batch, wires = WriteBatch(), [Wire() for _ in range(3)]
     transports = [BatchingTransport(wire, batch) for wire in wires]
