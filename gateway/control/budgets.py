@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _LONGEST_WAIT = 10.0  # seconds that workers wait for the first attempt
-_FIRST_POLL, _POLL = 0.02, 1.0  # seconds between two looks at the ledger, before and after the workers start
+_FIRST_POLL, _POLL = 0.02, 1.0  # seconds between two polls of the ledger, before and after the workers start
 _RETRY, _LONGEST_RETRY = 1.0, 60.0  # seconds before a failed query is tried again, doubled each time
 _HOLDERS_PER_ITERATION = 500  # restored in one iteration of the event loop
 _log = logging.getLogger("vllm_gateway.control")
@@ -110,10 +110,16 @@ class BudgetRestorer:
         at = moment(0.0, self._clock())
         starts = budgets.counted_starts(at)
         found = budgets.use_by_holder(await ledger.earlier_use(budgets, starts, self._before), starts, at)
-        for number, (name, one) in enumerate(found.items(), 1):
-            self._add(name, one)
-            if number % _HOLDERS_PER_ITERATION == 0:
-                await asyncio.sleep(0)
+        self._buckets.announce_writes()
+        try:
+            while not self._buckets.may_write:  # noqa: ASYNC110  the worker that acknowledges is another process
+                await asyncio.sleep(_FIRST_POLL)
+            for number, (name, one) in enumerate(found.items(), 1):
+                self._add(name, one)
+                if number % _HOLDERS_PER_ITERATION == 0:
+                    await asyncio.sleep(0)
+        finally:
+            self._buckets.end_writes()
         if self._restored_at is None:
             late = " The workers have counted from zero until now." if self._attempted.is_set() else ""
             _log.info("the ledger has restored the budgets of %d keys and teams.%s", len(found), late)

@@ -5,10 +5,15 @@ holds the file lock, which the kernel releases if the process dies. Requests in 
 the successor of a worker that died starts with none. Counts are found by the name of their holder, so they survive a reload and a
 worker.
 
-Layout, little-endian: u64 workers, u64 bytes of records; then the records: the SHA-256 of a name (32 bytes), u32 cells, u32 whether it is a
-holder, and the cells as float64. The record of a holder has its counts (see ``rules``), and for each worker a cell of what it has in
-flight. Each of its rolling windows has a separate record (see ``windows``), named after the holder and the window. The use that a store has
-reported for a window has one too: the tokens, the cost, and the time until which they count.
+A single worker is the only writer and takes no lock, because its passes do not interrupt each other. Control announces its rare writes
+with a number. The worker takes the lock for each pass as long as a number is announced, and acknowledges it between two passes. Control
+writes after that, or at once if no worker has attached to the memory yet.
+
+Layout, little-endian: u64 workers, u64 bytes of records, three float64: the announced number (0: none), the acknowledged number, whether
+a worker has attached; then the records: the SHA-256 of a name (32 bytes), u32 cells, u32 whether it is a holder, and the cells as
+float64. The record of a holder has its counts (see ``rules``), and for each worker a cell of what it has in flight. Each of its rolling
+windows has a separate record (see ``windows``), named after the holder and the window. The use that a store has reported for a window
+has one too: the tokens, the cost, and the time until which they count.
 """
 
 from __future__ import annotations
@@ -17,19 +22,23 @@ import fcntl
 import mmap
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import sha256
 from threading import Lock
+from typing import Any
 
 from gateway.limits import rules, sessions, windows
-from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Holder, is_longer
+from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Holder
 from gateway.limits.states import HolderRates
 from gateway.limits.windows import RING_CELLS, BudgetState, Moment, Window, session_window, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
 
 _CAPACITY = 128 * 1024 * 1024  # bytes of address space; the file is sparse, so only what is written takes memory
 NO_LIMITS = Limits()
-_HEAD = struct.Struct("<QQ")
+_HEAD = struct.Struct("<QQ3d")
+_MARKS = struct.Struct("<QQ")  # the first two fields
+_ANNOUNCED, _ACKNOWLEDGED, _ATTACHED = 2, 3, 4  # cells of the other fields
 _RECORD = struct.Struct("<32sII")
 _CELL = 8  # bytes of a float64
 
@@ -41,45 +50,45 @@ class BucketsFullError(Exception):
 class Buckets:
     """The shared counts as one worker sees them. ``fd`` is inherited by child processes; -1: not shared."""
 
-    def __init__(self, memory: mmap.mmap, fd: int = -1, worker: int = 0, *, control_writes: bool = False) -> None:
+    def __init__(self, memory: mmap.mmap, fd: int = -1, worker: int | None = 0) -> None:
         self.fd = fd
         self._map = memory
         self.cells = memoryview(memory).cast("d")
-        self._workers: int = _HEAD.unpack_from(self._map)[0]
-        self._is_alone = self._workers == 1
-        self._own = SIZE + worker
+        self._workers: int = _MARKS.unpack_from(self._map)[0]
+        self._is_only_writer = self._workers == 1 and worker is not None
+        self._worker = worker or 0
         self._holders: list[int] = []
         self._offsets: dict[bytes, int] = {}
         self._read = 0  # bytes of the records that are indexed
-        # A single worker has one thread, so the cheapest lock will do, unless control restores counts from a ledger.
-        self._lock = Lock() if self._is_alone and not control_writes else _Lock(fd)
+        self._announced = 0
+        self._waits_for_worker = False
+        self._lock = Lock() if fd < 0 else _Lock(fd)
         with self._lock:
             self._find_new_records()
-            for offset in self._holders:
-                self.cells[offset + self._own] = 0.0
+            if worker is not None:
+                self.cells[_ATTACHED] = 1.0
+                for offset in self._holders:
+                    self.cells[offset + SIZE + worker] = 0.0
 
     @classmethod
     def private(cls) -> Buckets:
         """Create counts for a single worker."""
         memory = mmap.mmap(-1, _CAPACITY)
-        _HEAD.pack_into(memory, 0, 1, 0)
+        _MARKS.pack_into(memory, 0, 1, 0)
         return cls(memory)
 
     @classmethod
     def create(cls, name: str, workers: int) -> Buckets:
-        """Create an empty file for a number of workers."""
+        """Create an empty file for a number of workers, as control sees it."""
         fd = os.memfd_create(name)
         os.ftruncate(fd, _CAPACITY)
-        os.pwrite(fd, _HEAD.pack(workers, 0), 0)
-        return cls(mmap.mmap(fd, _CAPACITY), fd, control_writes=True)
+        os.pwrite(fd, _MARKS.pack(workers, 0), 0)
+        return cls(mmap.mmap(fd, _CAPACITY), fd, None)
 
     @classmethod
-    def inherited(cls, fd: int, worker: int, *, control_writes: bool = False) -> Buckets:
-        """Map the file of another process for this worker, which has nothing in flight yet.
-
-        ``control_writes``: control may add counts while the worker runs.
-        """
-        return cls(mmap.mmap(fd, _CAPACITY), fd, worker, control_writes=control_writes)
+    def inherited(cls, fd: int, worker: int) -> Buckets:
+        """Map the file of another process for this worker, which has nothing in flight yet."""
+        return cls(mmap.mmap(fd, _CAPACITY), fd, worker)
 
     def close(self) -> None:
         self.cells.release()
@@ -87,11 +96,44 @@ class Buckets:
         if self.fd >= 0:
             os.close(self.fd)
 
+    # The lock
+
+    @property
+    def _needs_lock(self) -> bool:
+        """Whether another process may write at the moment."""
+        return not self._is_only_writer or self.cells[_ANNOUNCED] != 0.0
+
+    def _exclusive(self) -> AbstractContextManager[Any]:
+        return self._lock if self._needs_lock else _UNLOCKED
+
+    def tick(self) -> None:
+        """Acknowledge that control has announced writes. A worker calls it a few times a second."""
+        if self.cells[_ACKNOWLEDGED] != self.cells[_ANNOUNCED]:
+            with self._lock:  # after it, each pass of this worker takes the lock
+                self.cells[_ACKNOWLEDGED] = self.cells[_ANNOUNCED]
+
+    def announce_writes(self) -> None:
+        """Announce that control will write. It writes once ``may_write`` is true, and calls ``end_writes`` afterwards."""
+        self._announced += 1
+        with self._lock:  # a worker that attaches later sees the number
+            self.cells[_ANNOUNCED] = self._announced
+            self._waits_for_worker = self._workers == 1 and self.cells[_ATTACHED] != 0.0
+
+    @property
+    def may_write(self) -> bool:
+        """Whether control may write: a worker that writes as well takes the lock."""
+        return not self._waits_for_worker or self.cells[_ACKNOWLEDGED] == self._announced
+
+    def end_writes(self) -> None:
+        """Withdraw the announcement."""
+        with self._lock:
+            self.cells[_ANNOUNCED] = 0.0
+
     # Holders
 
     def holder(self, name: str, limits: Limits, part: float = 1.0) -> Holder:
         """Return a holder; its counts are created for the first request, in a part of the memory. Raises BucketsFullError."""
-        with self._lock:
+        with self._exclusive():
             self._find_new_records()
             offset = self._record(name, SIZE + self._workers, part, is_holder=True)
             rings = {each.window: self._record(_ring(name, each.window), RING_CELLS, part) for each in limits.budgets if each.seconds}
@@ -102,17 +144,17 @@ class Buckets:
 
         Raises BucketsFullError if the memory has no capacity for the table.
         """
-        with self._lock:
+        with self._exclusive():
             self._find_new_records()
-            shared = self._record("sessions", SIZE + self._workers, is_holder=True)  # for rates and slots, which sessions do not limit
+            shared = self._record("sessions", SIZE + self._workers, is_holder=True)  # for rates, which sessions do not limit
             table = self._record("sessions\n", sessions.CELLS)
             entry = sessions.find_entry(self.cells, table, owner, name, wall)
         window = session_window(budget, entry.number), entry.offset
-        return Holder(f"{owner} session {name}", NO_LIMITS, shared, (window,)), entry.evicted
+        return Holder.with_windows(f"{owner} session {name}", NO_LIMITS, shared, 0, (window,)), entry.evicted
 
     def _find_new_records(self) -> None:
         """Index the records that other workers have added."""
-        _, used = _HEAD.unpack_from(self._map)
+        _, used = _MARKS.unpack_from(self._map)
         while self._read < used:
             start = _HEAD.size + self._read
             digest, cells, is_holder = _RECORD.unpack_from(self._map, start)
@@ -135,7 +177,7 @@ class Buckets:
         if start + size > len(self._map) * part:
             raise BucketsFullError(f"no capacity for another holder of limits: there are {len(self._holders)}")
         self._map[start : start + size] = _RECORD.pack(digest, cells, is_holder) + bytes(_CELL * cells)
-        _HEAD.pack_into(self._map, 0, self._workers, self._read + size)
+        _MARKS.pack_into(self._map, 0, self._workers, self._read + size)
         return self._index(digest, start, cells, is_holder)
 
     # Counts
@@ -148,10 +190,9 @@ class Buckets:
                     if name == window.name:
                         windows.add_earlier_use(window, self.cells, offset, period, tokens, cost)
 
-    def in_flight(self, offset: int) -> float:
+    def in_flight(self, holder: Holder) -> float:
         """Return a holder's requests in flight in all workers."""
-        slots = offset + SIZE
-        return self.cells[slots] if self._is_alone else sum(self.cells[slots : slots + self._workers])
+        return rules.in_flight_of(holder, self.cells, self._workers)
 
     def full_times(self, holders: Iterable[Holder]) -> list[tuple[Limits, float, float]]:
         """Return for each holder when its buckets of requests and of tokens are full."""
@@ -161,18 +202,17 @@ class Buckets:
     def rates(self, holder: Holder) -> HolderRates:
         """Return the counts of a holder that are not budgets."""
         offset = holder.offset
-        return HolderRates(self.cells[offset + REQUESTS], self.cells[offset + TOKENS], int(self.in_flight(offset)))
+        return HolderRates(self.cells[offset + REQUESTS], self.cells[offset + TOKENS], int(self.in_flight(holder)))
 
     def budget_states(self, holder: Holder, at: Moment) -> list[BudgetState]:
-        """Return the state of each budget of a holder."""
-        with self._lock:
-            return list(windows.budget_states(holder.windows, self.cells, at))
+        """Return the state of each budget of a holder. It takes no lock, so it may miss what another worker counts at this moment."""
+        return windows.budget_states(holder.terms[-1], self.cells, at)
 
     # Use that a store has reported
 
     def note_usage(self, holder: Holder, window: Window, tokens: float, cost: float, until: float) -> None:
         """Remember what a store has counted in a window of a holder, for control. ``until``: in seconds since the epoch."""
-        with self._lock:
+        with self._exclusive():
             self._find_new_records()
             try:
                 start = self._record(_in_store(holder.name, window), 3)
@@ -193,9 +233,9 @@ class Buckets:
         if offset is None or None in rings.values():
             return [state for window in windows_of(limits) for state in windows.states_of(window, 0, 0, 0.0)]
         placed = Holder.placed(name, limits, offset, {window: ring for window, ring in rings.items() if ring is not None})
-        return list(windows.budget_states(placed.windows, self.cells, at))
+        return windows.budget_states(placed.terms[-1], self.cells, at)
 
-    def _noted_states(self, name: str, window: Window, wall: float) -> Iterator[BudgetState]:
+    def _noted_states(self, name: str, window: Window, wall: float) -> list[BudgetState]:
         start = self._offsets.get(_digest(_in_store(name, window)))
         tokens, cost, until = (0.0, 0.0, 0.0) if start is None else self.cells[start : start + 3]
         return windows.states_of(window, tokens, cost, until - wall) if until > wall else windows.states_of(window, 0, 0, 0.0)
@@ -208,15 +248,6 @@ class Buckets:
 
     # Decisions
 
-    def _longest_refusal(self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment) -> tuple[Holder, ExceededLimit] | None:
-        """Return the holder that refuses for the longest time."""
-        worst: tuple[Holder, ExceededLimit] | None = None
-        for holder, amounts in wanted:
-            refusal = rules.exceeded_limit(holder, self.cells, self.in_flight(holder.offset), amounts, at)
-            if refusal is not None and (worst is None or is_longer(refusal, worst[1])):
-                worst = holder, refusal
-        return worst
-
     def reserve(
         self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment, reservation_ends: dict[int, float]
     ) -> tuple[Holder, ExceededLimit] | None:
@@ -225,28 +256,20 @@ class Buckets:
         ``reservation_ends``: see ``rules.admit``.
         """
         cells = self.cells
+        if self._is_only_writer and not cells[_ANNOUNCED]:  # ``_needs_lock``, without its call
+            return rules.admit(wanted, cells, at, reservation_ends)
         with self._lock:
-            if len(wanted) > 1 and (worst := self._longest_refusal(wanted, at)) is not None:
-                return worst
-            for holder, amounts in wanted:
-                offset, slots = holder.offset, amounts.slots
-                refusal = rules.admit(holder, cells, self.in_flight(offset) if slots else 0, amounts, at, reservation_ends)
-                if refusal is not None:
-                    return holder, refusal
-                if slots:
-                    cells[offset + self._own] += slots
-        return None
+            return rules.admit(wanted, cells, at, reservation_ends, self._worker, self._workers)
 
     def settle(
         self, reserved: Iterable[tuple[Holder, Amounts]], reservation_ends: Mapping[int, float], used: Amounts, then: Moment, now: float
     ) -> None:
         """Replace what was reserved at ``then`` by what was used."""
-        cells = self.cells
+        if self._is_only_writer and not self.cells[_ANNOUNCED]:
+            rules.settle(reserved, self.cells, used, reservation_ends, now, then)
+            return
         with self._lock:
-            for holder, amounts in reserved:
-                rules.settle(holder, cells, amounts, used, reservation_ends, now, then)
-                if amounts.slots:
-                    cells[holder.offset + self._own] -= amounts.slots
+            rules.settle(reserved, self.cells, used, reservation_ends, now, then, self._worker)
 
 
 def _digest(name: str) -> bytes:
@@ -261,6 +284,9 @@ def _ring(name: str, window: str) -> str:
 def _in_store(name: str, window: Window) -> str:
     """Return the name of the record of what a store has counted in a window."""
     return f"{name}\n{window.name}\nstore"
+
+
+_UNLOCKED = nullcontext()
 
 
 class _Lock:

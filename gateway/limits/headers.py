@@ -8,6 +8,7 @@ all of the limit is available again, as Go writes durations: ``17ms``, ``1s``, `
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from math import ceil
 
 from gateway.limits.rules import BucketState, bucket_state
@@ -43,16 +44,17 @@ def budget_lines(states: Iterable[BudgetState], warn_at: float) -> bytes:
 
     A soft budget has only the warning. ``warn_at``: the used share of a budget from which on there is a warning.
     """
-    tightest: dict[tuple[bool, str], BudgetState] = {}
+    tightest: dict[str, BudgetState] = {}
     warnings: dict[tuple[str, bool], int] = {}
     for state in states:
-        budget = state.budget
-        if state.used >= budget.limit * warn_at:
-            name = budget.name, budget.soft
-            warnings[name] = max(warnings.get(name, 0), int(state.used * 100 // budget.limit))
-        kind = budget.is_cost, state.window
-        if not budget.soft and (kind not in tightest or state.remaining < tightest[kind].remaining):
-            tightest[kind] = state
+        budget, used = state.budget, state.used
+        name, limit, soft = budget.name, budget.limit, budget.soft
+        if used >= limit * warn_at:
+            warnings[name, soft] = max(warnings.get((name, soft), 0), int(used * 100 // limit))
+        if not soft:
+            other = tightest.get(name)
+            if other is None or state.remaining < other.remaining:
+                tightest[name] = state
     lines = b"".join(map(_budget_line, tightest.values()))
     if not warnings:
         return lines
@@ -61,10 +63,26 @@ def budget_lines(states: Iterable[BudgetState], warn_at: float) -> bytes:
 
 
 def _budget_line(state: BudgetState) -> bytes:
-    kind = f"{'cost' if state.budget.is_cost else 'tokens'}-{state.window}".encode()
-    limit, remaining = (amount(number, state.budget.is_cost).encode() for number in (state.budget.limit, state.remaining))
-    lines = _BUDGET_LINES % (kind, limit, kind, remaining)
-    return lines if state.window == "session" else lines + b"x-ratelimit-reset-%b: %b\r\n" % (kind, duration(state.reset))
+    budget, used = state.budget, state.used
+    limit, is_cost = budget.limit, budget.is_cost
+    left = int(limit - used) if used < limit else 0
+    lines = _budget_format(budget.name, limit)
+    remaining = decimal_text(left).encode() if is_cost else left
+    return lines % remaining if state.window == "session" else lines % (remaining, duration(state.reset))
+
+
+@lru_cache(maxsize=4096)
+def _budget_format(name: str, limit: float) -> bytes:
+    """Return the lines of a budget without the numbers that change."""
+    quantity, _, window = name.partition("_per_")
+    is_cost, kind = quantity == "cost", f"{quantity}-{window}".encode()
+    lines = b"x-ratelimit-limit-%b: %b\r\nx-ratelimit-remaining-%b: %b\r\n" % (
+        kind,
+        amount(limit, is_cost).encode(),
+        kind,
+        b"%b" if is_cost else b"%d",
+    )
+    return lines if window == "session" else lines + b"x-ratelimit-reset-%b: %%b\r\n" % kind
 
 
 def amount(number: float, is_cost: bool) -> str:
@@ -74,7 +92,6 @@ def amount(number: float, is_cost: bool) -> str:
 
 _LINES = b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n"
 _REQUESTS, _TOKENS = (_LINES % (kind, kind, kind) for kind in (b"requests", b"tokens"))
-_BUDGET_LINES = b"x-ratelimit-limit-%b: %b\r\nx-ratelimit-remaining-%b: %b\r\n"
 
 
 def duration(seconds: float) -> bytes:
@@ -82,9 +99,14 @@ def duration(seconds: float) -> bytes:
     whole = ceil(seconds * 1000 - 1e-3)
     if whole < 1000:
         return b"%dms" % whole if whole > 0 else b"0s"
-    minutes, rest = divmod(whole, 60_000)
-    state = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
-    if minutes == 0:
-        return state.encode()
-    hours, minutes = divmod(minutes, 60)
-    return (f"{hours}h{minutes}m{state}" if hours else f"{minutes}m{state}").encode()
+    return _seconds(whole) if whole < 60_000 else _minutes(whole // 60_000) + _seconds(whole % 60_000)
+
+
+@lru_cache(maxsize=16)  # a response shows several ends that have these digits in common, and so do the responses of a millisecond
+def _seconds(milliseconds: int) -> bytes:
+    return b"%gs" % (milliseconds / 1000)
+
+
+@lru_cache(maxsize=256)
+def _minutes(count: int) -> bytes:
+    return b"%dm" % count if count < 60 else b"%dh%dm" % divmod(count, 60)

@@ -42,6 +42,7 @@ class KeyLimits:
         "counting_tokens",
         "for_all_models",
         "has_budgets",
+        "has_soft_budgets",
         "holders",
         "is_known_on_arrival",
         "key",
@@ -59,6 +60,7 @@ class KeyLimits:
         self.session_owners = tuple((each.holder, each.limits.session) for each in allowances if each.limits.session is not None)
         self.is_known_on_arrival = not self.counting_tokens and len(self.for_all_models) == len(holders) and not self.session_owners
         self.has_budgets = bool(self.session_owners) or any(holder.windows for _, holder in holders)
+        self.has_soft_budgets = any(budget.soft for _, holder in holders for window, _ in holder.windows for budget in window.budgets)
         self.holders = tuple(holders)
         self._for_models: dict[str, tuple[Holders, Holders]] = {}
         self.max_tokens_limits = tuple(each for each in allowances if each.limits.max_tokens is not None)
@@ -216,7 +218,8 @@ class Limiter:
             self.buckets.note_usage(holder, window, tokens, cost, time() + reset)
 
     def tick(self) -> None:
-        """Check the store. Called four times a second."""
+        """Check the store, and for writes of control. Called four times a second."""
+        self.buckets.tick()
         if self.store is not None:
             self.store.tick()
 

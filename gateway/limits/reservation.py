@@ -7,7 +7,8 @@ sequential requests of a client never block each other, whichever worker gets th
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Awaitable, Generator, Mapping, Sequence
+from operator import itemgetter
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ from gateway.limits.messages import refusal
 from gateway.limits.redis_store import StoreResult, StoreUnavailableError
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
 from gateway.limits.sessions import session_of
-from gateway.limits.windows import Moment, moment
+from gateway.limits.windows import BudgetState, Moment, moment
 from gateway.snapshot.snapshot import Model
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 ARRIVAL = Amounts(requests=1, slots=1)
 """Reserved before the body is read."""
+_STATE = itemgetter(1)  # of a holder and the state of its budget
 _NOTHING, _UNWEIGHED, _NO_TOKENS = Amounts(), TokenEstimate(), Usage()
 
 
@@ -51,15 +53,19 @@ class Reservation(msgspec.Struct, eq=False):
     _result: StoreResult | None = None
     _sessions: Sequence[Holder] = ()
 
-    async def reserve_request(self) -> None:
-        """Reserve a request and a concurrent slot before the body is read. Raises Refusal."""
+    def reserve_request(self) -> Awaitable[None] | None:
+        """Reserve a request and a concurrent slot before the body is read. Raises Refusal.
+
+        Returns what is left to be awaited, None in memory: a coroutine costs as much as the reservation.
+        """
         limits, store = self._limits, self._limiter.store
         if store is None:
             self._reserve_in_memory(limits.on_arrival, self._arrived)
         elif limits.is_known_on_arrival:
-            await self._reserve_in_store(limits.on_arrival)
+            return self._reserve_in_store(limits.on_arrival)
         else:
             self._apply_result(store.cached_refusal(limits.for_all_models, monotonic()))
+        return None
 
     def estimate_usage(self, document: dict[str, Any], path: str, body: bytes | bytearray, model: Model) -> None:
         """Estimate what a request will use, and apply the limit on its response. Raises Refusal."""
@@ -98,24 +104,25 @@ class Reservation(msgspec.Struct, eq=False):
         except BucketsFullError:
             raise Refusal("overloaded", "The budgets of sessions can't be counted at the moment.") from None
 
-    async def reserve_tokens(self) -> None:
-        """Reserve the tokens, and the amounts for the model's own limits. Called again for each fallback model. Raises Refusal."""
+    def reserve_tokens(self) -> Awaitable[None] | None:
+        """Reserve the tokens, and the amounts for the model's own limits. Called again for each fallback model. Raises Refusal.
+
+        Returns what is left to be awaited, as ``reserve_request`` does.
+        """
         limits, model = self._limits, self._model
         assert model is not None
         if limits.is_known_on_arrival:
-            return
+            return None
         for_model, holders = limits.for_model(model)
         if self._sessions:
             for_model, holders = (*for_model, *self._sessions), (*holders, *self._sessions)
         all_amounts = estimate.reserved_amounts(self._estimate, model.price)
         if self._has_reserved_tokens:
-            await self._change_model(for_model, holders, all_amounts)
-            return
+            return self._change_model(for_model, holders, all_amounts)
         self._has_reserved_tokens = True
         reserved = [(holder, all_amounts) for holder in holders]
         if self._limiter.store is not None and not self._reserved:
-            await self._reserve_in_store(reserved)
-            return
+            return self._reserve_in_store(reserved)
         self._shown_holders, tokens = holders, Amounts(0, 0, all_amounts.tokens, all_amounts.cost)
         if self._reserved:
             more = [(holder, tokens) for holder in limits.counting_tokens]
@@ -125,6 +132,7 @@ class Reservation(msgspec.Struct, eq=False):
             more = reserved  # nothing was reserved on arrival: all limits are for models, or there was a store
         self._reserve_in_memory(more, self._now())
         self._reserved = reserved
+        return None
 
     async def _change_model(self, for_model: Sequence[Holder], remaining: Sequence[Holder], all_amounts: Amounts) -> None:
         """Release what only the previous model counted, and reserve what this model counts."""
@@ -143,7 +151,7 @@ class Reservation(msgspec.Struct, eq=False):
     def _now(self) -> Moment:
         """Return the current time, but the day on which the request arrived."""
         then = self._arrived
-        return Moment(monotonic(), then.wall, then.day, then.month)
+        return Moment(monotonic(), then.wall, then.periods, then.period_ends)
 
     def _reserve_in_memory(self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment) -> None:
         """Reserve in this gateway's memory. Raises Refusal."""
@@ -218,17 +226,17 @@ class Reservation(msgspec.Struct, eq=False):
 
     def header_lines(self) -> bytes:
         """Return the rate-limit headers, as lines, for the holders that counted the request."""
-        budgets = self._budget_lines() if self._limits.has_budgets else b""
-        if self._result is not None:
-            return headers.header_lines(self._result.full_times, monotonic()) + budgets
-        return headers.header_lines(self._limiter.buckets.full_times(self._shown_holders), monotonic()) + budgets
-
-    def _budget_lines(self) -> bytes:
-        limiter = self._limiter
-        if self._result is not None:
-            states = self._result.budgets
+        result, limits, buckets, now = self._result, self._limits, self._limiter.buckets, monotonic()
+        full_times = buckets.full_times(self._shown_holders) if result is None else result.full_times
+        lines = headers.header_lines(full_times, now)
+        if not limits.has_budgets:
+            return lines
+        states: Sequence[tuple[Holder, BudgetState]]
+        if result is not None:
+            states = result.budgets
         else:
-            at = moment(monotonic(), time())
-            states = [(holder, state) for holder in self._shown_holders for state in limiter.buckets.budget_states(holder, at)]
-        limiter.report_soft_budgets(states)
-        return headers.budget_lines((state for _, state in states), limiter.warn_at)
+            at = moment(now, time())
+            states = [(holder, state) for holder in self._shown_holders for state in buckets.budget_states(holder, at)]
+        if limits.has_soft_budgets:
+            self._limiter.report_soft_budgets(states)
+        return lines + headers.budget_lines(map(_STATE, states), self._limiter.warn_at)

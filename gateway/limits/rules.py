@@ -19,13 +19,14 @@ creates no objects for them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
 from typing import NamedTuple
 
 import msgspec
 
 from gateway.limits import windows
-from gateway.limits.windows import Cells, Moment, PlacedWindow, windows_of
+from gateway.limits.windows import SPENT, USED, Cells, FlatWindow, Moment, PlacedWindow, windows_of
 from gateway.snapshot.snapshot import CALENDAR, Limits
 
 REQUESTS, TOKENS = 0, 1
@@ -51,6 +52,12 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
     cost: int = 0
 
 
+Terms = tuple[int, int, float, float, float, tuple[FlatWindow, ...]]
+"""What ``admit`` and ``settle`` need to know about a holder: the offset of its counts, the first cell of its requests in flight (0: they
+are not counted), the seconds of a request and of a token, the most requests at once, and the windows. It is a plain tuple, because
+unpacking one is the cheapest way to read several values."""
+
+
 class Holder(NamedTuple):
     """A holder of limits. ``offset`` is the first cell of its counts. ``windows`` have its budgets."""
 
@@ -58,12 +65,20 @@ class Holder(NamedTuple):
     limits: Limits
     offset: int
     windows: tuple[PlacedWindow, ...]
+    terms: Terms
 
     @classmethod
     def placed(cls, name: str, limits: Limits, offset: int = 0, rings: Mapping[str, int] | None = None) -> Holder:
         """Make a holder. ``rings`` are the offsets of its rolling windows by name."""
         offsets = {window: offset + behind for window, behind in _OFFSETS.items()} | dict(rings or {})
-        return cls(name, limits, offset, tuple((window, offsets[window.name]) for window in windows_of(limits)))
+        return cls.with_windows(name, limits, offset, offset + SIZE, [(each, offsets[each.name]) for each in windows_of(limits)])
+
+    @classmethod
+    def with_windows(cls, name: str, limits: Limits, offset: int, first_slot: int, placed: Iterable[PlacedWindow]) -> Holder:
+        """Make a holder with these windows. ``first_slot``: see ``Terms``."""
+        found = tuple(placed)
+        flat = tuple(windows.flattened(each) for each in found)
+        return cls(name, limits, offset, found, (offset, first_slot, limits.request_seconds, limits.token_seconds, limits.at_once, flat))
 
     @property
     def counts_tokens(self) -> bool:
@@ -128,56 +143,117 @@ def _wait(behind: float, limit: float, amount: float) -> float:
 
 
 def admit(
-    holder: Holder, cells: Cells, in_flight: float, amounts: Amounts, at: Moment, reservation_ends: dict[int, float]
-) -> ExceededLimit | None:
-    """Reserve the amounts and return None; or reserve nothing and return the exceeded limit.
+    wanted: Sequence[tuple[Holder, Amounts]],
+    cells: Cells,
+    at: Moment,
+    reservation_ends: dict[int, float],
+    worker: int = 0,
+    workers: int = 1,
+) -> tuple[Holder, ExceededLimit] | None:
+    """Reserve all amounts and return None; or reserve nothing, and return the holder that refuses for the longest time and its limit.
 
-    ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it. The new counts usually show
-    that all amounts fit; ``exceeded_limit`` is called only if they do not.
+    ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it. One pass over the flat
+    terms of the holders collects the new counts, and they are written if all of them fit. ``exceeded_limit`` is called only if they
+    seem not to.
     """
-    limits, requests_bucket, budgets = holder.limits, holder.offset, holder.windows
-    now, tokens, cost, tokens_bucket = at.now, amounts.tokens, amounts.cost, requests_bucket + TOKENS
-    full, latest = cells[requests_bucket], now + _MINUTE
-    by_requests = (full if full > now else now) + amounts.requests * limits.request_seconds
-    full, seconds = cells[tokens_bucket], tokens * limits.token_seconds
-    by_tokens = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
-    if not (
-        by_requests <= latest
-        and by_tokens <= latest
-        and in_flight + amounts.slots <= limits.at_once
-        and (not budgets or not (tokens or cost) or windows.fits(budgets, cells, tokens, cost, at))
-    ):
-        refusal = exceeded_limit(holder, cells, in_flight, amounts, at)
-        if refusal is not None:
-            return refusal
-    if amounts.requests:
-        cells[requests_bucket] = by_requests
-        reservation_ends[requests_bucket] = by_requests + cells[requests_bucket + _BACK]
-    if tokens:
-        cells[tokens_bucket] = by_tokens
-        reservation_ends[tokens_bucket] = by_tokens + cells[tokens_bucket + _BACK]
-    if budgets and (tokens or cost):
-        windows.reserve(budgets, cells, tokens, cost, at)
+    now, periods = at.now, at.periods
+    latest = now + _MINUTE
+    changes: dict[int, float] = {}
+    ends: dict[int, float] = {}
+    other_windows: list[tuple[PlacedWindow, Amounts]] = []
+    for holder, amounts in wanted:
+        bucket, first_slot, request_seconds, token_seconds, at_once, flat_windows = holder.terms
+        requests, slots, tokens, cost, fits = amounts.requests, amounts.slots, amounts.tokens, amounts.cost, True
+        if requests and request_seconds:
+            full = cells[bucket]
+            changes[bucket] = full = (full if full > now else now) + requests * request_seconds
+            ends[bucket] = full + cells[bucket + _BACK]
+            fits = full <= latest
+        if slots and first_slot:
+            in_flight = changes[first_slot + worker] = cells[first_slot + worker] + slots
+            if workers > 1 and at_once != inf:
+                in_flight = in_flight_of(holder, cells, workers) + slots
+            fits = fits and in_flight <= at_once
+        if tokens and token_seconds:
+            bucket += TOKENS
+            full, seconds = cells[bucket], tokens * token_seconds
+            changes[bucket] = full = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
+            ends[bucket] = full + cells[bucket + _BACK]
+            fits = fits and full <= latest
+        if flat_windows and (tokens or cost):
+            for placed, calendar, start, token_limit, cost_limit, tokens_ahead, cost_ahead in flat_windows:
+                if cells[start] == periods[calendar]:
+                    changes[start + USED] = total = cells[start + USED] + (tokens if tokens < tokens_ahead else tokens_ahead)
+                    if cost and cost_ahead:
+                        changes[start + SPENT] = spent = cells[start + SPENT] + (cost if cost < cost_ahead else cost_ahead)
+                        fits = fits and spent <= cost_limit
+                    fits = fits and total <= token_limit
+                else:
+                    other_windows.append((placed, amounts))
+                    fits = fits and windows.fits((placed,), cells, tokens, cost, at)
+        if not fits and exceeded_limit(holder, cells, in_flight_of(holder, cells, workers), amounts, at) is not None:
+            return _longest_refusal(wanted, cells, workers, at)
+    for offset, count in changes.items():
+        cells[offset] = count
+    for placed, amounts in other_windows:
+        windows.reserve((placed,), cells, amounts.tokens, amounts.cost, at)
+    reservation_ends.update(ends)
     return None
 
 
+def in_flight_of(holder: Holder, cells: Cells, workers: int) -> float:
+    """Return a holder's requests in flight in all workers."""
+    first = holder.offset + SIZE
+    return cells[first] if workers == 1 else sum(cells[each] for each in range(first, first + workers))
+
+
+def _longest_refusal(
+    wanted: Sequence[tuple[Holder, Amounts]], cells: Cells, workers: int, at: Moment
+) -> tuple[Holder, ExceededLimit] | None:
+    """Return the holder that refuses for the longest time."""
+    worst: tuple[Holder, ExceededLimit] | None = None
+    for holder, amounts in wanted:
+        refusal = exceeded_limit(holder, cells, in_flight_of(holder, cells, workers), amounts, at)
+        if refusal is not None and (worst is None or is_longer(refusal, worst[1])):
+            worst = holder, refusal
+    return worst
+
+
 def settle(
-    holder: Holder,
+    reserved: Iterable[tuple[Holder, Amounts]],
     cells: Cells,
-    reserved: Amounts,
     used: Amounts,
     reservation_ends: Mapping[int, float],
     now: float,
     then: Moment,
+    worker: int = 0,
 ) -> None:
-    """Replace what was reserved at ``then`` by what was used. ``reservation_ends`` is what ``admit`` has set."""
-    for_requests, for_tokens = settlement_of_buckets(holder.limits, reserved, used)
-    if for_requests:
-        _settle_bucket(cells, holder.offset + REQUESTS, for_requests, reservation_ends, now)
-    if for_tokens:
-        _settle_bucket(cells, holder.offset + TOKENS, for_tokens, reservation_ends, now)
-    if holder.windows:
-        windows.settle(holder.windows, cells, (reserved.tokens, reserved.cost), (used.tokens, used.cost), then)
+    """Replace what was reserved at ``then`` by what was used. ``reservation_ends`` is what ``admit`` has set.
+
+    The seconds of the buckets are those of ``settlement_of_buckets``, and the amounts of the windows those of ``windows.settlement``.
+    """
+    periods, used_tokens, used_cost = then.periods, used.tokens, used.cost
+    for holder, amounts in reserved:
+        bucket, first_slot, request_seconds, token_seconds, _, flat_windows = holder.terms
+        tokens = amounts.tokens
+        if first_slot:
+            cells[first_slot + worker] -= amounts.slots
+        if request_seconds and used.requests != amounts.requests:
+            _settle_bucket(cells, bucket, (used.requests - amounts.requests) * request_seconds, reservation_ends, now)
+        if token_seconds:
+            in_advance = tokens * token_seconds
+            seconds = used_tokens * token_seconds - (in_advance if in_advance < _MINUTE else _MINUTE)
+            _settle_bucket(cells, bucket + TOKENS, seconds, reservation_ends, now)
+        for placed, calendar, start, _, _, tokens_ahead, cost_ahead in flat_windows:
+            if cells[start] == periods[calendar]:
+                total = cells[start + USED] + used_tokens - (tokens if tokens < tokens_ahead else tokens_ahead)
+                cells[start + USED] = total if total > 0.0 else 0.0
+                cost = amounts.cost
+                if cost or used_cost:
+                    total = cells[start + SPENT] + used_cost - (cost if cost < cost_ahead else cost_ahead)
+                    cells[start + SPENT] = total if total > 0.0 else 0.0
+            else:
+                windows.settle((placed,), cells, (tokens, amounts.cost), (used_tokens, used_cost), then)
 
 
 def settlement_of_buckets(limits: Limits, reserved: Amounts, used: Amounts) -> tuple[float, float]:

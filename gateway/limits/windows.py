@@ -15,8 +15,8 @@ they are lost.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from datetime import UTC, date, datetime, timedelta
+from collections.abc import Iterable, Iterator, Sequence
+from datetime import date
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
@@ -49,25 +49,47 @@ class Cells(Protocol):
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):
-    """A point in time.
+    """A point in time. ``now`` is monotonic; ``wall`` is in seconds since the epoch.
 
-    ``now`` is monotonic; ``wall`` is in seconds since the epoch, with its ``day`` since the epoch and its ``month`` since the year
-    0.
+    ``periods`` are its day since the epoch, its week since that of the epoch, and its month since the year 0, in the order of ``CALENDAR``;
+    a None behind them is the period of any other window. ``period_ends`` are their ends in seconds since the epoch.
     """
 
     now: float
     wall: float
-    day: int
-    month: int
+    periods: tuple[int, int, int, None]
+    period_ends: tuple[int, int, int]
+
+    @property
+    def day(self) -> int:
+        """The day since the epoch."""
+        return self.periods[0]
+
+    @property
+    def month(self) -> int:
+        """The month since the year 0."""
+        return self.periods[2]
 
 
 def moment(now: float, wall: float) -> Moment:
     """Make a Moment from the times of both clocks."""
-    day = int(wall // _DAY_SECONDS)
-    return Moment(now, wall, day, month_of(day))
+    return Moment(now, wall, *_periods_of(wall // _DAY_SECONDS))
 
 
 @lru_cache(maxsize=64)
+def _periods_of(number: float) -> tuple[tuple[int, int, int, None], tuple[int, int, int]]:
+    """Return the periods of a day since the epoch, and their ends."""
+    day = int(number)
+    week, month = (day + _MONDAY) // 7, month_of(day)
+    period_ends = day + 1, (week + 1) * 7 - _MONDAY, _first_day_of(month + 1)
+    return (day, week, month, None), (period_ends[0] * _DAY_SECONDS, period_ends[1] * _DAY_SECONDS, period_ends[2] * _DAY_SECONDS)
+
+
+def _first_day_of(month: int) -> int:
+    """Return the first day, since the epoch, of a month since the year 0."""
+    return date(month // 12, month % 12 + 1, 1).toordinal() - _EPOCH
+
+
 def month_of(day: int) -> int:
     """Return the month since the year 0 for a day since the epoch. The Lua version is in calendar.lua."""
     found = date.fromordinal(_EPOCH + day)
@@ -104,6 +126,16 @@ class Window(NamedTuple):
 
 PlacedWindow = tuple[Window, int]
 """A window, and the offset of its first cell."""
+FlatWindow = tuple[PlacedWindow, int, int, float, float, float, float]
+"""A window as ``rules.admit`` reads it: the index of its period in ``Moment.periods``, the offset of its first cell, and the window's
+``tokens``, ``cost``, ``tokens_ahead`` and ``cost_ahead``."""
+
+
+def flattened(placed: PlacedWindow) -> FlatWindow:
+    """Return a window as a plain tuple."""
+    window, offset = placed
+    calendar = CALENDAR.index(window.name) if window.name in CALENDAR else len(CALENDAR)
+    return placed, calendar, offset, window.tokens, window.cost, window.tokens_ahead, window.cost_ahead
 
 
 @lru_cache(maxsize=1024)
@@ -144,14 +176,13 @@ def _smallest(budgets: Sequence[NamedBudget], is_cost: bool) -> float:
 
 def period_of(window: Window, at: Moment) -> int:
     """Return the number of the period, or of the slice of a rolling window, to which a moment belongs."""
+    if window.slice_seconds:
+        return int(at.wall // window.slice_seconds)
     name = window.name
-    if name == "day":
-        return at.day
-    if name == "month":
-        return at.month
     if name == "session":
         return window.number
-    return (at.day + _MONDAY) // 7 if name == "week" else int(at.wall // window.slice_seconds)
+    day, week, month, _ = at.periods
+    return day if name == "day" else week if name == "week" else month
 
 
 def counted_periods(window: Window, at: Moment) -> range:
@@ -165,7 +196,7 @@ def counted_starts(window: Window, at: Moment) -> list[float]:
     if window.slice_seconds:
         return [number * window.slice_seconds for number in counted_periods(window, at)]
     if window.name == "month":
-        return [(date.fromordinal(_EPOCH + at.day).replace(day=1).toordinal() - _EPOCH) * _DAY_SECONDS]
+        return [_first_day_of(at.month) * _DAY_SECONDS]
     return [(at.day if window.name == "day" else period_of(window, at) * 7 - _MONDAY) * _DAY_SECONDS]
 
 
@@ -231,7 +262,7 @@ def exceeded_budget(window: Window, is_cost: bool, wait: float, left: float, tok
 def _seconds_until_free(window: Window, cells: Cells, offset: int, at: Moment, column: int, missing: float) -> float:
     """Return the seconds until a window has lost at least a missing amount."""
     if not window.slice_seconds:
-        return _seconds_left(window.name, at.wall)
+        return _seconds_left(window.name, at)
     last = period_of(window, at)
     for number, start in sorted(_counted_slices(cells, offset, last)):
         if missing <= 0:
@@ -241,17 +272,9 @@ def _seconds_until_free(window: Window, cells: Cells, offset: int, at: Moment, c
     return (last + SLICES + 1) * window.slice_seconds - at.wall
 
 
-def _seconds_left(period: str, wall: float) -> float:
+def _seconds_left(period: str, at: Moment) -> float:
     """Return the seconds until the day, week or month ends. A session has no known end."""
-    if period == "session":
-        return 0.0
-    if period == "day":
-        return _DAY_SECONDS - wall % _DAY_SECONDS
-    if period == "week":
-        return 7 * _DAY_SECONDS - (wall + _MONDAY * _DAY_SECONDS) % (7 * _DAY_SECONDS)
-    now = datetime.fromtimestamp(wall, UTC)
-    first = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-    return ((first + timedelta(days=32)).replace(day=1) - now).total_seconds()
+    return at.period_ends[CALENDAR.index(period)] - at.wall if period in CALENDAR else 0.0
 
 
 # Changes
@@ -352,7 +375,7 @@ def _start_slice(cells: Cells, ring: int, period: int) -> int:
 # States
 
 
-class BudgetState(NamedTuple):
+class BudgetState(msgspec.Struct, frozen=True, gc=False):
     """State of a budget: its use, reservations included, and the seconds until all of it is available again."""
 
     budget: NamedBudget
@@ -371,22 +394,30 @@ class BudgetState(NamedTuple):
         return self.used / self.budget.limit
 
 
-def budget_states(windows: Sequence[PlacedWindow], cells: Cells, at: Moment) -> Iterator[BudgetState]:
-    """Yield the state of each budget at a moment."""
-    for window, offset in windows:
-        tokens, cost = used_in(window, cells, offset, at)
-        yield from states_of(window, tokens, cost, seconds_until_unused(window, cells, offset, at))
+def budget_states(windows: Iterable[FlatWindow], cells: Cells, at: Moment) -> list[BudgetState]:
+    """Return the state of each budget at a moment."""
+    states: list[BudgetState] = []
+    add, periods, period_ends, wall = states.append, at.periods, at.period_ends, at.wall
+    for (window, _), calendar, start, _, _, _, _ in windows:
+        if cells[start] == periods[calendar]:
+            tokens, cost, reset = cells[start + USED], cells[start + SPENT], period_ends[calendar] - wall
+        else:
+            tokens, cost = used_in(window, cells, start, at)
+            reset = seconds_until_unused(window, cells, start, at)
+        for each in window.budgets:
+            add(BudgetState(each, window.name, cost if each.is_cost else tokens, reset))
+    return states
 
 
-def states_of(window: Window, tokens: float, cost: float, reset: float) -> Iterator[BudgetState]:
-    """Yield the state of each budget of a window with these counts."""
-    return (BudgetState(each, window.name, cost if each.is_cost else tokens, reset) for each in window.budgets)
+def states_of(window: Window, tokens: float, cost: float, reset: float) -> list[BudgetState]:
+    """Return the state of each budget of a window with these counts."""
+    return [BudgetState(each, window.name, cost if each.is_cost else tokens, reset) for each in window.budgets]
 
 
 def seconds_until_unused(window: Window, cells: Cells, offset: int, at: Moment) -> float:
     """Return the seconds until no earlier use counts any more."""
     if not window.slice_seconds:
-        return _seconds_left(window.name, at.wall)
+        return _seconds_left(window.name, at)
     used = (
         number for number, start in _counted_slices(cells, offset, period_of(window, at)) if cells[start + USED] or cells[start + SPENT]
     )

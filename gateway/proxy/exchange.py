@@ -63,7 +63,8 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
         with inflight:
             if key.allowances:
                 request.reservation = worker.limiter.reservation(key, request.id, request.head.headers)
-                await request.reservation.reserve_request()
+                if (pending := request.reservation.reserve_request()) is not None:
+                    await pending
             # Read the body, resolve its model and apply the model's policy.
             encoding = _check_media_type(request)
             if request.target.route.takes_form:
@@ -78,8 +79,8 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
                 del body  # the response may take long
             # Send it and relay the response; again for each fallback.
             while True:
-                if request.reservation is not None:
-                    await request.reservation.reserve_tokens()
+                if request.reservation is not None and (pending := request.reservation.reserve_tokens()) is not None:
+                    await pending
                 try:
                     return await _forward(upstream, context, key)
                 except (NoServerError, ConnectFailed, Refusal) as error:

@@ -119,7 +119,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             log=log,
             write_batch=servers.write_batch,
             ledger=recorder,
-            buckets=Buckets.inherited(arguments.buckets_fd, arguments.number, control_writes=recorder is not None),
+            buckets=Buckets.inherited(arguments.buckets_fd, arguments.number),
             spans=traced,
             report_demand=lambda model, since: link.send(ModelRequested(model, since)),
             report_store=lambda error: link.send(StoreStatus(error)),

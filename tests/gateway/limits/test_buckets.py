@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from time import monotonic
+from contextlib import closing, contextmanager
+from time import monotonic, sleep
 
 import pytest
 
@@ -70,24 +70,36 @@ def test_processes_count_together_and_slots_of_a_dead_process_are_released() -> 
                 process.stdin.flush()
             taken = [int(process.stdout.readline()) for process in processes if process.stdout is not None]
             assert sum(taken) == 1000
-            assert buckets.in_flight(holder.offset) == 6
+            assert buckets.in_flight(holder) == 6
             second.kill()
             second.wait()
         Buckets.inherited(os.dup(buckets.fd), 1).close()
-        assert buckets.in_flight(holder.offset) == 4, "the successor begins with none of its own"
+        assert buckets.in_flight(holder) == 4, "the successor begins with none of its own"
         assert buckets.cells[holder.offset + DAY + USED] == 1000
 
 
+HOLDER = "import sys, fcntl, time; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX); print('held', flush=True); time.sleep(600)"
+
+
+@contextmanager
+def locked_elsewhere(buckets: Buckets) -> Iterator[subprocess.Popen[str]]:
+    """Let another process hold the lock until it is killed."""
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(buckets.fd)], pass_fds=(buckets.fd,), stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
 def test_the_lock_of_a_process_that_dies_is_released() -> None:
-    code = "import sys, fcntl, time; fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX); print('held', flush=True); time.sleep(600)"
     with shared(2) as buckets:
         holder = buckets.holder("key a", LIMITS)
-        command = [sys.executable, "-c", code, str(buckets.fd)]
-        with subprocess.Popen(command, pass_fds=(buckets.fd,), stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            line = process.stdout.readline()
+        with locked_elsewhere(buckets) as process:
             process.kill()
-        assert line == "held\n"
         assert buckets.reserve([(holder, Amounts(tokens=1))], moment(monotonic(), WALL), {}) is None
 
 
@@ -111,4 +123,72 @@ def test_settling(used: int) -> None:
     end_times: dict[int, float] = {}
     assert buckets.reserve(reserved, at, end_times) is None
     buckets.settle(reserved, end_times, Amounts(tokens=used), at, 5.0)
-    assert (buckets.in_flight(holder.offset), buckets.cells[holder.offset + DAY + USED]) == (0, used)
+    assert (buckets.in_flight(holder), buckets.cells[holder.offset + DAY + USED]) == (0, used)
+
+
+def test_control_writes_after_the_only_worker_has_acknowledged() -> None:
+    with shared(1) as control, closing(Buckets.inherited(os.dup(control.fd), 0)) as worker:
+        for _ in range(2):
+            control.announce_writes()
+            before = control.may_write
+            worker.tick()
+            assert (before, control.may_write) == (False, True)
+            control.end_writes()
+            worker.tick()
+
+
+def test_control_writes_at_once_before_a_worker_attaches() -> None:
+    with shared(1) as control:
+        control.announce_writes()
+        assert control.may_write
+        with closing(Buckets.inherited(os.dup(control.fd), 0)):
+            assert control.may_write, "it has seen the announcement when it attached"
+
+
+def test_the_only_worker_waits_for_no_lock() -> None:
+    """Another process holds the lock. Without an announcement the worker serves."""
+    with shared(1) as control, closing(Buckets.inherited(os.dup(control.fd), 0)) as worker:
+        holder, at = worker.holder("key a", LIMITS), moment(0.0, WALL)
+        with locked_elsewhere(control):
+            assert worker.reserve([(holder, Amounts(tokens=1))], at, {}) is None
+
+
+COUNTER = """
+import sys
+from gateway.limits.buckets import Buckets
+from gateway.limits.rules import Amounts
+from gateway.limits.windows import moment
+from gateway.snapshot.snapshot import Limits
+
+buckets = Buckets.inherited(int(sys.argv[1]), 0)
+holder, at = buckets.holder("key a", Limits(tokens_per_day=10**9)), moment(0.0, 1_800_000_000.0)
+print("attached", flush=True)
+passes = 0
+while buckets.cells[holder.offset] == 0:  # until control ends the test
+    assert buckets.reserve([(holder, Amounts(tokens=1))], at, {}) is None
+    passes += 1
+    if passes % 50 == 0:
+        buckets.tick()
+print(passes, flush=True)
+"""
+
+
+def test_nothing_is_lost_while_control_and_the_only_worker_write() -> None:
+    with shared(1) as control:
+        command = [sys.executable, "-P", "-c", COUNTER, str(control.fd)]
+        with subprocess.Popen(command, pass_fds=(control.fd,), stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "attached\n"
+            added, day = 0, moment(0.0, WALL).day
+            for _ in range(20):
+                control.announce_writes()
+                while not control.may_write:
+                    sleep(0)
+                holder = control.holder("key a", Limits(tokens_per_day=10**9))
+                for _ in range(50):
+                    control.add_earlier_use(holder, {("day", day): (1, 0)})
+                    added += 1
+                control.end_writes()
+            control.cells[holder.offset] = 1.0
+            passes = int(process.stdout.readline())
+        assert control.cells[holder.offset + DAY + USED] == passes + added

@@ -79,10 +79,10 @@ class Counted:
 
 def counted(served: Served, holder: str = "key team-a") -> Counted:
     buckets = served.context.limiter.buckets
-    offset = buckets.holder(holder, Limits()).offset
-    cells = buckets.cells[offset : offset + rules.SIZE]
+    found = buckets.holder(holder, Limits())
+    cells = buckets.cells[found.offset : found.offset + rules.SIZE]
     return Counted(
-        cells[rules.DAY + windows.USED], cells[rules.DAY + windows.SPENT], cells[rules.MONTH + windows.USED], buckets.in_flight(offset)
+        cells[rules.DAY + windows.USED], cells[rules.DAY + windows.SPENT], cells[rules.MONTH + windows.USED], buckets.in_flight(found)
     )
 
 

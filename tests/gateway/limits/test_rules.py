@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 
-from gateway.limits import rules
+from gateway.limits import rules, windows
 from gateway.limits.buckets import Buckets
 from gateway.limits.rules import (
     DAY,
@@ -44,18 +44,14 @@ class HolderBuckets:
     """The buckets of one holder without shared memory: their cells and the requests in flight."""
 
     def __init__(self, cells: Sequence[float] = (0.0,) * SIZE, in_flight: float = 0) -> None:
-        self.cells = list(cells)
-        self.in_flight = in_flight
+        self.cells = [*cells, in_flight]
 
     def admit(
         self, limits: Limits, requested: Amounts, at: Moment = AT, refilled_at: dict[int, float] | None = None
     ) -> ExceededLimit | None:
-        refused = rules.admit(
-            Holder.placed("one", limits), self.cells, self.in_flight, requested, at, {} if refilled_at is None else refilled_at
-        )
-        if refused is None:
-            self.in_flight += requested.slots
-        return refused
+        wanted = [(Holder.placed("one", limits), requested)]
+        refused = rules.admit(wanted, self.cells, at, {} if refilled_at is None else refilled_at)
+        return None if refused is None else refused[1]
 
     def fill(self, limits: Limits, requested: Amounts, at: Moment = AT) -> tuple[int, ExceededLimit]:
         """Admit requests until one is refused; return the number of admitted requests and the refusal."""
@@ -133,7 +129,8 @@ class Timeline:
         self.passed += self.buckets.fill(self.limits, requested, self.at)[0]
 
     def settle(self, requested: Amounts, used: Amounts, refilled_at: dict[int, float]) -> None:
-        rules.settle(Holder.placed("one", self.limits), self.buckets.cells, requested, used, refilled_at, self.at.now, AT)
+        reserved = [(Holder.placed("one", self.limits), requested)]
+        rules.settle(reserved, self.buckets.cells, used, refilled_at, self.at.now, AT)
 
     def wait(self, seconds: float) -> None:
         self.at = later(self.at, seconds)
@@ -249,10 +246,33 @@ def test_a_request_is_admitted_or_refused_and_a_refusal_changes_nothing(
 ) -> None:
     assert len(cells) == SIZE
     holder = Holder.placed("one", limits)
+    cells = [*cells, flying]
     before, expected = list(cells), rules.exceeded_limit(holder, cells, flying, requested, AT)
     end_times: dict[int, float] = {}
-    assert rules.admit(holder, cells, flying, requested, AT, end_times) == expected
+    assert rules.admit([(holder, requested)], cells, AT, end_times) == (None if expected is None else (holder, expected))
     assert expected is None or (cells == before and not end_times)
+
+
+@given(limits_of_all_kinds, bucket_cells, amounts, amounts, st.floats(0, 90))
+def test_buckets_and_windows_are_settled_by_the_amounts_that_a_store_gets(
+    limits: Limits, cells: list[float], requested: Amounts, used: Amounts, after: float
+) -> None:
+    """``settle`` computes in one pass what ``settlement_of_buckets`` and ``windows.settlement`` compute for a store."""
+    holder, now = Holder.placed("one", limits), AT.now + after
+    end_times: dict[int, float] = {}
+    cells = [*cells, 0.0]
+    if rules.admit([(holder, requested)], cells, AT, end_times) is not None:
+        return
+    expected = list(cells)
+    expected[SIZE] -= requested.slots
+    for bucket, seconds in zip((REQUESTS, TOKENS), rules.settlement_of_buckets(limits, requested, used), strict=True):
+        if seconds > 0:
+            expected[bucket] = max(cells[bucket], now) + seconds
+        elif (given := min(-seconds, end_times.get(bucket, 0.0) - cells[bucket + 2] - now)) > 0:
+            expected[bucket], expected[bucket + 2] = cells[bucket] - given, cells[bucket + 2] + given
+    windows.settle(holder.windows, expected, (requested.tokens, requested.cost), (used.tokens, used.cost), AT)
+    rules.settle([(holder, requested)], cells, used, end_times, now, AT)
+    assert cells == pytest.approx(expected)
 
 
 KEYS = Limits(
@@ -322,7 +342,7 @@ class Limiting(RuleBasedStateMachine):
         return list(self.control.cells[holder.offset : holder.offset + SIZE])
 
     def _refusal(self, holder: Holder, requested: Amounts, at: Moment) -> ExceededLimit | None:
-        return rules.exceeded_limit(holder, self.control.cells, self.control.in_flight(holder.offset), requested, at)
+        return rules.exceeded_limit(holder, self.control.cells, self.control.in_flight(holder), requested, at)
 
     def _of(self, holder: Holder) -> list[Request]:
         return [each for each in self.all if holder is self.team or each.key == holder.name]
@@ -423,7 +443,7 @@ class Limiting(RuleBasedStateMachine):
         for holder in (*self.keys.values(), self.team):
             cells, limit = self._cells(holder), holder.limits.tokens_per_day
             assert limit is not None
-            assert self.control.in_flight(holder.offset) == sum(each.is_open for each in self._of(holder))
+            assert self.control.in_flight(holder) == sum(each.is_open for each in self._of(holder))
             for window in (DAY, DAY + 3):
                 period, tokens = cells[window], cells[window + USED]
                 assert not period or tokens == sum(each.counted(limit) for each in self._of(holder) if each.then.day == period)
@@ -433,7 +453,7 @@ class Limiting(RuleBasedStateMachine):
         if not hasattr(self, "control"):
             return
         for holder in (*self.keys.values(), self.team):
-            bucket, limits = HolderBuckets(self._cells(holder), self.control.in_flight(holder.offset)), holder.limits
+            bucket, limits = HolderBuckets(self._cells(holder), self.control.in_flight(holder)), holder.limits
             assert limits.tokens_per_minute and limits.requests_per_minute
             debt = max(bucket.cells[TOKENS], bucket.cells[REQUESTS]) - self.at.now
             beyond = sum(each.beyond(limits.tokens_per_minute) for each in self._of(holder))

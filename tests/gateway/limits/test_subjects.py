@@ -42,7 +42,7 @@ async def admitted(limiter: Limiter, key: Key, times: int) -> list[str | None]:
 
 async def refusal_of(limiter: Limiter, key: Key, identity: str) -> str | None:
     try:
-        await limiter.reservation(key, identity, {}).reserve_request()
+        assert limiter.reservation(key, identity, {}).reserve_request() is None
     except Refusal as refusal:
         return refusal.code
     return None

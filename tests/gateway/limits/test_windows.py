@@ -98,10 +98,10 @@ def test_a_rolling_window_never_lets_more_than_its_budget_pass(steps: list[tuple
 def test_a_rolling_window_shows_what_it_counts() -> None:
     rolling, wall = Rolling(100), WEDNESDAY.timestamp() + 60
     assert rolling.admit(wall, 30) is None and rolling.admit(wall + 10 * HOUR, 50) is None
-    (state,) = windows.budget_states(rolling.placed, rolling.cells, at(wall + 10 * HOUR))
+    (state,) = windows.budget_states(map(windows.flattened, rolling.placed), rolling.cells, at(wall + 10 * HOUR))
     assert (state.budget.name, state.used, state.remaining, state.share) == ("tokens_per_1d", 80, 20, 0.8)
     assert state.reset == (SLICES + 1) * HOUR - 60, "the slice of the last use stays for a whole window behind its end"
-    (state,) = windows.budget_states(rolling.placed, rolling.cells, at(wall + 25 * HOUR))
+    (state,) = windows.budget_states(map(windows.flattened, rolling.placed), rolling.cells, at(wall + 25 * HOUR))
     assert (state.used, state.remaining) == (50, 50)
 
 
@@ -124,5 +124,5 @@ def test_a_soft_budget_refuses_nothing_and_is_counted() -> None:
     for _ in range(3):
         assert windows.fits(placed, cells, 8, 0, at(1e9))
         windows.reserve(placed, cells, 8, 0, at(1e9))
-    (state,) = windows.budget_states(placed, cells, at(1e9))
+    (state,) = windows.budget_states(map(windows.flattened, placed), cells, at(1e9))
     assert (state.used, state.remaining, state.share, state.budget.soft) == (24, 0, 2.4, True)
