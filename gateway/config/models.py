@@ -54,6 +54,7 @@ from gateway.config.values import (
     Texts,
     Variables,
     WeightsSource,
+    Workers,
     exists,
     installed,
 )
@@ -114,7 +115,7 @@ class ServerSection(Section):
 
     host: Text = Field(default="0.0.0.0", description="address of the data port; `::` is all addresses, IPv6 and IPv4")  # noqa: S104  clients are on other machines
     port: Port = Field(default=8000, description="data port; 0 selects a free port")
-    workers: Annotated[int, Strict(), Field(ge=1, le=256)] = Field(default=1, description="worker processes on the data port")
+    workers: Workers = Field(default=1, description="worker processes on the data port; `auto`: one for each usable CPU")
     admin: Admin = Field(default=Admin(), description="the admin port")
     tls: Tls | None = Field(default=None, description="TLS on the data port")
     cors: Cors = Field(default=Cors(), description="origins from which browsers may call the gateway")

@@ -19,6 +19,7 @@ from gateway.config.models import matches
 from gateway.config.problems import Finding, Path, Problem, did_you_mean
 from gateway.config.quantities import parse_duration
 from gateway.config.source import Source
+from gateway.config.values import worker_count
 from gateway.snapshot.snapshot import CALENDAR
 from upstream.vllm import command_line
 
@@ -578,7 +579,7 @@ def costs_in(limits: ConfigValue) -> Iterator[ConfigValue]:
 
 def _divided_bounds(draft: Draft) -> Iterator[Problem]:
     """Check that each worker gets a part of every limit. A worker without one would reject all requests."""
-    workers = draft.top.get("server", "workers").value
+    workers = worker_count(draft.top.get("server", "workers").value)
     if not isinstance(workers, int):
         return
     for most in (draft.top.get("server", "max_inflight"), *(model.get("max_inflight") for model in draft.models)):

@@ -39,6 +39,7 @@ from gateway.api.media_urls import is_entry
 from gateway.config.problems import did_you_mean
 from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
 from gateway.snapshot.money import NANO, nano_units
+from gateway.system.cpus import usable_cpus
 from gateway.system.logs import PARTS
 from upstream.balancing.policies import POLICIES
 from upstream.http.address import Address
@@ -46,6 +47,7 @@ from upstream.vllm.presets import PRESETS
 
 EVENTS_POLICY = "cost"
 """The balance policy that uses KV cache events, and the cached tokens that responses report."""
+MAX_WORKERS = 256
 HASH_PATTERN = r"^sha256:[0-9a-fA-F]{64}$"
 _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
 _OWN_PATHS = {"health", "v1", "v2", "rerank", "score", "classify", "pooling", "tokenize", "detokenize"}
@@ -113,6 +115,11 @@ def _mount(value: str) -> str:
     if value.split("/")[1] in _OWN_PATHS:
         raise ValueError("the first part is reserved for the gateway's own routes; choose another")
     return value
+
+
+def worker_count(value: object) -> object:
+    """Return the number of workers for ``auto``, and other values unchanged."""
+    return min(usable_cpus(), MAX_WORKERS) if value == "auto" else value
 
 
 def _one_or_many(value: object) -> object:
@@ -390,6 +397,15 @@ NamedPort = Annotated[
     PlainValidator(_named_port),
     WithJsonSchema({"oneOf": [{"type": "integer", "minimum": 1, "maximum": 65535}, {"type": "string", "pattern": _PORT_NAME_PATTERN}]}),
 ]
+Workers = Annotated[
+    int,
+    Strict(),
+    Field(ge=1, le=MAX_WORKERS),
+    BeforeValidator(worker_count),
+    WithJsonSchema({"oneOf": [{"type": "integer", "minimum": 1, "maximum": MAX_WORKERS}, {"type": "string", "enum": ["auto"]}]}),
+]
+"""The number of workers. ``auto`` becomes the number of usable CPUs when the configuration is loaded."""
+
 HeaderName = Annotated[str, Strict(), AfterValidator(_header_name), Field(json_schema_extra={"pattern": _HEADER_PATTERN})]
 """The name of a request header, in lowercase, that carries no credentials."""
 

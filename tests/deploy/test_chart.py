@@ -543,6 +543,7 @@ def test_a_variable_of_the_operator_replaces_the_charts() -> None:
         ({"engines": {"a": ENGINE}, "terminationGracePeriodSeconds": 0}, "is less than preStopSleep"),
         ({"engines": {"a": ENGINE}, "config": {"keys_file": "x"}}, "config.keys_file: the chart sets it"),
         ({"engines": {"a": ENGINE}, "config": {"server": {"admin": {"host": "127.0.0.1"}}}}, "config.server.admin.host: 127.0.0.1 is"),
+        ({"engines": {"a": ENGINE}, "config": {"server": {"workers": "auto"}}}, "workers: auto needs resources.limits.cpu"),
         ({"engines": {"a": ENGINE}, "httpRoute": {"enabled": True}}, "httpRoute.parentRefs"),
         ({"engines": {"a": ENGINE}, "ingress": {"enabled": True}}, "ingress.hosts"),
         ({}, "there is no model"),
@@ -552,6 +553,12 @@ def test_a_variable_of_the_operator_replaces_the_charts() -> None:
 def test_what_cannot_be_meant_is_refused(values: dict[str, Any], says: str) -> None:
     done = template(values=values)
     assert done.returncode != 0 and says in done.stderr, done.stderr
+
+
+def test_a_worker_for_each_cpu_needs_a_limit_of_cpus() -> None:
+    workers = {"config": {"server": {"workers": "auto"}}, "resources": {"limits": {"cpu": 4}}}
+    done = template(values={"engines": {"a": ENGINE}, **workers})
+    assert done.returncode == 0 and "workers: auto" in done.stdout, done.stderr
 
 
 def test_lint_finds_a_misspelt_setting_of_the_gateway() -> None:

@@ -62,7 +62,7 @@ def test_the_prompt_of_a_cancelled_request_is_charged_if_that_is_configured(real
         for path, body in CANCELLED.items():
             with real.held():
                 _cancel(real, beside, path, body)
-                # The engine must not go on before the gateway has noticed the disconnect.
+                # The engine must not continue before the gateway has noticed the disconnect.
                 wait_for(lambda: beside.gateway.metric(f'vllm_gateway_inflight_requests{{model="{MODEL}"}}') == 0)
             wait_for(lambda: real.count("vllm:num_requests_running") == real.count("vllm:num_requests_waiting") == 0)
         columns = "endpoint, status, incomplete, prompt_tokens, completion_tokens, estimated_by"

@@ -16,7 +16,8 @@ from jsonschema import Draft202012Validator
 from gateway.config import Config, ConfigurationError, load, plain_variables, schema
 from gateway.config.models import Section
 from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, parse_duration, parse_size
-from gateway.config.values import KeyHash
+from gateway.config.values import MAX_WORKERS, KeyHash
+from gateway.system.cpus import usable_cpus
 from tests.support.certificates import certificate
 from tests.support.rows import each_row
 
@@ -155,6 +156,14 @@ def test_a_scope_is_a_pattern_and_a_date_is_its_first_moment(sample: Config) -> 
     assert (team.models, anyone.models) == (("Qwen/*",), ("*",))
     assert not team.expired(datetime(2026, 12, 31, 23, 59, 59, tzinfo=UTC))
     assert team.expired(datetime(2027, 1, 1, tzinfo=UTC))
+
+
+def test_auto_is_a_worker_for_each_usable_cpu(write: Any) -> None:
+    text = "server: {{workers: {}}}\nmodels: [{{id: m, launch: {{}}}}]\nkeys: [{{id: k, anonymous: true}}]\n"
+    assert load(write(text.format("auto")), {}).server.workers == min(usable_cpus(), MAX_WORKERS)
+    for wrong in ("Auto", "0", "257", "2.0"):
+        with pytest.raises(ConfigurationError):
+            load(write(text.format(wrong)), {})
 
 
 def test_defaults(write: Any) -> None:

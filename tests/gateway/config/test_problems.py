@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.config import ConfigurationError, Model, load, schema
+from gateway.system.cpus import usable_cpus
 from tests.support.certificates import certificate
 from tests.support.examples import examples
 from upstream.balancing.policies import POLICIES
@@ -634,6 +635,13 @@ def test_a_bound_that_the_workers_cannot_share(tmp_path: Path) -> None:
         f"g.yaml:1: server.max_inflight: {message}",
         f"g.yaml:2: models[0].max_inflight: {message}",
     ]
+
+
+def test_a_bound_that_the_workers_of_every_cpu_cannot_share(tmp_path: Path) -> None:
+    text = "server: {workers: auto, max_inflight: 1}\nmodels: [{id: m, launch: {}}]\nkeys: [{id: k, anonymous: true}]\n"
+    message = "workers cannot share 1 requests: each needs at least one; raise this limit or lower server.workers"
+    expected = [f"g.yaml:1: server.max_inflight: {usable_cpus()} {message}"] if usable_cpus() > 1 else []
+    assert problems(tmp_path, text) == expected
 
 
 def about_launches(folder: Path, groups: str, *launches: str) -> list[str]:

@@ -186,6 +186,9 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- fail (printf "config.server.%s: %s is reached from within the pod alone, not by Services and probes" $name $host) }}
 {{- end }}
 {{- end }}
+{{- if and (eq (toString $server.workers) "auto") (not ((.Values.resources).limits).cpu) }}
+{{- fail "config.server.workers: auto needs resources.limits.cpu; without it, a pod has a worker for each CPU of its node" }}
+{{- end }}
 {{- $config := merge (dict "models" (include "vllm-gateway.models" . | fromJsonArray)) .Values.config }}
 {{- if .Values.keys.enabled }}
 {{- if $config.keys_file }}
