@@ -54,7 +54,9 @@ class Journal:
         self._marks = self._view[:_MARKS].cast("Q")
         self._ring, self._slots = self._marks[_RING_SIZE], self._marks[_SLOT_COUNT]
         self._first_slot = _MARKS + self._ring
+        self._ring_view = self._view[_MARKS : self._first_slot]
         self._appended = self._marks[_APPENDED]
+        self._free_until = 0  # bytes that may be appended in total, as far as this worker knows
         self._free = list(range(self._slots - 1, -1, -1))
 
     @classmethod
@@ -67,6 +69,7 @@ class Journal:
 
     def close(self) -> None:
         self._marks.release()
+        self._ring_view.release()
         self._view.release()
         self._map.close()
         os.close(self.fd)
@@ -78,16 +81,18 @@ class Journal:
         framed = frame(payload)
         marks, before, ring = self._marks, self._appended, self._ring
         after = before + len(framed)
-        if after - marks[_RELEASED] > ring:
-            marks[_DROPPED] += 1
-            return
-        start = _MARKS + before % ring
-        space = _MARKS + ring - start
-        if len(framed) <= space:
-            self._view[start : start + len(framed)] = framed
+        if after > self._free_until:
+            self._free_until = marks[_RELEASED] + ring
+            if after > self._free_until:
+                marks[_DROPPED] += 1
+                return
+        start = before % ring
+        end = start + len(framed)
+        if end <= ring:
+            self._ring_view[start:end] = framed
         else:
-            self._view[start : start + space] = framed[:space]
-            self._view[_MARKS : _MARKS + len(framed) - space] = framed[space:]
+            self._ring_view[start:] = framed[: ring - start]
+            self._ring_view[: end - ring] = framed[ring - start :]
         self._appended = marks[_APPENDED] = after
         marks[_ROWS_APPENDED] += 1  # one too few forever if the process is killed just before this: see ``waiting_rows``
 

@@ -8,7 +8,6 @@ billionths of the operator's currency, so sums are exact in both databases.
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Date, DateTime, Float, Index, Integer, MetaData, String, Table
@@ -71,14 +70,14 @@ ENGINE_SAMPLES = Table(
 )
 
 
-def values(row: UsageRow) -> list[Any]:
-    """Return the values of a row in the order of the columns."""
-    time = datetime.fromtimestamp(row.started, UTC)
+def values(row: UsageRow, time: object, day: object) -> list[Any]:
+    """Return the values of a row in the order of the columns. ``time`` and ``day`` are its start, as the database's driver needs it."""
     completion, estimated = row.generated
+    duration, first_token, queued = row.duration, row.first_token, row.queued
     return [
         row.id,
         time,
-        time.date(),
+        day,
         row.key,
         row.team,
         row.model,
@@ -93,9 +92,9 @@ def values(row: UsageRow) -> list[Any]:
         row.cached,
         row.reasoning,
         estimated,
-        _ms(row.duration),
-        _ms(row.first_token),
-        _ms(row.queued),
+        None if duration is None else _ms(duration),
+        None if first_token is None else _ms(first_token),
+        None if queued is None else _ms(queued),
         row.cost,
         row.labels,
         row.user,
@@ -105,5 +104,6 @@ def values(row: UsageRow) -> list[Any]:
     ]
 
 
-def _ms(seconds: float | None) -> float | None:
-    return None if seconds is None else round(seconds * 1000, 3)
+def _ms(seconds: float) -> float:
+    """Return milliseconds with three digits. ``round`` takes four times as long."""
+    return int(seconds * 1_000_000 + 0.5) / 1000

@@ -13,9 +13,9 @@ import math
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import datetime
+from datetime import UTC, date, datetime
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -23,7 +23,7 @@ from typing import Any, Literal, cast
 from alembic import command
 from alembic.config import Config as AlembicConfig
 from alembic.util import CommandError
-from sqlalchemy import Connection, Date, Dialect, Engine, create_engine, delete, event, select
+from sqlalchemy import Connection, Dialect, Engine, create_engine, delete, event, select
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
@@ -49,7 +49,7 @@ _CONNECT: dict[str, dict[str, int | str]] = {
     "sqlite": {"timeout": 10},
 }
 _PARAMETER_STYLES: dict[str, Literal["format", "qmark"]] = {"postgresql": "format", "sqlite": "qmark"}
-_BATCH, _PRUNED = 2000, 500  # rows of a transaction
+_BATCH, _PRUNED = 8000, 500  # rows of a transaction
 _STEPS_BETWEEN_CHECKS = 10_000  # steps of SQLite's virtual machine between two checks of a query's time
 _UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the table is of a later version
 _log = logging.getLogger("vllm_gateway.ledger")
@@ -68,7 +68,7 @@ def create_database_engine(url: URL) -> Engine:
     backend = url.get_backend_name()
     given = {name: value for name, value in _CONNECT[backend].items() if name not in url.query}
     made = create_engine(
-        url, connect_args=given, pool_pre_ping=backend == "postgresql", paramstyle=_PARAMETER_STYLES[backend], json_serializer=_as_json
+        url, connect_args=given, pool_pre_ping=backend == "postgresql", paramstyle=_PARAMETER_STYLES[backend], json_serializer=json.dumps
     )
     if backend == "sqlite":
         event.listen(made, "connect", _prepare_sqlite)
@@ -91,13 +91,8 @@ def time_limited(engine: Engine, seconds: float) -> Iterator[Connection]:
             driver.set_progress_handler(None, 0)
 
 
-def _as_json(value: object) -> str:
-    """Encode labels, which most rows do not have."""
-    return "{}" if value == {} else json.dumps(value)
-
-
 class _Insertion:
-    """The prepared insert statement, and SQLAlchemy's conversions of the values.
+    """The prepared insert statement, and the conversions of the values.
 
     It is prepared once, because preparing it costs as much for each row as SQLite does (docs/performance.md).
     """
@@ -105,18 +100,40 @@ class _Insertion:
     def __init__(self, dialect: Dialect) -> None:
         insert = sqlite.insert if dialect.name == "sqlite" else postgresql.insert
         self.statement = str(insert(USAGE).on_conflict_do_nothing().compile(dialect=dialect))
-        self._processors: list[tuple[int, Callable[[Any], Any]]] = []
-        for index, column in enumerate(USAGE.columns):
-            processor = column.type.dialect_impl(dialect).bind_processor(dialect)
-            if processor is not None:  # many rows have the same day
-                self._processors.append((index, lru_cache(maxsize=8)(processor) if isinstance(column.type, Date) else processor))
+        self._start = start_as_text if dialect.name == "sqlite" else _start_as_datetime
+        self._labels, self._metadata = (list(USAGE.columns.keys()).index(name) for name in ("labels", "metadata"))
+        self._json = USAGE.c.labels.type.dialect_impl(dialect).bind_processor(dialect) or json.dumps
+        self._no_labels = self._json({})
 
     def parameters(self, row: UsageRow) -> tuple[Any, ...]:
-        """Return a row's values. Raises ValueError for a value that the database cannot store."""
-        made = values(row)
-        for index, processor in self._processors:
-            made[index] = processor(made[index])
+        """Return a row's values. Raises ValueError and OverflowError for a value that the database cannot store."""
+        made = values(row, *self._start(row.started))
+        made[self._labels] = self._json(row.labels) if row.labels else self._no_labels
+        if row.metadata is not None:
+            made[self._metadata] = self._json(row.metadata)
         return tuple(made)
+
+
+def _start_as_datetime(started: float) -> tuple[datetime, date]:
+    """Return a time since the epoch, and its day, for PostgreSQL."""
+    time = datetime.fromtimestamp(started, UTC)
+    return time, time.date()
+
+
+def start_as_text(started: float) -> tuple[str, str]:
+    """Return a time since the epoch, and its day, as SQLAlchemy stores them in SQLite. Many rows have the same second."""
+    fraction, second = math.modf(started)
+    microsecond = round(fraction * 1_000_000)
+    if not 0 <= microsecond < 1_000_000:  # rounded up, or before 1970
+        second, microsecond = second + microsecond // 1_000_000, microsecond % 1_000_000
+    time, day = _second_as_text(second)
+    return f"{time}.{microsecond:06}", day
+
+
+@lru_cache(maxsize=64)
+def _second_as_text(second: float) -> tuple[str, str]:
+    time = datetime.fromtimestamp(second, UTC)
+    return f"{time:%Y-%m-%d %H:%M:%S}", f"{time:%Y-%m-%d}"
 
 
 def _prepare_sqlite(connection: Any, _: object) -> None:

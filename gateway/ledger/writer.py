@@ -40,6 +40,10 @@ from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
 
 _COLLECT_EVERY = 0.25  # seconds between two reads of the journals
+_BUSY, _BUSY_PAUSE = (
+    500,
+    0.75,
+)  # rows of a delivery, and seconds after which the next one follows: a large transaction is cheaper for each row
 _RETRY, _LONGEST_RETRY = 1.0, 15.0  # seconds before the database is tried again, doubled each time
 _PRUNE_EVERY = 600.0
 _IDLE_WAIT = 1.0  # seconds between two scans for rows that workers of a dead gateway saved
@@ -315,6 +319,8 @@ class Ledger:
                 self._write(payloads)
                 self._spool.remove(segment, len(payloads))
                 self.earlier_deliveries += segment.inherited
+                if len(payloads) >= _BUSY > self._spool.rows:
+                    self._collected.wait(_BUSY_PAUSE)
         elif samples := self.samples.due(time.time() - (0.0 if self._collected.is_set() else _SAMPLE_DELAY)):
             self._store.write_samples([self.samples.values(sample) for sample in samples])
             self.samples.release(samples)

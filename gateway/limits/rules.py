@@ -53,7 +53,7 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
 
 
 Terms = tuple[int, int, float, float, float, tuple[FlatWindow, ...]]
-"""What ``admit`` and ``settle`` need to know about a holder: the offset of its counts, the first cell of its requests in flight (0: they
+"""The facts about a holder that ``admit`` and ``settle`` need: the offset of its counts, the first cell of its requests in flight (0: they
 are not counted), the seconds of a request and of a token, the most requests at once, and the windows. It is a plain tuple, because
 unpacking one is the cheapest way to read several values."""
 
@@ -159,7 +159,7 @@ def admit(
     now, periods = at.now, at.periods
     latest = now + _MINUTE
     changes: dict[int, float] = {}
-    ends: dict[int, float] = {}
+    new_ends: dict[int, float] = {}
     other_windows: list[tuple[PlacedWindow, Amounts]] = []
     for holder, amounts in wanted:
         bucket, first_slot, request_seconds, token_seconds, at_once, flat_windows = holder.terms
@@ -167,7 +167,7 @@ def admit(
         if requests and request_seconds:
             full = cells[bucket]
             changes[bucket] = full = (full if full > now else now) + requests * request_seconds
-            ends[bucket] = full + cells[bucket + _BACK]
+            new_ends[bucket] = full + cells[bucket + _BACK]
             fits = full <= latest
         if slots and first_slot:
             in_flight = changes[first_slot + worker] = cells[first_slot + worker] + slots
@@ -178,7 +178,7 @@ def admit(
             bucket += TOKENS
             full, seconds = cells[bucket], tokens * token_seconds
             changes[bucket] = full = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
-            ends[bucket] = full + cells[bucket + _BACK]
+            new_ends[bucket] = full + cells[bucket + _BACK]
             fits = fits and full <= latest
         if flat_windows and (tokens or cost):
             for placed, calendar, start, token_limit, cost_limit, tokens_ahead, cost_ahead in flat_windows:
@@ -197,7 +197,7 @@ def admit(
         cells[offset] = count
     for placed, amounts in other_windows:
         windows.reserve((placed,), cells, amounts.tokens, amounts.cost, at)
-    reservation_ends.update(ends)
+    reservation_ends.update(new_ends)
     return None
 
 
