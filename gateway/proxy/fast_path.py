@@ -1,7 +1,8 @@
 """The fast path of an ordinary chunk: from the transport that read it to the transport that sends it, in one function.
 
 vLLM sends an event as one chunk, and one read usually contains one chunk. If a read is exactly one chunk and contains none of the marks of
-a field that the gateway acts on, it is sent unchanged, with its frame. Every other read takes the general path
+a field that the gateway acts on, it is sent unchanged, with its frame. Most chunks need no search for the marks: they have the template of
+earlier ones (``event_template``). Every other read takes the general path
 (``Connection.data_received``, ``UpstreamResponse``, ``EventRelay``). This module repeats the parts of that path that apply: for each event
 of each stream, the calls and attributes between those objects cost more than the work (docs/performance.md).
 
@@ -19,6 +20,7 @@ from time import monotonic
 from gateway.api.response_fields import Marks
 from gateway.api.usage import USAGE_START
 from gateway.client.request import ClientRequest
+from gateway.proxy.event_template import NO_TEMPLATE, TemplateLearner
 from gateway.proxy.running_usage import DIGITS, EVENT_END, RunningUsage
 from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from upstream.balancing.attempt import UpstreamResponse
@@ -42,6 +44,7 @@ def _size_lines() -> tuple[tuple[bytes, int, int], ...]:
 
 
 _SIZE_LINES = _size_lines()
+_BACKSLASH = ord("\\")
 
 
 def fast_path(
@@ -60,19 +63,42 @@ def fast_path(
     """
     general_path = connection.data_received
     first, second, third, fourth = marks
-    counts, lines, bounds = gaps.counts, _SIZE_LINES, CHUNK_GAPS
+    counts, lines, bounds, backslash = gaps.counts, _SIZE_LINES, CHUNK_GAPS, _BACKSLASH
+    learner = TemplateLearner()
+    start, end = NO_TEMPLATE
+    start_size, end_size = len(start), len(end)
+
+    def learn(event: bytes) -> bool:
+        nonlocal start, end, start_size, end_size
+        if (learned := learner.learn(event)) is not None:
+            start, end = learned[0], learned[1] + b"\r\n"
+            start_size, end_size = len(start), len(end)
+        return True
 
     def read(data: bytes) -> None:
         size = len(data)
         if connection.between_chunks and size < _MOST and not held:
             line, line_size, payload = lines[size]
+            text, quote = line_size + start_size, size - end_size
             if (
-                data[:line_size] == line  # ``startswith`` takes twice as long
-                and data.partition(b"\n\n")[2] == b"\r\n"  # one event, not several that a proxy has joined
-                and data.find(first) < 0  # ``in`` creates and drops an exception each time
-                and data.find(second) < 0
-                and data.find(third) < 0
-                and data.find(fourth) < 0
+                data[:line_size] == line
+                and (  # ``startswith`` takes twice as long
+                    (
+                        data.find(b'"', text) == quote
+                        and data.startswith(start, line_size)
+                        and data.endswith(end)
+                        and data[quote - 1] != backslash
+                        and data.find(b"\n", text) == size - 4  # one event
+                    )
+                    or (
+                        data.partition(b"\n\n")[2] == b"\r\n"  # one event, not several that a proxy has joined
+                        and data.find(first) < 0  # ``in`` creates and drops an exception each time
+                        and data.find(second) < 0
+                        and data.find(third) < 0
+                        and data.find(fourth) < 0
+                        and (not learner.attempts or learn(data[line_size:-2]))
+                    )
+                )
             ):
                 now = response.last_byte_at = monotonic()
                 counts[bisect_left(bounds, now - gaps.last)] += 1
@@ -103,26 +129,49 @@ def counting_fast_path(
     general_path = connection.data_received
     _, second, third, fourth = marks
     counts, lines, bounds = gaps.counts, _SIZE_LINES, CHUNK_GAPS
-    start, end, digits, shape = USAGE_START, EVENT_END, DIGITS, running.shape
+    usage, event_end, digits, shape, backslash = USAGE_START, EVENT_END, DIGITS, running.shape, _BACKSLASH
+    learner = TemplateLearner(EVENT_END)
+    start, end = NO_TEMPLATE
+    start_size, end_size = len(start), len(end)
+
+    def learn(event: bytes) -> bool:
+        nonlocal start, end, start_size, end_size
+        if (learned := learner.learn(event)) is not None:
+            start, end = learned
+            start_size, end_size = len(start), len(end)
+        return True
 
     def read(data: bytes) -> None:
         size = len(data)
         if connection.between_chunks and size < _MOST and not held:
             line, line_size, _ = lines[size]
-            before, _, tail = data.rpartition(start)
+            before, _, tail = data.rpartition(usage)
+            text, quote = line_size + start_size, len(before) - end_size
             if (
                 tail.translate(None, digits) == shape  # the usage is the last field of the last event
                 and data[:line_size] == line
-                and before.find(b"\n\n") < 0  # one event
-                and before.find(second) < 0
-                and before.find(third) < 0
-                and before.find(fourth) < 0
+                and (
+                    (
+                        before.find(b'"', text) == quote
+                        and before.startswith(start, line_size)
+                        and before.endswith(end)
+                        and before[quote - 1] != backslash
+                        and before.find(b"\n", text) < 0  # one event
+                    )
+                    or (
+                        before.find(b"\n\n") < 0  # one event
+                        and before.find(second) < 0
+                        and before.find(third) < 0
+                        and before.find(fourth) < 0
+                        and (not learner.attempts or learn(before[line_size:]))
+                    )
+                )
             ):
                 now = response.last_byte_at = monotonic()
                 counts[bisect_left(bounds, now - gaps.last)] += 1
                 gaps.last = now
                 running.tail = tail
-                event = before[line_size:] + end
+                event = before[line_size:] + event_end
                 payload = len(event)
                 request.bytes_out += payload
                 write(b"%x\r\n%b\r\n" % (payload, event))

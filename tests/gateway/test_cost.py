@@ -17,9 +17,11 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
+from functools import partial
+from itertools import cycle
 from pathlib import Path, PurePath
 from types import FrameType
 from typing import Any, NamedTuple
@@ -55,14 +57,20 @@ RESPONSE = b"HTTP/1.1 200 OK\r\ndate: x\r\nserver: uvicorn\r\ncontent-type: appl
     len(COMPLETION),
     COMPLETION,
 )
-EVENT = (
-    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"a"},"finish_reason":null}]}\n\n'
-)
-CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
+EVENT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"%b"},"finish_reason":null}]'
 USAGE = b',"usage":{"prompt_tokens":9,"total_tokens":12,"completion_tokens":3,"completion_tokens_details":null}'
-COUNTED_EVENT = EVENT.removesuffix(b"}\n\n") + USAGE + b"}\n\n"
-COUNTED_CHUNK = b"%x\r\n%b\r\n" % (len(COUNTED_EVENT), COUNTED_EVENT)
-"""The same event with the running usage that a ledger or a limit on tokens needs."""
+
+
+def _chunk(text: bytes, usage: bytes = b"") -> bytes:
+    """Return a chunk with one event. ``usage``: the running usage that a ledger or a limit on tokens needs."""
+    event = EVENT % text + usage + b"}\n\n"
+    return b"%x\r\n%b\r\n" % (len(event), event)
+
+
+TEXTS = (b"a", b" the")
+"""The texts of the events in turn: tokens differ."""
+CHUNKS = [_chunk(text) for text in TEXTS]
+COUNTED_CHUNKS = [_chunk(text, USAGE) for text in TEXTS]
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -112,13 +120,13 @@ class Exchange(NamedTuple):
         self.context.write_batch.flush()
         assert self.client_wire.take().endswith(COMPLETION)
 
-    def stream(self, chunk: bytes = CHUNK) -> None:
+    def stream(self, chunks: Sequence[bytes] = CHUNKS) -> None:
         self.client.data_received(STREAM)
         self.server.data_received(STREAM_HEAD)
-        for _ in range(2):
+        for chunk in chunks:
             self.server.data_received(chunk)
             self.context.write_batch.flush()
-        assert self.client_wire.take().endswith(2 * CHUNK)
+        assert self.client_wire.take().endswith(b"".join(CHUNKS))
 
     def limit(self, limits: Limits) -> None:
         """Give all keys these limits."""
@@ -127,16 +135,12 @@ class Exchange(NamedTuple):
         self.worker.apply_snapshot(replace(before, keys=keys))
         self.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, {}))
 
-    def chunk(self) -> None:
-        self.receive(CHUNK)
-
-    def counted_chunk(self) -> None:
-        self.receive(COUNTED_CHUNK)
-
-    def receive(self, chunk: bytes) -> None:
+    def receive(self, chunks: Iterator[tuple[bytes, bytes]]) -> None:
+        """Receive the next chunk of the server. The iterator yields it, and the one that the client gets."""
+        chunk, sent = next(chunks)
         self.server.data_received(chunk)
         self.context.write_batch.flush()
-        assert self.client_wire.take() == CHUNK
+        assert self.client_wire.take() == sent
 
 
 @asynccontextmanager
@@ -217,8 +221,9 @@ async def count(row: str) -> dict[str, Count]:
             if row == "request of a key with budgets":
                 one.limit(Limits(6000, 10**6, tokens_per_day=10**9, tokens_per_month=10**9, concurrent=100))
             if row == "chunk with exact counting":
-                one.stream(COUNTED_CHUNK)
-            return counted({"chunk": one.chunk, "chunk with exact counting": one.counted_chunk}.get(row, one.serve))
+                one.stream(COUNTED_CHUNKS)
+            received = {"chunk": CHUNKS, "chunk with exact counting": COUNTED_CHUNKS}.get(row)
+            return counted(one.serve if received is None else partial(one.receive, cycle(zip(received, CHUNKS, strict=True))))
 
 
 def total(functions: Mapping[str, Count]) -> Count:

@@ -19,8 +19,9 @@ from tests.support.way import Way, unchunked, way
 from tests.support.wire import COUNT, DONE, ROLE, STREAM_HEAD
 
 EVENT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
-EVENTS = (EVENT % b"a", EVENT % (b"b" * 300), EVENT % (b"an error" * 3), EVENT % (b"c" * 3000), b": a comment\n\n", COUNT)
-"""Ordinary events, an event with a mark, an event that is too long for the fast path, a comment, and a usage event."""
+TEXTS = (b"a", b"", b"b" * 300, b"error", b"usage", b"an error" * 3, b'\\"', b"\\\\", b"\\\\\\\"", b"\\n", b"c" * 3000)
+"""Ordinary texts, texts like the marks, texts with escapes, and a text that is too long for the fast path."""
+EVENTS = (*(EVENT % text for text in TEXTS), b": a comment\n\n", COUNT)
 PROMPT = 9
 
 
@@ -58,7 +59,7 @@ async def compare(events: Sequence[bytes], include_usage: bool) -> None:
 
 
 @settings(max_examples=examples(50), deadline=None)
-@given(middle=st.lists(st.sampled_from(EVENTS), max_size=12), include_usage=st.booleans())
+@given(middle=st.lists(st.sampled_from(EVENTS), max_size=24), include_usage=st.booleans())
 def test_both_paths_account_for_a_stream_alike(middle: list[bytes], include_usage: bool) -> None:
     asyncio.run(compare((ROLE, *middle, COUNT, DONE), include_usage))
 
@@ -67,7 +68,7 @@ DETAILS = (b"", b',"completion_tokens_details":null', b',"completion_tokens_deta
 
 
 @settings(max_examples=examples(50), deadline=None)
-@given(middle=st.lists(st.sampled_from(EVENTS[:-1]), max_size=12), left=st.integers(0, 12), end=st.sampled_from(DETAILS))
+@given(middle=st.lists(st.sampled_from(EVENTS[:-1]), max_size=24), left=st.integers(0, 24), end=st.sampled_from(DETAILS))
 def test_the_running_usage_is_counted_and_hidden_on_both_paths(middle: list[bytes], left: int, end: bytes) -> None:
     asyncio.run(compare_counted((ROLE, *middle), left, end))
 
