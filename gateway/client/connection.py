@@ -151,6 +151,7 @@ class ClientConnection(asyncio.Protocol):
         self.flow.resume_writing()
         self.parser.close()
         worker.connections.discard(self)
+        worker.connection_closed()
         worker.unauthenticated.remove(self)
         if self._counted_client is not None:
             worker.addresses.remove(self._counted_client)

@@ -75,6 +75,10 @@ def _ignore(_: object) -> None:
     """Do nothing: there is no control process to report to."""
 
 
+def _do_nothing() -> None:
+    """Do nothing: the listening socket has one worker."""
+
+
 class WorkerContext:
     """Everything that connections and requests need of their worker. All of it but ``active`` lives as long as the worker."""
 
@@ -101,6 +105,8 @@ class WorkerContext:
         self.handle_request = handle_request
         # Connections
         self.connections: set[ClientConnection] = set()
+        self.connection_closed: Callable[[], None] = _do_nothing
+        """Called after each connection. Workers that share a listening socket count their connections with it."""
         self.handlers: set[InlineTask | asyncio.Task[None]] = set()
         """The running handlers of requests."""
         self.keep_alive = True

@@ -232,7 +232,7 @@ async def _served(
     server, connections, loop = uvicorn.Server(config), AdminConnections(), asyncio.get_running_loop()
     make = functools.partial(protocol, config, server.server_state, {}, connections=connections)
     connect = functools.partial(loop.connect_accepted_socket, make)
-    with closing(connections), closing(Seats.create(1)) as seats, closing(Acceptor(listener, connect, seats, lambda: len(connections))):
+    with closing(connections), closing(Seats.create(1)) as seats, closing(Acceptor(listener, connect, seats)):  # it shares with none
         async with _background(_check_connections(server, connections, control)) as task:
             yield task
 

@@ -1,8 +1,9 @@
 """Sharing the connections of one listening socket among several workers.
 
 Without it, the worker that wakes first accepts all waiting connections and keeps them, because clients' connections live long. So each
-worker publishes its number of connections in shared memory, and pauses for a moment when it is ahead of another worker. The rule: a pause
-delays a connection by at most ``PAUSE``, and a worker that has exited delays none.
+worker publishes its number of connections in shared memory, and pauses for a moment when it is ahead of another worker. The rules: a pause
+delays a connection by at most ``PAUSE``, and a worker that has exited delays none. A connection counts from the moment in which it is
+accepted until it has closed, and each change is published at once: other workers would accept too many connections by an old number.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Seats:
     def is_ahead(self, count: int) -> bool:
         """Return whether this number of connections is clearly more than another worker has."""
         least = min((_CELL.unpack_from(self._map, offset)[0] for offset in self._others), default=_VACANT)
-        return bool(count > least + 2 + least // 16)
+        return bool(count > least + 2 + least // 32)
 
 
 Connect = Callable[[socket.socket], Coroutine[Any, Any, Any]]
@@ -66,14 +67,17 @@ Connect = Callable[[socket.socket], Coroutine[Any, Any, Any]]
 
 
 class Acceptor:
-    """Accepts connections on a listening socket, which other processes may share. ``open_connections`` counts those of this process."""
+    """Accepts connections on a listening socket, which other processes may share.
 
-    def __init__(self, listener: socket.socket, connect: Connect, seats: Seats, open_connections: Callable[[], int]) -> None:
+    A worker that shares it calls ``connection_closed`` after each of its connections.
+    """
+
+    def __init__(self, listener: socket.socket, connect: Connect, seats: Seats) -> None:
         self._listener = listener
         self._connect = connect
         self._seats = seats
-        self._open_connections = open_connections
         self._loop = asyncio.get_running_loop()
+        self._connections = 0
         self._connecting: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._has_paused = False
@@ -89,17 +93,17 @@ class Acceptor:
         if self._timer is not None:
             self._timer.cancel()
 
-    def publish(self) -> None:
-        """Publish the current number of connections. The worker's clock also calls it, because connections end by themselves."""
-        self._seats.publish(self._count)
+    def connection_closed(self) -> None:
+        """Note that one of the accepted connections has closed."""
+        self._count(-1)
 
-    @property
-    def _count(self) -> int:
-        return self._open_connections() + len(self._connecting)
+    def _count(self, change: int) -> None:
+        self._connections += change
+        self._seats.publish(self._connections)
 
     def _resume(self) -> None:
         self._timer = None
-        self.publish()
+        self._count(0)
         self._loop.add_reader(self._listener, self._accept)
 
     def _pause(self, seconds: float) -> None:
@@ -109,7 +113,7 @@ class Acceptor:
     def _accept(self) -> None:
         """Accept waiting connections. Another worker may have accepted them first."""
         for _ in range(_MAX_AT_ONCE):
-            if not self._has_paused and self._seats.is_ahead(self._count):
+            if not self._has_paused and self._seats.is_ahead(self._connections):
                 self._has_paused = True
                 self._pause(PAUSE)
                 return
@@ -133,7 +137,7 @@ class Acceptor:
         task = self._loop.create_task(self._connect_accepted(connection))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
-        self.publish()
+        self._count(1)
         return True
 
     async def _connect_accepted(self, connection: socket.socket) -> None:
@@ -141,3 +145,4 @@ class Acceptor:
             await self._connect(connection)
         except OSError:  # the client has disconnected, or its TLS handshake failed
             connection.close()
+            self.connection_closed()

@@ -198,8 +198,6 @@ class WorkerProcess:
                 await asyncio.sleep(TICK / _LAG_SAMPLES)
                 observe(lag, buckets, max(monotonic() - due, 0.0))
             self.worker.tick()
-            if isinstance(self._acceptor, Acceptor):
-                self._acceptor.publish()
             count += 1
             if count % _EVERY_SECOND == 0:
                 logs.report_suppressed(monotonic())
@@ -213,7 +211,9 @@ async def start_accepting(worker: Worker, listener: socket.socket, seats: Seats 
     if seats is None:
         return await loop.create_server(worker.connection, sock=listener, backlog=_BACKLOG, **_tls(worker))
     accept = functools.partial(loop.connect_accepted_socket, worker.connection, **_tls(worker))
-    return Acceptor(listener, accept, seats, lambda: len(worker.context.connections))
+    acceptor = Acceptor(listener, accept, seats)
+    worker.context.connection_closed = acceptor.connection_closed
+    return acceptor
 
 
 def _tls(worker: Worker) -> dict[str, Any]:
