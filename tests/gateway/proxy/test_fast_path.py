@@ -19,7 +19,7 @@ from tests.support.way import Way, unchunked, way
 from tests.support.wire import COUNT, DONE, ROLE, STREAM_HEAD
 
 EVENT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
-TEXTS = (b"a", b"", b"b" * 300, b"error", b"usage", b"an error" * 3, b'\\"', b"\\\\", b"\\\\\\\"", b"\\n", b"c" * 3000)
+TEXTS = (b"a", b"", b"b" * 300, b"error", b"usage", b"an error" * 3, b'\\"', b"\\\\", b'\\\\\\"', b"\\n", b"c" * 3000)
 """Ordinary texts, texts like the marks, texts with escapes, and a text that is too long for the fast path."""
 EVENTS = (*(EVENT % text for text in TEXTS), b": a comment\n\n", COUNT)
 PROMPT = 9
