@@ -7,14 +7,16 @@ all of the limit is available again, as Go writes durations: ``17ms``, ``1s``, `
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import ceil
 
-from gateway.limits.rules import BucketState, bucket_state
-from gateway.limits.windows import BudgetState
+import msgspec
+
+from gateway.limits.rules import REQUESTS, TOKENS, BucketState, Holder, bucket_state, remaining_in_bucket
+from gateway.limits.windows import SPENT, USED, BudgetState, Cells, Moment
 from gateway.snapshot.money import decimal_text
-from gateway.snapshot.snapshot import Limits
+from gateway.snapshot.snapshot import CALENDAR, Limits
 
 
 def header_lines(buckets: Iterable[tuple[Limits, float, float]], now: float) -> bytes:
@@ -31,8 +33,58 @@ def header_lines(buckets: Iterable[tuple[Limits, float, float]], now: float) -> 
         if limits.tokens_per_minute is not None:
             state = bucket_state(limits.tokens_per_minute, tokens_full, now)
             tokens = state if tokens is None else _tighter(tokens, state)
-    lines = b"" if requests is None else _REQUESTS % (requests.limit, requests.remaining, duration(requests.reset))
-    return lines if tokens is None else lines + _TOKENS % (tokens.limit, tokens.remaining, duration(tokens.reset))
+    lines = b"" if requests is None else _REQUESTS % (requests.limit, b"%d" % requests.remaining, duration(requests.reset))
+    return lines if tokens is None else lines + _TOKENS % (tokens.limit, b"%d" % tokens.remaining, duration(tokens.reset))
+
+
+class Layout(msgspec.Struct, frozen=True, gc=False):
+    """The header lines of holders that have each kind of limit once, so that no limit must be compared with another.
+
+    ``lines`` lacks the numbers that change: what remains of each limit, and when all of it is available. ``rates`` are the limits per
+    minute with their buckets, ``budgets`` the budgets with the first cell of the window, the index of its period in
+    ``Moment.periods``, the cell of what is used, and whether that is a cost.
+    """
+
+    lines: bytes
+    rates: tuple[tuple[int, int], ...]
+    budgets: tuple[tuple[float, int, int, int, bool], ...]
+
+
+def layout_of(holders: Sequence[Holder]) -> Layout | None:
+    """Return the layout of the holders' headers; None if they have a kind twice, a budget outside the calendar, or a soft budget."""
+    rates, budgets, names, lines = [], [], [], []
+    for kind, bucket, name in ((b"requests", REQUESTS, "requests_per_minute"), (b"tokens", TOKENS, "tokens_per_minute")):
+        for holder in holders:
+            if (limit := getattr(holder.limits, name)) is not None:
+                rates.append((limit, holder.offset + bucket))
+                names.append(name)
+                lines.append(_LINES % (kind, kind, kind) % (limit, b"%d", b"%b"))
+    for holder in holders:
+        for (window, _), calendar, start, *_ in holder.terms[-1]:
+            for budget in window.budgets:
+                if budget.soft or window.name not in CALENDAR:
+                    return None
+                budgets.append((budget.limit, start, calendar, start + (SPENT if budget.is_cost else USED), budget.is_cost))
+                names.append(budget.name)
+                lines.append(_budget_format(budget.name, budget.limit))
+    return Layout(b"".join(lines), tuple(rates), tuple(budgets)) if len(set(names)) == len(names) else None
+
+
+def laid_out_lines(layout: Layout, cells: Cells, at: Moment, warn_at: float) -> bytes | None:
+    """Return the same lines as ``header_lines`` and ``budget_lines``; None if a budget is nearly used, or has a new period."""
+    now, wall, periods, period_ends = at.now, at.wall, at.periods, at.period_ends
+    numbers: list[int | bytes] = []
+    for limit, bucket in layout.rates:
+        behind = cells[bucket] - now
+        numbers += (limit, b"0s") if behind <= 0 else (remaining_in_bucket(limit, behind), duration(behind))
+    for size, start, calendar, counted, is_cost in layout.budgets:
+        used = cells[counted]
+        if used >= size * warn_at or used >= size or cells[start] != periods[calendar]:
+            return None
+        left = int(size - used)
+        reset = _duration(ceil((period_ends[calendar] - wall) * 1000 - 1e-3))  # ``duration``, without its call
+        numbers += decimal_text(left).encode() if is_cost else left, reset
+    return layout.lines % tuple(numbers)
 
 
 def _tighter(one: BucketState, other: BucketState) -> BucketState:
@@ -90,23 +142,20 @@ def amount(number: float, is_cost: bool) -> str:
     return decimal_text(int(number)) if is_cost else str(int(number))
 
 
-_LINES = b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%d\r\nx-ratelimit-reset-%b: %%b\r\n"
+_LINES = b"x-ratelimit-limit-%b: %%d\r\nx-ratelimit-remaining-%b: %%b\r\nx-ratelimit-reset-%b: %%b\r\n"
 _REQUESTS, _TOKENS = (_LINES % (kind, kind, kind) for kind in (b"requests", b"tokens"))
 
 
 def duration(seconds: float) -> bytes:
     """Write seconds as Go does, in whole milliseconds, rounded up."""
-    whole = ceil(seconds * 1000 - 1e-3)
-    if whole < 1000:
-        return b"%dms" % whole if whole > 0 else b"0s"
-    return _seconds(whole) if whole < 60_000 else _minutes(whole // 60_000) + _seconds(whole % 60_000)
+    return _duration(ceil(seconds * 1000 - 1e-3))
 
 
-@lru_cache(maxsize=16)  # a response shows several ends that have these digits in common, and so do the responses of a millisecond
-def _seconds(milliseconds: int) -> bytes:
-    return b"%gs" % (milliseconds / 1000)
-
-
-@lru_cache(maxsize=256)
-def _minutes(count: int) -> bytes:
-    return b"%dm" % count if count < 60 else b"%dh%dm" % divmod(count, 60)
+@lru_cache(maxsize=64)  # the responses of a millisecond show the same ends of days and months
+def _duration(milliseconds: int) -> bytes:
+    if milliseconds < 1000:
+        return b"%dms" % milliseconds if milliseconds > 0 else b"0s"
+    minutes, rest = divmod(milliseconds, 60_000)
+    if not minutes:
+        return b"%gs" % (rest / 1000)
+    return b"%dm%gs" % (minutes, rest / 1000) if minutes < 60 else b"%dh%dm%gs" % (*divmod(minutes, 60), rest / 1000)

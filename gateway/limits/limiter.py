@@ -11,7 +11,7 @@ from secrets import token_hex
 from time import monotonic, time
 
 from gateway.api.errors import Refusal
-from gateway.limits import estimate
+from gateway.limits import estimate, headers
 from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.messages import limit_text
 from gateway.limits.redis_store import RedisStore, StoreUnavailableError
@@ -46,6 +46,7 @@ class KeyLimits:
         "holders",
         "is_known_on_arrival",
         "key",
+        "layout",
         "max_tokens_limits",
         "on_arrival",
         "session_owners",
@@ -62,15 +63,16 @@ class KeyLimits:
         self.has_budgets = bool(self.session_owners) or any(holder.windows for _, holder in holders)
         self.has_soft_budgets = any(budget.soft for _, holder in holders for window, _ in holder.windows for budget in window.budgets)
         self.holders = tuple(holders)
-        self._for_models: dict[str, tuple[Holders, Holders]] = {}
+        self.layout = headers.layout_of(self.for_all_models)
+        self._for_models: dict[str, tuple[Holders, Holders, headers.Layout | None]] = {}
         self.max_tokens_limits = tuple(each for each in allowances if each.limits.max_tokens is not None)
 
-    def for_model(self, model: Model) -> tuple[Holders, Holders]:
-        """Return the additional holders for a model, and all holders together."""
+    def for_model(self, model: Model) -> tuple[Holders, Holders, headers.Layout | None]:
+        """Return the additional holders for a model, all holders together, and the layout of their headers."""
         found = self._for_models.get(model.id)
         if found is None:
             own = tuple(holder for each, holder in self.holders if each.models is not None and _covers(each, model))
-            found = self._for_models[model.id] = own, (*self.for_all_models, *own)
+            found = self._for_models[model.id] = own, (*self.for_all_models, *own), headers.layout_of((*self.for_all_models, *own))
         return found
 
     def max_tokens(self, model: Model) -> int | None:
@@ -126,10 +128,10 @@ class Limiter:
         if settings is not None and snapshot.uses_store:
             self.store = RedisStore(settings, self._name, self._on_store, self._note_usage)
 
-    def reservation(self, key: Key, identity: str, headers: Mapping[bytes, bytes]) -> Reservation:
-        """Return the reservation for a request, by its id, of a key with limits."""
+    def reservation(self, key: Key, identity: str, fields: Mapping[bytes, bytes]) -> Reservation:
+        """Return the reservation for a request, by its id, of a key with limits. ``fields`` are the headers of the request."""
         limits = self._limits_of(key)
-        return Reservation(self, limits, identity, headers, moment(monotonic(), time()), limits.for_all_models)
+        return Reservation(self, limits, identity, fields, moment(monotonic(), time()), limits.for_all_models, limits.layout)
 
     async def states(self, key: Key, identity: str) -> list[LimitState]:
         """Return the state of each limit that a key is subject to, for a request by its id. Raises Refusal if it cannot be known."""

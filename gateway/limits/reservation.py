@@ -20,6 +20,7 @@ from gateway.api.usage import Usage
 from gateway.limits import estimate, headers
 from gateway.limits.buckets import BucketsFullError
 from gateway.limits.estimate import TokenEstimate
+from gateway.limits.headers import Layout
 from gateway.limits.messages import refusal
 from gateway.limits.redis_store import StoreResult, StoreUnavailableError
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
@@ -45,6 +46,7 @@ class Reservation(msgspec.Struct, eq=False):
     _headers: Mapping[bytes, bytes]
     _arrived: Moment
     _shown_holders: Sequence[Holder]
+    _layout: Layout | None
     _model: Model | None = None
     _estimate: TokenEstimate = _UNWEIGHED
     _has_reserved_tokens: bool = False
@@ -113,8 +115,9 @@ class Reservation(msgspec.Struct, eq=False):
         assert model is not None
         if limits.is_known_on_arrival:
             return None
-        for_model, holders = limits.for_model(model)
+        for_model, holders, layout = limits.for_model(model)
         if self._sessions:
+            layout = None
             for_model, holders = (*for_model, *self._sessions), (*holders, *self._sessions)
         all_amounts = estimate.reserved_amounts(self._estimate, model.price)
         if self._has_reserved_tokens:
@@ -123,7 +126,7 @@ class Reservation(msgspec.Struct, eq=False):
         reserved = [(holder, all_amounts) for holder in holders]
         if self._limiter.store is not None and not self._reserved:
             return self._reserve_in_store(reserved)
-        self._shown_holders, tokens = holders, Amounts(0, 0, all_amounts.tokens, all_amounts.cost)
+        self._shown_holders, self._layout, tokens = holders, layout, Amounts(0, 0, all_amounts.tokens, all_amounts.cost)
         if self._reserved:
             more = [(holder, tokens) for holder in limits.counting_tokens]
             if for_model:
@@ -142,7 +145,7 @@ class Reservation(msgspec.Struct, eq=False):
         already = {holder for holder, _ in retained}
         wanted = [(holder, all_amounts) for holder in for_model if holder not in already]
         if self._result is None:
-            self._shown_holders = remaining
+            self._shown_holders, self._layout = remaining, None
             self._reserve_in_memory(wanted, self._now())
             self._reserved = [*retained, *wanted]
         else:
@@ -172,7 +175,7 @@ class Reservation(msgspec.Struct, eq=False):
                 self._limiter.count_refusal(self._limits.key, "store")
                 raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
             if self._result is None:  # otherwise the rest is settled in the store
-                self._shown_holders = tuple(holder for holder, _ in wanted)
+                self._shown_holders, self._layout = tuple(holder for holder, _ in wanted), None
                 self._reserve_in_memory(wanted, self._now())
             return
         before = self._result
@@ -226,17 +229,22 @@ class Reservation(msgspec.Struct, eq=False):
 
     def header_lines(self) -> bytes:
         """Return the rate-limit headers, as lines, for the holders that counted the request."""
-        result, limits, buckets, now = self._result, self._limits, self._limiter.buckets, monotonic()
-        full_times = buckets.full_times(self._shown_holders) if result is None else result.full_times
-        lines = headers.header_lines(full_times, now)
-        if not limits.has_budgets:
+        result, limiter, layout = self._result, self._limiter, self._layout
+        buckets, at = limiter.buckets, moment(monotonic(), time())
+        if (
+            result is None
+            and layout is not None
+            and (laid_out := headers.laid_out_lines(layout, buckets.cells, at, limiter.warn_at)) is not None
+        ):
+            return laid_out
+        lines = headers.header_lines(buckets.full_times(self._shown_holders) if result is None else result.full_times, at.now)
+        if not self._limits.has_budgets:
             return lines
         states: Sequence[tuple[Holder, BudgetState]]
         if result is not None:
             states = result.budgets
         else:
-            at = moment(now, time())
             states = [(holder, state) for holder in self._shown_holders for state in buckets.budget_states(holder, at)]
-        if limits.has_soft_budgets:
-            self._limiter.report_soft_budgets(states)
-        return lines + headers.budget_lines(map(_STATE, states), self._limiter.warn_at)
+        if self._limits.has_soft_budgets:
+            limiter.report_soft_budgets(states)
+        return lines + headers.budget_lines(map(_STATE, states), limiter.warn_at)

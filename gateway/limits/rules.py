@@ -292,5 +292,10 @@ def bucket_state(limit: int, full: float, now: float) -> BucketState:
     behind = full - now
     if behind <= 0:
         return BucketState(limit, limit, 0.0)
+    return BucketState(limit, remaining_in_bucket(limit, behind), behind)
+
+
+def remaining_in_bucket(limit: int, behind: float) -> int:
+    """Return what remains in a bucket that will be full in ``behind`` seconds."""
     left = int(limit * (1 - behind / _MINUTE) + _ROUNDING)
-    return BucketState(limit, left if left > 0 else 0, behind)
+    return left if left > 0 else 0

@@ -85,8 +85,8 @@ class Count(NamedTuple):
 BOUNDS = {
     "request": Count(123, 96, 3765),
     "request with a ledger": Count(133, 115, 4200),
-    "request of a limited key": Count(166, 118, 5230),
-    "request of a key with budgets": Count(169, 132, 6100),
+    "request of a limited key": Count(156, 118, 5230),
+    "request of a key with budgets": Count(158, 130, 5697),
     "chunk": Count(3.3, 11, 211),
     "chunk with exact counting": Count(3.3, 14.3, 254),
 }

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.limits.headers import budget_lines, duration, header_lines
-from gateway.limits.windows import BudgetState, NamedBudget
-from gateway.snapshot.snapshot import Limits
+from gateway.limits.headers import budget_lines, duration, header_lines, laid_out_lines, layout_of
+from gateway.limits.rules import Holder
+from gateway.limits.windows import BudgetState, NamedBudget, budget_states, moment
+from gateway.snapshot.snapshot import Budget, Limits
 
 
 @pytest.mark.parametrize(
@@ -54,6 +57,44 @@ def test_the_tightest_budget_of_each_window_is_shown() -> None:
         *("x-ratelimit-limit-cost-month: 300", "x-ratelimit-remaining-cost-month: 270.499999999", "x-ratelimit-reset-cost-month: 1m0s"),
         "",
     ]
+
+
+some = st.none() | st.integers(1, 1000)
+limits_once = st.builds(Limits, some, some, some, some, some, some, some, some, concurrent=some)
+
+
+@given(limits_once, st.lists(st.floats(-10, 90), min_size=2, max_size=2), st.integers(0, 600), st.sampled_from([0.5, 0.8, 1.0]))
+def test_the_layout_of_a_holder_gives_the_same_lines(limits: Limits, full: list[float], used: int, warn_at: float) -> None:
+    at, holder = moment(100.0, 1_800_000_000.25), Holder.placed("key a", limits)
+    day, week, month, _ = at.periods
+    empty = [0.0] * 4
+    counts = [used, used * 2.0, 0.0, 0.0, 0.0]
+    cells = [100.0 + full[0], 100.0 + full[1], *empty[:2], day, *counts, month, *counts, week, *counts, 0.0]
+    layout = layout_of([holder])
+    assert layout is not None
+    expected = header_lines([(limits, cells[0], cells[1])], at.now) + budget_lines(budget_states(holder.terms[-1], cells, at), warn_at)
+    found = laid_out_lines(layout, cells, at, warn_at)
+    assert (
+        found == expected
+        if b"warning" not in expected and b": 0\r\nx-ratelimit-reset-tokens-" not in expected
+        else found in (None, expected)
+    )
+
+
+def test_holders_whose_limits_must_be_compared_have_no_layout() -> None:
+    one = Holder.placed("key a", Limits(requests_per_minute=5, tokens_per_day=5))
+    assert layout_of([one, Holder.placed("team", Limits(tokens_per_minute=5, tokens_per_month=9))]) is not None
+    assert layout_of([one, Holder.placed("team", Limits(tokens_per_day=9))]) is None
+    assert layout_of([Holder.placed("key a", Limits(budgets=(Budget("day", tokens=5, soft=True),)))]) is None
+    rolling = Limits(budgets=(Budget("7d", 7 * 86400, tokens=5),))
+    assert layout_of([Holder.placed("key a", rolling, 0, {"7d": 30})]) is None
+
+
+def test_a_new_period_has_no_lines_before_it_is_counted() -> None:
+    holder = Holder.placed("key a", Limits(tokens_per_day=5))
+    layout = layout_of([holder])
+    assert layout is not None
+    assert laid_out_lines(layout, [0.0] * 23, moment(100.0, 1_800_000_000.25), 1.0) is None
 
 
 def test_a_budget_that_is_nearly_used_has_a_warning() -> None:
