@@ -44,7 +44,10 @@ class TemplateLearner:
         if start == 0 or end < start or event.find(b'"', start) != end or event[end + 1 : end + 2] not in (b",", b"}", b"]"):
             return None
         before, after = event[:start], event[end:]
-        return (before, after) if self._is_value(before, after) and event[start:end].find(b"\n") < 0 else None
+        if event[start:end].find(b"\n") >= 0 or not self._is_value(before, after):
+            return None
+        self._last = b""  # it is probably the last time
+        return before, after
 
     def _is_value(self, before: bytes, after: bytes) -> bool:
         """Return whether a text between these bytes is the value of a field."""

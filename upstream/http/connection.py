@@ -312,6 +312,8 @@ class Connection(asyncio.Protocol):
             headers = _in_lower_case(headers)
             framed = b"content-length" in headers or self._is_chunked(headers)
         self._framed = framed or status in (204, 304)
+        if b"content-length" not in headers:
+            self._headers.clear()  # a stream may be open for long
         if self._receiver is not None:
             self._receiver.on_headers(status, headers)
 
