@@ -122,6 +122,12 @@ def worker_count(value: object) -> object:
     return min(usable_cpus(), MAX_WORKERS) if value == "auto" else value
 
 
+def _workers(value: object) -> object:
+    if isinstance(value, str) and value != "auto":
+        raise ValueError("expected a whole number or auto")
+    return worker_count(value)
+
+
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str | dict) else value
 
@@ -401,7 +407,7 @@ Workers = Annotated[
     int,
     Strict(),
     Field(ge=1, le=MAX_WORKERS),
-    BeforeValidator(worker_count),
+    BeforeValidator(_workers),
     WithJsonSchema({"oneOf": [{"type": "integer", "minimum": 1, "maximum": MAX_WORKERS}, {"type": "string", "enum": ["auto"]}]}),
 ]
 """The number of workers. ``auto`` becomes the number of usable CPUs when the configuration is loaded."""

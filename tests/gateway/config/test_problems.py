@@ -637,6 +637,11 @@ def test_a_bound_that_the_workers_cannot_share(tmp_path: Path) -> None:
     ]
 
 
+def test_a_word_for_the_number_of_workers(tmp_path: Path) -> None:
+    text = "server: {workers: many}\nmodels: [{id: m, launch: {}}]\nkeys: [{id: k, anonymous: true}]\n"
+    assert problems(tmp_path, text) == ["g.yaml:1: server.workers: expected a whole number or auto"]
+
+
 def test_a_bound_that_the_workers_of_every_cpu_cannot_share(tmp_path: Path) -> None:
     text = "server: {workers: auto, max_inflight: 1}\nmodels: [{id: m, launch: {}}]\nkeys: [{id: k, anonymous: true}]\n"
     message = "workers cannot share 1 requests: each needs at least one; raise this limit or lower server.workers"
