@@ -33,6 +33,10 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 _ONCE = frozenset({b"authorization", b"x-api-key", b"content-type", b"content-length", b"content-encoding", b"host", b"transfer-encoding"})
 _HOST = re.compile(rb"(?:\[([^]]*)\]|(?:[\w.~!$&'()*+,;=-]|%[0-9A-Fa-f]{2}){1,255})(?::[0-9]{0,5})?", re.ASCII)
 """RFC 3986, section 3.2.2, with the length that names have (RFC 1035), and not empty (RFC 9110, section 4.2.1)."""
+_COMMON = b"""host user-agent accept accept-encoding accept-language connection content-type content-length content-encoding
+transfer-encoding authorization x-api-key x-request-id x-forwarded-for traceparent anthropic-version expect origin""".split()
+_NAMES = {spelled: name for name in _COMMON for spelled in (name, name.title())}
+"""Common header names in lower case, as clients spell them. Requests share these, which saves memory for each open stream."""
 _NEVER = b"\n"  # no header value and no request line contains it
 
 
@@ -275,7 +279,7 @@ class HttpParser:
                 raise _head_too_large()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers.append((name.lower(), value))
+        self._headers.append((_NAMES.get(name) or name.lower(), value))
 
     def on_headers_complete(self) -> None:
         if self._reparsing:
