@@ -130,7 +130,7 @@ class WorkerContext:
         """The reported caches of the servers of each model whose policy uses them, by the model's ID. ``Worker`` assigns it."""
         self.memory = BodyMemory(0)
         self.inflight = InflightCounts()
-        self.limiter = Limiter(metrics, buckets or Buckets.private(), report_store)
+        self.limiter = Limiter(metrics, buckets or Buckets.private(), report_store, write_batch)
         self.mirrors = MirrorTasks()
         self.queues = ModelQueues(self.deadlines, metrics.queued, report_demand)
         self.usage_requests = UsageRequests(request_usage)

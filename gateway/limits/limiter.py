@@ -21,6 +21,7 @@ from gateway.limits.states import HolderRates, LimitState, limit_states
 from gateway.limits.windows import BudgetState, Window, moment, session_window, windows_of
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
+from upstream.http.write_batching import WriteBatch
 
 Holders = tuple[Holder, ...]
 _Counts = Sequence[tuple[HolderRates, Sequence[BudgetState]]]
@@ -95,8 +96,11 @@ class Limiter:
     ``on_store`` is called as ``on_change`` of ``RedisStore``.
     """
 
-    def __init__(self, metrics: WorkerMetrics, buckets: Buckets, on_store: Callable[[str | None], None]) -> None:
+    def __init__(
+        self, metrics: WorkerMetrics, buckets: Buckets, on_store: Callable[[str | None], None], write_batch: WriteBatch | None = None
+    ) -> None:
         self.buckets = buckets
+        self._write_batch = write_batch
         self._on_store = on_store
         self.store: RedisStore | None = None
         self._metrics = metrics
@@ -126,7 +130,7 @@ class Limiter:
             return
         self.close()
         if settings is not None and snapshot.uses_store:
-            self.store = RedisStore(settings, self._name, self._on_store, self._note_usage)
+            self.store = RedisStore(settings, self._name, self._on_store, self._note_usage, self._write_batch)
 
     def reservation(self, key: Key, identity: str, fields: Mapping[bytes, bytes]) -> Reservation:
         """Return the reservation for a request, by its id, of a key with limits. ``fields`` are the headers of the request."""

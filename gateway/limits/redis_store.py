@@ -29,6 +29,7 @@ from gateway.limits.scripts import Script, Scripts, load_scripts
 from gateway.limits.windows import BudgetState, Window
 from gateway.snapshot.snapshot import Limits, LimitsStore
 from upstream.http.inline_task import Signal
+from upstream.http.write_batching import LeadingTransport, WriteBatch
 
 LEASE = 10.0
 """Seconds after which the slots of a gateway that died are free again."""
@@ -119,18 +120,23 @@ class PendingCommand:
 
 
 class StoreConnection(asyncio.Protocol):
-    """One connection to the store. Commands are written at once, and replies are matched to them in order."""
+    """One connection to the store. Replies are matched to commands in order.
 
-    transport: asyncio.Transport
+    The requests of a busy event-loop iteration share one write, and so one round trip. It precedes the writes to clients, because a
+    settlement must be on its way before the client gets the end of its response.
+    """
 
-    def __init__(self, timeout: float, on_lost: Callable[[StoreConnection, str], None]) -> None:
+    transport: LeadingTransport
+
+    def __init__(self, timeout: float, on_lost: Callable[[StoreConnection, str], None], write_batch: WriteBatch) -> None:
+        self._write_batch = write_batch
         self._timeout = timeout
         self._on_lost = on_lost
         self._parser = Parser()
         self._pending: deque[PendingCommand] = deque()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = cast(asyncio.Transport, transport)
+        self.transport = LeadingTransport(cast(asyncio.Transport, transport), self._write_batch)
 
     def send(self, data: bytes, again: Callable[[], bytes] | None = None) -> PendingCommand:
         """Send a command and return it as pending."""
@@ -171,6 +177,7 @@ class StoreConnection(asyncio.Protocol):
 
     def fail(self, reason: str) -> None:
         """Close the connection and resolve all pending commands with ReplyLostError."""
+        self.transport.mark_closed()
         self.transport.abort()
         lost, self._pending = self._pending, deque()
         self._on_lost(self, reason)
@@ -184,6 +191,7 @@ class RedisStore:
     ``worker`` is a unique name. ``settings`` may be replaced while the counts stay the same. ``on_change`` is called with the error
     when the store becomes unavailable or the reason changes, and with None when it is available again. ``on_usage`` is called with a
     holder, one of its windows, and the tokens, the cost and the seconds until nothing is used that the store has reported.
+    ``write_batch`` is that of the process.
     """
 
     def __init__(
@@ -192,8 +200,10 @@ class RedisStore:
         worker: str,
         on_change: Callable[[str | None], None],
         on_usage: OnUsage = lambda *_: None,
+        write_batch: WriteBatch | None = None,
     ) -> None:
         self.settings = settings
+        self._write_batch = write_batch or WriteBatch()
         self._on_change = on_change
         self._on_usage = on_usage
         self._scripts = load_scripts()
@@ -374,12 +384,10 @@ class RedisStore:
         """Open a connection and load the scripts. Raises OSError and ReplyError."""
         settings, loop = self.settings, asyncio.get_running_loop()
         if settings.path is not None:
-            _, line = await loop.create_unix_connection(lambda: StoreConnection(settings.timeout, self._connection_lost), settings.path)
+            _, line = await loop.create_unix_connection(self._new_connection, settings.path)
         else:
             context = ssl.create_default_context() if settings.tls else None
-            _, line = await loop.create_connection(
-                lambda: StoreConnection(settings.timeout, self._connection_lost), settings.host, settings.port, ssl=context
-            )
+            _, line = await loop.create_connection(self._new_connection, settings.host, settings.port, ssl=context)
         try:
             for pending in [line.send(each) for each in _greeting(settings, self._scripts)]:
                 await pending.signal
@@ -391,6 +399,9 @@ class RedisStore:
             line.transport.abort()
             raise
         return line
+
+    def _new_connection(self) -> StoreConnection:
+        return StoreConnection(self.settings.timeout, self._connection_lost, self._write_batch)
 
     def _mark_available(self, line: StoreConnection) -> None:
         if self._is_available is False:

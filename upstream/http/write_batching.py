@@ -102,12 +102,6 @@ class BatchingTransport(asyncio.Transport):
         for data in list_of_data:
             self.write(data)
 
-    def flush(self) -> None:
-        """Send the buffered bytes."""
-        data, self.buffered = self.buffered, None
-        if data is not None:
-            self.send(data)
-
     def close(self) -> None:
         self.flush()
         self._transport.close()
@@ -115,6 +109,11 @@ class BatchingTransport(asyncio.Transport):
     def abort(self) -> None:
         self.flush()
         self._transport.abort()
+
+    def flush(self) -> None:
+        """Send the buffered bytes of all transports, because those of a leading transport come first."""
+        if self.buffered is not None:
+            self._write_batch.flush()
 
     def mark_closed(self) -> None:
         """Drop the buffered and all later bytes: the connection is closed."""
@@ -139,6 +138,22 @@ class BatchingTransport(asyncio.Transport):
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
         self._transport.set_protocol(protocol)
+
+
+class LeadingTransport(BatchingTransport):
+    """A batching transport whose bytes are sent before those of all other transports of the iteration."""
+
+    __slots__ = ()
+
+    def write(self, data: Any) -> None:
+        batch = self._write_batch
+        if self.buffered is not None or not batch.batching:
+            super().write(data)
+            return
+        if not batch.pending:
+            batch.schedule_flush()
+        self.buffered = data
+        batch.pending.insert(0, self)
 
 
 def _drop(data: bytes) -> None:

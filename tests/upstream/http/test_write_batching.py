@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upstream.http.write_batching import BatchingTransport, WriteBatch
+from upstream.http.write_batching import BatchingTransport, LeadingTransport, WriteBatch
 
 
 class Wire(asyncio.Transport):
@@ -153,3 +153,44 @@ async def test_real_sockets_get_everything_before_the_end() -> None:
     assert await reader.read() == b"all of it"
     writer.close()
     await writer.wait_closed()
+
+
+class Noting(Wire):
+    """A transport that notes its writes in a list that several share."""
+
+    def __init__(self, name: str, notes: list[tuple[str, bytes]]) -> None:
+        super().__init__()
+        self._name, self._notes = name, notes
+
+    def write(self, data: Any) -> None:
+        self._notes.append((self._name, bytes(data)))
+
+
+async def test_the_bytes_of_a_leading_transport_are_sent_together_and_first() -> None:
+    batch, notes = busy(), list[tuple[str, bytes]]()
+    client, store = BatchingTransport(Noting("client", notes), batch), LeadingTransport(Noting("store", notes), batch)
+    client.write(b"part of a response")
+    for _ in range(2):
+        store.write(b"settle")
+    client.write(b", its end")
+    await asyncio.sleep(0)
+    assert notes == [("store", b"settlesettle"), ("client", b"part of a response, its end")]
+
+
+@pytest.mark.parametrize("end", ["close", "abort", "a large write"])
+async def test_a_leading_transport_is_first_if_another_cannot_wait(end: str) -> None:
+    batch, notes = busy(), list[tuple[str, bytes]]()
+    client, store = BatchingTransport(Noting("client", notes), batch), LeadingTransport(Noting("store", notes), batch)
+    client.write(b"response")
+    store.write(b"settle")
+    if end == "a large write":
+        client.write(bytes(1 << 20))
+    else:
+        getattr(client, end)()
+    assert [name for name, _ in notes][:2] == ["store", "client"]
+
+
+async def test_a_leading_transport_of_a_quiet_loop_does_not_wait() -> None:
+    notes: list[tuple[str, bytes]] = []
+    LeadingTransport(Noting("store", notes), WriteBatch()).write(b"settle")
+    assert notes == [("store", b"settle")]
