@@ -63,7 +63,7 @@ class ClientConnection(asyncio.Protocol):
 
     __slots__ = (
         "_counted_client", "_inference", "_lingering", "_timer", "address", "client", "current", "deferred", "flow", "parser", "pipeline",
-        "proxied", "scheme", "server", "transport", "worker",
+        "proxied", "scheme", "transport", "worker",
     )  # fmt: skip
     transport: BatchingTransport
     flow: FlowControl
@@ -82,7 +82,6 @@ class ClientConnection(asyncio.Protocol):
         self._timer = WaitTimer()
         # The other end
         self.client: tuple[str, int] | None = None
-        self.server: tuple[str, int | None] | None = None
         self.scheme = "http"
         self.address = ""
         """The IP address of the other end, empty on a Unix socket."""
@@ -98,7 +97,7 @@ class ClientConnection(asyncio.Protocol):
         self.transport = BatchingTransport(transport, worker.write_batch)  # type: ignore[arg-type]  # both loops give a full Transport here
         self.flow = FlowControl(self.transport)
         sock = transport.get_extra_info("socket")
-        self.server, self.client = _local_address(sock), _remote_address(sock)
+        self.client = _remote_address(sock)
         self.scheme = "https" if transport.get_extra_info("sslcontext") else "http"
         self.address = shown_address(self.client[0]) if self.client else ""
         self.proxied = worker.active.proxies.trusts(self.address)
@@ -290,6 +289,14 @@ class ClientConnection(asyncio.Protocol):
         return self._inference is not None and self._inference.status != _UNAUTHORIZED
 
     @property
+    def server(self) -> tuple[str, int | None] | None:
+        """The IP address and port of this end, or the path of a Unix socket and None."""
+        address = self.transport.get_extra_info("socket").getsockname()
+        if isinstance(address, tuple):
+            return str(address[0]), int(address[1])
+        return (address, None) if isinstance(address, str) else None
+
+    @property
     def is_idle(self) -> bool:
         """Whether no request is being served."""
         return self.current is None or self.current.response_complete
@@ -385,11 +392,3 @@ def _remote_address(sock: socket.socket) -> tuple[str, int] | None:
     except OSError:
         return None
     return (str(address[0]), int(address[1])) if isinstance(address, tuple) else None
-
-
-def _local_address(sock: socket.socket) -> tuple[str, int | None] | None:
-    """Return the IP address and port of this end, or the path of a Unix socket and None."""
-    address = sock.getsockname()
-    if isinstance(address, tuple):
-        return str(address[0]), int(address[1])
-    return (address, None) if isinstance(address, str) else None

@@ -97,7 +97,8 @@ def line(record: RequestRecord) -> bytes:
         line.cached_tokens, line.reasoning_tokens = usage.cached, usage.reasoning
         line.estimated_by = record.estimated_by
     line.retries, line.detail = record.retries, record.detail
-    line.queue_ms, line.total_ms = _milliseconds(record.queued), _milliseconds(record.duration)
+    line.queue_ms = _milliseconds(record.queued) if record.queued else 0.0
+    line.total_ms = _milliseconds(record.duration)
     if first_byte is not None:
         line.first_byte_ms = _milliseconds(first_byte)
     line.request, line.balance = record.shape, record.explanation
