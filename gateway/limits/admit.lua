@@ -2,17 +2,17 @@
 -- rules.exceeded_limit; test_redis_store.py runs both against the same sequences.
 --
 -- KEYS: the hash and the leases of each holder (of a session: the sessions of its owner, by their last use); last the hash of what this worker has reserved.
--- ARGV: the request's id; the seconds of a lease; the time after which the request is too late; then for each holder its limits
--- (requests and tokens per minute, concurrent; 0: none), the amounts (requests, slots, tokens, cost), and the number of its windows;
--- for each window its name, the seconds of a slice (0: of the calendar), the limits of tokens and cost (0: none), and the tokens and
--- the cost to reserve. Costs are in whole nano-units.
--- Returns: the number of the holder that refuses (0: none, -1: too late), the number of its limit (1 and 2: requests and tokens per
+-- ARGV: the request's id; the seconds of a lease and the time after which the request is too late; then for each holder two texts of
+-- numbers: first its limits (requests and tokens per minute, concurrent; 0: none), and for each window its name, the seconds of a slice
+-- (0: of the calendar), the limits of tokens and cost (0: none), and the most tokens and cost that a request reserves; then the amounts
+-- (requests, slots, tokens, cost). Costs are in whole nano-units.
+-- Returns a text of numbers: the number of the holder that refuses (0: none, -1: too late), the number of its limit (1 and 2: requests and tokens per
 -- minute, 3: concurrent, then two for each window, of tokens and of cost), the milliseconds to wait, the time in microseconds, what is
--- left of the limit as text, the sessions that were forgotten; then for each holder the milliseconds until its buckets are full, and for each of its windows the tokens
+-- left of the limit, the sessions that were forgotten; then for each holder the milliseconds until its buckets are full, and for each of its windows the tokens
 -- and the cost that are used, and the milliseconds until nothing of it is used.
-local request, lease_seconds, deadline = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
-if now > deadline then return {-1, 0, 0, math.floor(now * 1000000)} end
-local ARGUMENTS = {'rpm', 'tpm', 'concurrent', 'requests', 'slots', 'tokens', 'cost', 'windows'}
+local request, times = ARGV[1], words_of(ARGV[2])
+local lease_seconds, deadline = tonumber(times[1]), tonumber(times[2])
+if now > deadline then return reply_of({-1, 0, 0, math.floor(now * 1000000)}) end
 
 -- Return the seconds until a window has lost at least a missing amount: windows._seconds_until_free.
 local function seconds_until_free(window, kind, missing)
@@ -76,19 +76,17 @@ local function check_budget(holder, number, window, kind, used, limit, ahead)
 end
 
 -- Read the arguments.
-local at, count = 4, (#KEYS - 1) / 2
-local function next_argument()
-  at = at + 1
-  return ARGV[at - 1]
-end
-local holders, arguments = {}, {}
+local count, holders, arguments = (#KEYS - 1) / 2, {}, {}
 for i = 1, count do
-  local a, windows = {}, {}
-  for _, name in ipairs(ARGUMENTS) do a[name] = tonumber(next_argument()) end
-  for w = 1, a.windows do
-    local window = {name = next_argument()}
-    for _, name in ipairs({'slice', 'token_limit', 'cost_limit', 'tokens_ahead', 'cost_ahead'}) do window[name] = tonumber(next_argument()) end
-    windows[w] = window
+  local limits, amounts, windows = words_of(ARGV[2 * i + 1]), words_of(ARGV[2 * i + 2]), {}
+  local a = {rpm = tonumber(limits[1]), tpm = tonumber(limits[2]), concurrent = tonumber(limits[3])}
+  a.requests, a.slots, a.tokens, a.cost = tonumber(amounts[1]), tonumber(amounts[2]), tonumber(amounts[3]), tonumber(amounts[4])
+  for at = 4, #limits, 6 do
+    windows[#windows + 1] = {
+      name = limits[at], slice = tonumber(limits[at + 1]),
+      token_limit = tonumber(limits[at + 2]), cost_limit = tonumber(limits[at + 3]),
+      tokens_ahead = math.min(a.tokens, tonumber(limits[at + 4])), cost_ahead = math.min(a.cost, tonumber(limits[at + 5])),
+    }
   end
   holders[i], arguments[i] = read_holder(KEYS[2 * i - 1], windows), a
 end
@@ -140,4 +138,4 @@ for i = 1, count do
   append(reply, math.ceil(math.max(holders[i].r - now, 0) * 1000), math.ceil(math.max(holders[i].t - now, 0) * 1000))
   append_usage(reply, holders[i])
 end
-return reply
+return reply_of(reply)

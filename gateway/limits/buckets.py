@@ -60,6 +60,7 @@ class Buckets:
         self._holders: list[int] = []
         self._offsets: dict[bytes, int] = {}
         self._read = 0  # bytes of the records that are indexed
+        self._noted: dict[tuple[str, str], int] = {}  # records of the use that a store has reported, by holder and window
         self._announced = 0
         self._waits_for_worker = False
         self._lock = Lock() if fd < 0 else _Lock(fd)
@@ -212,13 +213,16 @@ class Buckets:
 
     def note_usage(self, holder: Holder, window: Window, tokens: float, cost: float, until: float) -> None:
         """Remember what a store has counted in a window of a holder, for control. ``until``: in seconds since the epoch."""
-        with self._exclusive():
-            self._find_new_records()
-            try:
-                start = self._record(_in_store(holder.name, window), 3)
-            except BucketsFullError:
-                return
-            self.cells[start], self.cells[start + 1], self.cells[start + 2] = tokens, cost, until
+        name = holder.name, window.name
+        start = self._noted.get(name)
+        if start is None:
+            with self._exclusive():
+                self._find_new_records()
+                try:
+                    start = self._noted[name] = self._record(_in_store(holder.name, window), 3)
+                except BucketsFullError:
+                    return
+        self.cells[start], self.cells[start + 1], self.cells[start + 2] = tokens, cost, until
 
     def shown_states(self, name: str, limits: Limits, at: Moment, in_store: bool) -> list[BudgetState]:
         """Return the state of each budget of a holder for an observer, which changes nothing and takes no lock.

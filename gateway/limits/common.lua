@@ -53,6 +53,20 @@ end
 
 local function text_of(number) return string.format('%.17g', number) end
 
+-- Return the words of a text. Numbers come in few arguments and leave in one text, because each argument costs the gateway time.
+local function words_of(text)
+  local words = {}
+  for word in string.gmatch(text, '%S+') do words[#words + 1] = word end
+  return words
+end
+
+local function reply_of(values)
+  for i, value in ipairs(values) do
+    if type(value) == 'number' then values[i] = string.format('%.0f', value) end
+  end
+  return table.concat(values, ' ')
+end
+
 local function append(values, ...)
   for _, value in ipairs({...}) do values[#values + 1] = value end
 end

@@ -37,7 +37,9 @@ _READING = 0.001  # seconds in which the event loop reads what has arrived
 _RENEW_EVERY = LEASE / 3
 _RETRY_EVERY = 1.0  # longer than a reply may take, so earlier commands have finished
 _OWED = 10_000  # settlements that are retained while the store is unavailable
-_LATE, _ADMITTED = -1, 0  # first number of the reply of admit.lua
+_LATE, _ADMITTED = b"-1 ", b"0 "  # starts of the reply of admit.lua
+_MOST_ENCODED = 10_000  # holders whose part of a command is stored: sessions and subjects are many
+_NO_LIMIT = 1e300  # larger than any amount, for a store whose numbers may lack infinity
 _PREFIX = "vllm-gateway:"
 _STATES = re.compile(r"(?:^|-)(?:OOM|READONLY|MISCONF|LOADING|BUSY|MASTERDOWN|NOREPLICAS|NOAUTH) ")  # older servers send it after ERR
 _log = logging.getLogger("vllm_gateway.limits")
@@ -208,7 +210,8 @@ class RedisStore:
         self._on_usage = on_usage
         self._scripts = load_scripts()
         self._reason: str | None = None
-        self._reserved = f"{_PREFIX}reserved {worker}"
+        self._reserved = argument(f"{_PREFIX}reserved {worker}")
+        self._by_holder: dict[str, _Encoded] = {}
         self._clock = StoreClock()
         self._open_connection: StoreConnection | None = None
         self._opening: asyncio.Task[None] | None = None
@@ -245,14 +248,14 @@ class RedisStore:
     async def _run_admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> PendingCommand:
         """Run admit.lua and return the command with its reply. Raises StoreUnavailableError."""
         line = self._open_connection or await self._connection()
-        pending = line.send(*_command(self._scripts.admit, *_admission(identity, wanted, self._reserved, self._not_after())))
+        pending = line.send(*self._admission(identity, wanted))
         try:
             await pending.signal
         except asyncio.CancelledError:
             pending.on_reply = lambda reply: self._release(identity, wanted, reply)
             raise
-        if isinstance(pending.reply, list):
-            self._clock.synchronize(cast(int, pending.reply[3]) / 1_000_000, pending.sent, monotonic())
+        if isinstance(pending.reply, bytes):
+            self._clock.synchronize(int(pending.reply.split(b" ", 4)[3]) / 1_000_000, pending.sent, monotonic())
         else:
             self._release(identity, wanted, pending.reply)
         return pending
@@ -280,12 +283,43 @@ class RedisStore:
         if left := tuple(key for key in held if key not in {_keys(holder)[1] for holder, _ in reserved}):
             self._leases[identity] = left
         self._settled += 1
-        data, again = _command(self._scripts.settle, *_settlement(identity, reserved, used, self._reserved))
+        data, again = self._settlement(identity, reserved, used)
         self._unacknowledged[self._settled] = _Settlement(data, again, tuple(holder for holder, _ in reserved))
         if len(self._unacknowledged) > _OWED:
             del self._unacknowledged[next(iter(self._unacknowledged))]
         if self._open_connection is not None:
             self._send_settlement(self._open_connection, self._settled)
+
+    # Commands
+
+    def _admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> tuple[bytes, Callable[[], bytes]]:
+        keys: list[bytes] = []
+        arguments = [argument(identity), argument(f"{LEASE} {self._not_after()!r}")]
+        for holder, amounts in wanted:
+            encoded = self._encoded(holder)
+            keys.append(encoded.keys)
+            arguments += encoded.limits, argument(f"{amounts.requests} {amounts.slots} {amounts.tokens} {amounts.cost}")
+        return _command(self._scripts.admit, 2 * len(wanted) + 1, [*keys, self._reserved], arguments)
+
+    def _settlement(self, identity: str, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> tuple[bytes, Callable[[], bytes]]:
+        keys: list[bytes] = []
+        arguments = [argument(identity)]
+        for holder, amounts in reserved:
+            encoded = self._encoded(holder)
+            keys.append(encoded.keys)
+            added: list[float] = [*rules.settlement_of_buckets(holder.limits, amounts, used)]
+            for window, _ in holder.windows:
+                added += windows.settlement(window, (amounts.tokens, amounts.cost), (used.tokens, used.cost))
+            arguments += encoded.windows, argument(" ".join(map(repr, added)))
+        return _command(self._scripts.settle, 2 * len(reserved) + 1, [*keys, self._reserved], arguments)
+
+    def _encoded(self, holder: Holder) -> _Encoded:
+        found = self._by_holder.get(holder.name)
+        if found is None or found.holder is not holder:
+            if len(self._by_holder) >= _MOST_ENCODED:
+                self._by_holder.clear()
+            found = self._by_holder[holder.name] = _encoded(holder)
+        return found
 
     def _send_settlement(self, line: StoreConnection, settlement: int) -> None:
         """Send a settlement, which stays in the list until it is acknowledged."""
@@ -296,8 +330,8 @@ class RedisStore:
         if isinstance(reply, ReplyLostError) or _is_temporary(reply):
             return
         settled = self._unacknowledged.pop(settlement, None)
-        if settled is not None and isinstance(reply, list):
-            self._report_settled_usage(settled.holders, iter(cast(list[int], reply)))
+        if settled is not None and isinstance(reply, bytes):
+            self._report_settled_usage(settled.holders, map(int, reply.split()))
 
     def _report_settled_usage(self, holders: Iterable[Holder], numbers: Iterator[int]) -> None:
         for holder in holders:
@@ -307,7 +341,7 @@ class RedisStore:
 
     def _apply_reply(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]], reply: Reply) -> StoreResult:
         """Return the result in a reply, and remember its leases. Raises StoreUnavailableError without a reply or if it is too late."""
-        if not isinstance(reply, list) or _is_late(reply):
+        if not isinstance(reply, bytes) or _is_late(reply):
             raise StoreUnavailableError
         result = _parse_result(wanted, reply, monotonic(), self._on_usage)
         if result.exceeded is None:
@@ -320,7 +354,7 @@ class RedisStore:
 
     def _release(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]], reply: Reply) -> None:
         """Release a reservation that no request waits for, if it was made or may have been made."""
-        if isinstance(reply, ReplyLostError) or (isinstance(reply, list) and reply[0] == _ADMITTED):
+        if isinstance(reply, ReplyLostError) or (isinstance(reply, bytes) and reply.startswith(_ADMITTED)):
             self.settle(identity, wanted, Amounts())
 
     # The connection
@@ -342,8 +376,9 @@ class RedisStore:
         self._renewed = now
         held = [(key, identity) for identity, keys in self._leases.items() for key in keys]
         if held:
-            arguments: list[str | float] = [LEASE, self._not_after(), *(identity for _, identity in held)]
-            pending = line.send(*_command(self._scripts.renew, [key for key, _ in held], arguments))
+            keys = [argument(key) for key, _ in held]
+            arguments = [argument(LEASE), argument(self._not_after()), *(argument(identity) for _, identity in held)]
+            pending = line.send(*_command(self._scripts.renew, len(keys), keys, arguments))
             pending.on_reply = lambda reply: self._leases_renewed(reply, pending.sent)
 
     def _leases_renewed(self, store_time: Reply, sent: float) -> None:
@@ -461,11 +496,34 @@ def _greeting(settings: LimitsStore, scripts: Scripts) -> list[bytes]:
 _EVALSHA, _EVAL = argument("EVALSHA"), argument("EVAL")
 
 
-def _command(script: Script, keys: Sequence[str], arguments: Sequence[str | float]) -> tuple[bytes, Callable[[], bytes]]:
-    """Return the bytes that run a script by its digest, and a function that makes the bytes with its text."""
-    rest = b"".join(map(argument, (len(keys), *keys, *arguments)))
-    count = 3 + len(keys) + len(arguments)
+def _command(script: Script, key_count: int, keys: Sequence[bytes], arguments: Sequence[bytes]) -> tuple[bytes, Callable[[], bytes]]:
+    """Return the bytes that run a script by its digest, and a function that makes the bytes with its text.
+
+    The keys and arguments were written before; an item of ``keys`` may have several keys.
+    """
+    rest = b"".join((argument(key_count), *keys, *arguments))
+    count = 3 + key_count + len(arguments)
     return array((_EVALSHA, argument(script.digest), rest), count), lambda: array((_EVAL, argument(script.text), rest), count)
+
+
+class _Encoded(NamedTuple):
+    """The parts of commands that are the same for all requests of a holder, written: its two keys, its limits, its windows."""
+
+    holder: Holder
+    keys: bytes
+    limits: bytes
+    windows: bytes
+
+
+def _encoded(holder: Holder) -> _Encoded:
+    limits: list[object] = [getattr(holder.limits, name) or 0 for name in rules.RATES]
+    names: list[object] = []
+    for window, _ in holder.windows:
+        names += (window.name, window.slice_seconds)
+        limits += (window.name, window.slice_seconds, _limit(window.tokens), _limit(window.cost))
+        limits += (min(window.tokens_ahead, _NO_LIMIT), min(window.cost_ahead, _NO_LIMIT))
+    keys = b"".join(map(argument, _keys(holder)))
+    return _Encoded(holder, keys, argument(" ".join(map(str, limits))), argument(" ".join(map(str, names))))
 
 
 def _keys(holder: Holder) -> tuple[str, str]:
@@ -475,37 +533,8 @@ def _keys(holder: Holder) -> tuple[str, str]:
     return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name} leases"
 
 
-def _admission(
-    identity: str, wanted: Sequence[tuple[Holder, Amounts]], reserved: str, not_after: float
-) -> tuple[list[str], list[str | float]]:
-    keys: list[str] = []
-    arguments: list[str | float] = [identity, LEASE, not_after]
-    for holder, amounts in wanted:
-        keys += _keys(holder)
-        arguments += [getattr(holder.limits, name) or 0 for name in rules.RATES]
-        arguments += (amounts.requests, amounts.slots, amounts.tokens, amounts.cost, len(holder.windows))
-        for window, _ in holder.windows:
-            arguments += (window.name, window.slice_seconds, _limit(window.tokens), _limit(window.cost))
-            arguments += (min(amounts.tokens, window.tokens_ahead), min(amounts.cost, window.cost_ahead))
-    return [*keys, reserved], arguments
-
-
 def _limit(limit: float) -> float:
     return 0 if limit == inf else limit
-
-
-def _settlement(
-    identity: str, wanted: Sequence[tuple[Holder, Amounts]], used: Amounts, reserved: str
-) -> tuple[list[str], list[str | float]]:
-    keys: list[str] = []
-    arguments: list[str | float] = [identity]
-    for holder, amounts in wanted:
-        keys += _keys(holder)
-        arguments += (*rules.settlement_of_buckets(holder.limits, amounts, used), len(holder.windows))
-        for window, _ in holder.windows:
-            added = windows.settlement(window, (amounts.tokens, amounts.cost), (used.tokens, used.cost))
-            arguments += (window.name, window.slice_seconds, *added)
-    return [*keys, reserved], arguments
 
 
 def _is_temporary(reply: Reply) -> bool:
@@ -515,7 +544,7 @@ def _is_temporary(reply: Reply) -> bool:
 
 def _is_late(reply: Reply) -> bool:
     """Check whether the script ran after the deadline of the request."""
-    return isinstance(reply, list) and reply[0] == _LATE
+    return isinstance(reply, bytes) and reply.startswith(_LATE)
 
 
 def _parse_usage(holder: Holder, numbers: Iterator[int]) -> Iterator[tuple[Window, int, int, float]]:
@@ -524,15 +553,15 @@ def _parse_usage(holder: Holder, numbers: Iterator[int]) -> Iterator[tuple[Windo
         yield window, next(numbers), next(numbers), next(numbers) / 1000
 
 
-def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[Reply], now: float, on_usage: OnUsage) -> StoreResult:
+def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: bytes, now: float, on_usage: OnUsage) -> StoreResult:
     """Parse the reply of admit.lua.
 
-    It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, what is left as text, the
-    sessions that were forgotten, and for each holder the milliseconds until each bucket is full, and the tokens, the cost and the
-    milliseconds of each window.
+    It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, what is left, the sessions that
+    were forgotten, and for each holder the milliseconds until each bucket is full, and the tokens, the cost and the milliseconds of each
+    window.
     """
-    number, limit_number, wait, _, left, evicted, *rest = cast(tuple[int, int, int, int, bytes, int, *tuple[int, ...]], tuple(reply))
-    numbers = iter(rest)
+    refusing, limit_number, wait, _, left, evicted, *rest = reply.split()
+    numbers, number = map(int, rest), int(refusing)
     full_times: list[tuple[Limits, float, float]] = []
     budgets: list[tuple[Holder, BudgetState]] = []
     for holder, _ in wanted:
@@ -540,10 +569,11 @@ def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: Sequence[Repl
         for window, tokens, cost, reset in _parse_usage(holder, numbers):
             on_usage(holder, window, tokens, cost, reset)
             budgets += ((holder, state) for state in windows.states_of(window, tokens, cost, reset))
-    exceeded = (
-        None if number == _ADMITTED else (wanted[number - 1][0], _exceeded(*wanted[number - 1], limit_number, wait / 1000, float(left)))
-    )
-    return StoreResult(exceeded, full_times, budgets, evicted)
+    exceeded = None
+    if number:
+        refused = wanted[number - 1]
+        exceeded = refused[0], _exceeded(*refused, int(limit_number), int(wait) / 1000, float(left))
+    return StoreResult(exceeded, full_times, budgets, int(evicted))
 
 
 def _exceeded(holder: Holder, amounts: Amounts, number: int, wait: float, left: float) -> ExceededLimit:

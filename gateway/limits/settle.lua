@@ -1,9 +1,9 @@
 -- Replace what a request has reserved by what it has used. The Python twin is rules.settle.
 --
--- KEYS: as in admit.lua. ARGV: the request's id, then for each holder what is added: seconds to the buckets of requests and of
--- tokens, and the number of its windows; for each window its name, the seconds of a slice (0: of the calendar), and the tokens and the
--- cost that are added. Costs are in whole nano-units.
--- Returns for each holder whether something was settled, and then what is used of each of its windows, as in admit.lua.
+-- KEYS: as in admit.lua. ARGV: the request's id, then for each holder two texts: first the name and the seconds of a slice (0: of the
+-- calendar) of each window; then what is added: seconds to the buckets of requests and of tokens, and for each window the tokens and the
+-- cost. Costs are in whole nano-units.
+-- Returns a text of numbers: for each holder whether something was settled, and then what is used of each of its windows, as in admit.lua.
 -- Only what admit.lua wrote down is settled, and it is deleted here: so a settlement that is sent twice changes nothing.
 
 -- Return seconds that time has not refilled yet: rules._settle_bucket.
@@ -31,17 +31,14 @@ local function known_period(window, period)
   return window.other.number == period and window.other or nil
 end
 
-local at, reply = 2, {}
-local function next_argument()
-  at = at + 1
-  return ARGV[at - 1]
-end
-
+local reply = {}
 for i = 1, (#KEYS - 1) / 2 do
   local key, windows = KEYS[2 * i - 1], {}
-  local requests, tokens, count = tonumber(next_argument()), tonumber(next_argument()), tonumber(next_argument())
-  for w = 1, count do
-    windows[w] = {name = next_argument(), slice = tonumber(next_argument()), tokens = tonumber(next_argument()), cost = tonumber(next_argument())}
+  local names, added = words_of(ARGV[2 * i]), words_of(ARGV[2 * i + 1])
+  local requests, tokens = tonumber(added[1]), tonumber(added[2])
+  for w = 1, #names / 2 do
+    local tokens_added, cost_added = tonumber(added[2 * w + 1]), tonumber(added[2 * w + 2])
+    windows[w] = {name = names[2 * w - 1], slice = tonumber(names[2 * w]), tokens = tokens_added, cost = cost_added}
   end
   local reserved = redis.call('HGET', KEYS[#KEYS], ARGV[1] .. ' ' .. key)
   if reserved then
@@ -67,4 +64,4 @@ for i = 1, (#KEYS - 1) / 2 do
   end
   redis.call('ZREM', KEYS[2 * i], ARGV[1])
 end
-return reply
+return reply_of(reply)
