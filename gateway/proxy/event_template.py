@@ -31,7 +31,7 @@ class TemplateLearner:
         """Attempts that are left. Without any, ``learn`` need not be called."""
 
     def learn(self, event: bytes) -> tuple[bytes, bytes] | None:
-        """Compare an ordinary event with the one before. Returns the template; None if there is none."""
+        """Compare an ordinary event with the one before. Returns the template, or None."""
         last, self._last = self._last, event
         if not last or last == event:
             return None

@@ -136,7 +136,7 @@ class Exchange(NamedTuple):
         self.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, {}))
 
     def receive(self, chunks: Iterator[tuple[bytes, bytes]]) -> None:
-        """Receive the next chunk of the server. The iterator yields it, and the one that the client gets."""
+        """Receive the next chunk of the server. The iterator yields this chunk, and the chunk that the client gets."""
         chunk, sent = next(chunks)
         self.server.data_received(chunk)
         self.context.write_batch.flush()
