@@ -7,7 +7,7 @@ time, rows are dropped and counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -23,6 +23,7 @@ from gateway.ledger.spool import save
 from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.request_record import USER_LIMIT, RequestRecord
+from upstream.http.deadlines import TICK, visit_in_slices
 
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; after another backslash it is six characters of text
 _METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
@@ -109,8 +110,14 @@ class Recorder:
 
     def tick(self) -> None:
         """Update the slots of the streams that have sent something since the last tick."""
-        tails = self._tails
-        for slot, stream in self._streams.items():
+        visit_in_slices(tuple(self._streams), TICK, self._update_slots)
+
+    def _update_slots(self, slots: Sequence[int]) -> None:
+        streams, tails = self._streams, self._tails
+        for slot in slots:
+            stream = streams.get(slot)
+            if stream is None:
+                continue  # it has ended
             tail = stream.usage_tail()
             if tail != tails.get(slot, b""):
                 tails[slot] = tail

@@ -10,8 +10,9 @@ Times are ``time.monotonic``, because uvloop's clock has a resolution of a milli
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from time import monotonic
 from typing import Protocol, TypeVar
 
@@ -37,20 +38,25 @@ class Watched(Protocol):
         """Act if the deadline has passed. ``now``: ``time.monotonic``."""
 
 
+T = TypeVar("T")
 W = TypeVar("W", bound=Watched)
+
+
+def visit_in_slices(items: Sequence[T], seconds: float, visit: Callable[[Sequence[T]], None]) -> None:
+    """Pass all items to ``visit``, ``SLICE`` in one event-loop iteration: the first ones now, the others within this time."""
+    visit(items[:SLICE])
+    if len(items) > SLICE:
+        call_later = asyncio.get_running_loop().call_later
+        for start in range(SLICE, len(items), SLICE):
+            call_later(seconds * start / len(items), visit, items[start : start + SLICE])
 
 
 def check_all(watched: Set[W], seconds: float) -> None:
     """Check each object of the set once, within this time. Objects that leave the set before their turn are not checked."""
-    items = tuple(watched)
-    _check(items[:SLICE], watched)
-    if len(items) > SLICE:
-        call_later, starts = asyncio.get_running_loop().call_later, range(SLICE, len(items), SLICE)
-        for start in starts:
-            call_later(seconds * start / len(items), _check, items[start : start + SLICE], watched)
+    visit_in_slices(tuple(watched), seconds, partial(_check, watched))
 
 
-def _check(items: tuple[W, ...], watched: Set[W]) -> None:
+def _check(watched: Set[W], items: Sequence[W]) -> None:
     now = monotonic()
     for item in items:
         if item in watched:
