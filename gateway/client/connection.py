@@ -20,6 +20,7 @@ from contextlib import suppress
 from types import MappingProxyType
 
 from gateway.api.errors import Refusal, render
+from gateway.auth.keyring import Keyring
 from gateway.client.addresses import counted_client, shown_address
 from gateway.client.asgi import AsgiRequest
 from gateway.client.body import RequestBody
@@ -29,6 +30,7 @@ from gateway.client.request import ClientRequest
 from gateway.client.status_lines import STATUS_LINES
 from gateway.client.timeouts import Wait, WaitTimer
 from gateway.client.worker_context import WorkerContext
+from gateway.snapshot.snapshot import Key
 from upstream.http.inline_task import InlineTask
 from upstream.http.write_batching import BatchingTransport
 
@@ -62,8 +64,8 @@ class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
     __slots__ = (
-        "_counted_client", "_inference", "_lingering", "_timer", "address", "client", "current", "deferred", "flow", "parser", "pipeline",
-        "proxied", "scheme", "transport", "worker",
+        "_counted_client", "_inference", "_lingering", "_timer", "address", "client", "current", "deferred", "flow", "last_key", "parser",
+        "pipeline", "proxied", "scheme", "transport", "worker",
     )  # fmt: skip
     transport: BatchingTransport
     flow: FlowControl
@@ -78,6 +80,8 @@ class ClientConnection(asyncio.Protocol):
         self.current: ClientRequest | AsgiRequest | None = None
         """The last request that has been started."""
         self._inference: ClientRequest | None = None  # the same, of inference requests
+        self.last_key: tuple[Keyring, bytes, Key] | None = None
+        """The key of an earlier request with its Authorization header, and the keyring that has accepted it."""
         self._lingering = False  # no further request is served
         self._timer = WaitTimer()
         # The other end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from gateway.api.errors import Refusal
 from gateway.client.connection import MAX_PIPELINED, ClientConnection
 from gateway.client.http_parser import MAX_HEAD, is_host
 from gateway.client.timeouts import KEEP_ALIVE
+from gateway.snapshot.snapshot import Key
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.way import way
@@ -277,6 +279,38 @@ async def test_a_key_that_becomes_valid_while_its_pipelined_request_waits() -> N
         assert (await one.reply()).status == 200
         reply = await one.reply()
         assert (reply.status, reply.error["code"]) == (401, "invalid_api_key")
+
+
+async def test_each_request_of_a_connection_is_authenticated() -> None:
+    async with scripted(respond) as server, serving([model(server.port)], (key("a", "sk-a"), key("b", "sk-b"))) as served:
+
+        async def owner(one: Client, token: str) -> str:
+            reply = await one.request(request(token=token))
+            return str(served.context.records[-1].key.id) if reply.status == 200 else str(reply.error["code"])
+
+        def configure(*keys: Key) -> None:
+            served.worker.apply_snapshot(replace(served.worker.snapshot, version=served.worker.snapshot.version + 1, keys=keys))
+
+        async with client(served.port) as one:
+            assert [await owner(one, token) for token in ("sk-a", "sk-a", "sk-a", "sk-b", "sk-b", "sk-a")] == list("aaabba")
+            assert await owner(one, "sk-c") == "invalid_api_key"
+            assert [await owner(one, token) for token in ("sk-a", "sk-a")] == ["a", "a"]
+            configure(key("b", "sk-b"))
+            assert await owner(one, "sk-a") == "invalid_api_key", "the key was removed"
+            configure(key("c", "sk-a"))
+            assert [await owner(one, "sk-a") for _ in range(3)] == ["c"] * 3
+            configure(key("c", "sk-a", revoked=True))
+            assert await owner(one, "sk-a") == "invalid_api_key", "the key was revoked"
+
+
+async def test_a_key_expires_while_its_connection_is_used() -> None:
+    expiring = key("a", "sk-a", expires=time.time() + 0.5)
+    async with scripted(respond) as server, serving([model(server.port)], (expiring,)) as served, client(served.port) as one:
+        statuses = set()
+        async with asyncio.timeout(30):
+            while 401 not in statuses:
+                statuses.add((await one.request(request(token="sk-a"))).status)
+        assert statuses <= {200, 401}
 
 
 @pytest.mark.parametrize("pieces", [1, 3, 500])
