@@ -152,14 +152,13 @@ def admit(
 ) -> tuple[Holder, ExceededLimit] | None:
     """Reserve all amounts and return None; or reserve nothing, and return the holder that refuses for the longest time and its limit.
 
-    ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it. One pass over the flat
-    terms of the holders collects the new counts, and they are written if all of them fit. ``exceeded_limit`` is called only if they
-    seem not to.
+    ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it for the buckets of what was
+    reserved, and ignores others, such as those of a refused attempt. One pass over the flat terms of the holders collects the new counts,
+    and they are written if all of them fit. ``exceeded_limit`` is called only if they seem not to.
     """
     now, periods = at.now, at.periods
     latest = now + _MINUTE
     changes: dict[int, float] = {}
-    new_ends: dict[int, float] = {}
     other_windows: list[tuple[PlacedWindow, Amounts]] = []
     for holder, amounts in wanted:
         bucket, first_slot, request_seconds, token_seconds, at_once, flat_windows = holder.terms
@@ -167,7 +166,7 @@ def admit(
         if requests and request_seconds:
             full = cells[bucket]
             changes[bucket] = full = (full if full > now else now) + requests * request_seconds
-            new_ends[bucket] = full + cells[bucket + _BACK]
+            reservation_ends[bucket] = full + cells[bucket + _BACK]
             fits = full <= latest
         if slots and first_slot:
             in_flight = changes[first_slot + worker] = cells[first_slot + worker] + slots
@@ -178,7 +177,7 @@ def admit(
             bucket += TOKENS
             full, seconds = cells[bucket], tokens * token_seconds
             changes[bucket] = full = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
-            new_ends[bucket] = full + cells[bucket + _BACK]
+            reservation_ends[bucket] = full + cells[bucket + _BACK]
             fits = fits and full <= latest
         if flat_windows and (tokens or cost):
             for placed, calendar, start, token_limit, cost_limit, tokens_ahead, cost_ahead in flat_windows:
@@ -197,7 +196,6 @@ def admit(
         cells[offset] = count
     for placed, amounts in other_windows:
         windows.reserve((placed,), cells, amounts.tokens, amounts.cost, at)
-    reservation_ends.update(new_ends)
     return None
 
 
