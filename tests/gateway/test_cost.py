@@ -84,9 +84,9 @@ class Count(NamedTuple):
 
 BOUNDS = {
     "request": Count(115, 100, 3765),
-    "request with a ledger": Count(133, 115, 4200),
-    "request of a limited key": Count(156, 118, 5230),
-    "request of a key with budgets": Count(158, 130, 5697),
+    "request with a ledger": Count(124, 115, 4200),
+    "request of a limited key": Count(152, 116, 5170),
+    "request of a key with budgets": Count(154, 123, 5620),
     "chunk": Count(3.3, 11, 231),
     "chunk with exact counting": Count(3.3, 15.4, 270),
 }
