@@ -90,9 +90,11 @@ def fast_path(
         if connection.between_chunks and size < _MOST and not held:
             line, line_size, payload = _SIZE_LINES[size]
             text, quote = line_size + start_size, size - end_size
+            # One chunk (comparing a slice takes half the time of ``startswith``), with an event of the template or without marks. ``find``,
+            # because ``in`` creates and drops an exception each time.
             if (
                 data[:line_size] == line
-                and (  # ``startswith`` takes twice as long
+                and (
                     (
                         data.find(b'"', text) == quote
                         and data.startswith(start, line_size)
@@ -102,7 +104,7 @@ def fast_path(
                     )
                     or (
                         data.partition(b"\n\n")[2] == b"\r\n"  # one event, not several that a proxy has joined
-                        and data.find(marks[0]) < 0  # ``in`` creates and drops an exception each time
+                        and data.find(marks[0]) < 0
                         and data.find(marks[1]) < 0
                         and data.find(marks[2]) < 0
                         and data.find(marks[3]) < 0

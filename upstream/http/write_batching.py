@@ -85,7 +85,7 @@ class BatchingTransport(asyncio.Transport):
                 if not pending:
                     batch.schedule_flush()
                 pending.append(self)
-                if len(pending) == _MOST_PENDING:
+                if len(pending) >= _MOST_PENDING:
                     batch.flush()
             else:
                 self.send(data)
