@@ -190,6 +190,16 @@ async def test_a_leading_transport_is_first_if_another_cannot_wait(end: str) -> 
     assert [name for name, _ in notes][:2] == ["store", "client"]
 
 
+async def test_a_leading_transport_counts_among_many() -> None:
+    batch, notes = busy(), list[tuple[str, bytes]]()
+    clients = [BatchingTransport(Noting("client", notes), batch) for _ in range(32)]
+    for client in clients[:31]:
+        client.write(b"a")
+    LeadingTransport(Noting("store", notes), batch).write(b"settle")
+    clients[31].write(b"a")
+    assert [name for name, _ in notes] == ["store"] + ["client"] * 32
+
+
 async def test_a_leading_transport_of_a_quiet_loop_does_not_wait() -> None:
     notes: list[tuple[str, bytes]] = []
     LeadingTransport(Noting("store", notes), WriteBatch()).write(b"settle")
