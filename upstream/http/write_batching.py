@@ -10,7 +10,9 @@ iteration. Close and abort send the buffered bytes first. A very busy iteration 
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 _SMALL = 64 * 1024
@@ -141,9 +143,19 @@ class BatchingTransport(asyncio.Transport):
 
 
 class LeadingTransport(BatchingTransport):
-    """A batching transport whose bytes are sent before those of all other transports of the iteration."""
+    """A batching transport whose bytes are sent before those of all other transports of the iteration.
 
-    __slots__ = ()
+    uvloop sends what was written to several transports in any order. So the bytes are written to the socket here. Only what the socket
+    does not take, and the bytes of a TLS connection, are left to the event loop.
+    """
+
+    __slots__ = ("_descriptor",)
+
+    def __init__(self, transport: asyncio.Transport, write_batch: WriteBatch) -> None:
+        super().__init__(transport, write_batch)
+        sock, has_tls = transport.get_extra_info("socket"), transport.get_extra_info("sslcontext") is not None
+        self._descriptor: int | None = None if sock is None or has_tls else sock.fileno()
+        self.send = self._send_directly
 
     def write(self, data: Any) -> None:
         batch = self._write_batch
@@ -154,6 +166,14 @@ class LeadingTransport(BatchingTransport):
             batch.schedule_flush()
         self.buffered = data
         batch.pending.insert(0, self)
+
+    def _send_directly(self, data: bytes) -> None:
+        transport, sent = self._transport, 0
+        if self._descriptor is not None and not transport.is_closing() and not transport.get_write_buffer_size():
+            with suppress(OSError):  # the socket's buffer is full, or the connection is lost, which the event loop will find
+                sent = os.write(self._descriptor, data)
+        if sent < len(data):
+            transport.write(data[sent:])
 
 
 def _drop(data: bytes) -> None:

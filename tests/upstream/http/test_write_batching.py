@@ -190,6 +190,29 @@ async def test_a_leading_transport_is_first_if_another_cannot_wait(end: str) -> 
     assert [name for name, _ in notes][:2] == ["store", "client"]
 
 
+async def test_a_leading_transport_writes_to_its_socket_at_once() -> None:
+    """The event loop may send what other transports got before. What the socket does not take is left to the event loop."""
+    own, other = socket.socketpair()
+    with own, other:
+        own.setblocking(False)
+        transport, _ = await asyncio.get_running_loop().create_unix_connection(asyncio.Protocol, sock=own)
+        leading = LeadingTransport(transport, WriteBatch())
+        leading.write(b"settle")
+        assert other.recv(100, socket.MSG_DONTWAIT) == b"settle"
+        data = bytes(range(256)) * 20_000
+        leading.write(data)
+        leading.write(b"end")
+        received = b""
+        while not received.endswith(b"end"):
+            received += await asyncio.to_thread(other.recv, 1 << 20)
+        assert received == data + b"end"
+        other.close()
+        for _ in range(3):
+            leading.write(b"to nobody")
+            await asyncio.sleep(0)
+        transport.close()
+
+
 async def test_a_leading_transport_counts_among_many() -> None:
     batch, notes = busy(), list[tuple[str, bytes]]()
     clients = [BatchingTransport(Noting("client", notes), batch) for _ in range(32)]
