@@ -1,7 +1,8 @@
 """Count limits in a Redis or Valkey that several gateways share.
 
-The rules: a request costs one script before it is admitted, and one afterwards that no request waits for. No request waits for an
-unavailable store; reconnecting happens in the background. Unsent settlements are replayed after reconnection.
+The rules: a request costs one script before it is admitted, and one afterwards that no request waits for. A refusal is confirmed by
+a second attempt, unless only time can end it. No request waits for an unavailable store; reconnecting happens in the background.
+Unsent settlements are replayed after reconnection.
 
 An abandoned command may still run later, or never. So an admission carries a deadline by the store's clock, after which it
 reserves nothing. A settlement is sent until the store acknowledges it; sending it twice changes nothing.
@@ -233,7 +234,14 @@ class RedisStore:
             _is_late(pending.reply) and monotonic() - pending.sent < self.settings.timeout
         ):  # its clock was changed, which this reply has shown
             pending = await self._run_admission(identity, wanted)
-        return self._apply_reply(identity, wanted, pending.reply)
+        result = self._apply_reply(identity, wanted, pending.reply)
+        if result.exceeded is None or result.exceeded[1].reason == "requests_per_minute":
+            return result
+        # Another gateway or worker may have sent the settlement of the client's previous request just before. The store does not read its
+        # connections in the order in which bytes arrived. But it reads all of them before it reads this one again.
+        pending = await self._run_admission(identity, wanted)
+        again = self._apply_reply(identity, wanted, pending.reply)
+        return again._replace(evicted=result.evicted + again.evicted)
 
     async def read(self, identity: str, holders: Sequence[Holder]) -> StoreResult:
         """Return the state of each holder: this is an admission without amounts, which is settled immediately.
