@@ -191,7 +191,7 @@ async def test_a_leading_transport_is_first_if_another_cannot_wait(end: str) -> 
 
 
 async def test_a_leading_transport_writes_to_its_socket_at_once() -> None:
-    """The event loop may send what other transports got before. What the socket does not take is left to the event loop."""
+    """The event loop may send what other transports got before. The event loop sends the bytes that the socket does not take."""
     own, other = socket.socketpair()
     with own, other:
         own.setblocking(False)
