@@ -28,7 +28,7 @@ from tests.support.process import Gateway, configuration
 from tests.support.running import KEY
 from tests.vllm import tee
 from tests.vllm.dialogues import Json, user
-from tests.vllm.server import COMMAND, START_WITHIN, Flag, launch
+from tests.vllm.server import COMMAND, START_WITHIN, Flag, launch, process_of
 
 MODEL, ALIAS = "tests/tiny", "little"
 PYTHON = str(COMMAND.with_name("python"))
@@ -185,8 +185,7 @@ class Real:
 
     def process(self, title: str) -> psutil.Process:
         """Return another vLLM process: `EngineCore` or `Worker`."""
-        [found] = [each for each in self.api_server.children(recursive=True) if f"VLLM::{title}" in " ".join(process.command_line(each))]
-        return found
+        return process_of(self.api_server, title)
 
     def held(self) -> AbstractContextManager[WorkUntil]:
         """Stop the engine, and let it work in bursts; see ``held``."""

@@ -19,6 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from tests.support.process import command_line
 from tests.vllm.dialogues import Architecture
 
 HERE = Path(__file__).resolve().parent
@@ -117,6 +120,12 @@ def running(
             yield server
         finally:
             _end(process)
+
+
+def process_of(api_server: psutil.Process, title: str) -> psutil.Process:
+    """Return another process of a vLLM: `EngineCore` or `Worker`."""
+    [found] = [each for each in api_server.children(recursive=True) if f"VLLM::{title}" in " ".join(command_line(each))]
+    return found
 
 
 def alive(group: int) -> bool:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 import httpx2
+import psutil
 import pytest
 
 from tests.support.process import wait_for
 from tests.support.shared import Shared
 from tests.upstream.simulator import test_process as simulator
 from tests.vllm import server as vllm
+from tests.vllm.gateway import NotAchieved, attempted, held
 from upstream.vllm.engine_counters import EngineCounters, parse_counters
 
 pytestmark = [
@@ -34,9 +38,14 @@ BY_MODEL: Final = frozenset({"content", "reasoning", "stop_reason"})
 
 
 @pytest.fixture(scope="module", params=["@direct"])
-def clients(shared: Shared, request: pytest.FixtureRequest) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
+def real(shared: Shared, request: pytest.FixtureRequest) -> vllm.Server:
+    """The real server."""
+    return shared.once(request.param, lambda: vllm.running("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def clients(real: vllm.Server) -> Iterator[tuple[httpx2.Client, httpx2.Client]]:
     """The real server's and the simulator's."""
-    real = shared.once(request.param, lambda: vllm.running("qwen3"))
     with simulator.running(*FLAGS) as simulated, httpx2.Client(base_url=real.url, timeout=120) as client:
         yield client, simulated.client
 
@@ -72,6 +81,8 @@ MESSAGE_TOOL: Final = {
 RESPONSE: Final = {"model": "tiny", "input": "Who are you?", "max_output_tokens": 300, "temperature": 0}
 COMPLETION: Final = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0}
 USAGE: Final = {"stream": True, "stream_options": {"include_usage": True}}
+LONG: Final = 2000
+"""Tokens of a response that a client disconnects from."""
 RUNNING: Final = {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
 
 BATCH: Final = "/v1/chat/completions/batch"
@@ -360,19 +371,46 @@ def test_counters_count_the_same(clients: tuple[httpx2.Client, httpx2.Client]) -
         _until_counted(client, before, Growth(prompt, completion, prompt, completion, 1))
 
 
-def test_an_aborted_request_is_in_the_totals_alone(clients: tuple[httpx2.Client, httpx2.Client]) -> None:
-    body = {**PLAIN_QUESTION, **RUNNING, "ignore_eos": True, "max_tokens": 2000, "simulate": {"tokens": 2000, "tokens_per_second": 50}}
-    del body["chat_template_kwargs"]
-    for client in clients:
-        before = _settled_counters(client)
-        with client.stream("POST", CHAT, json=body) as response:
-            line = next(line for line in response.iter_lines() if '"completion_tokens"' in line)
-            usage = json.loads(line.removeprefix("data: "))["usage"]
-        wait_for(lambda: _counters(client).unfinished == 0 and _counters(client).responses == (before.responses or 0) + 1)  # noqa: B023
-        after = _settled_counters(client)
-        assert after.prompt - before.prompt == usage["prompt_tokens"]
-        assert after.completion - before.completion >= usage["completion_tokens"]
-        assert (after.finished_prompt, after.finished_completion) == (before.finished_prompt, before.finished_completion)
+def test_an_aborted_request_is_in_the_totals_alone(real: vllm.Server, clients: tuple[httpx2.Client, httpx2.Client]) -> None:
+    for client, engine in zip(clients, (vllm.process_of(psutil.Process(real.pid), "Worker"), None), strict=True):
+        attempted(partial(_check_abort, client, engine))
+
+
+def _check_abort(client: httpx2.Client, engine: psutil.Process | None, _: int) -> None:
+    """Disconnect from a response, and compare the counters. ``engine``: the process to hold, or it may finish before the disconnect.
+
+    Raises:
+        NotAchieved: the engine had generated all tokens before the client disconnected.
+    """
+    before = _settled_counters(client)
+
+    def is_counted() -> bool:
+        return _counters(client).responses == (before.responses or 0) + 1
+
+    if engine is None:
+        usage = _first_usage(client)
+    else:
+        with held(engine) as work_until, ThreadPoolExecutor(1) as pool:
+            first = pool.submit(_first_usage, client)
+            work_until(first.done)
+            usage = first.result()
+            wait_for(is_counted)
+    wait_for(lambda: _counters(client).unfinished == 0 and is_counted())
+    after = _settled_counters(client)
+    if engine is not None and after.completion - before.completion >= LONG:
+        raise NotAchieved
+    assert after.prompt - before.prompt == usage["prompt_tokens"]
+    assert after.completion - before.completion >= usage["completion_tokens"]
+    assert (after.finished_prompt, after.finished_completion) == (before.finished_prompt, before.finished_completion)
+
+
+def _first_usage(client: httpx2.Client) -> dict[str, int]:
+    """Start a long response, disconnect after its first running usage, and return that usage."""
+    body = {**QUESTION, **RUNNING, "ignore_eos": True, "max_tokens": LONG, "simulate": {"tokens": LONG, "tokens_per_second": 50}}
+    with client.stream("POST", CHAT, json=body) as response:
+        line = next(line for line in response.iter_lines() if '"completion_tokens"' in line)
+    usage: dict[str, int] = json.loads(line.removeprefix("data: "))["usage"]
+    return usage
 
 
 def _counters(client: httpx2.Client) -> EngineCounters:
