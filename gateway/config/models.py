@@ -331,7 +331,8 @@ class Model(Section):
     timeouts: Timeouts = Field(default=Timeouts(), description="timeouts of the servers")
     queue: Queue | None = Field(
         default=None,
-        description="queue for requests that wait for a server; default: {} with `max_inflight` and for launched models that may stop",
+        description="queue for requests that wait for a server; default: {} for `servers`, with `max_inflight`, and for launched models "
+        "that may stop",
     )
     max_inflight: Count | None = Field(
         default=None, description="maximum concurrent requests on each server; further requests wait in `queue`"

@@ -112,8 +112,11 @@ def _server(server: ConfiguredServer, observed: ObservedServers) -> ServerSpec:
 
 
 def _queue(config: Config, model: conf.Model) -> Queue | None:
-    """Return the queue limits of one worker: its share of the total, since any worker may get a client's connection."""
-    has_default = model.max_inflight is not None or may_be_stopped(config, model)
+    """Return the queue limits of one worker: its share of the total, since any worker may get a client's connection.
+
+    Servers that were just configured are not known to be up before their first health check, so requests wait for its result.
+    """
+    has_default = bool(model.servers) or model.max_inflight is not None or may_be_stopped(config, model)
     queue = model.queue or (conf.Queue() if has_default else None)
     return None if queue is None else Queue(math.ceil(queue.size / config.server.workers), queue.wait)
 

@@ -250,7 +250,7 @@ def test_bounds_and_weights(tmp_path: Path) -> None:
     assert [(model.id, model.max_inflight, model.queue) for model in made.models] == [
         ("bounded", 8, Queue(64, 30.0)),
         ("lora", 8, Queue(64, 30.0)),
-        ("free", None, None),
+        ("free", None, Queue(64, 30.0)),  # for requests before the first health check
     ]
     assert {key.id: key.weight for key in made.keys} == {"usual": 1.0, "later": 0.5, "anonymous": 2.0}
 
