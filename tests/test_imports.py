@@ -29,6 +29,7 @@ ORDER = (
     "gateway.telemetry",
     "gateway.admission",
     "gateway.limits",
+    "gateway.prompts",
     "gateway.ledger",
     "gateway.client",
     "gateway.proxy",

@@ -22,14 +22,14 @@ from gateway.client.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.request import ClientRequest
 from gateway.client.worker_context import WorkerContext
 from gateway.limits.sessions import session_of
-from gateway.proxy.balancing_facts import balancing_facts
+from gateway.prompts.balancing_facts import balancing_facts
+from gateway.prompts.token_keys import TokenRequest, add_token_keys, token_request
 from gateway.proxy.body import Document, merge, parse, parse_in_steps, prepare, prepare_in_steps, with_running_usage
 from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
 from gateway.proxy.mirror import mirrored
 from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream
-from gateway.proxy.token_keys import TokenRequest, add_token_keys, token_request
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key
 from gateway.system.steps import SMALL, Pace, finished

@@ -16,9 +16,9 @@ from gateway.api.translation import Translation
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.request import ClientRequest
 from gateway.limits.estimate import BYTES_PER_TOKEN, estimate
+from gateway.prompts.token_keys import TokenRequest
 from gateway.proxy.body import JsonBody
 from gateway.proxy.form import Form
-from gateway.proxy.token_keys import TokenRequest
 from gateway.system.steps import MEDIUM
 from upstream.balancing.attempt import Upload
 from upstream.balancing.policies.policy import NO_FACTS, RequestFacts

@@ -39,9 +39,9 @@ from gateway.config import ConfigurationError, drafted, load
 from gateway.fleet.configured_servers import launches
 from gateway.fleet.observed_servers import ObservedServers
 from gateway.fleet.snapshot_builder import build_snapshot
+from gateway.prompts.prefix import affinity_key
 from gateway.proxy.body import JsonBody, merge, parse, parse_in_steps, prepare, prepare_in_steps
 from gateway.proxy.form import Form
-from gateway.proxy.prefix import affinity_key
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import BodyRules, Issuer, Key, Snapshot
 from gateway.system.steps import finished

@@ -2,7 +2,7 @@
 
 ``CostModel`` lives as long as its model is configured with a policy that uses it, while pools come and go with snapshots. The rule:
 observations and decisions are separate. Everything here observes; ``policies/cost.py`` decides. Costs are in seconds and sizes in bytes of
-the canonical prompt (``gateway/proxy/prompt_blocks.py``), which ``bytes_per_token`` converts to tokens. Pure: the clock is given.
+the canonical prompt (``gateway/prompts/blocks.py``), which ``bytes_per_token`` converts to tokens. Pure: the clock is given.
 
 The model of a server: it computes prompts one after the other, at a speed that is learned from the time to the first token of streams. The
 time that it still needs for the prompts before a new one is its backlog.

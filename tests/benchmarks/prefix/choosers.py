@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
-from gateway.proxy.prefix import affinity_key
+from gateway.prompts.prefix import affinity_key
 from tests.benchmarks.prefix.cache import Cache
 from tests.benchmarks.prefix.engines import PREFILL_SPEED, Engine
 from tests.benchmarks.prefix.requests import Machine, Request

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gateway.proxy.prompt_blocks import prompt_of
+from gateway.prompts.blocks import prompt_of
 from tests.benchmarks.prefix.choosers import Chooser, InRotation, KnownServer
 from tests.benchmarks.prefix.requests import Machine, Request
 from tests.benchmarks.prefix.traces import BLOCK, CHARACTERS, Prompt, document

@@ -12,7 +12,7 @@ from contextlib import closing
 
 import orjson
 
-from gateway.proxy.prompt_blocks import prompt_of
+from gateway.prompts.blocks import prompt_of
 from gateway.system.steps import finished
 from upstream.balancing.placement_log import Kind, PlacementLog
 from upstream.balancing.prefix_index import PrefixIndex

@@ -55,7 +55,7 @@ class Candidates(Protocol[C_co]):
 
 
 Fact = Literal["affinity_key", "tokens", "prompt"]
-"""A fact of a request that a policy can require. ``gateway/proxy/balancing_facts.py`` computes each of them."""
+"""A fact of a request that a policy can require. ``gateway/prompts/balancing_facts.py`` computes each of them."""
 
 
 class RequestFacts(NamedTuple):

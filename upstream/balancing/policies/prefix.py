@@ -1,6 +1,6 @@
 """``balance: prefix``: requests with the same prefix go to the server that has this prefix cached.
 
-A request has an affinity key, a number that requests with the same prefix share (gateway/proxy/prefix.py). Keys are mapped to ``SLOTS``.
+A request has an affinity key, a number that requests with the same prefix share (gateway/prompts/prefix.py). Keys are mapped to ``SLOTS``.
 For each slot every server has a score, a hash of its name and the slot, and the server with the highest score gets the request:
 rendezvous hashing with bounded load. The rules:
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.proxy.token_keys import MOST_BYTES
+from gateway.prompts.token_keys import MOST_BYTES
 from gateway.snapshot.link import BlockChanges, CachedBlocks
 from gateway.snapshot.snapshot import BodyRules, CostSettings
 from tests.support.running import KEY, Served, model, serving

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from gateway.auth.catalog import CatalogEntry
-from gateway.proxy.prompt_tokens import TokenPlan, token_plan
+from gateway.prompts.token_plan import TokenPlan, token_plan
 from upstream.balancing.cost_model import Prompt
 from upstream.balancing.engine_caches import EngineCaches
 from upstream.vllm.kv_events.keys import prompt_keys

@@ -10,8 +10,8 @@ from collections.abc import Generator, Mapping, Set
 from typing import Any
 
 from gateway.limits.estimate import estimate_in_steps
-from gateway.proxy.prefix import affinity_key
-from gateway.proxy.prompt_blocks import prompt_of
+from gateway.prompts.blocks import prompt_of
+from gateway.prompts.prefix import affinity_key
 from upstream.balancing.policies.policy import Fact, RequestFacts
 
 

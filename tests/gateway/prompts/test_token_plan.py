@@ -6,7 +6,7 @@ from typing import Any
 
 import orjson
 
-from gateway.proxy.prompt_tokens import token_plan
+from gateway.prompts.token_plan import token_plan
 from tests.support.rows import each_row
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.proxy.prefix import USER_PREFIX, affinity_key
+from gateway.prompts.prefix import USER_PREFIX, affinity_key
 from tests.support.examples import examples
 from tests.support.rows import each_row
 

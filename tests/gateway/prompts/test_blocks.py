@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.proxy.prompt_blocks import MOST_BLOCKS, prompt_of
+from gateway.prompts.blocks import MOST_BLOCKS, prompt_of
 from gateway.system.steps import finished
 from upstream.balancing.cost_model import BLOCK_BYTES
 
@@ -96,7 +96,7 @@ def test_any_value_has_keys(prompt: Any) -> None:
 
 def test_keys_are_equal_in_every_process() -> None:
     program = (
-        "from gateway.proxy.prompt_blocks import prompt_of; from gateway.system.steps import finished; "
+        "from gateway.prompts.blocks import prompt_of; from gateway.system.steps import finished; "
         "print(list(finished(prompt_of({'prompt': 'abc ' * 1000, 'cache_salt': 's'}, 'lora')).keys))"
     )
     outputs = {subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout for _ in range(2)}
