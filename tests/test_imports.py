@@ -37,6 +37,7 @@ ORDER = (
     "gateway.check",
     "gateway.fleet",
     "gateway.admin",
+    "gateway.monitoring",
     "gateway.control",
     "gateway.cli",
 )

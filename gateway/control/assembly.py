@@ -18,17 +18,17 @@ from gateway.check.launch_check import LaunchCheck
 from gateway.config import Config
 from gateway.control.budgets import budget_restorer
 from gateway.control.control import Control
-from gateway.control.discovery import Discovery
-from gateway.control.jwks_fetch import jwks_fetcher
 from gateway.control.key_usage import key_usage
-from gateway.control.kv_events import kv_events
-from gateway.control.monitor import Monitor
 from gateway.control.publisher import FirstResults, Publisher
 from gateway.control.readiness import Readiness
 from gateway.control.reload import Reloader, ReloadHistory
-from gateway.control.server_observer import ServerObserver
 from gateway.control.startup_messages import Announcer
 from gateway.fleet.fleet import Fleet
+from gateway.monitoring.discovery import Discovery
+from gateway.monitoring.jwks_fetch import jwks_fetcher
+from gateway.monitoring.kv_events import kv_events
+from gateway.monitoring.monitor import Monitor
+from gateway.monitoring.server_observer import ServerObserver
 from gateway.system.service_manager import ServiceManager
 from gateway.worker.supervisor import WorkerEvents, running_workers
 from upstream.discovery import Cluster, Resolve, Sources, system_resolver

@@ -13,20 +13,20 @@ from contextlib import AbstractContextManager
 
 from gateway.config import Config
 from gateway.control.budgets import BudgetRestorer
-from gateway.control.discovery import Discovery, ServerChange, server_changes
-from gateway.control.jwks_fetch import JwksFetcher
-from gateway.control.kv_events import KvEvents
-from gateway.control.monitor import Monitor
 from gateway.control.publisher import Publisher
 from gateway.control.readiness import Readiness
 from gateway.control.reload import ReloadHistory
-from gateway.control.server_observer import ServerObserver
 from gateway.control.startup_messages import Announcer
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.launch_counts import LaunchCounts
 from gateway.fleet.operations import ReloadResult
 from gateway.fleet.snapshot_builder import log_settings
 from gateway.fleet.transitions import STOP_GRACE
+from gateway.monitoring.discovery import Discovery, ServerChange, server_changes
+from gateway.monitoring.jwks_fetch import JwksFetcher
+from gateway.monitoring.kv_events import KvEvents
+from gateway.monitoring.monitor import Monitor
+from gateway.monitoring.server_observer import ServerObserver
 from gateway.system import logs
 from gateway.system.service_manager import ServiceManager
 from gateway.worker.supervisor import WorkerSupervisor

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from gateway.config import Config
-from gateway.control.discovery import discovered_models
-from gateway.control.server_observer import ServerObserver
 from gateway.fleet.configured_servers import configured_servers
 from gateway.fleet.observed_servers import conditions, max_model_len, tasks
 from gateway.fleet.snapshot_builder import build_snapshot
+from gateway.monitoring.discovery import discovered_models
+from gateway.monitoring.server_observer import ServerObserver
 from gateway.snapshot.link import Health
 from gateway.worker.supervisor import WorkerSupervisor
 from upstream.balancing.server import Condition

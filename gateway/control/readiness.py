@@ -8,11 +8,11 @@ import time
 from gateway import config as conf
 from gateway.admin.status_view import counted
 from gateway.config.launches import may_be_stopped
-from gateway.control.monitor import Monitor
 from gateway.control.publisher import FirstResults
 from gateway.control.reload import ReloadHistory
-from gateway.control.server_observer import ServerObserver
 from gateway.fleet.fleet import Fleet
+from gateway.monitoring.monitor import Monitor
+from gateway.monitoring.server_observer import ServerObserver
 from gateway.worker.supervisor import WorkerSupervisor
 from upstream.launcher.schedule import ModelPhase
 

@@ -17,11 +17,11 @@ from gateway import __version__
 from gateway import config as conf
 from gateway.admin.engine_metrics import Engine
 from gateway.control.control import Control
-from gateway.control.discovery import discovered_models
 from gateway.control.limit_report import limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
 from gateway.fleet.observed_servers import ObservedServers, health_check_targets, ready_servers
 from gateway.key_management.key_list import LastUse, expiry, list_keys
+from gateway.monitoring.discovery import discovered_models
 from gateway.telemetry.metrics import Series, sum_series
 from gateway.worker.process_metrics import process_series
 from upstream.balancing.server import Condition

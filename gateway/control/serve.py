@@ -35,10 +35,10 @@ from gateway.config.source import read
 from gateway.control.admin_operations import AdminOperations
 from gateway.control.assembly import Environment, assembled
 from gateway.control.control import Control, configure_logging
-from gateway.control.engine_loads import EngineLoads
 from gateway.control.report import Report
 from gateway.control.startup_messages import Announcer
 from gateway.fleet.snapshot_builder import client_limits
+from gateway.monitoring.engine_loads import EngineLoads
 from gateway.system import logs
 from gateway.system.acceptor import Acceptor, Seats
 from gateway.system.file_descriptors import open_missing_standard_streams, raise_limit
@@ -49,8 +49,8 @@ from upstream.discovery import Cluster
 from upstream.vllm.command_line import inherited
 
 if TYPE_CHECKING:
-    from gateway.control.engine_sampler import EngineSampler
     from gateway.ledger.writer import Ledger
+    from gateway.monitoring.engine_sampler import EngineSampler
 
 _BACKLOG = 4096
 _MAX_DESCRIPTORS = 65_535
@@ -203,7 +203,7 @@ def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
 
 def _sampler(settings: conf.Ledger, control: Control, report: Report, ledger: Ledger) -> EngineSampler:
     """Compose what samples the servers' token counters for the ledger."""
-    from gateway.control.engine_sampler import EngineSampler  # it loads SQLAlchemy
+    from gateway.monitoring.engine_sampler import EngineSampler  # it loads SQLAlchemy
 
     return EngineSampler(report.engines, lambda: control.config, control.workers.boards, ledger, settings.sample_interval)
 

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.config import Config, Model, Problem
-from gateway.control.discovery import ServerChange, source_of
 from gateway.fleet.operations import ReloadResult
+from gateway.monitoring.discovery import ServerChange, source_of
 from gateway.system import logs
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.launcher.schedule import Action, ActionKind

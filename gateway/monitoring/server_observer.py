@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 
 from gateway.config import Config
-from gateway.control.discovery import Discovery
-from gateway.control.jwks_fetch import JwksFetcher
 from gateway.fleet.configured_servers import configured_servers
 from gateway.fleet.observed_servers import ObservedServers, conditions, health_check_targets, ready_servers, without_first_result
+from gateway.monitoring.discovery import Discovery
+from gateway.monitoring.jwks_fetch import JwksFetcher
 from upstream.balancing.server import Condition
 from upstream.discovery import EndpointState
 from upstream.launcher.launcher import Launcher

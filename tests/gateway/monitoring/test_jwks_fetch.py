@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 from gateway.config import Config, ConfigurationError, load
-from gateway.control.jwks_fetch import JwksFetcher, jwks_fetcher
+from gateway.monitoring.jwks_fetch import JwksFetcher, jwks_fetcher
 from tests.support.certificates import certificate
 from tests.support.issuer import AUDIENCE, Issuer, Published, SigningKey, published
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write

@@ -5,7 +5,7 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 
-from gateway.control.kv_events import KvEvents, kv_events
+from gateway.monitoring.kv_events import KvEvents, kv_events
 from gateway.snapshot.link import BlockChanges, CachedBlocks
 from tests.support.kv_engine import PlainEngine
 from tests.support.kv_publisher import kv_publisher

@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from gateway.control.discovery import Discovery
-from gateway.control.jwks_fetch import JwksFetcher
-from gateway.control.kv_events import KvEvents
-from gateway.control.server_observer import ServerObserver
+from gateway.monitoring.discovery import Discovery
+from gateway.monitoring.jwks_fetch import JwksFetcher
+from gateway.monitoring.kv_events import KvEvents
+from gateway.monitoring.server_observer import ServerObserver
 from gateway.system import logs
 from gateway.telemetry.dependencies import Dependencies, Observation
 from gateway.telemetry.metrics import tokens_by_model
