@@ -1,7 +1,7 @@
 """Define every error that a client can receive, and render errors.
 
 The rule: every failure in any layer becomes a ``Refusal`` with a row of ``ERRORS``, and only ``render`` turns it into bytes. The errors of
-vLLM are mapped in ``vllm_errors``. To add an error, add a row to ``ERRORS``; a test names the documents that need one.
+vLLM are mapped in ``vllm.errors``. To add an error, add a row to ``ERRORS``; a test names the documents that need one.
 """
 
 from __future__ import annotations

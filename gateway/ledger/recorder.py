@@ -13,9 +13,9 @@ from typing import Any, Protocol, TextIO
 
 import msgspec
 
-from gateway.api.lax_int import lax_int
 from gateway.api.routes import ENDPOINTS
 from gateway.api.usage import Usage
+from gateway.api.vllm.lax_int import lax_int
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_resort import write_out
 from gateway.ledger.row import LOST, MIRRORED, UsageRow, encode, frames

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.api.choices import choices_and_prompts
 from gateway.api.errors import Refusal
-from gateway.api.lax_int import lax_int
 from gateway.api.media_urls import CONTAINERS, data_urls
 from gateway.api.routes import OUTPUTS, Output
+from gateway.api.vllm.choices import choices_and_prompts
+from gateway.api.vllm.lax_int import lax_int
 from gateway.auth.body_policy import NO_MEDIA
 from gateway.limits.rules import Amounts
 from gateway.snapshot.money import Price, TokenCounts, cost_of, highest_cost

@@ -1,8 +1,9 @@
 """The way to the token IDs of a prompt, exactly as the server computes them for the request itself. Pure.
 
 Servers that publish KV cache events are compared by token IDs. Only a server knows its chat template, its tokenizer and their settings,
-so the server computes the IDs. The rule: a request whose prompt ``/tokenize`` does not express exactly (``gateway.api.prompt_count``) has
-no plan, and is compared by its text. Examples are requests with media, which the server would load twice, and with several prompts.
+so the server computes the IDs. The rule: a request whose prompt ``/tokenize`` does not express exactly
+(``gateway.api.vllm.prompt_count``) has no plan, and is compared by its text. Examples are requests with media, which the server would
+load twice, and with several prompts.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.api.prompt_count import tokenize_request
+from gateway.api.vllm.prompt_count import tokenize_request
 
 _COMPLETIONS = "/v1/completions"
 _UNPLANNED = ("prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "media_io_kwargs", "mm_processor_kwargs")

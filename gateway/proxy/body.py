@@ -19,11 +19,11 @@ import msgspec
 import orjson
 from msgspec.structs import replace
 
-from gateway.api.choices import choices_and_prompts
 from gateway.api.errors import Refusal
 from gateway.api.media_urls import CONTAINERS
 from gateway.api.routes import OUTPUTS, Dialect, Route
 from gateway.api.translation import Translated, Translation, translate, translate_in_steps
+from gateway.api.vllm.choices import choices_and_prompts
 from gateway.auth.body_policy import BodyPolicy
 from gateway.system.garbage_collector import collector_paused
 from gateway.system.steps import finished

@@ -15,7 +15,7 @@ from time import monotonic
 
 from gateway.api.errors import Refusal, draining
 from gateway.api.routes import Body, Dialect
-from gateway.api.vllm_errors import from_server, server_failure
+from gateway.api.vllm.errors import from_server, server_failure
 from gateway.auth.catalog import CatalogEntry, named_model
 from gateway.auth.split import Split
 from gateway.client.content_encoding import ENCODINGS, IDENTITY, decoded

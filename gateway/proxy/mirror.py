@@ -20,7 +20,7 @@ from gateway.admission.body_memory import FREE
 from gateway.api.response_fields import Observer, of_body, of_event
 from gateway.api.routes import Dialect
 from gateway.api.usage import Usage, merged
-from gateway.api.vllm_errors import server_failure
+from gateway.api.vllm.errors import server_failure
 from gateway.auth.catalog import CatalogEntry, MirrorTarget
 from gateway.client.worker_context import WorkerContext
 from gateway.proxy.body import Document, JsonBody

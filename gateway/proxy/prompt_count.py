@@ -10,7 +10,7 @@ from time import monotonic
 
 import orjson
 
-from gateway.api.prompt_count import Document, exact_request, read_count, tokenize_request
+from gateway.api.vllm.prompt_count import Document, exact_request, read_count, tokenize_request
 from gateway.client.worker_context import WorkerContext
 from gateway.proxy.body import JsonBody, parse_in_steps
 from gateway.proxy.upstream_request import UpstreamRequest

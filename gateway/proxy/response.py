@@ -25,7 +25,7 @@ from gateway.api.routes import Dialect
 from gateway.api.settlement import NOTHING, Delivery, Settlement, settle
 from gateway.api.translation import Translation
 from gateway.api.usage import Usage, merged, usage_tail
-from gateway.api.vllm_errors import event_status, from_event, server_failure
+from gateway.api.vllm.errors import event_status, from_event, server_failure
 from gateway.client.request import ClientRequest
 from gateway.proxy.fast_path import counting_fast_path, fast_path
 from gateway.proxy.running_usage import RunningUsage

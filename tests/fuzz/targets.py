@@ -27,7 +27,7 @@ from gateway.api.media_urls import MediaHosts
 from gateway.api.response_fields import WHOLE_SIZE, Fields, Observer, of_body, of_event
 from gateway.api.routes import ENDPOINTS, OUTPUTS, ROUTES, Body, Dialect
 from gateway.api.usage import Usage
-from gateway.api.vllm_errors import from_server
+from gateway.api.vllm.errors import from_server
 from gateway.auth import keys
 from gateway.auth.body_policy import BATCHES, FORBIDDEN, IN_TEMPLATE, MAX_BATCH, BodyPolicy
 from gateway.auth.jwks import verification_keys

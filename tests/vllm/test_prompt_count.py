@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.prompt_count import exact_request, read_count, tokenize_request
+from gateway.api.vllm.prompt_count import exact_request, read_count, tokenize_request
 from tests.vllm.dialogues import WEATHER, Json, user
 from tests.vllm.gateway import MODEL, Real
 from tests.vllm.server import NOT_INSTALLED, installed

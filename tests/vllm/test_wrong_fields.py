@@ -1,7 +1,7 @@
 """Requests with one mistake each, through the gateway to a real vLLM: the error message names the field or states the cause.
 
 ``.venv/bin/pytest -rA tests/vllm/test_wrong_fields.py`` prints both tables. With RECORD=1 in the environment it also writes what the
-servers said into tests/gateway/api/vllm_errors.json, by which the mapping is tested without a vLLM.
+servers said into tests/gateway/api/vllm/errors.json, by which the mapping is tested without a vLLM.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from gateway.api.errors import ERRORS
-from gateway.api.vllm_errors import from_server
+from gateway.api.vllm.errors import from_server
 from tests.vllm.dialogues import Json
 from tests.vllm.gateway import MODEL, PYTHON, Real, real_gateway
 from tests.vllm.server import ENVIRONMENT, NOT_INSTALLED, POOLING, Flag, installed
@@ -28,7 +28,7 @@ from tests.vllm.wrong_fields import CLASSIFY, COUNT, GENERATING, MESSAGES, WRONG
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
-RECORDED = Path(__file__).resolve().parents[1] / "gateway" / "api" / "vllm_errors.json"
+RECORDED = Path(__file__).resolve().parents[1] / "gateway" / "api" / "vllm" / "errors.json"
 LEAST = 10
 """The minimum number of mistakes for each route."""
 CLASSIFYING: dict[str, Flag] = {**POOLING, "convert": "classify"}

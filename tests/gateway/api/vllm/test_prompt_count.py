@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.api.prompt_count import exact_request, read_count, tokenize_request
+from gateway.api.vllm.prompt_count import exact_request, read_count, tokenize_request
 from tests.support.rows import each_row
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"

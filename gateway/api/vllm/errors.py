@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.api import vllm_validation as validation
 from gateway.api.errors import NAME_LIMIT, RETRY_AFTER, Refusal, unknown_model
+from gateway.api.vllm import validation
 from upstream.http.errors import EngineDead, ServerError, UpstreamError
 
 _MESSAGE_LIMIT = 2000

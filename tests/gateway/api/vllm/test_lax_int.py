@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from gateway.api.lax_int import MAX_INT, lax_int
+from gateway.api.vllm.lax_int import MAX_INT, lax_int
 from tests.support.examples import examples
 from tests.support.rows import each_row
 

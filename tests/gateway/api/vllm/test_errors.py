@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.api.errors import ERRORS, Refusal, openai_error, render
 from gateway.api.routes import ROUTES
-from gateway.api.vllm_errors import from_event, from_server
+from gateway.api.vllm.errors import from_event, from_server
 from tests.support.examples import examples
 from tests.support.rows import each_row
 
@@ -165,7 +165,7 @@ def test_a_message_is_bounded() -> None:
 
 # A corpus: what the real vLLM 0.32 said to requests with one wrong field each (tests/vllm/test_wrong_fields.py writes it)
 
-CORPUS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "vllm_errors.json").read_text())
+CORPUS: list[dict[str, Any]] = json.loads((Path(__file__).parent / "errors.json").read_text())
 INTERNALS = re.compile(r"Param\b|Message\b|Request\b|ValidatorIterator|input_value|pydantic|body\.|\[type=|'input'|--[a-z]{2}|VLLM_")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gateway.api.lax_int import lax_int
+from gateway.api.vllm.lax_int import lax_int
 
 
 def choices_and_prompts(document: Mapping[str, Any]) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from gateway.api.choices import choices_and_prompts
+from gateway.api.vllm.choices import choices_and_prompts
 from tests.support.rows import each_row
 
 
