@@ -14,7 +14,7 @@ from gateway.api.errors import Refusal
 from gateway.limits import estimate, headers
 from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.messages import limit_text
-from gateway.limits.redis_store import RedisStore, StoreUnavailableError
+from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.reservation import ARRIVAL, Reservation
 from gateway.limits.rules import RATES, Holder
 from gateway.limits.states import HolderRates, LimitState, limit_states

@@ -22,7 +22,7 @@ from gateway.limits.buckets import BucketsFullError
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.headers import Layout
 from gateway.limits.messages import refusal
-from gateway.limits.redis_store import StoreResult, StoreUnavailableError
+from gateway.limits.redis.store import StoreResult, StoreUnavailableError
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
 from gateway.limits.sessions import session_of
 from gateway.limits.windows import BudgetState, Moment, moment

@@ -1,8 +1,8 @@
 """Decide about limits: whether a holder has capacity for a request, and what its counts are afterwards. Pure.
 
 The rules: amounts are reserved from every limit or from none. Unused amounts are returned to the limits that they were reserved
-from, as far as they are still missing there. A holder never gets more than its limits, even if a clock is changed. admit.lua and
-settle.lua make the same decisions in a Redis; a change here needs the same change there.
+from, as far as they are still missing there. A holder never gets more than its limits, even if a clock is changed.
+redis/admit.lua and redis/settle.lua make the same decisions in a Redis; a change here needs the same change there.
 
 Per-minute limits are token buckets, not fixed windows: a bucket holds the limit and refills evenly, so in ``t`` seconds no more
 than ``limit * (1 + t / 60)`` pass. A bucket stores the time at which it will be full, by a monotonic clock. That may be more than a

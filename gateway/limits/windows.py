@@ -2,8 +2,8 @@
 
 A window is a day, a week or a month of UTC, a rolling window such as the last ``7d``, or the whole of a session. The rules: a window
 never lets more than its budget pass, and a clock that is set back finds its counts again. A refusal, a header and a metric all read
-``budget_states`` or the counts behind it, so they show the same numbers. admit.lua and settle.lua count the same windows in a Redis; a
-change here needs the same change there.
+``budget_states`` or the counts behind it, so they show the same numbers. redis/admit.lua and redis/settle.lua count the same windows in
+a Redis; a change here needs the same change there.
 
 A window of the calendar has six cells: the current period with its tokens and cost, and the other period that was used last. A week starts
 on Monday, as in ISO 8601. A rolling window is a ring of ``RING_CELLS`` cells: for each slice of time its number, its tokens and its cost. A
@@ -91,7 +91,7 @@ def _first_day_of(month: int) -> int:
 
 
 def month_of(day: int) -> int:
-    """Return the month since the year 0 for a day since the epoch. The Lua version is in calendar.lua."""
+    """Return the month since the year 0 for a day since the epoch. The Lua twin is in redis/calendar.lua."""
     found = date.fromordinal(_EPOCH + day)
     return found.year * 12 + found.month - 1
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from gateway.auth import keys
-from gateway.limits.redis_store import LEASE
+from gateway.limits.redis.store import LEASE
 from tests.faults.conftest import FULL
 from tests.support.process import Gateway, configuration, gateway
 from tests.support.redis_server import RedisServer, redis_server

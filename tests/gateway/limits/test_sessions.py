@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.auth import keys
 from gateway.limits.buckets import Buckets
-from gateway.limits.redis_store import RedisStore
+from gateway.limits.redis.store import RedisStore
 from gateway.limits.rules import Amounts
 from gateway.limits.sessions import CELLS, IDLE, SETS_OF_HOLDER, WAYS, find_entry, session_of
 from gateway.limits.windows import moment

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.limits.resp import Parser, ProtocolError, Reply, ReplyError, command
+from gateway.limits.redis.resp import Parser, ProtocolError, Reply, ReplyError, command
 
 _SIMPLE = st.one_of(st.integers(-(2**63), 2**63 - 1), st.binary(max_size=30), st.none())
 REPLIES = st.recursive(_SIMPLE, lambda below: st.lists(below, max_size=4), max_leaves=8)

@@ -24,9 +24,9 @@ from time import monotonic
 from typing import NamedTuple, cast
 
 from gateway.limits import rules, windows
-from gateway.limits.resp import Parser, ProtocolError, Reply, ReplyError, argument, array, command
+from gateway.limits.redis.resp import Parser, ProtocolError, Reply, ReplyError, argument, array, command
+from gateway.limits.redis.scripts import Script, Scripts, load_scripts
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
-from gateway.limits.scripts import Script, Scripts, load_scripts
 from gateway.limits.windows import BudgetState, Window
 from gateway.snapshot.snapshot import Limits, LimitsStore
 from upstream.http.inline_task import Signal

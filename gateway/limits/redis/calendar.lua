@@ -1,4 +1,5 @@
--- Months since the year 0 from days since the epoch, and back. The Python twin is rules.month_of. Years start in March here.
+-- Months since the year 0 from days since the epoch, and back. The Python twin is windows.month_of in
+-- gateway/limits. Years start in March here.
 local function month_of(day)
   local shifted = day + 719468
   local era = math.floor(shifted / 146097)

@@ -1,4 +1,4 @@
--- Replace what a request has reserved by what it has used. The Python twin is rules.settle.
+-- Replace what a request has reserved by what it has used. The Python twin is rules.settle in gateway/limits.
 --
 -- KEYS: as in admit.lua. ARGV: the request's id, then for each holder two texts: first the name and the seconds of a slice (0: of the
 -- calendar) of each window; then what is added: seconds to the buckets of requests and of tokens, and for each window the tokens and the

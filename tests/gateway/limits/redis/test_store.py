@@ -19,9 +19,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.limits.buckets import Buckets
-from gateway.limits.redis_store import RedisStore, StoreClock, StoreUnavailableError
+from gateway.limits.redis.scripts import source
+from gateway.limits.redis.store import RedisStore, StoreClock, StoreUnavailableError
 from gateway.limits.rules import Amounts, Holder
-from gateway.limits.scripts import source
 from gateway.limits.windows import SLICES, BudgetState, moment, month_of
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Budget, Limits, LimitsStore, Queue
