@@ -122,10 +122,10 @@ class Ledger:
         return sum(journal.waiting_bytes for journal in self.journals) + sum(len(row) for held in tuple(self._orphaned) for row in held)
 
     def status(self) -> dict[str, Any]:
-        """Return the state for /status; ``away`` says why the database accepts no rows."""
+        """Return the state for /status; ``unavailable`` is why the database accepts no rows, or None."""
         rows, size = self.memory_rows, self.memory_bytes
         return {
-            "away": self.unavailable or self._both,
+            "unavailable": self.unavailable or self._both,
             "waiting_rows": self._spool.rows + rows,
             "waiting_bytes": self._spool.size + size,
             "memory_rows": rows,

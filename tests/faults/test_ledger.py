@@ -206,7 +206,7 @@ def test_requests_are_served_if_the_database_is_unavailable_at_the_start(server:
             request_ids = {one.request().headers["x-request-id"] for _ in range(5)}
             wait_for(lambda: spooled(one) == 5)
             wait_for(lambda: "the ledger's database accepts no rows" in one.output)
-            wait_for(lambda: one.get("/status").json()["ledger"]["away"])
+            wait_for(lambda: one.get("/status").json()["ledger"]["unavailable"])
             state = one.get("/status").json()["ledger"]
             assert (state["waiting_rows"], state["dropped_rows"]) == (5, 0)
             usage = one.get("/usage")

@@ -74,7 +74,7 @@ def test_on_a_full_disk_no_row_is_lost_silently(tmp_path: Path) -> None:
 
         disk.fill()
         sent = {one.request().headers["x-request-id"] for _ in range(REQUESTS)}
-        wait_for(lambda: waiting(one) == REQUESTS and one.get("/status").json()["ledger"]["away"], why=lambda: one.output)
+        wait_for(lambda: waiting(one) == REQUESTS and one.get("/status").json()["ledger"]["unavailable"], why=lambda: one.output)
         state = one.get("/status").json()
         assert (state["ledger"]["memory_rows"], state["ledger"]["waiting_rows"], state["ledger"]["dropped_rows"]) == (REQUESTS, REQUESTS, 0)
         assert state["ledger"]["memory_bytes"] == one.metric("vllm_gateway_ledger_memory_bytes") > 0

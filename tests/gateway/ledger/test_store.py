@@ -140,7 +140,7 @@ def test_a_table_of_a_later_version_is_left_alone(store: UsageStore) -> None:
     assert len(stored(store.engine)) == 1
 
 
-def test_a_database_that_is_away_says_so(tmp_path: Path) -> None:
+def test_an_unavailable_database_gives_its_reason(tmp_path: Path) -> None:
     with refusing() as port:
         for url in (f"postgresql://u@127.0.0.1:{port}/x", "sqlite:///no/such/folder/usage.db"):
             with closing(UsageStore(database_url(url, tmp_path))) as gone, pytest.raises(DatabaseUnavailableError):

@@ -1,4 +1,4 @@
-"""From the journals to the database, with the threads that do it: nothing is lost, nothing is doubled, whatever is away."""
+"""From the journals to the database, with the threads that do it: nothing is lost, nothing is doubled, whatever is unavailable."""
 
 from __future__ import annotations
 
@@ -98,9 +98,9 @@ def test_rows_wait_on_disk_for_an_unavailable_database(tmp_path: Path) -> None:
 def test_an_available_database_is_reported_without_new_rows(tmp_path: Path, retention: str | None) -> None:
     url = f"sqlite:///{tmp_path}/later/usage.db"
     with ledger(url, tmp_path, retention=retention) as one:
-        wait_for(lambda: one.status()["away"] is not None)
+        wait_for(lambda: one.status()["unavailable"] is not None)
         (tmp_path / "later").mkdir()
-        wait_for(lambda: one.status()["away"] is None)
+        wait_for(lambda: one.status()["unavailable"] is None)
     with closing(sqlite3.connect(tmp_path / "later" / "usage.db")) as connection:
         assert connection.execute("SELECT count(*) FROM gateway_usage").fetchone() == (0,), "and its table is made"
 
