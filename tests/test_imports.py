@@ -31,6 +31,7 @@ ORDER = (
     "gateway.limits",
     "gateway.prompts",
     "gateway.ledger",
+    "gateway.usage",
     "gateway.client",
     "gateway.proxy",
     "gateway.worker",

@@ -28,8 +28,9 @@ from gateway.admin.status_view import status_view
 from gateway.api.accept import prefers_html
 from gateway.config.problems import did_you_mean
 from gateway.fleet.operations import OPERATIONS, Operations, RefusedOperation
-from gateway.ledger.errors import DatabaseUnavailableError, QueryError
+from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
+from gateway.usage.errors import QueryError
 
 _log = logging.getLogger("vllm_gateway.control")
 

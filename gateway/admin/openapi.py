@@ -13,7 +13,7 @@ from typing import Any
 from gateway import __version__
 from gateway.admin.guard import OPEN, TWICE
 from gateway.fleet.operations import OPERATIONS
-from gateway.ledger.dimensions import CHOICES
+from gateway.usage.dimensions import CHOICES
 
 _MISDIRECTED = "the Host is a name, although the port listens only on this machine and requires no token"
 _FORBIDDEN = "no token is configured, or the request is from a web page"

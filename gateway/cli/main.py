@@ -22,7 +22,7 @@ from gateway.cli import keys_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
-from gateway.ledger.dimensions import CHOICES
+from gateway.usage.dimensions import CHOICES
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
@@ -241,11 +241,12 @@ def usage(
     from rich.console import Console
 
     from gateway.config import ConfigurationError, load
-    from gateway.ledger.errors import DatabaseUnavailableError, QueryError
-    from gateway.ledger.output import FORMATS
-    from gateway.ledger.queries import DEFAULT_BY, UsageReport, parse_query, parse_report, query_ledger
-    from gateway.ledger.reconciliation_output import FORMATS as RECONCILIATION_FORMATS
-    from gateway.ledger.reconciliation_queries import parse_reconciliation, parse_reconciliation_query, reconcile_ledger
+    from gateway.ledger.errors import DatabaseUnavailableError
+    from gateway.usage.errors import QueryError
+    from gateway.usage.output import FORMATS
+    from gateway.usage.queries import DEFAULT_BY, UsageReport, parse_query, parse_report, query_ledger
+    from gateway.usage.reconciliation_output import FORMATS as RECONCILIATION_FORMATS
+    from gateway.usage.reconciliation_queries import parse_reconciliation, parse_reconciliation_query, reconcile_ledger
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
 

@@ -37,6 +37,7 @@ from upstream.vllm.health import Prober
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
+    from gateway.usage.reader import UsageReader
 
 _log = logging.getLogger("vllm_gateway.control")
 _HEALTH_CHECK_TIMEOUT = 10.0  # seconds for GET /health: a busy vLLM has been observed to take six
@@ -66,10 +67,12 @@ async def assembled(
     announcer: Announcer,
     manager: ServiceManager | None = None,
     ledger: Ledger | None = None,
+    reader: UsageReader | None = None,
 ) -> AsyncIterator[tuple[Control, Reloader]]:
     """Compose control for the length of the block. Nothing is started yet.
 
-    ``path`` is the file of ``config``, and ``data`` the listening socket for requests.
+    ``path`` is the file of ``config``, and ``data`` the listening socket for requests. ``ledger`` and ``reader``, which reads from it, are
+    None if no ledger is configured.
     """
     started = time.time()
     async with AsyncExitStack() as stack:
@@ -92,10 +95,10 @@ async def assembled(
         sources = await stack.enter_async_context(Sources(lambda: control.servers_discovered(), environment.cluster, environment.resolve))
         discovery = Discovery(sources)
         key_sets = await stack.enter_async_context(jwks_fetcher(lambda: control.key_set_changed()))
-        usage = await stack.enter_async_context(key_usage(ledger))
+        usage = await stack.enter_async_context(key_usage(reader))
         worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request)
         workers = await stack.enter_async_context(running_workers(data, config.server.workers, worker_events, ledger))
-        budgets = await stack.enter_async_context(budget_restorer(ledger, workers.buckets, started))
+        budgets = await stack.enter_async_context(budget_restorer(ledger, reader, workers.buckets, started))
         workers.before_start = budgets.start
         events = await stack.enter_async_context(kv_events(workers.send))
         workers.more_first_messages = events.first_messages

@@ -25,6 +25,7 @@ from gateway.snapshot.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
+    from gateway.usage.reader import UsageReader
 
 _LONGEST_WAIT = 10.0  # seconds that workers wait for the first attempt
 _FIRST_POLL, _POLL = 0.02, 1.0  # seconds between two polls of the ledger, before and after the workers start
@@ -36,11 +37,19 @@ _log = logging.getLogger("vllm_gateway.control")
 class BudgetRestorer:
     """Restores the budgets of a gateway that started at ``before``, in seconds since the epoch.
 
-    ``clock`` returns seconds since the epoch.
+    ``ledger`` and ``reader`` are None if no ledger is configured. ``clock`` returns seconds since the epoch.
     """
 
-    def __init__(self, ledger: Ledger | None, buckets: Buckets, before: float, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        ledger: Ledger | None,
+        reader: UsageReader | None,
+        buckets: Buckets,
+        before: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
         self._ledger = ledger
+        self._reader = reader
         self._buckets = buckets
         self._before = before
         self._clock = clock
@@ -53,9 +62,9 @@ class BudgetRestorer:
     async def start(self, snapshot: Snapshot) -> None:
         """Start to restore the limits of a snapshot. Waits for the first attempt to finish, up to a timeout."""
         budgets = Budgets(snapshot)
-        if self._ledger is None or snapshot.uses_store or not budgets:
+        if self._ledger is None or self._reader is None or snapshot.uses_store or not budgets:
             return
-        self._task = asyncio.create_task(self._run(self._ledger, budgets), name="budgets")
+        self._task = asyncio.create_task(self._run(self._ledger, self._reader, budgets), name="budgets")
         with suppress(TimeoutError):
             async with asyncio.timeout(_LONGEST_WAIT):
                 await self._attempted.wait()
@@ -75,7 +84,7 @@ class BudgetRestorer:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _run(self, ledger: Ledger, budgets: Budgets) -> None:
+    async def _run(self, ledger: Ledger, reader: UsageReader, budgets: Budgets) -> None:
         """Restore once the rows of former gateways are in the database, and again when more rows have arrived."""
         summed, pause = -1, _RETRY
         while True:
@@ -85,7 +94,7 @@ class BudgetRestorer:
                 await asyncio.sleep(_POLL if self._attempted.is_set() else _FIRST_POLL)
                 continue
             try:
-                await self._restore(ledger, budgets)
+                await self._restore(reader, budgets)
             except DatabaseUnavailableError as error:
                 self._error = str(error)
                 self._attempted.set()
@@ -105,11 +114,11 @@ class BudgetRestorer:
             self._error = ledger.unavailable
             self._attempted.set()
 
-    async def _restore(self, ledger: Ledger, budgets: Budgets) -> None:
+    async def _restore(self, reader: UsageReader, budgets: Budgets) -> None:
         """Add the use from before the start to the counts, as far as it was not added yet. Raises DatabaseUnavailableError."""
         at = moment(0.0, self._clock())
         starts = budgets.counted_starts(at)
-        found = budgets.use_by_holder(await ledger.earlier_use(budgets, starts, self._before), starts, at)
+        found = budgets.use_by_holder(await reader.earlier_use(budgets, starts, self._before), starts, at)
         self._buckets.announce_writes()
         try:
             while not self._buckets.may_write:  # noqa: ASYNC110  the worker that acknowledges is another process
@@ -145,10 +154,14 @@ class BudgetRestorer:
 
 @asynccontextmanager
 async def budget_restorer(
-    ledger: Ledger | None, buckets: Buckets, before: float, clock: Callable[[], float] = time.time
+    ledger: Ledger | None,
+    reader: UsageReader | None,
+    buckets: Buckets,
+    before: float,
+    clock: Callable[[], float] = time.time,
 ) -> AsyncIterator[BudgetRestorer]:
     """Yield a restorer, which stops at the end of the block."""
-    restorer = BudgetRestorer(ledger, buckets, before, clock)
+    restorer = BudgetRestorer(ledger, reader, buckets, before, clock)
     try:
         yield restorer
     finally:

@@ -14,11 +14,12 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from gateway.ledger.errors import DatabaseUnavailableError, QueryError
+from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import UsageReported, UsageRequested
+from gateway.usage.errors import QueryError
 
 if TYPE_CHECKING:
-    from gateway.ledger.writer import Ledger
+    from gateway.usage.reader import UsageReader
 
 _AT_ONCE, _MAX_WAITING = 2, 64  # queries
 _BURST, _INTERVAL = 10, 1.0  # queries of a key at once, and seconds after which one more is allowed
@@ -51,8 +52,8 @@ class QueryRate:
 class KeyUsage:
     """Runs the queries. Without a ledger, workers send none."""
 
-    def __init__(self, ledger: Ledger | None) -> None:
-        self._ledger = ledger
+    def __init__(self, reader: UsageReader | None) -> None:
+        self._reader = reader
         self._rate = QueryRate()
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._tasks: set[asyncio.Task[None]] = set()
@@ -78,10 +79,10 @@ class KeyUsage:
             reply(await self._result(message))
 
     async def _result(self, message: UsageRequested) -> UsageReported:
-        if self._ledger is None:
+        if self._reader is None:
             return UsageReported(message.number, error="overloaded", text=_UNAVAILABLE)
         try:
-            body = await self._ledger.own_usage(message.key, message.parameters, datetime.now(UTC))
+            body = await self._reader.own_usage(message.key, message.parameters, datetime.now(UTC))
         except QueryError as error:
             return UsageReported(message.number, error="invalid_value", text=f"The query is invalid: {error}.")
         except DatabaseUnavailableError as error:
@@ -100,9 +101,9 @@ class KeyUsage:
 
 
 @asynccontextmanager
-async def key_usage(ledger: Ledger | None) -> AsyncIterator[KeyUsage]:
+async def key_usage(reader: UsageReader | None) -> AsyncIterator[KeyUsage]:
     """Yield what runs the queries; its tasks end with the block."""
-    usage = KeyUsage(ledger)
+    usage = KeyUsage(reader)
     try:
         yield usage
     finally:

@@ -11,11 +11,11 @@ from time import monotonic, time
 from typing import Any
 
 from gateway.config.problems import did_you_mean
-from gateway.ledger.errors import QueryError
 from gateway.limits.buckets import Buckets
 from gateway.limits.states import LimitState, limit_states
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Allowance, Snapshot
+from gateway.usage.errors import QueryError
 
 _PARAMETERS = ("key", "team")
 

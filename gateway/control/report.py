@@ -28,6 +28,7 @@ from upstream.balancing.server import Condition
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
+    from gateway.usage.reader import UsageReader
 
 _APPLY_TIMEOUT = 0.5  # seconds that a status waits for the workers to apply what it shows
 _COUNTED_BY_WORKERS = ("server_inflight", "server_ejected")  # 0 for a server that no worker has counted yet
@@ -35,11 +36,12 @@ SeriesValues = Mapping[Series, Sequence[float]]
 
 
 class Report:
-    """The admin port's ``Overview`` of the gateway. ``ledger`` is None if no ledger is configured."""
+    """The admin port's ``Overview`` of the gateway. ``ledger`` and ``reader`` are None if no ledger is configured."""
 
-    def __init__(self, control: Control, ledger: Ledger | None = None) -> None:
+    def __init__(self, control: Control, ledger: Ledger | None = None, reader: UsageReader | None = None) -> None:
         self._control = control
         self._ledger = ledger
+        self._reader = reader
 
     def not_ready(self) -> str | None:
         """Return why the gateway is not ready for traffic, or None if it is ready."""
@@ -110,7 +112,7 @@ class Report:
 
     async def usage(self, query: Mapping[str, str]) -> dict[str, Any] | None:
         """Return the ledger's response to a usage query, None without a ledger."""
-        return None if self._ledger is None else await self._ledger.usage(query)
+        return None if self._reader is None else await self._reader.report(query)
 
     def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the state of limits (see ``limit_report``). Raises QueryError."""
@@ -120,7 +122,7 @@ class Report:
     async def keys(self) -> dict[str, Any]:
         """Return the keys as /keys shows them."""
         config = self._control.config
-        use = LastUse({}, "no ledger is configured") if self._ledger is None else await self._ledger.last_use(config)
+        use = LastUse({}, "no ledger is configured") if self._reader is None else await self._reader.last_use(config)
         return list_keys(config, use, datetime.now(UTC))
 
     def engines(self) -> dict[str, Engine]:

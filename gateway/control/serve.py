@@ -51,6 +51,7 @@ from upstream.vllm.command_line import inherited
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
     from gateway.monitoring.engine_sampler import EngineSampler
+    from gateway.usage.reader import UsageReader
 
 _BACKLOG = 4096
 _MAX_DESCRIPTORS = 65_535
@@ -93,15 +94,17 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         manager = ServiceManager.of(os.environ, os.getpid())
         environment = Environment(log_folder(), _launch_environment(config), Cluster.of(os.environ))
         ledger = _ledger(config, path, stack)
-        control, reloader = await stack.enter_async_context(assembled(config, path, data, environment, announcer, manager, ledger))
+        reader = _reader(ledger)
+        parts = assembled(config, path, data, environment, announcer, manager, ledger, reader)
+        control, reloader = await stack.enter_async_context(parts)
         critical = control.readiness.critical_tasks
         on_hangup(stop_requests, reloader.request)
 
         # Serve operators, and start the tasks that run until the end.
         await stack.enter_async_context(_background(manager.run(control.readiness)))
-        report = Report(control, ledger)
-        if config.ledger is not None and ledger is not None:
-            sampler = _sampler(config.ledger, control, report, ledger)
+        report = Report(control, ledger, reader)
+        if config.ledger is not None and ledger is not None and reader is not None:
+            sampler = _sampler(config.ledger, control, report, ledger, reader)
             control.after_drain = sampler.sample_last
             await stack.enter_async_context(_background(sampler.run()))
         loads = EngineLoads(report.engines, lambda: control.config, control.workers.placements)
@@ -201,11 +204,20 @@ def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
         raise StartError(f"the ledger's spool cannot be opened: {error}") from error
 
 
-def _sampler(settings: conf.Ledger, control: Control, report: Report, ledger: Ledger) -> EngineSampler:
+def _reader(ledger: Ledger | None) -> UsageReader | None:
+    """Return what reads from the ledger's database, None without a ledger."""
+    if ledger is None:
+        return None
+    from gateway.usage.reader import UsageReader  # it loads SQLAlchemy
+
+    return UsageReader(ledger.engine)
+
+
+def _sampler(settings: conf.Ledger, control: Control, report: Report, ledger: Ledger, reader: UsageReader) -> EngineSampler:
     """Compose what samples the servers' token counters for the ledger."""
     from gateway.monitoring.engine_sampler import EngineSampler  # it loads SQLAlchemy
 
-    return EngineSampler(report.engines, lambda: control.config, control.workers.boards, ledger, settings.sample_interval)
+    return EngineSampler(report.engines, lambda: control.config, control.workers.boards, ledger, reader, settings.sample_interval)
 
 
 def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:

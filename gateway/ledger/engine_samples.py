@@ -9,19 +9,55 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from gateway.ledger.reconciliation import EngineSample
 from gateway.ledger.schema import ENGINE_SAMPLES
 
 SAMPLES_PER_SLOT = 40
 """The length of a slot, in intervals between two samples."""
 _MOST_PENDING = 10_000  # samples in memory while the database accepts none
 _KEY = ("server", "started", "slot", "quiet")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSample:
+    """The counters of an engine at a time. ``time``: seconds since the epoch.
+
+    ``started``: when the engine's process started, in milliseconds since the epoch, 0 if it is unknown. ``quiet``: neither the engine nor
+    the gateway had a request in flight. ``prompt``, ``completion``: all tokens. ``finished_prompt``, ``finished_completion``: the tokens of
+    requests that the engine has finished; a request that its client aborted is never among them. ``responses``: HTTP responses of the
+    routes that use the engine, None if the server does not count them. ``is_first``: it is the first sample of the engine.
+    """
+
+    server: str
+    model: str
+    started: int
+    time: float
+    quiet: bool
+    prompt: int
+    completion: int
+    finished_prompt: int
+    finished_completion: int
+    responses: int | None
+    is_first: bool = False
+
+    def falls_below(self, other: EngineSample) -> bool:
+        """Return whether a counter is lower than in ``other``, so that the engine must have restarted between the two."""
+        return self.prompt < other.prompt or self.completion < other.completion
+
+    def has_counters_of(self, other: EngineSample) -> bool:
+        """Return whether it is from the same engine as ``other``, and the engine has counted nothing in between."""
+        return replace(other, time=self.time, quiet=self.quiet, is_first=self.is_first) == self
+
+    def at_start(self, time: float) -> EngineSample:
+        """Return the sample of this engine at its start: all counters are zero."""
+        responses = None if self.responses is None else 0
+        return EngineSample(self.server, self.model, self.started, time, True, 0, 0, 0, 0, responses, is_first=True)
 
 
 def slot_length(interval: float) -> int:

@@ -7,9 +7,5 @@ class DatabaseUnavailableError(Exception):
     """The database does not respond or accepts no rows; the text says why."""
 
 
-class QueryError(Exception):
-    """A query is invalid; the text tells the operator why."""
-
-
 class SpoolLockedError(Exception):
     """Another gateway uses the spool's folder."""

@@ -10,15 +10,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sqlite3
 import threading
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, date, datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from alembic import command
 from alembic.config import Config as AlembicConfig
@@ -50,7 +47,6 @@ _CONNECT: dict[str, dict[str, int | str]] = {
 }
 _PARAMETER_STYLES: dict[str, Literal["format", "qmark"]] = {"postgresql": "format", "sqlite": "qmark"}
 _BATCH, _PRUNED = 8000, 500  # rows of a transaction
-_STEPS_BETWEEN_CHECKS = 10_000  # steps of SQLite's virtual machine between two checks of a query's time
 _UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the table is of a later version
 _log = logging.getLogger("vllm_gateway.ledger")
 
@@ -73,22 +69,6 @@ def create_database_engine(url: URL) -> Engine:
     if backend == "sqlite":
         event.listen(made, "connect", _prepare_sqlite)
     return made
-
-
-@contextmanager
-def time_limited(engine: Engine, seconds: float) -> Iterator[Connection]:
-    """Connect for queries that the database ends after ``seconds`` with an error."""
-    with engine.connect() as connection:
-        if connection.dialect.name == "postgresql":
-            connection.exec_driver_sql(f"SET LOCAL statement_timeout = {math.ceil(seconds * 1000)}")
-            yield connection
-            return
-        deadline, driver = time.monotonic() + seconds, cast(sqlite3.Connection, connection.connection.driver_connection)
-        driver.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS_BETWEEN_CHECKS)
-        try:
-            yield connection
-        finally:
-            driver.set_progress_handler(None, 0)
 
 
 class _Insertion:

@@ -13,29 +13,23 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
+from sqlalchemy import Engine
 
 from gateway import config as conf
-from gateway.key_management.key_list import LastUse
-from gateway.ledger import last_resort, queries
-from gateway.ledger.background import run_in_thread
-from gateway.ledger.earlier_use import earlier_use
+from gateway.ledger import last_resort
 from gateway.ledger.engine_samples import PendingSamples
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.journal import Journal
-from gateway.ledger.last_use import known_last_use
-from gateway.ledger.own_usage import own_usage, parse_own_query
-from gateway.ledger.reconciliation_queries import Reconciliation, ReconciliationQuery, parse_reconciliation_query, run_reconciliation
 from gateway.ledger.row import UsageRow, decode, frame, frames
 from gateway.ledger.spool import Spool, spool
 from gateway.ledger.store import UsageStore, database_url
-from gateway.limits.earlier_use import Budgets, UsedSince
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
 
@@ -50,10 +44,6 @@ _IDLE_WAIT = 1.0  # seconds between two scans for rows that workers of a dead ga
 _SAMPLE_DELAY = 1.0  # seconds after which the rows of requests before a sample have left the journals
 _PROBE_EVERY = 1.0  # seconds between two probes of a failed disk
 _LOG_EVERY = 60.0
-_QUERY_TIMEOUT = 60.0
-_OWN_QUERY_TIMEOUT = 5.0  # of a key's query for its own usage
-_RESTORE_TIMEOUT = 300.0
-_MARGIN = 5.0  # seconds that a connection may take in addition to its query
 _STOP_TIMEOUT = 5.0  # seconds for the database at the end; the remaining rows stay in the spool
 _log = logging.getLogger("vllm_gateway.ledger")
 
@@ -93,6 +83,11 @@ class Ledger:
     def folder(self) -> Path:
         """The spool's folder."""
         return self._spool.folder
+
+    @property
+    def engine(self) -> Engine:
+        """The engine of the database, from which ``gateway.usage`` reads."""
+        return self._store.engine
 
     @property
     def dropped(self) -> int:
@@ -139,38 +134,10 @@ class Ledger:
             yield Observation("ledger_database", error=self.unavailable or self._both)
         yield Observation("ledger_spool", error=self._disk)
 
-    async def usage(self, parameters: Mapping[str, str]) -> dict[str, Any]:
-        """Return the report for a query. Raises QueryError and DatabaseUnavailableError."""
-        if "reconcile" in parameters:
-            return (await self.reconcile(parse_reconciliation_query(parameters, datetime.now(UTC)))).document()
-        query = queries.parse_query(parameters, datetime.now(UTC))
-        return (await run_in_thread(lambda: queries.run_query(self._store.engine, query), _QUERY_TIMEOUT)).document()
-
-    async def own_usage(self, key: str, parameters: Mapping[str, str], now: datetime) -> bytes:
-        """Return a key's own usage as JSON. Raises QueryError and DatabaseUnavailableError."""
-        query = parse_own_query(key, parameters, now)
-        return await run_in_thread(lambda: own_usage(self._store.engine, query, _OWN_QUERY_TIMEOUT), _OWN_QUERY_TIMEOUT + _MARGIN)
-
-    async def reconcile(self, query: ReconciliationQuery) -> Reconciliation:
-        """Compare the ledger with the engines' counters. Raises DatabaseUnavailableError."""
-        return await run_in_thread(lambda: run_reconciliation(self._store.engine, query), _QUERY_TIMEOUT)
-
-    async def last_use(self, config: conf.Config) -> LastUse:
-        """Return when the entries of a configuration were last used, or why that is unknown."""
-        try:
-            return await run_in_thread(lambda: known_last_use(self._store.engine, config), _QUERY_TIMEOUT)
-        except DatabaseUnavailableError as error:
-            return LastUse(unknown=f"the ledger's database does not respond: {error}")
-
     @property
     def has_earlier_rows(self) -> bool:
         """Whether the spool has files of an earlier gateway, whose rows may be missing in the database."""
         return self._spool.inherited > 0
-
-    async def earlier_use(self, budgets: Budgets, starts: Sequence[float], before: float) -> list[UsedSince]:
-        """Return the sums of the rows before a start (see ``earlier_use``). Raises DatabaseUnavailableError."""
-        seconds = _RESTORE_TIMEOUT
-        return await run_in_thread(lambda: earlier_use(self._store.engine, budgets, starts, before, seconds), seconds + _MARGIN)
 
     def worker_gone(self, number: int) -> None:
         """Record a worker's open requests as lost, because its process has ended."""

@@ -18,12 +18,14 @@ from datetime import UTC, datetime
 
 from gateway.admin.engine_metrics import Engine
 from gateway.config import Config
+from gateway.ledger.engine_samples import EngineSample
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.ledger.reconciliation import UNBILLED, EngineSample, unbilled
-from gateway.ledger.reconciliation_queries import ReconciliationQuery
 from gateway.ledger.writer import Ledger
 from gateway.telemetry.metrics import CounterSums
 from gateway.telemetry.shared_counters import SharedCounters
+from gateway.usage.reader import UsageReader
+from gateway.usage.reconciliation import UNBILLED, unbilled
+from gateway.usage.reconciliation_queries import ReconciliationQuery
 from upstream.vllm import metrics
 from upstream.vllm.engine_counters import EngineCounters, parse_counters
 from upstream.vllm.metrics import MetricsUnavailableError
@@ -45,6 +47,7 @@ class EngineSampler:
         config: Callable[[], Config],
         counters: Sequence[SharedCounters],
         ledger: Ledger,
+        reader: UsageReader,
         interval: float,
     ) -> None:
         self._engines = engines
@@ -53,6 +56,7 @@ class EngineSampler:
             counters, {"requests_total": 0, "inflight_requests": 0, "mirrored_requests_total": 1, "mirrored_inflight_requests": 1}
         )
         self._ledger = ledger
+        self._reader = reader
         self._interval = interval
         self._readers = asyncio.Semaphore(_READERS)
         self._began = time.time()
@@ -143,7 +147,7 @@ class EngineSampler:
             return
         query = ReconciliationQuery(datetime.fromtimestamp(self._reconciled, UTC), datetime.fromtimestamp(until, UTC))
         try:
-            result = await self._ledger.reconcile(query)
+            result = await self._reader.reconcile(query)
         except DatabaseUnavailableError:
             return  # the ledger reports it; the next time includes these slots
         self._reconciled = until

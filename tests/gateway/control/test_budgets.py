@@ -27,6 +27,7 @@ from gateway.limits.buckets import Buckets
 from gateway.limits.rules import DAY, MONTH, Amounts
 from gateway.limits.windows import SPENT, USED, moment
 from gateway.snapshot.snapshot import Allowance, Issuer, Key, Limits, Model, Snapshot
+from gateway.usage.reader import UsageReader
 from tests.gateway.ledger.rows import payload, row
 from tests.support import postgres
 from tests.support.money import price
@@ -83,7 +84,7 @@ def buckets() -> Iterator[Buckets]:
 async def restoring(url: str, folder: Path, buckets: Buckets, clock: float = NOW) -> AsyncIterator[tuple[Ledger, BudgetRestorer]]:
     settings = conf.Ledger.model_validate({"url": SecretStr(url)})
     with running(settings, folder, folder / "spool", 1) as ledger:
-        async with budget_restorer(ledger, buckets, NOW, clock=lambda: clock) as restorer:
+        async with budget_restorer(ledger, UsageReader(ledger.engine), buckets, NOW, clock=lambda: clock) as restorer:
             yield ledger, restorer
 
 
@@ -163,7 +164,7 @@ async def test_a_month_that_has_just_begun_starts_with_nothing(url: str, tmp_pat
     store_rows(url, tmp_path, row(1, started=first - 1), row(2, started=first), row(3, started=first + 1))
     settings = conf.Ledger.model_validate({"url": SecretStr(url)})
     with running(settings, tmp_path, tmp_path / "spool", 1) as ledger:
-        async with budget_restorer(ledger, buckets, first + 2, clock=lambda: first + 2) as restorer:
+        async with budget_restorer(ledger, UsageReader(ledger.engine), buckets, first + 2, clock=lambda: first + 2) as restorer:
             await restorer.start(SNAPSHOT)
     assert counted(buckets, "key team-a", first + 2)[::2] == (30, 30)
 

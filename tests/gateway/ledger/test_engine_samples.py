@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.ledger.engine_samples import PendingSamples, read_samples, slot_length
-from gateway.ledger.reconciliation import EngineSample
+from gateway.ledger.engine_samples import EngineSample, PendingSamples, read_samples, slot_length
 from gateway.ledger.store import UsageStore, database_url
 from tests.gateway.ledger.rows import STARTED
 

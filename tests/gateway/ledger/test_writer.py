@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -16,7 +16,7 @@ from sqlalchemy import select
 
 from gateway import config as conf
 from gateway.ledger.engine_samples import PendingSamples
-from gateway.ledger.errors import DatabaseUnavailableError, QueryError
+from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import LOST, UsageRow, frame
 from gateway.ledger.schema import USAGE
 from gateway.ledger.spool import save, spool
@@ -24,7 +24,6 @@ from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import Ledger, running
 from gateway.telemetry.metrics import Series
 from tests.gateway.ledger.rows import payload, row
-from tests.support.money import price
 from tests.support.process import wait_for
 
 SHORTEST_PAUSE = 1.0
@@ -188,18 +187,6 @@ def test_a_retention_of_thousands_of_years_deletes_nothing(url: str, tmp_path: P
         wait_for(lambda: one.written == 1)
     assert len(stored(url, tmp_path)) == 1
     assert [record.message for record in caplog.records if record.name == "vllm_gateway.ledger"] == []
-
-
-async def test_queries_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
-    with ledger(url, tmp_path) as one:
-        one.journals[0].append(payload(1, started=datetime.now(UTC).timestamp(), price=price(1.0, 1.0)))
-        wait_for(lambda: one.written == 1)
-        tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
-        document = await one.usage({"by": "key", "until": tomorrow})
-        (only,) = document["usage"]
-        assert (only["key"], only["prompt_tokens"], bytes(only["cost"])) == ("team-a", 10, b"0.000015")
-        with pytest.raises(QueryError, match="color"):
-            await one.usage({"by": "color"})
 
 
 class UnavailableStore(UsageStore):

@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from gateway.ledger.reconciliation import UNBILLED
+from gateway.usage.reconciliation import UNBILLED
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY
 from tests.support.wire import client, request

@@ -18,13 +18,13 @@ from rich.console import Console
 from sqlalchemy import update
 
 from gateway.cli.main import run
-from gateway.ledger.errors import QueryError
-from gateway.ledger.output import FORMATS
-from gateway.ledger.queries import UsageReport, UsageSum, parse_query, parse_report, run_query
 from gateway.ledger.row import LOST, MIRRORED
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import UsageStore, database_url
 from gateway.snapshot.money import MAX_COST, MAX_PRICE
+from gateway.usage.errors import QueryError
+from gateway.usage.output import FORMATS
+from gateway.usage.queries import UsageReport, UsageSum, parse_query, parse_report, run_query
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.money import price
 from tests.support.process import configuration

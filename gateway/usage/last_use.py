@@ -16,9 +16,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.config import Config
 from gateway.key_management.key_list import LastUse, token_entries
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.ledger.queries import rows_of
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import create_database_engine, database_url, reason
+from gateway.usage.queries import rows_of
 
 
 def last_use(engine: Engine, keys: Iterable[str], of_tokens: frozenset[str]) -> dict[str, datetime]:

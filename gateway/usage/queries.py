@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -20,12 +19,14 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway import config as conf
 from gateway.config.problems import did_you_mean
 from gateway.config.quantities import parse_duration
-from gateway.ledger.dimensions import CHOICES, DIMENSIONS, LABEL, is_dimension
-from gateway.ledger.errors import DatabaseUnavailableError, QueryError
+from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import MIRRORED
 from gateway.ledger.schema import USAGE
-from gateway.ledger.store import create_database_engine, database_url, reason, time_limited
+from gateway.ledger.store import reason
 from gateway.snapshot.money import NANO, json_number
+from gateway.usage.database import open_ledger, time_limited
+from gateway.usage.dimensions import CHOICES, DIMENSIONS, LABEL, is_dimension
+from gateway.usage.errors import QueryError
 
 MAX_GROUPS = 50_000
 """Lines of a report. Clients choose the values of ``user``, so their number must be bounded."""
@@ -249,18 +250,3 @@ def query_ledger(settings: conf.Ledger, beside: Path, parameters: Mapping[str, s
     query = parse_query(parameters, datetime.now(UTC))
     with open_ledger(settings, beside) as engine:
         return run_query(engine, query)
-
-
-@contextmanager
-def open_ledger(settings: conf.Ledger, beside: Path) -> Iterator[Engine]:
-    """Open the ledger of a configuration in the folder ``beside``. Raises DatabaseUnavailableError."""
-    url = database_url(settings.url.get_secret_value(), beside)
-    if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
-        raise DatabaseUnavailableError(
-            f"there is no file {url.database}; the gateway creates it with its first row"
-        )  # a query would create it
-    engine = create_database_engine(url)
-    try:
-        yield engine
-    finally:
-        engine.dispose()

@@ -18,9 +18,14 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import config as conf
 from gateway.ledger.engine_samples import read_samples
-from gateway.ledger.errors import DatabaseUnavailableError, QueryError
-from gateway.ledger.queries import open_ledger, parse_query
-from gateway.ledger.reconciliation import (
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.row import LOST, MIRRORED
+from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
+from gateway.ledger.store import reason
+from gateway.usage.database import open_ledger
+from gateway.usage.errors import QueryError
+from gateway.usage.queries import parse_query
+from gateway.usage.reconciliation import (
     KINDS,
     Classes,
     LedgerSums,
@@ -32,9 +37,6 @@ from gateway.ledger.reconciliation import (
     gaps,
     windows,
 )
-from gateway.ledger.row import LOST, MIRRORED
-from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
-from gateway.ledger.store import reason
 
 LONGEST_RESPONSE = timedelta(hours=6)
 """A response that takes longer belongs to the window in which its request arrived."""

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.ledger.reconciliation import KINDS, Classes, ReconciledServer
-from gateway.ledger.reconciliation_queries import Reconciliation
+from gateway.usage.reconciliation import KINDS, Classes, ReconciledServer
+from gateway.usage.reconciliation_queries import Reconciliation
 
 _CLASSES = tuple(Classes.__dataclass_fields__)
 _ALWAYS_SHOWN = ("engine", "ledger", "difference")

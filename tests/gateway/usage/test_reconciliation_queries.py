@@ -15,19 +15,19 @@ import pytest
 from rich.console import Console
 from sqlalchemy import create_engine
 
-from gateway.ledger.engine_samples import PendingSamples
-from gateway.ledger.errors import QueryError
-from gateway.ledger.reconciliation import Classes, EngineSample
-from gateway.ledger.reconciliation_output import FORMATS
-from gateway.ledger.reconciliation_queries import (
+from gateway.ledger.engine_samples import EngineSample, PendingSamples
+from gateway.ledger.row import LOST, MIRRORED
+from gateway.ledger.store import UsageStore, database_url
+from gateway.usage.errors import QueryError
+from gateway.usage.reconciliation import Classes
+from gateway.usage.reconciliation_output import FORMATS
+from gateway.usage.reconciliation_queries import (
     Reconciliation,
     ReconciliationQuery,
     parse_reconciliation,
     parse_reconciliation_query,
     run_reconciliation,
 )
-from gateway.ledger.row import LOST, MIRRORED
-from gateway.ledger.store import UsageStore, database_url
 from tests.gateway.ledger.rows import STARTED, row
 
 BEGIN = EngineSample("tiny#0", "tiny", 1_000, STARTED, True, 0, 0, 0, 0, 0)

@@ -13,10 +13,11 @@ from sqlalchemy import ColumnElement, Engine, case, func, inspect, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.ledger.queries import HALF, subjects_of
 from gateway.ledger.schema import USAGE
-from gateway.ledger.store import reason, time_limited
+from gateway.ledger.store import reason
 from gateway.limits.earlier_use import Budgets, UsedSince
+from gateway.usage.database import time_limited
+from gateway.usage.queries import HALF, subjects_of
 
 _MOST_STARTS = 100  # of periods and slices in one query
 _MOST_NAMES = 500  # more keys and teams are not named in the query, which then reads all rows of the time

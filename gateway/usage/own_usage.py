@@ -14,8 +14,8 @@ import msgspec
 from sqlalchemy import Engine
 
 from gateway.config.problems import did_you_mean
-from gateway.ledger.errors import QueryError
-from gateway.ledger.queries import UsageQuery, parse_query, run_query
+from gateway.usage.errors import QueryError
+from gateway.usage.queries import UsageQuery, parse_query, run_query
 
 OWN_DIMENSIONS = ("model", "day", "endpoint", "code")
 """Dimensions by which a key's own use may be grouped."""

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.ledger.reconciliation import (
+from gateway.ledger.engine_samples import EngineSample
+from gateway.usage.reconciliation import (
     QUIET_WITHIN,
     Classes,
-    EngineSample,
     Growth,
     LedgerSums,
     ReconciledServer,

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gateway.ledger.queries import UsageReport, UsageSum
 from gateway.snapshot.money import decimal_of, decimal_text
+from gateway.usage.queries import UsageReport, UsageSum
 
 _BAR = 24  # columns
 _MIN_DECIMALS = 2

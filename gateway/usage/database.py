@@ -1,0 +1,81 @@
+"""Read the ledger's database: open it, bound the time of its queries, and wait for them on a separate thread.
+
+The rules: reading creates no database. A query is ended by the database after its time. A thread whose database hangs does not keep the
+process alive.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+from sqlalchemy import Connection, Engine
+
+from gateway import config as conf
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.store import create_database_engine, database_url
+
+_STEPS_BETWEEN_CHECKS = 10_000  # steps of SQLite's virtual machine between two checks of a query's time
+T = TypeVar("T")
+
+
+@contextmanager
+def open_ledger(settings: conf.Ledger, beside: Path) -> Iterator[Engine]:
+    """Open the ledger of a configuration in the folder ``beside``. Raises DatabaseUnavailableError."""
+    url = database_url(settings.url.get_secret_value(), beside)
+    if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():  # a query would create it
+        raise DatabaseUnavailableError(f"there is no file {url.database}; the gateway creates it with its first row")
+    engine = create_database_engine(url)
+    try:
+        yield engine
+    finally:
+        engine.dispose()
+
+
+@contextmanager
+def time_limited(engine: Engine, seconds: float) -> Iterator[Connection]:
+    """Connect for queries that the database ends after ``seconds`` with an error."""
+    with engine.connect() as connection:
+        if connection.dialect.name == "postgresql":
+            connection.exec_driver_sql(f"SET LOCAL statement_timeout = {math.ceil(seconds * 1000)}")
+            yield connection
+            return
+        deadline, driver = time.monotonic() + seconds, cast(sqlite3.Connection, connection.connection.driver_connection)
+        driver.set_progress_handler(lambda: time.monotonic() > deadline, _STEPS_BETWEEN_CHECKS)
+        try:
+            yield connection
+        finally:
+            driver.set_progress_handler(None, 0)
+
+
+async def run_in_thread(work: Callable[[], T], seconds: float) -> T:
+    """Return what ``work`` returns, or raise what it raises.
+
+    Raises DatabaseUnavailableError after ``seconds``; the work then continues. The interpreter waits for asyncio's own threads when
+    it exits, which a hanging database would block.
+    """
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        try:
+            report = partial(outcome.set_result, work())
+        except Exception as error:  # noqa: BLE001  the caller gets it
+            report = partial(outcome.set_exception, error)
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(lambda: outcome.done() or report())
+
+    threading.Thread(target=run, name="ledger-query", daemon=True).start()
+    try:
+        async with asyncio.timeout(seconds):
+            return await outcome
+    except TimeoutError:
+        raise DatabaseUnavailableError(f"no response within {seconds:g} s") from None

@@ -1,0 +1,63 @@
+"""Run the queries of a gateway whose ledger is running: reports, reconciliations, and what control reads for itself.
+
+The rule: the event loop waits for no database, so each query runs on a thread, for a bounded time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Engine
+
+from gateway.config import Config
+from gateway.key_management.key_list import LastUse
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.limits.earlier_use import Budgets, UsedSince
+from gateway.usage.database import run_in_thread
+from gateway.usage.earlier_use import earlier_use
+from gateway.usage.last_use import known_last_use
+from gateway.usage.own_usage import own_usage, parse_own_query
+from gateway.usage.queries import parse_query, run_query
+from gateway.usage.reconciliation_queries import Reconciliation, ReconciliationQuery, parse_reconciliation_query, run_reconciliation
+
+_QUERY_TIMEOUT = 60.0
+_OWN_QUERY_TIMEOUT = 5.0  # of a key's query for its own usage
+_RESTORE_TIMEOUT = 300.0
+_MARGIN = 5.0  # seconds that a connection may take in addition to its query
+
+
+class UsageReader:
+    """Reads the database of a running ledger. ``engine`` is the ledger's, which closes it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    async def report(self, parameters: Mapping[str, str]) -> dict[str, Any]:
+        """Return the report for a query. Raises QueryError and DatabaseUnavailableError."""
+        if "reconcile" in parameters:
+            return (await self.reconcile(parse_reconciliation_query(parameters, datetime.now(UTC)))).document()
+        query = parse_query(parameters, datetime.now(UTC))
+        return (await run_in_thread(lambda: run_query(self._engine, query), _QUERY_TIMEOUT)).document()
+
+    async def own_usage(self, key: str, parameters: Mapping[str, str], now: datetime) -> bytes:
+        """Return a key's own usage as JSON. Raises QueryError and DatabaseUnavailableError."""
+        query = parse_own_query(key, parameters, now)
+        return await run_in_thread(lambda: own_usage(self._engine, query, _OWN_QUERY_TIMEOUT), _OWN_QUERY_TIMEOUT + _MARGIN)
+
+    async def reconcile(self, query: ReconciliationQuery) -> Reconciliation:
+        """Compare the ledger with the engines' counters. Raises DatabaseUnavailableError."""
+        return await run_in_thread(lambda: run_reconciliation(self._engine, query), _QUERY_TIMEOUT)
+
+    async def last_use(self, config: Config) -> LastUse:
+        """Return when the entries of a configuration were last used, or why that is unknown."""
+        try:
+            return await run_in_thread(lambda: known_last_use(self._engine, config), _QUERY_TIMEOUT)
+        except DatabaseUnavailableError as error:
+            return LastUse(unknown=f"the ledger's database does not respond: {error}")
+
+    async def earlier_use(self, budgets: Budgets, starts: Sequence[float], before: float) -> list[UsedSince]:
+        """Return the sums of the rows before a start (see ``earlier_use``). Raises DatabaseUnavailableError."""
+        seconds = _RESTORE_TIMEOUT
+        return await run_in_thread(lambda: earlier_use(self._engine, budgets, starts, before, seconds), seconds + _MARGIN)

@@ -1,0 +1,31 @@
+"""Queries while the ledger runs, in both databases."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from pydantic import SecretStr
+
+from gateway import config as conf
+from gateway.ledger.writer import running
+from gateway.usage.errors import QueryError
+from gateway.usage.reader import UsageReader
+from tests.gateway.ledger.rows import payload
+from tests.support.money import price
+from tests.support.process import wait_for
+
+
+async def test_queries_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
+    settings = conf.Ledger.model_validate({"url": SecretStr(url)})
+    with running(settings, tmp_path, tmp_path / "spool", workers=1) as one:
+        reader = UsageReader(one.engine)
+        one.journals[0].append(payload(1, started=datetime.now(UTC).timestamp(), price=price(1.0, 1.0)))
+        wait_for(lambda: one.written == 1)
+        tomorrow = (datetime.now(UTC) + timedelta(days=1)).isoformat()
+        document = await reader.report({"by": "key", "until": tomorrow})
+        (only,) = document["usage"]
+        assert (only["key"], only["prompt_tokens"], bytes(only["cost"])) == ("team-a", 10, b"0.000015")
+        with pytest.raises(QueryError, match="color"):
+            await reader.report({"by": "color"})
