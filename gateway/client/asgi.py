@@ -17,8 +17,8 @@ from urllib.parse import unquote
 import httptools
 
 from gateway.api.errors import Refusal, draining, internal_error
-from gateway.client.http_parser import RequestHead
-from gateway.client.status_lines import STATUS_LINES
+from gateway.client.http.parser import RequestHead
+from gateway.client.http.status_lines import STATUS_LINES
 
 if TYPE_CHECKING:
     from gateway.client.connection import ClientConnection

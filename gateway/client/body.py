@@ -12,7 +12,7 @@ import msgspec
 
 from gateway.admission.body_memory import FREE
 from gateway.api.errors import Refusal
-from gateway.client.http_parser import RequestHead
+from gateway.client.http.parser import RequestHead
 from upstream.http.inline_task import Signal
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Client connections of the data port: transports, keep-alive and pipelining.
 
-Bytes from the transport go through ``http_parser``. A POST to an inference route becomes a ``ClientRequest``. Its handler reads and writes
+Bytes from the transport go through ``http.parser``. A POST to an inference route becomes a ``ClientRequest``. Its handler reads and writes
 it directly, so that a chunk goes from the server's callback to the client's transport without ASGI messages and task switches. Every other
 request becomes an ``AsgiRequest``.
 
@@ -25,9 +25,9 @@ from gateway.client.addresses import counted_client, shown_address
 from gateway.client.asgi import AsgiRequest
 from gateway.client.body import RequestBody
 from gateway.client.flow_control import FlowControl
-from gateway.client.http_parser import FORWARDED, MAX_HEAD, BodyReceiver, HttpParser, Reading, RequestHead
+from gateway.client.http.parser import FORWARDED, MAX_HEAD, BodyReceiver, HttpParser, Reading, RequestHead
+from gateway.client.http.status_lines import STATUS_LINES
 from gateway.client.request import ClientRequest
-from gateway.client.status_lines import STATUS_LINES
 from gateway.client.timeouts import Wait, WaitTimer
 from gateway.client.worker_context import WorkerContext
 from gateway.snapshot.snapshot import Key

@@ -16,8 +16,8 @@ from msgspec import field
 
 from gateway.auth.catalog import Target
 from gateway.client.body import RequestBody
-from gateway.client.http_parser import RequestHead
-from gateway.client.status_lines import STATUS_LINES
+from gateway.client.http.parser import RequestHead
+from gateway.client.http.status_lines import STATUS_LINES
 from gateway.telemetry.tracing import Trace
 from upstream.http.inline_task import InlineTask
 

@@ -22,8 +22,8 @@ from gateway.auth.catalog import Catalog
 from gateway.auth.keyring import Keyring
 from gateway.client.addresses import ConnectionCounts, Proxies
 from gateway.client.asgi import Application
-from gateway.client.cors import Cors
 from gateway.client.eviction import Unauthenticated
+from gateway.client.http.cors import Cors
 from gateway.client.request import request_ids
 from gateway.client.usage_requests import UsageRequests
 from gateway.ledger.recorder import Recorder

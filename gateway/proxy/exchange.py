@@ -18,7 +18,7 @@ from gateway.api.routes import Body, Dialect
 from gateway.api.vllm.errors import from_server, server_failure
 from gateway.auth.catalog import CatalogEntry, named_model
 from gateway.auth.split import Split
-from gateway.client.content_encoding import ENCODINGS, IDENTITY, decoded
+from gateway.client.http.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.request import ClientRequest
 from gateway.client.worker_context import WorkerContext
 from gateway.limits.sessions import session_of

@@ -16,7 +16,7 @@ from gateway.auth.catalog import Catalog
 from gateway.auth.keyring import Keyring
 from gateway.client.addresses import Proxies
 from gateway.client.connection import ClientConnection
-from gateway.client.cors import Cors
+from gateway.client.http.cors import Cors
 from gateway.client.worker_context import ActiveSnapshot, WorkerContext
 from gateway.snapshot.link import CachedBlocks, Health
 from gateway.snapshot.snapshot import Snapshot

@@ -34,7 +34,7 @@ from gateway.auth.jwks import verification_keys
 from gateway.auth.jwt import TokenVerifier
 from gateway.auth.keyring import Keyring
 from gateway.check import preflight
-from gateway.client.content_encoding import decoded
+from gateway.client.http.content_encoding import decoded
 from gateway.config import ConfigurationError, drafted, load
 from gateway.fleet.configured_servers import launches
 from gateway.fleet.observed_servers import ObservedServers

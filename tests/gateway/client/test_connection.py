@@ -14,7 +14,7 @@ import pytest
 
 from gateway.api.errors import Refusal
 from gateway.client.connection import MAX_PIPELINED, ClientConnection
-from gateway.client.http_parser import MAX_HEAD, is_host
+from gateway.client.http.parser import MAX_HEAD, is_host
 from gateway.client.timeouts import KEEP_ALIVE
 from gateway.snapshot.snapshot import Key
 from tests.support.running import KEY, Served, key, model, serving, until

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from gateway.admission.body_memory import FREE
 from gateway.api.errors import Refusal
-from gateway.client.content_encoding import ENCODINGS, decoded
+from gateway.client.http.content_encoding import ENCODINGS, decoded
 from gateway.snapshot.snapshot import Clients
 from gateway.system.steps import finished
 from tests.gateway.proxy.test_form import BOUNDARY, FILE, form

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
-from gateway.client.http_parser import MAX_HEAD, MAX_HEADERS, HttpParser, Reading, RequestHead
+from gateway.client.http.parser import MAX_HEAD, MAX_HEADERS, HttpParser, Reading, RequestHead
 
 LINE, HOST = b"POST /v1/chat/completions HTTP/1.1\r\n", b"host: a\r\n"
 
