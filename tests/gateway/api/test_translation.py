@@ -239,3 +239,11 @@ async def test_a_raw_prompt_that_is_too_long_is_blamed_on_the_prompt(trio: tuple
     server.events = (b"data: " + orjson.dumps({"error": error}) + b"\n\n", DONE)
     reply = await request_once(served.port, request({"model": "tiny", "prompt": "x " * 99, "stream": True}))
     assert (reply.status, reply.error["code"], reply.error["param"]) == (400, "context_length_exceeded", "prompt")
+
+
+async def test_a_response_that_is_not_json_is_a_failure_of_the_server(trio: tuple[Served, Scripted, Server]) -> None:
+    served, _, server = trio
+    server.response = ["not", "a", "completion"]
+    reply = await request_once(served.port, request({"model": "tiny", "prompt": "Once upon a time"}))
+    assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
+    assert served.value("server_failures_total", "tiny", "tiny#0", "bad_answer") == 1

@@ -81,6 +81,16 @@ def test_media_count_by_their_digest() -> None:
     assert large.size < len(TEXT) + 200
 
 
+def test_the_text_of_other_messages_counts_beside_media() -> None:
+    def body(text: str) -> dict[str, Any]:
+        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        return {"messages": [{"role": "system", "content": text}, user([image])]}
+
+    one, same, other = (keys_of(body(text)) for text in (TEXT, TEXT, "#" + TEXT))
+    assert len(one) >= len(TEXT) // BLOCK_BYTES
+    assert one == same and not set(one) & set(other)
+
+
 def test_keys_are_bounded_and_the_size_is_not() -> None:
     prompt = finished(prompt_of({"prompt": "x" * (MOST_BLOCKS + 10) * BLOCK_BYTES}))
     assert len(prompt.keys) == MOST_BLOCKS and prompt.size > MOST_BLOCKS * BLOCK_BYTES

@@ -19,6 +19,8 @@ from tests.support.scripted import Conversation, Scripted, scripted
 from upstream.vllm.kv_events.keys import prompt_keys
 
 SIZE = 16
+REFUSED = "no tokens: "
+"""The start of a text for which the servers return no token IDs."""
 
 
 def tokens_of(text: str) -> list[int]:
@@ -30,7 +32,9 @@ async def respond(talk: Conversation) -> None:
     document: Any = talk.request.json
     text = document.get("prompt") or document["messages"][0]["content"]
     ids = text if isinstance(text, list) else tokens_of(text)
-    if talk.request.head.startswith(b"POST /tokenize "):
+    if talk.request.head.startswith(b"POST /tokenize ") and text.startswith(REFUSED):
+        await talk.respond(b"{}", "500 Internal Server Error")
+    elif talk.request.head.startswith(b"POST /tokenize "):
         await talk.respond(json.dumps({"count": len(ids), "max_model_len": 4096, "tokens": ids}).encode())
     else:
         usage = {"prompt_tokens": len(ids), "completion_tokens": 1, "prompt_tokens_details": {"cached_tokens": 0}}
@@ -126,3 +130,19 @@ async def test_a_large_body_is_compared_by_its_text(routed: Routed) -> None:
     routed.report(0, tokens_of(TEXT))
     await routed.server_of(messages=[{"role": "user", "content": "x" * MOST_BYTES}])
     assert routed.tokenized() == 0
+
+
+async def test_a_chat_with_an_image_is_compared_by_its_text(routed: Routed) -> None:
+    """The server would load the image for its token IDs and again for the request."""
+    routed.report(0, tokens_of(TEXT))
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    await routed.server_of(messages=[{"role": "user", "content": [image, {"type": "text", "text": TEXT}]}])
+    assert routed.tokenized() == 0
+
+
+async def test_a_chat_is_served_if_its_token_ids_cannot_be_read(routed: Routed) -> None:
+    routed.report(0, tokens_of(TEXT))
+    for _ in range(2):
+        await routed.server_of(messages=[{"role": "user", "content": REFUSED + TEXT * 10}])
+    assert routed.tokenized() == 2
+    assert routed.predicted() > 0, "the second request is compared by its text"

@@ -18,14 +18,17 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import UsageRow, decode, frames
 from gateway.limits import rules, windows
+from gateway.limits.estimate import BYTES_PER_TOKEN
 from gateway.snapshot.money import cost_of
 from gateway.snapshot.snapshot import Allowance, Limits
 from gateway.telemetry.metrics import Series, sum_series
+from tests.gateway.proxy.test_form import FILE, MODEL, form, part
 from tests.support.examples import examples
 from tests.support.money import price
-from tests.support.running import key, model, until
+from tests.support.running import key, model, serving, until
+from tests.support.scripted import Conversation, scripted
 from tests.support.way import Way, way
-from tests.support.wire import DONE, STREAM_HEAD, chat, request
+from tests.support.wire import DONE, STREAM_HEAD, chat, request, request_once
 
 PRICE = price(0.1, 0.3, cached=0.05, reasoning=0.7)
 HOLDER = Allowance("key team-a", Limits(tokens_per_day=10**9, cost_per_day=10**15))
@@ -223,3 +226,33 @@ async def test_a_stream_without_usage_is_estimated_for_the_ledger_whatever_the_l
         one.streamed([STREAM_HEAD, *(b"%x\r\n%b\r\n" % (len(each), each) for each in sent), b"0\r\n\r\n"], include_usage=False)
         (row,) = [decode(payload) for payload in frames(journal.read().data)]
     assert (row.status, row.incomplete, row.completion, row.estimated_by) == (200, None, 4, Method.EVENTS)
+
+
+async def sends_a_stream_without_usage(talk: Conversation) -> None:
+    await talk.begin_stream()
+    for _ in range(4):
+        await talk.chunk(token(0, None))
+    await talk.chunk(DONE)
+    await talk.end_stream()
+
+
+LARGE = request(chat(stream=True, messages=[{"role": "user", "content": "word " * 300_000}]))
+TRANSCRIPTION = form(MODEL, part("stream", b"true"), FILE)
+
+
+@pytest.mark.parametrize(
+    ("sent", "least", "most"),
+    [
+        pytest.param(LARGE, len(LARGE) // BYTES_PER_TOKEN - 300, len(LARGE) // BYTES_PER_TOKEN, id="a large body, by its length"),
+        pytest.param(TRANSCRIPTION, 1, 1, id="a form, which has no text"),
+    ],
+)
+async def test_the_prompt_of_a_stream_without_usage_is_estimated_without_parsing(sent: bytes, least: int, most: int) -> None:
+    with closing(Journal.create("test", 1 << 16, 8)) as journal:
+        async with scripted(sends_a_stream_without_usage) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+            reply = await request_once(served.port, sent)
+            assert (reply.status, reply.body) == (200, token(0, None) * 4 + DONE)
+            await until(lambda: len(served.context.records) == 1)
+        (row,) = [decode(payload) for payload in frames(journal.read().data)]
+    assert (row.status, row.incomplete, row.estimated_by) == (200, None, Method.EVENTS)
+    assert row.prompt is not None and least <= row.prompt <= most

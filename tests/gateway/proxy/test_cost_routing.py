@@ -12,8 +12,10 @@ import pytest
 
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import BodyRules, CostSettings
-from tests.support.running import KEY, Served, model, serving
+from tests.support.ports import refusing
+from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, scripted
+from tests.support.wire import request, request_once
 from upstream.balancing.server import Condition
 
 SYSTEM = "You are the assistant of a customer. " * 100  # 3,700 characters
@@ -81,3 +83,25 @@ async def test_predictions_are_counted_and_explained(worker: Served) -> None:
     assert len(record.explanation["candidates"]) == 3
     assert worker.value("predicted_tokens_total", "tiny", "cached") == 1800
     assert worker.value("predicted_tokens_total", "tiny", "predicted") > 500
+
+
+async def test_a_model_without_a_server_that_is_up_has_no_placement(worker: Served) -> None:
+    worker.worker.apply_health(Health({f"tiny#{number}": Condition.DOWN for number in range(3)}, {}))
+    reply = await request_once(worker.port, request())
+    assert (reply.status, reply.error["code"]) == (503, "no_healthy_server")
+    await until(lambda: len(worker.context.records) == 1)
+    assert worker.context.records[0].explanation is None
+    assert worker.total("predicted_tokens_total") == worker.in_flight == 0
+
+
+async def test_a_request_that_a_fallback_serves_leaves_nothing_on_its_servers() -> None:
+    """The two servers refuse connections. They stay in the cost model, where no request may remain in flight."""
+    with refusing() as port:
+        async with scripted(responding(0)) as spare:
+            requested = model(port, port, balance="cost", cost=CostSettings(), fallbacks=("other",))
+            async with serving([requested, model(spare.port, identity="other")]) as served:
+                for _ in range(3):
+                    assert (await request_once(served.port, request())).headers["x-vllm-gateway-fallback"] == "other"
+                assert served.total("server_failures_total") > 1
+                costs = served.worker.costs["tiny"]
+                assert [cost.in_flight for cost in costs.servers.values()] == [0, 0]

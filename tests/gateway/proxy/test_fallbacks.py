@@ -9,6 +9,7 @@ from collections.abc import Mapping
 import orjson
 import pytest
 
+from gateway.client.keepalive import COMMENT
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import BodyRules, Model, Queue
 from gateway.telemetry.access_log import line
@@ -197,3 +198,37 @@ async def test_one_whose_policy_refuses_the_request_is_passed_over() -> None:
             reply = await request_once(served.port, request(chat(chat_template="x")))
             assert (reply.status, reply.error["code"]) == (503, "no_healthy_server")
             assert FALLBACK_HEADER not in reply.headers, "nobody could take it: it is as if no other had been asked"
+
+
+async def test_comments_continue_while_a_fallback_is_silent() -> None:
+    """The first comment has started the response while the requested model hung. The fallback gets no second timer."""
+    release = asyncio.Event()
+
+    async def waits(talk: Conversation) -> None:
+        await release.wait()
+        await responses(talk)
+
+    with silent() as port:
+        async with scripted(waits) as server:
+            requested = model(port, fallbacks=("other",), keepalive=0.05, timeouts=Timeouts(connect=0.5))
+            async with serving([requested, model(server.port, identity="other", keepalive=0.05)]) as served, client(served.port) as one:
+                one.send(request(chat(stream=True)))
+                reply = asyncio.create_task(one.reply())
+                await until(lambda: one.begun.is_set() and server.requests)
+                release.set()
+                pieces = (await reply).pieces
+                assert b"".join(piece for piece in pieces if piece != COMMENT) == b"".join(SHOWN) and pieces[0] == COMMENT
+                await until(lambda: served.in_flight == 0)
+
+
+async def test_a_large_body_goes_there_as_well() -> None:
+    content = "x" * 200_000
+    async with scripted(responses) as server:
+        requested = model(1, fallbacks=("other",), defaults={"top_k": 1})
+        async with serving([requested, model(server.port, identity="other", served="in", overrides={"seed": 3})]) as served:
+            down(served, requested)
+            messages = [{"role": "user", "content": content}]
+            reply = await request_once(served.port, request(chat(messages=messages)))
+            assert (reply.status, reply.headers[FALLBACK_HEADER]) == (200, "other")
+            assert server.requests[0].json == {"model": "in", "messages": messages, "seed": 3}
+            await until(lambda: served.in_flight == served.context.memory.held == 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from itertools import pairwise
 from time import thread_time
 
@@ -13,6 +14,9 @@ from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
 from gateway.auth.body_policy import FORBIDDEN, BodyPolicy
+from gateway.ledger.journal import Journal
+from gateway.ledger.recorder import Recorder
+from gateway.ledger.row import decode, frames
 from gateway.proxy.form import MAX_PARTS, Form
 from gateway.snapshot.snapshot import Allowance, BodyRules, Limits
 from tests.support.running import KEY, Served, key, model, serving, until
@@ -229,6 +233,12 @@ async def test_the_default_model_serves_a_form_without_one(parts: tuple[bytes, .
             assert (await request_once(served.port, form(*parts, chunks=chunks))).body == RESPONSE
             assert server.requests[0].body == b"".join(parts) + part("model", b"inside") + END
             assert served.context.records[0].model == "tiny"
+
+
+async def test_a_form_without_parts_is_the_servers_to_refuse() -> None:
+    async with scripted(responses) as server, serving([model(server.port)], default_model="tiny") as served:
+        assert (await request_once(served.port, form())).body == RESPONSE
+        assert server.requests[0].body == END
 
 
 async def test_a_large_file_streams_through() -> None:
@@ -476,3 +486,26 @@ async def test_a_keys_bound_holds_for_forms() -> None:
         assert (await request_once(served.port, form(MODEL, FILE))).status == 200
         assert server.requests[0].body == MODEL + bound(10) + FILE + END
         assert server.requests[1].body == MODEL + FILE + bound(10) + END
+
+
+async def test_a_transcription_has_a_row() -> None:
+    with closing(Journal.create("test", 1 << 16, 8)) as journal:
+        async with scripted(responses) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+            assert (await request_once(served.port, form(MODEL, FILE))).body == RESPONSE
+            await until(lambda: len(served.context.records) == 1)
+        (row,) = [decode(payload) for payload in frames(journal.read().data)]
+    assert (row.key, row.model, row.endpoint, row.status, row.incomplete) == ("team-a", "tiny", PATH, 200, None)
+
+
+async def test_a_server_that_disconnects_during_an_upload() -> None:
+    async def refuses(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.transport.abort()
+
+    server = await asyncio.start_server(refuses, "127.0.0.1", 0)
+    async with server, serving([model(server.sockets[0].getsockname()[1])]) as served, client(served.port) as one:
+        one.send(form(MODEL, part("file", b"x" * 4_000_000)))
+        reply = await one.reply()
+        assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
+        await gone(served)
+        assert served.value("server_failures_total", "tiny", "tiny#0") == 1

@@ -15,6 +15,7 @@ import pytest
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import MIRRORED, UsageRow, decode, frames
+from gateway.proxy.response import EVENT_LIMIT
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Mirror, Model
 from gateway.telemetry.metrics import Series, sum_series
@@ -23,7 +24,7 @@ from tests.support.money import price
 from tests.support.ports import refusing, silent
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, Script, Scripted, scripted
-from tests.support.wire import COMPLETION, EVENTS, SHOWN, chat, client, request, request_once
+from tests.support.wire import COMPLETION, COUNT, DONE, EVENTS, ROLE, SHOWN, chat, client, request, request_once
 from upstream.balancing.server import Condition
 from upstream.http.deadlines import Timeouts
 
@@ -294,6 +295,57 @@ async def test_the_usage_of_other_streams_is_recorded_too(path: str, events: tup
         await until(lambda: results(served) == {"completed": 1} and served.in_flight == 0)
         (copy,) = [row for row in rows(journal) if row.key == MIRRORED]
         assert (copy.prompt, copy.completion, copy.endpoint) == (7, 4, path)
+
+
+async def test_the_usage_of_binary_embeddings_is_recorded_too(journal: Journal) -> None:
+    async def embeds(talk: Conversation) -> None:
+        line = b'metadata: {"usage":{"prompt_tokens":7,"total_tokens":7}}\r\n' if talk.request.json["encoding_format"] == "bytes" else b""
+        await talk.write(b"HTTP/1.1 200 OK\r\n%bcontent-type: application/octet-stream\r\ncontent-length: 8\r\n\r\n" % line + bytes(8))
+
+    async with mirroring(embeds, embeds, ledger=Recorder(journal)) as (served, _, _):
+        for number, encoding in enumerate(("bytes", "bytes_only"), 1):
+            body = {"model": "tiny", "input": "a", "encoding_format": encoding}
+            assert (await request_once(served.port, request(body, "/v1/embeddings"))).body == bytes(8)
+            await until(lambda number=number: results(served) == {"completed": number})
+        copies = [row for row in rows(journal) if row.key == MIRRORED]
+        assert [(copy.prompt, copy.estimated_by) for copy in copies] == [(7, None), (None, None)]
+
+
+@pytest.mark.parametrize("size", [100, 2 * EVENT_LIMIT], ids=["in the middle", "above the limit"])
+async def test_a_copy_is_read_to_its_end_whatever_its_events_contain(size: int, journal: Journal) -> None:
+    """A usage is read from any event with the field. An event above the limit ends the search, not the copy."""
+    odd = b'data: ["usage"]\n\n', b'data: {"usage"\n\n', ROLE, b"data: " + b"x" * size + b"\n\n"
+    last = b'data: {"choices":[],"usage":{"prompt_tokens":3,"completion_tokens":5,"total_tokens":8}}\n\n'
+
+    async def streams(talk: Conversation) -> None:
+        await talk.begin_stream()
+        for event in (COUNT, *odd, last, DONE):
+            await talk.chunk(event)
+        await talk.end_stream()
+
+    async with mirroring(responds, streams, ledger=Recorder(journal)) as (served, _, _):
+        reply = await request_once(served.port, request(chat(stream=True)))
+        assert reply.body == b"".join(SHOWN)
+        await until(lambda: results(served) == {"completed": 1} and served.in_flight == 0)
+        (copy,) = [row for row in rows(journal) if row.key == MIRRORED]
+        assert (copy.prompt, copy.completion, copy.incomplete) == (3, 2 if size > EVENT_LIMIT else 5, None)
+
+
+async def test_a_request_that_is_sent_again_is_copied_once() -> None:
+    """The server closes the idle connection on which the second request is sent first."""
+
+    async def closes_the_second(talk: Conversation) -> None:
+        if talk.number == 2:
+            talk.writer.close()
+        else:
+            await talk.respond(COMPLETION)
+
+    async with mirroring(closes_the_second, responds) as (served, server, other):
+        for _ in range(2):
+            assert (await request_once(served.port, request())).status == 200
+        assert len(server.requests) == 3
+        await until(lambda: results(served) == {"completed": 2})
+        assert len(other.requests) == 2
 
 
 async def test_a_split_and_a_fallback_have_their_own_mirrors() -> None:

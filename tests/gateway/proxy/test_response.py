@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from contextlib import closing
 from dataclasses import replace
 
 import orjson
@@ -9,8 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.api.settlement import Method
 from gateway.auth.body_policy import MAX_BATCH
 from gateway.auth.catalog import Catalog, CatalogEntry
+from gateway.ledger.journal import Journal
+from gateway.ledger.recorder import Recorder
+from gateway.ledger.row import decode, frames
 from gateway.limits.estimate import BYTES_PER_TOKEN
 from gateway.proxy.response import EVENT_LIMIT
 from gateway.snapshot.snapshot import Allowance, Key, Limits
@@ -18,7 +24,7 @@ from tests.gateway.proxy.test_response_bytes import chunked, cut
 from tests.support.examples import examples
 from tests.support.running import key, model, serving, until
 from tests.support.scripted import Conversation, Script, scripted
-from tests.support.wire import COMPLETION, DONE, ROLE, Reply, chat, request, request_once
+from tests.support.wire import COMPLETION, DONE, ROLE, Reply, chat, client, request, request_once
 
 COUNTED = b'"usage":{"input_tokens":15,"output_tokens":22}'
 START = b'event: message_start\ndata: {"type":"message_start","message":{"id":"m","usage":{"input_tokens":15,"output_tokens":0}}}\n\n'
@@ -269,6 +275,37 @@ async def test_binary_embeddings_keep_their_metadata_and_are_counted(reported: b
             assert (again.status, again.error["code"]) == (429, "insufficient_quota")
 
 
+async def test_binary_embeddings_without_usage_are_estimated_for_the_ledger() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.respond(bytes(8), kind="application/octet-stream")
+
+    body = {"model": "tiny", "input": "word " * 70, "encoding_format": "bytes_only"}
+    with closing(Journal.create("test", 1 << 16, 8)) as journal:
+        async with scripted(script) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+            assert (await request_once(served.port, request(body, "/v1/embeddings"))).body == bytes(8)
+            await until(lambda: len(served.context.records) == 1)
+        (row,) = [decode(payload) for payload in frames(journal.read().data)]
+    assert (row.prompt, row.completion, row.estimated_by) == (len(orjson.dumps(body)) // BYTES_PER_TOKEN, 0, Method.BYTES)
+
+
+async def test_binary_embeddings_are_relayed_as_they_arrive() -> None:
+    received = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        await talk.chunk(VECTORS[:1000])
+        await received.wait()
+        await talk.chunk(VECTORS[1000:])
+        await talk.end_stream()
+
+    async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request({"model": "tiny", "input": "a", "encoding_format": "bytes_only"}, "/v1/embeddings"))
+        reply = asyncio.create_task(one.reply())
+        await one.begun.wait()
+        received.set()
+        assert (await reply).body == VECTORS
+
+
 async def test_the_largest_number_of_binary_embeddings_of_one_request() -> None:
     """The metadata of each embedding is in a header; a long header is not a failure of the server."""
     item = b'{"index": %d, "embed_dtype": "bfloat16", "endianness": "native", "start": %d, "end": %d, "shape": [4096]}'
@@ -385,3 +422,36 @@ async def test_an_error_is_explained_by_the_body_of_its_request(size: int, in_st
         messages = [{"role": "user", "content": "x" * size}, {"role": "nobody", "content": "x"}]
         reply = await request_once(served.port, request(chat(stream=in_stream, messages=messages)))
         assert (reply.status, reply.error["param"]) == (400, "messages.1.role")
+
+
+async def test_running_usage_that_the_client_requested_counts_a_truncated_stream() -> None:
+    """No limit and no ledger requests it: the gateway reads what the client gets."""
+    tokens = [
+        b'data: {"choices":[{"index":0,"delta":{"content":"a"}}],'
+        b'"usage":{"prompt_tokens":9,"total_tokens":%d,"completion_tokens":%d}}\n\n' % (9 + count, count)
+        for count in (1, 2, 3)
+    ]
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    async with scripted(streams(*tokens, end=False)) as server, serving([model(server.port)]) as served:
+        reply = await request_once(served.port, request(chat(stream=True, stream_options=options)))
+        assert server.requests[0].json["stream_options"] == options
+        assert reply.body.startswith(b"".join(tokens) + b'data: {"error":')
+        await until(lambda: served.value("incomplete_total", "tiny", "upstream") == 1)
+        assert [served.value("tokens_total", "team-a", "tiny", kind) for kind in ("prompt", "completion")] == [9, 3]
+
+
+async def test_a_response_above_the_drain_limit_is_not_read_after_its_client_has_disconnected() -> None:
+    disconnected = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(b'HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n{"a' % (1 << 40))
+        await talk.closed_by_peer()
+        disconnected.set()
+
+    async with scripted(script) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        one.send(request())
+        await one.reader.readuntil(b'{"a')
+        one.disconnect()
+        await until(disconnected.is_set)
+        await until(lambda: served.in_flight == 0)
+        assert (served.context.records[0].status, served.context.records[0].incomplete) == (499, "client")

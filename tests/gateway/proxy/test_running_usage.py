@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gateway.api.usage import Usage, decode_usage_tail, usage_tail
 from gateway.proxy.running_usage import RunningUsage
 from tests.support.rows import each_row
+from upstream.http.sse import data_of
 
 TEXTS = st.sampled_from(
     ["a", "", '","usage":{"prompt_tokens":1,"total_tokens":1,"completion_tokens":0}}\n\n', "\\", '"', "{", "}", "\u2028", "usage"]
@@ -69,6 +70,21 @@ def test_an_event_without_its_usage_is_what_the_server_would_have_sent(
 def test_other_ways_to_write_it(sent: str, expected: str) -> None:
     written = read(RunningUsage(1, 1, hidden=True), (sent % choice(0)).encode())
     assert written == (expected % choice(0)).encode()
+
+
+@each_row(
+    "sent",
+    [
+        "data: {%s,\ndata: " + usage(3, 2) + "}\n\n",
+        "data: {%s," + usage(1, 1) + "," + usage(3, 2).replace(":", " :", 1) + "}\n\n",
+        'data: {%s,"usage"' + " " * 80 + ':{"prompt_tokens":3,"total_tokens":5,"completion_tokens":2}}\n\n',
+        ': {\ndata: {%s, "usage" : {"prompt_tokens":3,"total_tokens":5,"completion_tokens":2} }\n\n',
+    ],
+)
+def test_an_event_that_is_written_in_another_way_is_counted_and_sent_as_it_is(sent: str) -> None:
+    running, event = RunningUsage(1, 1, hidden=True), (sent % choice(0)).encode()
+    assert running.read(event, orjson.loads(data_of(event))) == event
+    assert running.usage == Usage(3, 2) and running.shape is None
 
 
 def events(*counts: tuple[int, int, int]) -> list[bytes]:
