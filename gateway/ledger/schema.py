@@ -99,7 +99,7 @@ def values(row: UsageRow, time: object, day: object) -> list[Any]:
         row.labels,
         row.user,
         row.metadata,
-        row.estimated_by or (Method.EVENTS if estimated else None),
+        row.estimated_by or (Method.EVENTS.value if estimated else None),
         row.choices,
     ]
 

@@ -9,26 +9,24 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import threading
 from collections.abc import Mapping, Sequence
-from datetime import UTC, date, datetime
-from functools import lru_cache
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal
 
 from alembic import command
 from alembic.config import Config as AlembicConfig
 from alembic.util import CommandError
-from sqlalchemy import Connection, Dialect, Engine, create_engine, delete, event, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, Engine, create_engine, delete, event, select
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
 
 from gateway.ledger.engine_samples import write_samples
 from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.insertion import Insertion
 from gateway.ledger.row import UsageRow
-from gateway.ledger.schema import ENGINE_SAMPLES, USAGE, values
+from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 # One gateway at a time, until the transaction ends. The number is arbitrary but unique to this project.
@@ -71,51 +69,6 @@ def create_database_engine(url: URL) -> Engine:
     return made
 
 
-class _Insertion:
-    """The prepared insert statement, and the conversions of the values.
-
-    It is prepared once, because preparing it costs as much for each row as SQLite does (docs/performance.md).
-    """
-
-    def __init__(self, dialect: Dialect) -> None:
-        insert = sqlite.insert if dialect.name == "sqlite" else postgresql.insert
-        self.statement = str(insert(USAGE).on_conflict_do_nothing().compile(dialect=dialect))
-        self._start = start_as_text if dialect.name == "sqlite" else _start_as_datetime
-        self._labels, self._metadata = (list(USAGE.columns.keys()).index(name) for name in ("labels", "metadata"))
-        self._json = USAGE.c.labels.type.dialect_impl(dialect).bind_processor(dialect) or json.dumps
-        self._no_labels = self._json({})
-
-    def parameters(self, row: UsageRow) -> tuple[Any, ...]:
-        """Return a row's values. Raises ValueError and OverflowError for a value that the database cannot store."""
-        made = values(row, *self._start(row.started))
-        made[self._labels] = self._json(row.labels) if row.labels else self._no_labels
-        if row.metadata is not None:
-            made[self._metadata] = self._json(row.metadata)
-        return tuple(made)
-
-
-def _start_as_datetime(started: float) -> tuple[datetime, date]:
-    """Return a time since the epoch, and its day, for PostgreSQL."""
-    time = datetime.fromtimestamp(started, UTC)
-    return time, time.date()
-
-
-def start_as_text(started: float) -> tuple[str, str]:
-    """Return a time since the epoch, and its day, as SQLAlchemy stores them in SQLite. Many rows have the same second."""
-    fraction, second = math.modf(started)
-    microsecond = round(fraction * 1_000_000)
-    if not 0 <= microsecond < 1_000_000:  # rounded up, or before 1970
-        second, microsecond = second + microsecond // 1_000_000, microsecond % 1_000_000
-    time, day = _second_as_text(second)
-    return f"{time}.{microsecond:06}", day
-
-
-@lru_cache(maxsize=64)
-def _second_as_text(second: float) -> tuple[str, str]:
-    time = datetime.fromtimestamp(second, UTC)
-    return f"{time:%Y-%m-%d %H:%M:%S}", f"{time:%Y-%m-%d}"
-
-
 def _prepare_sqlite(connection: Any, _: object) -> None:
     """Let readers and the writer work at the same time, and sync each commit (sqlite.org/wal.html)."""
     for pragma in ("journal_mode=WAL", "synchronous=FULL"):
@@ -128,7 +81,7 @@ class UsageStore:
     def __init__(self, url: URL) -> None:
         self._url = url
         self.engine = create_database_engine(url)
-        self._insertion = _Insertion(self.engine.dialect)
+        self._insertion = Insertion(self.engine.dialect)
         self._ready = False
         self._preparing = threading.Lock()
 

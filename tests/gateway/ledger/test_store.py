@@ -12,15 +12,12 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from hypothesis import given
-from hypothesis import strategies as st
 from sqlalchemy import Engine, select, text
-from sqlalchemy.dialects import sqlite
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import LOST
-from gateway.ledger.schema import METADATA, USAGE, values
-from gateway.ledger.store import UsageStore, database_url, start_as_text
+from gateway.ledger.schema import METADATA, USAGE
+from gateway.ledger.store import UsageStore, database_url
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.money import price
 from tests.support.ports import refusing
@@ -54,21 +51,6 @@ def test_a_row_is_stored_unchanged(store: UsageStore) -> None:
         "total_ms": 250.0, "first_token_ms": 100.0, "queued_ms": 50.0, "cost_nano": 15_000, "labels": {"cost_center": "17"},
         "end_user": "ünï", "metadata": {"a": [1, None]}, "estimated_by": None, "choices": 3,
     }  # fmt: skip
-
-
-@given(st.floats(-1e9, 1e10) | st.integers(0, 10**10).map(lambda half: half + 0.9999996))
-def test_a_time_is_written_for_sqlite_as_sqlalchemy_writes_it(started: float) -> None:
-    time, dialect = datetime.fromtimestamp(started, UTC), sqlite.dialect()
-    process, process_day = (USAGE.c[name].type.dialect_impl(dialect).bind_processor(dialect) for name in ("time", "day"))
-    assert process is not None and process_day is not None
-    assert start_as_text(started) == (process(time), process_day(time.date()))
-
-
-@given(st.floats(0, 1e5))
-def test_milliseconds_have_three_digits(seconds: float) -> None:
-    made = dict(zip(USAGE.columns.keys(), values(row(duration=seconds), "", ""), strict=True))
-    assert made["total_ms"] == pytest.approx(round(seconds * 1000, 3), abs=0.001)
-    assert made["total_ms"] == round(made["total_ms"], 3)
 
 
 def test_a_database_without_an_encoding_stores_the_text(server: Postgres, tmp_path: Path) -> None:
