@@ -43,9 +43,7 @@ class PeerPlacements:
 
     def finished(self, server: str, keys: Sequence[int], generated: int) -> None:
         """Report the end of a request, and the tokens of its completion."""
-        key = self._keys.get(server)
-        if key is not None:
-            self._log.write(Kind.FINISHED, key, generated, keys)
+        self._log.write(Kind.FINISHED, self._keys[server], generated, keys)
 
     def catch_up(self) -> None:
         """Apply the records of the other processes since the last call."""

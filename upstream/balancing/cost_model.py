@@ -218,8 +218,6 @@ class Placement:
 
     def responded(self) -> None:
         """Observe the first bytes of the response. The first bytes of a stream mean that the server has computed its prompt."""
-        if self._responded:
-            return
         self._responded = True
         state, model = self._state, self._model
         now = model.clock()

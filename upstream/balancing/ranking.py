@@ -7,7 +7,7 @@ the other servers of the same load, so that an idle pool is used evenly.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -52,9 +52,6 @@ class CandidateList(Generic[L]):
     def __contains__(self, server: object) -> bool:
         return server in self.members
 
-    def __iter__(self) -> Iterator[L]:
-        return iter(self.members)
-
     def least_busy(self) -> L:
         """Return a server with the smallest load."""
         first = self.offset % len(self.members)
@@ -78,9 +75,6 @@ class Ranking(Generic[R]):
 
     def __contains__(self, server: object) -> bool:
         return server in self._load_of
-
-    def __iter__(self) -> Iterator[R]:
-        return iter(self.members)
 
     def least_busy(self) -> R:
         """Return a server with the smallest load. Servers with equal load alternate. Raises ValueError if no server is available."""

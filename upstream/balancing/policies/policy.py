@@ -7,7 +7,7 @@ number of servers; a ranking keeps the candidates sorted by load.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from upstream.balancing.cost_model import Prompt
@@ -46,9 +46,6 @@ class Candidates(Protocol[C_co]):
 
     def __contains__(self, server: object, /) -> bool:
         """Return whether a server is among them, at a cost that does not grow with their number."""
-
-    def __iter__(self) -> Iterator[C_co]:
-        """Iterate over the servers."""
 
     def least_busy(self) -> C_co:
         """Return a server with the smallest load. Servers with the same load take turns, so that an idle pool is used evenly."""

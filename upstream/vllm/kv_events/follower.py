@@ -116,8 +116,6 @@ class EngineFollower:
 
     def end_replay(self) -> list[Changes]:
         """Take the end of the replay. ``replay_from`` is None afterwards unless another replay is needed. Raises ValueError."""
-        if self.replay_from is None:
-            return []
         if self._replay is _Replay.VERIFY:  # the engine has fewer batches: it is another one
             changes = [self._forget()]
             self._request_replay()
@@ -136,8 +134,7 @@ class EngineFollower:
 
     def replay_again(self) -> None:
         """Request the rest of a replay that was cut off."""
-        if self.replay_from is not None:
-            self._request_replay()
+        self._request_replay()
 
     def _apply(self, number: int, batch: Batch) -> Changes:
         if self._last is None:
