@@ -22,7 +22,11 @@ _END = (-1).to_bytes(8, signed=True)
 
 @dataclass
 class _Rank:
-    """The sockets of one engine. ``lossy``: the next batches are not published, only retained."""
+    """The sockets of one engine.
+
+    ``lossy``: the next batches are not published, only retained. ``cut_off``: how many of the next replays have no end. ``odd``: the
+    frames of each replay, if they are not those of vLLM.
+    """
 
     engine: PlainEngine
     events: zmq.asyncio.Socket
@@ -30,6 +34,8 @@ class _Rank:
     endpoint: str
     replay_endpoint: str
     lossy: bool = False
+    cut_off: int = 0
+    odd: tuple[bytes, ...] = ()
     replayed_from: list[int] = field(default_factory=list)
 
     async def serve_replays(self) -> None:
@@ -39,7 +45,12 @@ class _Rank:
             for number, payload in tuple(self.engine.retained):
                 if number >= int.from_bytes(start):
                     await self.replays.send_multipart([identity, b"", b"", number.to_bytes(8), payload])
-            await self.replays.send_multipart([identity, b"", b"", _END, b""])
+            if self.odd:
+                await self.replays.send_multipart([identity, *self.odd])
+            elif self.cut_off:
+                self.cut_off -= 1
+            else:
+                await self.replays.send_multipart([identity, b"", b"", _END, b""])
 
 
 @dataclass

@@ -439,6 +439,19 @@ async def test_a_cancelled_attempt_releases_everything() -> None:
         await until(lambda: server.open == 0)
 
 
+@pytest.mark.parametrize("iterations", range(6))
+async def test_a_connection_that_opens_while_its_request_is_cancelled_is_closed(iterations: int) -> None:
+    async with scripted(pause) as server, way(server.port) as one:
+        task = asyncio.create_task(one.request())
+        while not server.accepted:  # noqa: ASYNC110  # its iterations are counted from here
+            await asyncio.sleep(0)
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await until(lambda: server.open == 0)
+
+
 async def test_an_error_in_composing_releases_everything() -> None:
     def fails(_: Server) -> tuple[bytes, bytes]:
         raise ZeroDivisionError
@@ -459,6 +472,16 @@ async def test_read_body_returns_the_first_bytes() -> None:
             response = await attempt.send(compose)
             assert await response.read_body(15) == b"012345678901234"
         assert server.accepted == 1
+
+
+async def test_read_body_returns_the_first_bytes_of_a_response_that_has_arrived() -> None:
+    async with scripted(respond) as server, way(server.port) as one:
+        for _ in range(2):
+            with one.attempt() as attempt:
+                response = await attempt.send(compose)
+                await until(lambda response=response: response.complete)
+                assert await response.read_body(1) == b"o"
+        assert server.accepted == 1, "its connection was not closed"
 
 
 class Flood:

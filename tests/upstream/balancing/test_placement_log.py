@@ -57,6 +57,14 @@ def test_a_reader_that_falls_behind_continues_with_the_newest(logs: list[Placeme
     assert [record.value for record in reader.read()] == [500]
 
 
+def test_a_record_that_does_not_fit_at_the_end_of_a_lap_starts_the_next_one(logs: list[PlacementLog]) -> None:
+    writer, reader, _ = logs
+    for number in range(3 * CELLS):
+        writer.write(Kind.PLACED, 1, number, [number, 1, 2])  # of 5 cells, which do not divide those of a lap
+        assert [(record.value, list(record.keys)) for record in reader.read()] == [(number, [number, 1, 2])]
+    assert not reader.lost
+
+
 def test_a_new_process_reads_the_history_and_its_predecessors_records(logs: list[PlacementLog]) -> None:
     first, second, _ = logs
     first.write(Kind.PLACED, 1, 10, [1])

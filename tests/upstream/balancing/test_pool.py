@@ -42,9 +42,11 @@ async def test_only_those_that_are_up(balance: str) -> None:
 
 @pytest.mark.parametrize(("conditions", "loading"), [((), False), ((DOWN,), False), ((LOADING,), True), ((DOWN, LOADING), True)])
 async def test_none_is_up(conditions: tuple[Condition, ...], loading: bool) -> None:
+    pool = Pool(servers(*conditions), "least_busy")
     with pytest.raises(NoServerError) as caught:
-        Pool(servers(*conditions), "least_busy").choose()
+        pool.choose()
     assert caught.value.loading is loading
+    assert pool.less_busy_of_two() is None
 
 
 async def test_an_ejected_or_tried_server_is_chosen_only_if_no_other_is_left() -> None:
@@ -130,7 +132,9 @@ async def test_a_removed_server_has_no_idle_connections() -> None:
 
 
 async def test_a_key_is_not_shown() -> None:
-    assert "sesame" not in repr(ServerSpec("a", Address(), "m", api_key="sesame"))
+    secret = spec("a", api_key="sesame")
+    assert "sesame" not in repr(secret)
+    assert repr(Server(secret, UP)) == "<Server a up, 0 in flight, 0 idle>"
 
 
 async def test_requests_with_one_affinity_key_go_to_one_server_while_it_is_available() -> None:

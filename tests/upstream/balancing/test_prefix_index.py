@@ -87,6 +87,30 @@ def test_all_servers_together_have_a_bound() -> None:
     assert all(index.matched(range(80))[name] >= 100 // len(NAMES) for name in NAMES)
 
 
+def test_a_server_within_its_share_loses_nothing_to_the_others() -> None:
+    index = PrefixIndex(limit=100)
+    for name, used in zip(NAMES, (10, 80, 80), strict=True):
+        index.add_server(name, 1000)
+        index.insert(name, range(used))
+    assert len(index.blocks("a")) == 10 and index.size <= 100
+
+
+def test_any_number_of_sets_of_servers_is_matched() -> None:
+    """More sets than the index stores the names of."""
+    index = PrefixIndex()
+    names = [f"s{number}" for number in range(11)]
+    for name in names:
+        index.add_server(name)
+    sets = range(1, 1 << len(names))
+    for chosen in sets:
+        for position, name in enumerate(names):
+            if chosen >> position & 1:
+                index.insert(name, [chosen])
+    for _ in range(2):
+        for chosen in sets:
+            assert index.matched([chosen]) == {name: 1 for position, name in enumerate(names) if chosen >> position & 1}
+
+
 def test_a_removed_server_leaves_nothing_behind() -> None:
     index = PrefixIndex()
     index.add_server("a")

@@ -55,6 +55,15 @@ async def test_ids_are_requested_once_for_each_body() -> None:
         assert server.accepted == 1
 
 
+async def test_equal_prompts_at_once_are_stored_once() -> None:
+    async with requesting(respond, stored_tokens=150) as (one, server):
+        found = await asyncio.gather(*(one.tokenization.token_ids(one.server, b"same") for _ in range(3)))
+        assert [list(ids or ()) for ids in found] == [[1, 2, 2**32 - 1]] * 3
+        await one.ids(b"other")
+        assert await one.ids(b"same") == [1, 2, 2**32 - 1]
+        assert [request.body for request in server.requests] == [b"same"] * 3 + [b"other"]
+
+
 async def test_the_memory_of_earlier_prompts_is_bounded() -> None:
     async with requesting(respond, stored_tokens=150) as (one, server):
         for number in (0, 1, 2, 0):

@@ -6,7 +6,7 @@ from collections import Counter
 
 from tests.upstream.balancing.policies.servers import FakeServer, candidates, named
 from upstream.balancing.cost_model import CostModel, EngineLoad, Placement, Prompt
-from upstream.balancing.policies.cost import FOUND, Cost
+from upstream.balancing.policies.cost import CONSIDERED, FOUND, Cost
 from upstream.balancing.policies.policy import RequestFacts
 
 BLOCK = 512
@@ -232,6 +232,43 @@ def test_a_pool_from_before_a_reload_chooses_without_the_removed_server() -> Non
     prompt = Prompt([1], BLOCK)
     assert router.policy.choose(candidates(router.servers[:1]), RequestFacts(prompt=prompt)).name == "a"
     assert prompt.placement is None and router.model.in_flight == 1
+    prompt.responded()
+    assert router.model.in_flight == 1
+
+
+def test_observations_of_a_removed_server_change_nothing() -> None:
+    router = Router("a", "b")
+    placement = router.send(1000)
+    removed = placement.server
+    (other,) = {"a", "b"} - {removed}
+    router.model.set_servers([other])
+    placement.responded()
+    placement.finished(LONG * BLOCK // 4, 0, 10)
+    router.model.peer_placed(removed, [1], 100.0)
+    router.model.peer_finished(removed, [1], 10)
+    router.model.peers_ended(removed, 1)
+    router.model.set_cache_size(removed, 100_000)
+    router.model.engine_load(removed, EngineLoad(router.clock.now, running=20, waiting=5))
+    assert set(router.model.servers) == {other} and router.model.in_flight == router.model.others(router.clock.now) == 0
+    assert router.model.index.size == 0
+
+
+def test_a_configured_cache_size_has_precedence_over_the_engines() -> None:
+    for configured, expected in ((None, 400), (64_000, 500)):
+        model = CostModel(configured)
+        model.set_servers(["a"])
+        model.set_cache_size("a", 51_200)
+        assert model.servers["a"].capacity == expected
+
+
+def test_a_request_that_is_sent_again_is_placed_once() -> None:
+    router = Router("a", "b")
+    prompt = Prompt(range(1000, 1000 + LONG), LONG * BLOCK, stream=True)
+    first = router.policy.choose(candidates(router.servers[:1]), RequestFacts(prompt=prompt))
+    second = router.policy.choose(candidates(router.servers[1:]), RequestFacts(prompt=prompt))
+    states = router.model.servers
+    assert [states[server.name].in_flight for server in (first, second)] == [0, 1]
+    assert states[first.name].waiting == 0.0 < states[second.name].waiting
 
 
 def test_a_large_pool_finds_the_cached_prefix() -> None:
@@ -239,6 +276,17 @@ def test_a_large_pool_finds_the_cached_prefix() -> None:
     homes = {first: router.serve(first).server for first in range(1000, 40_000, 1000)}
     router.clock.now += 100
     assert {first: router.serve(first).server for first in homes} == homes
+
+
+def test_in_a_large_pool_a_popular_prefix_is_used_on_all_its_servers() -> None:
+    """More servers have it than are compared for one request."""
+    router = Router(*(f"s{number}" for number in range(3 * CONSIDERED)))
+    having = {server.name for server in router.servers[: 2 * CONSIDERED]}
+    for name in having:
+        router.model.index.insert(name, range(1000, 1000 + LONG))
+    placements = [router.serve(1000) for _ in range(8 * CONSIDERED)]
+    assert {placement.server for placement in placements} == having
+    assert all(placement.predicted > 0 for placement in placements)
 
 
 def test_an_idle_server_gets_a_copy_sooner_than_a_busy_one() -> None:

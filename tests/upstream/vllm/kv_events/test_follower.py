@@ -148,6 +148,55 @@ def test_batches_that_arrive_during_a_replay_wait_for_its_end() -> None:
     assert set(follower.blocks.keys) == {key_of(prefix) for prefix in engine.cached}
 
 
+def test_what_does_not_fit_into_the_memory_of_a_replay_is_replayed_next() -> None:
+    engine = PlainEngine(block_size=SIZE, capacity=10, retained=20_000)
+    followed = Followed(engine)
+    follower = followed.follower
+    follower.check()
+    for batch in prompts(engine, 10_010):
+        assert follower.add(*batch) == []
+    followed.apply(follower.end_replay())
+    while follower.replay_from is not None:
+        followed.replay()
+    assert follower.last_number < 10_009
+    followed.add(prompts(engine, 1, start=20_000)[0])
+    assert followed.reported == followed.truth
+
+
+def test_a_check_finds_an_engine_with_fewer_batches() -> None:
+    before = PlainEngine(block_size=SIZE)
+    followed = Followed(before)
+    for batch in prompts(before, 10):
+        followed.add(batch)
+    followed.engine = PlainEngine(block_size=SIZE)
+    prompts(followed.engine, 3, start=100)
+    followed.follower.check()
+    followed.replay()
+    assert followed.reported == followed.truth and followed.replays == [0, 9, 0]
+
+
+def test_a_replay_that_is_cut_off_continues_with_its_last_batch() -> None:
+    engine = PlainEngine(block_size=SIZE)
+    batches = prompts(engine, 10)
+    follower = EngineFollower(BatchDecoder())
+    follower.restart()
+    for batch in batches[:4]:
+        follower.add_replayed(*batch)
+    follower.replay_again()
+    assert [follower.replay_from] == [3]
+    for batch in batches[3:]:
+        follower.add_replayed(*batch)
+    follower.end_replay()
+    assert follower.replay_from is None and set(follower.blocks.keys) == {key_of(prefix) for prefix in engine.cached}
+
+
+def test_an_engine_without_a_replay_endpoint_is_not_checked() -> None:
+    follower = EngineFollower(BatchDecoder(), can_replay=False)
+    follower.restart()
+    follower.check()
+    assert follower.replay_from is None
+
+
 def test_an_invalid_batch_is_an_error() -> None:
     follower = EngineFollower(BatchDecoder(), can_replay=False)
     follower.restart()

@@ -7,11 +7,13 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import orjson
 import pytest
 
 from tests.support.kv_engine import PlainEngine
 from tests.support.kv_publisher import KvPublisher, kv_publisher
 from tests.support.running import until
+from tests.support.scripted import Conversation, scripted
 from tests.upstream.vllm.kv_events.test_blocks import SIZE, key_of
 from upstream.http.address import Address
 from upstream.vllm.health import Target
@@ -171,3 +173,85 @@ async def test_blocks_that_were_stored_before_the_oldest_batch_are_not_known(tmp
         async with following(publisher) as (_, known):
             await until(lambda: len(known.keys.get("server", ())) == 3)
             assert BlockFacts(SIZE, False) in known.facts
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        (b"<html>", "GET /kv_event_sources: "),
+        (b'{"0":{"publisher":"zmq","endpoint":"inproc://kv"}}', "published on inproc://kv, which other processes cannot reach"),
+        (b'{"0":{"publisher":"zmq","endpoint":"ipc:///%b"}}' % (b"x" * 200), "cannot connect to ipc:///xxx"),
+    ],
+)
+async def test_sources_that_cannot_be_used_are_reported(engine: PlainEngine, tmp_path: Path, body: bytes, problem: str) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher:
+        publisher.body = body
+        async with following(publisher) as (subscriber, known):
+            await until(lambda: problem in subscriber.statuses()["server"].problem)
+            assert known.keys["server"] == set()
+
+
+async def test_an_error_of_the_server_is_reported() -> None:
+    async def fails(talk: Conversation) -> None:
+        await talk.respond(b"{}", "500 Internal Server Error")
+
+    async with scripted(fails) as server, kv_event_subscriber(Known().change) as subscriber:
+        subscriber.follow([Target("server", Address(port=server.port), None)])
+        await until(lambda: subscriber.statuses()["server"].problem == "GET /kv_event_sources: status 500")
+
+
+async def test_messages_with_other_frames_are_reported_and_forget_everything(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher, following(publisher) as (subscriber, known):
+        await compute(publisher, 5)
+        await until(lambda: known.equals(engine))
+        await publisher.ranks[0].events.send_multipart([b"", b"0"])
+        await until(lambda: "a message with 2 frames is no batch" in subscriber.statuses()["server"].problem)
+        assert known.keys["server"] == set()
+
+
+async def test_a_replay_with_other_frames_is_reported(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher:
+        publisher.ranks[0].odd = (b"", b"0")
+        async with following(publisher) as (subscriber, _):
+            await until(lambda: "a message with 2 frames is no part of a replay" in subscriber.statuses()["server"].problem)
+
+
+async def test_only_servers_with_blocks_are_listed_as_known(engine: PlainEngine, tmp_path: Path) -> None:
+    async with kv_publisher(tmp_path, engine) as publisher, following(publisher) as (subscriber, known):
+        other = Target("other", Address(host="127.0.0.1", port=publisher.port), None)
+        subscriber.follow([Target("down", Address(host="127.0.0.1", port=1), None), publisher.target, other])
+        assert list(subscriber.known()) == []
+        await compute(publisher, 2)
+        await until(lambda: len(known.keys.get("server", ())) == len(known.keys.get("other", ())) == 2)
+        keys = {key_of(prefix) for prefix in engine.cached}
+        assert list(subscriber.known()) == [(name, BlockFacts(SIZE, True), keys) for name in ("server", "other")]
+
+
+async def test_timeouts_of_a_server_its_endpoint_and_its_replay(engine: PlainEngine, tmp_path: Path) -> None:
+    """In one test, because each of them takes five seconds."""
+
+    async def never_responds(talk: Conversation) -> None:
+        await talk.closed_by_peer()
+
+    async def is_no_endpoint(talk: Conversation) -> None:
+        entry = {"publisher": "zmq", "endpoint": f"tcp://127.0.0.1:{closing.sockets[0].getsockname()[1]}"}
+        await talk.respond(orjson.dumps({"0": entry}))
+
+    async def close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async with (
+        kv_publisher(tmp_path, engine) as publisher,
+        scripted(never_responds) as silent,
+        scripted(is_no_endpoint) as unreachable,
+        await asyncio.start_server(close, "127.0.0.1", 0) as closing,
+    ):
+        await compute(publisher, 5)
+        publisher.ranks[0].cut_off = 1
+        async with following(publisher) as (subscriber, known):
+            others = [Target(name, Address(port=port), None) for name, port in (("silent", silent.port), ("unreachable", unreachable.port))]
+            subscriber.follow([publisher.target, *others])
+            await until(lambda: subscriber.statuses()["silent"].problem == "GET /kv_event_sources: no response within 5 s")
+            await until(lambda: "is it reachable from here?" in subscriber.statuses()["unreachable"].problem)
+            await until(lambda: publisher.ranks[0].replayed_from == [0, 4])
+            assert known.equals(engine) and subscriber.statuses()["server"].problem == ""
