@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
@@ -128,6 +127,4 @@ def _section_in(annotation: Any) -> type[BaseModel] | None:
     """Return the section type of a field: direct, optional, or in a list."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    if get_origin(annotation) in (Union, UnionType, tuple, Annotated):
-        return next(filter(None, map(_section_in, get_args(annotation))), None)
-    return None
+    return next(filter(None, map(_section_in, get_args(annotation))), None)

@@ -177,8 +177,6 @@ class KeyHash:
 
 
 def _hash(value: object) -> KeyHash:
-    if isinstance(value, KeyHash):
-        return value
     if not isinstance(value, dict):
         return KeyHash(_hash_text(value))
     if not set(value) <= {"hash", "expires"} or "hash" not in value:

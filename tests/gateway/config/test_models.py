@@ -16,7 +16,7 @@ from jsonschema import Draft202012Validator
 from gateway.config import Config, ConfigurationError, load, plain_variables, schema
 from gateway.config.models import Section
 from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, parse_duration, parse_size
-from gateway.config.values import MAX_WORKERS, KeyHash
+from gateway.config.values import MAX_WORKERS, KeyHash, installed
 from gateway.system.cpus import usable_cpus
 from tests.support.certificates import certificate
 from tests.support.rows import each_row
@@ -249,6 +249,15 @@ def test_the_schema_uses_the_names_of_the_yaml_and_describes_every_setting() -> 
     for section in _sections(Section):
         assert section.model_config.get("extra") == "forbid"
         assert [name for name, field in section.model_fields.items() if not field.description] == []
+
+
+def test_an_anchor_of_a_key_is_its_text(write: Any) -> None:
+    config = load(write("models: [{&name id: *name, launch: {}}]\nkeys: [{id: k, anonymous: true}]\n"), {})
+    assert config.models[0].id == "id"
+
+
+def test_optional_packages_without_their_parent_are_not_installed() -> None:
+    assert installed("pydantic.fields") and not installed("pydantic.fields", "no_such_package.below")
 
 
 @pytest.mark.parametrize(("text", "size"), [("1B", 1), ("20MiB", 20971520), ("1.5KiB", 1536), ("2MB", 2000000), ("1kB", 1000)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,15 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.config import ConfigurationError, Model, load, schema
+from gateway.config.source import MAX_FILE
 from gateway.system.cpus import usable_cpus
 from tests.support.certificates import certificate
 from tests.support.examples import examples
 from upstream.balancing.policies import POLICIES
+from upstream.vllm.presets import PRESETS
 
 HASH = "sha256:" + "9f" * 32
 CANARY = "canary-9f2c41"
 NO_KEYS = "no keys are configured, so no client could use the gateway; create a key with `vllm-gateway keys new --id NAME`"
 NO_HASH = "is missing: sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key"
+NO_PORT = "expected the number of a port, 1 to 65535, or its name"
 NO_MOUNT = "expected a path such as /team/model, without a trailing slash, of letters, digits and . _ ~ -"
 TWICE = "; IDs, aliases and LoRA IDs share one namespace"
 
@@ -143,6 +147,8 @@ def test_every_problem_is_reported_at_once_with_its_line(tmp_path: Path) -> None
         ("? [a]\n: b", "g.yaml:1: a key is text, not a list or mapping"),
         ("", "g.yaml:1: expected a mapping such as models: … and keys: …"),
         ("a: 'b", "g.yaml:1: this is not YAML: found unexpected end of stream"),
+        ("a: 1\nb\nc: 2", "g.yaml:3: this is not YAML: could not find expected ':' (is a colon missing, or a quote not closed?)"),
+        ("a: &b c\n*b : d", "g.yaml:2: a key must not be an alias"),
     ],
 )
 def test_what_cannot_be_understood_is_one_problem(tmp_path: Path, text: str, reported: str) -> None:
@@ -170,6 +176,10 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: \xe4\n")
     with pytest.raises(ConfigurationError, match=r"latin\.yaml:2: this is not UTF-8 text"):
         load(tmp_path / "latin.yaml", {})
+    (tmp_path / "large.yaml").touch()
+    os.truncate(tmp_path / "large.yaml", MAX_FILE + 1)
+    with pytest.raises(ConfigurationError, match=r"large\.yaml: cannot be read: it is larger than 64 MiB"):
+        load(tmp_path / "large.yaml", {})
 
 
 def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
@@ -207,6 +217,25 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
         ("launch: {}\nmounts: [/a, /a]", ["4: mounts[1]: this mount is already on line 4"]),
         ("launch: {}\nmounts: [/a/../b]", [f"4: mounts[0]: {NO_MOUNT}"]),
         ("launch: {}\nfallbacks: [m]", ["4: fallbacks[0]: a model cannot be its own fallback"]),
+        ("launch: {}\nfallbacks: [5]", ["4: fallbacks[0]: expected text, found 5; write it in quotes"]),
+        ("launch: {}\n<<: [1]", ["4: <<: `<<` merges mappings only"]),
+        ("launch: {}\ncost_policy: {explain: true}", ["2: models[0]: cost_policy has no effect without `balance: cost`"]),
+        ("launch: {}\noverrides: {a: 9223372036854775808}", ["4: overrides: a whole number has at most 64 bits"]),
+        (
+            "launch: {}\nbody: {media_hosts: ['*.example.com', a/b]}",
+            ["4: body.media_hosts[1]: expected a host such as images.example.com, *.example.com or 10.0.0.7:8080, or *"],
+        ),
+        ("launch: {args: {--x: 1}}", ["3: launch.args.--x: write the option without its dashes"]),
+        ("launch: {args: {a b: 1}}", ["3: launch.args.a b: this is not an option name"]),
+        (
+            "launch: {preset: qwen9}",
+            [f"3: launch.preset: there is no such preset; did you mean `qwen3`?; the presets are {', '.join(PRESETS)}"],
+        ),
+        (f"launch: {{model: {'x' * 300}}}", []),  # too long for a file's name
+        ("launch: {group: ''}", ["3: launch.group: expected some text, found nothing"]),
+        ("discover: {kubernetes: {service: s, port: 65535}}", []),
+        ("discover: {kubernetes: {service: s, port: 65536}}", [f"3: discover.kubernetes.port: {NO_PORT}"]),
+        ("discover: {kubernetes: {service: s, port: A_B}}", [f"3: discover.kubernetes.port: {NO_PORT}"]),
         ("launch: {}\noverrides: {model: x}", ["4: overrides: `model` is set by the request and cannot be set here"]),
         ("launch: {}\ndefaults: {a: [.inf]}", ["4: defaults: JSON has no infinite numbers and no NaN"]),
         ("launch: {}\nbody: {allow: [x], refuse: [x]}", ["4: body.allow[0]: is also in body.refuse; write the field in one list only"]),
@@ -287,6 +316,7 @@ def test_mirrors(tmp_path: Path, mirror: str, reported: list[str]) -> None:
          ["split: a model has only one of launch, servers, discover and split; this one already has servers"]),
         ("split: {a: 1}, price: {prompt: 1}, fallbacks: [b]",
          [f"{name}: {NOT_FOR_A_SPLIT}" for name in ("fallbacks", "price")]),
+        ("split: {a: 1}, price: null", []),
         ("split: {a: 1}, sticky: user", ["sticky: expected `key` or `session`"]),
         ("launch: {}, sticky: key", ["sticky: has no effect without split"]),
         ("launch: {}, fallbacks: [other]", ["fallbacks[0]: is a split; write one of its models"]),
@@ -336,6 +366,7 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
         ("- {id: a, anonymous: true, models: []}\n", ["3: keys[0].models: expected at least 1 entry, found a list"]),
         ("- {id: a, anonymous: true, models: [gpt-4]}\n", ["3: keys[0].models[0]: matches no model"]),
         ("- {id: a, anonymous: true, models: [qwen, 'Q*']}\n", []),
+        ("- {id: a, anonymous: true, models: [5]}\n", ["3: keys[0].models[0]: expected text, found 5; write it in quotes"]),
         (
             '- {id: a, anonymous: true, expires: "0001-01-01T00:00:00+14:00"}\n',
             ["3: keys[0].expires: expected a time within the years 1 to 9999 in UTC"],
@@ -397,6 +428,7 @@ def test_keys(tmp_path: Path, text: str, reported: list[str]) -> None:
         ),
         ("{admin: {token: {file: /}}}", ["server.admin.token: / is not a file"]),
         ('{admin: {token: {file: "a\\0b"}}}', ["server.admin.token: embedded null byte"]),
+        ("{body_limit: 1.5B}", ["server.body_limit: a size is a whole number of bytes"]),
     ],
 )
 def test_server(tmp_path: Path, text: str, reported: list[str]) -> None:
@@ -486,6 +518,34 @@ def test_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("limits", "reported"),
+    [
+        ("budgets: [{window: 168h, tokens: 1}, {window: 7d, tokens: 1, soft: true}, {window: day, tokens: 1}]", None),
+        ("budgets: [{window: 7d}]", "budgets[0]: contains no budget: set tokens, cost, or both"),
+        ("session: {}", "session: contains no budget: set tokens, cost, or both"),
+        (
+            "budgets: [{window: 7w, tokens: 1}]",
+            "budgets[0].window: expected day, week, month, or the length of a rolling window, e.g. 7d (m, h, d)",
+        ),
+        ("budgets: [{window: 90s, tokens: 1}]", "budgets[0].window: a rolling window is whole minutes, up to 366d"),
+        ("budgets: [{window: 367d, tokens: 1}]", "budgets[0].window: a rolling window is whole minutes, up to 366d"),
+        (
+            "budgets: [{window: 168h, tokens: 1}, {window: 7d, tokens: 2}]",
+            "budgets: two entries have the same window; write tokens and cost into one entry",
+        ),
+    ],
+)
+def test_budgets(tmp_path: Path, limits: str, reported: str | None) -> None:
+    assert about_limits(tmp_path, limits) == ([] if reported is None else [f"keys[0].limits.{reported}"])
+
+
+def test_the_address_of_a_collector(tmp_path: Path) -> None:
+    assert about_limits(tmp_path, "concurrent: 1", rest="tracing: {endpoint: 'otel:4318'}") == [
+        "tracing.endpoint: expected a URL such as http://otel-collector:4318"
+    ]
+
+
+@pytest.mark.parametrize(
     ("url", "reported"),
     [
         ("redis://localhost", None),
@@ -496,6 +556,7 @@ def test_limits(tmp_path: Path) -> None:
         ("redis://h:0x/0", "the host or the port is not valid"),
         ("redis://h/one", "the path must be the number of a database, as in redis://localhost:6379/0"),
         ("http://h", "expected a URL such as redis://localhost:6379/0"),
+        ("'redis://[::1/0'", "expected a URL such as redis://localhost:6379/0"),
     ],
 )
 def test_where_limits_are_counted(tmp_path: Path, url: str, reported: str | None) -> None:
