@@ -114,6 +114,16 @@ def command_line(process: psutil.Process) -> list[str]:
         return []
 
 
+def stop(process: subprocess.Popen[Any]) -> None:
+    """Send SIGTERM, wait until a process exits, and close its pipes. Raises subprocess.TimeoutExpired after it has killed the process."""
+    with process:
+        process.terminate()
+        try:
+            process.wait(60)
+        finally:
+            process.kill()  # without effect on a process that has exited
+
+
 def wait_for(condition: Callable[[], Any], seconds: float = 30.0, why: Callable[[], str] = str) -> Any:
     """Poll until a condition is true and return its value. Raises AssertionError with ``why`` after ``seconds``."""
     deadline = time.monotonic() + seconds

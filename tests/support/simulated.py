@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from tests.support.process import SIMULATOR
+from tests.support.process import SIMULATOR, stop
 
 _ADDRESS = re.compile(r"Starting vLLM server on http://.*:(\d+)")
 
@@ -23,6 +23,4 @@ def simulated(model: str, *flags: str) -> Iterator[int]:
         assert announced is not None, "the simulator did not start"
         yield int(announced[1])
     finally:
-        process.kill()
-        process.wait()
-        process.stderr.close()
+        stop(process)

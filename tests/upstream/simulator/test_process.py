@@ -19,6 +19,8 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.support.process import stop
+
 COMMAND = [sys.executable, "-m", "upstream.simulator"]
 WITHIN = 60.0
 
@@ -67,10 +69,7 @@ def running(*flags: str, uds: Path | None = None, environ: Mapping[str, str] | N
         with httpx2.Client(base_url=f"http://127.0.0.1:{port}", transport=transport, timeout=WITHIN) as client:
             yield Simulated(process, port, uds, client)
     finally:
-        process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+        stop(process)
 
 
 def _announced(process: subprocess.Popen[str]) -> int:
