@@ -8,6 +8,7 @@ log's. The rule: details are not repeated, so a server that fails repeatedly for
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -39,13 +40,23 @@ _ACTIONS = {
 }
 
 
+class _Console(Console):
+    """A console whose reader may exit before the gateway does."""
+
+    def on_broken_pipe(self) -> None:
+        """Discard this message and all later ones. Rich's own method ends the process."""
+        self.quiet = True
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), self.file.fileno())  # what is buffered is written at exit
+
+
 class Announcer:
     """Writes to the operator. ``interval`` is the time in seconds between two messages about awaited servers."""
 
     interval = 5.0
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=True, highlight=False)
+        self._console = console or _Console(stderr=True, highlight=False)
         self._failures: dict[str, Cause | None] = {}
         """The last reported cause of each server, until the server is ready again."""
 
@@ -67,7 +78,7 @@ class Announcer:
             table.add_column(title, overflow="fold")
         for model in config.models:
             table.add_row(escape(model.id), escape(", ".join(model.aliases)) or "-", escape(_servers(model)))
-        self._console.print(table)
+        self._print(table)
 
     def cannot_launch(self, problem: Problem) -> None:
         """Report a missing program or file of a launch. The other models are served."""
@@ -169,11 +180,11 @@ class Announcer:
         else:
             self._print(text)
 
-    def _print(self, text: str) -> None:
+    def _print(self, message: str | Table) -> None:
         try:
-            self._console.print(text, soft_wrap=True)
+            self._console.print(message, soft_wrap=isinstance(message, str))
         except OSError:
-            pass  # the terminal is closed, and the gateway continues
+            pass  # the terminal is closed or the disk is full, and the gateway continues
 
 
 def _servers(model: Model) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import mmap
 import os
 import signal
 import sqlite3
+import struct
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, closing, suppress
 from decimal import Decimal
@@ -150,6 +153,65 @@ async def test_without_a_database_requests_are_counted_from_zero_and_the_rest_is
         (tmp_path / "later").mkdir()
         await until(lambda: bool((restorer.as_json() or {})["restored"]))
         assert counted(buckets, "key team-a")[::2] == (130, 130)
+
+
+async def test_a_database_that_comes_back_is_queried_again(tmp_path: Path, buckets: Buckets) -> None:
+    (tmp_path / "away").mkdir()
+    store_rows(f"sqlite:///{tmp_path}/away/usage.db", tmp_path, row(1, started=NOW - 10))
+    async with restoring(f"sqlite:///{tmp_path}/back/usage.db", tmp_path, buckets) as (_, restorer):
+        await restorer.start(SNAPSHOT)
+        state = restorer.as_json()
+        assert state is not None and not state["restored"] and "unable to open database file" in state["last_error"]
+        (tmp_path / "away").rename(tmp_path / "back")
+        await until(lambda: bool((restorer.as_json() or {})["restored"]))
+        assert (restorer.as_json() or {})["last_error"] is None
+    assert counted(buckets, "key team-a")[::2] == (15, 15)
+
+
+async def test_a_row_that_no_gateway_wrote_delays_no_start(tmp_path: Path, buckets: Buckets, caplog: pytest.LogCaptureFixture) -> None:
+    store_rows(f"sqlite:///{tmp_path}/usage.db", tmp_path, row(1, started=NOW - 10, team="lab"))
+    with closing(sqlite3.connect(tmp_path / "usage.db")) as connection, connection:
+        connection.execute("UPDATE gateway_usage SET key = x'00'")
+    async with restoring(f"sqlite:///{tmp_path}/usage.db", tmp_path, buckets) as (_, restorer):
+        await restorer.start(SNAPSHOT)
+        state = restorer.as_json()
+    assert state is not None and not state["restored"] and state["last_error"]
+    assert "the budgets could not be restored; this is retried" in caplog.messages
+
+
+async def test_every_subject_of_many_gets_its_own_use(tmp_path: Path, buckets: Buckets) -> None:
+    url, many = f"sqlite:///{tmp_path}/usage.db", 600
+    store_rows(
+        url, tmp_path, *(row(number, started=NOW - 10, key=f"staff/{number}", prompt=number, completion=0) for number in range(many))
+    )
+    async with restoring(url, tmp_path, buckets) as (_, restorer):
+        await restorer.start(SNAPSHOT)
+    assert [counted(buckets, f"key staff/{number}")[0] for number in range(many)] == [*range(many)]
+
+
+async def test_subjects_without_space_are_counted_together(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/usage.db"
+    store_rows(url, tmp_path, *(row(number, started=NOW - 10, key=f"staff/{number}") for number in range(5)))
+    memory = mmap.mmap(-1, 512)  # a second holder would be in the last quarter, which subjects do not get
+    struct.pack_into("<QQ", memory, 0, 1, 0)
+    with closing(Buckets(memory, worker=None)) as small:
+        small.holder("key staff", BUDGET)
+        async with restoring(url, tmp_path, small) as (_, restorer):
+            await restorer.start(SNAPSHOT)
+        assert counted(small, "key staff")[::2] == (75, 75)
+
+
+async def test_a_worker_that_counts_without_a_lock_is_waited_for(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/usage.db"
+    store_rows(url, tmp_path, row(1, started=NOW - 10))
+    with closing(Buckets.create("test", 1)) as shared, closing(Buckets.inherited(os.dup(shared.fd), 0)) as worker:
+        async with restoring(url, tmp_path, shared) as (_, restorer):
+            starting = asyncio.create_task(restorer.start(SNAPSHOT))
+            await until(lambda: not shared.may_write)
+            assert counted(worker, "key team-a")[0] == 0 and not starting.done()
+            worker.tick()
+            await starting
+        assert counted(worker, "key team-a")[::2] == (15, 15)
 
 
 @pytest.mark.parametrize("budget", [Limits(requests_per_minute=5), Limits(concurrent=1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,17 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import SecretStr
 
+from gateway import config as conf
 from gateway.auth import keys
-from gateway.control.key_usage import QueryRate
+from gateway.control.key_usage import QueryRate, key_usage
+from gateway.ledger.writer import running
+from gateway.snapshot.link import UsageReported, UsageRequested
+from gateway.usage.reader import UsageReader
 from tests.support.described import response_problems
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
-from tests.support.running import KEY
+from tests.support.running import KEY, until
 
 OTHER = "sk-another-test-key"
 MODEL = {"price": {"prompt": 0.5, "completion": 1.5}}
@@ -107,6 +113,35 @@ def test_an_unavailable_database_is_an_error_to_retry(tmp_path: Path) -> None:
         reply = usage(one)
         assert (reply.status_code, reply.json()["error"]["code"]) == (503, "overloaded")
         assert reply.headers["retry-after"] == "1"
+
+
+@contextmanager
+def reader(folder: Path) -> Iterator[UsageReader]:
+    """Read a ledger that has no rows yet."""
+    settings = conf.Ledger.model_validate({"url": SecretStr("sqlite:///usage.db")})
+    with running(settings, folder, folder / "spool", 1) as ledger:
+        yield UsageReader(ledger.engine)
+
+
+async def test_more_queries_than_the_bound_are_refused_at_once_and_the_others_are_run(tmp_path: Path) -> None:
+    replies: list[UsageReported] = []
+    with reader(tmp_path) as ledger:
+        async with key_usage(ledger) as queries:
+            for number in range(66):
+                queries.request(UsageRequested(number, f"key-{number}", {}), replies.append)
+            assert [(each.number, each.error) for each in replies] == [(64, "overloaded"), (65, "overloaded")]
+            await until(lambda: len(replies) == 66)
+    assert {(each.number, each.error) for each in replies[2:]} == {(number, None) for number in range(64)}
+    assert all(b'"usage":[]' in each.body for each in replies[2:])
+
+
+async def test_queries_end_with_the_gateway(tmp_path: Path) -> None:
+    replies: list[UsageReported] = []
+    with reader(tmp_path) as ledger:
+        async with key_usage(ledger) as queries:
+            for number in range(3):
+                queries.request(UsageRequested(number, f"key-{number}", {}), replies.append)
+        assert replies == []
 
 
 @given(st.lists(st.floats(0, 3), max_size=60))

@@ -5,17 +5,18 @@ from __future__ import annotations
 import io
 import re
 import signal
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
+import httpx2
 import pytest
 from rich.console import Console
 
 from gateway.config import load
 from gateway.control.serve import StartError, listen
 from gateway.control.startup_messages import Announcer
-from tests.support.process import configuration, gateway, launched, wait_for, write
+from tests.support.process import PROGRAM, configuration, gateway, launched, wait_for, write
 from upstream.http.address import Address
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.failures import Cause
@@ -33,6 +34,37 @@ def test_the_shown_addresses_can_be_used_by_a_client(tmp_path: Path, host: str, 
         Announcer(Console(file=output, width=200)).summary(load(tmp_path / "gateway.yaml"), data, admin)
         assert f"http://{shown}:{data.getsockname()[1]}/v1 " in output.getvalue()
         assert f"http://{shown}:{admin.getsockname()[1]}/metrics " in output.getvalue()
+
+
+def test_messages_that_cannot_be_written_stop_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "gateway.yaml", configuration(launched()))
+    with ExitStack() as stack:
+        full = stack.enter_context(io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True))
+        data, admin = (stack.enter_context(closing(listen("127.0.0.1", 0))) for _ in range(2))
+        announcer = Announcer(Console(file=full))
+        announcer.summary(load(tmp_path / "gateway.yaml"), data, admin)
+        announcer.stopped()
+
+
+def test_a_reader_of_the_messages_that_exits_does_not_stop_the_gateway(tmp_path: Path) -> None:
+    write(tmp_path / "gateway.yaml", configuration(launched()))
+    line = ("bash", "-c", 'exec "$0" serve "$1" 2> >(sed -u "/^metrics /q" >&2)', PROGRAM, tmp_path / "gateway.yaml")
+    with gateway(tmp_path, None, line=line) as one:
+        assert "is up" not in one.output
+        assert httpx2.get(f"http://127.0.0.1:{one.admin}/livez", timeout=60).status_code == 200
+        one.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: one.metric('vllm_gateway_config_reloads_total{outcome="success"}') == 1)
+        assert one.request().status_code == 200
+        assert one.stop() == 0
+
+
+def test_no_server_that_is_up_is_an_error() -> None:
+    output = io.StringIO()
+    announcer = Announcer(Console(file=output, width=200))
+    for up, total in ((0, 0), (1, 2), (0, 2)):
+        announcer.serving(up, total)
+    lines = [re.sub(TIMED, r"\1 ", line) for line in output.getvalue().splitlines()]
+    assert lines == ["INFO ready: models start on demand", "INFO ready: 1 of 2 servers up", "ERROR no server is up (of 2)"]
 
 
 TIMED = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z (INFO|WARNING|ERROR) (control|worker \d+): "

@@ -5,10 +5,13 @@ from __future__ import annotations
 from array import array
 from pathlib import Path
 
+from gateway.config import load
+from gateway.fleet.observed_servers import ObservedServers
 from gateway.monitoring.kv_events import KvEvents, kv_events
 from gateway.snapshot.link import BlockChanges, CachedBlocks
 from tests.support.kv_engine import PlainEngine
 from tests.support.kv_publisher import kv_publisher
+from tests.support.process import configuration, write
 from tests.support.running import until
 from tests.upstream.vllm.kv_events.test_blocks import SIZE, key_of
 from upstream.vllm.kv_events.blocks import Changes
@@ -71,6 +74,25 @@ async def test_a_new_worker_gets_all_that_is_known(tmp_path: Path) -> None:
         assert successor.known == worker.known and successor.block_sizes == {"server": SIZE}
         assert [(each.name, each.subject, each.error) for each in events.dependencies()] == [("kv_events", "server", None)]
     assert worker.known == {"server": set()}
+
+
+async def test_nothing_is_sent_after_the_end() -> None:
+    closed, open_one = Worker(), Worker()
+    events, others = KvEvents(closed.receive), KvEvents(open_one.receive)
+    events.changed("a", KNOWN, Changes(inserted=(1,)))
+    events.close()
+    others.changed("a", KNOWN, Changes(inserted=(1,)))  # is due later
+    await until(lambda: open_one.messages)
+    assert closed.messages == []
+
+
+async def test_without_the_packages_no_server_is_followed(tmp_path: Path) -> None:
+    models = {"id": "m", "balance": "cost", "servers": [{"url": "http://127.0.0.1:1"}, {"url": "http://127.0.0.1:2"}]}
+    write(tmp_path / "gateway.yaml", configuration(models))
+    events = KvEvents(Worker().receive)
+    events.follow(load(tmp_path / "gateway.yaml"), ObservedServers({}, {}, {}))
+    assert [*events.first_messages(), *events.dependencies(), *events.series()] == []
+    assert events.as_json("m#0") is None
 
 
 async def test_a_server_without_events_is_no_dependency(tmp_path: Path) -> None:
