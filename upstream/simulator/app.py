@@ -108,9 +108,6 @@ class Simulator:
         return [*own, *(sleeping if self.settings.sleeps else []), *generating, *at_once, *audio_routes]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._routes(scope, receive, send)
-            return
         entry = JournalEntry(scope["method"], scope["path"], scope["query_string"].decode("latin-1"), scope["headers"])
         if not entry.path.startswith("/sim/"):
             self.journal.open(entry)

@@ -7,6 +7,7 @@ of frames come in which order, and how a refusal is worded may not.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,6 +81,26 @@ MESSAGE_TOOL: Final = {
 }
 RESPONSE: Final = {"model": "tiny", "input": "Who are you?", "max_output_tokens": 300, "temperature": 0}
 COMPLETION: Final = {"model": "tiny", "prompt": "Once upon a time", "temperature": 0}
+UNTHINKING: Final = {"chat_template_kwargs": {"enable_thinking": False}}
+PLAIN_RESPONSE: Final = {**RESPONSE, **UNTHINKING}
+CONTINUED: Final = {
+    "messages": [*user("Who are you?"), {"role": "assistant", "content": "I am"}],
+    "continue_final_message": True,
+    "add_generation_prompt": False,
+}
+RESPONSE_CALLED: Final = [
+    {"role": "user", "content": "What is the weather in Hangzhou?"},
+    {"type": "function_call", "call_id": "call_1", "name": "get_current_weather", "arguments": '{"location": "Hangzhou"}'},
+    {"type": "function_call_output", "call_id": "call_1", "output": "sunny"},
+]
+MESSAGE_CALLED: Final = [
+    *user("What is the weather in Hangzhou?"),
+    {
+        "role": "assistant",
+        "content": [{"type": "tool_use", "id": "call_1", "name": "get_current_weather", "input": {"location": "Hangzhou", "days": 1}}],
+    },
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "call_1", "content": "sunny"}]},
+]
 USAGE: Final = {"stream": True, "stream_options": {"include_usage": True}}
 LONG: Final = 2000
 """Tokens of a response that a client disconnects from."""
@@ -101,6 +122,7 @@ REQUESTS: Final[dict[str, tuple[str, Body]]] = {
     "chat with token ids": (CHAT, {**PLAIN_QUESTION, "return_token_ids": True}),
     "chat with tools": (CHAT, TOOL),
     "chat with tools, required": (CHAT, {**TOOL, **PLAIN, "tool_choice": "required"}),
+    "chat with tools that may not be called": (CHAT, {**PLAIN_QUESTION, "tools": [WEATHER], "tool_choice": "none"}),
     "chat with a named tool": (CHAT, {**TOOL, **PLAIN, "tool_choice": {"type": "function", "function": {"name": "get_current_weather"}}}),
     "chat with a schema": (
         CHAT,
@@ -110,6 +132,7 @@ REQUESTS: Final[dict[str, tuple[str, Body]]] = {
     "chat with a regular expression": (CHAT, {**PLAIN_QUESTION, "structured_outputs": {"regex": "[ab]{3}"}}),
     "chat with unknown fields": (CHAT, {**PLAIN_QUESTION, "extra_body": {"n": 5}, "guided_json": {}, "functions": [], "store": True}),
     "chat with an empty model": (CHAT, {**PLAIN_QUESTION, "model": ""}),
+    "chat that continues a message": (CHAT, {**PLAIN_QUESTION, **CONTINUED}),
     "batch": (BATCH, {**PLAIN_QUESTION, "messages": [user("Who are you?"), user("What is the capital of France?")]}),
     "batch with reasoning": (BATCH, {**QUESTION, "messages": [user("Who are you?")]}),
     "batch with log probabilities": (BATCH, {**PLAIN_QUESTION, "messages": [user("Who are you?")], "logprobs": True, "top_logprobs": 2}),
@@ -122,9 +145,20 @@ REQUESTS: Final[dict[str, tuple[str, Body]]] = {
     "response with reasoning": (RESPONSES, RESPONSE),
     "response cut short": (RESPONSES, {**RESPONSE, "max_output_tokens": 2}),
     "response with tools": (RESPONSES, {**RESPONSE, "input": "What is the weather in Hangzhou?", "tools": [FLAT]}),
+    "response with effort none": (RESPONSES, {**RESPONSE, "reasoning": {"effort": "none"}}),
+    "response without its reasoning": (RESPONSES, {**RESPONSE, "include_reasoning": False}),
+    "response with a schema": (
+        RESPONSES,
+        {**PLAIN_RESPONSE, "text": {"format": {"type": "json_schema", "name": "s", "schema": SCHEMA}}},
+    ),
+    "response to the result of a tool": (RESPONSES, {**PLAIN_RESPONSE, "tools": [FLAT], "input": RESPONSE_CALLED}),
     "message": (MESSAGES, {**MESSAGE, "chat_template_kwargs": {"enable_thinking": False}}),
     "message with reasoning": (MESSAGES, MESSAGE),
     "message with a tool": (MESSAGES, MESSAGE_TOOL),
+    "message with a named tool": (MESSAGES, {**MESSAGE_TOOL, **UNTHINKING, "tool_choice": {"type": "tool", "name": "get_current_weather"}}),
+    "message with a tool cut short": (MESSAGES, {**MESSAGE_TOOL, **UNTHINKING, "tool_choice": {"type": "any"}, "max_tokens": 12}),
+    "message to the result of a tool": (MESSAGES, {**MESSAGE_TOOL, **UNTHINKING, "messages": MESSAGE_CALLED}),
+    "message without thinking": (MESSAGES, {**MESSAGE, "thinking": {"type": "disabled"}}),
     "message cut short": (MESSAGES, {**MESSAGE, "max_tokens": 2}),
     "tokens of a message": ("/v1/messages/count_tokens", {"model": "tiny", "messages": user("Who are you?")}),
     "tokens of a prompt": ("/tokenize", {"model": "tiny", "prompt": "Once upon a time"}),
@@ -168,9 +202,12 @@ REFUSALS: Final[dict[str, tuple[str, Body]]] = {
     "unknown tokens in logit_bias": (CHAT, {**PLAIN_QUESTION, "logit_bias": {"999999": 1}}),
     "two choices without chance": (CHAT, {**PLAIN_QUESTION, "n": 2}),
     "no choices": (CHAT, {**PLAIN_QUESTION, "n": 0}),
+    "too many choices": (CHAT, {**PLAIN_QUESTION, "temperature": 1, "n": 100_000}),
     "a temperature that is too high": (CHAT, {**PLAIN_QUESTION, "temperature": 5}),
     "a temperature below zero": (CHAT, {**PLAIN_QUESTION, "temperature": -1}),
     "a top_p of zero": (CHAT, {**PLAIN_QUESTION, "top_p": 0}),
+    "a top_k below zero": (CHAT, {**PLAIN_QUESTION, "top_k": -2}),
+    "a minimum of tokens above the limit": (CHAT, {**PLAIN_QUESTION, "min_tokens": 50, "max_tokens": 5}),
     "a penalty that is too high": (CHAT, {**PLAIN_QUESTION, "presence_penalty": 3}),
     "no tokens at all": (CHAT, {**PLAIN_QUESTION, "max_tokens": 0}),
     "more tokens than the context": (CHAT, {**PLAIN_QUESTION, "max_tokens": 80000}),
@@ -186,17 +223,30 @@ REFUSALS: Final[dict[str, tuple[str, Body]]] = {
     "a tool choice without tools": (CHAT, {**PLAIN_QUESTION, "tool_choice": "auto"}),
     "a tool choice that is none of the tools": (CHAT, {**TOOL, "tool_choice": {"type": "function", "function": {"name": "other"}}}),
     "a tool choice that is unknown": (CHAT, {**TOOL, "tool_choice": "always"}),
+    "a tool choice without a function": (CHAT, {**TOOL, "tool_choice": {"type": "function"}}),
+    "a tool choice without a name": (CHAT, {**TOOL, "tool_choice": {"type": "function", "function": {}}}),
     "a schema that is missing": (CHAT, {**PLAIN_QUESTION, "response_format": {"type": "json_schema"}}),
     "two constraints": (CHAT, {**PLAIN_QUESTION, "structured_outputs": {"regex": "a", "choice": ["a"]}}),
     "five stop strings": (CHAT, {**PLAIN_QUESTION, "stop": ["a", "b", "c", "d", "e"]}),
     "an empty stop string": (CHAT, {**PLAIN_QUESTION, "stop": [""]}),
     "a salt that may not be": (CHAT, {**PLAIN_QUESTION, "cache_salt": "a/b"}),
+    "a salt that is no text": (CHAT, {**PLAIN_QUESTION, "cache_salt": 5}),
+    "log probabilities of a prompt on a stream": (CHAT, {**PLAIN_QUESTION, "stream": True, "prompt_logprobs": 1}),
+    "a continued message with a prompt for the next": (
+        CHAT,
+        {**PLAIN_QUESTION, "continue_final_message": True, "add_generation_prompt": True},
+    ),
+    "many types that are wrong": (CHAT, {**PLAIN_QUESTION, "stop_token_ids": ["many"] * 12}),
     "a template": (CHAT, {**PLAIN_QUESTION, "chat_template": "x"}),
     "an effort that is unknown": (CHAT, {**PLAIN_QUESTION, "reasoning_effort": "huge"}),
     "no prompt": (COMPLETIONS, {"model": "tiny"}),
     "no input": (RESPONSES, {"model": "tiny"}),
     "a response before it that is unknown": (RESPONSES, {**RESPONSE, "previous_response_id": "resp_0"}),
     "a response in the background": (RESPONSES, {**RESPONSE, "background": True}),
+    "a response in the background that is not stored": (RESPONSES, {**RESPONSE, "background": True, "store": False}),
+    "a template of a prompt": (RESPONSES, {**RESPONSE, "prompt": {"id": "pmpt_1"}}),
+    "required tools without tools for responses": (RESPONSES, {**RESPONSE, "tool_choice": "required"}),
+    "a named tool without tools for responses": (RESPONSES, {**RESPONSE, "tool_choice": {"type": "function", "name": "other"}}),
     "no max_tokens for messages": (MESSAGES, {"model": "tiny", "messages": user("Hello")}),
     "max_tokens below one for messages": (MESSAGES, {**MESSAGE, "max_tokens": 0}),
     "an empty model for messages": (MESSAGES, {**MESSAGE, "model": ""}),
@@ -216,6 +266,7 @@ RAW: Final[dict[str, tuple[bytes, str]]] = {
     "no UTF-8": (b'{"model": "\xff"}', "application/json"),
     "too deep": (b"[" * 100_000, "application/json"),
     "an endless number": (b'{"model": "tiny", "n": ' + b"9" * 5000 + b"}", "application/json"),
+    "an infinite temperature": (json.dumps({**PLAIN_QUESTION, "temperature": math.inf}).encode(), "application/json"),
     "a form": (b"model=tiny", "application/x-www-form-urlencoded"),
     "text": (json.dumps(PLAIN_QUESTION).encode(), "text/plain"),
 }

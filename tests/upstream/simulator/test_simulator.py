@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
 import threading
+import wave
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +36,13 @@ STREAMED = {
 def simulated() -> Iterator[Simulated]:
     flags = ["--reasoning-parser", "qwen3", "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--max-model-len", "4096"]
     with running(*flags, "--sim-tokens-per-second", "1000") as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Simulated]:
+    """A simulator without parsers."""
+    with running() as one:
         yield one
 
 
@@ -362,6 +371,43 @@ def test_a_status_refuses(simulated: Simulated) -> None:
     assert last_entry(simulated)["outcome"] == "refused"
 
 
+@pytest.mark.parametrize("name", STREAMED)
+def test_an_engine_that_has_died_is_a_status_on_every_route(simulated: Simulated, name: str) -> None:
+    path, body = STREAMED[name]
+    failed = simulated.post(path, {**body, "stream": False, "simulate": {"error_first": True}})
+    assert failed.status_code == 500
+    assert failed.json()["error"]["message"].startswith("EngineCore")
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("auto", '"auto" tool choice requires --enable-auto-tool-choice and --tool-call-parser to be set'),
+        ("required", 'tool_choice="required" requires --tool-call-parser to be set'),
+        ({"type": "function", "function": {"name": "look"}}, 'tool_choice=function "look" requires --tool-call-parser to be set'),
+    ],
+)
+def test_without_a_parser_no_tool_can_be_called(plain: Simulated, choice: Any, message: str) -> None:
+    refused = plain.chat(tools=[TOOL], tool_choice=choice)
+    assert (refused.status_code, refused.json()["error"]["message"]) == (400, message)
+    assert plain.chat(tools=[TOOL], tool_choice="none").status_code == 200
+
+
+def test_a_continued_message_is_repeated_if_requested(plain: Simulated) -> None:
+    messages = [*HELLO, {"role": "assistant", "content": "I am"}]
+    body = {"messages": messages, "continue_final_message": True, "add_generation_prompt": False, "echo": True}
+    text = plain.post(CHAT, body).json()["choices"][0]["message"]["content"]
+    found = chunks(events(plain.post(CHAT, {**body, "stream": True}).text))
+    assert text.startswith("I am")
+    assert "".join(each["choices"][0]["delta"]["content"] for each in found if "content" in each["choices"][0]["delta"]) == text
+
+
+def test_token_ids_replace_a_prompt(plain: Simulated) -> None:
+    ids = plain.post("/tokenize", {"prompt": "Once upon a time"}).json()["tokens"]
+    usage = plain.chat(kv_transfer_params={"prompt_token_ids": ids}).json()["usage"]
+    assert usage["prompt_tokens"] == len(ids)
+
+
 def test_a_hang_sends_what_it_has_and_then_nothing(simulated: Simulated) -> None:
     with raw(simulated, {"messages": HELLO, "stream": True, "simulate": {"hang_after": 2}}) as connection:
         received = b""
@@ -370,6 +416,14 @@ def test_a_hang_sends_what_it_has_and_then_nothing(simulated: Simulated) -> None
         connection.settimeout(0.2)
         with pytest.raises(TimeoutError):
             connection.recv(1)
+
+
+def test_a_client_that_disconnects_in_its_body_is_in_the_journal(simulated: Simulated) -> None:
+    with socket.create_connection(("127.0.0.1", simulated.port)) as connection:
+        connection.sendall(f"POST {CHAT} HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\nhalf".encode())
+        until(lambda: len(simulated.requests()) == 1)
+    until(lambda: last_entry(simulated)["outcome"] == "disconnected")
+    assert last_entry(simulated)["body"] == "half"
 
 
 def test_a_process_dies_in_the_middle_of_a_response() -> None:
@@ -487,6 +541,29 @@ def test_ranks_fall_and_are_cut_at_the_top(simulated: Simulated) -> None:
     assert scores == sorted(scores, reverse=True)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/score", {"text_1": "a", "text_2": []}, "At least one text_pair element must be given"),
+        ("/score", {"text_1": [], "text_2": "a"}, "At least one text element must be given"),
+        ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "Input lengths must be either 1:1, 1:N or N:N"),
+        ("/v1/embeddings", {"model": "tiny"}, "1 validation error:"),
+        ("/v1/embeddings", {"input": "a", "simulate": {"status": 500}}, "Internal Server Error"),
+        ("/v1/embeddings", {"input": "a", "simulate": {"error_first": True}}, "EngineCore encountered an issue."),
+    ],
+)
+def test_pooling_requests_that_are_refused(simulated: Simulated, path: str, body: Body, message: str) -> None:
+    refused = simulated.post(path, body)
+    assert refused.status_code == (500 if "simulate" in body else 400)
+    assert refused.json()["error"]["message"].startswith(message)
+
+
+def test_a_conversation_has_an_embedding(simulated: Simulated) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
+    one, same = (simulated.post("/v1/embeddings", {"messages": each}).json() for each in (parts, [{"role": "user", "content": "a\nb"}]))
+    assert one["data"] == same["data"] and one["usage"]["prompt_tokens"] == 3
+
+
 @pytest.mark.parametrize("name", ["transcriptions", "translations"])
 def test_audio_responses_are_plain_and_streamed(simulated: Simulated, name: str) -> None:
     def hear(**fields: str) -> httpx2.Response:
@@ -498,6 +575,48 @@ def test_audio_responses_are_plain_and_streamed(simulated: Simulated, name: str)
     assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in found if chunk["choices"]) == text
     assert found[-1]["usage"]["completion_tokens"] > 0
     assert simulated.client.post(f"/v1/audio/{name}", data={"model": "tiny"}, files={"other": b""}).status_code == 400
+    unasked = events(hear(stream="true").text)
+    assert unasked[-1] == "data: [DONE]" and all("usage" not in chunk for chunk in chunks(unasked))
+
+
+def heard(simulated: Simulated, content: bytes, **fields: str) -> httpx2.Response:
+    data = {"model": "tiny", **fields}
+    return simulated.client.post("/v1/audio/transcriptions", files={"file": ("a.wav", content)}, data=data)
+
+
+def test_a_recording_has_the_seconds_of_its_file(simulated: Simulated) -> None:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as sound:
+        sound.setnchannels(1)
+        sound.setsampwidth(2)
+        sound.setframerate(8000)
+        sound.writeframes(bytes(2 * 8000 * 3))
+    assert heard(simulated, file.getvalue()).json()["usage"] == {"type": "duration", "seconds": 3}
+    detailed = heard(simulated, file.getvalue(), response_format="verbose_json", language="de").json()
+    (segment,) = detailed["segments"]
+    assert (detailed["duration"], detailed["language"], segment["end"]) == (3.0, "de", 3.0)
+    assert segment["text"] == detailed["text"] != ""
+
+
+def test_a_form_may_say_how_its_response_is(simulated: Simulated) -> None:
+    failed = heard(simulated, b"\x01" * 32000, simulate='{"error_first": true}')
+    assert (failed.status_code, failed.json()["error"]["type"]) == (500, "InternalServerError")
+    (error, done) = events(heard(simulated, b"\x01" * 32000, simulate='{"error_first": true}', stream="true").text)
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
+    assert done == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("content", "fields", "message"),
+    [
+        (b"", {}, "Invalid or unsupported audio file."),
+        (b"\x01", {"response_format": "srt"}, "Currently only support response_format: "),
+    ],
+)
+def test_recordings_that_are_refused(simulated: Simulated, content: bytes, fields: dict[str, str], message: str) -> None:
+    refused = heard(simulated, content, **fields)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith(message)
 
 
 def test_tokens_are_those_that_usage_counts(simulated: Simulated) -> None:

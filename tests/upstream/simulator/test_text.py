@@ -42,6 +42,9 @@ SCHEMAS: list[tuple[dict[str, Any], Any]] = [
     ({"type": "integer", "minimum": 5, "multipleOf": 4}, 8),
     ({"type": "integer", "exclusiveMinimum": 5}, 6),
     ({"type": "integer", "maximum": -3}, -3),
+    ({"type": "number"}, 0.5),
+    ({"type": "number", "minimum": 5}, 5),
+    ({"type": "object", "properties": {"a": True}, "required": ["a"]}, {"a": {}}),
     ({"enum": ["x", "y"]}, "x"),
     ({"const": 7}, 7),
     ({"anyOf": [{"type": "null"}, {"type": "string"}]}, None),
@@ -51,6 +54,7 @@ SCHEMAS: list[tuple[dict[str, Any], Any]] = [
         {"allOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}, {"properties": {"b": {"const": 2}}, "required": ["b"]}]},
         {"a": 1, "b": 2},
     ),
+    ({"allOf": [{"type": "integer", "minimum": 5}, {"multipleOf": 4}]}, 8),
     ({"type": "string", "pattern": "^a{2}b$"}, "aab"),
 ]
 
@@ -63,6 +67,11 @@ def test_a_schema_has_a_small_instance(given_schema: dict[str, Any], wanted: Any
 def test_lengths_bound_a_string() -> None:
     assert len(json_schema.instance({"type": "string", "minLength": 40, "maxLength": 40}, Speaker(0))) == 40
     assert len(json_schema.instance({"type": "string", "maxLength": 2}, Speaker(0))) <= 2
+
+
+def test_an_object_has_as_many_properties_as_required() -> None:
+    made = json_schema.instance({"type": "object", "properties": {"a": {"const": 1}}, "required": ["a"], "minProperties": 3}, Speaker(0))
+    assert len(made) == 3 and made["a"] == 1
 
 
 @pytest.mark.parametrize("bad", [{"type": "nothing"}, {"$ref": "#/no"}, {"type": "object", "properties": {"a": 5}, "required": ["a"]}])

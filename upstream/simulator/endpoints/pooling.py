@@ -201,10 +201,10 @@ def score(call: ApiRequest) -> Job:
     first = _listed(request.text_1 if request.text_1 is not None else request.queries)
     given = (option for option in (request.text_2, request.documents, request.items) if option is not None)
     second = _listed(next(given, None))
-    if not first or not second:
-        raise errors.plain("At least one text element must be given" if first else "At least one text_pair element must be given")
-    if len(first) not in (1, len(second)):
+    if len(first) > 1 and len(first) != len(second):
         raise errors.plain("Input lengths must be either 1:1, 1:N or N:N")
+    if not first or not second:
+        raise errors.plain("At least one text_pair element must be given" if first else "At least one text element must be given")
     pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
     shown = [{"index": at, "object": "score", "score": _draw(call, *pair)} for at, pair in enumerate(pairs)]
     return _job(call, [Prompt.of_text(one + other) for one, other in pairs], {**_identity(call, "score"), "data": shown})

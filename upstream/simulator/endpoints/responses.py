@@ -5,7 +5,7 @@ Nothing is stored, as in vLLM without VLLM_ENABLE_RESPONSES_API_STORE. The strea
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -313,10 +313,10 @@ class ResponsesResponse:
             "max_tool_calls": request.max_tool_calls,
             "previous_response_id": request.previous_response_id,
             "prompt": None,
-            "reasoning": request.reasoning,
+            "reasoning": None if request.reasoning is None else _complete(request.reasoning, _REASONING),
             "service_tier": request.service_tier,
             "status": status,
-            "text": request.text,
+            "text": None if request.text is None else _shown_text(request.text),
             "top_logprobs": request.top_logprobs if "message.output_text.logprobs" in (request.include or []) else None,
             "truncation": request.truncation or "disabled",
             "usage": used,
@@ -337,12 +337,25 @@ _PARTS: dict[TokenKind, tuple[str, dict[str, Any] | None]] = {
 }
 
 
+_FUNCTION = ("name", "parameters", "strict", "type", "allowed_callers", "async", "defer_loading", "description", "output_schema")
+_REASONING = ("context", "effort", "generate_summary", "mode", "summary")
+_SCHEMA = ("name", "schema", "type", "description", "strict")
+
+
+def _complete(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Return an object with every field of openai's own model."""
+    return {name: given.get(name) for name in names}
+
+
 def _shown_tool(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a function with every field of openai's own model."""
-    if tool.get("type") != "function":
-        return tool
-    names = ("name", "parameters", "strict", "type", "allowed_callers", "async", "defer_loading", "description", "output_schema")
-    return {name: tool.get(name) for name in names}
+    return _complete(tool, _FUNCTION) if tool.get("type") == "function" else tool
+
+
+def _shown_text(text: dict[str, Any]) -> dict[str, Any]:
+    wanted = text.get("format")
+    if isinstance(wanted, dict) and wanted.get("type") == "json_schema":
+        wanted = _complete(wanted, _SCHEMA)
+    return {"format": wanted, "verbosity": text.get("verbosity")}
 
 
 def _reasoning(item: str, content: list[dict[str, Any]] | None, status: str | None) -> dict[str, Any]:
