@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import os
 import shutil
 import signal
@@ -291,6 +293,23 @@ class FailingOnce:
 
     def reloaded(self, result: ReloadResult) -> None:
         self.history.add(result)
+
+
+async def test_a_file_that_is_written_all_the_time_is_still_read(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    write(file, configuration({"id": "m", "servers": [{"url": "http://127.0.0.1:1"}]}))
+    reloader = Reloader(file, load(file), FailingOnce())
+
+    async def keep_writing() -> None:
+        for second in itertools.count():
+            os.utime(file, (second, second))
+            await asyncio.sleep(0)
+
+    writing = asyncio.create_task(keep_writing())
+    result = await reloader.reload()
+    assert not writing.done()
+    writing.cancel()
+    assert (result.successful, result.changes) == (True, ())
 
 
 @pytest.mark.parametrize(("port", "changes"), [(2, ["model m changed: servers"]), (1, [])])

@@ -10,6 +10,8 @@ from types import FrameType
 from typing import Any
 
 from tests.support.controlled import controlled, on_demand
+from tests.support.kv_engine import PlainEngine
+from tests.support.kv_publisher import kv_publisher
 from tests.support.process import launched
 from tests.support.running import until
 
@@ -88,6 +90,17 @@ async def test_a_split_is_listed_with_the_facts_of_its_models_and_is_not_a_model
             )
         )
         assert (await one.request("chat")).headers["x-vllm-gateway-model"] == A
+
+
+async def test_the_events_of_a_server_are_shown_if_it_publishes_any(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    async with kv_publisher(tmp_path / "a", PlainEngine(block_size=16)) as first, kv_publisher(tmp_path / "b") as second:
+        servers = [{"url": f"http://127.0.0.1:{each.port}"} for each in (first, second)]
+        async with controlled(tmp_path, {"id": "far", "balance": "cost", "servers": servers}) as one:
+            await first.compute([1] * 16)
+            await until(lambda: one.status("far")["servers"][0].get("kv_events", {}).get("blocks") == 1)
+            assert "kv_events" not in one.status("far")["servers"][1]
 
 
 async def test_a_log_that_blocks_does_not_delay_other_requests(tmp_path: Path) -> None:

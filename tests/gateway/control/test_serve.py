@@ -19,6 +19,7 @@ import orjson
 import psutil
 import pytest
 
+from gateway.ledger.writer import spool_folder
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.support.process import PROGRAM, SIMULATOR, Gateway, alive, configuration, gateway, launched, wait_for, write
 from tests.support.running import KEY
@@ -250,6 +251,16 @@ def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
         with gateway(tmp_path, configuration(launched(), port=port), ready=False) as one:
             assert one.process.wait(30) == 1
             assert len(one.output.strip().splitlines()) == 1 and f"127.0.0.1:{port}" in one.output
+
+
+def test_a_spool_that_cannot_be_opened_is_reported_in_one_line(tmp_path: Path) -> None:
+    spool = spool_folder(tmp_path / "vllm-gateway", tmp_path / "gateway.yaml")
+    spool.parent.mkdir(parents=True)
+    spool.touch()
+    with gateway(tmp_path, configuration(launched()) | {"ledger": "sqlite:///usage.db"}, ready=False) as one:
+        assert one.process.wait(60) == 1
+        [line] = one.output.strip().splitlines()
+        assert "the ledger's spool cannot be opened: " in line
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")

@@ -77,7 +77,12 @@ async def test_servers_that_report_no_load_hide_no_others(tmp_path: Path, caplog
         log = stack.enter_context(closing(PlacementLog.create(2, 1)))
         reader = stack.enter_context(closing(PlacementLog(os.dup(log.fd), 0)))
         sampling = asyncio.create_task(EngineLoads(known, lambda: config, log).run())
-        await until(lambda: records.extend(reader.read()) or len(records) == 3)
+
+        def complete() -> bool:
+            records.extend(reader.read())
+            return len(records) == 3
+
+        await until(complete)
         sampling.cancel()
     assert "the servers' load could not be sampled" in caplog.messages, "the first sample failed, the next did not"
     loads = {each.server: list(each.keys) for each in records if each.kind is Kind.LOAD}

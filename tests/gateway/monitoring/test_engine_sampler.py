@@ -16,10 +16,16 @@ from typing import Any
 
 import httpx2
 import pytest
+from pydantic import SecretStr
 
+from gateway import config as conf
+from gateway.admin.engine_metrics import Engine
+from gateway.ledger import writer
+from gateway.monitoring.engine_sampler import EngineSampler
+from gateway.usage.reader import UsageReader
 from gateway.usage.reconciliation import UNBILLED
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for
-from tests.support.running import KEY
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
+from tests.support.running import KEY, until
 from tests.support.wire import client, request
 from tests.upstream.simulator.test_process import Simulated, running
 
@@ -222,6 +228,25 @@ def test_a_gateway_that_stops_samples_its_servers_for_the_last_time(tmp_path: Pa
     for kind in ("prompt", "completion"):
         expected = usage[f"{kind}_tokens"]
         assert (found[kind]["engine"], found[kind]["ledger"], found[f"{kind}_unsampled"]) == (expected, expected, 0)
+
+
+async def test_a_sample_that_fails_is_followed_by_the_next(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "gateway.yaml", configuration({"id": MODEL, "servers": [{"url": "http://127.0.0.1:1"}]}))
+    config, failures, samples = conf.load(tmp_path / "gateway.yaml"), [KeyError(MODEL)], 0
+
+    def engines() -> dict[str, Engine]:
+        nonlocal samples
+        samples += 1
+        if failures:
+            raise failures.pop()
+        return {}
+
+    settings = conf.Ledger.model_validate({"url": SecretStr("sqlite:///usage.db")})
+    with writer.running(settings, tmp_path, tmp_path / "spool", 1) as ledger:
+        sampling = asyncio.create_task(EngineSampler(engines, lambda: config, (), ledger, UsageReader(ledger.engine), 0.01).run())
+        await until(lambda: samples > 1)
+        sampling.cancel()
+    assert caplog.messages.count("the servers' token counters could not be sampled") == 1
 
 
 def test_a_server_of_two_models_is_not_sampled(server: Simulated, tmp_path: Path) -> None:

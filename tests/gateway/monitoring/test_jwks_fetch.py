@@ -112,6 +112,15 @@ async def test_the_last_good_set_stays(tmp_path: Path, sets: JwksFetcher, status
         assert "can be fetched again" in caplog.text
 
 
+async def test_keys_in_a_file_are_shown_as_such(tmp_path: Path, sets: JwksFetcher) -> None:
+    issuer = Issuer()
+    (tmp_path / "keys.json").write_bytes(issuer.document)
+    config = configured(tmp_path, provider(str(tmp_path / "keys.json")))
+    sets.follow(config)
+    (row,) = sets.as_json(config)
+    assert (row["keys"], row["problem"], row["fetched"]) == ("file", "", None)
+
+
 @pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:9", "gopher://127.0.0.1:9"])
 async def test_a_proxy_of_an_unknown_kind_is_reported(tmp_path: Path, sets: JwksFetcher, monkeypatch: Any, proxy: str) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "NO_PROXY", "no_proxy"):

@@ -9,12 +9,13 @@ import pytest
 from pydantic import SecretStr
 
 from gateway import config as conf
+from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.writer import running
 from gateway.usage.errors import QueryError
 from gateway.usage.reader import UsageReader
 from tests.gateway.ledger.rows import payload
 from tests.support.money import price
-from tests.support.process import wait_for
+from tests.support.process import configuration, wait_for, write
 
 
 async def test_queries_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
@@ -29,3 +30,15 @@ async def test_queries_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
         assert (only["key"], only["prompt_tokens"], bytes(only["cost"])) == ("team-a", 10, b"0.000015")
         with pytest.raises(QueryError, match="color"):
             await reader.report({"by": "color"})
+
+
+async def test_queries_while_the_database_is_unavailable(tmp_path: Path) -> None:
+    write(tmp_path / "gateway.yaml", configuration({"id": "m", "launch": {}}))
+    settings = conf.Ledger.model_validate({"url": SecretStr("sqlite:///missing/usage.db")})
+    with running(settings, tmp_path, tmp_path / "spool", workers=1) as one:
+        reader = UsageReader(one.engine)
+        for query in ({"by": "key"}, {"reconcile": "true"}):
+            with pytest.raises(DatabaseUnavailableError, match="unable to open database file"):
+                await reader.report(query)
+        last_use = await reader.last_use(conf.load(tmp_path / "gateway.yaml"))
+    assert last_use.unknown == "the ledger's database does not respond: unable to open database file"

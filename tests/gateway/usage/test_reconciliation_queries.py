@@ -131,6 +131,7 @@ def test_requests_in_flight_at_an_end_are_stated(store: UsageStore) -> None:
     [found] = reconciled(store, 100).servers
     assert (found.prompt_in_progress, found.completion_in_progress) == (10, 9)
     assert (found.prompt.cancelled_prefill, found.completion.not_delivered) == (10, 4)
+    assert "requests with 10 prompt and 9 completion tokens were in flight" in printed(reconciled(store, 100), "table")
 
 
 def test_an_engine_that_was_killed_leaves_rows_that_no_counter_confirms(store: UsageStore) -> None:

@@ -579,7 +579,7 @@ def test_audio_responses_are_plain_and_streamed(simulated: Simulated, name: str)
     assert unasked[-1] == "data: [DONE]" and all("usage" not in chunk for chunk in chunks(unasked))
 
 
-def heard(simulated: Simulated, content: bytes, **fields: str) -> httpx2.Response:
+def transcribed(simulated: Simulated, content: bytes, **fields: str) -> httpx2.Response:
     data = {"model": "tiny", **fields}
     return simulated.client.post("/v1/audio/transcriptions", files={"file": ("a.wav", content)}, data=data)
 
@@ -591,17 +591,17 @@ def test_a_recording_has_the_seconds_of_its_file(simulated: Simulated) -> None:
         sound.setsampwidth(2)
         sound.setframerate(8000)
         sound.writeframes(bytes(2 * 8000 * 3))
-    assert heard(simulated, file.getvalue()).json()["usage"] == {"type": "duration", "seconds": 3}
-    detailed = heard(simulated, file.getvalue(), response_format="verbose_json", language="de").json()
+    assert transcribed(simulated, file.getvalue()).json()["usage"] == {"type": "duration", "seconds": 3}
+    detailed = transcribed(simulated, file.getvalue(), response_format="verbose_json", language="de").json()
     (segment,) = detailed["segments"]
     assert (detailed["duration"], detailed["language"], segment["end"]) == (3.0, "de", 3.0)
     assert segment["text"] == detailed["text"] != ""
 
 
 def test_a_form_may_say_how_its_response_is(simulated: Simulated) -> None:
-    failed = heard(simulated, b"\x01" * 32000, simulate='{"error_first": true}')
+    failed = transcribed(simulated, b"\x01" * 32000, simulate='{"error_first": true}')
     assert (failed.status_code, failed.json()["error"]["type"]) == (500, "InternalServerError")
-    (error, done) = events(heard(simulated, b"\x01" * 32000, simulate='{"error_first": true}', stream="true").text)
+    (error, done) = events(transcribed(simulated, b"\x01" * 32000, simulate='{"error_first": true}', stream="true").text)
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == 500
     assert done == "data: [DONE]"
 
@@ -614,7 +614,7 @@ def test_a_form_may_say_how_its_response_is(simulated: Simulated) -> None:
     ],
 )
 def test_recordings_that_are_refused(simulated: Simulated, content: bytes, fields: dict[str, str], message: str) -> None:
-    refused = heard(simulated, content, **fields)
+    refused = transcribed(simulated, content, **fields)
     assert refused.status_code == 400
     assert refused.json()["error"]["message"].startswith(message)
 
