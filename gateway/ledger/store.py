@@ -12,6 +12,7 @@ import logging
 import threading
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -45,6 +46,7 @@ _CONNECT: dict[str, dict[str, int | str]] = {
 }
 _PARAMETER_STYLES: dict[str, Literal["format", "qmark"]] = {"postgresql": "format", "sqlite": "qmark"}
 _BATCH, _PRUNED = 8000, 500  # rows of a transaction
+_WRITER_CACHE = 16 * 1024  # KiB of pages, with the ends of the index of keys for some thousand keys; SQLite's default is 2,000
 _UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the table is of a later version
 _log = logging.getLogger("vllm_gateway.ledger")
 
@@ -57,36 +59,38 @@ def database_url(url: str, folder: Path) -> URL:
     return made.set(drivername="postgresql+psycopg")
 
 
-def create_database_engine(url: URL) -> Engine:
-    """Create the engine; no connection is opened yet."""
+def create_database_engine(url: URL, cache: int | None = None) -> Engine:
+    """Create the engine; no connection is opened yet. ``cache``: KiB of pages that each connection to SQLite caches."""
     backend = url.get_backend_name()
     given = {name: value for name, value in _CONNECT[backend].items() if name not in url.query}
     made = create_engine(
         url, connect_args=given, pool_pre_ping=backend == "postgresql", paramstyle=_PARAMETER_STYLES[backend], json_serializer=json.dumps
     )
     if backend == "sqlite":
-        event.listen(made, "connect", _prepare_sqlite)
+        event.listen(made, "connect", partial(_prepare_sqlite, cache))
     return made
 
 
-def _prepare_sqlite(connection: Any, _: object) -> None:
+def _prepare_sqlite(cache: int | None, connection: Any, _: object) -> None:
     """Let readers and the writer work at the same time, and sync each commit (sqlite.org/wal.html)."""
-    for pragma in ("journal_mode=WAL", "synchronous=FULL"):
+    for pragma in ("journal_mode=WAL", "synchronous=FULL", *(() if cache is None else (f"cache_size=-{cache}",))):
         connection.execute(f"PRAGMA {pragma}").close()
 
 
 class UsageStore:
-    """Writes rows to the database."""
+    """Writes rows to the database. ``engine`` is for reading: its connections cannot displace the pages that the writer has cached."""
 
     def __init__(self, url: URL) -> None:
         self._url = url
         self.engine = create_database_engine(url)
+        self._writer = create_database_engine(url, _WRITER_CACHE)
         self._insertion = Insertion(self.engine.dialect)
         self._ready = False
         self._preparing = threading.Lock()
 
     def close(self) -> None:
         self.engine.dispose()
+        self._writer.dispose()
 
     def write(self, rows: Sequence[UsageRow]) -> int:
         """Write rows and return how many the database cannot store.
@@ -103,7 +107,7 @@ class UsageStore:
         """Write rows of engine samples. Raises DatabaseUnavailableError."""
         try:
             self._prepare()
-            with self.engine.begin() as connection:
+            with self._writer.begin() as connection:
                 write_samples(connection, rows)
         except _UNAVAILABLE as error:
             raise DatabaseUnavailableError(reason(error)) from error
@@ -113,7 +117,7 @@ class UsageStore:
         old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(_PRUNED)
         try:
             self._prepare()
-            with self.engine.begin() as connection:
+            with self._writer.begin() as connection:
                 connection.execute(delete(ENGINE_SAMPLES).where(ENGINE_SAMPLES.c.time < before))
                 return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _PRUNED
         except _UNAVAILABLE as error:
@@ -133,7 +137,7 @@ class UsageStore:
         return 0
 
     def _commit(self, rows: Sequence[UsageRow]) -> None:
-        with self.engine.begin() as connection:
+        with self._writer.begin() as connection:
             connection.exec_driver_sql(self._insertion.statement, [self._insertion.parameters(row) for row in rows])
 
     def _prepare(self) -> None:
@@ -143,7 +147,7 @@ class UsageStore:
                 return
             if self.engine.dialect.name == "sqlite" and self._url.database:
                 Path(self._url.database).touch(mode=0o600)  # usage is private: only this user may read it
-            with self.engine.begin() as connection:
+            with self._writer.begin() as connection:
                 migrate(connection)
             self._ready = True
 

@@ -17,7 +17,7 @@ from sqlalchemy import Engine, select, text
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import LOST
 from gateway.ledger.schema import METADATA, USAGE
-from gateway.ledger.store import UsageStore, database_url
+from gateway.ledger.store import UsageStore, create_database_engine, database_url
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.money import price
 from tests.support.ports import refusing
@@ -127,6 +127,16 @@ def test_an_unavailable_database_gives_its_reason(tmp_path: Path) -> None:
         for url in (f"postgresql://u@127.0.0.1:{port}/x", "sqlite:///no/such/folder/usage.db"):
             with closing(UsageStore(database_url(url, tmp_path))) as gone, pytest.raises(DatabaseUnavailableError):
                 gone.write([row()])
+
+
+def test_the_cache_of_a_connection_is_that_of_its_engine(tmp_path: Path) -> None:
+    sizes = []
+    for cache in (None, 4096):
+        engine = create_database_engine(database_url("sqlite:///usage.db", tmp_path), cache)
+        with engine.connect() as connection:
+            sizes.append(connection.execute(text("PRAGMA cache_size")).scalar())
+        engine.dispose()
+    assert sizes[0] != sizes[1] == -4096
 
 
 def test_a_file_is_beside_the_configuration_and_for_its_owner_alone(tmp_path: Path) -> None:
