@@ -14,7 +14,7 @@ from gateway.api.errors import Refusal, unknown_model
 from gateway.api.routes import ROUTES, Route
 from gateway.auth.body_policy import BodyPolicy
 from gateway.auth.split import Split
-from gateway.snapshot.snapshot import Key, Model
+from gateway.snapshot.snapshot import Key, Mirror, Model
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.policies.cost import Cost
 from upstream.balancing.pool import Pool
@@ -73,7 +73,9 @@ class Catalog:
             model.id: CatalogEntry(model, self._pool(model, servers), BodyPolicy.for_model(model), model.id if model.rewrite else None)
             for model in models
         }
-        entries |= {name: _with_mirror(entry, entries) for name, entry in entries.items() if entry.model.mirror is not None}
+        entries |= {
+            name: _with_mirror(entry, mirror, entries) for name, entry in entries.items() if (mirror := entry.model.mirror) is not None
+        }
         self.entries = tuple(_with_split(entry, entries) if entry.model.split else entry for entry in entries.values())
         self._by_name = {name: entry for entry in self.entries for name in (entry.model.id, *entry.model.aliases)}
         self._by_id = {entry.model.id: entry for entry in self.entries}
@@ -167,10 +169,7 @@ class Catalog:
         return scope
 
 
-def _with_mirror(entry: CatalogEntry, entries: Mapping[str, CatalogEntry]) -> CatalogEntry:
-    mirror = entry.model.mirror
-    if mirror is None:
-        return entry
+def _with_mirror(entry: CatalogEntry, mirror: Mirror, entries: Mapping[str, CatalogEntry]) -> CatalogEntry:
     return replace(entry, mirror=MirrorTarget(entries[mirror.to], mirror.max_inflight, round(mirror.share * _IDS)))
 
 
