@@ -247,3 +247,11 @@ async def test_a_response_that_is_not_json_is_a_failure_of_the_server(trio: tupl
     reply = await request_once(served.port, request({"model": "tiny", "prompt": "Once upon a time"}))
     assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
     assert served.value("server_failures_total", "tiny", "tiny#0", "bad_answer") == 1
+
+
+async def test_a_large_response_is_translated_as_a_whole(trio: tuple[Served, Scripted, Server]) -> None:
+    served, _, server = trio
+    text = "x" * 1_000_000
+    server.response = {**COMPLETION, "choices": [{**COMPLETION["choices"][0], "text": text}]}  # type: ignore[index]
+    reply = await request_once(served.port, request({"model": "tiny", "prompt": "Once upon a time"}))
+    assert orjson.loads(reply.body)["choices"][0]["message"]["content"] == text

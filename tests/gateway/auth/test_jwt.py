@@ -104,6 +104,13 @@ def test_subjects_are_bounded() -> None:
     assert authenticator.key(ISSUER.token(sub="s4")).allowances == STAFF.allowances, "further ones share what their entry has"
 
 
+def test_each_issuer_has_its_own_limit_of_a_tokens_size() -> None:
+    authenticator = Authenticator(snapshot(trusted(limit=1000), trusted(OTHER, algorithms=("ES256",), limit=2000)))
+    assert authenticator.key(OTHER.token(more="x" * 1000)).entry == "staff"
+    assert authenticator.refusal(ISSUER.token(more="x" * 1000)) == "invalid_api_key: The token is larger than 1000 bytes."
+    assert authenticator.refusal(OTHER.token(more="x" * 2000)) == "invalid_api_key: The token is larger than 2000 bytes."
+
+
 DEEP = b'{"alg":"ES256","kid":"es","a":' + b"[" * 900 + b"]" * 900 + b"}"
 BAD: dict[str, tuple[Callable[[], str], str]] = {
     "another audience": (lambda: ISSUER.token(aud="another"), "invalid_api_key: The token is for another audience."),

@@ -84,7 +84,7 @@ async def test_a_client_on_a_unix_socket_has_no_address(tmp_path: Path) -> None:
     assert (scopes[0]["client"], scopes[0]["server"]) == (None, (path, None))
 
 
-@pytest.mark.parametrize("target", [b"http://test/health", b"test:80", b"/\xe4", b"?a"])
+@pytest.mark.parametrize("target", [b"http://test/health", b"test:80", b"/\xe4", b"/\x7f", b"?a"])
 async def test_a_target_that_is_not_a_path_is_refused(target: bytes) -> None:
     async with serving([model(1)]) as served, client(served.port) as one:
         reply = await one.request(GET.replace(b"/a%20b?c=d", target))
@@ -291,3 +291,40 @@ async def test_an_application_that_is_cancelled_gets_503() -> None:
             handler.cancel()
         assert (await one.reply()).status == 503
         assert await one.closed()
+
+
+async def test_an_application_can_close_the_connection() -> None:
+    start = {**START, "headers": [(b"content-length", b"2"), (b"Connection", b"Close")]}
+    async with application(sends(start, part(b"ok"))) as (_, one):
+        one.send(GET)
+        head, _, body = (await one.reader.read()).partition(b"\r\n\r\n")
+        assert body == b"ok" and head.lower().count(b"\r\nconnection: close") == 1
+
+
+async def test_a_drain_leaves_a_complete_response_as_it_is() -> None:
+    """The application continues after its response."""
+    stopped = asyncio.Event()
+
+    async def run(scope: Message, receive: Receive, send: Send) -> None:
+        await sends(sized(2), part(b"ok"))(scope, receive, send)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+
+    async with application(run) as (served, one):
+        assert (await one.request(GET)).body == b"ok"
+        for handler in tuple(served.inline_tasks):
+            handler.cancel()
+        await stopped.wait()
+        assert (await one.request(GET)).body == b"ok"
+
+
+async def test_a_connection_that_is_to_close_does_so_after_the_rest_of_the_body() -> None:
+    async with application(sends(sized(2), part(b"ok"))) as (_, one):
+        one.send(GET.replace(b"GET", b"POST").replace(b"\r\n\r\n", b"\r\nconnection: close\r\ncontent-length: 10\r\n\r\n12345"))
+        reply = await one.reply()
+        assert (reply.body, reply.headers["connection"]) == (b"ok", "close")
+        one.send(b"67890")
+        async with asyncio.timeout(30):
+            assert await one.closed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -601,3 +602,13 @@ async def test_an_event_that_arrives_just_before_the_clients_end_is_sent() -> No
         assert one.server_wire.is_closing()
         (record,) = one.context.records
     assert record.gaps is not None and record.gaps.events == 3 and (record.status, record.incomplete) == (499, "client")
+
+
+async def test_a_client_that_has_disconnected_before_it_is_accepted_harms_no_other() -> None:
+    async with scripted(respond) as server, serving([model(server.port)]) as served:
+        for _ in range(5):
+            gone = socket.create_connection(("127.0.0.1", served.port))
+            gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            gone.close()
+        assert (await request_once(served.port, request())).status == 200
+        await until(lambda: not served.connections)

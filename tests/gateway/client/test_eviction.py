@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import psutil
@@ -70,6 +71,18 @@ def test_with_free_descriptors_no_connection_is_evicted(limit: int) -> None:
     unauthenticated.add(one)
     unauthenticated.relieve()
     assert not one.is_evicted
+
+
+def test_without_a_free_descriptor_the_whole_reserve_is_evicted(limit: int) -> None:
+    unauthenticated, connections = Unauthenticated(), [Connection() for _ in range(40)]
+    for each in connections:
+        unauthenticated.add(each)
+    with ExitStack() as stack:
+        with suppress(OSError):  # no free descriptor
+            while True:
+                stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        unauthenticated.relieve()
+    assert [each.is_evicted for each in connections] == [True] * 32 + [False] * 8
 
 
 def _worker(running: Gateway) -> psutil.Process:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shutil
 import socket
@@ -140,6 +141,22 @@ async def test_a_slow_reader_slows_its_server_down_and_is_cut(tmp_path: Path) ->
         assert served.context.records[0].incomplete == "client"
 
 
+async def test_a_connection_above_the_bound_of_its_address_is_cut(tmp_path: Path) -> None:
+    """A response would need a handshake first."""
+    cert, _ = certificate(tmp_path)
+    async with (
+        scripted(respond) as server,
+        serving([model(server.port)], tls=tls(tmp_path), clients=Clients(max_per_address=1)) as served,
+        tls_client(served.port, cert) as one,
+    ):
+        assert (await one.request(request())).status == 200
+        with pytest.raises((ConnectionError, ssl.SSLError, asyncio.IncompleteReadError)):
+            async with tls_client(served.port, cert) as other:
+                await other.request(request())
+        assert served.value("client_faults_total", "too_many") == 1
+        assert (await one.request(request())).status == 200
+
+
 # Renewal
 
 
@@ -170,6 +187,21 @@ async def _presents(served: Served, cert: Path, name: str) -> None:
                     return
             except ssl.SSLError:
                 await asyncio.sleep(0.1)
+
+
+async def test_files_that_are_written_again_unchanged_renew_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for file in certificate(tmp_path, "first"):
+        assert file.exists()
+    presented = Certificate(tls(tmp_path))
+    with caplog.at_level(logging.WARNING, "vllm_gateway"):
+        for file in (tmp_path / "cert.pem", tmp_path / "key.pem"):
+            copy = shutil.copy(file, tmp_path / "copy")
+            os.replace(copy, file)
+        presented.reload(tls(tmp_path))
+        assert caplog.text == ""
+        certificate(tmp_path, "second")
+        presented.reload(tls(tmp_path))
+        assert "the certificate was renewed" in caplog.text
 
 
 @pytest.mark.parametrize("broken", ["another key", "no PEM", "gone"])

@@ -146,3 +146,9 @@ async def test_a_chat_is_served_if_its_token_ids_cannot_be_read(routed: Routed) 
         await routed.server_of(messages=[{"role": "user", "content": REFUSED + TEXT * 10}])
     assert routed.tokenized() == 2
     assert routed.predicted() > 0, "the second request is compared by its text"
+
+
+async def test_blocks_of_a_removed_server_are_ignored(routed: Routed) -> None:
+    routed.worker.worker.apply_cached_blocks(CachedBlocks((BlockChanges("removed#0", SIZE, True, False, b"", b""),)))
+    await routed.server_of(messages=MESSAGES)
+    assert routed.tokenized() == 0

@@ -18,7 +18,7 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode, frames
 from gateway.proxy.form import MAX_PARTS, Form
-from gateway.snapshot.snapshot import Allowance, BodyRules, Limits
+from gateway.snapshot.snapshot import Allowance, BodyRules, Limits, Queue
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.way import way
@@ -297,6 +297,29 @@ async def test_a_disconnect_during_an_upload() -> None:
         one.disconnect()
         await gone(served)
         await until(lambda: server.open == 0)
+
+
+async def test_a_disconnect_is_noticed_while_a_large_form_is_queued() -> None:
+    """The gateway reads on, although no server takes the form yet."""
+
+    async def hangs(talk: Conversation) -> None:
+        await talk.closed_by_peer()
+
+    async with (
+        scripted(hangs) as server,
+        serving([model(server.port, max_inflight=1, queue=Queue(5, 60.0))]) as served,
+        client(served.port) as first,
+        client(served.port) as one,
+    ):
+        first.send(form(MODEL, FILE))
+        await until(lambda: len(server.requests) == 1)
+        one.send(form(MODEL, part("file", b"x" * 2_000_000)))
+        await until(lambda: served.value("queued_requests", "tiny") == 1)
+        await one.writer.drain()
+        one.disconnect()
+        await until(lambda: len(served.context.records) == 1 and served.value("queued_requests", "tiny") == 0)
+        assert (served.context.records[0].status, served.context.records[0].incomplete) == (499, "client")
+        await until(lambda: served.context.memory.held == 0)
 
 
 async def gone(served: Served) -> None:

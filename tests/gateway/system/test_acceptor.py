@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import psutil
@@ -68,6 +69,32 @@ async def test_a_connection_that_fails_to_start_is_closed_and_does_not_count(sea
         assert await reader.read() == b""
         assert published(seats) == 0
         writer.close()
+
+
+async def test_an_acceptor_without_descriptors_can_be_closed(seats: Seats, caplog: pytest.LogCaptureFixture) -> None:
+    """It has planned to accept again in a moment."""
+    loop, errors = asyncio.get_running_loop(), list[object]()
+    loop.set_exception_handler(lambda _, context: errors.append(context))
+
+    async def begin(connection: socket.socket) -> None:
+        raise AssertionError(connection)
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    acceptor, (soft, hard) = Acceptor(listener, begin, seats), resource.getrlimit(resource.RLIMIT_NOFILE)
+    with closing(acceptor), closing(socket.create_connection(listener.getsockname())) as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))  # open descriptors stay open, and no more can be opened
+        try:
+            await until(lambda: "connections cannot be accepted" in caplog.text)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        acceptor.close()
+        acceptor.close()
+        client.setblocking(False)
+        with suppress(ConnectionResetError):
+            assert await loop.sock_recv(client, 1) == b""
+        later = loop.time() + 0.2  # the pause is half as long
+        await until(lambda: loop.time() > later)
+        assert errors == [] and published(seats) == 0
 
 
 def published(seats: Seats) -> int:

@@ -73,6 +73,17 @@ def test_a_line_of_text_begins_with_its_time_and_level() -> None:
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z WARNING worker 3: request req_1 failed\n", stream.getvalue())
 
 
+def test_a_long_chain_of_causes_is_cut() -> None:
+    error: Exception = ValueError()
+    for _ in range(8):
+        error, cause = KeyError(), error
+        error.__cause__ = cause
+    logger, stream = logger_with_stream(JsonFormatter("-"))
+    logger.error("it failed", exc_info=error)
+    trace = orjson.loads(stream.getvalue())["trace"]
+    assert trace.count("builtins.KeyError") == 5 and "ValueError" not in trace
+
+
 @pytest.mark.parametrize("formatter", [JsonFormatter("-"), TextFormatter("-")])
 def test_the_message_of_an_error_is_not_logged(formatter: logging.Formatter) -> None:
     logger, stream = logger_with_stream(formatter)

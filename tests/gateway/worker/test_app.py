@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+
 import orjson
 import pytest
 
 from gateway import __version__
+from gateway.client.connection import ClientConnection
 from tests.support.running import KEY, key, model, serving, until
-from tests.support.wire import request, request_once
+from tests.support.wire import Client, request, request_once
 
 
 @pytest.mark.parametrize("path", ["/version", "/version/"])
@@ -46,3 +50,14 @@ async def test_a_method_that_no_route_has_is_a_405() -> None:
         reply = await request_once(served.port, request(b"", "/v1/models", method="PROPFIND"))
         assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
         assert "PROPFIND" in str(reply.error["message"])
+
+
+async def test_a_client_on_a_unix_socket_has_no_address_in_the_log(tmp_path: Path) -> None:
+    path = str(tmp_path / "socket")
+    async with serving([model(1)]) as served:
+        async with await asyncio.get_running_loop().create_unix_server(lambda: ClientConnection(served.context), path):
+            one = Client(*await asyncio.open_unix_connection(path))
+            assert (await one.request(request(b"", "/health", method="GET"))).status == 200
+            one.disconnect()
+            await until(lambda: not served.connections and len(served.context.records) == 1)
+        assert served.context.records[0].client is None

@@ -78,6 +78,25 @@ def test_requests_of_a_dead_worker_stop_counting() -> None:
         assert successor.index.matched([1, 2]) == second.index.matched([1, 2]) == {"a": 2}
 
 
+def test_a_worker_that_died_after_its_server_was_removed_changes_nothing() -> None:
+    with ExitStack() as stack:
+        log = stack.enter_context(closing(PlacementLog.create(3, 2)))
+        first, peers = (PeerPlacements(PlacementLog(os.dup(log.fd), section)) for section in (0, 1))
+        models = cost_model(first), cost_model(peers)
+        for each, model in zip((first, peers), models, strict=True):
+            each.set_models({"m": model})
+        models[0].start("a", Prompt([1], 512), 0)
+        models[0].start("b", Prompt([2], 512), 0)
+        peers.catch_up()
+        models[1].set_servers(["b"])
+        peers.set_models({"m": models[1]})
+        assert models[1].servers["b"].in_flight == models[1].in_flight == 1
+        successor = cost_model()
+        PeerPlacements(PlacementLog(os.dup(log.fd), 0)).set_models({"m": successor})
+        peers.catch_up()
+        assert models[1].servers["b"].in_flight == models[1].in_flight == 0
+
+
 def test_the_engines_load_and_cache_size_come_from_control() -> None:
     with ExitStack() as stack:
         control = stack.enter_context(closing(PlacementLog.create(2, 1)))

@@ -42,6 +42,24 @@ async def test_the_gateway_does_not_wait_for_a_starting_worker_when_it_stops(ite
                 await supervisor.drain(600)
 
 
+async def test_without_workers_there_is_nothing_to_drain() -> None:
+    with closing(listen("127.0.0.1", 0)) as listener:
+        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+            await supervisor.drain(600)
+
+
+async def test_a_worker_that_does_not_exit_is_killed() -> None:
+    """It is stopped, so that it cannot notice that its link has closed."""
+    with closing(listen("127.0.0.1", 0)) as listener:
+        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+            supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
+            await until(lambda: supervisor.statuses[0].up, 60)
+            pid = supervisor.statuses[0].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+    assert not psutil.pid_exists(pid)
+
+
 async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_later(caplog: pytest.LogCaptureFixture) -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:

@@ -41,6 +41,13 @@ async def test_a_preflight_of_a_known_page_needs_no_key(served: Served) -> None:
     assert "access-control-allow-credentials" not in reply.headers
 
 
+async def test_a_preflight_that_names_no_headers_is_allowed_none(served: Served) -> None:
+    extra = (f"origin: {PAGE}", "access-control-request-method: POST")
+    reply = await request_once(served.port, request(b"", method="OPTIONS", token=None, extra=extra))
+    assert (reply.status, reply.headers["access-control-allow-origin"]) == (204, PAGE)
+    assert "access-control-allow-headers" not in reply.headers
+
+
 async def test_responses_and_errors_have_the_header(served: Served) -> None:
     for data in (
         request(extra=(f"origin: {PAGE}",)),
