@@ -56,13 +56,15 @@ class ApiRequest:
 @dataclass
 class Api:
     """The server's state and the received requests. ``refuse`` returns the status and message of an error response, or None;
-    ``watch_seconds``: the server ends a watch after this time; ``piece``: the size of each write in bytes."""
+    ``error_body``: the body of an error response, if it is no ``Status``; ``watch_seconds``: the server ends a watch after this time;
+    ``piece``: the size of each write in bytes."""
 
     cluster: Cluster
     folder: Path
     slices: dict[str, Document] = field(default_factory=dict)
     requests: list[ApiRequest] = field(default_factory=list)
     refuse: Callable[[ApiRequest], tuple[int, str] | None] = lambda _: None
+    error_body: bytes | None = None
     watch_seconds: float | None = None
     piece: int = 1 << 20
     version: int = 1000
@@ -96,8 +98,12 @@ class Api:
 
     async def say(self, document: Document) -> None:
         """Send every watch an event that is not a change."""
-        for writer in self._watchers:
-            await _chunk(writer, json.dumps(document).encode() + b"\n", self.piece)
+        await self.write(json.dumps(document).encode() + b"\n")
+
+    async def write(self, data: bytes) -> None:
+        """Send every watch these bytes."""
+        for writer in tuple(self._watchers):
+            await _chunk(writer, data, self.piece)
 
     async def forget(self) -> None:
         """Delete the history. A client that resumes with an old version must list again."""
@@ -126,12 +132,14 @@ class Api:
         self.requests.append(received)
         if refused := self.refuse(received):
             status, message = refused
-            await _respond(writer, {"kind": "Status", "code": status, "message": message}, f"{status} No")
+            body = json.dumps({"kind": "Status", "code": status, "message": message}).encode()
+            await _respond(writer, body if self.error_body is None else self.error_body, f"{status} No")
         elif received.watch:
             await self._watch(received, writer)
         else:
             metadata = {"resourceVersion": str(self.version)}
-            await _respond(writer, {"metadata": metadata, "items": list(self._fitting(received))}, "200 OK", self.piece)
+            listed = json.dumps({"metadata": metadata, "items": list(self._fitting(received))}).encode()
+            await _respond(writer, listed, "200 OK", self.piece)
 
     def _fitting(self, request: ApiRequest) -> Iterable[Document]:
         name, _, value = request.query["labelSelector"].partition("=")
@@ -145,7 +153,7 @@ class Api:
     async def _watch(self, request: ApiRequest, writer: asyncio.StreamWriter) -> None:
         at = int(request.query["resourceVersion"])
         if at < self.forgotten:
-            await _respond(writer, {"kind": "Status", "code": 410, "message": "too old resource version"}, "410 Gone")
+            await _respond(writer, b'{"kind":"Status","code":410,"message":"too old resource version"}', "410 Gone")
             return
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
         self._watchers.add(writer)
@@ -178,8 +186,7 @@ async def _chunk(writer: asyncio.StreamWriter, data: bytes, piece: int) -> None:
         await writer.drain()
 
 
-async def _respond(writer: asyncio.StreamWriter, document: Document, status: str, piece: int = 1 << 20) -> None:
-    body = json.dumps(document).encode()
+async def _respond(writer: asyncio.StreamWriter, body: bytes, status: str, piece: int = 1 << 20) -> None:
     writer.write(b"HTTP/1.1 %b\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n" % status.encode())
     await _chunk(writer, body, piece)
     writer.write(b"0\r\n\r\n")

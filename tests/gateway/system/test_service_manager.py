@@ -73,6 +73,19 @@ def test_ready_is_sent_once_and_the_start_is_extended_until_then(inbox: Inbox) -
     assert inbox.senders == {os.getpid()}
 
 
+def test_a_service_manager_that_is_gone_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with service_manager(str(tmp_path / "notify")) as first:
+        notifier, state = manager(first), GatewayState()
+    for tick in (0, 11, 22):
+        notifier.notify(state, tick)
+    assert caplog.text.count("the service manager cannot be notified") == 1
+    (tmp_path / "notify").unlink(missing_ok=True)
+    with service_manager(str(tmp_path / "notify")) as second:
+        state.waits = None
+        notifier.notify(state, 33)
+        assert second.notifications[-1]["READY"] == "1"
+
+
 def test_watchdog_messages_are_sent_three_times_per_timeout_and_only_while_healthy(inbox: Inbox) -> None:
     notifier, state = manager(inbox), GatewayState()
     state.waits = None

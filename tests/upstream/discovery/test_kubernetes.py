@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import pytest
 from tests.support.kubernetes_api import Api, endpoint, kubernetes_api, slice_of
 from tests.support.running import until
 from upstream.discovery import Cluster, DiscoveryStatus, Service, Sources
+from upstream.discovery.kubernetes import LINE_LIMIT
 
 HTTP = ("http", 8000)
 VLLM = Service("vllm")
@@ -212,6 +213,54 @@ async def test_an_invalid_response_is_reported_and_requested_again(tmp_path: Pat
         assert one.hosts == ["10.0.0.1"]
         await until(lambda: one.finding.problem == "", 30.0)
         assert api.lists == 2
+
+
+async def test_a_missing_token_is_reported_until_it_is_there_again(tmp_path: Path) -> None:
+    async with serving(tmp_path, "10.0.0.1") as (api, one):
+        await one.sees("10.0.0.1")
+        await until(lambda: api.watching == 1)
+        (tmp_path / "token").rename(tmp_path / "aside")
+        api.cut()
+        await one.has_trouble(f"{tmp_path / 'token'}: No such file or directory")
+        (tmp_path / "aside").rename(tmp_path / "token")
+        await until(lambda: one.finding.problem == "", 30.0)
+
+
+@pytest.mark.parametrize("body", [b"<html>Bad Gateway</html>", b"[]", b"{}"])
+async def test_an_error_without_a_message_is_reported_by_its_reason(tmp_path: Path, body: bytes) -> None:
+    async with kubernetes_api(tmp_path) as api:
+        api.refuse, api.error_body = lambda _: (502, ""), body
+        async with watched(api.cluster) as one:
+            await one.has_trouble("the API server says 502: No")
+
+
+async def test_an_error_that_ends_the_watch_is_reported_and_the_watch_resumed(tmp_path: Path) -> None:
+    async with serving(tmp_path, "10.0.0.1") as (api, one):
+        await one.sees("10.0.0.1")
+        await until(lambda: api.watching == 1)
+        await api.say({"type": "ERROR", "object": {"kind": "Status", "code": 500, "message": "etcdserver: request timed out"}})
+        await one.has_trouble("the API server ended the watch: etcdserver: request timed out")
+        await until(lambda: one.finding.problem == "", 30.0)
+        assert api.lists == 1 and one.hosts == ["10.0.0.1"]
+
+
+async def test_blank_lines_between_events_are_ignored(tmp_path: Path) -> None:
+    async with serving(tmp_path, "10.0.0.1") as (api, one):
+        await until(lambda: api.watching == 1)
+        await api.write(b"\n \n")
+        await api.put(slice_of("a", [endpoint("10.0.0.2")], HTTP))
+        await one.sees("10.0.0.2")
+        assert one.finding.problem == "" and len(api.requests) == 2
+
+
+async def test_an_event_without_end_is_bounded(tmp_path: Path) -> None:
+    async with serving(tmp_path, "10.0.0.1") as (api, one):
+        await one.sees("10.0.0.1")
+        await until(lambda: api.watching == 1)
+        with suppress(ConnectionError):  # the reader disconnects
+            await api.write(b"x" * (LINE_LIMIT + (1 << 20)))
+        await one.has_trouble("the API server sends an event above the size limit")
+        assert one.hosts == ["10.0.0.1"]
 
 
 async def test_many_changes_are_reported_together(tmp_path: Path) -> None:

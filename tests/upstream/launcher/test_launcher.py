@@ -72,6 +72,16 @@ async def test_what_is_private_is_private(case: Case) -> None:
         assert modes == [0o700, 0o700, 0o600]
 
 
+async def test_a_server_whose_log_is_gone_stays_up(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+    async with case.launcher() as launcher:
+        launcher.start(case.spec())
+        ready = await case.reached(LaunchState.READY)
+        ready.log.unlink()
+        await until(lambda: "log of org/m#0: [Errno 2] No such file or directory" in caplog.text)
+        assert launcher.statuses() == (ready,)
+        assert await models(ready, launcher.api_key(ready.name)) == ["org/m", "m"]
+
+
 async def test_a_folder_of_logs_that_others_could_write_is_closed_to_them(tmp_path: Path) -> None:
     folder = tmp_path / "logs"
     folder.mkdir()

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream.launcher.shim import ShimOptions, descendants, processes, read, unlink_socket
+from upstream.launcher.shim import ShimOptions, descendants, kill, processes, read, unlink_socket
 
 SERVER = Path(__file__).with_name("launched_server.py")
 
@@ -140,6 +140,23 @@ def test_when_control_exits_everything_is_killed_and_the_folder_removed(server: 
     assert server.process.wait(30) == 0
     assert not any(map(alive, pids.values()))
     assert not server.folder.exists()
+
+
+def test_when_control_exits_with_unread_reports_everything_is_killed_too(server: ShimUnderTest) -> None:
+    """The kernel then resets the connection."""
+    server.control.sendall(json.dumps({"env": server.env}).encode() + b"\n")
+    pids = server.all_up()
+    server.hang_up()
+    assert server.process.wait(30) == 0
+    assert not any(map(alive, pids.values()))
+    assert not server.folder.exists()
+
+
+def test_a_process_that_has_exited_can_be_killed_again() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    kill(process.pid)
+    kill(process.pid)
 
 
 def test_a_folder_that_others_use_stays(server: ShimUnderTest) -> None:
