@@ -236,7 +236,7 @@ REFUSALS: Final[dict[str, tuple[str, Body]]] = {
         CHAT,
         {**PLAIN_QUESTION, "continue_final_message": True, "add_generation_prompt": True},
     ),
-    "many types that are wrong": (CHAT, {**PLAIN_QUESTION, "stop_token_ids": ["many"] * 12}),
+    "many types that are wrong": (CHAT, {**PLAIN_QUESTION, "logit_bias": {str(token): "many" for token in range(12)}}),
     "a template": (CHAT, {**PLAIN_QUESTION, "chat_template": "x"}),
     "an effort that is unknown": (CHAT, {**PLAIN_QUESTION, "reasoning_effort": "huge"}),
     "no prompt": (COMPLETIONS, {"model": "tiny"}),
