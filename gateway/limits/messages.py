@@ -49,14 +49,11 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     advice, waits = fits, True
     if exceeded.requested > exceeded.limit:
         state = f"This request reserves {reserved}, more than the whole limit of {limit} ({holder})."
-        ever = _most_tokens(exceeded.reason, exceeded.limit, estimated, price)
-        waits = not is_quota
-        if not now and waits and ever:
-            advice = [f"Set 'max_tokens' to at most {_number(ever)}"]
-        elif not now and ever:
-            advice = [f"Set 'max_tokens' to at most {_number(ever)}; it then fits in {duration(seconds)}, when the limit is free again"]
-        elif not now and not waits:
-            advice = ["Shorten the input, or ask the operator for a higher limit"]
+        waits = not is_quota  # a request larger than a rate is admitted when its bucket is full
+        if not now and not waits:
+            ever = _most_tokens(exceeded.reason, exceeded.limit, estimated, price)
+            later = f"Set 'max_tokens' to at most {_number(ever)}; it then fits in {duration(seconds)}, when the limit is free again"
+            advice = [later if ever else "Shorten the input, or ask the operator for a higher limit"]
     elif left <= 0:
         state = f"The limit of {limit} is reached ({holder})."
     else:

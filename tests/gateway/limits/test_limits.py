@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -190,6 +191,30 @@ async def test_a_soft_budget_warns_and_refuses_nothing(caplog: pytest.LogCapture
         assert ratelimits(replies[0]) == {}
         exceeded = [record.message for record in caplog.records if "soft budget" in record.message]
         assert exceeded == ["the soft budget of 10 tokens per month is exceeded (key team-a)"]
+
+
+async def test_a_soft_budget_is_reported_again_after_it_was_within_its_limit(caplog: pytest.LogCaptureFixture) -> None:
+    budget = Budget("month", tokens=10, soft=True)
+    async with gateway(limited(budgets=(budget,))) as (served, _):
+        limiter = served.context.limiter
+        holder = limiter.buckets.holder("key team-a", Limits(budgets=(budget,)))
+        for used in (11, 12, 10, 11):
+            (month,) = windows.windows_of(holder.limits)
+            limiter.report_soft_budgets((holder, state) for state in windows.states_of(month, used, 0, 60.0))
+    assert [record.message for record in caplog.records if "soft budget" in record.message] == [
+        "the soft budget of 10 tokens per month is exceeded (key team-a)"
+    ] * 2
+
+
+async def test_a_bounded_number_of_exceeded_soft_budgets_is_remembered(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "vllm_gateway.limits")
+    async with gateway(limited()) as (served, _):
+        limits = Limits(budgets=(Budget("month", tokens=10, soft=True),))
+        (state,) = windows.states_of(windows.windows_of(limits)[0], 11, 0, 60.0)
+        limiter = served.context.limiter
+        for number in range(10_001):
+            limiter.report_soft_budgets([(rules.Holder.placed(f"key staff/{number}", limits, 0, {"month": 0}), state)])
+        assert len(limiter._exceeded) <= 10_000
 
 
 @pytest.mark.parametrize("fields", [{"max_tokens": number} for number in (5000, 5000.0, "5000", " 5_000 ")] + [{"n": 5}, {"n": 5.0}])
@@ -410,6 +435,8 @@ async def test_the_length_of_a_response() -> None:
         assert [each.json.get("max_tokens") for each in server.requests] == [None, None]
         assert await statuses(served, 1, request(chat())) == [200]
         assert server.requests[-1].json["max_tokens"] == 100
+        assert await statuses(served, 1, request(prompt("a" * 300_000))) == [200]
+        assert server.requests[-1].json["max_tokens"] == 100, "a large body is read in steps"
         assert served.total("limited_total") == 0
 
 

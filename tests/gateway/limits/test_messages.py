@@ -57,6 +57,12 @@ TABLE: dict[str, tuple[ExceededLimit, TokenEstimate, str, str | None]] = {
         f"{MINUTE}Set 'max_tokens' to at most 203, or try again in 31 seconds.",
         "31",
     ),
+    "too large for a minute of which nothing is left": (
+        ExceededLimit("tokens_per_minute", 500, 31, 0, 1047),
+        TokenEstimate(47, 1000),
+        f"{MINUTE}Try again in 31 seconds.",
+        "31",
+    ),
     "a cost of two choices": (
         ExceededLimit("cost_per_day", 500_000_000, 3600, 250_000_000, 300_000_000),
         TokenEstimate(1747, 16_000, 2),
@@ -109,3 +115,8 @@ def test_messages(name: str) -> None:
     assert raised.message == message
     assert raised.headers.get("retry-after") == retry_after
     assert (raised.headers.get("x-should-retry") == "false") == refused.is_budget
+
+
+def test_a_shorter_response_of_free_tokens_costs_no_less() -> None:
+    exceeded = ExceededLimit("cost_per_day", 500_000_000, 3600, 250_000_000, 300_000_000)
+    assert refusal("key a", exceeded, TokenEstimate(300_000, 16_000), price(1.0, 0.0)).message == f"{PART}Try again in 1 hour."

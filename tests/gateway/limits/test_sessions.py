@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import struct
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,17 +15,21 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.api.errors import Refusal
 from gateway.auth import keys
+from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
+from gateway.limits.limiter import KeyLimits
 from gateway.limits.redis.store import RedisStore
 from gateway.limits.rules import Amounts
 from gateway.limits.sessions import CELLS, IDLE, SETS_OF_HOLDER, WAYS, find_entry, session_of
 from gateway.limits.windows import moment
-from gateway.snapshot.snapshot import Allowance, Budget, Limits
+from gateway.snapshot.snapshot import Allowance, Budget, Limits, Model, Snapshot
+from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.examples import examples
 from tests.support.process import configuration, gateway, launched
 from tests.support.redis_server import redis_server
-from tests.support.running import KEY, Served, key, model, serving
+from tests.support.running import KEY, Served, key, model, serving, shared_counters
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, Reply, chat, request, request_once
 
@@ -183,6 +189,40 @@ async def test_a_session_is_stopped_at_its_budget() -> None:
         assert (await send(served, "run-2")).status == 200
         assert (await send(served, None)).status == 200
         assert (await send(served, None, metadata={"session_id": "run-1"})).status == 429
+
+
+async def test_large_bodies_and_forms_have_sessions_too() -> None:
+    boundary = "--b\r\ncontent-disposition: form-data; name="
+    form = f'{boundary}"model"\r\n\r\ntiny\r\n{boundary}"file"; filename="a"\r\n\r\nsound\r\n--b--\r\n'.encode()
+    async with limited(session=Budget("session", tokens=1_000_000)) as served:
+        large = await send(served, None, metadata={"session_id": "run-1"}, messages=[{"role": "user", "content": "a" * 300_000}])
+        assert large.headers["x-ratelimit-remaining-tokens-session"] == str(1_000_000 - USED)
+        sent = request(form, "/v1/audio/transcriptions", extra=("x-session-id: run-1",))
+        reply = await request_once(served.port, sent.replace(b"application/json", b"multipart/form-data; boundary=b"))
+        assert int(reply.headers["x-ratelimit-remaining-tokens-session"]) < 1_000_000 - USED
+
+
+async def test_sessions_that_are_forgotten_are_counted() -> None:
+    async with limited(session=BUDGET) as served:
+        limiter, one = served.context.limiter, served.worker.snapshot.keys[0]
+        limits = KeyLimits(one.id, limiter.buckets, one.allowances)
+        assert served.value("session_evictions_total", "team-a") == 0
+        for number in range(2 * SETS_OF_HOLDER * WAYS):
+            limiter.session_holders(limits, f"s{number}")
+        assert SETS_OF_HOLDER * WAYS <= served.value("session_evictions_total", "team-a") < 2 * SETS_OF_HOLDER * WAYS
+
+
+async def test_without_space_for_the_table_a_session_is_refused() -> None:
+    memory = mmap.mmap(-1, 1 << 14)
+    struct.pack_into("<QQ", memory, 0, 1, 0)
+    one = key(allowances=(Allowance("key team-a", Limits(session=BUDGET)),))
+    with shared_counters() as counts:
+        limiter = Limiter(WorkerMetrics(counts), Buckets(memory), lambda _: None)
+        limiter.apply_snapshot(Snapshot(1, (one,), ()))
+        reservation = limiter.reservation(one, "req_1", {b"x-session-id": b"run-1"})
+        with pytest.raises(Refusal) as refused:
+            reservation.estimate_usage(chat(), "/v1/chat/completions", b"{}", Model("tiny", ()))
+    assert refused.value.code == "overloaded"
 
 
 async def test_the_sessions_of_a_team_and_the_budgets_of_its_key_count_together() -> None:

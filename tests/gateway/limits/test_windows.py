@@ -118,6 +118,16 @@ def test_a_settlement_of_a_forgotten_slice_changes_nothing() -> None:
     assert windows.used_in(*rolling.placed[0][:1], rolling.cells, 0, at(wall + 25 * HOUR)) == (40, 0)
 
 
+def test_earlier_use_is_added_to_the_slices_that_still_count() -> None:
+    """Add it to an empty slice, to a slice in use, and to a slice that a later slice has replaced."""
+    rolling, wall = Rolling(100), WEDNESDAY.timestamp()
+    assert rolling.admit(wall, 40) is None
+    window, now = rolling.placed[0][0], period_of(rolling.placed[0][0], at(wall))
+    for period in (now, now - 1, now - SLICES - 1):
+        windows.add_earlier_use(window, rolling.cells, 0, period, 7, 0)
+    assert windows.used_in(window, rolling.cells, 0, at(wall)) == (54, 0)
+
+
 def test_a_soft_budget_refuses_nothing_and_is_counted() -> None:
     limits = Limits(budgets=(Budget("7d", 7 * 86400, tokens=10, soft=True),))
     placed, cells = ((only(limits), 0),), [0.0] * RING_CELLS

@@ -14,6 +14,7 @@ from time import monotonic, sleep, time
 from typing import Any
 
 import msgspec
+import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Budget, Limits, LimitsStore, Queue
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.examples import examples
-from tests.support.ports import refusing
+from tests.support.ports import refusing, silent
 from tests.support.redis_server import RedisServer, redis_server
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
@@ -294,6 +295,49 @@ async def test_requests_do_not_wait_for_an_unavailable_store() -> None:
                 await store.admit(f"r{number}", [(holder, Amounts(1, 1))])
 
 
+async def test_a_server_that_is_no_store_is_unavailable() -> None:
+    async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await reader.read()
+        writer.close()
+
+    reported: list[str | None] = []
+    async with (
+        await asyncio.start_server(respond, "127.0.0.1", 0) as other,
+        opened(LimitsStore("127.0.0.1", other.sockets[0].getsockname()[1]), on_change=reported.append) as store,
+    ):
+        with pytest.raises(StoreUnavailableError):
+            await store.admit("r1", [(Holder.placed("key a", Limits(requests_per_minute=100)), Amounts(1, 1))])
+    assert len(reported) == 1 and str(reported[0]).startswith("it sent an invalid reply: ")
+
+
+async def test_a_store_that_accepts_no_connection_is_unavailable_after_its_timeout() -> None:
+    reported: list[str | None] = []
+    with silent() as port:
+        async with opened(LimitsStore("127.0.0.1", port, timeout=0.05), on_change=reported.append) as store:
+            admission = asyncio.create_task(store.admit("r1", [(Holder.placed("key a", Limits(requests_per_minute=100)), Amounts(1, 1))]))
+
+            def responded() -> bool:
+                store.tick()
+                return admission.done()
+
+            await until(responded)
+            assert isinstance(admission.exception(), StoreUnavailableError) and reported == ["it does not respond"]
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "the attempt to connect has ended too"
+
+
+async def test_what_is_retained_for_an_unavailable_store_is_bounded() -> None:
+    """Settle more requests than are retained, each of another holder: the latest stay."""
+    buckets, limits = Buckets.private(), Limits(tokens_per_day=100)
+    async with opened(LimitsStore("127.0.0.1", 1)) as store:
+        for number in range(10_001):
+            store.settle(f"r{number}", [(buckets.holder(f"key {number}", limits), Amounts(1, 1))], Amounts(1, 0, 7))
+        holders = [settlement.holders[0].name for settlement in store._unacknowledged.values()]
+        assert holders == [f"key {number}" for number in range(1, 10_001)]
+        assert len(store._by_holder) <= 10_000
+
+
 async def test_a_change_of_state_is_reported_once_and_without_the_password(server: RedisServer) -> None:
     reported: list[str | None] = []
     async with opened(server.store_config(), on_change=reported.append) as store:
@@ -473,6 +517,37 @@ async def test_a_settlement_that_the_store_rejects_is_sent_once(server: RedisSer
 
 
 # Behind a worker
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_limits_are_shown_from_memory_or_not_at_all_without_the_store(refuses: bool) -> None:
+    with refusing() as port:
+        async with gateway(LimitsStore("127.0.0.1", port, refuses=refuses), tokens_per_day=500) as served:
+            reply = await request_once(served.port, request(b"", "/v1/limits").replace(b"POST", b"GET"))
+    if refuses:
+        assert (reply.status, reply.error["code"]) == (503, "overloaded")
+    else:
+        assert [(each["limit"], each["used"]) for each in orjson.loads(reply.body)["limits"]] == [("tokens_per_day", 0)]
+
+
+async def test_a_store_that_stops_before_a_fallback_delays_it_by_nothing(server: RedisServer) -> None:
+    """The request has reserved in the store for its first model. No reservation for the second model is made in memory."""
+    rows = tuple(Allowance(f"key team-a for {name}", Limits(tokens_per_day=5000), (name,)) for name in ("tiny", "other"))
+    async with scripted(respond) as upstream:
+        models = [model(1, fallbacks=("other",), queue=Queue(size=1, wait=30.0)), model(upstream.port, identity="other")]
+        async with serving(models, [key(allowances=rows)], limits_store=server.store_config(), up=False) as served:
+            served.worker.apply_health(Health({"tiny#0": Condition.LOADING, "other#0": Condition.UP}, {}, {"tiny": monotonic() + 300}))
+            queued = asyncio.create_task(request_once(served.port, request(chat(max_tokens=1))))
+            await until(lambda: served.value("queued_requests", "tiny") == 1)
+            server.stop()
+            try:
+                served.worker.apply_health(Health({"tiny#0": Condition.DOWN, "other#0": Condition.UP}, {}))
+                assert (await queued).status == 200
+            finally:
+                server.start()
+            buckets = served.context.limiter.buckets
+            states = buckets.budget_states(buckets.holder("key team-a for other", rows[1].limits), moment(monotonic(), time()))
+            assert [state.used for state in states] == [0]
 
 
 async def respond(talk: Conversation) -> None:
