@@ -3,7 +3,7 @@
 The rule: what was reserved for a request is settled exactly once, however the request ends. Nothing here sends a request or knows
 HTTP.
 Start with ``rules``, which decides; ``buckets`` keeps the counts in memory that all workers share, ``redis`` in a Redis that several
-gateways share; a ``Reservation`` is what one request has reserved in either.
+gateways share, of which a worker may have a ``lease``; a ``Reservation`` is what one request has reserved in either.
 """
 
 from gateway.limits.limiter import Limiter

@@ -14,6 +14,7 @@ from gateway.api.errors import Refusal
 from gateway.limits import estimate, headers
 from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.messages import limit_text
+from gateway.limits.redis.leases import LeasedHolders, leased
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.reservation import ARRIVAL, Reservation
 from gateway.limits.rules import RATES, Holder
@@ -40,6 +41,7 @@ class KeyLimits:
 
     __slots__ = (
         "_for_models",
+        "_leased",
         "counting_tokens",
         "for_all_models",
         "has_budgets",
@@ -66,6 +68,7 @@ class KeyLimits:
         self.holders = tuple(holders)
         self.layout = headers.layout_of(self.for_all_models)
         self._for_models: dict[str, tuple[Holders, Holders, headers.Layout | None]] = {}
+        self._leased: dict[str | None, LeasedHolders | None] = {}
         self.max_tokens_limits = tuple(each for each in allowances if each.limits.max_tokens is not None)
 
     def for_model(self, model: Model) -> tuple[Holders, Holders, headers.Layout | None]:
@@ -75,6 +78,13 @@ class KeyLimits:
             own = tuple(holder for each, holder in self.holders if each.models is not None and _covers(each, model))
             found = self._for_models[model.id] = own, (*self.for_all_models, *own), headers.layout_of((*self.for_all_models, *own))
         return found
+
+    def leased(self, store: RedisStore, model: Model | None) -> LeasedHolders | None:
+        """Return the leases for a model, or for requests on arrival; None if these requests must not be admitted from a lease."""
+        name = None if model is None else model.id
+        if name not in self._leased:
+            self._leased[name] = leased(store.leases, self.for_all_models if model is None else self.for_model(model)[1])
+        return self._leased[name]
 
     def max_tokens(self, model: Model) -> int | None:
         """Return the largest number of tokens that a response of this model may have."""
@@ -127,6 +137,7 @@ class Limiter:
         settings = snapshot.limits_store
         if self.store is not None and settings is not None and self.store.settings.counts == settings.counts:
             self.store.settings = settings  # its reservations and unsent settlements stay
+            self.store.leases.end_all()  # they are from the former limits
             return
         self.close()
         if settings is not None and snapshot.uses_store:
@@ -201,6 +212,10 @@ class Limiter:
         if sessions:
             self._metrics.cells("session_evictions_total", key)[0] += sessions
 
+    def count_admission(self, source: str) -> None:
+        """Count a request that the store has admitted, by a ``call`` for this request or by a ``lease``."""
+        self._metrics.cells("limits_store_admissions_total", source)[0] += 1
+
     def count_refusal(self, key: str, reason: str) -> None:
         """Count a refused request."""
         self._metrics.cells("limited_total", key, reason)[0] += 1
@@ -228,6 +243,11 @@ class Limiter:
         self.buckets.tick()
         if self.store is not None:
             self.store.tick()
+
+    def stop_leases(self) -> None:
+        """Return what is leased, and lease no more: the worker is about to exit."""
+        if self.store is not None:
+            self.store.leases.stop()
 
     def close(self) -> None:
         """Close the store."""

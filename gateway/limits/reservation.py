@@ -21,7 +21,9 @@ from gateway.limits import estimate, headers
 from gateway.limits.buckets import BucketsFullError
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.headers import Layout
+from gateway.limits.lease import Known, Lease
 from gateway.limits.messages import refusal
+from gateway.limits.redis.leases import LeasedHolders
 from gateway.limits.redis.store import StoreResult, StoreUnavailableError
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
 from gateway.limits.sessions import session_of
@@ -53,6 +55,7 @@ class Reservation(msgspec.Struct, eq=False):
     _reserved: Sequence[tuple[Holder, Amounts]] = ()
     _bucket_ends: dict[int, float] = {}
     _result: StoreResult | None = None
+    _lease: Lease | None = None
     _sessions: Sequence[Holder] = ()
 
     def reserve_request(self) -> Awaitable[None] | None:
@@ -64,7 +67,7 @@ class Reservation(msgspec.Struct, eq=False):
         if store is None:
             self._reserve_in_memory(limits.on_arrival, self._arrived)
         elif limits.is_known_on_arrival:
-            return self._reserve_in_store(limits.on_arrival)
+            return self._reserve_from_lease(limits.on_arrival, limits.leased(store, None))
         else:
             self._apply_result(store.cached_refusal(limits.for_all_models, monotonic()))
         return None
@@ -124,8 +127,9 @@ class Reservation(msgspec.Struct, eq=False):
             return self._change_model(for_model, holders, all_amounts)
         self._has_reserved_tokens = True
         reserved = [(holder, all_amounts) for holder in holders]
-        if self._limiter.store is not None and not self._reserved:
-            return self._reserve_in_store(reserved)
+        store = self._limiter.store
+        if store is not None and not self._reserved:
+            return self._reserve_from_lease(reserved, None if self._sessions else limits.leased(store, model))
         self._shown_holders, self._layout, tokens = holders, layout, Amounts(0, 0, all_amounts.tokens, all_amounts.cost)
         if self._reserved:
             more = [(holder, tokens) for holder in limits.counting_tokens]
@@ -139,6 +143,9 @@ class Reservation(msgspec.Struct, eq=False):
 
     async def _change_model(self, for_model: Sequence[Holder], remaining: Sequence[Holder], all_amounts: Amounts) -> None:
         """Release what only the previous model counted, and reserve what this model counts."""
+        lease, self._lease = self._lease, None
+        if lease is not None and self._limiter.store is not None:
+            self._limiter.store.leases.end(lease)  # from here on the request has a separate reservation
         released = [(holder, amounts) for holder, amounts in self._reserved if holder not in remaining]
         retained = self._reserved = [(holder, amounts) for holder, amounts in self._reserved if holder in remaining]
         self._settle(released, _NOTHING)
@@ -163,7 +170,15 @@ class Reservation(msgspec.Struct, eq=False):
             raise self._refusal(*exceeded)
         self._reserved = wanted
 
-    async def _reserve_in_store(self, wanted: Sequence[tuple[Holder, Amounts]]) -> None:
+    def _reserve_from_lease(self, wanted: Sequence[tuple[Holder, Amounts]], leased: LeasedHolders | None) -> Awaitable[None] | None:
+        """Reserve from the lease of the holders and return None, or return what is left to be awaited."""
+        if leased is not None and (lease := leased.admit(self._request_id, wanted[0][1], monotonic())) is not None:
+            self._lease, self._result, self._reserved = lease, StoreResult(None, *lease.known), wanted
+            self._limiter.count_admission("lease")
+            return None
+        return self._reserve_in_store(wanted, leased)
+
+    async def _reserve_in_store(self, wanted: Sequence[tuple[Holder, Amounts]], leased: LeasedHolders | None = None) -> None:
         """Reserve in the store; in memory if the store is unavailable and the configuration allows it. Raises Refusal."""
         store = self._limiter.store
         if not wanted or store is None:  # a reload has removed the store
@@ -184,6 +199,9 @@ class Reservation(msgspec.Struct, eq=False):
         self._limiter.count_evictions(self._limits.key, result.evicted)
         self._apply_result(result)
         self._reserved = (*self._reserved, *wanted)
+        self._limiter.count_admission("call")
+        if leased is not None:
+            leased.count_call(wanted[0][1], Known(result.full_times, result.budgets), monotonic())
 
     def _apply_result(self, result: StoreResult | None) -> None:
         """Store the result of the store. Raises Refusal."""
@@ -224,12 +242,15 @@ class Reservation(msgspec.Struct, eq=False):
     def _settle(self, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> None:
         if self._result is None:
             self._limiter.buckets.settle(reserved, self._bucket_ends, used, self._arrived, monotonic())
+        elif self._lease is not None and self._lease.settle(self._request_id, used):
+            return
         elif reserved and self._limiter.store is not None:
             self._limiter.store.settle(self._request_id, reserved, used)
 
     def header_lines(self) -> bytes:
         """Return the rate-limit headers, as lines, for the holders that counted the request."""
-        result, limiter, layout = self._result, self._limiter, self._layout
+        result: StoreResult | Known | None = self._result
+        limiter, layout = self._limiter, self._layout
         buckets, at = limiter.buckets, moment(monotonic(), time())
         if (
             result is None
@@ -237,6 +258,8 @@ class Reservation(msgspec.Struct, eq=False):
             and (laid_out := headers.laid_out_lines(layout, buckets.cells, at, limiter.warn_at)) is not None
         ):
             return laid_out
+        if self._lease is not None:
+            result = self._lease.current()
         lines = headers.header_lines(buckets.full_times(self._shown_holders) if result is None else result.full_times, at.now)
         if not self._limits.has_budgets:
             return lines

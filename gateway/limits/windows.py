@@ -277,6 +277,11 @@ def _seconds_left(period: str, at: Moment) -> float:
     return at.period_ends[CALENDAR.index(period)] - at.wall if period in CALENDAR else 0.0
 
 
+def seconds_left_in_period(window: Window, wall: float) -> float:
+    """Return the seconds until another period, or another slice, counts the requests than at ``wall`` seconds since the epoch."""
+    return window.slice_seconds - wall % window.slice_seconds if window.slice_seconds else _seconds_left(window.name, moment(0.0, wall))
+
+
 # Changes
 
 

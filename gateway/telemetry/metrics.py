@@ -93,6 +93,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "queued_requests": Family("gauge", "Requests queued for a server.", ("model",), per_model=True),
         "auth_failures_total": Family("counter", "Requests refused because of their key.", ("reason",)),
         "limited_total": Family("counter", "Requests refused by a limit.", ("key", "reason")),
+        "limits_store_admissions_total": Family(
+            "counter", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)
+        ),
         "budget_used_ratio": Family(
             "gauge", "Used share of a budget, reservations included; above 1 if it is exceeded.", ("holder", "budget", "soft")
         ),

@@ -31,6 +31,7 @@ async def drain(worker: Worker, acceptor: Closable | None, listener: socket.sock
     context = worker.context
     context.mirrors.close()
     context.queues.close()
+    context.limiter.stop_leases()
     await _stop_accepting(worker, acceptor, listener)
     connections, handlers = context.connections, context.handlers
     await _wait_until(lambda: not handlers, seconds)

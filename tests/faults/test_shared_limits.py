@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -93,9 +94,11 @@ class Load:
         assert 0.98 * limit * (1 + self.refused / 60) <= self.seen[200] * each <= 1.02 * limit * (1 + self.elapsed / 60)
 
 
-async def hammer(ports: Sequence[int], seconds: float, body: dict[str, object], *, until_refused: bool = False) -> Load:
+async def hammer(
+    ports: Sequence[int], seconds: float, body: dict[str, object], *, until_refused: bool = False, load: Load | None = None
+) -> Load:
     """Send requests one after the other for ``seconds``. ``until_refused``: continue until a rate limit refused a request."""
-    data, load, began = request(body), Load(), monotonic()
+    data, load, began = request(body), load or Load(), monotonic()
 
     async def one(port: int) -> None:
         async with client(port) as visitor:
@@ -172,6 +175,33 @@ async def test_the_slots_of_a_killed_gateway_are_freed(tmp_path: Path) -> None:
             async with client(one.data) as third:
                 await begin(third)
                 assert await status(one) == 429, "the other one's lease is renewed"
+
+
+async def test_a_killed_gateway_loses_no_more_than_its_lease(tmp_path: Path) -> None:
+    """Its last lease stays charged. The other gateway returns all of its leases, and its usage is exact."""
+    body, loads = chat(max_tokens=1), (Load(), Load())
+    with redis_server() as redis:
+        more = {"limits_store": redis.url, "limits": REFUSING}
+        async with gateways(tmp_path, 2, {"tokens_per_day": 10**9}, **more) as (one, two):
+            survivor = asyncio.create_task(hammer([one.data], SECONDS / 2, body, load=loads[0]))
+            victim = asyncio.create_task(hammer([two.data], SECONDS, body, load=loads[1]))
+            await until(lambda: from_leases(two) > 100, 60)
+            kill(two)
+            with pytest.raises((OSError, EOFError)):
+                await victim
+            await survivor
+            assert set(loads[0].seen) <= {200, 503} and from_leases(one) > 0
+            with redis.client() as each:
+                await until(lambda: len([*each.scan_iter("vllm-gateway:reserved *")]) <= 1, 30)  # that of the killed one
+                counted = float(each.hget("vllm-gateway:key team-a", "dt") or 0)
+            lost = counted - USED * (loads[0].seen[200] + loads[1].seen[200])
+            assert 0 <= lost <= 6 * USED * loads[1].seen[200]
+
+
+def from_leases(one: Gateway) -> float:
+    """Return the requests that a gateway has admitted from leases."""
+    found = re.findall(r'^vllm_gateway_limits_store_admissions_total{source="lease"} (\S+)$', one.get("/metrics").text, re.MULTILINE)
+    return sum(map(float, found))
 
 
 async def status(one: Gateway, max_tokens: int = 1) -> int:

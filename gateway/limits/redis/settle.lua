@@ -1,10 +1,11 @@
 -- Replace what a request has reserved by what it has used. The Python twin is rules.settle in gateway/limits.
 --
--- KEYS: as in admit.lua. ARGV: the request's id, then for each holder two texts: first the name and the seconds of a slice (0: of the
+-- KEYS: as in admit.lua. ARGV: the request's id, or the id of a lease and those of its open requests; then for each holder two texts: first the name and the seconds of a slice (0: of the
 -- calendar) of each window; then what is added: seconds to the buckets of requests and of tokens, and for each window the tokens and the
 -- cost. Costs are in whole nano-units.
 -- Returns a text of numbers: for each holder whether something was settled, and then what is used of each of its windows, as in admit.lua.
--- Only what admit.lua wrote down is settled, and it is deleted here: so a settlement that is sent twice changes nothing.
+-- Only what admit.lua wrote down is settled, and it is deleted here: so a settlement that is sent twice changes nothing. The requests that
+-- outlive a lease have separate reservations afterwards, which count at the time of the lease: lease.py.
 
 -- Return seconds that time has not refilled yet: rules._settle_bucket.
 local function return_to_bucket(holder, bucket, seconds, reserved_at, bucket_end)
@@ -31,7 +32,8 @@ local function known_period(window, period)
   return window.other.number == period and window.other or nil
 end
 
-local reply = {}
+local reply, ids = {}, words_of(ARGV[1])
+local request = ids[1]
 for i = 1, (#KEYS - 1) / 2 do
   local key, windows = KEYS[2 * i - 1], {}
   local names, added = words_of(ARGV[2 * i]), words_of(ARGV[2 * i + 1])
@@ -40,7 +42,7 @@ for i = 1, (#KEYS - 1) / 2 do
     local tokens_added, cost_added = tonumber(added[2 * w + 1]), tonumber(added[2 * w + 2])
     windows[w] = {name = names[2 * w - 1], slice = tonumber(names[2 * w]), tokens = tokens_added, cost = cost_added}
   end
-  local reserved = redis.call('HGET', KEYS[#KEYS], ARGV[1] .. ' ' .. key)
+  local reserved = redis.call('HGET', KEYS[#KEYS], request .. ' ' .. key)
   if reserved then
     local reserved_at, requests_end, tokens_end = string.match(reserved, '(%S+) (%S+) (%S+)')
     reserved_at = tonumber(reserved_at)
@@ -56,12 +58,15 @@ for i = 1, (#KEYS - 1) / 2 do
       end
     end
     write_holder(key, holder)
-    redis.call('HDEL', KEYS[#KEYS], ARGV[1] .. ' ' .. key)
+    local moved = {}
+    for each = 2, #ids do append(moved, ids[each] .. ' ' .. key, reserved) end
+    if #moved > 0 then redis.call('HSET', KEYS[#KEYS], unpack(moved)) end
+    redis.call('HDEL', KEYS[#KEYS], request .. ' ' .. key)
     append(reply, 1)
     append_usage(reply, holder)
   else
     append(reply, 0)
   end
-  redis.call('ZREM', KEYS[2 * i], ARGV[1])
+  redis.call('ZREM', KEYS[2 * i], request)
 end
 return reply_of(reply)

@@ -1,8 +1,8 @@
 """Count limits in a Redis or Valkey that several gateways share.
 
-The rules: a request costs one script before it is admitted, and one afterwards that no request waits for. A refusal is confirmed by
-a second attempt, unless only time can end it. No request waits for an unavailable store; reconnecting happens in the background.
-Unsent settlements are replayed after reconnection.
+The rules: a request without a lease costs one script before it is admitted, and one afterwards that no request waits for. A refusal is
+confirmed by a second attempt, unless only time can end it. No request waits for an unavailable store; reconnecting happens in the
+background. Unsent settlements are replayed after reconnection.
 
 An abandoned command may still run later, or never. So an admission carries a deadline by the store's clock, after which it
 reserves nothing. A settlement is sent until the store acknowledges it; sending it twice changes nothing.
@@ -19,11 +19,14 @@ import re
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count
 from math import inf
+from secrets import token_hex
 from time import monotonic
 from typing import NamedTuple, cast
 
 from gateway.limits import rules, windows
+from gateway.limits.redis.leases import Leases
 from gateway.limits.redis.resp import Parser, ProtocolError, Reply, ReplyError, argument, array, command
 from gateway.limits.redis.scripts import Script, Scripts, load_scripts
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
@@ -64,6 +67,8 @@ class StoreResult(NamedTuple):
 
 
 OnUsage = Callable[[Holder, Window, int, int, float], None]
+OnResult = Callable[[StoreResult | None, float, float], None]
+"""Called with a result, None if nothing was reserved, the ``monotonic`` time of the command, and the store's time, since the epoch."""
 
 
 class _Settlement(NamedTuple):
@@ -221,7 +226,9 @@ class RedisStore:
         self._is_available: bool | None = None
         self._unacknowledged: dict[int, _Settlement] = {}
         self._settled = 0
-        self._leases: dict[str, tuple[str, ...]] = {}
+        token = token_hex(4)
+        self.leases = Leases(self, (f"{token}-{number}" for number in count()))
+        self._slot_leases: dict[str, tuple[str, ...]] = {}
         self._renewed = 0.0
         self._cached_refusals: dict[str, tuple[float, StoreResult]] = {}
 
@@ -235,8 +242,12 @@ class RedisStore:
         ):  # its clock was changed, which this reply has shown
             pending = await self._run_admission(identity, wanted)
         result = self._apply_reply(identity, wanted, pending.reply)
-        if result.exceeded is None or result.exceeded[1].reason == "requests_per_minute":
+        if result.exceeded is None:
             return result
+        holds_leases = self.leases.end_those_of(holder for holder, _ in wanted)  # they are settled before the second attempt
+        if result.exceeded[1].reason == "requests_per_minute" and not holds_leases:
+            return result
+        self._cached_refusals.pop(result.exceeded[0].name, None)
         # Another gateway or worker may have sent the settlement of the client's previous request just before. The store does not read its
         # connections in the order in which bytes arrived. But it reads all of them before it reads this one again.
         pending = await self._run_admission(identity, wanted)
@@ -249,9 +260,29 @@ class RedisStore:
         Raises StoreUnavailableError.
         """
         wanted = [(holder, Amounts()) for holder in holders]
+        self.leases.end_those_of(holders)
         result = await self.admit(identity, wanted)
         self.settle(identity, wanted, Amounts())
         return result
+
+    def reserve_in_background(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]], on_result: OnResult) -> None:
+        """Reserve amounts from each holder for no request in particular. Nothing is reserved while the store is unavailable."""
+        line = self._open_connection
+        if line is None:
+            on_result(None, 0.0, 0.0)
+            return
+        pending = line.send(*self._admission(identity, wanted))
+
+        def apply(reply: Reply) -> None:
+            if not isinstance(reply, bytes) or not reply.startswith(_ADMITTED):
+                self._release(identity, wanted, reply)
+                on_result(None, 0.0, 0.0)
+                return
+            now, wall = monotonic(), _store_time(reply)
+            self._clock.synchronize(wall, pending.sent, now)
+            on_result(_parse_result(wanted, reply, now, self._on_usage), pending.sent, wall)
+
+        pending.on_reply = apply
 
     async def _run_admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> PendingCommand:
         """Run admit.lua and return the command with its reply. Raises StoreUnavailableError."""
@@ -263,7 +294,7 @@ class RedisStore:
             pending.on_reply = lambda reply: self._release(identity, wanted, reply)
             raise
         if isinstance(pending.reply, bytes):
-            self._clock.synchronize(int(pending.reply.split(b" ", 4)[3]) / 1_000_000, pending.sent, monotonic())
+            self._clock.synchronize(_store_time(pending.reply), pending.sent, monotonic())
         else:
             self._release(identity, wanted, pending.reply)
         return pending
@@ -285,13 +316,16 @@ class RedisStore:
                     return result._replace(exceeded=(holder, limit._replace(wait=until - now)))
         return None
 
-    def settle(self, identity: str, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> None:
-        """Replace what was reserved by what was used. No request waits for the reply."""
-        held = self._leases.pop(identity, ())
+    def settle(self, identity: str, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts, open_requests: Sequence[str] = ()) -> None:
+        """Replace what was reserved by what was used. No request waits for the reply.
+
+        ``open_requests`` are those of an ended lease: they are settled separately.
+        """
+        held = self._slot_leases.pop(identity, ())
         if left := tuple(key for key in held if key not in {_keys(holder)[1] for holder, _ in reserved}):
-            self._leases[identity] = left
+            self._slot_leases[identity] = left
         self._settled += 1
-        data, again = self._settlement(identity, reserved, used)
+        data, again = self._settlement(identity if not open_requests else " ".join((identity, *open_requests)), reserved, used)
         self._unacknowledged[self._settled] = _Settlement(data, again, tuple(holder for holder, _ in reserved))
         if len(self._unacknowledged) > _OWED:
             del self._unacknowledged[next(iter(self._unacknowledged))]
@@ -355,7 +389,7 @@ class RedisStore:
         if result.exceeded is None:
             leases = tuple(_keys(holder)[1] for holder, amounts in wanted if amounts.slots and holder.limits.concurrent is not None)
             if leases:
-                self._leases[identity] = (*self._leases.get(identity, ()), *leases)
+                self._slot_leases[identity] = (*self._slot_leases.get(identity, ()), *leases)
         elif result.exceeded[1].reason == "requests_per_minute":
             self._cached_refusals[result.exceeded[0].name] = monotonic() + (result.exceeded[1].wait or 0), result
         return result
@@ -368,28 +402,29 @@ class RedisStore:
     # The connection
 
     def tick(self) -> None:
-        """Give up a store that does not reply, reconnect, and renew the leases. Called four times a second."""
+        """Give up a store that does not reply, reconnect, and renew and end the leases. Called four times a second."""
         now = monotonic()
+        self.leases.tick(now)
         if self._open_connection is not None:
             self._open_connection.check(now)
         if self._open_connection is not None and now - self._renewed > _RENEW_EVERY:
-            self._renew_leases(self._open_connection, now)
+            self._renew_slots(self._open_connection, now)
         if self._opening is not None and self._is_available is None and now - self._opened_at > self.settings.timeout:
             self._mark_unavailable("it does not respond")
             self._resume_waiting()
         if self._open_connection is None and now - self._opened_at > _RETRY_EVERY:
             self._open()
 
-    def _renew_leases(self, line: StoreConnection, now: float) -> None:
+    def _renew_slots(self, line: StoreConnection, now: float) -> None:
         self._renewed = now
-        held = [(key, identity) for identity, keys in self._leases.items() for key in keys]
+        held = [(key, identity) for identity, keys in self._slot_leases.items() for key in keys]
         if held:
             keys = [argument(key) for key, _ in held]
             arguments = [argument(LEASE), argument(self._not_after()), *(argument(identity) for _, identity in held)]
             pending = line.send(*_command(self._scripts.renew, len(keys), keys, arguments))
-            pending.on_reply = lambda reply: self._leases_renewed(reply, pending.sent)
+            pending.on_reply = lambda reply: self._slots_renewed(reply, pending.sent)
 
-    def _leases_renewed(self, store_time: Reply, sent: float) -> None:
+    def _slots_renewed(self, store_time: Reply, sent: float) -> None:
         """Synchronize the clock. Late renewals work too, and the next renewal is in time."""
         if isinstance(store_time, int):
             self._clock.synchronize(store_time / 1_000_000, sent, monotonic())
@@ -454,7 +489,7 @@ class RedisStore:
         self._open_connection, self._is_available = line, True
         for settlement in tuple(self._unacknowledged):
             self._send_settlement(line, settlement)
-        self._renew_leases(line, monotonic())  # leases of requests in flight may have expired
+        self._renew_slots(line, monotonic())  # leases of requests in flight may have expired
 
     def _connection_lost(self, line: StoreConnection, reason: str) -> None:
         if line is self._open_connection:
@@ -473,6 +508,7 @@ class RedisStore:
             _log.warning("the limits store at %s is unavailable (%s); meanwhile %s", self.settings, reason, meanwhile)
         self._is_available = False
         self._cached_refusals.clear()
+        self.leases.end_all()
 
     def _resume_waiting(self) -> None:
         """Resume the requests that waited for the first attempt to connect."""
@@ -481,11 +517,13 @@ class RedisStore:
             signal.set()
 
     def close(self) -> None:
-        """Close the connection."""
+        """End the leases and close the connection."""
+        self.leases.stop()
         if self._opening is not None:
             self._opening.cancel()
         line, self._open_connection = self._open_connection, None
         if line is not None:
+            line.transport.flush()
             line.fail("the gateway closed the connection")
         self._resume_waiting()
 
@@ -553,6 +591,11 @@ def _is_temporary(reply: Reply) -> bool:
 def _is_late(reply: Reply) -> bool:
     """Check whether the script ran after the deadline of the request."""
     return isinstance(reply, bytes) and reply.startswith(_LATE)
+
+
+def _store_time(reply: bytes) -> float:
+    """Return the time, in seconds since the epoch, at which the script ran."""
+    return int(reply.split(b" ", 4)[3]) / 1_000_000
 
 
 def _parse_usage(holder: Holder, numbers: Iterator[int]) -> Iterator[tuple[Window, int, int, float]]:

@@ -81,13 +81,17 @@ _STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("come"), st.integers(1, 120), st.booleans()),
         st.tuples(st.just("end"), st.integers(0, 5), st.sampled_from([0.0, 0.3, 1.0, 1.5])),
+        st.tuples(st.just("split"), st.integers(0, 5), st.sampled_from([0.0, 0.3, 1.0])),
     ),
     max_size=25,
 )
 
 
 def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
-    """Compare both for two holders: they admit the same requests, and the same limit refuses with the same wait."""
+    """Compare both for two holders: they admit the same requests, and the same limit refuses with the same wait.
+
+    A reservation may be split like a lease that ends while a request is open: one part is settled, the other one later.
+    """
 
     @settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
     @given(_STEPS, _SLICES)
@@ -135,9 +139,18 @@ async def _compare(server: RedisServer, steps: list[Any], slices: list[tuple[int
                     assert decision.exceeded[1].wait == pytest.approx(expected[1].wait, abs=2)
                     assert decision.exceeded[1].requested == expected[1].requested
                     assert decision.exceeded[1].left == pytest.approx(expected[1].left, abs=3)
+            elif running and kind == "split":
+                identity, wanted, at, end_times = running.pop(amount % len(running))
+                tokens, cost = int(wanted[0][1].tokens * what), int(wanted[0][1].cost * what)
+                released = [(holder, Amounts(each.requests, each.slots, tokens, cost)) for holder, each in wanted]
+                rest = [(holder, Amounts(0, 0, each.tokens - tokens, each.cost - cost)) for holder, each in wanted]
+                used = Amounts(1, 0, tokens // 2, cost // 2)
+                buckets.settle(released, end_times, used, at, monotonic())
+                store.settle(identity, released, used, (f"open-{identity}",))
+                running.append((f"open-{identity}", rest, at, end_times))
             elif running:
                 identity, wanted, at, end_times = running.pop(amount % len(running))
-                used = Amounts(1, 0, int(wanted[0][1].tokens * what), int(wanted[0][1].cost * what))
+                used = Amounts(wanted[0][1].requests, 0, int(wanted[0][1].tokens * what), int(wanted[0][1].cost * what))
                 buckets.settle(wanted, end_times, used, at, monotonic())
                 store.settle(identity, wanted, used)
 
@@ -739,7 +752,7 @@ async def test_a_client_that_disconnects_during_admission_releases_its_reservati
             with server.client() as each:
                 await until(lambda: each.exists("vllm-gateway:key team-a leases") == 0)
             assert [record.status for record in served.context.records][-1] == 499
-            await until(lambda: not served.context.limiter.store._leases)  # type: ignore[union-attr]
+            await until(lambda: not served.context.limiter.store._slot_leases)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("refuses", [False, True])
