@@ -56,7 +56,7 @@ class ApiRequest:
 @dataclass
 class Api:
     """The server's state and the received requests. ``refuse`` returns the status and message of an error response, or None;
-    ``error_body``: the body of an error response, if it is no ``Status``; ``watch_seconds``: the server ends a watch after this time;
+    ``error_body``: the body of an error response, if it is not a ``Status``; ``watch_seconds``: the server ends a watch after this time;
     ``piece``: the size of each write in bytes."""
 
     cluster: Cluster

@@ -73,7 +73,7 @@ def test_ready_is_sent_once_and_the_start_is_extended_until_then(inbox: Inbox) -
     assert inbox.senders == {os.getpid()}
 
 
-def test_a_service_manager_that_is_gone_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_service_manager_that_has_exited_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with service_manager(str(tmp_path / "notify")) as first:
         notifier, state = manager(first), GatewayState()
     for tick in (0, 11, 22):

@@ -72,7 +72,7 @@ async def test_what_is_private_is_private(case: Case) -> None:
         assert modes == [0o700, 0o700, 0o600]
 
 
-async def test_a_server_whose_log_is_gone_stays_up(case: Case, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_server_whose_log_was_removed_stays_up(case: Case, caplog: pytest.LogCaptureFixture) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec())
         ready = await case.reached(LaunchState.READY)
