@@ -40,6 +40,7 @@ ALIKE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"prompt": ["a", "b"]}, {"prompt": "a"}),
     ({"prompt": [[1, 2], [3]]}, {"prompt": [1, 2]}),
     ({"model": "m", **chat(user("a"))}, {"model": "n", "stream": True, **chat(user("a"))}),
+    (chat(SYSTEM), {"temperature": 1, **chat(SYSTEM)}),
     (chat(SYSTEM, 7, user("a")), chat(SYSTEM, 7, user("b"))),  # nothing is read behind an invalid message
 ]  # fmt: skip
 APART: list[tuple[dict[str, Any], dict[str, Any]]] = [

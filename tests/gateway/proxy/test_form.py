@@ -300,7 +300,7 @@ async def test_a_disconnect_during_an_upload() -> None:
 
 
 async def test_a_disconnect_is_noticed_while_a_large_form_is_queued() -> None:
-    """The gateway reads on, although no server takes the form yet."""
+    """The gateway reads on, although no server takes the form yet. It had paused, because it reads faster than it looks for the model."""
 
     async def hangs(talk: Conversation) -> None:
         await talk.closed_by_peer()
@@ -313,7 +313,7 @@ async def test_a_disconnect_is_noticed_while_a_large_form_is_queued() -> None:
     ):
         first.send(form(MODEL, FILE))
         await until(lambda: len(server.requests) == 1)
-        one.send(form(MODEL, part("file", b"x" * 2_000_000)))
+        one.send(form(part("file", b"x" * 600_000), MODEL, part("more", b"x" * 3_000_000)))
         await until(lambda: served.value("queued_requests", "tiny") == 1)
         await one.writer.drain()
         one.disconnect()

@@ -6,6 +6,7 @@ import asyncio
 import os
 import resource
 import signal
+import time
 from contextlib import closing
 
 import psutil
@@ -46,6 +47,19 @@ async def test_without_workers_there_is_nothing_to_drain() -> None:
     with closing(listen("127.0.0.1", 0)) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             await supervisor.drain(600)
+
+
+async def test_a_failed_preparation_is_a_failure_of_the_supervision() -> None:
+    async def fails(_: Snapshot) -> None:
+        raise OSError
+
+    with closing(listen("127.0.0.1", 0)) as listener:
+        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+            assert supervisor.failure(time.monotonic()) is None
+            supervisor.before_start = fails
+            supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
+            await until(lambda: supervisor.failure(time.monotonic()) == "the supervision of a worker has ended")
+            assert not supervisor.statuses[0].up
 
 
 async def test_a_worker_that_does_not_exit_is_killed() -> None:
