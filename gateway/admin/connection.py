@@ -26,9 +26,6 @@ class AdminConnections:
     def __init__(self) -> None:
         self._open: dict[AdminProtocol, None] = {}
 
-    def __len__(self) -> int:
-        return len(self._open)
-
     def add(self, connection: AdminProtocol) -> None:
         """Add a connection. If there are too many, the oldest connection without a request in progress is closed."""
         self._open[connection] = None

@@ -12,7 +12,7 @@ import os
 import queue
 import stat
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from typing import Any
@@ -182,8 +182,8 @@ def _piece_size(output: int) -> int:
         return _PIPE_BUF  # closed
 
 
-def _pieces(lines: Iterable[bytes], most: int) -> Iterator[bytes]:
-    """Join whole lines to pieces of at most this size; a longer line is a separate piece."""
+def _pieces(lines: Sequence[bytes], most: int) -> Iterator[bytes]:
+    """Join whole lines, of which there is at least one, to pieces of at most this size; a longer line is a separate piece."""
     piece: list[bytes] = []
     size = 0
     for each in lines:
@@ -192,8 +192,7 @@ def _pieces(lines: Iterable[bytes], most: int) -> Iterator[bytes]:
             piece, size = [], 0
         piece.append(each)
         size += len(each)
-    if piece:
-        yield b"".join(piece)
+    yield b"".join(piece)
 
 
 def _write_all(output: int, data: bytes) -> None:

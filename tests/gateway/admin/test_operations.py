@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx2
 import pytest
 
 from gateway.auth.keys import hash_of
+from tests.support.http_server import threaded
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 
 TOKEN = "an-admin-token"
@@ -139,6 +141,7 @@ def test_the_commands_reach_the_gateway_from_elsewhere(one: Gateway, folder: Pat
         (("--admin", one.url, *there[2:]), "this is not the admin port of a gateway"),
         (("--admin", "http://localhost:1", *there[2:]), "http://localhost:1: "),
         (("--admin", "nonsense", *there[2:]), "nonsense: "),
+        (("--admin", "http://[::1", *there[2:]), "http://[::1: "),
     ]
     for arguments, why in failing:
         done = run_command("status", *arguments)
@@ -146,6 +149,13 @@ def test_the_commands_reach_the_gateway_from_elsewhere(one: Gateway, folder: Pat
         assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done
         assert why in done.stderr
     assert run_command("status", *there[2:]).returncode == 2
+
+
+def test_a_server_that_sends_no_json_is_no_gateway() -> None:
+    with threaded(HTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler)) as other:
+        done = run_command("status", "--admin", f"http://127.0.0.1:{other.server_port}")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.endswith(f"http://127.0.0.1:{other.server_port}: this is not the admin port of a gateway\n")
 
 
 def test_usage_and_keys_are_the_same_elsewhere_as_on_the_machine_itself(one: Gateway, folder: Path) -> None:

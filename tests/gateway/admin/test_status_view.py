@@ -106,6 +106,9 @@ def test_the_progress_of_a_start() -> None:
     (reported,) = status_view(status(starting | {"progress": "Capturing graphs"}, state="starting")).models[0].servers
     assert (reported.progress, reported.percent) == ("Capturing graphs", None)
     assert 'value="50"' in page(status_view(status(starting)))
+    output = io.StringIO()
+    show(status_view(status(starting, state="starting")), Console(file=output, width=200))
+    assert f"m#0: {line}" in output.getvalue()
 
 
 def test_the_summary_and_the_fields_of_a_model() -> None:

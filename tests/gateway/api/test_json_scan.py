@@ -118,6 +118,7 @@ def test_an_escaped_key_is_the_same_key(key: bytes, cut: int) -> None:
         b'{usage:1,"usage":2}',
         b"}",
         b'{"a":1}{"usage":1}',
+        b'{"us\\qage":1}',
     ],
 )
 def test_what_is_no_document_has_nothing(text: bytes) -> None:

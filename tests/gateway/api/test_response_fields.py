@@ -213,6 +213,11 @@ def test_an_invalid_usage_does_not_hide_other_fields(usage: str, padding: str) -
     assert of_body(wire, Dialect.CHAT) == Fields(stopped=True, is_final=True)
 
 
+def test_what_is_no_json_in_a_long_body_hides_no_usage() -> None:
+    wire = b" " * WHOLE_SIZE + b'{"choices":[{"finish_reason":abort}],"usage":{"prompt_tokens":7}}'
+    assert observed([wire, b"\n", b'{"usage":{"prompt_tokens":9}}'], Dialect.CHAT) == Fields(Usage(7), is_final=True)
+
+
 @pytest.mark.parametrize("cut", range(0, len(COMPLETION), 50))
 def test_a_body_that_is_cut_has_what_came(cut: int) -> None:
     assert observed([COMPLETION[:cut]], Dialect.CHAT).usage is None or cut > COMPLETION.index(b',"prompt_logprobs"')

@@ -166,6 +166,21 @@ async def test_functions_become_tools_and_come_back(trio: tuple[Served, Scripted
     }  # fmt: skip
 
 
+async def test_invalid_messages_beside_functions_are_left_to_the_server(trio: tuple[Served, Scripted, Server]) -> None:
+    served, upstream, _ = trio
+    for messages in ("Hi", ["Hi", {"role": "user", "content": "Weather?"}]):
+        await request_once(served.port, request(chat(messages=messages, functions=[{"name": "get_weather"}])))
+        seen = upstream.requests[-1].json
+        assert seen["messages"] == messages and "tools" in seen and "functions" not in seen
+
+
+async def test_a_raw_prompt_is_text(trio: tuple[Served, Scripted, Server]) -> None:
+    served, upstream, _ = trio
+    reply = await request_once(served.port, request({"model": "tiny", "prompt": ["a", "b"]}))
+    assert (reply.status, reply.error["param"], reply.error["message"]) == (400, "prompt", "The field 'prompt' must be a string.")
+    assert upstream.requests == []
+
+
 async def test_functions_stream(trio: tuple[Served, Scripted, Server]) -> None:
     served, _, server = trio
 

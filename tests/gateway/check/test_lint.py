@@ -141,3 +141,11 @@ def test_a_policy_without_the_packages_for_its_events(tmp_path: Path) -> None:
     done = subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=60)
     note = "models[0].balance: does not use KV cache events without the extra `kv-events` (in a clone: pip install '.[kv-events]')"
     assert note in " ".join(done.stdout.split())
+
+
+def test_an_invalid_time_is_a_problem_and_no_note(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    ledger = "ledger: {url: sqlite:///usage.db, retention: soon}\n"
+    file.write_text(f"models: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}, limits: {{tokens_per_day: 1}}}}]\n{ledger}")
+    draft = drafted(file)
+    assert draft is not None and list(notes(draft, NOW)) == []

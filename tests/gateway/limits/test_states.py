@@ -155,6 +155,7 @@ def test_operators_see_the_same_by_command_and_admin_port(one: Gateway) -> None:
     assert {row["limit"]: row["amount"] for row in rows}["cost_per_month"] == "0.5"
     document = json.loads(one.command("limits", "--format", "json").stdout)
     assert by_name(document["limits"])["tokens_per_month"]["models"] == ["sim/*"]
+    assert one.command("limits", "--key", "free").stdout == "no limits\n"
     assert one.command("limits", "--key", "nobody").returncode == 1
     assert one.command("limits", "--format", "xml").returncode == 2
 

@@ -97,6 +97,13 @@ def test_a_closed_reader_causes_no_error(pipe: tuple[int, int]) -> None:
     assert log.dropped == 3
 
 
+def test_an_output_that_was_never_open_causes_no_error() -> None:
+    with access_log(1 << 20) as log:
+        log.add(record())
+    wait_for_the_writers()
+    assert log.dropped == 1
+
+
 def test_a_line_that_cannot_be_made_costs_itself_alone(pipe: tuple[int, int], caplog: pytest.LogCaptureFixture) -> None:
     with access_log(pipe[1]) as log:
         for user in ("a", "\ud800", "b"):

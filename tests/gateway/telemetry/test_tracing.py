@@ -240,6 +240,21 @@ def test_a_blocked_collector_delays_no_request(collected: Collector) -> None:
     assert 2048 < len(collected.spans) < 40_000
 
 
+def test_a_blocked_collector_with_a_full_queue_delays_the_stop_by_its_timeout(collected: Collector) -> None:
+    collected.held.clear()
+    trace = Sampler(Tracing("-")).start_trace(None)
+    gathered = Spans()
+    gathered.endpoint = collected.url
+    while not gathered._records:  # until a flush finds the queue full
+        gathered.add(record(trace=trace))
+        gathered.flush()
+    gathered.stop(0.05)
+    collected.held.set()
+    wait_for(lambda: gathered._waiting.empty())
+    gathered.stop(60)
+    assert not gathered._records
+
+
 def test_a_collector_that_is_not_there_is_survived() -> None:
     with spans() as gathered:
         gathered.endpoint = "http://127.0.0.1:1"

@@ -230,6 +230,8 @@ def test_the_part_at_fault_is_found_among_others() -> None:
     [
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
          "messages.0.tool_calls.0.function.arguments: The text is not valid JSON."),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}, {"function": {"arguments": "{"}}]}]},
+         "messages.0.tool_calls.1.function.arguments: The text is not valid JSON."),
         ({"structured_outputs": {"json": ""}}, "structured_outputs.json: The text is not valid JSON."),
         ({"messages": [{"role": "user", "content": "Hi"}]}, None),
     ],
@@ -238,6 +240,26 @@ def test_json_that_cannot_be_read_is_the_clients_or_the_models(document: dict[st
     error = own("Expecting property name enclosed in double quotes: line 1 column 2 (char 1)")
     refusal = from_server(400, orjson.dumps(error), "m", "messages", None, document)
     assert refusal.message == message if message else (refusal.code == "server_error" and "output was not valid" in refusal.message)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"messages": 5}, "messages: Input should be a valid list"),
+        ({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": 5}]},
+         "messages.1.tool_calls: Input should be a valid list"),
+    ],
+)  # fmt: skip
+def test_the_value_that_is_no_list_is_found(document: dict[str, Any], message: str) -> None:
+    error = own("'int' object is not iterable")
+    assert from_server(400, orjson.dumps(error), "m", "messages", None, document).message == message
+
+
+def test_the_part_that_is_no_text_is_found_if_there_is_any() -> None:
+    error = own("tiny is not a multimodal model")
+    text = {"role": "user", "content": [{"type": "text", "text": "Hi"}, "Hi"]}
+    for messages, param in (([text], None), ([text, {"role": "user", "content": [{"type": "image_url"}]}], "messages.1.content.0")):
+        assert from_server(400, orjson.dumps(error), "m", "messages", None, {"messages": messages}).param == param
 
 
 RESPONSES = [
