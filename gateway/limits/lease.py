@@ -100,6 +100,11 @@ class Lease(msgspec.Struct, eq=False):
         self._used_cost += used.cost
         return True
 
+    @property
+    def is_overdrawn(self) -> bool:
+        """Whether requests have used more than the lease has."""
+        return self.tokens < 0 or self.cost < 0
+
     def end(self) -> Ended:
         """End the lease and return what is to be settled."""
         used = Amounts(self._used_requests, 0, self._used_tokens, self._used_cost)

@@ -243,7 +243,8 @@ class Reservation(msgspec.Struct, eq=False):
         if self._result is None:
             self._limiter.buckets.settle(reserved, self._bucket_ends, used, self._arrived, monotonic())
         elif self._lease is not None and self._lease.settle(self._request_id, used):
-            return
+            if self._lease.is_overdrawn and self._limiter.store is not None:
+                self._limiter.store.leases.end(self._lease)  # what it lacks is charged now
         elif reserved and self._limiter.store is not None:
             self._limiter.store.settle(self._request_id, reserved, used)
 

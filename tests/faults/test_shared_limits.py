@@ -198,6 +198,23 @@ async def test_a_killed_gateway_loses_no_more_than_its_lease(tmp_path: Path) -> 
             assert 0 <= lost <= 6 * USED * loads[1].seen[200]
 
 
+async def test_a_gateway_that_stops_returns_its_leases(tmp_path: Path) -> None:
+    """The usage of the requests is counted, and nothing else."""
+    load = Load()
+    with redis_server() as redis:
+        more = {"limits_store": redis.url, "limits": REFUSING}
+        async with gateways(tmp_path, 1, {"tokens_per_day": 10**9}, **more) as (one,):
+            requests = asyncio.create_task(hammer([one.data], SECONDS, chat(max_tokens=1), load=load))
+            await until(lambda: from_leases(one) > 100, 60)
+            stopped = asyncio.create_task(asyncio.to_thread(one.stop))
+            with pytest.raises((OSError, EOFError)):
+                await requests
+            assert await stopped == 0
+            with redis.client() as each:
+                assert [*each.scan_iter()] == [b"vllm-gateway:key team-a"]
+                await until(lambda: float(each.hget("vllm-gateway:key team-a", "dt") or 0) == USED * load.seen[200], 30)
+
+
 def from_leases(one: Gateway) -> float:
     """Return the requests that a gateway has admitted from leases."""
     found = re.findall(r'^vllm_gateway_limits_store_admissions_total{source="lease"} (\S+)$', one.get("/metrics").text, re.MULTILINE)

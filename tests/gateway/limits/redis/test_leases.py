@@ -244,6 +244,16 @@ async def test_requests_that_outlive_their_lease_are_settled_by_their_usage(serv
             assert names(client) == [b"vllm-gateway:key a"]
 
 
+async def test_usage_beyond_a_lease_is_charged_at_once(server: RedisServer) -> None:
+    """A request that has used more than it had reserved takes it from the lease first. The rest does not wait for the lease's end."""
+    async with worker(server.store_config(), Allowance("key a", PLENTY)) as one:
+        running = await one.lease()
+        running[-1].finish(1_000_000)
+        await one.acknowledged()
+        with server.client() as client:
+            assert used_today(client) == 10 * (len(running) - 1) + 1_000_000
+
+
 async def test_a_lease_ends_by_itself_and_is_returned(server: RedisServer) -> None:
     async with worker(server.store_config(), Allowance("key a", PLENTY)) as one:
         running = await one.lease()
@@ -369,7 +379,7 @@ async def test_a_killed_worker_loses_no_more_than_its_lease(server: RedisServer)
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_leases_end_when_the_store_stops_responding(server: RedisServer, refuses: bool) -> None:
     """Requests are then counted as configured. When the store is back, it gets what was used, and nothing twice."""
-    async with worker(server.store_config(timeout=0.25, refuses=refuses), Allowance("key a", PLENTY)) as one:
+    async with worker(server.store_config(timeout=1.0, refuses=refuses), Allowance("key a", PLENTY)) as one:
         running = await one.lease()
         server.signal(signal.SIGSTOP)
         try:
