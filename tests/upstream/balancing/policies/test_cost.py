@@ -261,6 +261,20 @@ def test_a_configured_cache_size_has_precedence_over_the_engines() -> None:
         assert model.servers["a"].capacity == expected
 
 
+def test_a_cache_size_that_is_reported_again_does_not_undo_what_was_learned() -> None:
+    model = CostModel()
+    model.set_servers(["a"])
+    model.set_cache_size("a", 51_200)
+    model.index.insert("a", range(400))
+    model.correct("a", predicted=5000.0, cached=1)
+    learned = model.servers["a"].capacity
+    assert learned < 400
+    model.set_cache_size("a", 51_200)
+    assert model.servers["a"].capacity == learned
+    model.set_cache_size("a", 64_000)
+    assert model.servers["a"].capacity == 500
+
+
 def test_a_request_that_is_sent_again_is_placed_once() -> None:
     router = Router("a", "b")
     prompt = Prompt(range(1000, 1000 + LONG), LONG * BLOCK, stream=True)
