@@ -230,16 +230,21 @@ async def test_most_requests_of_a_busy_key_need_no_call(server: RedisServer) -> 
             assert used_today(client) == 5 * total
 
 
-async def test_requests_that_outlive_their_lease_are_settled_by_their_usage(server: RedisServer) -> None:
+@pytest.mark.parametrize("forgotten", [False, True], ids=["", "by a store that has forgotten the scripts"])
+async def test_requests_that_outlive_their_lease_are_settled_by_their_usage(server: RedisServer, forgotten: bool) -> None:
     async with worker(server.store_config(), Allowance("key a", PLENTY)) as one:
         running = await one.lease() + await one.start_many(5)
-        await one.return_leases()
         with server.client() as client:
-            assert used_today(client) == 10 * len(running), "what they have reserved"
+            if forgotten:
+                client.script_flush()
+                one.store.leases.end_all()
+            else:
+                await one.return_leases()
+                assert used_today(client) == 10 * len(running), "what they have reserved"
             for each in running:
                 each.finish(3)
                 each.finish(3)
-            await one.acknowledged()
+            await one.return_leases()
             assert used_today(client) == 3 * len(running)
             assert names(client) == [b"vllm-gateway:key a"]
 
