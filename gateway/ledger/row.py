@@ -121,11 +121,12 @@ def frame(payload: bytes) -> bytes:
 
 def frames(data: bytes) -> Iterator[bytes]:
     """Yield the payloads of the frames in ``data``, up to its end or to the first incomplete frame."""
-    offset = 0
-    while offset + HEAD.size <= len(data):
-        length, checksum = HEAD.unpack_from(data, offset)
-        payload = data[offset + HEAD.size : offset + HEAD.size + length]
-        if not length or len(payload) < length or zlib.crc32(payload) != checksum:  # no row is empty, and unwritten memory is zeros
+    unpack, checksum_of, head, offset, last = HEAD.unpack_from, zlib.crc32, HEAD.size, 0, len(data) - HEAD.size
+    while offset <= last:
+        length, checksum = unpack(data, offset)
+        start = offset + head
+        offset = start + length
+        payload = data[start:offset]
+        if not length or len(payload) < length or checksum_of(payload) != checksum:  # no row is empty, and unwritten memory is zeros
             return
         yield payload
-        offset += HEAD.size + length

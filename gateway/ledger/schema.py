@@ -1,4 +1,4 @@
-"""The ledger's tables, the same in SQLite and PostgreSQL, and the values of a row of usage.
+"""The ledger's tables, the same in SQLite and PostgreSQL.
 
 ``gateway_usage`` has a row for each request; ``gateway_engine_samples`` has the engines' own token counters, for the reconciliation.
 
@@ -8,13 +8,8 @@ billionths of the operator's currency, so sums are exact in both databases.
 
 from __future__ import annotations
 
-from typing import Any
-
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Date, DateTime, Float, Index, Integer, MetaData, String, Table
 from sqlalchemy.dialects.postgresql import JSONB
-
-from gateway.api.settlement import Method
-from gateway.ledger.row import UsageRow
 
 METADATA = MetaData()
 _JSON = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
@@ -68,42 +63,3 @@ ENGINE_SAMPLES = Table(
     Column("responses", BigInteger),
     Index("gateway_engine_samples_time", "time"),
 )
-
-
-def values(row: UsageRow, time: object, day: object) -> list[Any]:
-    """Return the values of a row in the order of the columns. ``time`` and ``day`` are its start, as the database's driver needs it."""
-    completion, estimated = row.generated
-    duration, first_token, queued = row.duration, row.first_token, row.queued
-    return [
-        row.id,
-        time,
-        day,
-        row.key,
-        row.team,
-        row.model,
-        row.server,
-        row.endpoint,
-        row.stream,
-        row.status,
-        row.code,
-        row.incomplete,
-        row.prompt,
-        completion,
-        row.cached,
-        row.reasoning,
-        estimated,
-        None if duration is None else _ms(duration),
-        None if first_token is None else _ms(first_token),
-        None if queued is None else _ms(queued),
-        row.cost,
-        row.labels,
-        row.user,
-        row.metadata,
-        row.estimated_by or (Method.EVENTS.value if estimated else None),
-        row.choices,
-    ]
-
-
-def _ms(seconds: float) -> float:
-    """Return milliseconds with three digits. ``round`` takes four times as long."""
-    return int(seconds * 1_000_000 + 0.5) / 1000

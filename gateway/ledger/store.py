@@ -46,6 +46,7 @@ _CONNECT: dict[str, dict[str, int | str]] = {
 }
 _PARAMETER_STYLES: dict[str, Literal["format", "qmark"]] = {"postgresql": "format", "sqlite": "qmark"}
 _BATCH, _PRUNED = 8000, 500  # rows of a transaction
+_STATEMENT = 500  # rows whose values are in memory at the same time
 _WRITER_CACHE = 16 * 1024  # KiB of pages, with the ends of the index of keys for some thousand keys; SQLite's default is 2,000
 _UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the table is of a later version
 _log = logging.getLogger("vllm_gateway.ledger")
@@ -138,7 +139,8 @@ class UsageStore:
 
     def _commit(self, rows: Sequence[UsageRow]) -> None:
         with self._writer.begin() as connection:
-            connection.exec_driver_sql(self._insertion.statement, [self._insertion.parameters(row) for row in rows])
+            for start in range(0, len(rows), _STATEMENT):
+                connection.exec_driver_sql(*self._insertion.prepare(rows[start : start + _STATEMENT]))
 
     def _prepare(self) -> None:
         """Migrate the table to this version, once."""
