@@ -96,6 +96,11 @@ class Spool:
             with suppress(OSError):
                 path.unlink()
 
+    @property
+    def has_closed(self) -> bool:
+        """Whether a file gets no more rows, so that waiting does not make its delivery larger."""
+        return bool(self._closed)
+
     def oldest(self) -> Segment | None:
         """Return the oldest rows; None if the spool is empty. The same segment is returned until it is removed."""
         with self._lock:

@@ -45,7 +45,9 @@ _CONNECT: dict[str, dict[str, int | str]] = {
     "sqlite": {"timeout": 10},
 }
 _PARAMETER_STYLES: dict[str, Literal["format", "qmark"]] = {"postgresql": "format", "sqlite": "qmark"}
-_BATCH, _PRUNED = 8000, 500  # rows of a transaction
+_PRUNED = 500  # rows of a transaction
+_BATCH = {"postgresql": 8000, "sqlite": 50_000}  # rows of a transaction
+_GATHER = {"postgresql": 0.75, "sqlite": 4.0}  # seconds
 _STATEMENT = 500  # rows whose values are in memory at the same time
 _WRITER_CACHE = 16 * 1024  # KiB of pages, with the ends of the index of keys for some thousand keys; SQLite's default is 2,000
 _UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the table is of a later version
@@ -82,6 +84,10 @@ class UsageStore:
     """Writes rows to the database. ``engine`` is for reading: its connections cannot displace the pages that the writer has cached."""
 
     def __init__(self, url: URL) -> None:
+        backend = url.get_backend_name()
+        self.gather = _GATHER[backend]
+        """Seconds during which rows should be gathered for a large transaction, if there are many."""
+        self._batch = _BATCH[backend]
         self._url = url
         self.engine = create_database_engine(url)
         self._writer = create_database_engine(url, _WRITER_CACHE)
@@ -100,7 +106,7 @@ class UsageStore:
         """
         try:
             self._prepare()
-            return sum(self._write(rows[start : start + _BATCH]) for start in range(0, len(rows), _BATCH))
+            return sum(self._write(rows[start : start + self._batch]) for start in range(0, len(rows), self._batch))
         except _UNAVAILABLE as error:
             raise DatabaseUnavailableError(reason(error)) from error
 

@@ -28,16 +28,13 @@ from gateway.ledger.engine_samples import PendingSamples
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.journal import Journal
 from gateway.ledger.row import UsageRow, decode, frame, frames
-from gateway.ledger.spool import Spool, spool
+from gateway.ledger.spool import Segment, Spool, spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
 
 _COLLECT_EVERY = 0.25  # seconds between two reads of the journals
-_BUSY, _BUSY_PAUSE = (
-    500,
-    0.75,
-)  # rows of a delivery, and seconds after which the next one follows: a large transaction is cheaper for each row
+_BUSY = 500  # rows of a delivery after which rows are gathered for the next one: see ``_is_gathering``
 _RETRY, _LONGEST_RETRY = 1.0, 15.0  # seconds before the database is tried again, doubled each time
 _PRUNE_EVERY = 600.0
 _IDLE_WAIT = 1.0  # seconds between two scans for rows that workers of a dead gateway saved
@@ -68,6 +65,8 @@ class Ledger:
         self._counting = threading.Lock()
         self._next_log: dict[str, float] = {}
         self._prune_at = 0.0
+        self._gather_until = 0.0
+        self._delivered_until = 0.0  # seconds since the epoch: all rows that had reached the spool are in the database
         self._unfit = 0
         self.earlier_deliveries = 0
         """Files of an earlier gateway whose rows were written to the database."""
@@ -279,16 +278,15 @@ class Ledger:
         A sample is written after the rows of the requests before it, so that a reconciliation finds them. Raises
         DatabaseUnavailableError and OSError.
         """
-        segment = self._spool.oldest()
+        now, gathering = time.time(), self._is_gathering()
+        segment = None if gathering else self._spool.oldest()
         if segment is not None:
-            payloads = self._spool.payloads(segment)
-            if payloads is not None:
-                self._write(payloads)
-                self._spool.remove(segment, len(payloads))
-                self.earlier_deliveries += segment.inherited
-                if len(payloads) >= _BUSY > self._spool.rows:
-                    self._collected.wait(_BUSY_PAUSE)
-        elif samples := self.samples.due(time.time() - (0.0 if self._collected.is_set() else _SAMPLE_DELAY)):
+            self._deliver_segment(segment)
+        if not (gathering or self._spool.has_closed):
+            self._delivered_until = now
+        if segment is not None:
+            return
+        if samples := self.samples.due(now if self._collected.is_set() else self._delivered_until - _SAMPLE_DELAY):
             self._store.write_samples([self.samples.values(sample) for sample in samples])
             self.samples.release(samples)
         elif self._retention is not None and time.monotonic() >= self._prune_at:
@@ -297,8 +295,26 @@ class Ledger:
         elif self.unavailable is not None:
             self._write([])  # probe the database, since there are no rows to write
         else:
-            self._new_rows.wait(_IDLE_WAIT)
+            left = self._gather_until - time.monotonic()
+            self._new_rows.wait(left if 0 < left < _IDLE_WAIT else _IDLE_WAIT)
             self._new_rows.clear()
+
+    def _is_gathering(self) -> bool:
+        """Check whether rows wait in the spool for more rows, because a large transaction is cheaper for each row.
+
+        They wait until they fill a file of the spool, for some seconds at most.
+        """
+        return not (self._spool.has_closed or self._collected.is_set()) and time.monotonic() < self._gather_until
+
+    def _deliver_segment(self, segment: Segment) -> None:
+        payloads = self._spool.payloads(segment)
+        if payloads is None:
+            return
+        self._write(payloads)
+        self._spool.remove(segment, len(payloads))
+        self.earlier_deliveries += segment.inherited
+        if len(payloads) >= _BUSY:
+            self._gather_until = time.monotonic() + self._store.gather
 
     def _write(self, payloads: Sequence[bytes]) -> None:
         rows = [row for payload in payloads if (row := self._decoded(payload)) is not None]

@@ -165,7 +165,7 @@ _ACCOUNTING: Mapping[str, AccountingReport] = {
     "… with a ledger": AccountingReport(ledger=True),
     _BOTH: AccountingReport(limits=True, ledger=True),
 }
-_WRITTEN = 2.0  # seconds in which the ledger's last rows are written
+_WRITTEN = 6.0  # seconds in which the ledger's last rows are written
 
 
 # The gateway alone

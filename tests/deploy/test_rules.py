@@ -59,6 +59,7 @@ def _late(soon: str, everything: str) -> dict[str, str]:
 _M = {"model": "m"}
 _SERVER = {"model": "m", "server": "m#0"}
 _ROWS = "vllm_gateway_ledger_spool_rows"
+_WRITTEN = 'vllm_gateway_ledger_rows_total{outcome="written"}'
 _MEMORY = "vllm_gateway_ledger_memory_rows"
 _READY = 'vllm_gateway_ready_servers{model="m"}'
 _OUT_OF_ROTATION = 'vllm_gateway_server_out_of_rotation{{model="m", server="m#{}"}}'
@@ -110,10 +111,12 @@ CASES = (
     Case("VllmGatewayLedgerInMemory", _ledger("1x4 0x20 1x10", "1x4 0x10 1x20") | {_MEMORY: "7x4 23x30"}, "8m", "18m", {},
          ("Rows of the ledger wait in memory only",
           "23 rows: neither the spool's disk nor the database accepts them. /status shows both errors.")),
-    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 0+100x40 4000x40 0x10"}, "30m", "90m", {},
-         ("The ledger falls behind", "At least 1000 rows have waited on disk for the database for 15 minutes.")),
-    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 4000x80 0x10"}, "80m", "90m", {},
-         ("The ledger falls behind", "At least 4000 rows have waited on disk for the database for 15 minutes.")),
+    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 0+100x40 4000x40 0x10", _WRITTEN: "0x94"}, "30m", "90m", {},
+         ("The ledger falls behind",
+          "At least 1000 rows have waited on disk for the database for 15 minutes: more than it stores in 10 seconds.")),
+    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 4000x80 0x10", _WRITTEN: "0x4 0+6000x90"}, "80m", "90m", {},
+         ("The ledger falls behind",
+          "At least 4000 rows have waited on disk for the database for 15 minutes: more than it stores in 10 seconds.")),
     Case("VllmGatewayLedgerLoses", {'vllm_gateway_ledger_rows_total{outcome="dropped"}': "0x4 0+15x20 300x40", _ROWS: "4000x90"},
          "20m", "60m", {"outcome": "dropped"},
          ("The ledger loses rows", "225 rows in 15 minutes will never reach the database.")),
@@ -150,7 +153,8 @@ QUIET = {
     ),
     "clients that leave": ("VllmGatewayFailuresFast", _failing("0x60", "0+100x60")),
     "a queue that is worked off": ("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "300-5x60"}),
-    "rows that are on their way": ("VllmGatewayLedgerBehind", {_ROWS: "7 0 9 12 0 3 8 5x10 0 4x10 0 9x14 0 6x20"}),
+    "rows that are on their way": ("VllmGatewayLedgerBehind", {_ROWS: "7 0 9 12 0 3 8 5x10 0 4x10 0 9x14 0 6x20", _WRITTEN: "0+60x60"}),
+    "rows that are gathered": ("VllmGatewayLedgerBehind", {_ROWS: "400x60", _WRITTEN: "0+9000x60"}),
     "rows that are written, and told as lost": (
         "VllmGatewayLedgerLoses",
         {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 import threading
 import time
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,11 +15,11 @@ from pydantic import SecretStr
 from sqlalchemy import select
 
 from gateway import config as conf
-from gateway.ledger.engine_samples import PendingSamples
+from gateway.ledger.engine_samples import EngineSample, PendingSamples
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import LOST, UsageRow, frame
-from gateway.ledger.schema import USAGE
-from gateway.ledger.spool import save, spool
+from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
+from gateway.ledger.spool import Spool, save, spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import Ledger, running
 from gateway.telemetry.metrics import Series
@@ -214,3 +214,68 @@ def test_an_unavailable_database_is_retried_with_pauses_during_the_stop(tmp_path
         one.collect()
         delivering.join(30)
         assert not delivering.is_alive() and waiting.rows == 1, "and then once more, and no longer"
+
+
+class GatheringStore(UsageStore):
+    """A store that gathers rows for an hour, and keeps the sizes of its transactions."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(database_url("sqlite:///usage.db", folder))
+        self.gather = 3600.0
+        self.sizes: list[int] = []
+
+    def write(self, rows: Sequence[UsageRow]) -> int:
+        unfit = super().write(rows)
+        self.sizes += [len(rows)] * bool(rows)
+        return unfit
+
+    def samples(self) -> list[str]:
+        with self.engine.connect() as connection:
+            return [each.server for each in connection.execute(select(ENGINE_SAMPLES))]
+
+
+@contextmanager
+def delivering(folder: Path) -> Iterator[tuple[Ledger, Spool, GatheringStore]]:
+    """Run the second thread of a ledger. Its spool's files are full with about 1,000 rows."""
+    (folder / "spool").mkdir()
+    spooled = Spool(folder / "spool", segment=100_000)
+    with closing(GatheringStore(folder)) as store:
+        one = Ledger([], spooled, store, None, PendingSamples(15.0))
+        thread = threading.Thread(target=one.deliver)
+        thread.start()
+        try:
+            yield one, spooled, store
+        finally:
+            one.stop()
+            one.collect()
+            thread.join(30)
+
+
+def append(spooled: Spool, first: int, count: int) -> None:
+    spooled.append(b"".join(frame(payload(number)) for number in range(first, first + count)), count)
+
+
+def test_many_rows_are_gathered_until_a_file_is_full_or_the_ledger_stops(tmp_path: Path) -> None:
+    with delivering(tmp_path) as (one, spooled, store):
+        append(spooled, 0, 600)
+        wait_for(lambda: one.written == 600)
+        append(spooled, 600, 1)
+        append(spooled, 601, 1399)
+        wait_for(lambda: one.written == 2000)
+        append(spooled, 2000, 1)
+        append(spooled, 2001, 1)
+    assert store.sizes == [600, 1400, 2] and spooled.rows == 0
+
+
+def test_engine_samples_are_written_while_rows_are_gathered_but_not_before_earlier_rows(tmp_path: Path) -> None:
+    def sample(server: str, at: float) -> EngineSample:
+        return EngineSample(server, "tiny", 1, at, False, 1, 1, 1, 1, 1)
+
+    with delivering(tmp_path) as (one, spooled, store):
+        append(spooled, 0, 600)
+        wait_for(lambda: one.written == 600)
+        append(spooled, 600, 1)
+        one.samples.add([sample("later", time.time()), sample("earlier", time.time() - 60.0)])
+        wait_for(lambda: store.samples() == ["earlier"])
+        assert store.sizes == [600], "the other row may be of a request before the later sample"
+    assert sorted(store.samples()) == ["earlier", "later"] and store.sizes == [600, 1]
