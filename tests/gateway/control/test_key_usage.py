@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from pydantic import SecretStr
 from gateway import config as conf
 from gateway.auth import keys
 from gateway.control.key_usage import QueryRate, key_usage
+from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import running
 from gateway.snapshot.link import UsageReported, UsageRequested
 from gateway.usage.reader import UsageReader
+from tests.gateway.ledger.rows import row
 from tests.support.described import response_problems
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY, until
@@ -133,6 +136,21 @@ async def test_more_queries_than_the_bound_are_refused_at_once_and_the_others_ar
             await until(lambda: len(replies) == 66)
     assert {(each.number, each.error) for each in replies[2:]} == {(number, None) for number in range(64)}
     assert all(b'"usage":[]' in each.body for each in replies[2:])
+
+
+async def test_a_row_that_no_gateway_wrote_is_an_error_for_its_key_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    replies: list[UsageReported] = []
+    with closing(UsageStore(database_url("sqlite:///usage.db", tmp_path))) as store:
+        store.write([row(1, key="team-a"), row(2, key="team-b")])
+    with closing(sqlite3.connect(tmp_path / "usage.db")) as connection, connection:
+        connection.execute("UPDATE gateway_usage SET day = 'unknown' WHERE key = 'team-a'")
+    with reader(tmp_path) as ledger:
+        async with key_usage(ledger) as queries:
+            for number, key in enumerate(("team-a", "team-b")):
+                queries.request(UsageRequested(number, key, {"by": "day", "since": "2027-01-01", "until": "2027-02-01"}), replies.append)
+            await until(lambda: len(replies) == 2)
+    assert {each.number: each.error for each in replies} == {0: "overloaded", 1: None}
+    assert "a key's usage could not be read" in caplog.messages
 
 
 async def test_queries_end_with_the_gateway(tmp_path: Path) -> None:

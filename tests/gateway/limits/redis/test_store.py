@@ -308,6 +308,17 @@ async def test_requests_do_not_wait_for_an_unavailable_store() -> None:
                 await store.admit(f"r{number}", [(holder, Amounts(1, 1))])
 
 
+async def test_an_abandoned_request_that_was_refused_releases_nothing(server: RedisServer) -> None:
+    wanted, other = ([(Holder.placed(name, Limits(tokens_per_day=10)), Amounts(1, 1, 10))] for name in ("key a", "key b"))
+    async with opened(server.store_config()) as store:
+        assert (await store.admit("r1", wanted)).exceeded is None
+        abandoned = asyncio.create_task(store.admit("r2", wanted))
+        await asyncio.sleep(0)
+        abandoned.cancel()
+        assert (await store.admit("r3", other)).exceeded is None, "replies arrive in the order of their commands"
+        assert abandoned.cancelled() and store._settled == 0
+
+
 async def test_a_server_that_is_no_store_is_unavailable() -> None:
     async def respond(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
