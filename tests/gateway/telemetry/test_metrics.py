@@ -119,6 +119,15 @@ def test_a_request_is_counted_once_in_all_its_families(counters: SharedCounters)
     assert value(shown, "overhead_seconds_count") == 2
 
 
+def test_a_stream_that_ends_before_its_first_token_has_no_time_to_it(counters: SharedCounters) -> None:
+    gaps = ReadGaps(0.0)
+    gaps.mark(0.01)
+    WorkerMetrics(counters).record_request(record(first_token=None, gaps=gaps))
+    shown = samples(counters)
+    assert value(shown, "inter_chunk_latency_seconds_count", model="tiny") == 1
+    assert not any(name == "time_to_first_token_seconds_count" for name, _ in shown)
+
+
 def test_requests_with_the_same_status_are_distinguished_by_their_error(counters: SharedCounters) -> None:
     metrics = WorkerMetrics(counters)
     for code in ("no_healthy_server", "overloaded", "overloaded"):
