@@ -245,10 +245,14 @@ def test_a_blocked_collector_with_a_full_queue_delays_the_stop_by_its_timeout(co
     trace = Sampler(Tracing("-")).start_trace(None)
     gathered = Spans()
     gathered.endpoint = collected.url
+    gathered.add(record(trace=trace))
+    gathered.flush()
+    wait_for(gathered._waiting.empty)  # the thread exports the first batch, and waits for the collector
     while not gathered._records:  # until a flush finds the queue full
         gathered.add(record(trace=trace))
         gathered.flush()
     gathered.stop(0.05)
+    assert gathered._waiting.full() and gathered._records
     collected.held.set()
     wait_for(lambda: gathered._waiting.empty())
     gathered.stop(60)
