@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import asyncio
 
+from upstream.http.write_batching import BatchingTransport
+
 
 class FlowControl:
     """Whether a transport reads, and whether it accepts more bytes to write."""
 
     __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: BatchingTransport) -> None:
         self._transport = transport
         self._writable: asyncio.Future[None] | None = None
         self.read_paused = False

@@ -12,25 +12,36 @@ from typing import Any
 
 import orjson
 
-NO_TEMPLATE = (b"\0", b"\0")
-"""A template that no event has, until there is one."""
+_NO_TEMPLATE = (b"\0", b"\0", 1, 1)  # no event has it
 _PROBE = "\u2020\u2020"
 _ATTEMPTS = 4
 """Attempts for each stream. Events with logprobs or numbers differ in more than one place, and have no template."""
 
 
 class TemplateLearner:
-    """Makes the template of one stream from its events. ``closing``: bytes that complete the JSON of an event without its end."""
+    """Makes the template of one stream from its events.
 
-    __slots__ = ("_closing", "_last", "attempts")
+    ``closing``: bytes that complete the JSON of an event without its end. ``frame_end``: bytes after each event.
+    """
 
-    def __init__(self, closing: bytes = b"") -> None:
-        self._closing = closing
+    __slots__ = ("_closing", "_frame_end", "_last", "attempts", "template")
+
+    def __init__(self, closing: bytes = b"", frame_end: bytes = b"") -> None:
+        self._closing, self._frame_end = closing, frame_end
         self._last = b""
         self.attempts = _ATTEMPTS
         """Attempts that are left. Without any, ``learn`` need not be called."""
+        self.template = _NO_TEMPLATE
+        """The bytes before and after the text, and their numbers."""
 
-    def learn(self, event: bytes) -> tuple[bytes, bytes] | None:
+    def learn(self, event: bytes) -> bool:
+        """Set ``template`` if this ordinary event shows it. Returns True, so that a condition can contain the call."""
+        if (found := self.compare(event)) is not None:
+            start, end = found[0], found[1] + self._frame_end
+            self.template = start, end, len(start), len(end)
+        return True
+
+    def compare(self, event: bytes) -> tuple[bytes, bytes] | None:
         """Compare an ordinary event with the one before. Returns the template, or None."""
         last, self._last = self._last, event
         if not last or last == event:

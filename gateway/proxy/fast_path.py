@@ -20,7 +20,7 @@ from time import monotonic
 from gateway.api.response_fields import Marks
 from gateway.api.usage import USAGE_START
 from gateway.client.request import ClientRequest
-from gateway.proxy.event_template import NO_TEMPLATE, TemplateLearner
+from gateway.proxy.event_template import TemplateLearner
 from gateway.proxy.running_usage import DIGITS, EVENT_END, RunningUsage
 from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from upstream.balancing.attempt import UpstreamResponse
@@ -61,16 +61,7 @@ def fast_path(
     ``held``: the bytes of an incomplete event. ``marks``: bytes that an ordinary chunk does not contain. ``write`` sends framed chunks to
     the client.
     """
-    learner = TemplateLearner()
-    start, end = NO_TEMPLATE
-    start_size, end_size = len(start), len(end)
-
-    def learn(event: bytes) -> bool:
-        nonlocal start, end, start_size, end_size
-        if (learned := learner.learn(event)) is not None:
-            start, end = learned[0], learned[1] + b"\r\n"
-            start_size, end_size = len(start), len(end)
-        return True
+    learner = TemplateLearner(frame_end=b"\r\n")
 
     def read(
         data: bytes,
@@ -89,6 +80,7 @@ def fast_path(
         size = len(data)
         if connection.between_chunks and size < _MOST and not held:
             line, line_size, payload = _SIZE_LINES[size]
+            start, end, start_size, end_size = learner.template
             text, quote = line_size + start_size, size - end_size
             # One chunk (comparing a slice takes half the time of ``startswith``), with an event of the template or without marks. ``find``,
             # because ``in`` creates and drops an exception each time.
@@ -108,7 +100,7 @@ def fast_path(
                         and data.find(marks[1]) < 0
                         and data.find(marks[2]) < 0
                         and data.find(marks[3]) < 0
-                        and (not learner.attempts or learn(data[line_size:-2]))
+                        and (not learner.attempts or learner.learn(data[line_size:-2]))
                     )
                 )
             ):
@@ -139,15 +131,6 @@ def counting_fast_path(
     size. The bytes after USAGE_START are stored, and are parsed only if the stream is truncated.
     """
     learner = TemplateLearner(EVENT_END)
-    start, end = NO_TEMPLATE
-    start_size, end_size = len(start), len(end)
-
-    def learn(event: bytes) -> bool:
-        nonlocal start, end, start_size, end_size
-        if (learned := learner.learn(event)) is not None:
-            start, end = learned
-            start_size, end_size = len(start), len(end)
-        return True
 
     def read(
         data: bytes,
@@ -168,6 +151,7 @@ def counting_fast_path(
         size = len(data)
         if connection.between_chunks and size < _MOST and not held:
             line, line_size, _ = _SIZE_LINES[size]
+            start, end, start_size, end_size = learner.template
             before, _, tail = data.rpartition(USAGE_START)
             text, quote = line_size + start_size, len(before) - end_size
             if (
@@ -186,7 +170,7 @@ def counting_fast_path(
                         and before.find(marks[1]) < 0
                         and before.find(marks[2]) < 0
                         and before.find(marks[3]) < 0
-                        and (not learner.attempts or learn(before[line_size:]))
+                        and (not learner.attempts or learner.learn(before[line_size:]))
                     )
                 )
             ):

@@ -75,7 +75,7 @@ class FormBody(msgspec.Struct, frozen=True):
         return self.form.hides_usage
 
 
-class UpstreamRequest(msgspec.Struct, frozen=True):
+class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
     """One request for the servers of one model.
 
     ``name`` is the model's name as the client sent it. ``facts`` is what the model's balance policy needs to know about the request.

@@ -33,7 +33,7 @@ class ReadGapCounts(Protocol):
         """In seconds."""
 
 
-class RequestRecord(msgspec.Struct, frozen=True, gc=False):
+class RequestRecord(msgspec.Struct, frozen=True, eq=False, gc=False):
     """One finished request. Times are in seconds; ``started`` is since the epoch.
 
     ``status`` is the HTTP status sent, or 499 if the client disconnected before the end of the response; ``code`` is the code of

@@ -116,15 +116,15 @@ class Exchange(NamedTuple):
         self.client.data_received(REQUEST)
         self.context.write_batch.flush()
         assert self.server_wire.take().endswith(b"}")
-        self.server.data_received(RESPONSE)
+        self.server_wire.receive(RESPONSE)
         self.context.write_batch.flush()
         assert self.client_wire.take().endswith(COMPLETION)
 
     def stream(self, chunks: Sequence[bytes] = CHUNKS) -> None:
         self.client.data_received(STREAM)
-        self.server.data_received(STREAM_HEAD)
+        self.server_wire.receive(STREAM_HEAD)
         for chunk in chunks:
-            self.server.data_received(chunk)
+            self.server_wire.receive(chunk)
             self.context.write_batch.flush()
         assert self.client_wire.take().endswith(b"".join(CHUNKS))
 
@@ -138,7 +138,7 @@ class Exchange(NamedTuple):
     def receive(self, chunks: Iterator[tuple[bytes, bytes]]) -> None:
         """Receive the next chunk of the server. The iterator yields this chunk, and the chunk that the client gets."""
         chunk, sent = next(chunks)
-        self.server.data_received(chunk)
+        self.server_wire.receive(chunk)
         self.context.write_batch.flush()
         assert self.client_wire.take() == sent
 
@@ -159,6 +159,7 @@ async def exchange() -> AsyncIterator[Exchange]:
         connection = Connection(spec.name, server.add_idle_connection, servers.write_batch)
         made = Exchange(client, Wire(), connection, Wire(), worker, context)
         client.connection_made(made.client_wire)
+        made.server_wire.set_protocol(connection)
         connection.connection_made(made.server_wire)
         server.add_idle_connection(connection)
         yield made

@@ -41,10 +41,11 @@ class _Socket:
 
 
 class Wire(asyncio.Transport):
-    """A transport that stores the written bytes."""
+    """A transport that stores the written bytes, and passes bytes to its protocol. The test sets the first protocol."""
 
     def __init__(self) -> None:
         super().__init__({"socket": _Socket()})
+        self.protocol: Any = None
         self.written: list[bytes] = []
         self._closing = False
 
@@ -60,7 +61,11 @@ class Wire(asyncio.Transport):
     resume_reading = pause_reading
 
     def set_protocol(self, protocol: asyncio.BaseProtocol) -> None:
-        """Do nothing. The test calls the protocol itself."""
+        self.protocol = protocol
+
+    def receive(self, data: bytes) -> None:
+        """Pass bytes from the peer to the protocol."""
+        self.protocol.data_received(data)
 
     def close(self) -> None:
         """Mark the transport as closed. There is no peer, so no more bytes are read."""
@@ -83,6 +88,7 @@ class Way:
         self.client, self.client_wire = worker.connection(), Wire()
         self.server, self.server_wire = Connection(server.spec.name, server.add_idle_connection, context.write_batch), Wire()
         self.client.connection_made(self.client_wire)
+        self.server_wire.set_protocol(self.server)
         self.server.connection_made(self.server_wire)
         server.add_idle_connection(self.server)
 
@@ -94,7 +100,7 @@ class Way:
         assert self.server_wire.take()
         for piece in pieces:
             if not self.server_wire.is_closing():
-                self.server.data_received(piece)
+                self.server_wire.receive(piece)
                 self.write_batch.flush()
         return self.client_wire.take()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 from time import monotonic
 from types import TracebackType
 
@@ -108,16 +109,15 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     async def read_body(self, limit: int, timeout: float | None = None) -> bytes:
         """Read the body: its first ``limit`` bytes at most, and what arrives within ``timeout`` seconds. Raises UpstreamError."""
         body = bytearray()
-
-        def append(data: bytes) -> None:
-            body.extend(data[: limit - len(body)])
-            if len(body) >= limit:
-                self.truncate()
-
         self._deadline = None if timeout is None else monotonic() + timeout
-        self.stream_to(append)
+        self.stream_to(partial(self._append, body, limit))
         await self.wait_complete()
         return bytes(body)
+
+    def _append(self, body: bytearray, limit: int, data: bytes) -> None:
+        body.extend(data[: limit - len(body)])
+        if len(body) >= limit:
+            self.truncate()
 
     def finish_within(self, pause: float, timeout: float) -> None:
         """Truncate the response when no byte has arrived for two intervals of ``pause`` seconds, or after ``timeout`` seconds.
@@ -169,14 +169,13 @@ class UpstreamResponse(msgspec.Struct, eq=False):
 
     async def upload(self, upload: Upload) -> None:
         """Stream the rest of the request, as fast as the server reads."""
-
-        def send(data: bytes, more: bool) -> None:
-            self._connection.send_more(data, more=more)
-            self.sent_at = monotonic()
-
         self._uploading = True
-        await upload(send, self._drained)
+        await upload(self._send_more, self._drained)
         self._uploading = False
+        self.sent_at = monotonic()
+
+    def _send_more(self, data: bytes, more: bool) -> None:
+        self._connection.send_more(data, more=more)
         self.sent_at = monotonic()
 
     async def _drained(self) -> bool:

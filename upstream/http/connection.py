@@ -17,6 +17,7 @@ import ssl
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
@@ -178,12 +179,10 @@ class Connection(asyncio.Protocol):
         """
         if self._transport is not None:
             self._diverted = True
-            self.data_received = reader  # type: ignore[method-assign,assignment]
-            self._transport.set_protocol(self)  # the transport caches the method
+            self._transport.set_protocol(_DivertedReads(self, reader))
 
     def _stop_diverting(self) -> None:
         self._diverted = False
-        del self.data_received
         if self._transport is not None:
             self._transport.set_protocol(self)
 
@@ -369,6 +368,28 @@ def _in_lower_case(headers: Headers) -> Headers:
     return lower
 
 
+class _DivertedReads(asyncio.Protocol):
+    """The protocol of a connection's transport while the read bytes go to a reader."""
+
+    __slots__ = ("_connection", "data_received")
+
+    def __init__(self, connection: Connection, reader: Callable[[bytes], None]) -> None:
+        self._connection = connection
+        self.data_received = reader  # type: ignore[method-assign,assignment]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._connection.connection_lost(error)
+
+    def eof_received(self) -> None:
+        return None  # as in Connection
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+
 class _DesyncError(Exception):
     """The server started a response without a request."""
 
@@ -386,11 +407,7 @@ async def connect(
     Raises ConnectTimeout after ``timeout`` seconds and a moment, LocalLimit if the gateway cannot open more connections, and ConnectFailed
     for every other failure.
     """
-    loop = asyncio.get_running_loop()
-
-    def make() -> Connection:
-        return Connection(server, on_idle, write_batch)
-
+    loop, make = asyncio.get_running_loop(), partial(Connection, server, on_idle, write_batch)
     try:
         async with _connect_timeout(timeout):
             if address.uds:

@@ -70,13 +70,12 @@ class WriteBatch:
                 transport.send(data)
 
 
-class BatchingTransport(asyncio.Transport):
+class BatchingTransport:
     """A transport that buffers its writes until the end of the event-loop iteration. Its protocol must call ``mark_closed``."""
 
     __slots__ = ("_transport", "_write_batch", "buffered", "send")
 
     def __init__(self, transport: asyncio.Transport, write_batch: WriteBatch) -> None:
-        super().__init__(_NO_EXTRA)
         self._transport = transport
         self._write_batch = write_batch
         self.buffered: bytes | None = None

@@ -595,7 +595,7 @@ async def test_an_event_that_arrives_just_before_the_clients_end_is_sent() -> No
     with way() as one:
         one.streamed([STREAM_HEAD, event, event], include_usage=False)
         one.write_batch.batching = True  # as in a busy event loop
-        one.server.data_received(event)
+        one.server_wire.receive(event)
         assert one.client_wire.take() == b""
         one.client.eof_received()
         assert one.client_wire.take().count(HELLO) == 1

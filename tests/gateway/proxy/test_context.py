@@ -102,7 +102,7 @@ class Settlements(RuleBasedStateMachine):
         one.write_batch.flush()
         for each in reads:
             if not one.server_wire.is_closing():
-                one.server.data_received(each)
+                one.server_wire.receive(each)
                 one.write_batch.flush()
         for side in (one.client, one.server) if end == "client" else (one.server, one.client):
             side.connection_lost(None)

@@ -19,7 +19,7 @@ def event(text: str, document: str = CHAT) -> bytes:
 
 def learned(*events: bytes, closing: bytes = b"") -> tuple[bytes, bytes] | None:
     learner = TemplateLearner(closing)
-    return [learner.learn(each) for each in events][-1]
+    return [learner.compare(each) for each in events][-1]
 
 
 def test_the_template_of_a_stream_is_around_its_text() -> None:
@@ -63,7 +63,7 @@ def test_the_attempts_are_bounded() -> None:
     learner = TemplateLearner()
     for number in range(5):
         assert learner.attempts
-        assert learner.learn(b'data: {"a":%d}\n\n' % number) is None
+        assert learner.compare(b'data: {"a":%d}\n\n' % number) is None
     assert not learner.attempts
 
 
