@@ -21,6 +21,7 @@ from msgspec import field
 
 from gateway.api.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_failure, internal_error, none_healthy, render
 from gateway.api.settlement import NOTHING, Settlement
+from gateway.api.usage import Usage
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.keepalive import Keepalive
 from gateway.client.request import ClientRequest
@@ -255,11 +256,14 @@ class RequestContext(msgspec.Struct, eq=False):
         if usage is None or request.reservation is not None or status >= 400:  # otherwise the settlement is the server's usage
             settlement = passed.settlement or self._settle(status)
             usage, estimated_by = settlement.usage, settlement.estimated_by
+        explanation = None
+        if attempt is not None and attempt.facts.prompt is not None and (placement := attempt.facts.prompt.placement) is not None:
+            explanation = self._finish_placement(placement, usage if status < 400 and self.incomplete is None else None)
         first_byte, first_token = passed.first_byte, passed.first_token
         # The gateway's own share: before the request was sent, and between the first byte of the response and its handling.
         overhead = (composed_at or now) - received_at - self.waited - self.queued + (self.handover or 0.0)
         # By position, in the order of the fields: with names it would take three times as long.
-        record = RequestRecord(
+        return RequestRecord(
             request.id,
             self.started_at,
             request.target.route.endpoint,
@@ -289,31 +293,29 @@ class RequestContext(msgspec.Struct, eq=False):
             request.trace,
             connection.client_of(request.head.headers) if connection.proxied else connection.address,
             self.shape,
+            explanation,
         )
-        if attempt is not None and attempt.facts.prompt is not None:
-            record = self._finish_placement(record, attempt.facts.prompt.placement)
-        return record
 
     def _logged_user(self, user: object) -> str | None:
         """Return the ``user`` field, if it is a text and the configuration wants it logged."""
         return user[:USER_LIMIT] if isinstance(user, str) and self.worker.active.snapshot.log_user else None
 
-    def _finish_placement(self, record: RequestRecord, placement: Placement | None) -> RequestRecord:
-        """End the placement of the request. Return its record, with the reason for the choice of its server if that is to be logged."""
-        if placement is None:
-            return record
+    def _finish_placement(self, placement: Placement, usage: Usage | None) -> Mapping[str, Any] | None:
+        """End the placement of the request. Return the reason for the choice of its server if that is to be logged.
+
+        ``usage``: None unless the response is complete and successful.
+        """
         assert self.model is not None  # a request without a model has no placement
-        usage = record.usage if record.status < 400 and record.incomplete is None else None
         if usage is None:
             placement.finished()
         else:
             placement.finished(usage.prompt, usage.cached, usage.completion)
             self.worker.metrics.count_prediction(self.model.model.base, placement.predicted, usage.cached)
         if not placement.candidates:
-            return record
+            return None
         candidates = {
             name: {"cost_ms": round(cost * 1000, 3), "cached_tokens": round(cached)} for name, cost, cached in placement.candidates
         }
         explanation = {"predicted_cached_tokens": round(placement.predicted), "candidates": candidates}
-        self.worker.report_choice(ChoiceExplained(self.model.model.base, record.id, placement.server, record.started, explanation))
-        return msgspec.structs.replace(record, explanation=explanation)
+        self.worker.report_choice(ChoiceExplained(self.model.model.base, self.request.id, placement.server, self.started_at, explanation))
+        return explanation

@@ -273,4 +273,4 @@ def test_a_closed_parser_has_no_references() -> None:
     parser.feed(REPEATED[:-1])
     parser.close()
     parser.feed(b"}")
-    assert not hasattr(parser, "_handler") and not hasattr(parser, "_parser")
+    assert getattr(parser, "_handler", None) is None and getattr(parser, "_parser", None) is None
