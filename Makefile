@@ -6,7 +6,7 @@ READY := .venv/.ready
 # The suite starts thousands of interpreters: they compile each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist sbom faults soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz audit clean
+.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist dist-compiled compiled sbom faults soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz audit clean
 
 setup: $(READY)  ## the environment in .venv, with the locked packages
 
@@ -30,7 +30,7 @@ quick: $(READY)  ## the tests of gateway/ and upstream/; needs no root and no ot
 check: $(READY)  ## style, types, vocabulary and the import order
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy gateway upstream tests deploy/grafana deploy/helm deploy/sbom.py
+	$(BIN)/mypy gateway upstream compiled tests deploy/grafana deploy/helm deploy/sbom.py
 	$(BIN)/typos
 	$(BIN)/python -m tests.style
 	$(BIN)/pytest -q tests/test_imports.py
@@ -56,6 +56,15 @@ docs: $(READY)  ## the site of docs/, in build/docs
 dist: $(READY)  ## the wheel and the source distribution, in dist/
 	rm -rf dist
 	$(BIN)/hatchling build
+
+dist-compiled: $(READY)  ## the same with the compiled core, for this version of Python; needs a C compiler
+	rm -rf dist
+	$(BIN)/python -m tests.compiled.install
+	HATCH_BUILD_HOOKS_ENABLE=1 .venv-compiled/bin/hatchling build
+
+compiled: $(READY)  ## the tests of the data path with the compiled core
+	$(BIN)/python -m tests.compiled.install
+	$(BIN)/python -m tests.compiled --numprocesses $(PROCESSES) $(PYTEST_ARGS)
 
 sbom: dist  ## beside them, the bill of materials
 	$(BIN)/python -m tests.deploy.install cyclonedx
@@ -121,6 +130,7 @@ lock:  ## write requirements.lock and the images' locks (needs uv)
 	$(COMPILE) pyproject.toml --extra otel --extra jwt --extra kv-events --group dev -o requirements.lock
 	$(COMPILE) --constraint requirements.lock pyproject.toml --extra otel --extra jwt --extra kv-events -o deploy/docker/runtime.lock
 	$(COMPILE) --constraint requirements.lock --group build -o deploy/docker/build.lock
+	$(COMPILE) --constraint requirements.lock --group compiled -o compiled/requirements.lock
 
 clean:
 	rm -rf dist .venv .venv-vllm .venv-pictures .venv-docs .venv-clients-* .venv-deploy-* .venv-fuzz .venv-audit tests/fuzz/found tests/clients/environments/node/node_modules .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -22,6 +22,7 @@ from gateway.cli import keys_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
+from gateway.system.core import core
 from gateway.usage.dimensions import CHOICES
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ class _Untouched(TyperCommand):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"{NAME} {__version__}")
+        typer.echo(f"{NAME} {__version__} ({core()} core)")
         raise typer.Exit
 
 

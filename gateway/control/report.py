@@ -22,6 +22,7 @@ from gateway.fleet.configured_servers import ConfiguredServer, configured_server
 from gateway.fleet.observed_servers import ObservedServers, health_check_targets, ready_servers
 from gateway.key_management.key_list import LastUse, expiry, list_keys
 from gateway.monitoring.discovery import discovered_models
+from gateway.system.core import core
 from gateway.telemetry.metrics import Series, sum_series
 from gateway.worker.process_metrics import process_series
 from upstream.balancing.server import Condition
@@ -91,7 +92,7 @@ class Report:
             yield Series("budget_used_ratio", (holder, state.budget.name, str(state.budget.soft).lower())), state.share
         yield Series("worker_restarts_total", ()), sum(worker.restarts for worker in control.workers.statuses)
         yield from process_series(control.workers.statuses)
-        yield Series("build_info", (__version__,)), 1
+        yield Series("build_info", (__version__, core())), 1
 
     def _without_removed_servers(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
         """Omit discovered servers that were removed and have nothing in flight.

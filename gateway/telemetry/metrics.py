@@ -147,7 +147,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "worker_open_fds": Family("gauge", "Open file descriptors of the worker's process.", ("worker",)),
         "worker_max_fds": Family("gauge", "Maximum number of file descriptors of the worker's process.", ("worker",)),
         "worker_event_loop_lag_seconds": Family("histogram", "Delay of a timer in the worker's event loop.", ("worker",), _LAG),
-        "build_info": Family("gauge", "Always 1; the version is the label.", ("version",)),
+        "build_info": Family("gauge", "Always 1; the labels are the version and the core: python or compiled.", ("version", "core")),
     }
 )
 
