@@ -16,6 +16,7 @@ from tests.benchmarks.pauses.traffic import FAST, FAST_RATE, JSON, SLOW, SLOW_RA
 from tests.benchmarks.peers import (
     BY_COST,
     CACHE_AWARE,
+    COMPILED,
     GATEWAY,
     NGINX,
     ROUTER,
@@ -23,6 +24,7 @@ from tests.benchmarks.peers import (
     Proxy,
     Running,
     Setting,
+    compiled_keeping,
     debian,
     gateway_keeping,
     token,
@@ -141,7 +143,9 @@ async def limits_and_ledger(stage: Stage) -> None:
         else:
             stage.absent("… and the limits in Redis", missing)
         more = [gateway_keeping(each, name) for name, each in stored.items()]
-        alive = stack.enter_context(stage.running(setting, (GATEWAY.name, NGINX.name, "vllm-router"), more))
+        if COMPILED.missing() is None:
+            more += [compiled_keeping(each, f"{name}, compiled") for name, each in stored.items()]
+        alive = stack.enter_context(stage.running(setting, (GATEWAY.name, COMPILED.name, NGINX.name, "vllm-router"), more))
         used = [token(number) for number in setting.key_numbers]
         for proxy in stage.rotation(alive):
             tokens = [TOKEN] if proxy.name == NGINX.name else used

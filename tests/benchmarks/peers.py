@@ -28,6 +28,7 @@ from tests.benchmarks.install import environment, installed
 from tests.benchmarks.load import whole_response
 from tests.benchmarks.process import accepts, free_ports, running
 from tests.benchmarks.wire import MODEL, TOKEN, chat
+from tests.compiled.install import COPY
 
 KEYS = 1000
 _START = 90.0  # seconds, enough for a gateway that reads a hundred thousand keys
@@ -303,9 +304,27 @@ GATEWAY = Proxy(
 )
 
 
+def _compiled(setting: Setting, folder: Path, port: int, accounting: AccountingReport = AccountingReport()) -> Command:
+    """Start the gateway with the compiled core: its packages come before the installed ones."""
+    command = _gateway(setting, folder, port, accounting)
+    return replace(command, environ={**command.environ, "PYTHONPATH": str(COPY)})
+
+
+def _not_compiled() -> str | None:
+    return None if any(COPY.glob("upstream/http/*.so")) else "not built (make compiled)"
+
+
+COMPILED = replace(GATEWAY, name="vllm-gateway, compiled", does="the same", missing=_not_compiled, command=_compiled)
+
+
 def gateway_keeping(accounting: AccountingReport, name: str) -> Proxy:
     """Return the gateway with more accounting: limits, a ledger, or both."""
     return replace(GATEWAY, name=name, command=partial(_gateway, accounting=accounting))
+
+
+def compiled_keeping(accounting: AccountingReport, name: str) -> Proxy:
+    """Return the same with the compiled core."""
+    return replace(COMPILED, name=name, command=partial(_compiled, accounting=accounting))
 
 
 BY_COST = replace(GATEWAY, name="vllm-gateway, balance: cost", command=partial(_gateway, balance="cost"))
@@ -316,6 +335,7 @@ CACHE_AWARE = replace(ROUTER, name="vllm-router, cache_aware", command=_router("
 _TOO_SLOW = "it cannot carry that many events on one core (see `streams`)"
 PROXIES = (
     GATEWAY,
+    COMPILED,
     NGINX,
     _pypi("envoy", "one header compared; no access log", _envoy),
     ROUTER,
