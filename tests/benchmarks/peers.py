@@ -135,15 +135,19 @@ _NO_LIMIT = 1_000_000_000  # is never reached: what is measured is the counting
 
 @dataclass(frozen=True, slots=True)
 class AccountingReport:
-    """The gateway's accounting besides metrics and log. `redis`: the port of the Redis that counts limits."""
+    """The gateway's accounting besides metrics and log. `redis`: the port of the Redis that counts limits.
+
+    `concurrent`: also limit concurrent requests, which excludes leases of the limits in Redis.
+    """
 
     limits: bool = False
     ledger: bool = False
     redis: int | None = None
+    concurrent: bool = True
 
     def of_key(self) -> dict[str, Any]:
         """More of each key's entry."""
-        bounds = ("requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month", "concurrent")
+        bounds = ["requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month", *["concurrent"] * self.concurrent]
         return {"limits": dict.fromkeys(bounds, _NO_LIMIT)} if self.limits else {}
 
     def of_gateway(self) -> dict[str, Any]:
