@@ -17,7 +17,17 @@ from tests.clients.install import ROOT
 from tests.compiled.install import COPY, FOLDER
 
 WHEELS = ROOT / "build" / "wheels"
-FOLDERS = ("gateway/admission", "gateway/auth", "gateway/client", "gateway/proxy", "gateway/telemetry", "gateway/worker", "upstream/http")
+FOLDERS = (
+    "gateway/admission",
+    "gateway/auth",
+    "gateway/client",
+    "gateway/ledger",
+    "gateway/limits",
+    "gateway/proxy",
+    "gateway/telemetry",
+    "gateway/worker",
+    "upstream/http",
+)
 TESTS = (*(f"tests/{each}" for each in FOLDERS), "tests/upstream/balancing", "tests/gateway/system/test_core.py")
 
 

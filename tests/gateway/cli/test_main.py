@@ -20,6 +20,7 @@ from gateway import __version__
 from gateway.auth.keys import has_valid_checksum, hash_of, mint
 from gateway.cli.main import application
 from gateway.config import load
+from gateway.system.core import core
 
 COMMAND = Path(sys.executable).with_name("vllm-gateway")
 KEY = mint("team-a")
@@ -253,4 +254,4 @@ def test_the_version_command_imports_no_configuration_packages() -> None:
         "print(code, [name for name in ('pydantic', 'yaml', 'uvicorn', 'rich') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout == f"vllm-gateway {__version__}\n0 []\n"
+    assert done.stdout == f"vllm-gateway {__version__} ({core()} core)\n0 []\n"
