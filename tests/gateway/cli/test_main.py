@@ -155,6 +155,25 @@ def test_the_line_end_of_a_key_is_not_hashed() -> None:
     assert gateway("keys", "hash", stdin="two\nkeys\n").code == 2
 
 
+def test_a_key_that_is_typed_at_a_terminal_is_not_shown() -> None:
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as terminal:
+        with subprocess.Popen(
+            [COMMAND, "keys", "hash"], stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            start_new_session=True,  # otherwise the key would be read from the terminal that the tests run in
+        ) as process:  # fmt: skip
+            os.close(theirs)
+            assert process.stdout is not None and process.stderr is not None
+            prompt = b""
+            while not prompt.endswith(b": "):  # from now on the terminal does not echo
+                prompt += process.stderr.read(1) or pytest.fail(f"no prompt, but {prompt!r}")
+            terminal.write(b"test\n")
+            out, err = process.communicate(timeout=60)
+        shown = all_of(terminal.fileno())
+    assert (process.returncode, out.decode(), prompt, err.strip()) == (0, hash_of("test") + "\n", b"Key: ", b"")
+    assert "test" not in shown
+
+
 @pytest.mark.parametrize(
     ("key", "ran"),
     [

@@ -233,6 +233,102 @@ async def test_unexpected_bytes_close_an_idle_connection() -> None:
         assert idle_connections.pop() is None
 
 
+async def test_a_reader_that_pauses_in_the_last_read_gets_the_next_response() -> None:
+    class Pausing(Taken):
+        def on_body(self, data: bytes) -> None:
+            super().on_body(data)
+            one.pause_reading()
+
+    async with scripted(says(OK)) as server, connected(server) as (one, idle):
+        paused = Pausing()
+        one.send(REQUEST, paused)
+        await paused.finished()
+        assert idle == [one]
+        assert (await send_request(one)).body == b"ok"
+
+
+async def test_its_description_names_the_server_and_the_state() -> None:
+    async with scripted(says(OK)) as server, connected(server) as (one, _):
+        taken = Taken()
+        one.send(REQUEST, taken)
+        assert repr(one) == "<Connection to one, busy, 1 uses>"
+        await taken.finished()
+        assert repr(one) == "<Connection to one, idle, 1 uses>"
+        one.close()
+        assert repr(one) == "<Connection to one, closed, 1 uses>"
+
+
+class Diverted(Taken):
+    """A receiver whose connection passes its reads to a reader, which stores them and passes them on."""
+
+    def __init__(self, connection: Connection) -> None:
+        super().__init__()
+        self.connection = connection
+        self.reads: list[bytes] = []
+        self.writable_count = 0
+
+    def on_headers(self, status: int, headers: Headers) -> None:
+        super().on_headers(status, headers)
+        self.connection.divert_reads(self._read)
+
+    def on_writable(self) -> None:
+        self.writable_count += 1
+
+    def _read(self, data: bytes) -> None:
+        self.reads.append(data)
+        self.connection.data_received(data)
+
+
+async def test_a_server_that_closes_a_diverted_stream_truncates_its_response() -> None:
+    arrived = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.begin_stream()
+        await arrived.wait()
+        await talk.chunk(b"data: 1\n\n")
+        talk.writer.close()
+
+    async with scripted(script) as server, connected(server) as (one, idle):
+        taken = Diverted(one)
+        one.send(REQUEST, taken)
+        await until(lambda: taken.status == 200)
+        arrived.set()
+        await taken.finished()
+        assert (b"".join(taken.reads), taken.body) == (b"9\r\ndata: 1\n\n\r\n", b"data: 1\n\n")
+        assert isinstance(taken.error, Disconnected) and "in its response" in str(taken.error)
+        assert one.closed and not idle
+
+
+async def test_a_request_continues_while_the_reads_of_its_response_are_diverted() -> None:
+    """The server sends the headers before it has read the request. The next request's response is not diverted."""
+    body, may_read = b"x" * (64 << 20), asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        if talk.number == 2:
+            await talk.write(OK)
+            return
+        await talk.begin_stream()
+        await may_read.wait()
+        assert await talk.reader.readexactly(len(body)) == body
+        await talk.chunk(b"data: 1\n\n")
+        await talk.end_stream()
+
+    async with scripted(script) as server, connected(server) as (one, idle):
+        taken = Diverted(one)
+        one.send(b"POST / HTTP/1.1\r\nhost: x\r\n\r\n", taken, more=True)
+        await until(lambda: taken.status == 200)
+        one.send_more(body, more=False)
+        await until(lambda: one.write_paused)
+        assert taken.writable_count == 0
+        may_read.set()
+        await taken.finished()
+        assert taken.writable_count == 1 and not one.write_paused
+        assert (taken.error, taken.body, idle) == (None, b"data: 1\n\n", [one])
+        reads = len(taken.reads)
+        assert (await send_request(one)).body == b"ok"
+        assert len(taken.reads) == reads > 0
+
+
 async def test_an_unfinished_request_ends_its_connection() -> None:
     async with scripted(says(OK)) as server, connected(server) as (one, idle):
         taken = Taken()

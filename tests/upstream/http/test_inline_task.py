@@ -74,6 +74,23 @@ def test_a_task_can_cancel_itself() -> None:
     assert log == ["continues", "cancelled"]
 
 
+async def test_a_task_that_cancelled_itself_does_not_wait_for_a_future() -> None:
+    log: list[str] = []
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        task.cancel()
+        try:
+            await future
+        except asyncio.CancelledError:
+            log.append("cancelled")
+
+    task = InlineTask(run())
+    task.step()
+    await until(lambda: task.done)
+    assert log == ["cancelled"] and future.cancelled()
+
+
 async def test_futures_and_tasks_can_be_awaited() -> None:
     log: list[object] = []
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.kv_engine import FULL, WINDOW, PlainEngine, Prefix
-from upstream.vllm.kv_events.batch import BatchDecoder, BlockStored
+from upstream.vllm.kv_events.batch import BatchDecoder, BlockRemoved, BlockStored
 from upstream.vllm.kv_events.blocks import Changes, EngineBlocks
 from upstream.vllm.kv_events.keys import block_keys, prompt_keys, root_key, token_bytes
 
@@ -78,6 +78,23 @@ def test_other_media_and_unknown_parents_are_left_out() -> None:
     other = BlockStored([1], None, [5] * SIZE, SIZE, "CPU")
     assert blocks.apply([other, stored([3], [5] * SIZE, parent=2), stored([4], [5] * SIZE, parent=3)]) == Changes()
     assert (len(blocks), blocks.unmapped) == (0, 2)
+
+
+def test_a_block_after_a_known_one_has_the_key_of_the_longer_prompt() -> None:
+    blocks = EngineBlocks()
+    tokens = list(range(3 * SIZE))
+    first = blocks.apply([stored([1], tokens[:SIZE])]).inserted
+    rest = blocks.apply([stored([2, 3], tokens[SIZE:], parent=1)]).inserted
+    assert [*first, *rest] == prompt_keys([*tokens, 0], SIZE, None, None)
+
+
+def test_removed_blocks_that_are_not_known_change_nothing() -> None:
+    """The engine removes blocks that it stored before the first batch, and copies of groups that do not count."""
+    blocks = EngineBlocks()
+    [key] = blocks.apply([stored([1], [5] * SIZE)]).inserted
+    assert blocks.apply([BlockRemoved([2], "GPU"), BlockRemoved([1], "GPU", group_idx=1)]) == Changes()
+    assert set(blocks.keys) == {key}
+    assert blocks.apply([BlockRemoved([2, 1], "GPU")]).removed == (key,)
 
 
 def test_events_whose_tokens_do_not_fit_their_blocks_are_left_out() -> None:
