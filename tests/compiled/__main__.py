@@ -28,6 +28,7 @@ FOLDERS = (
     "gateway/worker",
     "upstream/http",
 )
+_FOLDERS = ("compiled", "deploy", "docs", "tests")
 TESTS = (*(f"tests/{each}" for each in FOLDERS), "tests/upstream/balancing", "tests/gateway/system/test_core.py")
 
 
@@ -59,14 +60,18 @@ def built() -> Path | None:
 
 
 def unpacked(wheel: Path) -> None:
-    """Make the copy: the packages of the wheel, the tests, and links to everything else."""
+    """Make the copy: the packages of the wheel, the other folders, and links to files and environments.
+
+    There are no links to folders that belong to the source distribution: hatchling visits each folder once, by any path.
+    """
     shutil.rmtree(COPY, ignore_errors=True)
     COPY.mkdir(parents=True)
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(COPY)
-    shutil.copytree(ROOT / "tests", COPY / "tests", symlinks=True, ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
+    for name in _FOLDERS:
+        shutil.copytree(ROOT / name, COPY / name, symlinks=True, ignore=shutil.ignore_patterns("node_modules", "__pycache__"))
     for each in ROOT.iterdir():
-        if each.name not in {"build", ".git"} and not (COPY / each.name).exists():
+        if each.is_file() or each.name.startswith(".venv"):
             (COPY / each.name).symlink_to(each)
 
 
