@@ -140,8 +140,6 @@ class WorkerContext:
         self.metrics = metrics
         self.log = log
         self.ledger = ledger
-        if ledger is not None:
-            self.write_batch.batch_always()  # so a row is in the journal before its response is sent, even if the worker is killed
         self.spans = spans or Spans()
         self.update_date()
 

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from gateway.ledger.recorder import Recorder
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.access_log import access_log
@@ -111,10 +110,10 @@ class Way:
 
 
 @contextmanager
-def way(client_key: Key | None = None, served: Model | None = None, ledger: Recorder | None = None) -> Iterator[Way]:
+def way(client_key: Key | None = None, served: Model | None = None) -> Iterator[Way]:
     nowhere, served = os.open(os.devnull, os.O_WRONLY), served or model(1)
     with shared_counters() as counts, live_servers() as servers, access_log(nowhere) as log:
-        context = WatchedContext(metrics=WorkerMetrics(counts), log=log, write_batch=servers.write_batch, ledger=ledger)
+        context = WatchedContext(metrics=WorkerMetrics(counts), log=log, write_batch=servers.write_batch)
         worker = Worker(Snapshot(1, (client_key or key(),), (served,)), context, fleet=servers)
         worker.apply_health(Health({spec.name: Condition.UP for spec in served.servers}, {}))
         made = Way(worker, context, counts)

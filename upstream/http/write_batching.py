@@ -10,7 +10,6 @@ iteration. Close and abort send the buffered bytes first. A very busy iteration 
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -42,10 +41,6 @@ class WriteBatch:
         self.batching = False
         self.immediate_writes = 0
         self._single_flushes = 0
-
-    def batch_always(self) -> None:
-        """Buffer the writes of a loop that is not busy, too."""
-        self.batching, self._max_single_flushes = True, math.inf
 
     def schedule_flush(self) -> None:
         """Schedule ``flush`` for the end of this event-loop iteration."""
@@ -90,12 +85,12 @@ class BatchingTransport:
         if self.buffered is None:
             batch = self._write_batch
             if batch.batching:
-                if len(batch.pending) >= _MOST_PENDING:
-                    batch.flush()
                 self.buffered, pending = data, batch.pending
                 if not pending:
                     batch.schedule_flush()
                 pending.append(self)
+                if len(pending) >= _MOST_PENDING:
+                    batch.flush()
             else:
                 self.send(data)
                 batch.immediate_writes += 1

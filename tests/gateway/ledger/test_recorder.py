@@ -22,7 +22,6 @@ from gateway.snapshot.snapshot import Allowance, Limits
 from tests.support.money import price
 from tests.support.running import KEY, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.way import way
 from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, chat, client, event, request, request_once
 
 SENT = chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
@@ -62,21 +61,6 @@ async def _endless(talk: Conversation) -> None:
         await talk.chunk(each)
         await asyncio.sleep(0.05)
     await talk.closed_by_peer()
-
-
-async def test_a_row_is_in_the_journal_before_its_response_is_sent(journal: Journal) -> None:
-    """A worker that is killed in between has recorded the request."""
-    with way(ledger=Recorder(journal)) as one:
-        one.client.data_received(request(chat()))
-        one.write_batch.flush()
-        assert one.server_wire.take()
-        one.server_wire.receive(
-            b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(COMPLETION) + COMPLETION
-        )
-        (row,) = rows(journal)
-        assert row.completion == 2 and not one.client_wire.written
-        one.write_batch.flush()
-        assert one.client_wire.take().endswith(COMPLETION)
 
 
 async def test_a_request_has_a_row_with_all_facts(journal: Journal) -> None:

@@ -63,28 +63,6 @@ async def test_many_transports_do_not_wait_for_the_end_of_the_iteration() -> Non
     assert [wire.written for wire in wires] == [[b"a"]] * 70
 
 
-async def test_a_full_batch_is_not_sent_by_the_transport_that_fills_it() -> None:
-    """Its writer may still have to do something before its bytes are sent."""
-    batch, wires = busy(), [Wire() for _ in range(32)]
-    for wire in wires:
-        BatchingTransport(wire, batch).write(b"a")
-    assert [wire.written for wire in wires] == [[]] * 32
-    await asyncio.sleep(0)
-    assert [wire.written for wire in wires] == [[b"a"]] * 32
-
-
-async def test_a_batch_that_always_buffers() -> None:
-    batch, wire = WriteBatch(), Wire()
-    batch.batch_always()
-    transport = BatchingTransport(wire, batch)
-    for _ in range(50):
-        transport.write(b"a")
-        assert not wire.written
-        await asyncio.sleep(0)
-        assert wire.written == [b"a"]
-        wire.written.clear()
-
-
 async def test_a_loop_that_has_little_to_send_sends_it_at_once() -> None:
     batch, wires = WriteBatch(), [Wire() for _ in range(3)]
     transports = [BatchingTransport(wire, batch) for wire in wires]
@@ -242,9 +220,7 @@ async def test_a_leading_transport_counts_among_many() -> None:
         client.write(b"a")
     LeadingTransport(Noting("store", notes), batch).write(b"settle")
     clients[31].write(b"a")
-    assert [name for name, _ in notes] == ["store"] + ["client"] * 31
-    batch.flush()
-    assert [name for name, _ in notes[32:]] == ["client"]
+    assert [name for name, _ in notes] == ["store"] + ["client"] * 32
 
 
 async def test_a_leading_transport_of_a_quiet_loop_does_not_wait() -> None:
