@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
-from types import MappingProxyType
 from typing import Any
 
 _SMALL = 64 * 1024
 """Bytes that are appended to the buffered ones. Larger writes are sent without a copy."""
 _MOST_PENDING = 32
 """Transports with buffered bytes that do not wait for the end of the iteration: the first of them would wait for too long."""
-_NO_EXTRA: Mapping[str, Any] = MappingProxyType({})
-"""The base class would create a dictionary for each transport. The wrapped transport has the information."""
 _SAMPLED = 8
 """Immediate writes until the next iteration whose writes are counted."""
 
