@@ -32,7 +32,6 @@ from gateway.limits.windows import SPENT, USED, moment
 from gateway.snapshot.snapshot import Allowance, Issuer, Key, Limits, Model, Snapshot
 from gateway.usage.reader import UsageReader
 from tests.gateway.ledger.rows import payload, row
-from tests.support import postgres
 from tests.support.money import price
 from tests.support.process import Gateway, alive, configuration, gateway, launched, wait_for
 from tests.support.running import KEY, until
@@ -54,22 +53,6 @@ SNAPSHOT = Snapshot(
     (Model("tiny", ()), Model("large", (), aliases=("big",))),
     issuers=(Issuer("https://id.example", ("gateway",), ("staff",), ("RS256",)),),
 )
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[postgres.Postgres]:
-    if not postgres.installed():
-        pytest.skip(postgres.NOT_INSTALLED)
-    with postgres.postgres() as running_server:
-        yield running_server
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return f"sqlite:///{tmp_path}/usage.db"
-    make: Callable[[], str] = request.getfixturevalue("server").database
-    return make()
 
 
 def store_rows(url: str, folder: Path, *rows: Any) -> None:

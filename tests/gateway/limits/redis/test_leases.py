@@ -28,26 +28,12 @@ from gateway.telemetry.metrics import WorkerMetrics, sum_series
 from gateway.telemetry.shared_counters import SharedCounters
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.examples import examples
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.running import model, shared_counters, until
 
 CHAT = "/v1/chat/completions"
 MODELS = (model(1), model(2, identity="other"))
 PLENTY = Limits(requests_per_minute=60_000, tokens_per_minute=6_000_000, tokens_per_day=10_000_000)
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared: RedisServer) -> RedisServer:
-    """Return the shared server, emptied."""
-    with shared.client() as each:
-        each.flushall()
-    return shared
 
 
 @dataclass

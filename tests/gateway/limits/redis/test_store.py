@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import statistics
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
@@ -29,7 +29,7 @@ from gateway.snapshot.snapshot import Allowance, Budget, Limits, LimitsStore, Qu
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.examples import examples
 from tests.support.ports import refusing, silent
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Client, Reply, chat, client, request, request_once
@@ -47,20 +47,6 @@ LIMITS = Limits(
     concurrent=4,
     budgets=(Budget("30d", 30 * 86400, 350, 2_500_000_000), Budget("7d", 7 * 86400, tokens=100, soft=True)),
 )
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared: RedisServer) -> RedisServer:
-    """Return the shared server, emptied."""
-    with shared.client() as each:
-        each.flushall()
-    return shared
 
 
 @asynccontextmanager
