@@ -50,7 +50,7 @@ deploy-tools: $(READY)  ## the tools that check what is deployed and released: H
 
 docs: $(READY)  ## the site of docs/, in build/docs
 	$(BIN)/python -m tests.documents.install
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 	@echo "The site is in build/docs; look at it with: python3 -m http.server --directory build/docs"
 
 dist: $(READY)  ## the wheel and the source distribution, in dist/

@@ -117,8 +117,8 @@ def write(docs: Path, sections: Mapping[str, Section]) -> None:
 
 
 def document(template: str, sections: Mapping[str, Section]) -> str:
-    """The template with the tables in their places."""
-    return _MARK.sub(lambda match: _machine(match[1], sections.get(match[1])), template)
+    """The template with the tables in their places. Links that lead from the template to docs/ lead there from the document too."""
+    return _MARK.sub(lambda match: _machine(match[1], sections.get(match[1])), template.replace("](../../docs/", "]("))
 
 
 def _machine(case: str, section: Section | None) -> str:

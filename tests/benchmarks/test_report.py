@@ -12,6 +12,7 @@ from tests.benchmarks import report, results
 from tests.benchmarks.cases import CASES
 from tests.benchmarks.chart import Bar, bars
 from tests.benchmarks.results import Section, Spread
+from tests.documents.blocks import ROOT
 
 MACHINE = {"CPU": "A CPU", "cores": "2", "kernel": "Linux 6", "Python": "3.11.2"}
 SVG = "{http://www.w3.org/2000/svg}"
@@ -49,6 +50,14 @@ def test_results_of_an_earlier_version_have_a_dash() -> None:
     made.row("nginx", "1 connection").add({"p999": 3e-3}, ())
     text = report.document("{{json}}", {"json": made})
     assert "| vllm-gateway | 1.00 | 2.00 | - |" in text and "| nginx | 1.00 | 2.00 | 3.00 |" in text
+
+
+def test_links_have_targets_from_the_template_and_from_the_document() -> None:
+    link = re.compile(r"\]\(([^)#:]+\.md)[)#]")
+    template = report.TEMPLATE.read_text()
+    assert link.findall(template)
+    for text, folder in ((template, report.TEMPLATE.parent), (report.document(template, {}), ROOT / "docs")):
+        assert [target for target in link.findall(text) if not (folder / target).is_file()] == []
 
 
 @pytest.mark.parametrize("case", [name for name, layout in report.LAYOUTS.items() if any(each.value == "p50" for each in layout.columns)])
