@@ -27,6 +27,8 @@ _FRAMING_PER_BYTE = 8
 _VERSION, _HEAD_END = b" HTTP/1.", b"\r\n\r\n"
 _CONNECT = b"CONNECT"
 _CONTENT_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]+)[ \t]*\r\n", re.IGNORECASE)
+_AUTHORIZATION = re.compile(rb"\r\nauthorization:[ \t]*([!-~]+ [!-~]+)[ \t]*\r\n", re.IGNORECASE)
+_VISIBLE, _SPACE = bytes(range(0x21, 0x7F)), ord(" ")
 _MAX_REPEATABLE = 4096  # bytes of a request line and headers that are remembered
 _MAX_DIGITS = 15  # of a Content-Length in a repeated request: httptools checks longer ones
 _FRAMING = (b"content-length", b"transfer-encoding")
@@ -196,7 +198,9 @@ class HttpParser:
             return
         length = _CONTENT_LENGTH.search(data, 0, end)
         if length is not None:
-            self._repeatable = _Repeatable(head, data[: length.start(1)], data[length.end(1) : end])
+            before, after = data[: length.start(1)], data[length.end(1) : end]
+            key = _AUTHORIZATION.search(before) or _AUTHORIZATION.search(after)
+            self._repeatable = _Repeatable(head, before, after, key is not None and key.string is before, *(key.span(1) if key else (0, 0)))
 
     def _feed_repeated(self, data: bytes) -> bool:
         """Accept a read that is exactly one request with the remembered headers, except for the Content-Length.
@@ -205,20 +209,44 @@ class HttpParser:
         between two requests, so its result is known. It is not fed, which saves a callback for each header. Returns False for other reads.
         """
         repeatable = self._repeatable
-        if repeatable is None or not data.startswith(repeatable.before):
+        if repeatable is None:
             return False
         end = data.find(b"\r", len(repeatable.before))
+        if not (data.startswith(repeatable.before) and data.startswith(repeatable.after, end)):
+            return self._repeat_with_other_key(data, repeatable, end) and self._feed_repeated(data)
         digits, body = data[len(repeatable.before) : end], data[end + len(repeatable.after) :]
-        if not (digits.isdigit() and len(digits) <= _MAX_DIGITS and data.startswith(repeatable.after, end) and int(digits) == len(body)):
+        if not (digits.isdigit() and len(digits) <= _MAX_DIGITS and int(digits) == len(body)):
             return False
         head = repeatable.head
         if digits != head.headers[b"content-length"]:
-            head = _with_length(head, digits)
+            head = _with_field(head, b"content-length", digits)
         self.number += 1
         receiver = self._handler.request_received(head)
         if body:
             receiver.feed(body)
         receiver.finish()
+        return True
+
+    def _repeat_with_other_key(self, data: bytes, repeatable: _Repeatable, end: int) -> bool:
+        """Remember the Authorization header of a read in place of the known one. Returns False if it is the same or cannot be compared.
+
+        A proxy in front of the gateway sends the requests of many clients on one connection. ``end``: of the digits of the Content-Length.
+        """
+        _, before, after, precedes, start, stop = repeatable
+        at = start if precedes else end + start
+        value = data[at : data.find(b"\r", at)]
+        # Two words of visible characters are a valid value for httptools, in whose place the known value was valid.
+        if start == 0 or end < 0 or len(value) > _MAX_REPEATABLE:
+            return False
+        if value.translate(None, _VISIBLE) != b" " or value[0] == _SPACE or value[-1] == _SPACE:
+            return False
+        known = before if precedes else after
+        if known[start:stop] == value:
+            return False
+        renewed = known[:start] + value + known[stop:]
+        before, after = (renewed, after) if precedes else (before, renewed)
+        head = _with_field(repeatable.head, b"authorization", value)
+        self._repeatable = _Repeatable(head, before, after, precedes, start, start + len(value))
         return True
 
     # Request lines
@@ -256,7 +284,10 @@ class HttpParser:
             return
         self._line_so_far = None
         start = b"%b %b" % (self._parser.get_method(), self._url)
-        if not so_far.endswith(b"%b HTTP/%b\r\n" % (start, self._parser.get_http_version().encode())):
+        whole = b"%b HTTP/%b\r\n" % (start, self._parser.get_http_version().encode())
+        if len(whole) > MAX_HEAD:
+            raise _head_too_large()
+        if not so_far.endswith(whole):
             raise Refusal("invalid_request", "The request line must have one space between its parts.")
         self._last_line = start
 
@@ -372,13 +403,18 @@ class _Repeatable(NamedTuple):
     head: RequestHead
     before: bytes
     after: bytes
+    key_precedes: bool
+    """The value of the Authorization header is in ``before``, otherwise in ``after``."""
+    key_start: int
+    """Where that value starts; 0 without that header."""
+    key_end: int
 
 
-def _with_length(head: RequestHead, digits: bytes) -> RequestHead:
-    """Return the same headers with another Content-Length."""
-    fields = [(name, digits if name == b"content-length" else value) for name, value in head.fields]
-    headers = head.headers | {b"content-length": digits}
-    return RequestHead(head.method, head.url, headers, fields, head.http10, int(digits), head.keep_alive)
+def _with_field(head: RequestHead, changed: bytes, value: bytes) -> RequestHead:
+    """Return the same headers with another value of a header that was sent once."""
+    fields = [(name, value if name == changed else former) for name, former in head.fields]
+    headers = head.headers | {changed: value}
+    return RequestHead(head.method, head.url, headers, fields, head.http10, int(headers[b"content-length"]), head.keep_alive)
 
 
 class _LastRequestParsed(Exception):

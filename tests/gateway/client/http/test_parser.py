@@ -181,6 +181,29 @@ def test_what_is_almost_a_repeated_request(second: bytes) -> None:
     assert parsed(pieces) == parsed([bytes([byte]) for piece in pieces for byte in piece])
 
 
+KEYS = st.sampled_from(
+    [b"Bearer sk-1", b"Bearer sk-22", b"bearer sk-1", b"Bearer  sk-1", b"Bearer sk-1 ", b"Bearer", b"", b"Bearer sk\xe4", b"Bearer a b",
+     b"Bearer a\x01", b"Bearer a\tb", b"Bearer a\r\nx: y", b"Bearer a\r\ncontent-length: 2", b"Bearer " + b"a" * 5000, b"Basic x"]
+)  # fmt: skip
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(KEYS, BODIES, st.booleans()), min_size=2, max_size=8), st.booleans())
+def test_requests_with_other_keys_are_the_same_as_parsed_ones(sent: list[tuple[bytes, bytes, bool]], key_is_last: bool) -> None:
+    messages = []
+    for key, body, has_other_header in sent:
+        lines = [b"Authorization: %b\r\n" % key, b"Content-Length: %d\r\n" % len(body)]
+        lines = lines[:: -1 if key_is_last else 1] + [b"x: y\r\n"] * has_other_header
+        messages.append(LINE + HOST + b"".join(lines) + b"\r\n" + body)
+    assert parsed(messages) == parsed([bytes([byte]) for message in messages for byte in message])
+
+
+def test_a_key_that_makes_the_head_too_large() -> None:
+    sent = [post(b"{}", b"authorization: Bearer %b\r\n" % key) for key in (b"sk-1", b"sk-1", b"a" * MAX_HEAD)]
+    received, refused, _ = parsed(sent)
+    assert len(received) == 2 and refused == "headers_too_large"
+
+
 # Bounds
 
 REFUSED = {
@@ -209,6 +232,13 @@ def test_a_refusal_does_not_depend_on_reads(data: bytes, code: str, size: int) -
     received, refused, reading = parsed([REPEATED, *(data[at : at + size] for at in range(0, len(data), size)), REPEATED])
     assert (refused, reading) == (code, Reading.NOTHING)
     assert received[0][-2:] == (b"{}", True) and len(received) <= 2, "nothing is parsed behind it"
+
+
+@pytest.mark.parametrize("size", [MAX_HEAD - 14, MAX_HEAD - 5, MAX_HEAD - 1, MAX_HEAD])
+@pytest.mark.parametrize("read", [1 << 20, 1000])
+def test_a_request_line_that_is_just_too_long(size: int, read: int) -> None:
+    data = b"GET /" + b"a" * size + b" HTTP/1.1\r\n" + HOST + b"\r\n"
+    assert parsed([data[at : at + read] for at in range(0, len(data), read)])[1] == "headers_too_large"
 
 
 def test_as_many_headers_as_are_permitted() -> None:
