@@ -57,10 +57,10 @@ dist: $(READY)  ## the wheel and the source distribution, in dist/
 	rm -rf dist
 	$(BIN)/hatchling build
 
-dist-compiled: $(READY)  ## the same with the compiled core, for this version of Python; needs a C compiler
+dist-compiled: $(READY)  ## the same with the compiled core, for this version of Python; needs GCC
 	rm -rf dist
 	$(BIN)/python -m tests.compiled.install
-	HATCH_BUILD_HOOKS_ENABLE=1 .venv-compiled/bin/hatchling build
+	HATCH_BUILD_HOOKS_ENABLE=1 PROFILE_WITH=$(CURDIR)/$(BIN)/python .venv-compiled/bin/hatchling build
 
 compiled: $(READY)  ## the tests of the data path with the compiled core
 	$(BIN)/python -m tests.compiled.install

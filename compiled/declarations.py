@@ -6,7 +6,8 @@ The rule: everything follows from the source, which mypy has checked. So there i
   one, or ``msgspec.Struct`` with ``eq=False``. Its attributes become C fields: ``bool``, ``float``, the usual containers and other such
   classes by their types, everything else as an object.
 - Its methods can be called without arguments being packed (``cpdef``) if they are ordinary, and never used as values.
-- A parameter has its type if that is such a class. All other annotations of functions are removed, because Cython would refuse subclasses.
+- A parameter has its type if that is such a class, and so has a variable that is declared without a value. All other annotations of
+  functions are removed, because Cython would refuse subclasses.
 
 A line of the result is the same line of the source, so tracebacks name the lines of the source.
 """
@@ -331,7 +332,9 @@ def _transformed(module: _Module) -> str:
         if isinstance(node, Function):
             _edit_signature(editor, module, node, id(node) in direct)
         elif isinstance(node, ast.AnnAssign) and id(node) not in declared | ordinary:
-            if node.value is None:
+            if node.value is None and isinstance(node.target, ast.Name) and _c_type(module, node.annotation) in module.known:
+                pass  # a declaration for Cython as well
+            elif node.value is None:
                 editor.replace(editor.start(node), editor.end(node), "pass")
             else:
                 editor.cut(editor.end(node.target), editor.find(b"=", editor.end(node.annotation)))

@@ -1,12 +1,17 @@
-"""Compile the core while hatchling builds a wheel: ``HATCH_BUILD_HOOKS_ENABLE=1`` (``make compiled``). Needs Cython and a C compiler.
+"""Compile the core while hatchling builds a wheel: ``HATCH_BUILD_HOOKS_ENABLE=1`` (``make compiled``). Needs Cython and GCC.
 
 The wheel contains the Python modules and, beside them, the extension modules, which Python prefers. It is for one version of Python and one
 platform, because the stable ABI takes back a third of the gain (docs/performance.md).
+
+The core is compiled twice if ``PROFILE_WITH`` names a Python with the packages of the project: an instrumented core runs ``training`` with
+it, and the second core is compiled by what the first one has counted (GCC's manual, "-fprofile-use").
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
 import sys
 from contextlib import chdir
 from pathlib import Path
@@ -42,6 +47,7 @@ MODULES = (
     "gateway.limits.windows",
     "gateway.proxy.body",
     "gateway.proxy.context",
+    "gateway.proxy.event_template",
     "gateway.proxy.exchange",
     "gateway.proxy.fast_path",
     "gateway.proxy.mirror",
@@ -62,6 +68,10 @@ MODULES = (
 """The modules that an ordinary request goes through."""
 
 
+_FLAGS = ("-O2", "-g0", "-w")
+_COUNT, _USE_COUNTS = "-fprofile-generate", "-fprofile-use"
+
+
 class CompiledCore(BuildHookInterface[Any]):
     """Adds the extension modules to a wheel."""
 
@@ -71,22 +81,37 @@ class CompiledCore(BuildHookInterface[Any]):
         if version != "standard":  # an editable installation runs the sources
             return
         root = Path(self.root)
-        for extension in built(root, root / "build" / "core"):
+        for extension in built(root, root / "build" / "core", os.environ.get("PROFILE_WITH")):
             build_data["force_include"][str(extension)] = str(extension.relative_to(root / "build" / "core" / "lib"))
         build_data["pure_python"] = False
         build_data["infer_tag"] = True
 
 
-def built(root: Path, folder: Path) -> list[Path]:
-    """Compile the modules of ``root``, and return the extension modules, in ``folder``/lib. Raises NotCompilableError."""
+def built(root: Path, folder: Path, trainer: str | None) -> list[Path]:
+    """Compile the modules of ``root``, and return the extension modules, in ``folder``/lib.
+
+    ``trainer``: the Python that runs the training; None for no training. Raises NotCompilableError.
+    """
     sys.path.insert(0, str(root))  # a build backend runs elsewhere
+    shutil.rmtree(folder, ignore_errors=True)
+    extensions = _translated(root, folder / "source")
+    with chdir(folder / "source"):  # tracebacks name files relative to it
+        if trainer is not None:
+            _compile(extensions, folder, "instrumented", [*_FLAGS, _COUNT], [_COUNT])
+            for package in ("gateway", "upstream"):
+                shutil.copytree(root / package, folder / "instrumented" / package, dirs_exist_ok=True)
+            environ = {**os.environ, "PYTHONPATH": f"{folder / 'instrumented'}{os.pathsep}{root}"}
+            subprocess.run([trainer, "-P", "-m", "compiled.training"], cwd=root, env=environ, check=True)  # noqa: S603  named by the Makefile
+        return _compile(extensions, folder, "lib", [*_FLAGS, *([_USE_COUNTS] if trainer is not None else [])], [])
+
+
+def _translated(root: Path, source: Path) -> list[Any]:
+    """Translate the modules to C, in the folder ``source``, and return their extensions."""
     from Cython.Build import cythonize
-    from setuptools import Distribution, Extension
-    from setuptools.command.build_ext import build_ext
+    from setuptools import Extension
 
     from compiled.declarations import compilable
 
-    source = folder / "source"
     modules = compilable({name: _file(root, name).read_text() for name in MODULES})
     for name, each in modules.items():
         file = _file(source, name)
@@ -96,18 +121,27 @@ def built(root: Path, folder: Path) -> list[Path]:
         file.write_text(each.source)
         file.with_suffix(".pxd").write_text(each.declarations)
     (source / "__init__.py").unlink()
-    cores = os.cpu_count() or 1
-    with chdir(source):  # tracebacks name files relative to it
-        made = []
+    made: list[Any] = []
+    with chdir(source):
         for binding in (False, True):  # without it, methods are built-in methods, which are called faster
-            names = [name for name, each in modules.items() if each.binding is binding]
-            extensions = [Extension(name, [str(_file(Path(), name))], extra_compile_args=["-O2", "-g0", "-w"]) for name in names]
+            extensions = [Extension(name, [str(_file(Path(), name))]) for name, each in modules.items() if each.binding is binding]
             directives = {"language_level": 3, "binding": binding, "nonecheck": True}  # None raises AttributeError, as in Python
-            made += cythonize(extensions, compiler_directives=directives, nthreads=cores, quiet=True, force=True)
-        command = build_ext(Distribution({"name": "vllm-gateway", "ext_modules": made}))
-        command.build_lib, command.build_temp, command.parallel = str(folder / "lib"), str(folder / "objects"), cores
-        command.ensure_finalized()
-        command.run()
+            made += cythonize(extensions, compiler_directives=directives, nthreads=os.cpu_count() or 1, quiet=True, force=True)
+    return made
+
+
+def _compile(extensions: list[Any], folder: Path, into: str, flags: list[str], link_flags: list[str]) -> list[Path]:
+    """Compile extensions into a folder below ``folder``, and return the files. The counts of a training lie beside the object files."""
+    from setuptools import Distribution
+    from setuptools.command.build_ext import build_ext
+
+    for each in extensions:
+        each.extra_compile_args, each.extra_link_args = flags, link_flags
+    command = build_ext(Distribution({"name": "vllm-gateway", "ext_modules": extensions}))
+    command.build_lib, command.build_temp = str(folder / into), str(folder / "objects")
+    command.parallel, command.force = os.cpu_count() or 1, True
+    command.ensure_finalized()
+    command.run()
     return [Path(each) for each in command.get_outputs()]
 
 

@@ -8,11 +8,17 @@ rules: young objects are collected as usual; a full collection runs while no req
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
 _NEVER = 2**31 - 1  # the largest threshold
+_YOUNG = 5000
+"""New objects after which the youngest are collected. With CPython's 700, the objects of some dozens of concurrent requests start a
+collection again and again, which finds nothing."""
+_MIDDLE = 1
+"""Young collections after which their survivors are collected too. So one collection examines at most 10,000 objects."""
 _IDLE_INTERVAL = 60.0  # seconds between two full collections of an idle process
 _BUSY_INTERVAL = 3600.0  # seconds after which a process that is never idle is collected, too
 
@@ -58,8 +64,8 @@ def take_over() -> FullCollections:
     """
     gc.collect()
     gc.freeze()
-    young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young, middle, _NEVER)
+    # Since Python 3.14 the second threshold is the share of older objects that each collection examines, and its default is right.
+    gc.set_threshold(_YOUNG, _MIDDLE if sys.version_info < (3, 14) else gc.get_threshold()[1], _NEVER)
     return FullCollections()
 
 

@@ -53,7 +53,7 @@ def main(arguments: list[str]) -> int:
 def built() -> Path | None:
     """Build the wheel. Returns its file, or None after an error, which was printed."""
     command = [str(FOLDER / "bin" / "python"), "-m", "hatchling", "build", "--target", "wheel", "--directory", str(WHEELS)]
-    environ = {**os.environ, "HATCH_BUILD_HOOKS_ENABLE": "1"}
+    environ = {**os.environ, "HATCH_BUILD_HOOKS_ENABLE": "1", "PROFILE_WITH": sys.executable}
     done = subprocess.run(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     print(done.stdout, end="", flush=True)
     return WHEELS / Path(done.stdout.split()[-1]).name if done.returncode == 0 else None  # its last line is the file

@@ -51,6 +51,25 @@ def test_attributes_have_the_types_of_their_annotations() -> None:
     assert "self.sizes= None" in made.source and "def __init__(self, name, since, left) :" in made.source
 
 
+def test_a_declared_variable_has_its_type_if_that_is_compiled() -> None:
+    made = one(
+        """
+        class Slot:
+            busy: bool
+
+        def free(slots: list[Slot], sizes: list[int]) -> None:
+            slot: Slot
+            for slot in slots:
+                slot.busy = False
+            size: int
+            for size in sizes:
+                print(size)
+        """
+    )
+    assert "    slot: Slot\n" in made.source
+    assert "size: int" not in made.source
+
+
 def test_a_class_with_another_base_stays_as_it_is() -> None:
     source = """
         from typing import NamedTuple

@@ -1,8 +1,7 @@
 """The cost of a request and a chunk. It is counted, not timed: every function call, and every step of the interpreter.
 
-A fixed exchange runs between two stand-ins for transports, with authentication over 1,000 keys, ``extra_body``, usage, metrics and the
-access log on. It runs in a separate process without pytest, which rewrites assertions; code in ``tests/`` is not counted. So the
-counts are those of the program, and equal on every machine. Each bound was set to 10% above the count of that day.
+The exchange of ``tests.support.exchange`` runs in a separate process without pytest, which rewrites assertions; code in ``tests/`` is not
+counted. So the counts are those of the program, and equal on every machine. Each bound was set to 10% above the count of that day.
 
 ``python -m tests.gateway.test_cost`` prints the counts. With the name of a row, it prints the counts by function.
 """
@@ -10,16 +9,12 @@ counts are those of the program, and equal on every machine. Each bound was set 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import math
-import os
 import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import cycle
 from pathlib import Path, PurePath
@@ -28,50 +23,12 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from gateway.client.connection import ClientConnection
-from gateway.client.worker_context import WorkerContext
 from gateway.ledger.journal import Journal
-from gateway.ledger.recorder import Recorder
-from gateway.proxy.exchange import handle_request
-from gateway.snapshot.link import Health
-from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
-from gateway.telemetry.access_log import access_log
-from gateway.telemetry.metrics import WorkerMetrics
-from gateway.telemetry.shared_counters import SharedCounters
-from gateway.worker.worker import Worker
-from tests.support.way import Wire
-from tests.support.wire import COMPLETION, chat, request
-from upstream.balancing.pool import live_servers
-from upstream.balancing.server import Condition, ServerSpec
-from upstream.http.address import Address
-from upstream.http.connection import Connection
-from upstream.http.write_batching import WriteBatch
+from gateway.snapshot.snapshot import Limits
+from tests.support.exchange import CHUNKS, COUNTED_CHUNKS, OTHER_REQUEST, REQUEST, exchange
 
-KEYS = 1000
 TIMES = 20
 WARM_UP = 100
-
-REQUEST = request(chat(extra_body={"top_k": 5}), token="key-7")
-STREAM = request(chat(stream=True), token="key-7")
-RESPONSE = b"HTTP/1.1 200 OK\r\ndate: x\r\nserver: uvicorn\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
-    len(COMPLETION),
-    COMPLETION,
-)
-EVENT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"%b"},"finish_reason":null}]'
-USAGE = b',"usage":{"prompt_tokens":9,"total_tokens":12,"completion_tokens":3,"completion_tokens_details":null}'
-
-
-def _chunk(text: bytes, usage: bytes = b"") -> bytes:
-    """Return a chunk with one event. ``usage``: the running usage that a ledger or a limit on tokens needs."""
-    event = EVENT % text + usage + b"}\n\n"
-    return b"%x\r\n%b\r\n" % (len(event), event)
-
-
-TEXTS = (b"a", b" the")
-"""The texts of the events in turn: tokens differ."""
-CHUNKS = [_chunk(text) for text in TEXTS]
-COUNTED_CHUNKS = [_chunk(text, USAGE) for text in TEXTS]
-STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class Count(NamedTuple):
@@ -84,6 +41,7 @@ class Count(NamedTuple):
 
 BOUNDS = {
     "request": Count(115, 100, 3765),
+    "request with another key": Count(126, 116, 4255),
     "request with a ledger": Count(124, 115, 4200),
     "request of a limited key": Count(152, 116, 5170),
     "request of a key with budgets": Count(154, 123, 5620),
@@ -91,82 +49,6 @@ BOUNDS = {
     "chunk with exact counting": Count(3.3, 15.4, 270),
 }
 """At most 10% above the counts with CPython 3.11. Steps are compared with that version only, because each version has its own byte code."""
-
-
-class ManualWriteBatch(WriteBatch):
-    """The write batch of a busy event loop. The test flushes each batch, because the loop's own work is shared by all of its writes."""
-
-    __slots__ = ()
-
-    def schedule_flush(self) -> None:
-        """Schedule nothing."""
-
-
-class Exchange(NamedTuple):
-    """A client connection, and an idle connection to the only server."""
-
-    client: ClientConnection
-    client_wire: Wire
-    server: Connection
-    server_wire: Wire
-    worker: Worker
-    context: WorkerContext
-
-    def serve(self) -> None:
-        self.client.data_received(REQUEST)
-        self.context.write_batch.flush()
-        assert self.server_wire.take().endswith(b"}")
-        self.server_wire.receive(RESPONSE)
-        self.context.write_batch.flush()
-        assert self.client_wire.take().endswith(COMPLETION)
-
-    def stream(self, chunks: Sequence[bytes] = CHUNKS) -> None:
-        self.client.data_received(STREAM)
-        self.server_wire.receive(STREAM_HEAD)
-        for chunk in chunks:
-            self.server_wire.receive(chunk)
-            self.context.write_batch.flush()
-        assert self.client_wire.take().endswith(b"".join(CHUNKS))
-
-    def limit(self, limits: Limits) -> None:
-        """Give all keys these limits."""
-        before = self.worker.snapshot
-        keys = tuple(replace(key, allowances=(Allowance(f"key {key.id}", limits),)) for key in before.keys)
-        self.worker.apply_snapshot(replace(before, keys=keys))
-        self.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, {}))
-
-    def receive(self, chunks: Iterator[tuple[bytes, bytes]]) -> None:
-        """Receive the next chunk of the server. The iterator yields this chunk, and the chunk that the client gets."""
-        chunk, sent = next(chunks)
-        self.server_wire.receive(chunk)
-        self.context.write_batch.flush()
-        assert self.client_wire.take() == sent
-
-
-@asynccontextmanager
-async def exchange() -> AsyncIterator[Exchange]:
-    spec = ServerSpec("tiny#0", Address(port=1), "tiny", keep_idle=1e9)
-    keys = tuple(Key(f"team-{n}", (hashlib.sha256(b"key-%d" % n).digest(),)) for n in range(KEYS))
-    counters, nowhere = SharedCounters.create("cost", 1 << 20), os.open(os.devnull, os.O_WRONLY)
-    batch = ManualWriteBatch(math.inf)
-    batch.batching = True
-    with live_servers(batch) as servers, access_log(nowhere) as log:
-        context = WorkerContext(handle_request, metrics=WorkerMetrics(counters), log=log, write_batch=batch)
-        worker = Worker(Snapshot(1, keys, (Model("tiny", (spec,)),)), context, fleet=servers)
-        worker.apply_health(Health({spec.name: Condition.UP}, {}, {}))
-        client = worker.connection()
-        (server,) = servers
-        connection = Connection(spec.name, server.add_idle_connection, servers.write_batch)
-        made = Exchange(client, Wire(), connection, Wire(), worker, context)
-        client.connection_made(made.client_wire)
-        made.server_wire.set_protocol(connection)
-        connection.connection_made(made.server_wire)
-        server.add_idle_connection(connection)
-        yield made
-        client.connection_lost(None)
-        connection.connection_lost(None)
-    os.close(nowhere)
-    counters.close()
 
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -215,12 +97,13 @@ async def count(row: str) -> dict[str, Count]:
             if row == "chunk":
                 one.stream()
             if row in ("request with a ledger", "chunk with exact counting"):
-                one.context.ledger = Recorder(journal)
-                one.context.ledger.apply_snapshot(one.worker.snapshot)
+                one.record(journal)
             if row == "request of a limited key":
                 one.limit(Limits(requests_per_minute=6000, tokens_per_minute=10**6, concurrent=100))
             if row == "request of a key with budgets":
                 one.limit(Limits(6000, 10**6, tokens_per_day=10**9, tokens_per_month=10**9, concurrent=100))
+            if row == "request with another key":
+                return counted(partial(one.serve_another, cycle((REQUEST, OTHER_REQUEST))))
             if row == "chunk with exact counting":
                 one.stream(COUNTED_CHUNKS)
             received = {"chunk": CHUNKS, "chunk with exact counting": COUNTED_CHUNKS}.get(row)

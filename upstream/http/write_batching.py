@@ -60,6 +60,7 @@ class WriteBatch:
             return
         self._single_flushes = self._single_flushes + 1 if len(transports) == 1 else 0
         self.batching = self._single_flushes < self._max_single_flushes
+        transport: BatchingTransport
         for transport in transports:
             data = transport.buffered
             if data is not None:

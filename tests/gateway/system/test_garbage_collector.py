@@ -50,6 +50,22 @@ def test_nothing_is_collected_where_nothing_was_allocated() -> None:
     assert process.collected_at == []
 
 
+def test_waves_of_requests_are_not_examined() -> None:
+    """64 requests in flight are some thousand objects, which are released without the collector."""
+    program = """
+import gc
+from gateway.system.garbage_collector import take_over
+take_over()
+young = gc.get_stats()[0]["collections"]
+for _ in range(100):
+    objects = [[] for _ in range(3000)]
+    del objects
+print(gc.get_stats()[0]["collections"] - young)
+"""
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert int(printed) == 0
+
+
 def test_no_full_collection_starts_by_itself() -> None:
     program = """
 import gc
