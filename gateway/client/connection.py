@@ -116,6 +116,18 @@ class ClientConnection(asyncio.Protocol):
             else:
                 worker.metrics.count_client_fault("too_many")
                 self._reject_connection()
+                return
+        if self.scheme == "http":
+            self._read_first(sock.fileno())
+
+    def _read_first(self, descriptor: int) -> None:
+        """Read the bytes that have arrived already. The event loop of a busy worker would read them milliseconds later."""
+        try:
+            data = os.read(descriptor, MAX_HEAD)
+        except OSError:
+            return  # nothing has arrived, or the connection is lost, which the event loop notices
+        if data:
+            self.data_received(data)
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and run the handlers that they start or resume."""

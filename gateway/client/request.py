@@ -107,7 +107,7 @@ class ClientRequest(msgspec.Struct, eq=False):
             framing, self.keep_alive = b"", False
         else:
             framing, self._chunked = b"transfer-encoding: chunked\r\n", True
-        self._put(self._head(status, headers, framing), body)
+        self._put(self._head(status, headers, framing), body, at_once=event_stream)
 
     def write(self, data: bytes) -> None:
         """Send more of the body."""
@@ -158,12 +158,13 @@ class ClientRequest(msgspec.Struct, eq=False):
             framing += b"request-id: %b\r\n" % identity  # the name that Anthropic's clients read
         return b"%bx-request-id: %b\r\n%b%b%b\r\n" % (STATUS_LINES[status], identity, headers, framing, worker.date_line)
 
-    def _put(self, head: bytes, data: bytes) -> None:
+    def _put(self, head: bytes, data: bytes, *, at_once: bool = False) -> None:
         self.bytes_out += len(data)
-        if self._chunked and data:
-            self.connection.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
+        framed = b"%b%x\r\n%b\r\n" % (head, len(data), data) if self._chunked and data else head + data
+        if at_once:
+            self.connection.transport.write_at_once(framed)
         else:
-            self.connection.transport.write(head + data)
+            self.connection.transport.write(framed)
 
     # For the connection
 

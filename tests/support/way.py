@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import socket
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ class _Socket:
     getpeername = getsockname
 
     def fileno(self) -> int:
-        return 0
+        return -1  # no descriptor, so nothing can be read from it
 
     def setsockopt(self, *_: object) -> None:
         """Ignore the option."""
@@ -43,8 +44,8 @@ class _Socket:
 class Wire(asyncio.Transport):
     """A transport that stores the written bytes, and passes bytes to its protocol. The test sets the first protocol."""
 
-    def __init__(self) -> None:
-        super().__init__({"socket": _Socket()})
+    def __init__(self, sock: socket.socket | None = None) -> None:
+        super().__init__({"socket": sock or _Socket()})
         self.protocol: Any = None
         self.written: list[bytes] = []
         self._closing = False

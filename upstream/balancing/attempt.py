@@ -268,16 +268,20 @@ class Attempt:
     """One request's way to a response, over one or two servers of a pool.
 
     ``failures`` contains every error, including errors before a successful retry. ``composed_at`` is when the request was first
-    composed. ``facts`` is what the pool's policy needs to know about the request.
+    composed. ``facts`` is what the pool's policy needs to know about the request. ``streams``: the response is a stream, whose first byte
+    is awaited.
     """
 
-    __slots__ = ("_deadlines", "_pool", "_response", "_timeouts", "composed_at", "facts", "failures", "server", "tried")
+    __slots__ = ("_deadlines", "_pool", "_response", "_streams", "_timeouts", "composed_at", "facts", "failures", "server", "tried")
 
-    def __init__(self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, facts: RequestFacts = NO_FACTS) -> None:
+    def __init__(
+        self, pool: Pool, timeouts: Timeouts, deadlines: Deadlines, facts: RequestFacts = NO_FACTS, *, streams: bool = False
+    ) -> None:
         self._pool = pool
         self._timeouts = timeouts
         self._deadlines = deadlines
         self.facts = facts
+        self._streams = streams
         self.tried: list[Server] = []
         self._response: UpstreamResponse | None = None
         self.server: Server | None = None
@@ -342,7 +346,7 @@ class Attempt:
         if self.composed_at is None:
             self.composed_at = now
         if len(body) < _JOIN:
-            connection.send(headers + body, response, more=more)
+            connection.send(headers + body, response, more=more, at_once=self._streams)
         else:
             connection.send(headers, response, more=True)
             connection.send_more(body, more=more)

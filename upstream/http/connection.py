@@ -139,8 +139,8 @@ class Connection(asyncio.Protocol):
 
     # Called by the exchange
 
-    def send(self, data: bytes, receiver: Receiver, *, more: bool = False) -> None:
-        """Start an exchange with these bytes. ``more``: ``send_more`` will follow."""
+    def send(self, data: bytes, receiver: Receiver, *, more: bool = False, at_once: bool = False) -> None:
+        """Start an exchange with these bytes. ``more``: ``send_more`` will follow. ``at_once``: do not wait for the writes of others."""
         assert self._receiver is None and self._transport is not None
         self._receiver = receiver
         self._response_started = False
@@ -148,7 +148,10 @@ class Connection(asyncio.Protocol):
         self._request_open = more
         self._sent = monotonic()
         self.uses += 1
-        self._transport.write(data)
+        if at_once:
+            self._transport.write_at_once(data)
+        else:
+            self._transport.write(data)
 
     def send_more(self, data: bytes, *, more: bool) -> None:
         """Send the next bytes of the request. ``more``: further calls will follow."""

@@ -3,8 +3,9 @@
 A write to a sleeping process wakes it, and under load the wake-up costs more than the write. A worker that wrote immediately would wake its
 clients and servers for every event and request. With batching they wake once for each iteration (docs/performance.md). If an iteration has
 bytes for one connection only, there is nothing to batch, and the reader can work while the worker does its accounting. Then bytes are
-written immediately. Owns the buffered bytes. The rules: the order of writes does not change, and bytes wait at most until the end of the
-iteration. Close and abort send the buffered bytes first. A very busy iteration sends in several batches.
+written immediately. Owns the buffered bytes. The rules: the order of writes does not change, apart from those of ``write_at_once``, and
+bytes wait at most until the end of the iteration. Close and abort send the buffered bytes first. A very busy iteration sends in several
+batches.
 """
 
 from __future__ import annotations
@@ -99,6 +100,12 @@ class BatchingTransport:
         else:
             self.flush()
             self.send(data)
+
+    def write_at_once(self, data: bytes) -> None:
+        """Write without waiting for the end of the iteration: the first byte of a stream is awaited at the other end."""
+        if self.buffered is not None:
+            data, self.buffered = self.buffered + data, None
+        self.send(data)
 
     def writelines(self, list_of_data: Iterable[Any]) -> None:
         for data in list_of_data:

@@ -20,7 +20,7 @@ from gateway.client.timeouts import KEEP_ALIVE
 from gateway.snapshot.snapshot import Key
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.way import way
+from tests.support.way import Wire, way
 from tests.support.wire import COMPLETION, EVENTS, HELLO, SHOWN, STREAM_HEAD, Client, chat, client, request, request_once
 
 HEALTH = b"GET /health HTTP/1.1\r\nhost: test\r\n\r\n"
@@ -65,6 +65,29 @@ async def test_requests_one_after_the_other() -> None:
         assert (await one.request(request(path="/nowhere"))).status == 404
         assert (await one.request(request())).body == COMPLETION
         assert len(served.connections) == 1
+
+
+@pytest.mark.parametrize(
+    "arrived", [b"", request(), request()[:20], b"GET / HTTP/9.9\r\n\r\n"], ids=["nothing", "all", "a part", "no HTTP"]
+)
+async def test_a_request_that_has_arrived_before_its_connection_is_made(arrived: bytes) -> None:
+    """A busy worker reads it at once, and not one iteration of its event loop later."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    with way() as made, ours, theirs:
+        theirs.sendall(arrived)
+        connection, wire = made.worker.connection(), Wire(ours)
+        connection.connection_made(wire)
+        made.write_batch.flush()
+        assert connection.parser.number == bool(arrived)
+        assert made.server_wire.take() if arrived == request() else not made.server_wire.written
+        assert bool(wire.written) == (b"9.9" in arrived)
+        if len(arrived) == 20:
+            wire.set_protocol(connection)
+            wire.receive(request()[20:])
+            made.write_batch.flush()
+            assert made.server_wire.take()
+        connection.connection_lost(None)
 
 
 async def test_pipelined_requests_get_their_responses_in_order() -> None:

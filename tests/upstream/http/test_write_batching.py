@@ -54,6 +54,19 @@ async def test_a_turns_writes_are_one() -> None:
     assert wires[0].written == [b"ab", b"c"], "the next turn is another one"
 
 
+async def test_an_awaited_write_does_not_wait_for_those_of_others() -> None:
+    batch, wires = busy(), [Wire() for _ in range(2)]
+    one, other = (BatchingTransport(wire, batch) for wire in wires)
+    one.write(b"a")
+    other.write(b"x")
+    other.write_at_once(b"y")
+    assert [wire.written for wire in wires] == [[], [b"xy"]], "its own bytes stay in order"
+    other.write_at_once(b"z")
+    other.write(b".")
+    await asyncio.sleep(0)
+    assert [wire.written for wire in wires] == [[b"a"], [b"xy", b"z", b"."]]
+
+
 async def test_many_transports_do_not_wait_for_the_end_of_the_iteration() -> None:
     batch, wires = busy(), [Wire() for _ in range(70)]
     for wire in wires:
