@@ -332,12 +332,10 @@ def _transformed(module: _Module) -> str:
         if isinstance(node, Function):
             _edit_signature(editor, module, node, id(node) in direct)
         elif isinstance(node, ast.AnnAssign) and id(node) not in declared | ordinary:
-            if node.value is None and isinstance(node.target, ast.Name) and _c_type(module, node.annotation) in module.known:
-                pass  # a declaration for Cython as well
-            elif node.value is None:
-                editor.replace(editor.start(node), editor.end(node), "pass")
-            else:
+            if node.value is not None:
                 editor.cut(editor.end(node.target), editor.find(b"=", editor.end(node.annotation)))
+            elif not (isinstance(node.target, ast.Name) and _c_type(module, node.annotation) in module.known):
+                editor.replace(editor.start(node), editor.end(node), "pass")
     for made in module.classes.values():
         _edit_class(editor, made)
     return editor.result()

@@ -4,7 +4,7 @@ The wheel contains the Python modules and, beside them, the extension modules, w
 platform, because the stable ABI takes back a third of the gain (docs/performance.md).
 
 The core is compiled twice if ``PROFILE_WITH`` names a Python with the packages of the project: an instrumented core runs ``training`` with
-it, and the second core is compiled by what the first one has counted (GCC's manual, "-fprofile-use").
+it, and the second core is compiled with the counts of that run (GCC's manual, "-fprofile-use").
 """
 
 from __future__ import annotations

@@ -263,8 +263,8 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
     worker, pool, model = context.worker, upstream.model.pool, upstream.model.model
     if upstream.tokens is not None:
         await _add_token_keys(upstream, upstream.tokens, context)
-    way = Attempt(pool, model.timeouts, worker.deadlines, upstream.facts, streams=context.stream)
-    with worker.metrics.in_flight(model.id), way as attempt:
+    attempt = Attempt(pool, model.timeouts, worker.deadlines, upstream.facts, streams=context.stream)
+    with worker.metrics.in_flight(model.id), attempt:
         context.attempt = attempt
         if model.keepalive is not None and context.stream and upstream.request.target.route.streams:
             context.keep_alive(model.keepalive)

@@ -235,7 +235,7 @@ class HttpParser:
         _, before, after, precedes, start, stop = repeatable
         at = start if precedes else end + start
         value = data[at : data.find(b"\r", at)]
-        # Two words of visible characters are a valid value for httptools, in whose place the known value was valid.
+        # httptools accepts any two words of visible characters where it has accepted the known value.
         if start == 0 or end < 0 or len(value) > _MAX_REPEATABLE:
             return False
         if value.translate(None, _VISIBLE) != b" " or value[0] == _SPACE or value[-1] == _SPACE:
