@@ -35,14 +35,19 @@ class BodyMemory:
 
         Returns False without a reservation if the holder would exceed its part.
         """
-        held, free = self._held_by.get(holder) or _HeldBodies(), self.limit - self.held - size
-        if free < 0 or (held.bodies > more and held.size + size > _TIMES_FREE * free):
+        if not self.has_room(size, holder, more=more):
             return False
+        held = self._held_by.get(holder) or _HeldBodies()
         self.held += size
         held.size += size
         held.bodies += not more
         self._held_by[holder] = held
         return True
+
+    def has_room(self, size: int, holder: str, *, more: bool = False) -> bool:
+        """Return whether ``reserve`` would succeed now."""
+        held, free = self._held_by.get(holder) or _HeldBodies(), self.limit - self.held - size
+        return free >= 0 and not (held.bodies > more and held.size + size > _TIMES_FREE * free)
 
     def reserve_spare(self, size: int, holder: str) -> bool:
         """Reserve bytes for the copy of a body, if half of the memory stays free for the bodies of clients."""

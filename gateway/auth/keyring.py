@@ -51,11 +51,6 @@ class Keyring:
             if key.anonymous and not key.revoked:
                 self._anonymous = key
 
-    @property
-    def is_fixed(self) -> bool:
-        """Whether a valid key without an expiry stays valid as long as this object is used. Tokens of identity providers may not."""
-        return self._verifier is None
-
     def authenticate(self, authorization: bytes | None, api_key: bytes | None = None, sent: Container[bytes] = ()) -> Key:
         """Return the key of a request, from ``Authorization: Bearer`` or, if the route supports it, from ``x-api-key``.
 

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 import httptools
 
 from gateway.api.errors import Refusal, draining, internal_error
-from gateway.client.http.parser import RequestHead
+from gateway.client.http.head import RequestHead
 from gateway.client.http.status_lines import STATUS_LINES
 
 if TYPE_CHECKING:

@@ -1,7 +1,8 @@
 """The body of one inference request: received from the parser, read by the request's handler.
 
-The rules: bytes beyond the limit are never stored, and those beyond the allowance only while ``BodyMemory`` has room for them. A form is
-streamed to a server and received as fast as the server reads it.
+The rules: bytes beyond the limit are never stored, and those beyond the allowance only while ``BodyMemory`` has room for them. Memory is
+reserved for the key that was authenticated, and for bytes that have arrived. A form is streamed to a server and received as fast as the
+server reads it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import msgspec
 
 from gateway.admission.body_memory import FREE
 from gateway.api.errors import Refusal
-from gateway.client.http.parser import RequestHead
+from gateway.client.http.head import RequestHead
 from upstream.http.inline_task import Signal
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _UPLOAD_AHEAD = 256 * 1024  # bytes of a form that may wait for the server
 _PIECE = 64 * 1024  # bytes of a form that are processed in one event-loop iteration
+_MORE = 4  # the part of the received bytes for which memory is reserved in advance: a fourth, as much as a growing buffer takes
 
 
 class RequestBody(msgspec.Struct, eq=False):
@@ -36,15 +38,13 @@ class RequestBody(msgspec.Struct, eq=False):
     dropped: bool
     """The rest of the body is not stored, because the body is larger than its limit or was refused."""
     owner: str = ""
-    """The ID of the key for which memory is reserved; None until it is known."""
+    """The ID of the key for which memory is reserved. It is known before a body is received that needs memory."""
     size: int = 0
     """Bytes received."""
     complete: bool = False
     """All of the body has been received."""
     is_awaited: bool = False
     """The handler waits for the body, so the client's timeout counts."""
-    served: bool = False
-    """The request's handler runs: a form is then received as fast as it is read."""
     abandoned: bool = False
     """The response is complete: the rest of the body is received and discarded, then the connection is closed."""
     _buffer: bytes | bytearray = b""
@@ -121,6 +121,14 @@ class RequestBody(msgspec.Struct, eq=False):
             raise _no_memory()
         self._reserved_for, self._reserved = owner, size
 
+    def hold(self, size: int) -> bool:
+        """Reserve memory for ``size`` bytes that were received behind the body. Returns False if there is none."""
+        try:
+            self.reserve(self.size + size)
+        except Refusal:
+            return False
+        return True
+
     def release(self) -> None:
         """Return the memory."""
         if self._reserved:
@@ -144,7 +152,7 @@ class RequestBody(msgspec.Struct, eq=False):
         else:
             self._buffer = bytearray(buffer) + data
         if self.is_form:
-            if len(self._buffer) > _UPLOAD_AHEAD and self.served and not self._ahead:
+            if len(self._buffer) > _UPLOAD_AHEAD and not self._ahead:
                 self.connection.flow.pause_reading()  # until the server has taken more
             self._wake()
 
@@ -177,7 +185,7 @@ class RequestBody(msgspec.Struct, eq=False):
             return
         self._solicited = self.is_awaited = True
         length = self.head.content_length or 0
-        if length > self.allowance and not self.is_form and not self.dropped and not self._reserve_for(length):
+        if length > self.allowance and not (self.is_form or self.dropped or self.connection.worker.memory.has_room(length, self.owner)):
             self.refuse(_no_memory())
         elif not self.dropped and self.head.expects_continue:
             self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -208,9 +216,8 @@ class RequestBody(msgspec.Struct, eq=False):
         return not self.dropped
 
     def _reserve_for(self, size: int) -> bool:
-        """Reserve memory: for the whole body at once, or step by step if its length or the part that is stored is unknown."""
-        length = self.head.content_length
-        wanted = length if length and not self.is_form else min(size + FREE, length or self.limit)
+        """Reserve memory for ``size`` bytes that have arrived and some more, because a reservation for each read would cost more."""
+        wanted = min(size + max(FREE, size // _MORE), self.head.content_length or self.limit)
         owner = self._reserved_for if self._reserved else self.owner
         if not self.connection.worker.memory.reserve(wanted - self._reserved, owner, more=self._reserved > 0):
             return False

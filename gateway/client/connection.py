@@ -4,15 +4,18 @@ Bytes from the transport go through ``http.parser``. A POST to an inference rout
 it directly, so that a chunk goes from the server's callback to the client's transport without ASGI messages and task switches. Every other
 request becomes an ``AsgiRequest``.
 
-The rules: reading is never paused once a request's body has been received, so that a disconnect is noticed, and a disconnect cancels every
-request of its connection at once. Requests are answered in their order. Bytes that are not a request are refused after the earlier requests
-have been answered, and parsing stops. Every wait for the client has a timeout (``timeouts``).
+The rules: one request is received and answered before the next one is parsed. A handler runs before more than ``AHEAD`` bytes of its
+request's body are received: so memory has an owner before it is used. Bytes behind a request stay in the kernel,
+except those of one read. A disconnect cancels the request at once. While such bytes wait, the event loop does not report it, and it is
+noticed within a second. Bytes that are not a request are refused, and parsing stops. Every wait for the client has a timeout
+(``timeouts``).
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -20,22 +23,19 @@ from contextlib import suppress
 from types import MappingProxyType
 
 from gateway.api.errors import Refusal, render
-from gateway.auth.keyring import Keyring
 from gateway.client.addresses import counted_client, shown_address
 from gateway.client.asgi import AsgiRequest
 from gateway.client.body import RequestBody
 from gateway.client.flow_control import FlowControl
-from gateway.client.http.parser import FORWARDED, MAX_HEAD, BodyReceiver, HttpParser, Reading, RequestHead
+from gateway.client.http.head import FORWARDED, MAX_HEAD, RequestHead
+from gateway.client.http.parser import BodyReceiver, HttpParser, Reading
 from gateway.client.http.status_lines import STATUS_LINES
 from gateway.client.request import ClientRequest
 from gateway.client.timeouts import Wait, WaitTimer
 from gateway.client.worker_context import WorkerContext
-from gateway.snapshot.snapshot import Key
 from upstream.http.inline_task import InlineTask
 from upstream.http.write_batching import BatchingTransport
 
-MAX_PIPELINED = 16
-"""Number of further requests that a client may send before the current request is answered."""
 LINGER = 2.0
 """Seconds for which the rest of a refused body is read and discarded, so that the client can read the response."""
 _UNAUTHORIZED = 401
@@ -64,8 +64,8 @@ class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
     __slots__ = (
-        "_counted_client", "_inference", "_lingering", "_timer", "address", "client", "current", "deferred", "flow", "last_key", "parser",
-        "pipeline", "proxied", "scheme", "transport", "worker",
+        "_counted_client", "_inference", "_lingering", "_timer", "address", "client", "current", "deferred", "flow", "parser", "proxied",
+        "scheme", "transport", "worker",
     )  # fmt: skip
     transport: BatchingTransport
     flow: FlowControl
@@ -73,15 +73,11 @@ class ClientConnection(asyncio.Protocol):
     def __init__(self, worker: WorkerContext) -> None:
         self.worker = worker
         self.parser = HttpParser(self)
-        self.pipeline: list[ClientRequest | AsgiRequest | Refusal] = []  # an empty deque takes ten times as much memory
-        """Requests that wait for the response to the current request. The last entry may be the refusal of bytes that are not a request."""
         self.deferred: Callable[[], None] | None = None
         """Starts or resumes a handler after the parser has returned: handlers never run inside the parser."""
         self.current: ClientRequest | AsgiRequest | None = None
         """The last request that has been started."""
         self._inference: ClientRequest | None = None  # the same, of inference requests
-        self.last_key: tuple[Keyring, bytes, Key] | None = None
-        """The key of an earlier request with its Authorization header, and the keyring that has accepted it."""
         self._lingering = False  # no further request is served
         self._timer = WaitTimer()
         # The other end
@@ -131,14 +127,34 @@ class ClientConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse bytes, and run the handlers that they start or resume."""
+        parser = self.parser
         try:
-            self.parser.feed(data)
+            parser.feed(data)
         except Refusal as refusal:
             if not self._lingering:  # else it was refused already
                 self.worker.metrics.count_client_fault("malformed")
             self._end_with(refusal)
         if self.deferred is not None:
             self._run_deferred()
+        if parser.is_blocked and parser.stored:
+            self._hold_reading()
+
+    def _hold_reading(self) -> None:
+        """Stop reading: the bytes behind the current request count as memory of its key, and no more of them are received."""
+        request = self.current
+        self.flow.hold_reading()
+        if isinstance(request, ClientRequest) and not request.body.hold(len(self.parser.stored)):
+            self.parser.stop()
+            request.keep_alive = False
+
+    def _parse_stored(self) -> None:
+        """Parse the bytes that were received behind the request that has just been answered."""
+        if self.flow.write_paused:
+            self.flow.pause_reading()  # until the client has read its responses
+        elif self.parser.stored and not (self.parser.is_blocked or self.transport.is_closing()):
+            self.flow.reading_held = False
+            self.data_received(b"")
+            self.flow.resume_reading()
 
     def pause_writing(self) -> None:
         """Pause the source of the response: the client reads too slowly."""
@@ -152,20 +168,21 @@ class ClientConnection(asyncio.Protocol):
         self.flow.resume_reading()
         if self.current is not None:
             self.current.resume()
+        self._parse_stored()
 
     def eof_received(self) -> None:
-        """Send what is buffered, and cancel all requests.
+        """Send what is buffered, and cancel the request.
 
         The transport closes after this call, and would drop the bytes of counted tokens.
         """
         self.transport.flush()
-        self._cancel_requests()
+        self._cancel_request()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002  nothing depends on the reason
-        """Cancel all requests of the connection, and release it."""
+        """Cancel the request of the connection, and release it."""
         worker = self.worker
         self.transport.mark_closed()
-        self._cancel_requests()
+        self._cancel_request()
         self.flow.resume_writing()
         self.parser.close()
         worker.connections.discard(self)
@@ -175,77 +192,49 @@ class ClientConnection(asyncio.Protocol):
             worker.addresses.remove(self._counted_client)
         self.current = self._inference = None  # they refer to this object, and would wait for the garbage collector
 
-    def _cancel_requests(self) -> None:
-        for request in (self.current, *self.pipeline):
-            if request is not None and not isinstance(request, Refusal):
-                request.disconnect()
-        self.pipeline.clear()
+    def _cancel_request(self) -> None:
+        if self.current is not None:
+            self.current.disconnect()
 
     # Requests
 
     def request_received(self, head: RequestHead) -> BodyReceiver:
-        """Start a request, or queue it after the current request. Raises Refusal."""
-        current, worker = self.current, self.worker
-        busy = current is not None and not current.response_complete
-        if busy and len(self.pipeline) >= MAX_PIPELINED:
-            raise Refusal("invalid_request", f"More than {MAX_PIPELINED} requests were sent ahead of their answers.")
+        """Start a request. Raises Refusal if its target is not a path."""
+        worker = self.worker
         active = worker.active
         targets = active.catalog.targets
         target = targets.get(head.url) or targets.get(head.url.partition(b"?")[0])
         keep_alive = head.keep_alive and worker.keep_alive
         if target is None or head.method != b"POST":
             other = AsgiRequest(self, head, keep_alive and not head.http10)
-            if busy:
-                self.pipeline.append(other)
-            else:
-                self._start_other(other)
+            self.parser.is_blocked = True
+            self._start_other(other)
             return other
         limit = active.snapshot.body_limit
         too_large = head.content_length is not None and head.content_length > limit
         body = RequestBody(self, head, limit, active.body_allowance, target.route.takes_form, too_large)
-        request = ClientRequest(self, target, next(worker.request_ids), head, body, keep_alive)
-        if busy:
-            # Without a valid key nothing of its body is stored, so it is refused even if the key becomes valid meanwhile.
-            try:
-                worker.authenticate(request)
-            except Refusal as refusal:
-                body.refuse(refusal)
-            self.pipeline.append(request)
-        else:
-            self._start_inference(request)
+        self.parser.is_blocked = True
+        self._start_inference(ClientRequest(self, target, next(worker.request_ids), head, body, keep_alive))
         return body
 
-    def upgrade_offered(self, head: RequestHead, rest: bytes) -> bool:  # noqa: ARG002  for a handler of upgrades
-        """Decline the offer of another protocol.
-
-        A handler of upgrades would take over the connection here: it becomes the transport's protocol, gets ``rest``, and this returns
-        True.
-        """
-        return False
+    def body_follows(self) -> None:
+        """Run the handler up to its wait for the body: it authenticates the request, so the body has an owner."""
+        self._run_deferred()
 
     def response_finished(self, *, keep_alive: bool, body_complete: bool) -> None:
         """Serve the next request, or close: the current request's response has been written."""
+        self.parser.is_blocked = False
         if not keep_alive:
             if body_complete:
                 self.transport.close()
             else:
                 self.linger()
-        elif self.pipeline:
-            request = self.pipeline.pop(0)
-            if isinstance(request, ClientRequest):
-                self._start_inference(request)
-                asyncio.get_running_loop().call_soon(self._run_deferred)
-            elif isinstance(request, AsgiRequest):
-                self._start_other(request)
-            else:
-                self._refuse(request)
-        elif self.flow.write_paused:
-            self.flow.pause_reading()  # a client that does not read its responses may not send more requests
+        elif self.parser.stored or self.flow.write_paused:
+            asyncio.get_running_loop().call_soon(self._parse_stored)
 
     def _start_inference(self, request: ClientRequest) -> None:
         worker, self.current = self.worker, request
         self._inference = request
-        request.body.served = True
         request.handler = handler = InlineTask(worker.handle_request(request, worker))
         worker.handlers.add(handler)
         self.deferred = handler.step
@@ -326,6 +315,9 @@ class ClientConnection(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Close the connection if the client has kept it waiting for too long. Called about once a second with ``time.monotonic``."""
+        if self.flow.reading_held and self._peer_has_closed():
+            self.transport.abort()
+            return
         wait, message, moved = self._awaited()
         if not self._timer.has_expired(wait, message, moved, now, self.worker.active.snapshot.clients):
             return
@@ -338,6 +330,12 @@ class ClientConnection(asyncio.Protocol):
             self._run_deferred()
         else:
             self.transport.close()
+
+    def _peer_has_closed(self) -> bool:
+        """Return whether the client has disconnected although not all of its bytes have been read (poll(2))."""
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def _awaited(self) -> tuple[Wait, object, int]:
         """Return what the connection waits for, in which request, and how many bytes of it have moved."""
@@ -380,14 +378,9 @@ class ClientConnection(asyncio.Protocol):
         self._lingering = True
         if receiver is not None:
             receiver.fail(refusal)  # the response to that request is the last one
-        elif not self.is_idle:
-            self.pipeline.append(refusal)
         elif not self.transport.is_closing():
-            self._refuse(refusal)
-
-    def _refuse(self, refusal: Refusal) -> None:
-        self.write_refusal(refusal)
-        self.linger()
+            self.write_refusal(refusal)
+            self.linger()
 
 
 def _response(refusal: Refusal, identity: str, date_line: bytes, *, with_body: bool) -> bytes:

@@ -14,12 +14,14 @@ from upstream.http.write_batching import BatchingTransport
 class FlowControl:
     """Whether a transport reads, and whether it accepts more bytes to write."""
 
-    __slots__ = ("_transport", "_writable", "read_paused", "write_paused")
+    __slots__ = ("_transport", "_writable", "read_paused", "reading_held", "write_paused")
 
     def __init__(self, transport: BatchingTransport) -> None:
         self._transport = transport
         self._writable: asyncio.Future[None] | None = None
         self.read_paused = False
+        self.reading_held = False
+        """``resume_reading`` has no effect: bytes behind a request wait."""
         self.write_paused = False
 
     def pause_reading(self) -> None:
@@ -29,10 +31,15 @@ class FlowControl:
             self._transport.pause_reading()
 
     def resume_reading(self) -> None:
-        """Read again, if reading is paused."""
-        if self.read_paused:
+        """Read again, if reading is paused and not held."""
+        if self.read_paused and not self.reading_held:
             self.read_paused = False
             self._transport.resume_reading()
+
+    def hold_reading(self) -> None:
+        """Stop reading until ``reading_held`` is reset, whatever else resumes it."""
+        self.reading_held = True
+        self.pause_reading()
 
     def pause_writing(self) -> None:
         """Note that the transport's buffer is full."""

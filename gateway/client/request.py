@@ -16,7 +16,7 @@ from msgspec import field
 
 from gateway.auth.catalog import Target
 from gateway.client.body import RequestBody
-from gateway.client.http.parser import RequestHead
+from gateway.client.http.head import RequestHead
 from gateway.client.http.status_lines import STATUS_LINES
 from gateway.telemetry.tracing import Trace
 from upstream.http.inline_task import InlineTask

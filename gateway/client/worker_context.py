@@ -154,22 +154,11 @@ class WorkerContext:
             self._report_choice(choice)
 
     def authenticate(self, request: ClientRequest) -> Key:
-        """Return the key of a request. Raises Refusal if the key is missing or invalid.
-
-        Most requests of a connection have the same key. It is not hashed again, unless it may expire or the keys have changed.
-        """
+        """Return the key of a request. Raises Refusal if the key is missing or invalid."""
         headers, keyring = request.head.headers, self.active.keyring
-        authorization = headers.get(b"authorization")
-        if authorization is None:
-            return keyring.authenticate(None, headers.get(b"x-api-key") if request.target.route.anthropic else None, headers)
-        connection = request.connection
-        last = connection.last_key
-        if last is not None and last[0] is keyring and last[1] == authorization:
-            return last[2]
-        key = keyring.authenticate(authorization)
-        if key.expires is None and keyring.is_fixed and connection.parser.number > 1:
-            connection.last_key = keyring, authorization, key
-        return key
+        if (authorization := headers.get(b"authorization")) is not None:
+            return keyring.authenticate(authorization)
+        return keyring.authenticate(None, headers.get(b"x-api-key") if request.target.route.anthropic else None, headers)
 
     def record_request(self, record: RequestRecord) -> None:
         """Record a finished request of any route in metrics, access log, ledger and traces. No other function does."""

@@ -24,7 +24,7 @@ from gateway.api.unserved import shown as shown_text
 from gateway.api.unserved import unserved
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.addresses import shown_address
-from gateway.client.http.parser import FORWARDED
+from gateway.client.http.head import FORWARDED
 from gateway.client.worker_context import WorkerContext
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER

@@ -16,7 +16,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
-from gateway.client.http.parser import MAX_HEAD
+from gateway.client.http.head import MAX_HEAD
 from gateway.client.request import ClientRequest
 from gateway.client.worker_context import WorkerContext
 from gateway.snapshot.snapshot import Snapshot

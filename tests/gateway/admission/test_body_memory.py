@@ -12,6 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.admission.body_memory import FREE, BodyMemory
+from gateway.client.connection import ClientConnection
+from gateway.client.request import ClientRequest
 from gateway.snapshot.snapshot import Clients
 from tests.gateway.proxy.test_form import MODEL, form, part
 from tests.support.running import KEY, Served, key, model, serving, until
@@ -87,10 +89,27 @@ async def test_a_key_with_many_bodies_leaves_memory_for_another_key() -> None:
     async with serving([model(1)], [key(), key("greedy", "sk-greedy")], clients=Clients(body_memory=10 * len(BODY))) as served:
         async with AsyncExitStack() as stack:
             for _ in range(12):
-                (await stack.enter_async_context(client(served.port))).send(greedy + b"\r\n\r\nx")
-            await until(lambda: served.context.memory.held == 8 * len(BODY))
+                one = await stack.enter_async_context(client(served.port))
+                one.send(greedy + b"\r\n\r\n" + BODY[:-1])
+                await until(lambda: all(_has_received(each) for each in served.connections))
+            assert served.context.memory.held == 8 * len(BODY)
             assert (await request_once(served.port, LARGE)).status == 502, "it was read, and went on to a server that is not there"
         await until(lambda: served.context.memory.held == 0)
+
+
+def _has_received(connection: ClientConnection) -> bool:
+    """Return whether a connection has received all but one byte of its body, or has refused it."""
+    request = connection.current
+    return isinstance(request, ClientRequest) and (request.body.dropped or request.body.size == len(BODY) - 1)
+
+
+async def test_only_bytes_that_have_arrived_take_memory() -> None:
+    async with serving([model(1)], clients=Clients(body_memory=3 * len(BODY))) as served, AsyncExitStack() as stack:
+        for number in range(20):
+            (await stack.enter_async_context(client(served.port))).send(HEAD + b"\r\n\r\nx")
+            await until(lambda number=number: len(served.connections) == served.in_flight == number + 1)
+        assert served.context.memory.held == 0
+        assert (await request_once(served.port, LARGE)).status == 502, "it was read, and went on to a server that is not there"
 
 
 @pytest.mark.parametrize("begin", [HEAD + b"\r\n\r\n" + BODY[:100_000], CHUNKED + b"%x\r\n" % len(BODY) + BODY[:100_000], EXPECT_CONTINUE])
@@ -153,34 +172,52 @@ async def test_pipelined_bodies_are_counted_and_released() -> None:
 
     async with scripted(script) as server, serving_with_little_memory(server.port) as served, client(served.port) as one:
         one.send(request() + LARGE + LARGE)
-        await until(lambda: server.requests and served.context.memory.held > 0)
-        waiting = next(iter(served.connections)).pipeline
-        await until(lambda: len(waiting) == 2)  # the last request arrived when no memory was free
+        await until(lambda: server.requests and next(iter(served.connections)).flow.reading_held)
+        stored = len(next(iter(served.connections)).parser.stored)
+        assert (stored if stored > FREE else 0) <= served.context.memory.held < stored + FREE, "they belong to the key of the request"
         release.set()
-        assert [(await one.reply()).status for _ in range(3)] == [200, 200, 503]
+        assert [(await one.reply()).status for _ in range(3)] == [200, 200, 200], "each body is received in its turn"
         release.clear()
         one.send(request() + LARGE)
-        await until(lambda: served.context.memory.held > 0)
+        await until(lambda: len(server.requests) == 4)
         one.disconnect()
         await _all_released(served)
 
 
-async def test_pipelined_bodies_without_a_valid_key_are_not_stored() -> None:
-    release = asyncio.Event()
+async def test_bytes_behind_a_request_without_memory_for_them_are_dropped() -> None:
+    """The connection is closed after the response, so the client sends the other requests again (RFC 9112, section 9.3.2)."""
+    with way() as one:
+        one.context.memory.limit = 100_000
+        one.client.data_received(request() + LARGE)
+        one.write_batch.flush()
+        assert one.context.memory.held == 0 and not one.client.parser.stored
+        one.server_wire.receive(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+        one.write_batch.flush()
+        sent = one.client_wire.take()
+        assert sent.startswith(b"HTTP/1.1 200 OK") and b"connection: close" in sent
+
+
+async def test_what_one_key_can_hold_is_bounded() -> None:
+    """Whatever a key pipelines on many connections: ``FREE`` bytes for each connection are free, and all others are reserved."""
+    release, connections = asyncio.Event(), 40
 
     async def script(talk: Conversation) -> None:
         await release.wait()
         await respond(talk)
 
-    unauthenticated = LARGE.replace(b"Bearer sk-", b"Bearer sk-not-")
-    async with scripted(script) as server, serving_with_little_memory(server.port) as served, client(served.port) as one:
-        one.send(request() + unauthenticated * 5 + request())
-        await until(lambda: server.requests)
-        waiting = next(iter(served.connections)).pipeline
-        await until(lambda: len(waiting) == 6 and waiting[-1].body.complete)
-        assert served.context.memory.held == 0 and sum(call.body.size for call in waiting) == len(request().partition(b"\r\n\r\n")[2])
+    async with scripted(script) as server, serving_with_little_memory(server.port, capacity=1 << 20) as served, AsyncExitStack() as stack:
+        clients = [await stack.enter_async_context(client(served.port)) for _ in range(connections)]
+        for each in clients:
+            each.send(request() + LARGE * 3)
+        await until(lambda: len(served.connections) == connections and all(each.flow.reading_held for each in served.connections))
+        stored = [len(each.parser.stored) for each in served.connections]
+        assert sum(size for size in stored if size > FREE) <= served.context.memory.held <= 1 << 20
+        assert 0 in stored, "what has no memory is dropped"
         release.set()
-        assert [(await one.reply()).status for _ in range(7)] == [200, 401, 401, 401, 401, 401, 200]
+        assert [(await each.reply()).status for each in clients] == [200] * connections
+        for each in clients:
+            each.disconnect()
+        await _all_released(served)
 
 
 # Forms

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
-from gateway.client.http.parser import MAX_HEAD, MAX_HEADERS, HttpParser, Reading, RequestHead
+from gateway.client.http.head import MAX_HEAD, MAX_HEADERS, RequestHead
+from gateway.client.http.parser import HttpParser, Reading
 
 LINE, HOST = b"POST /v1/chat/completions HTTP/1.1\r\n", b"host: a\r\n"
 
@@ -47,21 +48,19 @@ class Received:
 
 @dataclass
 class Handler:
-    """Records requests. ``upgrades``: whether it switches protocols."""
+    """Records requests. ``parser``: of a handler that wants one request at a time."""
 
-    upgrades: bool = False
     received: list[Received] = field(default_factory=list)
-    rest: bytes | None = None
+    parser: HttpParser | None = None
 
     def request_received(self, head: RequestHead) -> Received:
         self.received.append(Received(head))
+        if self.parser is not None:
+            self.parser.is_blocked = True
         return self.received[-1]
 
-    def upgrade_offered(self, head: RequestHead, rest: bytes) -> bool:
-        assert b"upgrade" in head.headers or head.method == b"CONNECT"
-        if self.upgrades:
-            self.rest = rest
-        return self.upgrades
+    def body_follows(self) -> None:
+        assert self.received[-1].body == b"", "the request is started before its body"
 
 
 def parsed(pieces: list[bytes]) -> tuple[list[tuple[object, ...]], str | None, Reading]:
@@ -204,6 +203,36 @@ def test_a_key_that_makes_the_head_too_large() -> None:
     assert len(received) == 2 and refused == "headers_too_large"
 
 
+# One reading of every byte
+
+
+def test_the_end_of_a_request_is_not_read_as_another_one() -> None:
+    """A header value of one client may equal a whole request of another one, also if it ends at the end of a read."""
+    end = LINE + b"Content-Length: 2\r\n\r\nhi"
+    pieces = [post(b"hi"), LINE + HOST + b"Authorization: Bearer ALICE\r\nX: ", end, end]
+    received, refused, _ = parsed(pieces)
+    assert [b"Bearer ALICE" in str(each).encode() for each in received] == [False, True]
+    assert refused == "invalid_request", "the last read is a request without Host"
+    assert parsed([b"".join(pieces)]) == (received, refused, Reading.NOTHING)
+
+
+@pytest.mark.parametrize("step", [1, 5, 1000])
+def test_another_protocol_is_refused_however_it_is_cut(step: int) -> None:
+    data = b"SOURCE /v1/models ICE/1.1\r\n" + HOST + b"\r\n"
+    assert parsed([data[at : at + step] for at in range(0, len(data), step)]) == ([], "invalid_request", Reading.NOTHING)
+
+
+def test_bytes_behind_a_request_are_not_parsed_while_the_handler_is_busy() -> None:
+    handler = Handler()
+    parser = handler.parser = HttpParser(handler)
+    wire = b"".join(post(b"%d" % number) for number in range(4))
+    for data in (wire[:100], wire[100:-10], b"", wire[-10:], b""):
+        parser.feed(data)
+        parser.is_blocked = False
+    assert [each.body for each in handler.received] == [b"0", b"1", b"2", b"3"]
+    assert not parser.stored
+
+
 # Bounds
 
 REFUSED = {
@@ -278,15 +307,6 @@ def test_a_handler_can_make_a_request_the_last_one(pieces: int) -> None:
 OFFER = b"GET /ws HTTP/1.1\r\nhost: a\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
 
 
-def test_a_handler_that_upgrades_gets_the_rest() -> None:
-    handler = Handler(upgrades=True)
-    parser = HttpParser(handler)
-    parser.feed(REPEATED + OFFER + b"\x81\x05hello")
-    assert handler.rest == b"\x81\x05hello"
-    assert [each.head.method for each in handler.received] == [b"POST"] and parser.reading is Reading.NOTHING
-    parser.feed(b"the transport has another protocol now")
-
-
 def test_a_declined_offer_without_a_body_is_the_last_request() -> None:
     received, refused, _ = parsed([OFFER + b"\x81\x05hello", b"more"])
     assert refused is None and [(each[0], each[-1]) for each in received] == [(b"GET", True)]
@@ -303,4 +323,4 @@ def test_a_closed_parser_has_no_references() -> None:
     parser.feed(REPEATED[:-1])
     parser.close()
     parser.feed(b"}")
-    assert getattr(parser, "_handler", None) is None and getattr(parser, "_parser", None) is None
+    assert getattr(parser, "_handler", None) is None and parser.receiver is None
