@@ -65,6 +65,7 @@ MODULES = (
     "upstream.http.connection",
     "upstream.http.deadlines",
     "upstream.http.inline_task",
+    "upstream.http.response_head",
     "upstream.http.write_batching",
 )
 """The modules that an ordinary request goes through."""

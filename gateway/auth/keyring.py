@@ -65,7 +65,7 @@ class Keyring:
         key = self._by_digest.get(digest)
         if key is None:
             return (self._verifier.principal(token, digest) if self._verifier is not None else None) or self._unknown_key(token)
-        if _is_expired(key):
+        if key.expires is not None and _is_expired(key):
             if key.revoked:
                 raise Refusal("invalid_api_key", "This API key has been revoked.")
             raise Refusal("expired_api_key", "This API key has expired.")

@@ -19,10 +19,12 @@ from msgspec import field
 from upstream.balancing.policies.policy import NO_FACTS, RequestFacts
 from upstream.balancing.pool import Pool
 from upstream.balancing.server import Condition, Server, ServerSpec
-from upstream.http.connection import Connection, Headers
+from upstream.http.chunked import ChunkedDecoder
+from upstream.http.connection import Connection
 from upstream.http.deadlines import Deadlines, Timeouts
 from upstream.http.errors import ConnectFailed, FirstByteTimeout, IdleTimeout, LocalLimit, StaleConnection, TotalTimeout, UpstreamError
 from upstream.http.inline_task import Signal
+from upstream.http.response_head import Headers
 
 MAX_ATTEMPTS = 2
 _JOIN = 16 * 1024  # bytes up to which copying a body behind its headers is cheaper than a second write
@@ -87,10 +89,11 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         if not self.complete:
             self._connection.limit_read_ahead()
 
-    def divert(self, make_reader: Callable[[Connection], Callable[[bytes], None]]) -> None:
-        """Pass the connection's reads to this reader (see ``Connection.divert_reads``). The reader must set ``last_byte_at``."""
-        if not self.complete and self.error is None:
-            self._connection.divert_reads(make_reader(self._connection))
+    def divert(self, make_reader: Callable[[Connection, ChunkedDecoder], Callable[[bytes], None]]) -> None:
+        """Pass the connection's reads of a chunked body to this reader (see ``Connection.divert_reads``). It must set ``last_byte_at``."""
+        connection, chunks = self._connection, self._connection.chunks
+        if chunks is not None and not self.complete and self.error is None:
+            connection.divert_reads(make_reader(connection, chunks))
 
     def _flush(self) -> None:
         """Give the bytes of one read to the sink in one piece."""

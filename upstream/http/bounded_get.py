@@ -10,8 +10,9 @@ import asyncio
 import ssl
 
 from upstream.http.address import Address
-from upstream.http.connection import Headers, connect
+from upstream.http.connection import connect
 from upstream.http.errors import UpstreamError
+from upstream.http.response_head import Headers
 from upstream.http.write_batching import WriteBatch
 
 

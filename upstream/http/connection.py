@@ -3,32 +3,34 @@
 The rule: a connection carries one exchange at a time. It becomes idle only after a complete response, with no bytes left, reading not
 paused and the request sent completely. In any other case it is closed, so that no request can receive bytes of another response.
 
-llhttp (httptools) parses the bytes in its strict mode. Its callbacks call the receiver directly: there is no task and no queue between the
-arrival of a chunk and the client's connection.
+A status line with its headers is read as a whole (``response_head``), and the body is counted by its length or decoded by one decoder
+(``chunked``). So a response depends on its bytes alone, not on how they are cut into reads, nor on earlier responses. The receiver is
+called directly: there is no task and no queue between the arrival of a chunk and the client's connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
-import re
 import socket
 import ssl
 from bisect import bisect_right
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from enum import Enum, auto
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
-
-import httptools
+from typing import Protocol
 
 from upstream.http.address import Address
+from upstream.http.chunked import ChunkedDecoder, ChunkedError, FramingTooLargeError
 from upstream.http.errors import BadResponse, ConnectFailed, ConnectTimeout, Disconnected, LocalLimit, StaleConnection, UpstreamError
+from upstream.http.response_head import Headers, ResponseHeadError, may_begin_response, parse_response_head
 from upstream.http.write_batching import BatchingTransport, WriteBatch
 
 MAX_HEADER_BYTES = 384 * 1024
-"""Bytes of a status line and its headers. vLLM sends below 1 KiB, but 120 bytes for each of a response's binary embeddings."""
+"""Bytes of a status line and its headers, and of the framing of a body. vLLM sends below 1 KiB, but 120 bytes for each of a response's
+binary embeddings."""
 
 STALE_WITHIN = 1.0
 """Seconds after a request was sent in which the close of a reused connection counts as the server's idle timeout. Later, the server has
@@ -42,25 +44,12 @@ only: it would slow down a large non-streaming response, especially on a long-di
 STALL = 0.1
 """Seconds that a process needs after a stall to process the connections that were established meanwhile."""
 
-EVENT_END = b"\n\n\r\n"
-"""The last bytes of a chunk that ends with an event. If the parsed bytes end with them, they end after a chunk and not after the size line
-of the next chunk, which the parser reports only with the first byte of that chunk."""
-
 _CLOSED_AT_ONCE = 256
-_OK = 200
 _HEAD_END = b"\r\n\r\n"
-_CONTENT_LENGTH = re.compile(rb"\r\ncontent-length: *([0-9]+)\r\n", re.IGNORECASE)
-_MAX_REPEATABLE = 2048  # bytes of a status line and headers that are remembered
-_MAX_DIGITS = 15  # of a Content-Length in a repeated response: httptools checks longer ones
-_RELEARN = 1.0  # seconds until other headers are remembered, if the remembered ones have not been repeated
-_VERSIONS = frozenset({"1.1", "1.0"})
 _OUR_LIMITS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, socket.EAI_SYSTEM, socket.EAI_MEMORY}
 )
 """Error numbers that mean that the gateway cannot open more connections."""
-
-Headers = dict[bytes, bytes]
-"""The headers of a response by lower-case name; if a header is repeated, the first value."""
 
 
 class Receiver(Protocol):
@@ -88,13 +77,20 @@ class Receiver(Protocol):
         """Continue to send: enough bytes of the request have left the buffer."""
 
 
-class _Repeatable(NamedTuple):
-    """Headers of a response: their bytes before, in and after the digits of the Content-Length, and the parsed ones."""
+class Framing(Enum):
+    """The part of a response that comes next, and how it ends."""
 
-    before: bytes
-    digits: bytes
-    after: bytes
-    headers: Headers
+    HEAD = auto()
+    """A status line and headers."""
+    LENGTH = auto()
+    """A body of a known length."""
+    CHUNKS = auto()
+    UNTIL_CLOSE = auto()
+    """A body that ends with the connection."""
+
+
+# Module names of our own: looking up an enum's member costs a call with CPython 3.11.
+_HEAD, _LENGTH, _CHUNKS, _UNTIL_CLOSE = Framing.HEAD, Framing.LENGTH, Framing.CHUNKS, Framing.UNTIL_CLOSE
 
 
 class Connection(asyncio.Protocol):
@@ -105,27 +101,23 @@ class Connection(asyncio.Protocol):
         self._on_idle = on_idle
         self._write_batch = write_batch
         self._transport: BatchingTransport | None = None
-        self._headers: Headers = {}
-        self.on_header = self._headers.setdefault  # called by the parser; a method here would take six times as long
-        self._parser: Any = httptools.HttpResponseParser(self)
         self._paused = False
         self.write_paused = False
         self.uses = 0
         self._read_ahead_limited = False
-        self._repeatable: _Repeatable | None = None
-        """The headers of an earlier response, which may be repeated."""
-        self._learn_at = 0.0
         # Per-exchange state
         self._receiver: Receiver | None = None
         self._sent = 0.0
-        self._header_bytes = 0  # bytes since the last body byte: status line and headers, or framing and trailers
         self._response_started = False
-        self._in_body = False
-        self._framed = False
+        self._framing = _HEAD
+        self._held = bytearray()
+        """The received part of a status line and headers."""
+        self._header_bytes = 0  # of this response, interim responses included
+        self._left = 0
+        """Bytes of a body with a length that are still to come."""
+        self.chunks: ChunkedDecoder | None = None
+        """Decodes the body, if it is chunked."""
         self._keep_alive = False
-        self._complete = False
-        self.between_chunks = False
-        """The parser is at the end of a chunk that ended with an event."""
         self._request_open = False
         self._diverted = False
 
@@ -144,7 +136,6 @@ class Connection(asyncio.Protocol):
         assert self._receiver is None and self._transport is not None
         self._receiver = receiver
         self._response_started = False
-        self._header_bytes = 0
         self._request_open = more
         self._sent = monotonic()
         self.uses += 1
@@ -178,7 +169,7 @@ class Connection(asyncio.Protocol):
     def divert_reads(self, reader: Callable[[bytes], None]) -> None:
         """Send the read bytes to ``reader`` instead of ``data_received`` until the exchange ends. The reader may pass bytes on to it.
 
-        The reader may withhold only complete chunks from the parser, and only while ``between_chunks``: they do not change its state.
+        The reader may withhold only complete chunks from the decoder, and only while it is ``between_chunks``: its state stays the same.
         """
         if self._transport is not None:
             self._diverted = True
@@ -205,61 +196,82 @@ class Connection(asyncio.Protocol):
         if receiver is None:
             self.close()  # bytes without a request: this connection cannot be trusted
             return
-        is_first = not self._response_started
-        if is_first and self._repeatable is not None and self._receive_repeated(data, self._repeatable, receiver):
-            return
         self._response_started = True
-        self._header_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
-            cause = error.__context__  # the exception that a callback raised
-            self._fail(cause if isinstance(cause, BadResponse) else BadResponse(self._server, f"not HTTP/1.1: {error}"))
+            if self._held:
+                data = self._take_held(data)
+            at = self._read_head(data, receiver) if self._framing is _HEAD else 0
+            is_complete = self._framing is not _HEAD and self._read_body(data, at, receiver)
+        except (ResponseHeadError, ChunkedError, FramingTooLargeError) as error:
+            self._fail(BadResponse(self._server, str(error)))
             return
-        if self.between_chunks and data[-4:] != EVENT_END:
-            self.between_chunks = False
-        if self._complete:
-            if is_first and self._sent >= self._learn_at:
-                self._remember(data)
+        if self._receiver is not receiver:
+            return  # it has closed the connection
+        if is_complete:
             self._finish()
-        elif self._header_bytes > MAX_HEADER_BYTES:
-            self._fail(BadResponse(self._server, f"more than {MAX_HEADER_BYTES} bytes of headers"))
-        elif receiver.wants_read_events and receiver is self._receiver:
+        elif receiver.wants_read_events:
             receiver.on_read()
 
-    # Repeated responses
+    def _take_held(self, data: bytes) -> bytes:
+        """Return the stored bytes with these ones if they contain the end of the headers, otherwise nothing. Raises ResponseHeadError."""
+        held = self._held
+        held += data
+        if held.find(_HEAD_END, max(len(held) - len(data) - len(_HEAD_END) + 1, 0)) < 0:
+            self._check_held()
+            return b""
+        self._held = bytearray()
+        return bytes(held)
 
-    def _remember(self, data: bytes) -> None:
-        """Remember the headers of a read that was exactly one successful response with a Content-Length."""
-        self._learn_at = self._sent + _RELEARN
-        end = data.find(_HEAD_END) + len(_HEAD_END)
-        length = _CONTENT_LENGTH.search(data, 0, end)
-        status = self._parser.get_status_code()
-        if status == _OK and self._keep_alive and end <= _MAX_REPEATABLE and length is not None and end + int(length[1]) == len(data):
-            headers = self._headers.copy()
-            if b"content-length" in headers and b"content-type" in headers and not self._is_chunked(headers):
-                self._repeatable = _Repeatable(data[: length.start(1)], length[1], data[length.end(1) : end], headers)
+    def _check_held(self) -> None:
+        """Check an incomplete status line with headers. Raises ResponseHeadError."""
+        if not may_begin_response(self._held):
+            raise ResponseHeadError("not HTTP/1.1")
+        if self._header_bytes + len(self._held) > MAX_HEADER_BYTES:
+            raise ResponseHeadError(f"more than {MAX_HEADER_BYTES} bytes of headers")
 
-    def _receive_repeated(self, data: bytes, repeatable: _Repeatable, receiver: Receiver) -> bool:
-        """Receive a read that is exactly one response with the remembered headers, except for the Content-Length.
+    def _read_head(self, data: bytes, receiver: Receiver) -> int:
+        """Read a status line and headers, after interim responses (1xx). Returns the index of the body's first byte.
 
-        A server's responses within one second usually have the same headers. httptools has accepted these bytes in the same state, between
-        two responses, so its result is known. It is not fed, which saves a callback for each header. Returns False for other reads.
+        If the headers are not complete, the bytes are stored. Raises ResponseHeadError.
         """
-        before, known, after, headers = repeatable
-        if not data.startswith(before):
-            return False
-        end = data.find(b"\r", len(before))
-        digits, body = data[len(before) : end], data[end + len(after) :]
-        if not (digits.isdigit() and len(digits) <= _MAX_DIGITS and data.startswith(after, end) and int(digits) == len(body)):
-            return False
-        self._response_started = self._keep_alive = True
-        self._learn_at = 0.0  # the next headers, with the next second, will probably be repeated too
-        receiver.on_headers(_OK, headers if digits == known else {**headers, b"content-length": digits})
-        if body:
-            receiver.on_body(body)
-        self._finish()
-        return True
+        start = 0
+        while (end := data.find(_HEAD_END, start) + len(_HEAD_END)) >= len(_HEAD_END):
+            self._header_bytes += end - start
+            if self._header_bytes > MAX_HEADER_BYTES:
+                break
+            head = parse_response_head(data[start:end])
+            if head.status >= 200:
+                self._header_bytes, self._keep_alive = 0, head.keep_alive
+                if head.chunked:
+                    self._framing, self.chunks = _CHUNKS, ChunkedDecoder(MAX_HEADER_BYTES)
+                elif head.length is not None:
+                    self._framing, self._left = _LENGTH, head.length
+                else:
+                    self._framing = _UNTIL_CLOSE
+                receiver.on_headers(head.status, head.headers)
+                return end
+            start = end
+        if start < len(data):
+            self._held += data[start:]
+            self._check_held()
+        return start
+
+    def _read_body(self, data: bytes, at: int, receiver: Receiver) -> bool:
+        """Pass on the next bytes of a body. Returns whether it is complete. Raises ChunkedError and FramingTooLargeError."""
+        size, framing = len(data), self._framing
+        if framing is _CHUNKS:
+            assert self.chunks is not None
+            at = self.chunks.feed(data, at, receiver.on_body)
+            is_complete = self.chunks.finished
+        else:
+            end = size if framing is _UNTIL_CLOSE else min(size, at + self._left)
+            self._left -= end - at
+            if end > at:
+                receiver.on_body(data[at:end])
+            at, is_complete = end, framing is _LENGTH and not self._left
+        if is_complete and at < size:
+            self._keep_alive = False  # bytes without a request: this connection cannot be trusted
+        return is_complete
 
     def eof_received(self) -> None:
         return None  # closes the transport; connection_lost follows
@@ -270,11 +282,10 @@ class Connection(asyncio.Protocol):
         self._transport = None
         if self._diverted:
             self._stop_diverting()
-        self._parser = None  # it refers to this connection; the cycle would wait for the garbage collector
         receiver, self._receiver = self._receiver, None
         if receiver is None:
             return
-        if exc is None and self._in_body and not self._framed:
+        if exc is None and self._framing is _UNTIL_CLOSE:
             receiver.on_end()  # a body without a length ends with the connection (RFC 9112, section 6.3)
         elif self.uses > 1 and not self._response_started and monotonic() - self._sent < STALE_WITHIN:
             receiver.on_failure(StaleConnection(self._server, "closed an idle connection as it was used again"))
@@ -291,61 +302,10 @@ class Connection(asyncio.Protocol):
         if self._receiver is not None:
             self._receiver.on_writable()
 
-    # Called by the parser
-
-    def on_message_begin(self) -> None:
-        if self._complete:
-            raise _DesyncError  # a second response to one request
-        self._headers.clear()
-
-    def on_headers_complete(self) -> None:
-        status = self._parser.get_status_code()
-        if status < 200:
-            return  # an interim response (100, 103): the final one follows
-        if self._parser.get_http_version() not in _VERSIONS:
-            raise BadResponse(self._server, "not HTTP/1.1: it has another version")
-        self._in_body = True
-        self._keep_alive = self._parser.should_keep_alive()  # llhttp loses it at the end of the message
-        headers = self._headers.copy()
-        framed = b"content-length" in headers or self._is_chunked(headers)
-        if (
-            not framed or b"content-type" not in headers or status >= 400
-        ):  # otherwise every relevant name is in lower case, as vLLM sends it
-            headers = _in_lower_case(headers)
-            framed = b"content-length" in headers or self._is_chunked(headers)
-        self._framed = framed or status in (204, 304)
-        if b"content-length" not in headers:
-            self._headers.clear()  # a stream may be open for long
-        if self._receiver is not None:
-            self._receiver.on_headers(status, headers)
-
-    def _is_chunked(self, headers: Headers) -> bool:
-        """Return whether the body is chunked. Raises BadResponse for any other encoding, which the parser would leave in the body."""
-        encoding = headers.get(b"transfer-encoding")
-        if encoding is not None and encoding.strip(b" ").lower() != b"chunked":
-            raise BadResponse(self._server, "its transfer encoding is not 'chunked' alone")
-        return encoding is not None
-
-    def on_body(self, data: bytes) -> None:
-        self._header_bytes = 0
-        self.between_chunks = False
-        if self._receiver is not None:
-            self._receiver.on_body(data)
-
-    def on_chunk_complete(self) -> None:
-        self.between_chunks = True
-
-    def on_message_complete(self) -> None:
-        if self._in_body:  # interim responses do not reset the count, so a server cannot send them endlessly
-            self._header_bytes = 0
-        self.between_chunks = False
-        self._complete = self._in_body
-        self._in_body = False
-
     def _finish(self) -> None:
         """End the exchange after a complete response, and make the connection idle if it can carry another one."""
         receiver, self._receiver = self._receiver, None
-        self._complete = False
+        self._framing, self.chunks = _HEAD, None
         if self._diverted:
             self._stop_diverting()
         if self._request_open or self.write_paused or not self._keep_alive or self._transport is None or self._transport.is_closing():
@@ -362,13 +322,6 @@ class Connection(asyncio.Protocol):
         self.close()
         if receiver is not None:
             receiver.on_failure(error)
-
-
-def _in_lower_case(headers: Headers) -> Headers:
-    lower: Headers = {}
-    for name, value in headers.items():
-        lower.setdefault(name.lower(), value)
-    return lower
 
 
 class _DivertedReads(asyncio.Protocol):
@@ -391,10 +344,6 @@ class _DivertedReads(asyncio.Protocol):
 
     def resume_writing(self) -> None:
         self._connection.resume_writing()
-
-
-class _DesyncError(Exception):
-    """The server started a response without a request."""
 
 
 async def connect(

@@ -17,7 +17,7 @@ from upstream.http.chunked import ChunkedDecoder, ChunkedError, FramingTooLargeE
 
 AHEAD = 64 * 1024
 """Bytes of a body that may be passed on before the request is started."""
-_LINE_END, _HEAD_END = b"\r\n", b"\r\n\r\n"
+_LINE_END, _HEAD_END, _CR = b"\r\n", b"\r\n\r\n", 0x0D
 _MAX_KNOWN = 4096  # bytes of a request line and headers that are remembered
 _MAX_DIGITS = 15  # of a Content-Length in remembered headers
 
@@ -75,6 +75,7 @@ class _KnownHead(NamedTuple):
 
     head: RequestHead
     before: bytes
+    digits: bytes
     after: bytes
 
 
@@ -100,6 +101,8 @@ class HttpParser:
         self._blank = 0
         """Bytes of empty lines before a request."""
         self._known: _KnownHead | None = None
+        self._was_unknown = False
+        """The last request had other headers than the remembered ones."""
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes. Raises Refusal for bytes that are not a valid request; nothing may be fed after it."""
@@ -116,12 +119,12 @@ class HttpParser:
         while at < size:
             if self.reading is _BODY:
                 at = self._feed_body(data, at)
-            elif self.is_last or self.reading is _NOTHING:
+            elif self.is_last:
                 return
             elif self.is_blocked:
                 self.stored = data[at:]
                 return
-            elif data.startswith(_LINE_END, at):
+            elif data[at] == _CR and data.startswith(_LINE_END, at):
                 at += len(_LINE_END)
                 self._blank += len(_LINE_END)
                 if self._blank > MAX_HEAD:
@@ -135,12 +138,11 @@ class HttpParser:
 
     def stop(self) -> None:
         """Parse nothing more."""
-        self.reading, self.receiver, self.stored = _NOTHING, None, b""
+        self.reading, self.receiver, self.stored, self.is_last = _NOTHING, None, b"", True
 
     def close(self) -> None:
         """Stop, and release the handler."""
         self.stop()
-        self.is_last = True
         del self._handler  # which refers to this object
 
     # Request lines and headers
@@ -149,7 +151,8 @@ class HttpParser:
         """Store the first part of a request line and headers. Raises Refusal if it cannot become valid."""
         self.stored = start
         if start != b"\r":  # perhaps an empty line before the request
-            self._begin()
+            self.reading = _HEAD
+            self.number += 1
             self._is_incomplete(start, start)
 
     def _is_incomplete(self, stored: bytes | bytearray, data: bytes) -> bool:
@@ -162,15 +165,10 @@ class HttpParser:
             raise head_too_large()
         return True
 
-    def _begin(self) -> None:
-        """Note that a request has started to arrive."""
-        if self.reading is not _HEAD:
-            self.reading = _HEAD
-            self.number += 1
-
     def _receive_request(self, data: bytes, start: int, end: int) -> int:
         """Pass on the request whose line and headers are between two indexes. Returns the index of the first byte that was not read."""
-        self._begin()
+        if self.reading is not _HEAD:
+            self.number += 1
         head = self._head(data[start:end])
         self._blank = 0
         if not head.keep_alive:
@@ -199,9 +197,12 @@ class HttpParser:
         if known is not None and data.startswith(known.before) and data.endswith(known.after):
             digits = data[len(known.before) : len(data) - len(known.after)]
             if digits.isdigit() and len(digits) <= _MAX_DIGITS:
-                return known.head if digits == known.head.headers[b"content-length"] else with_length(known.head, digits)
+                self._was_unknown = False
+                return known.head if digits == known.digits else with_length(known.head, digits)
         head = parse_head(data)
-        self._known = _known(head, data)
+        if known is None or self._was_unknown:  # not for each request of a connection with several clients
+            self._known = _known(head, data)
+        self._was_unknown = True
         return head
 
     # Bodies
@@ -235,9 +236,8 @@ def _known(head: RequestHead, data: bytes) -> _KnownHead | None:
     if head.content_length is None or len(data) > _MAX_KNOWN or not head.keep_alive:
         return None
     lines = data.split(_LINE_END)
-    number = next(number for number, (name, _) in enumerate(head.fields, 1) if name == b"content-length")
-    digits = head.headers[b"content-length"]
+    number, digits = [name for name, _ in head.fields].index(b"content-length") + 1, head.headers[b"content-length"]
     if not (digits.isdigit() and lines[number].endswith(digits)):
         return None  # white space behind the digits
-    before, after = lines[:number], lines[number + 1 :]
-    return _KnownHead(head, _LINE_END.join((*before, lines[number].removesuffix(digits))), _LINE_END + _LINE_END.join(after))
+    before = _LINE_END.join((*lines[:number], lines[number].removesuffix(digits)))
+    return _KnownHead(head, before, digits, data[len(before) + len(digits) :])

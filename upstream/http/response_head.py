@@ -1,0 +1,81 @@
+"""The status line and headers of one HTTP/1.1 response (RFC 9112), from their bytes. Pure.
+
+The grammar is llhttp's (httptools) in its strict mode. The rule: the result depends on the given bytes alone, because each head is read by
+a new parser. It decides how the body is framed (RFC 9112, section 6.3).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httptools
+import msgspec
+
+Headers = dict[bytes, bytes]
+"""The headers of a response by lower-case name; if a header is repeated, the first value."""
+
+_VERSIONS = (b"HTTP/1.1 ", b"HTTP/1.0 ")
+_WITHOUT_A_BODY = frozenset({204, 304})
+
+
+class ResponseHeadError(ValueError):
+    """The bytes are not the status line and headers of a response."""
+
+
+class ResponseHead(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """The status line and headers of one response."""
+
+    status: int
+    headers: Headers
+    length: int | None
+    """The bytes of the body; None if it is chunked, or ends with the connection."""
+    chunked: bool
+    keep_alive: bool
+    """The server expects further requests on the connection."""
+
+
+def may_begin_response(data: bytes | bytearray) -> bool:
+    """Return whether a response may begin with these bytes."""
+    start = bytes(data[: len(_VERSIONS[0])])
+    return any(version.startswith(start) for version in _VERSIONS)
+
+
+class _HeadEvents:
+    """Receives llhttp's callbacks for one head."""
+
+    __slots__ = ("complete", "headers", "keep_alive", "on_header", "parser")
+
+    def __init__(self) -> None:
+        self.headers: Headers = {}
+        self.on_header = self.headers.setdefault  # a method here would take six times as long
+        self.complete = self.keep_alive = False
+        self.parser: Any = httptools.HttpResponseParser(self)
+
+    def on_headers_complete(self) -> None:
+        self.complete, self.keep_alive = True, self.parser.should_keep_alive()
+
+
+def parse_response_head(data: bytes) -> ResponseHead:
+    """Parse a status line and headers, up to their first empty line. Raises ResponseHeadError."""
+    events = _HeadEvents()
+    parser = events.parser
+    try:
+        parser.feed_data(data)
+    except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+        raise ResponseHeadError(f"not HTTP/1.1: {error}") from None
+    finally:
+        events.parser = None  # which refers to the events
+    # Each line ends with CRLF for llhttp, so it has read all of the bytes as one head. It skips line feeds before the status line.
+    if not (events.complete and data.startswith(_VERSIONS)):
+        raise ResponseHeadError("not HTTP/1.1: its status line is not valid")
+    status, headers = parser.get_status_code(), events.headers
+    if not b"".join(headers).islower():
+        headers = {}
+        for name, value in events.headers.items():
+            headers.setdefault(name.lower(), value)
+    encoding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length")
+    if encoding is not None and encoding.strip(b" ").lower() != b"chunked":
+        raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
+    if status in _WITHOUT_A_BODY:
+        return ResponseHead(status, headers, 0, False, events.keep_alive)
+    return ResponseHead(status, headers, None if length is None else int(length), encoding is not None, events.keep_alive)
