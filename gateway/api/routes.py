@@ -51,6 +51,10 @@ class Route:
     """The body is a form."""
     streams: bool = field(init=False)
     """A JSON body may request a stream; on other routes vLLM ignores the request."""
+    counts_tokens: bool = field(init=False)
+    """The engine processes the request, so it costs tokens also if the server does not report them."""
+    generates: bool = field(init=False)
+    """The response has generated text."""
     guided: bool = field(init=False)
     """The route has older names for constraints on the output."""
     translated: bool = field(init=False)
@@ -61,8 +65,11 @@ class Route:
     def __post_init__(self) -> None:
         object.__setattr__(self, "anthropic", self.dialect is Dialect.MESSAGES)
         object.__setattr__(self, "takes_form", self.body is Body.FORM)
-        generates = self.dialect not in (Dialect.PLAIN, Dialect.COHERE) and self.path not in _UNSCHEDULED
+        scheduled = self.path not in _UNSCHEDULED
+        generates = self.dialect not in (Dialect.PLAIN, Dialect.COHERE) and scheduled
         object.__setattr__(self, "streams", generates and self.path != _BATCH)
+        object.__setattr__(self, "counts_tokens", scheduled)
+        object.__setattr__(self, "generates", generates or self.takes_form)
         object.__setattr__(self, "guided", self.dialect in (Dialect.CHAT, Dialect.COMPLETIONS))
         object.__setattr__(self, "translated", self.dialect is Dialect.CHAT and self.path != _BATCH)
         object.__setattr__(self, "takes", self._key_fields())

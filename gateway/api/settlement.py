@@ -24,7 +24,7 @@ class Method(StrEnum):
     JOURNAL = "journal"
     """The worker died. The counts are from the last update of the journal, at most 250 ms earlier."""
     BYTES = "bytes"
-    """The prompt is estimated from the bytes of the body."""
+    """The response is not a stream. The prompt and the completion are estimated from the bytes of their bodies."""
     TOKENIZE = "tokenize"
     """The request was cancelled before its first event. The server has counted its prompt, and may not have computed it."""
 
@@ -37,14 +37,16 @@ class Settlement(msgspec.Struct, frozen=True, gc=False):
 
 
 NOTHING = Settlement()
+BYTES_PER_TOKEN = 4
+"""Bytes of a body per token. English text has slightly more, most other languages fewer."""
 
 
 class Delivery(NamedTuple):
     """The part of a response that a client received.
 
     ``status``: the HTTP status sent, 499 if the client disconnected. ``usage``: the server's count for all of it. ``running``: the server's
-    count for the events so far. ``prompt``: the server's count for the prompt alone. ``events``: the events with tokens. ``uncounted``: the
-    response has no field for usage.
+    count for the events so far. ``prompt``: the server's count for the prompt alone. ``events``: the events with tokens. ``estimated``:
+    the tokens of a response that is not a stream and has no count, estimated by the bytes that the client was sent.
     """
 
     status: int
@@ -52,7 +54,7 @@ class Delivery(NamedTuple):
     running: Usage | None = None
     prompt: Usage | None = None
     events: int = 0
-    uncounted: bool = False
+    estimated: int | None = None
 
 
 def is_charged(status: int) -> bool:
@@ -66,20 +68,20 @@ def settle(delivery: Delivery, estimated_prompt: int | None, counted_prompt: int
     ``estimated_prompt`` is None if nothing needs an estimate. ``counted_prompt`` is the server's count after the end of the request; it is
     None if none was requested, or the server cannot count the prompt.
 
-    Nothing is charged for an error. A part of a stream is charged by its running usage; without one, by its events. A request that ended
-    before its first event with tokens is charged for its prompt only if that was counted.
+    Nothing is charged for an error, and nothing if no part of the response was sent. A part of a stream is charged by its running usage;
+    without one, by its events. A request that ended before its first event with tokens is charged for its prompt only if that was counted.
     """
-    status, usage, running, prompt, events, uncounted = delivery
+    status, usage, running, prompt, events, estimated = delivery
     if not is_charged(status):
         return NOTHING
     if usage is not None or running is not None:
         return Settlement(usage or running)
     if estimated_prompt is None:
         return NOTHING
+    if estimated is not None:
+        return Settlement(Usage(estimated_prompt, estimated), Method.BYTES)
     if prompt is not None:
         return Settlement(replace(prompt, completion=events), Method.EVENTS if events else None)
     if counted_prompt is not None:
         return Settlement(Usage(counted_prompt, events), Method.EVENTS if events else Method.TOKENIZE)
-    if not (events or uncounted):
-        return NOTHING
-    return Settlement(Usage(estimated_prompt, events), Method.EVENTS if events else Method.BYTES)
+    return Settlement(Usage(estimated_prompt, events), Method.EVENTS) if events else NOTHING

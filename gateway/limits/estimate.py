@@ -13,6 +13,7 @@ import msgspec
 from gateway.api.errors import Refusal
 from gateway.api.media_urls import CONTAINERS, data_urls
 from gateway.api.routes import OUTPUTS, Output
+from gateway.api.settlement import BYTES_PER_TOKEN
 from gateway.api.vllm.choices import choices_and_prompts
 from gateway.api.vllm.lax_int import lax_int
 from gateway.auth.body_policy import NO_MEDIA
@@ -20,8 +21,6 @@ from gateway.limits.rules import Amounts
 from gateway.snapshot.money import Price, TokenCounts, cost_of, highest_cost
 from gateway.system.steps import finished
 
-BYTES_PER_TOKEN = 4
-"""Bytes of a body per token. English text has slightly more, most other languages fewer."""
 DEFAULT_COMPLETION = 1024
 """Tokens that a response may have if the request does not say."""
 MEDIA_TOKENS = 1024

@@ -22,7 +22,7 @@ from gateway.api.errors import Refusal, from_failure, render, render_event
 from gateway.api.model_name import ModelRenamer, renamed
 from gateway.api.response_fields import MARKS, Fields, Marks, Observer, events_without_tokens, of_body, of_document, of_event, opened_block
 from gateway.api.routes import Dialect
-from gateway.api.settlement import NOTHING, Delivery, Settlement, settle
+from gateway.api.settlement import BYTES_PER_TOKEN, NOTHING, Delivery, Settlement, settle
 from gateway.api.translation import Translation
 from gateway.api.usage import Usage, merged, usage_tail
 from gateway.api.vllm.errors import event_status, from_event, server_failure
@@ -44,9 +44,8 @@ EVENT_LIMIT = 1024 * 1024
 TRANSLATED_LIMIT = 64 * 1024 * 1024
 """Bytes of a response that is translated as a whole."""
 
-_DRAIN_LIMIT = 64 * 1024 * 1024  # bytes of a response that is read to its end after its client has disconnected
-_DRAIN_TIMEOUT = 5.0  # seconds
-_DRAIN_PAUSE = 0.03  # seconds without data after which the response counts as truncated
+REST_LIMIT = 64 * 1024 * 1024
+"""Bytes of a response that are read for its count after the client has disconnected."""
 
 EVENT_STREAM, _JSON = b"text/event-stream", b"application/json"
 _LONGEST_TYPE = 1024  # bytes of a content type, parameters included
@@ -80,8 +79,6 @@ class ResponseRelay:
     """An error that the server put into the response itself."""
     aborted = False
     """The engine stopped the request. vLLM ends such a response like a complete one."""
-    uncounted = False
-    """The response has no field for usage."""
     _request: ClientRequest
     _response: UpstreamResponse
 
@@ -122,7 +119,7 @@ class ResponseRelay:
         return self.settlement
 
     def _delivery(self, status: int) -> Delivery:
-        return Delivery(status, self.usage, uncounted=self.uncounted)
+        return Delivery(status, self.usage)
 
     def _settle_limits(self) -> None:
         """Settle the key's limits before the end of the response is sent: the client's next request must find them settled."""
@@ -151,9 +148,13 @@ class NoResponse(ResponseRelay):
 class BodyRelay(ResponseRelay):
     """Relays a response that is not a stream of events: JSON, text, audio."""
 
+    _received = 0  # bytes of the body
+    _sent = 0  # bytes of the body that had been received when the client disconnected: it was sent these
+
     def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest) -> None:
         self._request = upstream.request
         self._response = response
+        self._upstream = upstream
         kind = response.content_type
         self._is_json = kind == _JSON or kind.lower().startswith(_JSON)  # other text may contain the same fields
         self._name = upstream.model.name if self._is_json else None  # the name to write in place of the model's
@@ -171,14 +172,20 @@ class BodyRelay(ResponseRelay):
                     self._note_aborted()
             if self._name is not None:
                 body = renamed(body, self._name)
-            self._settle_limits()
-            request.respond(response.status, content_type(response), body)
+            self._respond(body)
         else:
             self._observer = Observer(request.target.route.dialect)
             if self._name is None:
                 await self._stream(content_type(response), _length(response), self._write)
             else:
                 await self._stream(content_type(response), None, self._renaming_writer(self._name))
+
+    def _respond(self, body: bytes) -> None:
+        """Settle the limits, and send the whole response."""
+        if self.usage is None:
+            self._sent = len(body)
+        self._settle_limits()
+        self._request.respond(self._response.status, content_type(self._response), body)
 
     async def _stream(self, lines: bytes, length: int | None, sink: Callable[[bytes], None]) -> None:
         """Relay the body as it arrives, after these header lines. Raises UpstreamError."""
@@ -194,18 +201,24 @@ class BodyRelay(ResponseRelay):
     async def _wait_complete(self) -> None:
         """Wait for the end of the response. Raises UpstreamError.
 
-        A server has generated the whole of a response with a length, and the usage is at its end. If the client disconnects before, the
-        gateway reads the rest for the usage.
+        The usage is at the end of a response. If the client disconnects before, the gateway reads the rest for it, as long as the model's
+        timeouts allow. A drain ends this wait as it ends each request.
         """
+        request, response = self._request, self._response
         try:
-            await self._response.wait_complete()
+            await response.wait_complete()
         except asyncio.CancelledError:
-            length = _length(self._response)
-            if self._request.disconnected and length is not None and length <= _DRAIN_LIMIT:
-                self._response.finish_within(_DRAIN_PAUSE, _DRAIN_TIMEOUT)
+            if request.disconnected and self._may_be_counted():
+                request.on_pause = request.on_resume = None
+                response.resume()  # the client may have been slow
                 with suppress(UpstreamError):
-                    await self._response.wait_complete()
+                    await response.wait_complete()
             raise
+
+    def _may_be_counted(self) -> bool:
+        """Return whether the rest of the response may have its usage, and is short enough to be read for it."""
+        length = _length(self._response)
+        return self._is_json and self._observer.fields.usage is None and (length is None or length <= REST_LIMIT)
 
     def _write(self, data: bytes) -> None:
         self._observe(data)
@@ -221,11 +234,16 @@ class BodyRelay(ResponseRelay):
         return write
 
     def _observe(self, data: bytes) -> None:
+        self._received += len(data)
+        if not self._request.disconnected:
+            self._sent = self._received
         if self._is_json:
             self._observer.feed(data)
         if self._response.complete:
             self._note_observed()
             self._settle_limits()
+        elif self._received - self._sent > REST_LIMIT:
+            self._response.truncate()
 
     def _note_observed(self) -> None:
         self._note(self._observer.fields)
@@ -235,6 +253,26 @@ class BodyRelay(ResponseRelay):
         if fields.stopped:
             self._note_aborted()
 
+    # Its settlement
+
+    @property
+    def is_empty(self) -> bool:
+        return self._sent == 0 and self.usage is None
+
+    @property
+    def _needs_estimate(self) -> bool:
+        """Whether the client was sent a part of a response, and the server has not reported the tokens of it."""
+        return self.usage is None and self._sent > 0 and self._request.target.route.counts_tokens
+
+    def estimate_prompt(self) -> int | None:
+        return self._upstream.estimate_prompt() if self._needs_estimate else None
+
+    def _delivery(self, status: int) -> Delivery:
+        if not self._needs_estimate:
+            return Delivery(status, self.usage)
+        generates = self._request.target.route.generates
+        return Delivery(status, estimated=max(self._sent // BYTES_PER_TOKEN, 1) if generates else 0)
+
 
 class EmbeddingsRelay(BodyRelay):
     """Relays binary embeddings (``encoding_format: bytes``).
@@ -242,36 +280,22 @@ class EmbeddingsRelay(BodyRelay):
     The server sends their shapes, the model's name and the usage in a header, unless the client requested ``bytes_only``.
     """
 
-    def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest) -> None:
-        super().__init__(response, upstream)
-        self._metadata_name = upstream.model.name
-        self._upstream = upstream
-
-    def estimate_prompt(self) -> int | None:
-        return self._upstream.estimate_prompt() if self.uncounted else None
-
     async def run(self) -> None:
         """Relay to the end. Raises UpstreamError if the response is truncated."""
-        response = self._response
+        response, name = self._response, self._upstream.model.name
         self.first_byte = response.last_byte_at
         metadata, lines = response.headers.get(_METADATA), content_type(response)
         if metadata is not None:
             self.usage = of_body(metadata, Dialect.PLAIN).usage
-            lines += b"%b: %b\r\n" % (_METADATA, metadata if self._metadata_name is None else renamed(metadata, self._metadata_name))
-        self.uncounted = self.usage is None
+            lines += b"%b: %b\r\n" % (_METADATA, metadata if name is None else renamed(metadata, name))
         await self._stream(lines, _length(response), self._write)
-
-    def _write(self, data: bytes) -> None:
-        if self._response.complete:
-            self._settle_limits()
-        self._request.write(data)
 
     def _note_observed(self) -> None:
         """Do nothing: the fields are in the header."""
 
 
 class TranslatedRelay(BodyRelay):
-    """Relays a JSON response that is translated as a whole, to a request in an older form."""
+    """Relays a JSON response that is translated as a whole, to a request in an older form. A part of it reaches no client."""
 
     def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest, translation: Translation) -> None:
         super().__init__(response, upstream)
@@ -279,18 +303,16 @@ class TranslatedRelay(BodyRelay):
 
     async def run(self) -> None:
         """Send the translated response. Raises UpstreamError if the response is truncated or not JSON."""
-        request, response = self._request, self._response
+        response = self._response
         self.first_byte = response.last_byte_at
         body = await response.read_body(TRANSLATED_LIMIT)
         document = _json(body)
         if not document:
             raise BadResponse(response.server.name, "its response is not the expected JSON")
-        self._note(of_document(document, request.target.route.dialect))
+        self._note(of_document(document, self._request.target.route.dialect))
         if self._name is not None:
             document["model"] = self._name
-        translated = _translated(self._translation.response, document, response)
-        self._settle_limits()
-        request.respond(response.status, content_type(response), orjson.dumps(translated))
+        self._respond(orjson.dumps(_translated(self._translation.response, document, response)))
 
 
 class EventRelay(ResponseRelay):

@@ -12,10 +12,11 @@ from typing import ClassVar
 import msgspec
 import orjson
 
+from gateway.api.settlement import BYTES_PER_TOKEN
 from gateway.api.translation import Translation
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.request import ClientRequest
-from gateway.limits.estimate import BYTES_PER_TOKEN, estimate
+from gateway.limits.estimate import estimate
 from gateway.prompts.token_keys import TokenRequest
 from gateway.proxy.body import JsonBody
 from gateway.proxy.form import Form

@@ -33,7 +33,7 @@ STATES: dict[str, bytes] = {
     "before the first event": STREAM,
     "in a stream": STREAM + b"".join(b"%x\r\n%b\r\n" % (len(event), event) for event in (ROLE, HELLO)),
     "in half an event": STREAM + b"%x\r\n%b" % (len(ROLE), ROLE[:-9]),
-    "in a plain answer": b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n{",
+    "in a plain text": b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 1000\r\n\r\na",
 }
 """The bytes that the server has sent when the client disconnects."""
 UNSEEN = ("in its head", "in its body", "while connecting", "in the queue", "while a fallback is tried")
@@ -129,7 +129,7 @@ async def test_thousands_disconnect_in_every_state(measured: Callable[[str], Non
 
             async def to_the_server(one: Client, number: int, state: str) -> None:
                 event = server.arrivals[number] = asyncio.Event()
-                one.send(request(chat(seed=number, top_k=state, stream=state != "in a plain answer")))
+                one.send(request(chat(seed=number, top_k=state, stream=state != "in a plain text")))
                 await event.wait()
                 if dice.random() < 0.5:
                     await asyncio.sleep(0.005)  # so that the response has arrived in some cases

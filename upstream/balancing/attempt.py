@@ -7,7 +7,6 @@ the retry budget allows it. The retry uses a different server if the pool has on
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from functools import partial
 from time import monotonic
@@ -121,22 +120,6 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         body.extend(data[: limit - len(body)])
         if len(body) >= limit:
             self.truncate()
-
-    def finish_within(self, pause: float, timeout: float) -> None:
-        """Truncate the response when no byte has arrived for two intervals of ``pause`` seconds, or after ``timeout`` seconds.
-
-        Two intervals, because during a single interval this process itself may have been suspended.
-        """
-        self._deadline = monotonic() + timeout
-        self.resume()
-        asyncio.get_running_loop().call_later(pause, self._truncate_if_quiet, pause, self.last_byte_at, False)
-
-    def _truncate_if_quiet(self, pause: float, last_byte_at: float, was_quiet: bool) -> None:
-        is_quiet = self.last_byte_at == last_byte_at
-        if is_quiet and was_quiet:
-            self.truncate()
-        elif self._is_wanted:
-            asyncio.get_running_loop().call_later(pause, self._truncate_if_quiet, pause, self.last_byte_at, is_quiet)
 
     def truncate(self) -> None:
         """Treat the received bytes as the complete response, and close the connection."""

@@ -21,7 +21,7 @@ FINAL, RUNNING, PROMPT = Usage(30, 7, 4, 2), Usage(30, 5), Usage(30, 0, 4)
         (Delivery(499, None, None, PROMPT, 0), Settlement(Usage(30, 0, 4))),
         (Delivery(499, events=6), Settlement(Usage(100, 6), Method.EVENTS)),
         (Delivery(200, events=6), Settlement(Usage(100, 6), Method.EVENTS)),
-        (Delivery(200, uncounted=True), Settlement(Usage(100), Method.BYTES)),
+        (Delivery(200, estimated=0), Settlement(Usage(100), Method.BYTES)),
         (Delivery(499), NOTHING),
         (Delivery(200), NOTHING),
         (Delivery(500, FINAL, RUNNING, PROMPT, 9, True), NOTHING),
@@ -33,5 +33,5 @@ def test_settlements(delivery: Delivery, settlement: Settlement) -> None:
 
 
 def test_nothing_is_estimated_if_nothing_needs_it() -> None:
-    assert settle(Delivery(499, events=6), None) == settle(Delivery(200, uncounted=True), None) == NOTHING
+    assert settle(Delivery(499, events=6), None) == settle(Delivery(200, estimated=0), None) == NOTHING
     assert settle(Delivery(499, None, RUNNING, events=6), None) == Settlement(RUNNING)

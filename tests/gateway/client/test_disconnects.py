@@ -60,7 +60,7 @@ async def gone(served: Served, status: str = "499") -> None:
         pytest.param(HEAD, True, id="before the first token"),
         pytest.param(HEAD + chunk(ROLE) + chunk(HELLO), True, id="mid-stream"),
         pytest.param(b"", False, id="waiting for a plain response"),
-        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-length: 1000\r\n\r\n{", False, id="in a plain response"),
+        pytest.param(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ncontent-length: 1000\r\n\r\na", False, id="in a plain text"),
     ],
 )
 @pytest.mark.parametrize("way", ["reset", "close", "half-close"])

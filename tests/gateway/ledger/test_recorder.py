@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 
-from gateway.api.settlement import Method
+from gateway.api.settlement import BYTES_PER_TOKEN, Method
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import LOST, UsageRow, decode, frames
-from gateway.limits.estimate import BYTES_PER_TOKEN
 from gateway.limits.rules import DAY
 from gateway.limits.windows import SPENT
 from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import Allowance, Limits
 from tests.support.money import price
-from tests.support.running import KEY, key, model, serving, until
-from tests.support.scripted import Conversation, scripted
+from tests.support.running import KEY, Served, key, model, serving, until
+from tests.support.scripted import Conversation, Script, scripted
 from tests.support.wire import COMPLETION, DONE, EVENTS, HELLO, ROLE, STOP, chat, client, event, request, request_once
+from upstream.http.deadlines import Timeouts
 
 SENT = chat(stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True})
 PROMPT = len(orjson.dumps(SENT)) // BYTES_PER_TOKEN
@@ -337,19 +338,144 @@ async def test_the_usage_of_a_response_is_read_after_a_disconnect(journal: Journ
     assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (2, False))
 
 
-async def test_a_response_that_never_ends_is_not_waited_for(journal: Journal) -> None:
-    async def stuck(talk: Conversation) -> None:
-        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(COMPLETION))
-        await talk.write(COMPLETION[:20])
+FRAMINGS = {"length": b"content-length: %d\r\n" % len(COMPLETION), "chunked": b"transfer-encoding: chunked\r\n", "close": b""}
+TEXT_END = COMPLETION.index(b'"finish_reason"')
+WITHOUT_USAGE = COMPLETION[:TEXT_END] + b'"finish_reason":"stop"}]}'
+ESTIMATE = (len(orjson.dumps(chat())) // BYTES_PER_TOKEN, TEXT_END // BYTES_PER_TOKEN)
+"""The prompt and completion of a client that was sent ``COMPLETION`` up to the end of its text."""
+
+
+def paused_response(framing: str, resumed: asyncio.Event) -> Script:
+    """Return a server that sends the text of a response, waits, and sends the usage."""
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n%b\r\n" % FRAMINGS[framing])
+        for part in (COMPLETION[:TEXT_END], COMPLETION[TEXT_END:]):
+            await (talk.chunk(part) if framing == "chunked" else talk.write(part))
+            await resumed.wait()
+        if framing == "chunked":
+            await talk.end_stream()
+        elif framing == "close":
+            talk.writer.close()
+
+    return script
+
+
+@asynccontextmanager
+async def disconnected(journal: Journal, script: Script, **settings: Any) -> AsyncIterator[Served]:
+    """Serve a request whose client has received the text of a response and has disconnected."""
+    async with scripted(script) as server, serving([model(server.port, **settings)], ledger=Recorder(journal)) as served:
+        async with client(served.port) as one:
+            one.send(request())
+            await one.reader.readuntil(COMPLETION[TEXT_END - 20 : TEXT_END])
+            one.disconnect()
+            await until(lambda: not served.connections)
+        yield served
+        await until(lambda: not served.inline_tasks)
+        assert served.in_flight == 0
+
+
+class Ticks:
+    """Counts the checks of deadlines."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def check(self, _: float) -> None:
+        self.count += 1
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+async def test_the_usage_is_awaited_after_a_disconnect(journal: Journal, framing: str) -> None:
+    resumed, ticks = asyncio.Event(), Ticks()
+    async with disconnected(journal, paused_response(framing, resumed)) as served:
+        served.context.deadlines.watch(ticks)
+        await until(lambda: ticks.count == 3)
+        served.context.deadlines.forget(ticks)
+        assert served.inline_tasks, "the rest is awaited although no byte arrives"
+        resumed.set()
+    (row,) = rows(journal)
+    assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", 3, 2, None)
+
+
+@pytest.mark.parametrize("framing", FRAMINGS)
+@pytest.mark.parametrize("end", ["idle", "drain"])
+async def test_a_count_that_never_arrives_is_estimated(journal: Journal, framing: str, end: str) -> None:
+    timeouts = Timeouts(idle=0.1 if end == "idle" else 60.0)
+    async with disconnected(journal, paused_response(framing, asyncio.Event()), timeouts=timeouts) as served:
+        if end == "drain":
+            for handler in tuple(served.inline_tasks):
+                handler.cancel()
+    (row,) = rows(journal)
+    assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", *ESTIMATE, Method.BYTES)
+
+
+async def test_the_rest_of_a_response_is_bounded(journal: Journal) -> None:
+    piece = b"x" * 1024 * 1024
+
+    async def endless(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n\r\n" + COMPLETION[:TEXT_END])
+        while True:
+            await talk.write(piece)
+
+    async with disconnected(journal, endless):
+        pass
+    (row,) = rows(journal)
+    assert (row.status, row.prompt, row.estimated_by) == (499, ESTIMATE[0], Method.BYTES)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_response_without_a_count_is_estimated(journal: Journal, cut: bool) -> None:
+    """The server reports no usage, or closes the connection before it."""
+
+    async def script(talk: Conversation) -> None:
+        if not cut:
+            await talk.respond(WITHOUT_USAGE)
+            return
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n%b\r\n" % FRAMINGS["length"])
+        await talk.write(COMPLETION[:TEXT_END])
+        talk.writer.close()
+
+    async with scripted(script) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+        reply = await request_once(served.port, request())
+        await until(lambda: not served.inline_tasks)
+    (row,) = rows(journal)
+    assert (reply.status, reply.whole, row.status, row.incomplete) == (200, not cut, 200, "upstream" if cut else None)
+    completion = ESTIMATE[1] if cut else len(WITHOUT_USAGE) // BYTES_PER_TOKEN
+    assert (row.prompt, row.completion, row.estimated_by) == (ESTIMATE[0], completion, Method.BYTES)
+
+
+async def test_an_older_form_whose_client_disconnects_is_free(journal: Journal) -> None:
+    """The response is translated as a whole, so nothing of it was sent."""
+    received = asyncio.Event()
+
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n%b\r\n" % FRAMINGS["length"])
+        await talk.write(COMPLETION[:TEXT_END])
+        received.set()
         await talk.closed_by_peer()
 
-    async with scripted(stuck) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
-        one.send(request())
-        await one.reader.readuntil(COMPLETION[:20])
+    async with scripted(script) as server, serving([model(server.port)], ledger=Recorder(journal)) as served, client(served.port) as one:
+        one.send(request(chat(functions=[{"name": "f"}])))
+        await received.wait()
         one.disconnect()
-        await until(lambda: not served.inline_tasks, 30.0)
+        await until(lambda: not served.inline_tasks and server.open == 0)
+    (row,) = rows(journal)
+    assert (row.status, row.incomplete, row.prompt, row.estimated_by) == (499, "client", None, None)
+
+
+@pytest.mark.parametrize(("path", "free"), [("/v1/embeddings", False), ("/tokenize", True)])
+async def test_only_routes_of_the_engine_are_estimated(journal: Journal, path: str, free: bool) -> None:
+    body = {"model": "tiny", "input": "word " * 70, "prompt": "word"}
+
+    async def script(talk: Conversation) -> None:
+        await talk.respond(b'{"tokens":[1,2,3],"data":[]}')
+
+    async with scripted(script) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
+        await request_once(served.port, request(body, path))
         (row,) = rows(journal)
-    assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", None, (None, False))
+    expected = (None, None, None) if free else (len(orjson.dumps(body)) // BYTES_PER_TOKEN, 0, Method.BYTES)
+    assert (row.prompt, row.completion, row.estimated_by) == expected
 
 
 async def test_a_stream_that_the_server_truncates_is_estimated_too(journal: Journal) -> None:

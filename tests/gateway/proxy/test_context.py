@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from contextlib import ExitStack, closing
 from typing import Any
 
 import orjson
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from gateway.api.settlement import Method
+from gateway.api.settlement import BYTES_PER_TOKEN, Method
 from gateway.api.usage import Usage
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import UsageRow, decode, frames
 from gateway.limits import rules, windows
-from gateway.limits.estimate import BYTES_PER_TOKEN
 from gateway.snapshot.money import cost_of
 from gateway.snapshot.snapshot import Allowance, Limits
 from gateway.telemetry.metrics import Series, sum_series
@@ -201,6 +201,79 @@ class Settlements(RuleBasedStateMachine):
 
 TestSettlements = Settlements.TestCase
 TestSettlements.settings = settings(max_examples=examples(100), stateful_step_count=12, deadline=None)
+
+
+REPORTED = Usage(50, 40, 10, 5)
+BODY_END = b'"usage":' + orjson.dumps(usage_object(REPORTED)) + b"}"
+BODIES = {
+    "chat": b'{"id":"c","choices":[{"index":0,"message":{"role":"assistant","content":"a text of some \\"tokens\\""}}],' + BODY_END,
+    "completions": b'{"id":"c","choices":[{"index":0,"text":"a text of some tokens"}],' + BODY_END,
+    "responses": b'{"id":"c","output":[{"type":"message","content":[{"type":"output_text","text":"a text"}]}],' + BODY_END,
+    "messages": b'{"id":"c","type":"message","content":[{"type":"text","text":"a text"}],' + BODY_END,
+}
+MESSAGES = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100}
+INPUTS: dict[str, dict[str, Any]] = {"chat": MESSAGES, "messages": MESSAGES, "completions": {"prompt": "Hi"}, "responses": {"input": "Hi"}}
+LIMITED = key(allowances=(HOLDER,))
+
+
+def charge_of(kind: str, reads: list[bytes], later: list[bytes]) -> tuple[Usage | None, Method | None]:
+    """Return what a client pays that disconnects after these reads of a response. ``later``: what the gateway reads afterwards."""
+
+    async def settled() -> tuple[Usage | None, Method | None]:
+        with way(LIMITED) as first:
+            first.server_wire.close()
+            one = Way(first.worker, first.context, first.counters)
+            one.client.data_received(request({"model": "tiny", **INPUTS[kind]}, PATHS[kind]))
+            one.write_batch.flush()
+            for each in reads:
+                one.server_wire.receive(each)
+                one.write_batch.flush()
+            one.client.connection_lost(None)
+            for each in later:
+                if not one.server_wire.is_closing():
+                    one.server_wire.receive(each)
+            one.server.connection_lost(None)
+            await until(lambda: len(one.context.records) == 1)
+            (record,) = one.context.records
+            buckets = one.context.limiter.buckets
+            day = buckets.holder(HOLDER.holder, HOLDER.limits).offset + rules.DAY
+            used = record.usage or Usage()
+            assert buckets.cells[day + windows.USED] == used.prompt + used.completion
+            return record.usage, record.estimated_by
+
+    return asyncio.run(settled())
+
+
+def framed(framing: str, pieces: list[bytes], size: int) -> list[bytes]:
+    """Return the reads of a response whose body arrives in these pieces."""
+    lines = {"length": b"content-length: %d\r\n" % size, "chunked": b"transfer-encoding: chunked\r\n", "close": b""}[framing]
+    head = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n%b\r\n" % lines
+    return [head, *(b"%x\r\n%b\r\n" % (len(piece), piece) if framing == "chunked" else piece for piece in pieces)]
+
+
+@settings(deadline=None)
+@given(
+    kind=st.sampled_from(sorted(BODIES)),
+    framing=st.sampled_from(["length", "chunked", "close"]),
+    position=st.floats(0, 1, exclude_max=True),
+    rest=st.floats(0, 1),
+    dice=st.randoms(use_true_random=False),
+)
+def test_the_charge_of_a_truncated_body_depends_only_on_its_bytes(kind: str, framing: str, position: float, rest: float, dice: Any) -> None:
+    body = BODIES[kind]
+    at = 1 + int(position * (len(body) - 1))
+    end = at + int(rest * (len(body) - at))
+    sent, later = (framed(framing, pieces(text, dice), len(body)) for text in (body[:at], body[at:end]))
+    usage, method = charge_of(kind, sent, later[1:])
+    if end >= len(body) - 1:  # a scanner has the usage before the last brace
+        assert (usage, method) == (REPORTED, None)
+    else:
+        assert usage is not None and (usage.completion, method) == (max(at // BYTES_PER_TOKEN, 1), Method.BYTES) and usage.prompt > 0
+
+
+def pieces(text: bytes, dice: Any) -> list[bytes]:
+    cuts = sorted({0, len(text), *(dice.randint(0, len(text)) for _ in range(dice.randint(0, 6)))})
+    return [text[start:stop] for start, stop in itertools.pairwise(cuts)]
 
 
 async def test_a_stream_that_is_closed_before_its_end_costs_its_prompt_and_what_was_sent() -> None:

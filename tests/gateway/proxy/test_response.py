@@ -11,13 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.api.settlement import Method
+from gateway.api.settlement import BYTES_PER_TOKEN, Method
 from gateway.auth.body_policy import MAX_BATCH
 from gateway.auth.catalog import Catalog, CatalogEntry
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode, frames
-from gateway.limits.estimate import BYTES_PER_TOKEN
 from gateway.proxy.response import EVENT_LIMIT
 from gateway.snapshot.snapshot import Allowance, Key, Limits
 from tests.gateway.proxy.test_response_bytes import chunked, cut

@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
-from gateway.limits.estimate import BYTES_PER_TOKEN, DEFAULT_COMPLETION
+from gateway.api.settlement import BYTES_PER_TOKEN
+from gateway.limits.estimate import DEFAULT_COMPLETION
 from gateway.snapshot.snapshot import Allowance, Limits
 from tests.support.ports import refusing
 from tests.support.running import Served, key, model, serving
