@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from types import FrameType
 from typing import Any
 
 import orjson
@@ -18,7 +20,7 @@ from gateway.auth.catalog import Catalog, named_model
 from gateway.proxy.body import MAX_DEPTH, JsonBody, _marks_outside_strings, merge, parse, parse_in_steps, prepare_in_steps
 from gateway.proxy.body import prepare as prepared_by
 from gateway.snapshot.snapshot import Key, Model
-from gateway.system.steps import finished
+from gateway.system.steps import SMALL, finished
 from tests.support.rows import each_row
 
 JSON_ROUTES = [route for route in ROUTES.values() if route.body is Body.JSON]
@@ -180,6 +182,56 @@ def test_the_depth_of_a_body(opening: bytes, closing: bytes) -> None:
         assert caught.value.code == "invalid_json"
 
 
+VALUES = st.recursive(
+    st.text(alphabet='a[]{},:"\\\n', max_size=6) | st.none(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('[:"\\'), inner),
+)
+
+
+@settings(deadline=None)
+@given(value=VALUES, levels=st.integers(MAX_DEPTH - 8, MAX_DEPTH + 1), large=st.booleans())
+def test_the_depth_is_counted_outside_strings(value: Any, levels: int, large: bool) -> None:
+    inner = json.dumps(value, ensure_ascii=False).encode()
+    padding = b"x" * 2048 if large else b""
+    body = b'{"":%b%b%b,"[{":"%b]"}' % (b"[" * (levels - 1), inner, b"]" * (levels - 1), padding)
+    if levels + _depth(value) <= MAX_DEPTH:
+        assert parse(body)
+    else:
+        with pytest.raises(Refusal, match="nested more than 64 levels deep"):
+            parse(body)
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, dict | list):
+        return 0
+    return 1 + max(map(_depth, value.values() if isinstance(value, dict) else value), default=0)
+
+
+@pytest.mark.parametrize(
+    "element",
+    [b"[]", b"{}", b"[0]", b"[[]]", b"[" * 62 + b"]" * 62, b'{"":' * 62 + b"0" + b"}" * 62, b"[" * 62 + b"1e300" + b"]" * 62],
+    ids=lambda element: element[:8].decode(),
+)
+def test_a_small_body_is_parsed_in_few_steps_whatever_it_contains(element: bytes) -> None:
+    """The rest is work of C functions on bytes, in proportion to their number."""
+    body = b'{"a":[%b]}' % b",".join([element] * (SMALL // (len(element) + 1) - 1))
+    counted = 0
+
+    def count(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal counted
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        counted += event == "opcode"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        parse(body)
+    finally:
+        sys.settrace(before)
+    assert counted < 20_000, counted
+
+
 @pytest.mark.parametrize("element", [b"[]", b"{}", b"[[]]", b'{"a":1}', b"[1,[]]", b"1", b'"a"', b'"["'])
 def test_the_number_of_values(element: bytes) -> None:
     body = b'{"a":[%b]}' % b",".join([element] * 1100)
@@ -197,12 +249,7 @@ def test_marks_inside_a_string_are_not_counted() -> None:
 
 
 @settings(deadline=None)
-@given(
-    st.recursive(
-        st.text(alphabet='a[]{},:"\\\n', max_size=6) | st.none(),
-        lambda inner: st.lists(inner) | st.dictionaries(st.text('[:"\\'), inner),
-    )
-)
+@given(VALUES)
 def test_marks_in_strings_are_not_counted(value: Any) -> None:
     body = json.dumps(value, ensure_ascii=False).encode()
     assert finished(_marks_outside_strings(body)) == _marks(value)
