@@ -31,7 +31,7 @@ from typing import Any
 from gateway.limits import rules, sessions, windows
 from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Holder
 from gateway.limits.states import HolderRates
-from gateway.limits.windows import RING_CELLS, BudgetState, Moment, Window, session_window, windows_of
+from gateway.limits.windows import RING_CELLS, SPENT, USED, BudgetState, Capacity, Moment, Window, session_window, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
 
 _CAPACITY = 128 * 1024 * 1024  # bytes of address space; the file is sparse, so only what is written takes memory
@@ -209,6 +209,24 @@ class Buckets:
         """Return the state of each budget of a holder. It takes no lock, so it may miss what another worker counts at this moment."""
         return windows.budget_states(holder.terms[-1], self.cells, at)
 
+    def hard_capacity(self, holders: Iterable[Holder], at: Moment, *, in_store: bool) -> tuple[Capacity, Capacity]:
+        """Return what is left of the hard budgets of these holders, and the whole budgets. It takes no lock.
+
+        ``in_store``: by the use that a store has reported last. A window without a report counts as unused.
+        """
+        used: list[tuple[Window, float, float]] = []
+        cells, periods = self.cells, at.periods
+        for holder in holders:
+            for (window, _), calendar, start, _, _, _, _ in holder.terms[-1]:
+                if in_store:
+                    tokens, cost, _ = self._noted_use(holder.name, window, at.wall)
+                elif cells[start] == periods[calendar]:
+                    tokens, cost = cells[start + USED], cells[start + SPENT]
+                else:
+                    tokens, cost = windows.used_in(window, cells, start, at)
+                used.append((window, tokens, cost))
+        return windows.hard_capacity(used)
+
     # Use that a store has reported
 
     def note_usage(self, holder: Holder, window: Window, tokens: float, cost: float, until: float) -> None:
@@ -240,9 +258,13 @@ class Buckets:
         return windows.budget_states(placed.terms[-1], self.cells, at)
 
     def _noted_states(self, name: str, window: Window, wall: float) -> list[BudgetState]:
+        return windows.states_of(window, *self._noted_use(name, window, wall))
+
+    def _noted_use(self, name: str, window: Window, wall: float) -> tuple[float, float, float]:
+        """Return the tokens and the cost that a store has reported for a window, and for how many seconds they count."""
         start = self._offsets.get(_digest(_in_store(name, window)))
         tokens, cost, until = (0.0, 0.0, 0.0) if start is None else self.cells[start : start + 3]
-        return windows.states_of(window, tokens, cost, until - wall) if until > wall else windows.states_of(window, 0, 0, 0.0)
+        return (tokens, cost, until - wall) if until > wall else (0.0, 0.0, 0.0)
 
     def shown_rates(self, name: str) -> HolderRates:
         """Return the counts of a holder that are not budgets, for an observer."""

@@ -6,7 +6,8 @@ The rule: an estimate is only reserved; the final count is the settlement of the
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Mapping
-from typing import Any
+from math import inf
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -15,14 +16,17 @@ from gateway.api.media_urls import CONTAINERS, data_urls
 from gateway.api.routes import OUTPUTS, Output
 from gateway.api.settlement import BYTES_PER_TOKEN
 from gateway.api.vllm.choices import choices_and_prompts
-from gateway.api.vllm.lax_int import lax_int
+from gateway.api.vllm.lax_int import MAX_INT, lax_int
 from gateway.auth.body_policy import NO_MEDIA
 from gateway.limits.rules import Amounts
-from gateway.snapshot.money import Price, TokenCounts, cost_of, highest_cost
+from gateway.limits.windows import Capacity
+from gateway.snapshot.money import Price, TokenCounts, completion_within, cost_of, highest_cost
 from gateway.system.steps import finished
 
 DEFAULT_COMPLETION = 1024
-"""Tokens that a response may have if the request does not say."""
+"""Tokens that a response may have if the request does not say. With a hard budget: at least so many, if they are left."""
+SHARES = 32
+"""With a hard budget, a request that does not limit its response gets one of these equal shares of what is left."""
 MEDIA_TOKENS = 1024
 """Tokens for an image, audio or video in the body, as a ``data:`` URL."""
 
@@ -59,7 +63,7 @@ def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, pr
         return TokenEstimate(prompt or 1, 0, choices)
     if output.batch is not None and isinstance(conversations := document.get(output.batch), list):
         choices *= len(conversations)
-    return TokenEstimate(prompt or 1, _completion(document, output) * choices, choices)
+    return TokenEstimate(prompt or 1, (_stated_limit(document, output) or DEFAULT_COMPLETION) * choices, choices)
 
 
 def estimate_in_steps(document: Mapping[str, Any], path: str, body: bytes | bytearray) -> Generator[None, None, TokenEstimate]:
@@ -86,14 +90,71 @@ def _with_media(document: Mapping[str, Any], size: int) -> Generator[None, None,
     return max(size - total, 0) // BYTES_PER_TOKEN + count * MEDIA_TOKENS
 
 
-def _completion(document: Mapping[str, Any], output: Output) -> int:
+def _stated_limit(document: Mapping[str, Any], output: Output) -> int | None:
+    """Return the limit of a response that the request sets, or the route by default; None without a limit."""
     for name in output.names:
         if name in document:
             value = document[name]
             number = value if type(value) is int else lax_int(value)
             if number is not None and number > 0:
                 return number
-    return DEFAULT_COMPLETION if output.default is None or output.names[-1] in document else output.default
+    return None if output.names[-1] in document else output.default
+
+
+class HardBudgets(NamedTuple):
+    """The hard budgets that count a request: the capacity that is left, the whole capacity, and the price of the model."""
+
+    left: Capacity
+    whole: Capacity
+    price: Price | None
+
+
+def bound_response(
+    document: dict[str, Any], path: str, estimated: TokenEstimate, budgets: HardBudgets, context: int | None, most: int | None
+) -> TokenEstimate:
+    """Limit a response, so that the request uses no more of hard budgets than it reserves. Returns the new estimate.
+
+    A request without a limit gets one. A limit that exceeds a whole budget is lowered to what fits into it, because such a request is
+    admitted while the budget is unused. ``context`` is the model's, None if it is not known. ``most``: a limit that was reserved before.
+    """
+    output = OUTPUTS.get(path)
+    if output is None:
+        return estimated
+    prompt, choices = estimated.prompt, estimated.choices
+    fits = max(_completion_capacity(budgets.whole, prompt, budgets.price) // choices, 1)
+    if (stated := _stated_limit(document, output)) is not None:
+        if stated > fits:
+            document.update(dict.fromkeys(output.names, fits))
+        return estimated
+    each = _share(budgets, prompt, choices, context)
+    if most is not None and most < each:
+        each = most
+    if document.get(output.names[-1]) is None:  # a server refuses every other value that is no limit
+        document[output.names[-1]] = each if each < fits else fits
+    return TokenEstimate(prompt, each * choices, choices)
+
+
+def bound_form(estimated: TokenEstimate, budgets: HardBudgets, context: int) -> tuple[TokenEstimate, int]:
+    """Do the same for the response to a form. Returns its limit too."""
+    each = _share(budgets, estimated.prompt, 1, context)
+    fits = max(_completion_capacity(budgets.whole, estimated.prompt, budgets.price), 1)
+    return TokenEstimate(estimated.prompt, each), min(each, fits)
+
+
+def _share(budgets: HardBudgets, prompt: int, choices: int, context: int | None) -> int:
+    """Return the limit of a response without one. A server refuses a limit above its context, so an unknown context gets no large share."""
+    if context is None:
+        return DEFAULT_COMPLETION
+    share = _completion_capacity(budgets.left, prompt, budgets.price) // (SHARES * choices)
+    return min(max(share, DEFAULT_COMPLETION), context)
+
+
+def _completion_capacity(capacity: Capacity, prompt: int, price: Price | None) -> int:
+    """Return the completion tokens that fit into a capacity beside a prompt."""
+    tokens = capacity.tokens - prompt
+    if price is not None and capacity.cost < inf:
+        tokens = min(tokens, completion_within(int(capacity.cost), prompt, price))
+    return int(tokens) if tokens < MAX_INT else MAX_INT
 
 
 def apply_max_tokens(document: dict[str, Any], path: str, limit: int | None) -> None:

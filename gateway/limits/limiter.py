@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
 from secrets import token_hex
 from time import monotonic, time
 
@@ -45,6 +46,7 @@ class KeyLimits:
         "counting_tokens",
         "for_all_models",
         "has_budgets",
+        "has_hard_budgets",
         "has_soft_budgets",
         "holders",
         "is_known_on_arrival",
@@ -64,6 +66,9 @@ class KeyLimits:
         self.session_owners = tuple((each.holder, each.limits.session) for each in allowances if each.limits.session is not None)
         self.is_known_on_arrival = not self.counting_tokens and len(self.for_all_models) == len(holders) and not self.session_owners
         self.has_budgets = bool(self.session_owners) or any(holder.windows for _, holder in holders)
+        self.has_hard_budgets = bool(self.session_owners) or any(
+            window.tokens < inf or window.cost < inf for _, holder in holders for window, _ in holder.windows
+        )
         self.has_soft_budgets = any(budget.soft for _, holder in holders for window, _ in holder.windows for budget in window.budgets)
         self.holders = tuple(holders)
         self.layout = headers.layout_of(self.for_all_models)
@@ -119,6 +124,8 @@ class Limiter:
         self._subjects: dict[tuple[str, str | None], KeyLimits] = {}  # of tokens, by subject and team
         self._shown: frozenset[str] = frozenset()  # holders of the configuration, which control shows
         self._exceeded: set[tuple[str, str]] = set()
+        self.max_model_len: Mapping[str, int] = {}
+        """The context length of each model whose servers report it, by its ID."""
         self.warn_at = 1.0
         """The used share of a budget from which on responses have a warning."""
 

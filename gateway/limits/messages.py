@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from math import inf
 from types import MappingProxyType
 
 from gateway.api.errors import Refusal, duration
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.rules import ExceededLimit
-from gateway.snapshot.money import Price, decimal_of, highest_completion_price, highest_prompt_price
+from gateway.snapshot.money import Price, completion_within, decimal_of
 
-_MILLION = 1_000_000
 _ROUNDING = 1e-6  # as in ``rules``
 
 _RATES: Mapping[str, str] = MappingProxyType(
@@ -75,10 +75,8 @@ def _most_tokens(reason: str, capacity: float, estimated: TokenEstimate, price: 
         return 0
     if not reason.startswith("cost"):
         return max(math.floor((capacity - estimated.prompt) / estimated.choices + _ROUNDING), 0)
-    each = 0 if price is None else highest_completion_price(price)
-    if price is None or not each:
-        return 0
-    return max((int(capacity) * _MILLION - estimated.prompt * highest_prompt_price(price)) // (each * estimated.choices), 0)
+    fits = inf if price is None else completion_within(int(capacity), estimated.prompt, price)
+    return 0 if fits == inf else max(int(fits) // estimated.choices, 0)
 
 
 def _rounded(left: float) -> int:

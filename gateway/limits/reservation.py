@@ -8,6 +8,7 @@ sequential requests of a client never block each other, whichever worker gets th
 from __future__ import annotations
 
 from collections.abc import Awaitable, Generator, Mapping, Sequence
+from math import inf
 from operator import itemgetter
 from time import monotonic, time
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from gateway.api.settlement import Settlement
 from gateway.api.usage import Usage
 from gateway.limits import estimate, headers
 from gateway.limits.buckets import BucketsFullError
-from gateway.limits.estimate import TokenEstimate
+from gateway.limits.estimate import HardBudgets, TokenEstimate
 from gateway.limits.headers import Layout
 from gateway.limits.lease import Known, Lease
 from gateway.limits.messages import refusal
@@ -79,7 +80,9 @@ class Reservation(msgspec.Struct, eq=False):
             estimate.apply_max_tokens(document, path, self._limits.max_tokens(model))
         if self._limits.session_owners:
             self._find_session(document)
-        self._estimate = estimate.estimate(document, path, body)
+        before, self._estimate = self._estimate, estimate.estimate(document, path, body)
+        if self._limits.has_hard_budgets:
+            self._bound_response(document, path, model, before)
 
     def estimate_usage_in_steps(
         self, document: dict[str, Any], path: str, body: bytes | bytearray, model: Model
@@ -90,14 +93,47 @@ class Reservation(msgspec.Struct, eq=False):
             estimate.apply_max_tokens(document, path, self._limits.max_tokens(model))
         if self._limits.session_owners:
             self._find_session(document)
+        before = self._estimate
         self._estimate = yield from estimate.estimate_in_steps(document, path, body)
+        if self._limits.has_hard_budgets:
+            self._bound_response(document, path, model, before)
 
     def estimate_form(self, model: Model) -> int | None:
         """Estimate the usage of a form, which is unknown. Returns the most tokens that its response may have."""
         self._model, self._estimate = model, TokenEstimate(prompt=1)
         if self._limits.session_owners:
             self._find_session({})
-        return self._limits.max_tokens(model) if self._limits.max_tokens_limits else None
+        most = self._limits.max_tokens(model) if self._limits.max_tokens_limits else None
+        if not self._limits.has_hard_budgets:
+            return most
+        return estimate.smallest((most, self._bound_form(model)))
+
+    def _bound_response(self, document: dict[str, Any], path: str, model: Model, before: TokenEstimate) -> None:
+        """Limit the response to what the request reserves of hard budgets. ``before``: the estimate for the model before."""
+        budgets = self._hard_budgets(model)
+        if budgets is not None:
+            most = before.completion // before.choices if self._has_reserved_tokens else None
+            context = self._limiter.max_model_len.get(model.id)
+            self._estimate = estimate.bound_response(document, path, self._estimate, budgets, context, most)
+
+    def _bound_form(self, model: Model) -> int | None:
+        """Do the same for the response to a form. Returns the most tokens that it may have, which the request reserves."""
+        budgets, context = self._hard_budgets(model), self._limiter.max_model_len.get(model.id)
+        if budgets is None or context is None:
+            return None
+        self._estimate, most = estimate.bound_form(self._estimate, budgets, context)
+        return most
+
+    def holders(self, model: Model) -> Sequence[Holder]:
+        """Return all holders that count the request for a model, its sessions included."""
+        return (*self._limits.for_model(model)[1], *self._sessions)
+
+    def _hard_budgets(self, model: Model) -> HardBudgets | None:
+        """Return the hard budgets that count requests for a model; None without one."""
+        limiter = self._limiter
+        left, whole = limiter.buckets.hard_capacity(self.holders(model), self._arrived, in_store=limiter.store is not None)
+        has_budget = whole.tokens < inf or (whole.cost < inf and model.price is not None)
+        return HardBudgets(left, whole, model.price) if has_budget else None
 
     def _find_session(self, document: Mapping[str, Any]) -> None:
         """Find the counts of the request's session, once. Raises Refusal."""

@@ -232,6 +232,28 @@ def fits(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: flo
     return True
 
 
+class Capacity(NamedTuple):
+    """Tokens and cost: of each the smallest of several hard budgets. Infinite without a budget."""
+
+    tokens: float
+    cost: float
+
+
+def hard_capacity(used: Iterable[tuple[Window, float, float]]) -> tuple[Capacity, Capacity]:
+    """Return what is left of the hard budgets, and the whole budgets. ``used``: windows with the tokens and the cost that count."""
+    tokens_left = cost_left = tokens = cost = math.inf
+    for window, taken, spent in used:
+        if window.tokens - taken < tokens_left:
+            tokens_left = window.tokens - taken
+        if window.tokens < tokens:
+            tokens = window.tokens
+        if window.cost - spent < cost_left:
+            cost_left = window.cost - spent
+        if window.cost < cost:
+            cost = window.cost
+    return Capacity(tokens_left, cost_left), Capacity(tokens, cost)
+
+
 class ExceededBudget(NamedTuple):
     """A budget without enough capacity. ``wait``: the seconds until the request fits; None: never."""
 

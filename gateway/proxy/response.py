@@ -172,20 +172,16 @@ class BodyRelay(ResponseRelay):
                     self._note_aborted()
             if self._name is not None:
                 body = renamed(body, self._name)
-            self._respond(body)
+            if self.usage is None:
+                self._sent = len(body)
+            self._settle_limits()
+            request.respond(response.status, content_type(response), body)
         else:
             self._observer = Observer(request.target.route.dialect)
             if self._name is None:
                 await self._stream(content_type(response), _length(response), self._write)
             else:
                 await self._stream(content_type(response), None, self._renaming_writer(self._name))
-
-    def _respond(self, body: bytes) -> None:
-        """Settle the limits, and send the whole response."""
-        if self.usage is None:
-            self._sent = len(body)
-        self._settle_limits()
-        self._request.respond(self._response.status, content_type(self._response), body)
 
     async def _stream(self, lines: bytes, length: int | None, sink: Callable[[bytes], None]) -> None:
         """Relay the body as it arrives, after these header lines. Raises UpstreamError."""
@@ -303,16 +299,19 @@ class TranslatedRelay(BodyRelay):
 
     async def run(self) -> None:
         """Send the translated response. Raises UpstreamError if the response is truncated or not JSON."""
-        response = self._response
+        request, response = self._request, self._response
         self.first_byte = response.last_byte_at
         body = await response.read_body(TRANSLATED_LIMIT)
         document = _json(body)
         if not document:
             raise BadResponse(response.server.name, "its response is not the expected JSON")
-        self._note(of_document(document, self._request.target.route.dialect))
+        self._note(of_document(document, request.target.route.dialect))
         if self._name is not None:
             document["model"] = self._name
-        self._respond(orjson.dumps(_translated(self._translation.response, document, response)))
+        translated = orjson.dumps(_translated(self._translation.response, document, response))
+        self._sent = len(translated)
+        self._settle_limits()
+        request.respond(response.status, content_type(response), translated)
 
 
 class EventRelay(ResponseRelay):

@@ -8,6 +8,7 @@ token. Only ``cost_of`` computes a cost.
 from __future__ import annotations
 
 from decimal import Decimal
+from math import inf
 from typing import Protocol
 
 import msgspec
@@ -67,6 +68,12 @@ def cost_of(tokens: TokenCounts, price: Price) -> int:
 def highest_cost(prompt: int, completion: int, price: Price) -> int:
     """Return the maximum cost of a number of tokens in nano-units, whether or not they are cached or reasoning tokens."""
     return _per_million(prompt * highest_prompt_price(price) + completion * highest_completion_price(price))
+
+
+def completion_within(cost: int, prompt: int, price: Price) -> float:
+    """Return the completion tokens that cost at most this together with a prompt: infinite if they are free."""
+    each = highest_completion_price(price)
+    return (cost * _MILLION - prompt * highest_prompt_price(price)) // each if each else inf
 
 
 def highest_prompt_price(price: Price) -> int:

@@ -137,6 +137,7 @@ class Worker:
                 for costs in self.costs.values():
                     costs.restarted(name)  # the cache of a new process is empty
         self.context.health = health
+        self.context.limiter.max_model_len = health.max_model_len
         self.context.queues.set_expected(health.expected)
 
     def apply_cached_blocks(self, message: CachedBlocks) -> None:
