@@ -74,7 +74,6 @@ class JsonBody(msgspec.Struct, frozen=True):
     """The model's name in ``content``."""
     content_type: ClassVar[bytes] = b"application/json"
     upload: ClassVar[None] = None
-    remaining: ClassVar[int] = 0
 
     def encode(self, served_model: str) -> bytes:
         """Return the bytes for a server that knows the model by this name."""

@@ -1,6 +1,7 @@
-"""A multipart form on its way to a server: the model is read from it, and the rest is streamed.
+"""A multipart form: the client's form is parsed as it arrives, and a new one is written for the server.
 
-The rule: the form is parsed to its end, with the parser that vLLM's own framework uses, so that both sides see the same fields. A second
+The rule: what is sent is what was checked. The form is parsed to its end with the parser of vLLM's own framework, and each part is written
+again from what the parser reports. Only the data of parts and the content types of files are copied from the client's bytes. A second
 ``model`` or a forbidden field, wherever it is, ends the request before the server has the whole form. The gateway adds its fields after all
 other fields, where they take precedence: FastAPI takes the last of several fields with one name (``_get_multidict_value`` in its
 dependencies/utils.py).
@@ -9,6 +10,7 @@ dependencies/utils.py).
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Awaitable, Callable, Set
 
 from python_multipart.exceptions import FormParserError
@@ -16,14 +18,13 @@ from python_multipart.multipart import MultipartParser, MultipartState, parse_op
 
 from gateway.api.errors import Refusal
 from gateway.auth.body_policy import NUMBERS, BodyPolicy, check_number
-from upstream.balancing.attempt import Upload
 
 _MODEL_LIMIT = 512  # bytes that the name of a model may have
 _TEXT_LIMIT = 18  # bytes that a number that is checked, or a flag, may have
 _NUMBER = re.compile(rb"[0-9]{1,18}")
 _BOUNDARY = re.compile(rb"[0-9A-Za-z'()+_,\-./:=? ]{0,69}[0-9A-Za-z'()+_,\-./:=?]")  # RFC 2046, section 5.1.1
-_EXTENDED_NAME = re.compile(rb";\s*name\*", re.IGNORECASE)  # RFC 7578, section 4.2, forbids it, but older parsers use it
-_DISPOSITION = b"content-disposition"
+_FIELD_VALUE = re.compile(rb"[\t\x20-\x7e\x80-\xff]*")  # RFC 9110, section 5.5: in other readers, a line feed may end a header
+_DISPOSITION, _TYPE = b"content-disposition", b"content-type"
 _MAX_TOKENS = "max_completion_tokens"
 _STREAM, _USAGE, _CONTINUOUS = "stream", "stream_include_usage", "stream_continuous_usage_stats"
 _READ = NUMBERS | {_STREAM, _USAGE, _CONTINUOUS}
@@ -39,14 +40,15 @@ NextBytes = Callable[[], Awaitable[bytes]]
 
 
 class Form:
-    """One form. Offsets count the client's bytes.
+    """One form.
 
     ``content_type`` is written by the gateway: with a ``charset`` of the client's, the server could read other field names than the
-    checked ones.
+    checked ones. No part can contain the boundary that it names: 128 random bits, drawn for this form and sent to the server only.
     """
 
     def __init__(self, boundary: bytes) -> None:
-        self.content_type = b'multipart/form-data; boundary="%b"' % boundary
+        self._boundary = secrets.token_hex(16).encode()
+        self.content_type = b"multipart/form-data; boundary=" + self._boundary
         self._parser = MultipartParser(
             boundary,
             {
@@ -61,24 +63,19 @@ class Form:
             max_header_count=MAX_HEADERS,
             max_header_size=_LONGEST_OPTIONS + len(_DISPOSITION) + 2,
         )
-        self._delimiters = 0
-        self._tail = b""
-        self._first = b"--" + boundary
-        self._delimiter = b"\r\n" + self._first
-        self._closing = b"\r\n--%b--" % boundary
-        self._held = bytearray()
-        self._offset = 0
+        # Refuse bytes before the first boundary: how the parser reads them depends on how they are split into reads.
+        self._parser.state = MultipartState.START_BOUNDARY
+        self._delimiter = b"\r\n--" + boundary
         self._parts = 0
+        # Written and not sent: the parts before the model's, once it has been read, and the later ones
+        self._before_model: bytes | bytearray | None = None
+        self._written = bytearray()
         # The part that is being parsed
         self._header = b""
         self._value = b""
-        self._name: str | None = None
-        self._disposed = False
-        # The model's part
+        self._headers: dict[bytes, bytes] = {}
+        self._name = ""
         self._model = b""
-        self._span: tuple[int, int] | None = None
-        self._model_read = False
-        self._served = ""
         # Checked when the model's policy is known
         self._policy: BodyPolicy | None = None
         self._key_max_tokens: int | None = None
@@ -117,23 +114,22 @@ class Form:
         return self.ended and _USAGE in self._added()
 
     async def read_model(self, next_bytes: NextBytes) -> str | None:
-        """Read up to the end of the ``model`` field and return its value; None if the form has none. Raises Refusal for an invalid form."""
-        while not self._model_read:
+        """Read up to the end of the ``model`` field and return its value; None if the form has none. Raises Refusal for an invalid form.
+
+        If the form has ended by then, all that the client sends is read.
+        """
+        while self._before_model is None or self.ended:
             data = await next_bytes()
             if not data:
-                return None
-            self._held += data
-            self._check_start()
-            self._feed(data)
+                break
+            self._parse(data)
+        if self._before_model is None:
+            self._split_at_model()
+            return None
         try:
             return self._model.decode()
         except UnicodeDecodeError:
             raise Refusal("invalid_value", "The field 'model' is not valid UTF-8.", param="model") from None
-
-    def _check_start(self) -> None:
-        """Check that the form starts with its boundary: how the parser reads bytes before it depends on how they are split into reads."""
-        if not self._first.startswith(self._held[: len(self._first)]):
-            raise Refusal("invalid_value", "The form does not begin with its boundary.")
 
     def check_end(self) -> None:
         """Check, once all has been read, that the form is complete. Raises Refusal.
@@ -144,41 +140,24 @@ class Form:
             raise Refusal("invalid_value", "The form does not end with its boundary.")
 
     def opening(self, served_model: str) -> bytes:
-        """Return the bytes read so far, with the model's name at the server in place of the client's name.
+        """Return what has been read, with the model's name at the server: the whole form if it has ended."""
+        model = self._field("model", served_model.encode())
+        return b"".join((self._before_model or b"", model, self._written, self.ending() if self.ended else b""))
 
-        If the form's end has not been read, the last bytes are held back.
-        """
-        self._served = served_model
-        start, end = self._span or (0, 0)
-        name = b"" if self._span is None else served_model.encode()
-        rest = self._held[end:]
-        if not self.ended:
-            del rest[len(rest) - len(self._held_back()) :]
-        opening = bytes(self._held[:start]) + name + bytes(rest)
-        return self._completed(opening) if self.ended else opening
+    def feed(self, data: bytes) -> bytes:
+        """Parse the bytes after the opening, and return what is to be sent for them. Raises Refusal."""
+        self._before_model, self._written = b"", bytearray()
+        self._parse(data)
+        return bytes(self._written)
 
-    def _held_back(self) -> bytes:
-        """Return the bytes read so far that may be a part of the last boundary. They are sent with the rest."""
-        end = 0 if self._span is None else self._span[1]
-        return b"" if self.ended else bytes(self._held[max(end, len(self._held) - len(self._closing)) :])
-
-    def _completed(self, data: bytes) -> bytes:
-        """Return the bytes that contain the form's last boundary, with the gateway's own fields before it."""
-        at = data.find(self._closing)
-        if at < 0:
-            return data  # a form without parts
-        at += len(self._closing) - 2
-        added = b"".join(
-            b'\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n%b' % (name.encode(), value, self._first)
-            for name, value in self._added().items()
-        )
-        return data[:at] + added + data[at:]
+    def ending(self) -> bytes:
+        """Return the gateway's own fields and the last delimiter, once all has been read. Raises Refusal for an incomplete form."""
+        self.check_end()
+        return b"".join(self._field(name, value) for name, value in self._added().items()) + b"--%b--\r\n" % self._boundary
 
     def _added(self) -> dict[str, bytes]:
-        """Return the gateway's own fields: the model if the form has none, usage on streams, and a limit on a response without one."""
+        """Return the gateway's own fields, aside from the model: usage on streams, and a limit on a response without one."""
         texts, added = self._texts, dict[str, bytes]()
-        if self._span is None:
-            added["model"] = self._served.encode()
         if texts.get(_STREAM, b"").lower() in _TRUE and texts.get(_USAGE, b"").lower() in _NOT_SET:
             added[_USAGE] = b"true"
             if _CONTINUOUS in texts:
@@ -189,54 +168,31 @@ class Form:
             added[_MAX_TOKENS] = b"%d" % min(limits)
         return added
 
-    def opening_chunk(self, served_model: str) -> bytes:
-        """Return ``opening`` as the first chunk of a body without a length."""
-        return _chunk(self.opening(served_model))
+    def _field(self, name: str, value: bytes) -> bytes:
+        return b'--%b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (self._boundary, name.encode(), value)
 
-    def remaining(self, length: int) -> int:
-        """Return how many bytes of a form of ``length`` bytes follow the opening, if the form's end has been read."""
-        return length - len(self._held)
+    def _split_at_model(self) -> None:
+        """Give the model its position: behind the parts that have been written."""
+        self._before_model, self._written = self._written, bytearray()
 
-    def upload(self, next_bytes: NextBytes, *, chunked: bool) -> Upload:
-        """Return a function that streams the bytes after the opening."""
-
-        async def stream(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
-            last = self._held_back()  # so that the server does not have the whole form before the gateway has checked it
-            keep, had_ended = len(self._closing), self.ended
-            while data := await next_bytes():
-                self._feed(data)
-                data = last + data
-                if self.ended and not had_ended:
-                    data, had_ended = self._completed(data), True
-                data, last = data[:-keep], data[-keep:]
-                send(_chunk(data) if chunked and data else data, True)
-                if not await drained():
-                    return
-            self.check_end()
-            send((_chunk(last) if last else b"") + b"0\r\n\r\n" if chunked else last, False)
-
-        return stream
-
-    def _feed(self, data: bytes) -> None:
-        near = self._tail + data
-        self._delimiters += near.count(self._delimiter)
-        self._tail = near[-len(self._delimiter) + 1 :]
-        if self._delimiters > MAX_PARTS + 1:  # the last one ends the form; a delimiter inside data costs the parser as much
-            raise _too_many_parts()
+    def _parse(self, data: bytes) -> None:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            raise Refusal("invalid_value", f"The form is not valid: {error}.") from None
-        self._offset += len(data)
+            message = f"The form is not valid: {error}." if self._parts else "The form does not begin with its boundary."
+            raise Refusal("invalid_value", message) from None
+
+    def _count_parts(self, count: int) -> None:
+        self._parts += count
+        if self._parts > MAX_PARTS:
+            raise Refusal("invalid_value", f"The form has more than {MAX_PARTS} parts.")
 
     # Called by the parser
 
     def _part_begin(self) -> None:
-        self._name = None
-        self._disposed = False
-        self._parts += 1
-        if self._parts > MAX_PARTS:
-            raise _too_many_parts()
+        self._count_parts(1)
+        self._headers = {}
+        self._text = b""
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
         self._header += data[start:end]
@@ -245,43 +201,53 @@ class Form:
         self._value += data[start:end]
 
     def _header_end(self) -> None:
-        if self._header.startswith(b"--"):
-            raise Refusal("invalid_value", "The form has a header that looks like a boundary.")
-        if self._header.lower() == _DISPOSITION:
-            if self._disposed:
-                raise Refusal("invalid_value", "The form has a part with two Content-Disposition headers.")
-            self._disposed = True
-            options = _options(self._value)
-            name = None if _EXTENDED_NAME.search(self._value) else options.get(b"name")
-            self._name = None if name is None else name.decode("latin-1")
+        name = self._header.lower()
+        if name in self._headers:
+            raise Refusal("invalid_value", f"The form has a part with two {name.decode().title()} headers.")
+        if name in (_DISPOSITION, _TYPE):
+            self._headers[name] = self._value
         self._header = self._value = b""
 
     def _headers_finished(self) -> None:
-        if self._name is None:
+        """Write the part's headers and check its name, as it is read from what was written."""
+        given = _options(self._headers.get(_DISPOSITION, b""))
+        options = {option: given[option] for option in (b"name", b"filename") if option in given}
+        disposition = b"form-data" + b"".join(
+            b'; %b="%b"' % (option, value.replace(b"\\", b"\\\\").replace(b'"', b'\\"')) for option, value in options.items()
+        )
+        if b"name" not in options or _options(disposition) != options:
             raise Refusal("invalid_value", "The form has a part without a plain name.")
-        self._text = b""
+        lines = [b"--" + self._boundary, b"Content-Disposition: " + disposition]
+        if b"filename" in options and _TYPE in self._headers:  # of a text, vLLM's framework reads no other header
+            lines.append(b"Content-Type: " + self._headers[_TYPE])
+        if not all(map(_FIELD_VALUE.fullmatch, lines)):
+            raise Refusal("invalid_value", "The form has a header with a control character.")
+        self._name = name = options[b"name"].decode("latin-1")
         if self._policy is None:
-            self._names.add(self._name)
+            self._names.add(name)
         else:
-            _check_names({self._name}, self._policy)
-        if self._name == "model" and self._model_read:
+            _check_names({name}, self._policy)
+        if name != "model":
+            self._written += b"\r\n".join((*lines, b"", b""))
+        elif self._before_model is not None:
             raise Refusal("invalid_value", "The field 'model' was sent more than once.", param="model")
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
+        self._count_parts(data.count(self._delimiter, start, end))  # a delimiter inside data costs the parser as much as a part
+        if self._name == "model":
+            self._model += data[start:end]
+            if len(self._model) > _MODEL_LIMIT:
+                raise Refusal("invalid_value", "The field 'model' is too long.", param="model")
+            return
+        self._written += data[start:end]
         if self._name in _READ:
             self._text = (self._text + data[start:end])[: _TEXT_LIMIT + 1]
-        if self._name != "model":
-            return
-        self._model += data[start:end]
-        if b"\r" in self._model:  # the parser reports a supposed boundary separately, so its offset is not known
-            raise Refusal("invalid_value", "The field 'model' must be one line.", param="model")
-        first = self._offset + start if self._span is None else self._span[0]
-        self._span = (first, self._offset + end)
-        if len(self._model) > _MODEL_LIMIT:
-            raise Refusal("invalid_value", "The field 'model' is too long.", param="model")
 
     def _part_end(self) -> None:
-        self._model_read = self._model_read or self._name == "model"
+        if self._name == "model":
+            self._split_at_model()
+            return
+        self._written += b"\r\n"
         if self._name not in _READ:
             return
         self._texts[self._name] = self._text
@@ -312,15 +278,7 @@ def _options(value: bytes) -> dict[bytes, bytes]:
     return options
 
 
-def _too_many_parts() -> Refusal:
-    return Refusal("invalid_value", f"The form has more than {MAX_PARTS} parts.")
-
-
 def _check_names(names: Set[str], policy: BodyPolicy) -> None:
     refused = policy.forbidden_field(names)
     if refused is not None:
         raise Refusal("invalid_value", f"The field '{refused}' is not allowed here.", param=refused)
-
-
-def _chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)

@@ -6,7 +6,8 @@ ID, the trace, and the type of a body that was checked.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import ClassVar
 
 import msgspec
@@ -19,7 +20,7 @@ from gateway.client.request import ClientRequest
 from gateway.limits.estimate import estimate
 from gateway.prompts.token_keys import TokenRequest
 from gateway.proxy.body import JsonBody
-from gateway.proxy.form import Form
+from gateway.proxy.form import Form, NextBytes
 from gateway.system.steps import MEDIUM
 from upstream.balancing.attempt import Upload
 from upstream.balancing.policies.policy import NO_FACTS, RequestFacts
@@ -27,17 +28,13 @@ from upstream.balancing.server import Server
 
 
 class FormBody(msgspec.Struct, frozen=True):
-    """A form whose first part has been read and checked. The rest is checked while it is uploaded."""
+    """A form that has been read and checked up to its model, or to its end."""
 
     form: Form
     path: str
     input_field: str
-    encode: Callable[[str], bytes]
-    """Returns the first part for a server that knows the model by this name."""
-    upload: Upload
-    """Streams the rest."""
-    remaining: int | None
-    """Number of bytes that are uploaded after the first part; None if it is not known."""
+    upload: Upload | None
+    """Streams the rest, in chunks: its length is not known before it is written. None if the whole form has been read."""
     headers: ClassVar[bytes] = b""
     translation: ClassVar[Translation | None] = None
     choices: ClassVar[int] = 0
@@ -47,20 +44,14 @@ class FormBody(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, form: Form, request: ClientRequest) -> FormBody:
-        """Build the body from a request's form.
+        """Build the body from a request's form."""
+        route, upload = request.target.route, None if form.ended else partial(_upload, form, request.body.read_piece)
+        return cls(form, route.upstream, route.input_field, upload)
 
-        Its length is known only if the whole form has been read, since the gateway may add fields at its end.
-        """
-        length, route = request.head.content_length, request.target.route
-        chunked = length is None or not form.ended
-        return cls(
-            form,
-            route.upstream,
-            route.input_field,
-            form.opening_chunk if chunked else form.opening,
-            form.upload(request.body.read_piece, chunked=chunked),
-            None if chunked or length is None else form.remaining(length),
-        )
+    def encode(self, served_model: str) -> bytes:
+        """Return the form, or the chunk with its first part, for a server that knows the model by this name."""
+        opening = self.form.opening(served_model)
+        return opening if self.upload is None else _chunk(opening)
 
     @property
     def content_type(self) -> bytes:
@@ -74,6 +65,20 @@ class FormBody(msgspec.Struct, frozen=True):
     def hides_usage(self) -> bool:
         """Whether the usage event of a stream is for the gateway alone; known once the form has been read."""
         return self.form.hides_usage
+
+
+async def _upload(form: Form, next_bytes: NextBytes, send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
+    """Stream what follows a form's opening. The server gets the end once the whole form has been checked."""
+    while data := await next_bytes():
+        if written := form.feed(data):
+            send(_chunk(written), True)
+        if not await drained():
+            return
+    send(_chunk(form.ending()) + b"0\r\n\r\n", False)
+
+
+def _chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
@@ -103,8 +108,8 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Return the headers and the body, or the first part of a body that is uploaded, for one server."""
         request, body = self.request, self.body
-        content, remaining, trace = body.encode(self.model.model.served or server.spec.model), body.remaining, request.trace
-        framing = b"transfer-encoding: chunked\r\n" if remaining is None else b"content-length: %d\r\n" % (len(content) + remaining)
+        content, trace = body.encode(self.model.model.served or server.spec.model), request.trace
+        framing = b"content-length: %d\r\n" % len(content) if body.upload is None else b"transfer-encoding: chunked\r\n"
         headers = b"%bcontent-type: %b\r\nx-request-id: %b\r\n%b%b%b\r\n" % (
             server.request_head(body.path), body.content_type, request.id.encode(), body.headers, framing,
             b"" if trace is None else trace.header,

@@ -11,7 +11,7 @@ import hashlib
 import json
 import re
 import tempfile
-from collections.abc import Callable, Coroutine, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -41,11 +41,11 @@ from gateway.fleet.observed_servers import ObservedServers
 from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.prompts.prefix import affinity_key
 from gateway.proxy.body import JsonBody, merge, parse, parse_in_steps, prepare, prepare_in_steps
-from gateway.proxy.form import Form
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import BodyRules, Issuer, Key, Snapshot
 from gateway.system.steps import finished
 from tests.support import zstd
+from tests.support.forms import send
 from tests.support.way import unchunked, way
 from tests.support.wire import STREAM_HEAD
 from upstream.balancing.server import Condition
@@ -188,37 +188,11 @@ def form(data: bytes) -> None:
 
 
 def _read(pieces: list[bytes]) -> tuple[str | None, bytes] | str:
-    async def task() -> tuple[str | None, bytes] | str:
-        parts = iter(pieces)
-
-        async def more() -> bytes:
-            return next((part for part in parts if part), b"")
-
-        one = Form(b"b")
-        try:
-            name = await one.read_model(more)
-            one.apply_policy(_POLICIES[1])
-            sent = bytearray(one.opening("inside"))
-            await one.upload(more, chunked=False)(lambda piece, _: sent.extend(piece), _always)
-        except Refusal as refusal:
-            return refusal.code
-        return name, bytes(sent)
-
-    return _done(task())
-
-
-def _done(task: Coroutine[Any, Any, tuple[str | None, bytes] | str]) -> tuple[str | None, bytes] | str:
-    """Return the result of an inline task that never waits."""
     try:
-        task.send(None)
-    except StopIteration as end:
-        value: tuple[str | None, bytes] | str = end.value
-        return value
-    raise AssertionError("it waits")
-
-
-async def _always() -> bool:
-    return True
+        sent = send(b"b", pieces, _POLICIES[1], None, "inside")
+    except Refusal as refusal:
+        return refusal.code
+    return sent.model, sent.body.replace(sent.content_type.rpartition(b"=")[2], b"b")
 
 
 # Streams

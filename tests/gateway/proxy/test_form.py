@@ -1,10 +1,9 @@
-"""A form streams on byte for byte, but for its model's name; what must not be sent ends it."""
+"""The server reads the checked fields of a form, the gateway's own among them; what must not be sent ends the request."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from itertools import pairwise
 from time import thread_time
 
@@ -18,9 +17,11 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode, frames
 from gateway.proxy.form import MAX_PARTS, Form
-from gateway.snapshot.snapshot import Allowance, BodyRules, Limits, Queue
+from gateway.snapshot.snapshot import Allowance, BodyRules, Limits, Model, Queue
+from tests.support.examples import examples
+from tests.support.forms import KEY_MAX_TOKENS, SERVED, fields_at_server, read, send
 from tests.support.running import KEY, Served, key, model, serving, until
-from tests.support.scripted import Conversation, scripted
+from tests.support.scripted import Conversation, Request, scripted
 from tests.support.way import way
 from tests.support.wire import Client, Reply, client, request_once
 
@@ -51,6 +52,13 @@ def form(*parts: bytes, content_type: str = f"multipart/form-data; boundary={BOU
     return head.encode() + body
 
 
+def written(request: Request) -> bytes:
+    """Return the form that the server received, with the client's boundary in place of the gateway's."""
+    content_type, _, boundary = str(request.header("content-type")).partition("; boundary=")
+    assert content_type == "multipart/form-data" and len(boundary) == 32
+    return request.body.replace(boundary.encode(), BOUNDARY.encode())
+
+
 async def responses(talk: Conversation) -> None:
     await talk.respond(RESPONSE)
 
@@ -60,16 +68,30 @@ ORDERS = {"first": (MODEL, FILE, LANGUAGE), "last": (FILE, LANGUAGE, MODEL), "in
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("chunks", [0, 7, 5000])
-async def test_the_rest_is_sent_as_it_came(order: str, chunks: int) -> None:
+async def test_the_fields_are_sent_as_they_came(order: str, chunks: int) -> None:
     parts = ORDERS[order]
     async with scripted(responses) as server, serving([model(server.port, served="whisper-inside")]) as served, client(served.port) as one:
         for _ in range(2):
             reply = await one.request(form(*parts, chunks=chunks))
             assert (reply.status, reply.body) == (200, RESPONSE)
         seen = server.requests[0]
-        assert seen.body == b"".join(parts).replace(b"\r\n\r\ntiny\r\n", b"\r\n\r\nwhisper-inside\r\n") + END
-        assert seen.header("content-length") == (None if chunks else str(len(seen.body)))
-        assert seen.header("content-type") == f'multipart/form-data; boundary="{BOUNDARY}"'
+        assert written(seen) == b"".join(parts).replace(b"\r\n\r\ntiny\r\n", b"\r\n\r\nwhisper-inside\r\n") + END
+        assert seen.header("content-type") != server.requests[1].header("content-type"), "each form has a boundary of its own"
+
+
+async def test_a_form_is_sent_in_chunks_unless_it_was_read_to_its_end() -> None:
+    with way() as one:
+        one.client.data_received(form(MODEL, FILE))
+        one.write_batch.flush()
+        head, _, body = one.server_wire.take().partition(b"\r\n\r\n")
+        assert b"content-length: %d" % len(body) in head and body.endswith(b"--\r\n")
+    async with scripted(responses) as server, serving([model(server.port)]) as served, client(served.port) as one_client:
+        whole = form(MODEL, FILE)
+        one_client.send(whole[:-200])
+        await until(lambda: server.open == 1)
+        one_client.send(whole[-200:])
+        assert (await one_client.reply()).body == RESPONSE
+        assert server.requests[0].header("transfer-encoding") == "chunked" and written(server.requests[0]) == MODEL + FILE + END
 
 
 MANY = part("n", b"129")
@@ -93,9 +115,22 @@ REFUSED = {
     "two models": (form(MODEL, part("model", b"secret"), FILE), 400, "invalid_value"),
     "a model in bytes": (form(part("model", b"\xff\xfe"), FILE), 400, "invalid_value"),
     "a long model": (form(part("model", b"m" * 600), FILE), 400, "invalid_value"),
-    "a model of two lines": (form(part("model", b"\r\ntiny"), FILE), 400, "invalid_value"),
+    "a model of two lines": (form(part("model", b"\r\ntiny"), FILE), 404, "model_not_found"),
     "a part without a name": (form(b"--" + BOUNDARY.encode() + b"\r\nx: y\r\n\r\nz\r\n", MODEL), 400, "invalid_value"),
-    "an extended name": (form(part("x", b"secret", "; name*=utf-8''model"), MODEL), 400, "invalid_value"),
+    "an extended name alone": (
+        form(part("\"; name*=utf-8''model; x=\"", b"secret").replace(b'; name=""', b""), MODEL),
+        400,
+        "invalid_value",
+    ),
+    "a name with a control character": (form(MODEL, part("a\nb", b"")), 400, "invalid_value"),
+    "a content type with a control character": (
+        form(MODEL, part("file", b"", '; filename="a"\r\nContent-Type: a\0b')),
+        400,
+        "invalid_value",
+    ),
+    "a name that no quotes can hold": (form(MODEL, part("x", b"").replace(b'"x"', b"a\\; filename=b")), 400, "invalid_value"),
+    "two content types": (form(MODEL, part("a", b"", "\r\nContent-Type: a/b\r\nContent-Type: c/d")), 400, "invalid_value"),
+    "a folded header": (form(MODEL, part("a", b"", '\r\n ; filename="b"')), 400, "invalid_value"),
     "no boundary": (form(MODEL, content_type="multipart/form-data"), 400, "invalid_value"),
     "a strange boundary": (form(MODEL, content_type='multipart/form-data; boundary="a\\"b"'), 400, "invalid_value"),
     "a long boundary": (form(MODEL, content_type="multipart/form-data; boundary=" + "b" * 71), 400, "invalid_value"),
@@ -107,7 +142,7 @@ REFUSED = {
     "too many headers": (form(MODEL, part("a", b"", "\r\na: b" * 8)), 400, "invalid_value"),
     "too many lines like a boundary": (form(MODEL, part("a", f"\r\n--{BOUNDARY}x".encode() * (MAX_PARTS + 2))), 400, "invalid_value"),
     "JSON": (form(MODEL, content_type="application/json"), 415, "unsupported_media_type"),
-    "a header like a boundary": (form(MODEL, f"--{BOUNDARY}\r\n--{BOUNDARY}--: x\r\n\r\ny\r\n".encode()), 400, "invalid_value"),
+    "only a header like a boundary": (form(MODEL, f"--{BOUNDARY}\r\n--{BOUNDARY}--: x\r\n\r\ny\r\n".encode()), 400, "invalid_value"),
     "other fields": (form(MODEL, content_type="application/x-www-form-urlencoded"), 415, "unsupported_media_type"),
     **{f"the field {name}": (form(part(name, b"1"), MODEL), 400, "invalid_value") for name in sorted(FORBIDDEN)},
 }
@@ -172,7 +207,7 @@ async def test_a_form_that_came_at_once_is_processed_in_pieces() -> None:
     with way() as one:
         one.client.data_received(form(part("file", bytes(2_000_000)), MODEL))
         iterations = 0
-        while not one.client_wire.written:  # there is no server, which is found out when the model is known
+        while not one.server_wire.written:
             await asyncio.sleep(0)
             one.write_batch.flush()
             iterations += 1
@@ -220,25 +255,27 @@ async def test_field_names_are_read_in_one_charset() -> None:
 async def test_an_instance_needs_no_model() -> None:
     async with scripted(responses) as server, serving([model(server.port, mounts=("/i-1/1",))]) as served:
         assert (await request_once(served.port, form(FILE, path="/i-1/1" + PATH))).body == RESPONSE
-        assert server.requests[0].body == FILE + MODEL + END
+        assert written(server.requests[0]) == FILE + MODEL + END
 
 
 @pytest.mark.parametrize("parts", [(FILE,), (part("model", b""), FILE), (FILE, part("model", b""))])
 @pytest.mark.parametrize("chunks", [0, 7, 5000])
 async def test_the_default_model_serves_a_form_without_one(parts: tuple[bytes, ...], chunks: int) -> None:
-    """The server gets the model's name after all other fields, where it takes precedence."""
+    """The server gets the model's name in place of an empty one, or after all other fields."""
     async with scripted(responses) as server:
         models = [model(server.port, served="inside"), model(server.port, identity="other")]
         async with serving(models, default_model="tiny") as served:
             assert (await request_once(served.port, form(*parts, chunks=chunks))).body == RESPONSE
-            assert server.requests[0].body == b"".join(parts) + part("model", b"inside") + END
+            given, inside = b"".join(parts), part("model", b"inside")
+            empty = part("model", b"")
+            assert written(server.requests[0]) == (given.replace(empty, inside) if empty in given else given + inside) + END
             assert served.context.records[0].model == "tiny"
 
 
 async def test_a_form_without_parts_is_the_servers_to_refuse() -> None:
     async with scripted(responses) as server, serving([model(server.port)], default_model="tiny") as served:
         assert (await request_once(served.port, form())).body == RESPONSE
-        assert server.requests[0].body == END
+        assert written(server.requests[0]) == MODEL + END
 
 
 async def test_a_large_file_streams_through() -> None:
@@ -326,36 +363,96 @@ async def gone(served: Served) -> None:
     await until(lambda: served.in_flight == 0)
 
 
-@settings(deadline=None)
-@given(parts=st.permutations([MODEL, FILE, LANGUAGE]), sizes=st.lists(st.integers(1, 400), min_size=1, max_size=20))
-def test_the_model_is_found_however_the_reads_are_cut(parts: list[bytes], sizes: list[int]) -> None:
-    body = b"".join(parts) + END
-    reads: list[bytes] = []
-    at = 0
-    while at < len(body):
-        size = sizes[len(reads) % len(sizes)]
-        reads.append(body[at : at + size])
-        at += size
-    coming = iter(reads)
-    sent: list[bytes] = []
+# The fields at the server
 
-    async def next_bytes() -> bytes:
-        return next(coming, b"")
+TEXT = st.lists(
+    st.sampled_from(
+        [b"\r\n", b"\r", b"\n", b"--", b"-", b"B", b"\r\n--B", b"--B--", b"--B\r\n", b" ", b"true", b"1", b"40", b"41", b"\xff", b"x"]
+    )
+    | st.binary(max_size=4),
+    max_size=6,
+).map(b"".join)
+NAME = st.sampled_from(
+    [b"model", b"stream", b"stream_include_usage", b"stream_continuous_usage_stats", b"max_completion_tokens", b"prompt", b"vllm_xargs"]
+) | st.lists(
+    st.sampled_from([b'\\"', b"\\\\", b"\\", b";", b"%22", b"=", b" ", b"'", b"name", b"\xc3\xa9", b"\xe9", b"\n", b"\0", b"model", b'"']),
+    max_size=5,
+).map(b"".join)
+LINES = st.sampled_from(
+    [
+        b"",
+        b"\r\nContent-Type: text/plain; charset=utf-7",
+        b"\r\nX: y",
+        b"\r\n--B--: x",
+        b"\r\nContent-Type:\t",
+        b"\r\ncontent-disposition: a",
+    ]
+)
 
-    async def drained() -> bool:
-        return True
 
-    async def run() -> str | None:
-        one = Form.of(f"multipart/form-data; boundary={BOUNDARY}".encode())
-        name = await one.read_model(next_bytes)
-        sent.append(one.opening("a-longer-name"))
-        behind = one.remaining(len(body)) if one.ended else None
-        await one.upload(next_bytes, chunked=False)(lambda data, _: sent.append(data), drained)
-        assert behind is None or len(sent[0]) + behind == sum(map(len, sent))
-        return name
+@st.composite
+def parts(draw: st.DrawFn) -> bytes:
+    options = [b'name="%b"' % draw(NAME)]
+    options += draw(st.lists(st.sampled_from([b"filename=a", b"name*=model", b"name=x", b'x="; name=model"']), max_size=2))
+    options += [b'filename="%b"' % draw(NAME)] * draw(st.booleans())
+    disposition = b"; ".join([b"form-data", *draw(st.permutations(options))])
+    padding = draw(st.sampled_from([b"", b"", b"", b" \t"]))
+    return b"--B%b\r\nContent-Disposition: %b%b\r\n\r\n%b\r\n" % (padding, disposition, draw(LINES), draw(TEXT))
 
-    assert asyncio.run(run()) == "tiny"
-    assert b"".join(sent) == body.replace(b"\r\n\r\ntiny\r\n", b"\r\n\r\na-longer-name\r\n")
+
+@settings(deadline=None, max_examples=examples(300))
+@given(form_parts=st.lists(parts(), max_size=4), ending=st.sampled_from([b"--B--", b"--B--\r\n", b"--B--x\r\n--B--\r\n"]), data=st.data())
+def test_the_server_reads_the_clients_fields_and_the_gateways(form_parts: list[bytes], ending: bytes, data: st.DataObject) -> None:
+    """However the form arrives, or it is refused."""
+    model_part = [b'--B\r\nContent-Disposition: form-data; name="model"\r\n\r\ntiny\r\n'] * data.draw(st.booleans())
+    body = b"".join(data.draw(st.permutations(form_parts + model_part))) + ending
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(body)), max_size=8)))
+    pieces = [body[start:end] for start, end in pairwise([0, *cuts, len(body)])]
+    with suppress(Refusal):
+        fields_at_server(b"B", pieces, cuts)
+
+
+NAMES = {
+    "a quote": (rb'name="a\"b"', 'a"b'),
+    "a backslash": (rb'name="a\\b"', "a\\b"),
+    "a percent sign": (b'name="a%22b"', "a%22b"),
+    "a semicolon": (b'name="a; name=model"', "a; name=model"),
+    "UTF-8": ('name="é"'.encode(), "é"),
+    "Latin-1": ('name="é"'.encode("latin-1"), "é"),
+    "a token": (b"name=a", "a"),
+    "two names": (b'name="model"; name="a"', "a"),
+    "an extended name": (b"name=a; name*=utf-8''model", "a"),
+    "capitals": (b'NAME="Model"', "Model"),
+    "apostrophes": (b"name='model'", "'model'"),
+    "spaces": (b'name=" model "', " model "),
+    "a header like a boundary": (b'name="a"\r\n--B--: x', "a"),
+    "another type of text": (b'name="a"\r\nContent-Type: text/plain; charset=utf-16', "a"),
+}
+
+
+@pytest.mark.parametrize("what", NAMES)
+def test_a_name_is_sent_as_it_was_checked(what: str) -> None:
+    options, name = NAMES[what]
+    fields = fields_at_server(b"B", [b"--B\r\nContent-Disposition: form-data; %b\r\n\r\nx\r\n--B--" % options])
+    assert fields == [(name, "x"), ("model", SERVED), ("max_completion_tokens", str(KEY_MAX_TOKENS))]
+
+
+FILES = {
+    "a quote": (rb'filename="a\"b"', 'a"b'),
+    "backslashes": (rb'filename="a\\\\b\c\\"', "a\\\\b\\c\\"),
+    "a path": (rb'filename="C:\d\e"', "e"),
+    "only quotes": (b'filename="' + b'\\"' * 40 + b'"', '"' * 40),
+    "UTF-8": ('filename="é.wav"'.encode(), "é.wav"),
+    "nothing": (b'filename=""', ""),
+}
+
+
+@pytest.mark.parametrize("what", FILES)
+def test_a_file_has_its_name_and_type(what: str) -> None:
+    option, name = FILES[what]
+    head = b'Content-Disposition: form-data; name="file"; %b\r\nContent-Transfer-Encoding: binary\r\nContent-Type: audio/x; a="b"' % option
+    fields = fields_at_server(b"B", [b"--B\r\n%b\r\n\r\n--B--\r\n--B--" % head])
+    assert fields[0] == ("file", (name, 'audio/x; a="b"', b"--B--"))
 
 
 @settings(deadline=None)
@@ -423,28 +520,16 @@ ADDED = {
 
 @pytest.mark.parametrize("what", ADDED)
 @pytest.mark.parametrize("behind", [b"", b"epilogue\r\n" + END], ids=["", "with something behind the form"])
-async def test_fields_are_added_at_the_end(what: str, behind: bytes) -> None:
-    """However the reads are cut: nothing of the last boundary has been sent before."""
+def test_fields_are_added_at_the_end(what: str, behind: bytes) -> None:
+    """However the reads are cut."""
     parts, of_model, of_key, added = ADDED[what]
     body = b"".join(parts) + END + behind
-    whole = b"".join(parts) + added + END + behind
     for size in (1, 2, 3, 5, 17, 1000, len(body)):
-        reads = iter([body[at : at + size] for at in range(0, len(body), size)])
-        sent = bytearray()
-
-        async def next_bytes(reads: Iterator[bytes] = reads) -> bytes:
-            return next(reads, b"")
-
-        async def drained() -> bool:
-            return True
-
-        one = Form.of(f"multipart/form-data; boundary={BOUNDARY}".encode())
-        assert await one.read_model(next_bytes) == "tiny"
-        one.apply_policy(BodyPolicy(BodyRules(max_tokens=of_model), {}, {}), of_key)
-        sent += one.opening("tiny")
-        await one.upload(next_bytes, chunked=False)(lambda data, _, sent=sent: sent.extend(data), drained)  # type: ignore[misc]
-        assert bytes(sent) == whole
-        assert one.hides_usage is (USAGE in added)
+        reads = (body[at : at + size] for at in range(0, len(body), size))
+        sent = send(BOUNDARY.encode(), reads, BodyPolicy(BodyRules(max_tokens=of_model), {}, {}), of_key, "tiny")
+        assert sent.model == "tiny" and sent.hides_usage is (USAGE in added)
+        expected = Request(b"\r\ncontent-type: " + sent.content_type, sent.body)
+        assert written(expected) == b"".join(parts) + added + END
 
 
 @pytest.mark.parametrize("chunks", [0, 700])
@@ -457,7 +542,7 @@ async def test_streams_of_forms_are_counted(chunks: int, requested: bool) -> Non
 
     async def script(talk: Conversation) -> None:
         await talk.begin_stream()
-        for each in (text, count, done) if USAGE in talk.request.body else (text, done):
+        for each in (text, count, done) if USAGE in written(talk.request) else (text, done):
             await talk.chunk(each)
         await talk.end_stream()
 
@@ -507,8 +592,8 @@ async def test_a_keys_bound_holds_for_forms() -> None:
         assert server.requests == []
         assert (await request_once(served.port, form(MODEL, bound(10), FILE))).status == 200
         assert (await request_once(served.port, form(MODEL, FILE))).status == 200
-        assert server.requests[0].body == MODEL + bound(10) + FILE + END
-        assert server.requests[1].body == MODEL + FILE + bound(10) + END
+        assert written(server.requests[0]) == MODEL + bound(10) + FILE + END
+        assert written(server.requests[1]) == MODEL + FILE + bound(10) + END
 
 
 async def test_a_transcription_has_a_row() -> None:
@@ -532,3 +617,35 @@ async def test_a_server_that_disconnects_during_an_upload() -> None:
         assert (reply.status, reply.error["code"]) == (502, "upstream_disconnected")
         await gone(served)
         assert served.value("server_failures_total", "tiny", "tiny#0") == 1
+
+
+SWALLOWING = part("prompt", f"--{BOUNDARY}--".encode())
+"""A text that looks like the last boundary, directly behind the headers, which end with the line break that belongs to a boundary."""
+
+
+async def test_a_text_like_the_last_boundary_does_not_cancel_the_keys_limit() -> None:
+    limited = key(allowances=(Allowance("key team-a", Limits(max_tokens=40)),))
+    async with scripted(responses) as server, serving([model(server.port)], [limited]) as served:
+        assert (await request_once(served.port, form(MODEL, FILE, SWALLOWING))).status == 200
+        fields = read(server.requests[0].header("content-type"), server.requests[0].body)
+        assert [name for name, _ in fields] == ["model", "file", "prompt", "max_completion_tokens"]
+        assert dict(fields)["prompt"] == f"--{BOUNDARY}--" and dict(fields)["max_completion_tokens"] == "40"
+
+
+async def test_a_text_like_the_last_boundary_does_not_choose_the_base_model() -> None:
+    """The key may use the LoRA adapter only. Without a ``model``, vLLM would serve the base."""
+    limited, adapter = key(models=("lora",)), Model("lora", (), parent="tiny", served="lora")
+    async with (
+        scripted(responses) as server,
+        serving([model(server.port), adapter], [limited]) as served,
+    ):
+        assert (await request_once(served.port, form(FILE, SWALLOWING))).status == 200
+        fields = read(server.requests[0].header("content-type"), server.requests[0].body)
+        assert [(name, value) for name, value in fields if name != "file"] == [("prompt", f"--{BOUNDARY}--"), ("model", "lora")]
+
+
+async def test_a_text_like_the_last_boundary_does_not_cancel_the_request_for_usage() -> None:
+    async with scripted(responses) as server, serving([model(server.port)]) as served:
+        assert (await request_once(served.port, form(MODEL, part("stream", b"true"), FILE, SWALLOWING))).status == 200
+        fields = read(server.requests[0].header("content-type"), server.requests[0].body)
+        assert dict(fields)["stream_include_usage"] == "true"
