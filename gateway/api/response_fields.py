@@ -1,8 +1,7 @@
 """The fields of a response that the gateway acts on, and where each dialect has them.
 
-The rule: a field is read at its own path in the document only. Much of a response may be the client's text, also as nested JSON (metadata,
-tools, arguments of tool calls, messages), and must not be read as a field of the server. A search for bytes only decides whether a
-document is parsed: every event with such a field contains one of its MARKS, in any field order, with any white space and with escapes.
+The rule: a field is read at its own path in the parsed document only. Much of a response may be the client's text, also as nested JSON
+(metadata, tools, arguments of tool calls, messages), and must not be read as a field of the server.
 
 Where vLLM 0.32 has the fields:
 
@@ -17,8 +16,8 @@ Where vLLM 0.32 has the fields:
 Messages have ``stop_reason: null`` for a stopped engine, but for other reasons as well. The last events of responses are
 ``response.completed``, ``response.incomplete`` and ``response.failed``.
 
-In streams of responses and messages the events that open and close an item have no tokens. They have a mark too, so that they are not
-counted as tokens (``events_without_tokens``).
+In streams of responses and messages the events that open and close an item have no tokens, and are not counted as tokens
+(``events_without_tokens``).
 """
 
 from __future__ import annotations
@@ -36,16 +35,8 @@ from gateway.api.routes import Dialect
 from gateway.api.usage import Usage, UsageObject, convert_usage, decode_usage
 
 _ESCAPED = b"\\u00"  # an ASCII letter may be escaped like this, also in a key
-_USAGE, _ERROR = b'"usage"', b"error"
 _STOPPED: Mapping[Dialect, bytes] = MappingProxyType(dict.fromkeys(Dialect, b'"abort"') | {Dialect.RESPONSES: b'"cancelled"'})
-
-Marks = tuple[bytes, bytes, bytes, bytes]
-_STRUCTURE: Mapping[Dialect, bytes] = MappingProxyType({Dialect.RESPONSES: b'"status"', Dialect.MESSAGES: b"content_block_st"})
-"""A mark of the events that open and close an item, ``content_block_start`` and ``_stop``. An event of a stopped engine has it too."""
-MARKS: Mapping[Dialect, Marks] = MappingProxyType(
-    {dialect: (_USAGE, _ERROR, _STRUCTURE.get(dialect, _STOPPED[dialect]), _ESCAPED) for dialect in Dialect}
-)
-"""Bytes by dialect. An event of a stream without any mark need not be parsed."""
+"""What the body of a stopped engine contains, unless it is escaped. Other bodies are parsed for their usage alone."""
 
 WHOLE_SIZE = 64 * 1024
 """Bytes of a document that is parsed as a whole. A longer document is scanned while it passes."""
@@ -103,6 +94,32 @@ def of_event(document: Mapping[str, Any], dialect: Dialect) -> Fields:
     return Fields(_usage_of(document), _is_stopped(document, dialect), document.get("choices") == [])
 
 
+_TEXT_EVENTS: Mapping[Dialect, frozenset[str]] = MappingProxyType(
+    {
+        Dialect.RESPONSES: frozenset(
+            {"response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta"}
+        ),
+        Dialect.MESSAGES: frozenset({"content_block_delta"}),
+    }
+)
+
+
+def is_ordinary(document: Mapping[str, Any], dialect: Dialect) -> bool:
+    """Return whether an event has a part of a text and nothing else that the gateway acts on, aside from running usage."""
+    if dialect in _TEXT_EVENTS:
+        return document.get("type") in _TEXT_EVENTS[dialect] and not {"error", "usage", "message", "response"} & document.keys()
+    choices = document.get("choices")
+    if not isinstance(choices, list) or len(choices) != 1 or "error" in document or "type" in document:
+        return False
+    return isinstance(choices[0], dict) and choices[0].get("finish_reason") is None and not choices[0].get("index")
+
+
+def ends_choice(document: Mapping[str, Any]) -> bool:
+    """Return whether an event is the last one of its choice."""
+    choices = document.get("choices")
+    return isinstance(choices, list) and any(isinstance(each, dict) and each.get("finish_reason") is not None for each in choices)
+
+
 _WITHOUT_TOKENS: Mapping[str, int] = MappingProxyType(
     {
         "response.created": 1,
@@ -119,7 +136,7 @@ _WITH_PARTS = frozenset({"message", "reasoning"})  # items of responses whose te
 
 
 def events_without_tokens(document: Mapping[str, Any], block: str = "") -> int:
-    """Return how many events without tokens an event of responses or messages stands for: itself, and those beside it without a mark.
+    """Return how many events without tokens an event of responses or messages stands for: itself, and those that vLLM sends with it.
 
     ``block`` is the type of the last block that was opened. vLLM sends these together: an item with the part that it opens; the end of a
     text, of its part and of its item; the signature of a thinking block and its end.

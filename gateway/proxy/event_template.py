@@ -1,76 +1,145 @@
-"""The template of a stream's ordinary events: the bytes before and after the only string in which they differ. Pure.
+"""The template of a stream's ordinary events: their bytes around the only text in which they differ. Pure.
 
-Nearly all events of a stream differ in one string, the generated text. An event that starts and ends like an earlier one, with a text
-without quotes between them, has the same fields. So it need not be searched for the marks of important fields, which takes four times as
-long (docs/performance.md). The rule: a template is made only from two events that have no mark, and only if parsing it shows that the text
-between its parts is a value, not a name.
+Nearly all events of a stream differ in one string, the generated text, and in numbers behind it. An event that equals an earlier one apart
+from these has the same fields. So it need not be parsed again, which takes four times as long (docs/performance.md).
+
+The rule: a template is learned only from an event that was parsed and found ordinary, and the text is at one of ``_TEXTS``. This is an
+allow-list: what a template does not describe byte by byte is parsed.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import orjson
 
-_NO_TEMPLATE = (b"\0", b"\0", 1, 1)  # no event has it
+from gateway.api.routes import Dialect
+from gateway.api.usage import USAGE_START
+
+EVENT_END = b"}\n\n"
+"""The end of an event as vLLM writes it, with the end of its document."""
+_FRAME_END = b"\r\n"
 _PROBE = "\u2020\u2020"
-_ATTEMPTS = 4
-"""Attempts for each stream. Events with logprobs or numbers differ in more than one place, and have no template."""
+_ATTEMPTS = 8
+"""Templates of each stream. The events of several choices, or with log probabilities, differ in more than a text."""
+
+Path = tuple[str | int, ...]
+_CHOICE: Path = ("choices", 0)
+_TEXTS: Mapping[Dialect, Sequence[Path]] = MappingProxyType(
+    {
+        Dialect.CHAT: (
+            (*_CHOICE, "delta", "content"),
+            (*_CHOICE, "delta", "reasoning"),
+            (*_CHOICE, "delta", "reasoning_content"),
+            (*_CHOICE, "delta", "tool_calls", 0, "function", "arguments"),
+        ),
+        Dialect.COMPLETIONS: ((*_CHOICE, "text"),),
+        Dialect.RESPONSES: (("delta",),),
+        Dialect.MESSAGES: (("delta", "text"), ("delta", "thinking"), ("delta", "partial_json")),
+        Dialect.COHERE: (),  # not streamed
+        Dialect.PLAIN: ((*_CHOICE, "delta", "content"),),
+    }
+)
+"""Where an event has its text. The gateway acts on no text at these positions."""
+
+TEXT = re.compile(rb'[^\x00-\x1f"\\]*(?:\\["\\/bfnrt][^\x00-\x1f"\\]*)*"')
+"""The rest of a JSON string, without escaped code units."""
+_NUMBER = re.compile(rb'(?<=":)(?:0|[1-9][0-9]*)(?=[,}\]])')
+_NUMBER_PATTERN = rb"(?:0|[1-9][0-9]*)"
+
+
+class EventTemplate(NamedTuple):
+    """An ordinary event in a chunk of its own."""
+
+    start: bytes
+    """The bytes before the text, from the first byte of the event."""
+    end: bytes
+    """The bytes behind the text, from its quote to the first number."""
+    numbers: re.Pattern[bytes] | None
+    """Matches the bytes from the first number to the end of the chunk; None if there is no number, and ``end`` ends the chunk."""
+    hidden: int
+    """The bytes from the text's quote to the running usage that is left out, which is the last field; -1 if nothing is left out."""
+    start_size: int
+    end_size: int
+
+
+NO_TEMPLATE = EventTemplate(b"\0", b"\0", None, -1, 1, 1)
+"""The template of a stream without one: no event has it."""
 
 
 class TemplateLearner:
-    """Makes the template of one stream from its events.
+    """Makes the templates of one stream from its ordinary events."""
 
-    ``closing``: bytes that complete the JSON of an event without its end. ``frame_end``: bytes after each event.
-    """
+    __slots__ = ("_attempts", "_texts", "template")
 
-    __slots__ = ("_closing", "_frame_end", "_last", "attempts", "template")
+    def __init__(self, dialect: Dialect) -> None:
+        self._texts = _TEXTS[dialect]
+        self._attempts = _ATTEMPTS
+        self.template = NO_TEMPLATE
+        """The template of the last ordinary event that had one."""
 
-    def __init__(self, closing: bytes = b"", frame_end: bytes = b"") -> None:
-        self._closing, self._frame_end = closing, frame_end
-        self._last = b""
-        self.attempts = _ATTEMPTS
-        """Attempts that are left. Without any, ``learn`` need not be called."""
-        self.template = _NO_TEMPLATE
-        """The bytes before and after the text, and their numbers."""
+    def learn(self, event: bytes, document: Mapping[str, Any], shown: bytes) -> None:
+        """Make the template of an ordinary event. ``shown``: what the client gets of it, without its running usage."""
+        if not self._attempts:
+            return
+        for path in self._texts:
+            text = _value_at(document, path)
+            if isinstance(text, str) and text:
+                self._attempts -= 1
+                self.template = _template(event, document, path, text, shown) or self.template
+                return
 
-    def learn(self, event: bytes) -> bool:
-        """Set ``template`` if this ordinary event shows it. Returns True, so that a condition can contain the call."""
-        if (found := self.compare(event)) is not None:
-            start, end = found[0], found[1] + self._frame_end
-            self.template = start, end, len(start), len(end)
-        return True
 
-    def compare(self, event: bytes) -> tuple[bytes, bytes] | None:
-        """Compare an ordinary event with the one before. Returns the template, or None."""
-        last, self._last = self._last, event
-        if not last or last == event:
+def _template(event: bytes, document: Mapping[str, Any], path: Path, text: str, shown: bytes) -> EventTemplate | None:
+    """Return the template of an event with this text; None if it is not written as vLLM writes it."""
+    written = orjson.dumps(text)
+    at = event.find(written) + 1
+    end = event[at + len(written) - 2 :]
+    if at == 0 or TEXT.fullmatch(written, 1) is None or not end.endswith(EVENT_END) or not _is_at(event[:at], end, document, path, text):
+        return None
+    hidden = -1
+    if shown != event:
+        hidden = len(shown) - len(EVENT_END) - at - (len(written) - 2)
+        usage = event[len(shown) - len(EVENT_END) :]
+        if (
+            hidden < 0
+            or not usage.startswith(USAGE_START)
+            or shown[-len(EVENT_END) :] != EVENT_END
+            or event[: len(shown) - 3] != shown[:-3]
+        ):
             return None
-        self.attempts -= 1
-        shorter = min(len(last), len(event))
-        same = next((at for at in range(shorter) if last[at] != event[at]), shorter)
-        start = event.rfind(b'"', 0, same) + 1
-        same = next((at for at in range(shorter - start) if last[-1 - at] != event[-1 - at]), shorter - start)
-        end = event.find(b'"', len(event) - same)
-        if start == 0 or end < start or event.find(b'"', start) != end or event[end + 1 : end + 2] not in (b",", b"}", b"]"):
-            return None
-        before, after = event[:start], event[end:]
-        if event[start:end].find(b"\n") >= 0 or not self._is_value(before, after):
-            return None
-        self._last = b""  # it is probably the last time
-        return before, after
-
-    def _is_value(self, before: bytes, after: bytes) -> bool:
-        """Return whether a text between these bytes is the value of a field."""
-        try:
-            document = orjson.loads(before[before.find(b"{") :] + _PROBE.encode() + after + self._closing)
-        except orjson.JSONDecodeError:
-            return False
-        return _has_value(document)
+    first = _NUMBER.search(end)
+    if first is None:
+        end += _FRAME_END
+        return EventTemplate(event[:at], end, None, hidden, at, len(end))
+    if hidden > first.start():
+        return None
+    literals = _NUMBER.split(end[first.start() :])
+    numbers = re.compile(_NUMBER_PATTERN.join(map(re.escape, literals)) + _FRAME_END)
+    return EventTemplate(event[:at], end[: first.start()], numbers, hidden, at, first.start())
 
 
-def _has_value(node: Any) -> bool:
-    """Return whether the probe is a value in a document."""
-    if isinstance(node, dict | list):
-        return any(_has_value(value) for value in (node.values() if isinstance(node, dict) else node))
-    return bool(node == _PROBE)
+def _is_at(before: bytes, after: bytes, document: Mapping[str, Any], path: Path, text: str) -> bool:
+    """Return whether a text between these bytes of an event is the value at the path, and nothing else."""
+    data = before + _PROBE.encode() + after
+    try:
+        found = orjson.loads(data[data.find(b"{") :])
+    except orjson.JSONDecodeError:
+        return False
+    if _value_at(found, path) != _PROBE:
+        return False
+    _value_at(found, path[:-1])[path[-1]] = text
+    return {**found, "usage": None} == {**document, "usage": None}  # its bytes are compared
+
+
+def _value_at(node: Any, path: Path) -> Any:
+    """Return the value at a path; None without one. A path's index 0 stands for the only element of a list."""
+    for name in path:
+        if isinstance(name, str):
+            node = node.get(name) if isinstance(node, dict) else None
+        else:
+            node = node[name] if isinstance(node, list) and len(node) == 1 else None
+    return node

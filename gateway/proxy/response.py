@@ -1,17 +1,17 @@
 """Relays a response from the server to the client, and reads the fields that the gateway acts on as they pass.
 
-The rules: the bytes of a 2xx response are the server's, with three exceptions. A usage that the client did not request is left out,
-an error is translated into the gateway's shape, and an error is added if the server closes the connection early. (With
-``rewrite_model``, the model's name is replaced as well.) The status 200 is sent with the first bytes of the body, so an error as the
-first event can still become a real status. Only an incomplete event is buffered.
+The rules: the bytes of a 2xx response are the server's, with the exceptions that docs/routes.md lists ("Bytes of a stream"). In a stream,
+``EventRelay._process`` is the one place that makes them, and the fast path repeats it for ordinary events only. The status 200 is sent with
+the first bytes of the body, so an error as the first event can still become a real status. Only an incomplete event is buffered, and the
+last event of a choice until the server has sent the final usage.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -20,14 +20,25 @@ from msgspec.structs import replace
 
 from gateway.api.errors import Refusal, from_failure, render, render_event
 from gateway.api.model_name import ModelRenamer, renamed
-from gateway.api.response_fields import MARKS, Fields, Marks, Observer, events_without_tokens, of_body, of_document, of_event, opened_block
+from gateway.api.response_fields import (
+    Fields,
+    Observer,
+    ends_choice,
+    events_without_tokens,
+    is_ordinary,
+    of_body,
+    of_document,
+    of_event,
+    opened_block,
+)
 from gateway.api.routes import Dialect
 from gateway.api.settlement import BYTES_PER_TOKEN, NOTHING, Delivery, Settlement, settle
 from gateway.api.translation import Translation
 from gateway.api.usage import Usage, merged, usage_tail
 from gateway.api.vllm.errors import event_status, from_event, server_failure
 from gateway.client.request import ClientRequest
-from gateway.proxy.fast_path import counting_fast_path, fast_path
+from gateway.proxy.event_template import TemplateLearner
+from gateway.proxy.fast_path import fast_path
 from gateway.proxy.running_usage import RunningUsage
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.system.steps import MEDIUM
@@ -322,7 +333,7 @@ class EventRelay(ResponseRelay):
         self._response = response
         self._upstream = upstream
         self._dialect = upstream.request.target.route.dialect
-        self._marks = MARKS[self._dialect]
+        self._learner = TemplateLearner(self._dialect)
         self._hides_usage = upstream.body.hides_usage
         self._translation = upstream.body.translation
         self._name = upstream.model.name  # the name to write in place of the model's
@@ -333,6 +344,7 @@ class EventRelay(ResponseRelay):
         self._block = ""  # the type of the last block of a message
         self._prompt: Usage | None = None  # the usage of the prompt in the first event of a stream of messages
         self._last = b""
+        self._last_of_choices: list[tuple[bytes, dict[str, Any]]] = []  # events that wait for the final usage
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
 
     async def run(self) -> None:
@@ -344,13 +356,19 @@ class EventRelay(ResponseRelay):
         self.first_byte = response.last_byte_at
         response.keep_close()
         _connect(request, response, self._receive)
-        await response.wait_complete()
+        try:
+            await response.wait_complete()
+        except UpstreamError:
+            if request.response_started:
+                request.write(self._renamed(self._release_last({})))
+            raise
         if self._first_error is not None:
             raise self._first_error
         # The server has ended its body. The stream must have ended before.
         rest = self._splitter.take()
         if not _is_last(_LAST_EVENT[self._dialect], self._last, rest):
             raise Disconnected(response.server.name, "ended its stream before its last event")
+        rest = self._renamed(self._release_last({})) + rest
         self._settle_limits()
         request.write(rest)
         request.finish_response()
@@ -370,6 +388,11 @@ class EventRelay(ResponseRelay):
     def _forward(self, events: bytes) -> None:
         """Send a run of complete events to the client. Raises BadResponse for events that cannot be translated; none of them is sent."""
         request, received = self._request, events
+        separate = split(events)
+        left = sum(not event.isspace() for event in separate)  # blank lines behind an event are not an event
+        if not left:
+            request.write(events)
+            return
         # The accounting of a read. ``fast_path`` does the same for an ordinary chunk (tests/gateway/proxy/test_fast_path.py).
         now = self._response.last_byte_at
         if self.gaps is None:
@@ -377,35 +400,37 @@ class EventRelay(ResponseRelay):
             self.gaps = ReadGaps(now)
         else:
             self.gaps.mark(now)
-        count = events.count(b"\n\n") or events.count(b"\n\r\n")
-        if count > 1:
-            self.gaps.more += count - 1
-        # Events with a field that the gateway acts on
-        if self._translation is not None or _has_any(events, self._marks):
-            separate = split(events)
-            first = self._process(separate[0], len(separate))
-            if self.failure is not None and not request.response_started:
+        self.gaps.more += left - 1
+        # What the client gets of each event
+        shown = []
+        for event in separate:
+            if event.isspace():
+                shown.append(event)
+                continue
+            shown.append(self._process(event, left))
+            left -= 1
+            if self.failure is not None and not request.response_started and len(shown) == 1:
                 self._first_error, self.gaps, self.first_token = self.failure, None, None
                 return
-            events = first + b"".join(self._process(event, len(separate) - index) for index, event in enumerate(separate[1:], 1))
-        if not received.isspace():  # blank lines behind the last event are not an event
-            self._last = received
-        if self._name is not None:
-            events = b"".join(renamed(event, self._name) for event in split(events))
+        events = b"".join(shown)
+        self._last = received
+        events = self._renamed(events)
         if request.reservation is not None and self._has_ended():
             self._settle_limits()
         if request.response_started:
             request.write(events)
-            return
-        lines = content_type(self._response) + b"cache-control: no-cache\r\n"
-        request.start_response(self._response.status, lines, None, events, event_stream=True)
-        write = request.chunk_writer()
-        if write is not None and self._translation is None and self._name is None:
-            # From now on ordinary chunks take the fast path.
-            path, running = fast_path, self._running
-            if running is not None and running.shape is not None:
-                path = functools.partial(counting_fast_path, running)
-            self._response.divert(functools.partial(path, self._response, request, self.gaps, self._splitter.held, write, self._marks))
+        elif events:
+            lines = content_type(self._response) + b"cache-control: no-cache\r\n"
+            request.start_response(self._response.status, lines, None, events, event_stream=True)
+            write = request.chunk_writer()
+            if write is not None and self._translation is None and self._name is None:
+                # From now on ordinary chunks take the fast path.
+                held = self._splitter.held
+                self._response.divert(partial(fast_path, self._response, request, self.gaps, held, write, self._learner, self._running))
+
+    def _renamed(self, events: bytes) -> bytes:
+        """Return events with the name of the model that the client knows."""
+        return events if self._name is None else b"".join(renamed(event, self._name) for event in split(events))
 
     def _process(self, event: bytes, left: int) -> bytes:
         """Read the fields of an event that the gateway acts on, and return what the client gets of the event.
@@ -414,6 +439,8 @@ class EventRelay(ResponseRelay):
         """
         data = data_of(event)
         document = _json(data) if data.startswith(b"{") else {}
+        if not document and data.startswith(b"{"):
+            document = _json(data.decode(errors="replace").encode())  # invalid characters in a text
         error = _error_in(document)
         if error is not None:
             return self._server_error(error, self.events - left)
@@ -427,17 +454,47 @@ class EventRelay(ResponseRelay):
         if fields.usage is not None and fields.is_final:
             self.usage = merged(self._prompt, fields.usage)
             if self._hides_usage and document.get("choices") == []:
-                return event[: len(event) - len(event.lstrip(b"\n"))]  # a leading LF belongs to the CRLF that ended the event before
+                before = event[: len(event) - len(event.lstrip(b"\n"))]  # an LF of the CRLF that ended the event before
+                return before + self._release_last(document)
         elif self._dialect in _ITEMIZED:
             self._structure += events_without_tokens(document, self._block)
             self._block = opened_block(document) or self._block
             self._prompt = fields.usage or self._prompt
-        elif self._running is not None or fields.usage is not None:
+        elif self._hides_usage and ends_choice(document):
+            self._last_of_choices.append((event, document))
+            return b""
+        elif data == b"[DONE]":
+            return self._release_last({}) + event
+        return self._shown(event, document)
+
+    def _shown(self, event: bytes, document: dict[str, Any]) -> bytes:
+        """Return what the client gets of an event with a part of the response, and learn from it if it is ordinary."""
+        received = event
+        if self._dialect not in _ITEMIZED and (self._running is not None or document.get("usage") is not None):
             event = self._read_running(event, document)
+        if is_ordinary(document, self._dialect) and (self._running is None or (self._running.is_simple and event != received)):
+            self._learner.learn(received, document, event)
         if self._translation is not None and document:
             chunks = _translated(self._translation.chunk, document, self._response)
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
         return event
+
+    def _release_last(self, final: Mapping[str, Any]) -> bytes:
+        """Return what the client gets of the events that wait for the final usage.
+
+        vLLM writes ``system_fingerprint`` on the last event of each choice, or on the final usage if that was requested, as the gateway has.
+        """
+        waiting, self._last_of_choices = self._last_of_choices, []
+        fingerprint = final.get("system_fingerprint")
+        released = []
+        for event, document in waiting:
+            end = event.rstrip(b"\r\n")
+            if isinstance(fingerprint, str) and "system_fingerprint" not in document and end.endswith(b"}"):
+                document["system_fingerprint"] = fingerprint
+                field = b',"system_fingerprint":%b}' % orjson.dumps(fingerprint)
+                event = end[:-1] + field + event[len(end) :]
+            released.append(self._shown(event, document))
+        return b"".join(released)
 
     def _read_running(self, event: bytes, document: dict[str, Any]) -> bytes:
         """Read the running usage of an event. Returns what the client gets of the event."""
@@ -504,16 +561,6 @@ class EventRelay(ResponseRelay):
     def _has_ended(self) -> bool:
         last = _LAST_EVENT[self._dialect]
         return any(self._last.find(mark) >= 0 for mark in last) and _is_last(last, self._last, b"")
-
-
-def _has_any(events: bytes, marks: Marks) -> bool:
-    """Return whether these events may have fields that the gateway acts on.
-
-    ``find``, because ``in`` first treats bytes as a number, and creates and drops an exception each time. Written out, because a loop over
-    the marks costs more than the searches.
-    """
-    usage, error, stopped, escaped = marks
-    return events.find(usage) >= 0 or events.find(error) >= 0 or events.find(stopped) >= 0 or events.find(escaped) >= 0
 
 
 def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:

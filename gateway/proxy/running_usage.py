@@ -17,9 +17,6 @@ from typing import Any
 from gateway.api.json_scan import Scanner
 from gateway.api.usage import USAGE_START, Usage, convert_usage, decode_usage_tail, usage_tail
 
-DIGITS = b"0123456789"
-EVENT_END = b"}\n\n"
-_CHUNK_END = b"\r\n"
 _ORDINARY = re.compile(
     rb',"usage":\{"prompt_tokens":\d+,"total_tokens":\d+,"completion_tokens":\d+(?:,"\w+":(?:null|\{"\w+":\d+\}))*\}(?=\}\n\n\Z)'
 )
@@ -34,7 +31,7 @@ class RunningUsage:
     ``choices``: the number of choices for each of ``prompts``. ``hidden``: the gateway requested the counts, not the client.
     """
 
-    __slots__ = ("_choices", "_latest", "_prompts", "hidden", "shape", "tail", "uncovered")
+    __slots__ = ("_choices", "_latest", "_prompts", "hidden", "tail", "uncovered")
 
     def __init__(self, choices: int, prompts: int, *, hidden: bool) -> None:
         self._choices = choices
@@ -43,10 +40,13 @@ class RunningUsage:
         self._latest: dict[int, Usage] = {}  # by the index of the choice
         self.uncovered = False
         """An event of a choice had no counts, so ``usage`` does not cover all events."""
-        self.shape: bytes | None = None
-        """The bytes after USAGE_START in an ordinary chunk of the only choice, without their digits; None if they are not known."""
         self.tail = b""
         """The bytes after USAGE_START in the last chunk of the fast path."""
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether the last event has all counts, and only the gateway wants them."""
+        return self.hidden and self._choices == self._prompts == 1 and not self.uncovered and 0 in self._latest
 
     @property
     def usage(self) -> Usage | None:
@@ -85,13 +85,7 @@ class RunningUsage:
         if not self.hidden or found is None:
             return event
         span = _usage_span(event)
-        if span is None:
-            return event
-        start, end = span
-        if self.shape is None and self._choices == self._prompts == 1 and event[start:end].startswith(USAGE_START):
-            shape = event[start + len(USAGE_START) : end] + EVENT_END + _CHUNK_END
-            self.shape = shape.translate(None, DIGITS)
-        return event[:start] + event[end:]
+        return event if span is None else event[: span[0]] + event[span[1] :]
 
 
 _WANTED: Mapping[str, None] = {"usage": None}

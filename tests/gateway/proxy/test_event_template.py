@@ -1,97 +1,136 @@
-"""A template is made only from a value in which two events differ."""
+"""A template describes ordinary events byte by byte, apart from their text and the numbers behind it."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import orjson
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.proxy.event_template import TemplateLearner
+from gateway.api.routes import Dialect
+from gateway.proxy.event_template import NO_TEMPLATE, TEXT, EventTemplate, TemplateLearner
 from tests.support.examples import examples
+from upstream.http.sse import data_of
 
 CHAT = '{"id":"1","choices":[{"index":0,"delta":{"content":%s},"finish_reason":null}]}'
+USAGE = ',"usage":{"prompt_tokens":9,"total_tokens":%d,"completion_tokens":%d}'
+RESPONSES = '{"content_index":0,"delta":%s,"item_id":"msg_1","output_index":0,"sequence_number":%d,"type":"response.output_text.delta"}'
+MESSAGES = '{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%s}}'
 
 
-def event(text: str, document: str = CHAT) -> bytes:
-    return b"data: %b\n\n" % (document % orjson.dumps(text).decode()).encode()
+def event(document: str) -> bytes:
+    return f"data: {document}\n\n".encode()
 
 
-def learned(*events: bytes, closing: bytes = b"") -> tuple[bytes, bytes] | None:
-    learner = TemplateLearner(closing)
-    return [learner.compare(each) for each in events][-1]
+def learned(sent: bytes, dialect: Dialect = Dialect.CHAT, shown: bytes | None = None) -> EventTemplate:
+    learner = TemplateLearner(dialect)
+    learner.learn(sent, orjson.loads(data_of(sent)), sent if shown is None else shown)
+    return learner.template
 
 
-def test_the_template_of_a_stream_is_around_its_text() -> None:
-    before, after = event("@").split(b"@")
-    for one, other in (("a", "b"), (" the", " then"), ("cat", "hat"), ("", "x"), ("aa", "a"), ("a,", "b,"), ("content", "other")):
-        assert learned(event(one), event(other)) == (before, after)
+def describes(template: EventTemplate, sent: bytes) -> bool:
+    """Return whether a template describes an event, as the fast path decides it."""
+    text = TEXT.match(sent, template.start_size)
+    if not sent.startswith(template.start) or text is None:
+        return False
+    quote, framed = text.end() - 1, sent + b"\r\n"
+    behind = quote + template.end_size
+    if not framed.startswith(template.end, quote):
+        return False
+    return behind == len(framed) if template.numbers is None else template.numbers.fullmatch(framed, behind) is not None
 
 
-def test_an_event_without_its_end_has_a_template() -> None:
-    one, other = (event(text).removesuffix(b"}\n\n") for text in ("a", "b"))
-    assert learned(one, other, closing=b"}\n\n") == (event("@").split(b"@")[0], b'"},"finish_reason":null}]')
-    assert learned(one, other) is None
-
-
-def test_an_event_with_a_type_has_a_template() -> None:
-    document = '{"type":"content_block_delta","index":0,"delta":{"type":"text_delta","text":%s}}'
-    one, other = (b"event: content_block_delta\n" + event(text, document) for text in ("a", "b"))
-    found = learned(one, other)
-    assert found is not None and found[0].endswith(b'"text":"') and found[1] == b'"}}\n\n'
+@pytest.mark.parametrize("text", ["b", "", " then", '"', "\\", "\n", "usage", '","usage":{}', "\u00e4" * 50, "{}[]"])
+def test_another_text_has_the_same_template(text: str) -> None:
+    assert describes(learned(event(CHAT % '"a"')), event(CHAT % orjson.dumps(text).decode()))
 
 
 @pytest.mark.parametrize(
-    ("one", "other"),
+    "other",
     [
-        (b'data: {"a":1}\n\n', b'data: {"a":2}\n\n'),
-        (b'data: {"number":1,"delta":"a"}\n\n', b'data: {"number":2,"delta":"b"}\n\n'),
-        (b'data: {"a":{"one":1}}\n\n', b'data: {"a":{"two":1}}\n\n'),
-        (b'data: {"a":{"one" :1}}\n\n', b'data: {"a":{"two" :1}}\n\n'),
-        (b'data: {"a":"x"}\n\n', b'data: {"b":"y"}\n\n'),
-        (b"data: one\n\n", b"data: two\n\n"),
-        (b'data: "a", "b"}\n\n', b'data: "c", "b"}\n\n'),
-        (b"data: [DONE]\n\n", b"data: [DONE]\n\n"),
-        (b'data: {"a":"\\"x\\""}\n\n', b'data: {"a":"\\"y\\""}\n\n'),
+        (CHAT % '"a"').replace("null", '"stop"'),
+        (CHAT % '"a"').replace("null", '"abort"'),
+        (CHAT % '"a"').replace("null", "1"),
+        (CHAT % '"a"').replace('"id":"1"', '"id":"1","error":{}'),
+        (CHAT % '"a"').replace('"index":0', '"index":1'),
+        (CHAT % '"a"')[:-1] + ',"usage":{"prompt_tokens":1}}',
+        (CHAT % '"a"')[:-1] + ',"x":1}',
+        CHAT % '"a","role":"b"',
+        CHAT % '"a\\u0022"',
+        CHAT % '"a\tb"',
+        '{"id":"1","choices":[],"usage":{"prompt_tokens":9,"total_tokens":12,"completion_tokens":3}}',
     ],
 )
-def test_other_differences_have_no_template(one: bytes, other: bytes) -> None:
-    assert learned(one, other) is None
+def test_an_event_with_another_field_or_value_has_not(other: str) -> None:
+    assert not describes(learned(event(CHAT % '"a"')), event(other))
 
 
-def test_the_attempts_are_bounded() -> None:
-    learner = TemplateLearner()
-    for number in range(5):
-        assert learner.attempts
-        assert learner.compare(b'data: {"a":%d}\n\n' % number) is None
-    assert not learner.attempts
+def test_numbers_behind_the_text_may_differ() -> None:
+    template = learned(event(RESPONSES % ('"a"', 9)), Dialect.RESPONSES)
+    assert describes(template, event(RESPONSES % ('" the"', 1234567)))
+    for other in (
+        RESPONSES % ('"a"', -1),
+        (RESPONSES % ('"a"', 10)).replace("text.delta", "text.done"),
+        RESPONSES.replace("%d", "01") % '"a"',
+    ):
+        assert not describes(template, event(other))
 
 
-NAMES = st.sampled_from(["usage", "error", "content", "text", "a"])
-VALUES = st.recursive(
-    st.text("ab:,{}[]", max_size=4) | st.integers(0, 9) | st.none(),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
-    max_leaves=8,
+def test_the_hidden_usage_is_the_last_field() -> None:
+    shown = event(CHAT % '"a"')
+    sent = event((CHAT % '"a"')[:-1] + USAGE % (12, 3) + "}")
+    template = learned(sent, shown=shown)
+    assert sent[template.start_size + 1 + template.hidden :].startswith(b',"usage":{"prompt_tokens":9')
+    assert describes(template, event((CHAT % '" the"')[:-1] + USAGE % (1200, 1191) + "}"))
+    for end in (USAGE % (12, 3) + ',"x":1}', "}", (USAGE % (12, 3))[:-1] + ',"x":null}}', (USAGE % (12, 3)).replace("9", "null") + "}"):
+        assert not describes(template, event((CHAT % '"a"')[:-1] + end))
+
+
+@pytest.mark.parametrize(
+    ("dialect", "document"),
+    [
+        (Dialect.CHAT, '{"choices":[{"delta":{"role":"assistant"}}]}'),
+        (Dialect.CHAT, '{"choices":[{"delta":{"content":""}}]}'),
+        (Dialect.CHAT, '{"choices":[{"delta":{"content":"a"}},{"delta":{"content":"b"}}]}'),
+        (Dialect.CHAT, '{"delta":{"content":"a"}}'),
+        (Dialect.MESSAGES, '{"delta":{"type":"signature_delta","signature":"a"}}'),
+        (Dialect.COMPLETIONS, CHAT % '"a"'),
+        (Dialect.CHAT, '{"choices":[{"delta":{"content":"\\u0061"}}]}'),
+    ],
 )
+def test_an_event_without_a_text_has_no_template(dialect: Dialect, document: str) -> None:
+    assert learned(event(document), dialect) == NO_TEMPLATE
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(0, 99) | st.sampled_from(["a", "b", '"', "content"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "content", "delta"]), inner, max_size=2),
+    max_leaves=5,
+)
+EXTRA = st.dictionaries(st.sampled_from(["x", "y", "usage", "error", "id"]), JSON, max_size=3)
 
 
 @settings(max_examples=examples(300), deadline=None)
-@given(st.dictionaries(NAMES, VALUES, min_size=1, max_size=3), st.data())
-def test_an_event_of_a_template_has_the_same_fields(document: dict[str, object], data: st.DataObject) -> None:
-    texts = st.text("ab :,{}[]é", max_size=6)
-    one, other, third = data.draw(texts), data.draw(texts), data.draw(st.text(st.characters(exclude_characters='"\\'), max_size=9))
-    document["choices"] = [{"text": "@@"}, data.draw(VALUES)]
-    source = orjson.dumps(document)
-    template = learned(*(b"data: %b\n\n" % source.replace(b'"@@"', orjson.dumps(text), 1) for text in (one, other)))
-    if template is not None:
-        start, end = template
-        made = orjson.loads((start + orjson.dumps(third)[1:-1] + end).removeprefix(b"data: "))
-        first = orjson.loads(source.replace(b'"@@"', orjson.dumps(one), 1))
-        assert _shape(made) == _shape(first)
+@given(before=EXTRA, after=EXTRA, other_before=EXTRA, other_after=EXTRA, texts=st.tuples(st.text(max_size=5), st.text(max_size=5)))
+def test_what_a_template_describes_has_the_same_fields(
+    before: dict[str, Any], after: dict[str, Any], other_before: dict[str, Any], other_after: dict[str, Any], texts: tuple[str, str]
+) -> None:
+    """Apart from the text, and from numbers behind it."""
+
+    def made(first: dict[str, Any], text: str, last: dict[str, Any]) -> dict[str, Any]:
+        return {**first, "choices": [{"index": 0, "delta": {"content": text}}], **{name: last[name] for name in last if name not in first}}
+
+    one, other = made(before, texts[0] or "a", after), made(other_before, texts[1], other_after)
+    template = learned(b"data: " + orjson.dumps(one) + b"\n\n")
+    if template is not NO_TEMPLATE and describes(template, b"data: " + orjson.dumps(other) + b"\n\n"):
+        assert _without_numbers(made(before, "", after)) == _without_numbers(made(other_before, "", other_after))
 
 
-def _shape(node: object) -> object:
-    """Return a document with all of its strings replaced: its names, numbers and structure."""
+def _without_numbers(node: Any) -> Any:
     if isinstance(node, dict):
-        return {name: _shape(value) for name, value in node.items()}
-    return [_shape(value) for value in node] if isinstance(node, list) else "" if isinstance(node, str) else node
+        return {name: _without_numbers(value) for name, value in node.items()}
+    if isinstance(node, list):
+        return [_without_numbers(value) for value in node]
+    return 0 if type(node) is int else node

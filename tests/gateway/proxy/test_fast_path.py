@@ -103,3 +103,79 @@ async def compare_counted(events: Sequence[bytes], left: int, end: bytes) -> Non
     fast, general = records
     assert (fast.response_bytes, fast.usage) == (general.response_bytes, general.usage)
     assert fast.gaps is not None and general.gaps is not None and fast.gaps.events == general.gaps.events == len(events)
+
+
+FINISHED = (
+    b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":""},"finish_reason":"stop"}]}\n\n'
+)
+FINGERPRINT = b',"system_fingerprint":"vllm-0.32.0-abc"'
+ENDS = (b"", FINGERPRINT, b',"metrics":{"x":1}')
+"""The fields that a server may write behind the final usage."""
+
+
+@settings(max_examples=examples(60), deadline=None)
+@given(
+    texts=st.lists(st.sampled_from(TEXTS), max_size=8),
+    end=st.sampled_from(ENDS),
+    details=st.sampled_from(DETAILS),
+    counted=st.booleans(),
+    cuts=st.lists(st.integers(1, 400), max_size=6),
+)
+def test_the_final_usage_is_hidden_however_it_is_written_and_cut(
+    texts: list[bytes], end: bytes, details: bytes, counted: bool, cuts: list[int]
+) -> None:
+    """The client gets what the server would have sent without the request for usage: the fingerprint on the last event of the choice."""
+    asyncio.run(compare_final([EVENT % text for text in texts], end, details, counted, cuts))
+
+
+async def compare_final(middle: Sequence[bytes], end: bytes, details: bytes, counted: bool, cuts: Sequence[int]) -> None:
+    choice_events = [ROLE, *middle, FINISHED]
+    total = len(choice_events)
+    sent = [with_usage(event, number, details) for number, event in enumerate(choice_events)] if counted else choice_events
+    usage = b'{"prompt_tokens":%d,"total_tokens":%d,"completion_tokens":%d%b}' % (PROMPT, PROMPT + total, total, details)
+    final = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[],"usage":%b%b}\n\n' % (usage, end)
+    chunks = [frame(event) for event in (*sent, final, DONE)]
+    wire, at = b"".join(chunks), 0
+    pieces = list[bytes]()
+    for size in cuts:
+        pieces.append(wire[at : at + size])
+        at += size
+    expected = b"".join(choice_events[:-1]) + (FINISHED[:-3] + FINGERPRINT + b"}\n\n" if end == FINGERPRINT else FINISHED) + DONE
+    for reads in (chunks, [*filter(None, pieces), wire[at:]], [wire]):
+        with closing(Journal.create("test", 1 << 16, 8)) as journal, way() as one:
+            if counted:
+                one.context.ledger = Recorder(journal)
+            body = unchunked(one.streamed([STREAM_HEAD, *filter(None, reads), b"0\r\n\r\n"], include_usage=False))
+            record = one.context.records.pop()
+        assert body == expected
+        assert record.usage is not None and (record.usage.prompt, record.usage.completion) == (PROMPT, total)
+        assert record.gaps is not None and record.gaps.events == len(choice_events) + 2
+
+
+@settings(max_examples=examples(40), deadline=None)
+@given(
+    missing=st.sets(st.integers(0, 9), max_size=4),
+    ends=st.lists(st.sampled_from([b"\n\n", b"\r\n\r\n"]), min_size=10, max_size=10),
+    cuts=st.lists(st.integers(1, 300), max_size=6),
+)
+def test_the_charge_of_a_truncated_stream_does_not_depend_on_its_reads(missing: set[int], ends: list[bytes], cuts: list[int]) -> None:
+    asyncio.run(compare_charges(missing, ends, cuts))
+
+
+async def compare_charges(missing: set[int], ends: Sequence[bytes], cuts: Sequence[int]) -> None:
+    """Some events have no counts, and lines end in different ways."""
+    events = [EVENT % b"a" if n in missing else with_usage(EVENT % b"a", n) for n in range(10)]
+    wire = b"".join(frame(event[:-2] + end) for event, end in zip(events, ends, strict=True))
+    usages, at, pieces = [], 0, list[bytes]()
+    for size in cuts:
+        pieces.append(wire[at : at + size])
+        at += size
+    for reads in ([wire], [*pieces, wire[at:]], [wire[n : n + 7] for n in range(0, len(wire), 7)]):
+        with closing(Journal.create("test", 1 << 16, 8)) as journal, way() as one:
+            one.context.ledger = Recorder(journal)
+            one.streamed([STREAM_HEAD, *filter(None, reads)], include_usage=False)
+            one.server.connection_lost(None)
+            one.write_batch.flush()
+            record = one.context.records.pop()
+            usages.append((record.usage, record.estimated_by))
+    assert len(set(usages)) == 1, usages

@@ -84,7 +84,7 @@ def test_other_ways_to_write_it(sent: str, expected: str) -> None:
 def test_an_event_that_is_written_in_another_way_is_counted_and_sent_as_it_is(sent: str) -> None:
     running, event = RunningUsage(1, 1, hidden=True), (sent % choice(0)).encode()
     assert running.read(event, orjson.loads(data_of(event))) == event
-    assert running.usage == Usage(3, 2) and running.shape is None
+    assert running.usage == Usage(3, 2)
 
 
 def events(*counts: tuple[int, int, int]) -> list[bytes]:
@@ -107,7 +107,7 @@ def test_the_tokens_of_all_choices_and_prompts_are_added(
     running = RunningUsage(choices, prompts, hidden=True)
     for event in events(*counts):
         read(running, event)
-    assert running.usage == total and (running.shape is not None) is (choices == prompts == 1)
+    assert running.usage == total and running.is_simple is (choices == prompts == 1)
     assert decode_usage_tail(running.latest_tail()) == total
 
 
