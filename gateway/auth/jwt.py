@@ -22,6 +22,7 @@ import orjson
 
 from gateway.api.errors import Refusal
 from gateway.auth.jwks import VerificationKeys
+from gateway.snapshot.identity import subject_id
 from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot, weight_of
 
 _FORM = re.compile(rb"e[w-z0-9_-][A-Za-z0-9_-]*\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]*\Z")  # the first bytes encode a brace
@@ -158,7 +159,7 @@ class TokenVerifier:
         if verified.subject not in known and len(known) >= most:
             return entry
         known.add(verified.subject)
-        return f"{entry}/{verified.subject}"
+        return subject_id(entry, verified.subject)
 
 
 def _allowances(entry: Key, identity: str, of_team: tuple[Allowance, ...] | None) -> tuple[Allowance, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 
 from gateway.api.errors import Refusal
 from gateway.snapshot.link import UsageReported, UsageRequested
+from gateway.snapshot.snapshot import Key
 
 _MAX_WAITING = 64
 _TIMEOUT = 15.0  # seconds: longer than control's own timeout
@@ -25,7 +26,7 @@ class UsageRequests:
         self._number = 0
         self._waiting: dict[int, asyncio.Future[UsageReported]] = {}
 
-    async def report(self, key: str, parameters: Mapping[str, str]) -> bytes:
+    async def report(self, key: Key, parameters: Mapping[str, str]) -> bytes:
         """Return the usage of a key as JSON. Raises Refusal."""
         if len(self._waiting) >= _MAX_WAITING:
             raise Refusal("overloaded", "Too many clients are reading their usage. Try again in a moment.")
@@ -33,7 +34,7 @@ class UsageRequests:
         number, reply = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
         try:
-            self._send(UsageRequested(number, key, dict(parameters)))
+            self._send(UsageRequested(number, key.id, dict(parameters), key.former_id))
             async with asyncio.timeout(_TIMEOUT):
                 reported: UsageReported = await reply
         except TimeoutError:

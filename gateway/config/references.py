@@ -20,6 +20,7 @@ from gateway.config.problems import Finding, Path, Problem, did_you_mean
 from gateway.config.quantities import parse_duration
 from gateway.config.source import Source
 from gateway.config.values import worker_count
+from gateway.snapshot.identity import escaped
 from gateway.snapshot.snapshot import CALENDAR
 from upstream.vllm import command_line
 
@@ -480,7 +481,7 @@ def _issuers(draft: Draft) -> Iterator[Problem]:
             yield setting.problem(f"there is no such entry of keys{did_you_mean(setting.value, anonymous)}")
         elif anonymous[setting.value]:
             yield setting.problem("is the entry for requests without a key; tokens need another entry")
-    of_tokens = {setting.value for setting in _of_tokens(draft)}
+    of_tokens = {entry for setting in _of_tokens(draft) for entry in (setting.value, escaped(setting.value))}
     for key in draft.keys:
         begun = str(key.get("id").value).split("/")
         if any("/".join(begun[:length]) in of_tokens for length in range(1, len(begun))):

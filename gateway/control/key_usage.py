@@ -82,7 +82,7 @@ class KeyUsage:
         if self._reader is None:
             return UsageReported(message.number, error="overloaded", text=_UNAVAILABLE)
         try:
-            body = await self._reader.own_usage(message.key, message.parameters, datetime.now(UTC))
+            body = await self._reader.own_usage(message, datetime.now(UTC))
         except QueryError as error:
             return UsageReported(message.number, error="invalid_value", text=f"The query is invalid: {error}.")
         except DatabaseUnavailableError as error:

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.limits.windows import Moment, counted_periods, counted_starts, moment, period_of, windows_of
+from gateway.snapshot.identity import subject_id, subject_prefixes
 from gateway.snapshot.snapshot import Allowance, Model, Snapshot
 
 
@@ -72,6 +73,7 @@ class Budgets:
         self._by_team: Mapping[str, Sequence[Allowance]] = MappingProxyType({team: found for team, found in by_team.items() if found})
         self.keys, self.teams = frozenset(self._by_key), frozenset(self._by_team)
         self.entries = self.keys & of_tokens
+        self._entry_of = {prefix: entry for entry in self.entries for prefix in subject_prefixes(entry)}
 
     def __bool__(self) -> bool:
         return bool(self._by_key or self._by_team)
@@ -108,10 +110,11 @@ class Budgets:
         if key in self._configured:
             yield from ((each, None) for each in self._by_key.get(key, ()))
             return
-        entry = max((entry for entry in self.entries if key.startswith(f"{entry}/")), key=len, default=None)
-        if entry is not None:
-            own = f"key {entry}"
-            yield from ((replace(each, holder=f"key {key}{each.holder[len(own) :]}"), each) for each in self._by_key[entry])
+        prefix = max((prefix for prefix in self._entry_of if key.startswith(prefix)), key=len, default=None)
+        if prefix is not None:
+            entry = self._entry_of[prefix]
+            own, subject = f"key {entry}", f"key {subject_id(entry, key[len(prefix) :])}"
+            yield from ((replace(each, holder=subject + each.holder[len(own) :]), each) for each in self._by_key[entry])
 
     def _covers(self, allowance: Allowance, model: str | None) -> bool:
         if allowance.models is None:

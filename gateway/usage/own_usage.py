@@ -6,7 +6,6 @@ not include their subjects here, because each subject is a separate principal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 
@@ -14,6 +13,7 @@ import msgspec
 from sqlalchemy import Engine
 
 from gateway.config.problems import did_you_mean
+from gateway.snapshot.link import UsageRequested
 from gateway.usage.errors import QueryError
 from gateway.usage.queries import UsageQuery, parse_query, run_query
 
@@ -22,16 +22,16 @@ OWN_DIMENSIONS = ("model", "day", "endpoint", "code")
 _PARAMETERS = ("by", "since", "until", "model")
 
 
-def parse_own_query(key: str, parameters: Mapping[str, str], now: datetime) -> UsageQuery:
+def parse_own_query(request: UsageRequested, now: datetime) -> UsageQuery:
     """Parse the query of a key for its own use, by default by model for the last 30 days. Raises QueryError."""
-    for parameter in parameters:
+    for parameter in request.parameters:
         if parameter not in _PARAMETERS:
             raise QueryError(f"there is no parameter {parameter}{did_you_mean(parameter, _PARAMETERS)}")
-    query = parse_query({"by": "model", **parameters}, now)
+    query = parse_query({"by": "model", **request.parameters}, now)
     for dimension in query.by:
         if dimension not in OWN_DIMENSIONS:
             raise QueryError(f"your usage is not shown by {dimension}: choose from {', '.join(OWN_DIMENSIONS)}")
-    return replace(query, key=key, with_subjects=False)
+    return replace(query, key=request.key, former_key=request.former, with_subjects=False)
 
 
 def own_usage(engine: Engine, query: UsageQuery, seconds: float) -> bytes:

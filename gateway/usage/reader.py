@@ -15,6 +15,7 @@ from gateway.config import Config
 from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.limits.earlier_use import Budgets, UsedSince
+from gateway.snapshot.link import UsageRequested
 from gateway.usage.database import run_in_thread
 from gateway.usage.earlier_use import earlier_use
 from gateway.usage.last_use import known_last_use
@@ -41,9 +42,9 @@ class UsageReader:
         query = parse_query(parameters, datetime.now(UTC))
         return (await run_in_thread(lambda: run_query(self._engine, query), _QUERY_TIMEOUT)).document()
 
-    async def own_usage(self, key: str, parameters: Mapping[str, str], now: datetime) -> bytes:
+    async def own_usage(self, request: UsageRequested, now: datetime) -> bytes:
         """Return a key's own usage as JSON. Raises QueryError and DatabaseUnavailableError."""
-        query = parse_own_query(key, parameters, now)
+        query = parse_own_query(request, now)
         return await run_in_thread(lambda: own_usage(self._engine, query, _OWN_QUERY_TIMEOUT), _OWN_QUERY_TIMEOUT + _MARGIN)
 
     async def reconcile(self, query: ReconciliationQuery) -> Reconciliation:

@@ -139,7 +139,7 @@ class WorkerApp:
         key = self._authenticate(request)
         if self._worker.ledger is None:
             raise Refusal("not_found", "The usage of keys is not recorded here: no ledger is configured.")
-        body = await self._worker.usage_requests.report(key.id, request.query_params)
+        body = await self._worker.usage_requests.report(key, request.query_params)
         return Response(body, media_type="application/json", headers=_NOT_STORED)
 
     async def _limits(self, request: Request) -> Response:

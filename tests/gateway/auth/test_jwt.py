@@ -13,15 +13,16 @@ from typing import Any
 
 import jwt
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jwt.algorithms import ECAlgorithm
 
+from gateway.admission.inflight_slot import InflightCounts
 from gateway.api.errors import Refusal
 from gateway.auth.jwks import KeySetError, VerificationKeys, verification_keys
 from gateway.auth.jwt import TokenVerifier
 from gateway.auth.keyring import Keyring
-from gateway.snapshot.snapshot import Allowance, Claims, Key, Limits, Model, Snapshot
+from gateway.snapshot.snapshot import Allowance, Budget, Claims, Key, Limits, Model, Snapshot
 from gateway.snapshot.snapshot import Issuer as Trusted
 from tests.support.examples import examples
 from tests.support.issuer import AUDIENCE, Issuer, SigningKey, part
@@ -88,6 +89,36 @@ def test_each_subject_has_its_entrys_limits_and_shares_its_teams(authenticator: 
     assert [each.holder for each in first.allowances] == ["key staff/alice", "team lab"]
     assert [each.holder for each in other.allowances] == ["key staff/bob", "team lab"]
     assert [each.limits for each in first.allowances] == [each.limits for each in STAFF.allowances]
+
+
+NAMES = st.text("ab/%2F", min_size=1, max_size=4)
+
+
+@settings(deadline=None, max_examples=examples(100))
+@given(st.tuples(NAMES, NAMES), st.tuples(NAMES, NAMES))
+@example(("a", "b/c"), ("a/b", "c"))
+def test_distinct_subjects_share_only_their_team(one: tuple[str, str], other: tuple[str, str]) -> None:
+    limits = Limits(requests_per_minute=5, session=Budget("session", tokens=9))
+    of_team = Allowance("team lab", limits)
+    entries = {
+        name: Key(
+            name,
+            allowances=(Allowance(f"key {name}", limits), Allowance(f"key {name} for m", limits, ("m",)), of_team),
+            fields={"cache_salt": name},
+        )
+        for name, _ in (one, other)
+    }
+    served = snapshot(trusted(keys=(*entries,), claims=Claims(key="groups")), keys=(*entries.values(),))
+    authenticator = Authenticator(served)
+    first, second = (authenticator.key(ISSUER.token(sub=subject, groups=entry)) for entry, subject in (one, other))
+    assert (first.entry, second.entry) == (one[0], other[0])
+    assert (first.id == second.id) == (one == other)
+    if one != other:
+        counted = [{each.holder for each in key.allowances} for key in (first, second)]
+        assert counted[0] & counted[1] == {"team lab"} and len(counted[0]) == 3
+        assert first.fields != second.fields, "nor cached prefixes"
+        slots = InflightCounts()
+        assert slots.slot(first) is not slots.slot(second)
 
 
 def test_subjects_are_bounded() -> None:

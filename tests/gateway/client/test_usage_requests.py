@@ -9,6 +9,7 @@ import pytest
 from gateway.api.errors import Refusal
 from gateway.client.usage_requests import UsageRequests
 from gateway.snapshot.link import UsageReported, UsageRequested
+from gateway.snapshot.snapshot import Key
 from tests.support.running import until
 
 AT_ONCE = 64
@@ -17,10 +18,10 @@ AT_ONCE = 64
 async def test_requests_that_wait_for_control_are_bounded() -> None:
     sent: list[UsageRequested] = []
     requests = UsageRequests(sent.append)
-    waiting = [asyncio.create_task(requests.report(f"key-{number}", {"period": "day"})) for number in range(AT_ONCE)]
+    waiting = [asyncio.create_task(requests.report(Key(f"key-{number}"), {"period": "day"})) for number in range(AT_ONCE)]
     await until(lambda: len(sent) == AT_ONCE)
     with pytest.raises(Refusal, match="Too many clients are reading their usage") as refused:
-        await requests.report("key", {})
+        await requests.report(Key("key"), {})
     assert refused.value.code == "overloaded" and len(sent) == AT_ONCE
     for each in reversed(sent):
         requests.reported(UsageReported(each.number, each.key.encode()))
@@ -31,7 +32,7 @@ async def test_requests_that_wait_for_control_are_bounded() -> None:
 async def test_a_reply_for_a_client_that_has_disconnected_is_ignored() -> None:
     sent: list[UsageRequested] = []
     requests = UsageRequests(sent.append)
-    gone, waits = (asyncio.create_task(requests.report(key, {})) for key in ("gone", "waits"))
+    gone, waits = (asyncio.create_task(requests.report(Key(key), {})) for key in ("gone", "waits"))
     await until(lambda: len(sent) == 2)
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
@@ -43,7 +44,7 @@ async def test_a_reply_for_a_client_that_has_disconnected_is_ignored() -> None:
 async def test_an_error_of_control_is_the_clients_error() -> None:
     sent: list[UsageRequested] = []
     requests = UsageRequests(sent.append)
-    waits = asyncio.create_task(requests.report("key", {}))
+    waits = asyncio.create_task(requests.report(Key("key"), {}))
     await until(lambda: sent)
     requests.reported(UsageReported(sent[0].number, error="overloaded", text="The ledger is busy.", wait=1.2))
     with pytest.raises(Refusal, match="The ledger is busy") as refused:

@@ -34,10 +34,11 @@ SNAPSHOT = Snapshot(
         ),
         Key("staff", allowances=(Allowance("key staff", LIMITS),)),
         Key("staff/known", allowances=()),
+        Key("lab/staff", allowances=(Allowance("key lab/staff", LIMITS),)),
         Key("free", allowances=(Allowance("key free", Limits(requests_per_minute=1)),)),
     ),
     (Model("small", ()), Model("large", (), aliases=("big",))),
-    issuers=(Issuer("https://id.example", ("gateway",), ("staff", "free"), ("RS256",)),),
+    issuers=(Issuer("https://id.example", ("gateway",), ("staff", "free", "lab/staff"), ("RS256",)),),
 )
 NOW = datetime(2027, 3, 1, 0, 30, tzinfo=UTC).timestamp()
 
@@ -115,6 +116,8 @@ def test_periods_start_with_the_day_the_week_and_the_month(now: datetime, expect
         ("staff/x", None, "small", {"key staff/x"}),
         ("staff/x/y", "lab", "small", {"key staff/x/y", "team lab"}),
         ("staff/known", None, "small", set()),
+        ("lab%2Fstaff/x/y", None, "small", {"key lab%2Fstaff/x/y"}),
+        ("lab/staff/x/y", None, "small", {"key lab%2Fstaff/x/y"}),  # a row of an earlier version
         ("free/x", None, "small", set()),
         ("staffing", None, "small", set()),
     ],

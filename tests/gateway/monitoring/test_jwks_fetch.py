@@ -183,6 +183,9 @@ def test_problems_that_check_reports(tmp_path: Path) -> None:
     keys = [{"id": "staff"}, {"id": "staff/alice", "hash": "sha256:" + "a" * 64}, {"id": "any", "anonymous": True}]
     assert "after the ID of its entry" in problems(tmp_path, provider(url), keys=keys)[0]
     assert "need another entry" in problems(tmp_path, provider(url, keys="any"), keys=keys[2:])[0]
+    for taken in ("a/b/c", "a%2Fb/c"):
+        keys = [{"id": "a/b"}, {"id": taken, "hash": "sha256:" + "a" * 64}]
+        assert "after the ID of its entry" in problems(tmp_path, provider(url, keys="a/b"), keys=keys)[0]
     (tmp_path / "keys.json").write_bytes(Issuer().document)
     assert configured(tmp_path, provider("keys.json")).jwt[0].jwks.keys is not None
 

@@ -21,9 +21,13 @@ from gateway.cli.main import run
 from gateway.ledger.row import LOST, MIRRORED
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import UsageStore, database_url
+from gateway.snapshot.identity import subject_id
+from gateway.snapshot.link import UsageRequested
 from gateway.snapshot.money import MAX_COST, MAX_PRICE
+from gateway.snapshot.snapshot import Key
 from gateway.usage.errors import QueryError
 from gateway.usage.output import FORMATS
+from gateway.usage.own_usage import parse_own_query
 from gateway.usage.queries import UsageReport, UsageSum, parse_query, parse_report, run_query
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.money import price
@@ -163,6 +167,14 @@ def test_subjects_of_tokens_belong_to_their_entry(store: UsageStore) -> None:
     assert set(sums_of(report_of(store, by="key", key="s_aff"))) == {("s_aff/alice",), ("s_aff/bob",)}
     assert set(sums_of(report_of(store, by="key", key="s_aff", team="t"))) == {("s_aff/bob",)}
     assert set(sums_of(report_of(store, by="key", key="s_aff/alice"))) == {("s_aff/alice",)}
+
+
+def test_rows_of_an_entry_with_a_slash_are_found_in_the_present_and_the_former_form(store: UsageStore) -> None:
+    store.write([row(11, key="a%2Fb/c"), row(12, key="a/b/c"), row(13, key="a/c"), row(14, key="a%2Fb/d")])
+    assert set(sums_of(report_of(store, by="key", key="a/b"))) == {("a%2Fb/c",), ("a%2Fb/d",), ("a/b/c",)}
+    own = Key(subject_id("a/b", "c"), entry="a/b")
+    query = parse_own_query(UsageRequested(1, own.id, {"since": "2026-01"}, own.former_id), NOW + timedelta(days=1))
+    assert run_query(store.engine, query).requests == 2
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""Distinct subjects have distinct texts, whatever their names contain."""
+
+from __future__ import annotations
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from gateway.snapshot.identity import former_id, subject_id, subject_prefixes
+from gateway.snapshot.snapshot import Key
+from tests.support.examples import examples
+
+NAMES = st.text("ab/%2F5", min_size=1, max_size=6)
+PAIRS = st.tuples(NAMES, NAMES)
+
+
+@settings(max_examples=examples(1000))
+@given(PAIRS, PAIRS)
+@example(("a", "b/c"), ("a/b", "c"))
+@example(("a/b", "c"), ("a%2Fb", "c"))
+def test_distinct_subjects_have_distinct_texts(one: tuple[str, str], other: tuple[str, str]) -> None:
+    assert (subject_id(*one) == subject_id(*other)) == (one == other)
+
+
+@given(PAIRS)
+def test_a_row_key_starts_with_a_prefix_of_its_entry(pair: tuple[str, str]) -> None:
+    entry, subject = pair
+    assert subject_id(entry, subject) == subject_prefixes(entry)[0] + subject
+    former = former_id(entry, subject_id(entry, subject))
+    assert former == f"{entry}/{subject}" == subject_prefixes(entry)[-1] + subject
+
+
+def test_a_configured_key_has_no_former_id() -> None:
+    assert Key("a/b").former_id is None
+    assert Key("a/b", entry="a/b").former_id is None, "a subject that counts as its entry"
+    assert Key("a%2Fb/c", entry="a/b").former_id == "a/b/c"
