@@ -24,6 +24,7 @@ from gateway.api.media_urls import CONTAINERS
 from gateway.api.routes import OUTPUTS, Dialect, Route
 from gateway.api.translation import Translated, Translation, translate, translate_in_steps
 from gateway.api.vllm.choices import choices_and_prompts
+from gateway.api.vllm.validation import dotted
 from gateway.auth.body_policy import BodyPolicy
 from gateway.system.garbage_collector import collector_paused
 from gateway.system.steps import finished
@@ -170,13 +171,18 @@ def _check_integers(body: bytes | bytearray) -> Generator[None, None, None]:
 
     msgspec parses these integers, and orjson refuses to serialize them. Both take a fraction of the time of a parser with callbacks.
     """
+    name = ""
     try:
         with collector_paused():
             document = msgspec.json.decode(body)
         yield
-        orjson.dumps(document)
-    except (TypeError, msgspec.DecodeError):
+        for name in document:
+            orjson.dumps(document[name])
+    except msgspec.DecodeError:
         raise Refusal("invalid_json", "The body has an integer of more than 64 bits.") from None
+    except TypeError:
+        field = dotted((name,))
+        raise Refusal("invalid_value", f"The field '{field}' has an integer of more than 64 bits.", param=field) from None
 
 
 def _may_be_deep(body: bytes | bytearray) -> bool:
@@ -249,10 +255,15 @@ def _check_depth(body: bytes | bytearray) -> Generator[None, None, None]:
 
 
 def merge(document: Document) -> Document:
-    """Merge the fields of ``extra_body`` into the body, where they take precedence. Raises Refusal if ``extra_body`` is not an object."""
+    """Merge the fields of ``extra_body`` into the body, where they take precedence. Raises Refusal if ``extra_body`` is not an object.
+
+    Null counts as absent.
+    """
     if "extra_body" not in document:
         return document
     extra = document["extra_body"]
+    if extra is None:
+        extra = {}
     if not isinstance(extra, dict):
         raise Refusal("invalid_value", "The field 'extra_body' must be an object.", param="extra_body")
     merged = {**document, **extra}
@@ -309,7 +320,9 @@ def _prepared(
         policy.check_images(document.get("images"))
     if policy.max_tokens is not None:
         _set_max_tokens(document, policy.max_tokens, path)
-    stream = "stream" in document and _flag(document, "stream")
+    stream = False
+    if "stream" in document and document["stream"] is not None:
+        stream = document["stream"] = _flag(document, "stream")  # the server gets what was understood here
     hides_usage = stream and route.injects and _inject_usage(document)
     headers = _set_key_fields(document, key_fields, route) if key_fields else b""
     return JsonBody(document, stream, hides_usage, path, input_field, translation, headers)
@@ -408,9 +421,22 @@ def with_running_usage(body: JsonBody) -> JsonBody:
     return replace(body, choices=choices, prompts=prompts, hides_running_usage=not by_client)
 
 
+_BOOLEANS: Mapping[str | float, bool] = MappingProxyType(
+    {
+        1: True,
+        0: False,
+        **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+        **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
+    }
+)
+"""The texts and numbers that pydantic accepts as booleans, in lowercase."""
+
+
 def _flag(document: Mapping[str, Any], name: str, path: str | None = None) -> bool:
-    """Return a boolean field; a missing field and null count as False. Raises Refusal for other values."""
+    """Return a boolean field, as vLLM reads it; a missing field and null count as False. Raises Refusal for other values."""
     value = document.get(name)
     if value is None or isinstance(value, bool):
         return bool(value)
+    if isinstance(value, str | int | float) and (found := _BOOLEANS.get(value.lower() if isinstance(value, str) else value)) is not None:
+        return found
     raise Refusal("invalid_value", f"The field '{path or name}' must be true or false.", param=path or name)

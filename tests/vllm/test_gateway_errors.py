@@ -62,7 +62,7 @@ BAD: Mapping[str, Bad] = {
     "temperature's range": Bad(CHAT, chat("Hi") | {"temperature": 9}, "invalid_value", "temperature", "[0, 2]"),
     "max_tokens' type": Bad(CHAT, chat("Hi", max_tokens="many"), "invalid_value", "max_tokens", "valid integer"),
     "messages' type": Bad(CHAT, {"messages": "Hi"}, "invalid_value", "messages", "valid list"),
-    "no messages": Bad(CHAT, {"messages": []}, "invalid_value", "messages", "at least one message"),
+    "no messages": Bad(CHAT, {"messages": []}, "invalid_value", "messages", "must not be empty"),
     "a template's own error": Bad(
         CHAT, {"messages": [user("a"), {"role": "system", "content": "b"}]}, "invalid_request", None, "beginning"
     ),

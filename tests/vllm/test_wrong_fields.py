@@ -59,7 +59,7 @@ def _result(real: Real, row: WrongField) -> Line:
     message = error["message"]
     good = response.status_code == 400 and error.keys() == shape and _named(row.path, message) and not INTERNALS.search(message)
     good &= response.headers["x-should-retry"] == "false" and error.get("code", "invalid_value") in ERRORS
-    good &= error.get("param", row.path) is not None
+    good &= error.get("param", row.path) is not None and row.message in (None, message)
     return Line(row.route, row.path, f"{response.status_code} {error.get('code', error['type'])}: {message}", good)
 
 
@@ -88,9 +88,13 @@ def _record(real: Real, rows: list[WrongField]) -> None:
         response = real.post(row.route, row.body)
         if real.reached_the_server(response):
             seen = real.recorded(response)
-            known[_key(asdict(row))] = {**asdict(row), "sent": json.loads(seen.request), "error": json.loads(seen.output)}
+            known[_key(asdict(row))] = {**_given(row), "sent": json.loads(seen.request), "error": json.loads(seen.output)}
     stored = [known[key] for key in (_key(asdict(row)) for row in WRONG_FIELDS) if key in known]
     RECORDED.write_text("[\n" + ",\n".join(json.dumps(each, separators=(",", ":")) for each in stored) + "\n]\n")
+
+
+def _given(row: WrongField) -> Json:
+    return {name: value for name, value in asdict(row).items() if value is not None}
 
 
 def _key(row: Json) -> str:

@@ -24,15 +24,16 @@ GENERATING = (CHAT, BATCH, COMPLETIONS, RESPONSES, MESSAGES, COUNT, TOKENIZE, DE
 
 @dataclass(frozen=True, slots=True)
 class WrongField:
-    """A request whose only mistake is at ``path``: segments joined by dots, list indices from 0."""
+    """A request whose only mistake is at ``path``: segments joined by dots, list indices from 0. ``message`` is the whole error message."""
 
     route: str
     path: str
     body: Json
+    message: str | None = None
 
 
-def _rows(route: str, base: Json, *cases: tuple[str, Json]) -> list[WrongField]:
-    return [WrongField(route, path, {**base, **fields}) for path, fields in cases]
+def _rows(route: str, base: Json, *cases: tuple[str, Json] | tuple[str, Json, str]) -> list[WrongField]:
+    return [WrongField(route, path, {**base, **fields}, *message) for path, fields, *message in cases]
 
 
 def _without(body: Json, name: str) -> Json:
@@ -415,6 +416,112 @@ _POOLING = _input(POOLING) + _rows(
     ("normalize", {"normalize": True}),
 )
 
+# Values for which vLLM reports more than one finding, with the whole message: it has only the finding of the type that the client sent
+
+_AT_MOST_FOUR = "stop: List should have at most 4 items after validation, not 5"
+_NEGATIVE = "Input should be greater than or equal to 0"
+_TEXT, _LIST, _OBJECT = "Input should be a valid string", "Input should be a valid list", "Input should be an object"
+_FORMATS = "encoding_format: Input should be 'float', 'base64', 'bytes' or 'bytes_only'"
+_EMPTY = "Input must not be empty."
+_FIVE = ["a", "b", "c", "d", "e"]
+
+
+def _unions(route: str, field: str) -> list[WrongField]:
+    """Return the mistakes in a field that takes a text, token IDs, and lists of both."""
+    return _rows(
+        route,
+        {},
+        (field, {field: []}, f"{field}: {_EMPTY}"),
+        (field, {field: [[]]}, f"{field}: {_EMPTY}"),
+        (f"{field}.1.0", {field: [[1], ["a"]]}, f"{field}.1.0: Input should be a valid integer"),
+        (f"{field}.1", {field: ["a", 5]}, f"{field}.1: {_TEXT}"),
+        (f"{field}.2", {field: ["a", "b", None]}, f"{field}.2: {_TEXT}"),
+        (f"{field}.1", {field: [5, "a"]}, f"{field}.1: Input should be a valid integer"),
+        (f"{field}.1", {field: [5, [6]]}, f"{field}.1: Input should be a valid integer"),
+        (f"{field}.1", {field: [[5], 6]}, f"{field}.1: {_LIST}"),
+        (f"{field}.0", {field: [1.5]}),
+        (f"{field}.0", {field: [None]}),
+    )
+
+
+_UNIONS = (
+    *_unions(COMPLETIONS, "prompt"),
+    *_rows(
+        COMPLETIONS,
+        {"prompt": "Hi"},
+        ("prompt.0", {"prompt": [-3]}, f"prompt.0: {_NEGATIVE}"),
+        ("prompt.0.0", {"prompt": [[-3]]}, f"prompt.0.0: {_NEGATIVE}"),
+        ("prompt.1.0", {"prompt": [[1, 2], [-3]]}, f"prompt.1.0: {_NEGATIVE}"),
+        ("prompt", {"prompt": [""]}, f"prompt: {_EMPTY}"),
+        ("stop", {"stop": _FIVE}, _AT_MOST_FOUR),
+        ("seed", {"seed": 2**70}, "The field 'seed' has an integer of more than 64 bits."),
+        ("seed", {"seed": 2**63}, "seed: Input should be less than or equal to 9223372036854775807"),
+        (
+            "response_format.json_schema",
+            {"response_format": {"type": "json_schema", "json_schema": "x"}},
+            f"response_format.json_schema: {_OBJECT}",
+        ),
+        ("response_format.type", {"response_format": {}}, "response_format.type: Field required"),
+        (
+            "structured_outputs.json",
+            {"structured_outputs": {"json": 5}},
+            "structured_outputs.json: Input should be a valid string or an object",
+        ),
+    ),
+    *_rows(
+        CHAT,
+        _HI,
+        ("stop", {"stop": _FIVE}, _AT_MOST_FOUR),
+        ("stop.0", {"stop": [["a"]]}, f"stop.0: {_TEXT}"),
+        ("stop", {"stop": {"a": "b"}}, "stop: Input should be a valid string or a valid list"),
+        ("messages.0.content.0", _message(content=["Hi"]), f"messages.0.content.0: {_OBJECT}"),
+        ("messages.0.tool_calls", {"messages": [{"role": "assistant", "tool_calls": "x"}]}, f"messages.0.tool_calls: {_LIST}"),
+        ("repetition_detection", {"repetition_detection": "x"}, f"repetition_detection: {_OBJECT}"),
+        ("max_completion_tokens", {"max_tokens": None, "max_completion_tokens": 0}),
+    ),
+    *_rows(BATCH, {"messages": [_HI["messages"]]}, ("stop", {"stop": _FIVE}, _AT_MOST_FOUR)),
+    *_rows(
+        RESPONSES,
+        {"input": "Hi"},
+        ("input", {"input": []}, f"input: {_EMPTY}"),
+        ("input", {"input": {"role": "user", "content": "Hi"}}, "input: Input should be a valid string or a valid list"),
+        ("max_output_tokens", {"max_output_tokens": 0}, "max_output_tokens must be at least 1, got 0."),
+        ("stop.1", {"stop": ["a", 5]}, f"stop.1: {_TEXT}"),
+        ("input.0.call_id", {"input": [{"type": "function_call_output", "call_id": 5, "output": "x"}]}, f"input.0.call_id: {_TEXT}"),
+        (
+            "input.0.output",
+            {"input": [{"type": "function_call_output", "call_id": "a", "output": 5}]},
+            "input.0.output: Input should be a valid string or a valid list",
+        ),
+        (
+            "input.0.arguments",
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": {"a": 1}}]},
+            f"input.0.arguments: {_TEXT}",
+        ),
+    ),
+    *_rows(MESSAGES, _HI, ("messages.0.content", _message(content=[]), f"messages.0.content: {_EMPTY}")),
+    *_rows(
+        TOKENIZE,
+        {},
+        ("prompt", {}, "prompt or messages: Field required"),
+        ("messages", {"add_special_tokens": True}, "prompt or messages: Field required"),
+    ),
+    *_unions(EMBEDDINGS, "input"),
+    *_rows(
+        EMBEDDINGS,
+        {},
+        ("input", {}, "input or messages: Field required"),
+        ("encoding_format", {"input": "Hi", "encoding_format": "xml"}, _FORMATS),
+        ("encoding_format", {"input": ["Hi"], "encoding_format": "xml"}, _FORMATS),
+        ("encoding_format", {**_message(), "encoding_format": "xml"}, _FORMATS),
+        ("dimensions", {"input": "Hi", "dimensions": 1.5}, "dimensions: Input should be a valid integer"),
+        ("add_generation_prompt", {**_message(), "add_generation_prompt": "x"}, "add_generation_prompt: Input should be true or false"),
+    ),
+    *_rows(POOLING, {}, ("input", {}), ("data", {"data": 5}, "data: Data for a plugin is not enabled for this model; ask the operator.")),
+    *_rows(RERANK, {"documents": ["a"]}, ("query", {"query": ""}, f"query: {_EMPTY}")),
+    *_rows(SCORE, {}, ("queries", {}), ("text_1", {"text_1": [], "text_2": "a"}, f"text_1: {_EMPTY}")),
+)
+
 WRONG_FIELDS: tuple[WrongField, ...] = (
     *_CHAT,
     *_BATCH,
@@ -430,6 +537,7 @@ WRONG_FIELDS: tuple[WrongField, ...] = (
     *_POOLING,
     *_TOKENIZE,
     *_DETOKENIZE,
+    *_UNIONS,
 )
 
 
@@ -482,7 +590,7 @@ WRONG_REQUESTS: tuple[WrongRequest, ...] = (
     WrongRequest("UTF-16", _request(_GOOD.decode().encode("utf-16-le")), 400, _JSON, "not valid JSON"),
     WrongRequest("no UTF-8", _request(_GOOD.replace(b"Hi", b"\xff")), 400, _JSON, "not valid JSON"),
     WrongRequest("deep nesting", _request(b'{"a":' + b"[" * 99 + b"]" * 99 + b"}"), 400, _JSON, "nested"),
-    WrongRequest("a large integer", _request(_GOOD.replace(b"4}", b"1" * 30 + b"}")), 400, _JSON, "64 bits"),
+    WrongRequest("a large integer", _request(_GOOD.replace(b"4}", b"1" * 30 + b"}")), 400, "invalid_value", "'max_tokens' has an integer"),
     WrongRequest("plain text", _with(_HOST, _KEY, "content-type: text/plain"), 415, "unsupported_media_type", "application/json"),
     WrongRequest("a form for JSON", _with(_HOST, _KEY, _FORM), 415, "unsupported_media_type", "application/json"),
     WrongRequest("brotli", _with(_HOST, _KEY, _TYPE, "content-encoding: br"), 415, "unsupported_media_type", "gzip, zstd"),

@@ -177,6 +177,19 @@ def _text_field(document: Mapping[str, Any], field: str) -> str | None:
     return field if field in document or "messages" not in document else "messages"
 
 
+def _empty_text(document: Mapping[str, Any], field: str) -> str | None:
+    """Return the field for text, or otherwise the first field with an empty text or list."""
+    if field in document or "messages" in document:
+        return _text_field(document, field)
+    return next((name for name, value in document.items() if value in ("", []) or (isinstance(value, list) and "" in value)), None)
+
+
+def _empty_list(document: Mapping[str, Any], field: str) -> str | None:
+    """Return the path of the first message without content, or otherwise the field of the messages."""
+    empty = (validation.dotted((*path, "content")) for path, each in validation.messages(document) if each == {**each, "content": []})
+    return next(empty, _text_field(document, field))
+
+
 def _first_of(*names: str) -> _Where:
     def find(document: Mapping[str, Any], _: str) -> str | None:
         return next((name for name in names if validation.holds(document, tuple(name.split(".")))), None)
@@ -253,6 +266,7 @@ _CONSTRAINTS = _first_of(
 )
 
 
+_EMPTY = "Input must not be empty."
 _SIZE = _first_of("dimensions", "output_dimension")
 
 
@@ -285,16 +299,17 @@ _KNOWN = (
     _not_enabled(r"--enable-prompt-embeds", "Embeddings as prompts are", _first_of("prompt_embeds")),
     _not_enabled(r"--enable-mm-embeds", "Embeddings as images, sounds or videos are", _media),
     _not_enabled(r"--pooler-config\.task", "This task is", _at("task")),
+    _not_enabled(r"No IOProcessor plugin", "Data for a plugin is", _first_of("data", "task")),
     _not_enabled(r"chat template if the tokenizer does not define one", "Chat messages are", _at("messages")),
     _known_message(r"is not a multimodal model", _media, "This model takes text only: no images, sounds or videos."),
     _known_message(r"At most 0 (image|audio|video)\(s\) may be provided", _media, "This model takes no {0} parts."),
     _known_message(r"At most \d+ \w+\(s\) may be provided", _media),
-    _known_message(r"empty conversation", _at("messages"), "The list needs at least one message."),
+    _known_message(r"empty conversation", _empty_list, _EMPTY),
     _known_message(r"message role|[Rr]oles must alternate|[Uu]nknown role", _role),
     _known_message(r"'\w+' object is not iterable\Z", _not_a_list, "Input should be a valid list"),
     _known_message(_NOT_JSON.pattern, _bad_json, "The text is not valid JSON."),
     _known_message(r"\AToken id -?\d+ is out of vocabulary", _text_field),
-    _known_message(r"[Pp]rompt cannot be empty|at least one prompt", _text_field, "The text must not be empty."),
+    _known_message(r"[Pp]rompt cannot be empty|at least one prompt|[Aa]t least one text element", _empty_text, _EMPTY),
     _known_message(r"text_pair element", _first_of("documents", "text_2", "data_2", "items"), "The list needs at least one text."),
     _known_message(r"[Mm]atryoshka embeddings", _SIZE, "This model's embeddings have one size only, so it can't be set."),
     _known_message(r"only supports dimensions in range (\[\d+, \d+\])", _SIZE, "The number must be in the range {0}."),
@@ -323,6 +338,7 @@ _KNOWN = (
 _OVERFLOW = re.compile(
     r"maximum context length is \d+|cannot be greater than max_model_len|longer than the maximum model length|max_model_len"
 )
+_LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _TOO_LONG = ("input_tokens", "input_text")  # the names that vLLM uses if the text does not fit
 _PARAMETER = re.compile(r"\(parameter=[\w.\[\]]+(?:, value=|\)$)")
 _INSIDE = re.compile(r"(?:unix|https?|tcp|ipc)://?\S+|(?<![\w.<])/(?:[\w.@+-]+/)+[\w.@+-]*|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
@@ -347,6 +363,9 @@ def _invalid(report: validation.Report, param: str | None, document: Mapping[str
 
 def _refused(status: int, message: str, param: str | None, input_field: str, document: Mapping[str, Any]) -> Refusal:
     """Return the error for vLLM's own message, with the field that it is about."""
+    if param in _LENGTHS and document.get(param) is None:  # vLLM has a single name for the field that each route names differently
+        sent = next((name for name in _LENGTHS if document.get(name) is not None), param)
+        message, param = message.replace(param, sent), sent
     if param in _TOO_LONG or (_OVERFLOW.search(message) and status == 400):
         blamed = input_field if param in _TOO_LONG else param
         return Refusal("context_length_exceeded", _helpful(message) or "The input is too long for this model.", param=blamed)

@@ -9,8 +9,8 @@ the error and the request, and is bounded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -126,6 +126,8 @@ def _locate(finding: Finding, document: Any) -> _Located:
         below = _below(value, segment)
         if below is _UNKNOWN and (_CLASS.match(segment) or _INTERNAL.search(segment)):
             branches.append((len(path), segment))
+        elif below is _UNKNOWN and segment.isdecimal() and isinstance(value, dict | str):
+            return _Located("list_type", tuple(path), "", tuple(branches))  # vLLM iterated over it without a check that it is a list
         elif below is _UNKNOWN and at < last and isinstance(value, dict) and value.get("type") == segment:
             continue  # the branch that the value's own type selects
         else:
@@ -187,6 +189,8 @@ def _rebased(report: Report, document: Any) -> tuple[Finding, ...]:
         for path, message in messages(document):
             if isinstance(message, dict) and isinstance(message.get("content"), dict):  # vLLM iterated over the names of its fields
                 return (Finding("string_type", (*path, "content"), ""), Finding("list_type", (*path, "content"), ""))
+            if isinstance(message, dict) and isinstance(message.get("tool_calls"), dict | str):
+                return (Finding("list_type", (*path, "tool_calls"), ""),)
     return findings
 
 
@@ -234,46 +238,43 @@ def _fits(finding: Finding, value: Any) -> bool:
         return isinstance(value, dict) and (last not in value or _lacks_arguments(finding, value[last]))
     if value is _UNKNOWN:
         return False
-    if finding.kind in _OBJECT:
-        return not isinstance(value, dict)
-    if finding.kind in _LIST:
-        return not isinstance(value, list)
-    if finding.kind == "string_type":
-        return not isinstance(value, str)
+    if finding.kind in _OBJECT | _LIST | {"string_type"}:
+        return not _is_of_type(value, finding.kind)
     return finding.kind != "literal_error" or value not in _EXPECTED.findall(finding.reason)
+
+
+def _is_of_type(value: Any, kind: str) -> bool:
+    """Return whether a value has the type that a finding of this kind misses."""
+    return isinstance(value, dict if kind in _OBJECT else list if kind in _LIST else str)
 
 
 # Choosing the helpful findings
 
 _DISCRIMINATORS = ("type", "role")
-_BODIES: tuple[frozenset[str], ...] = tuple(
-    map(
-        frozenset,
-        (
-            ("input",),
-            ("messages",),
-            ("prompt",),
-            ("data",),
-            ("queries", "documents"),
-            ("queries", "items"),
-            ("data_1", "data_2"),
-            ("text_1", "text_2"),
-        ),
-    )
+_BODIES = (
+    ("input",),
+    ("messages",),
+    ("prompt",),
+    ("data",),
+    ("queries", "documents"),
+    ("queries", "items"),
+    ("data_1", "data_2"),
+    ("text_1", "text_2"),
 )
 """The alternative bodies of vLLM's routes for pooling and tokenizing: what each requires."""
-_REQUIRED: Mapping[str, tuple[str, ...]] = MappingProxyType(
+_TEXT, _LIST_KIND = ("string_type",), ("list_type",)
+_REQUIRED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
     {
-        "function_call": ("call_id", "name", "arguments"),
-        "function_call_output": ("call_id", "output"),
-        "custom_tool_call": ("call_id", "name", "input"),
-        "custom_tool_call_output": ("call_id", "output"),
-        "reasoning": ("id", "summary"),
-        "item_reference": ("id",),
-        "compaction": ("encrypted_content",),
+        "function_call": {"call_id": _TEXT, "name": _TEXT, "arguments": _TEXT},
+        "function_call_output": {"call_id": _TEXT, "output": (*_TEXT, *_LIST_KIND)},
+        "custom_tool_call": {"call_id": _TEXT, "name": _TEXT, "input": _TEXT},
+        "custom_tool_call_output": {"call_id": _TEXT, "output": (*_TEXT, *_LIST_KIND)},
+        "reasoning": {"id": _TEXT, "summary": _LIST_KIND},
+        "item_reference": {"id": _TEXT},
+        "compaction": {"encrypted_content": _TEXT},
     }
 )
-"""The required fields of an input item, by type. vLLM's list of findings ends before it reaches them."""
+"""The required fields of an input item and their types, by its own type. vLLM's list of findings ends before it reaches them."""
 KNOWN_ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})
 """The roles of messages."""
 _KNOWN = KNOWN_ROLES | _REQUIRED.keys() | {"message"}
@@ -317,9 +318,11 @@ def _branch(union: Path, branches: Mapping[str, list[_Located]], value: Any, mor
 
 def _unlisted(union: Path, branches: Sequence[list[_Located]], marks: set[Path], value: Any, given: str) -> list[_Located]:
     """Return the findings to report for a value whose type or role exists, but whose branch vLLM has not listed."""
-    absent = [_Located("missing", (*union, name), "") for name in _REQUIRED.get(given, ()) if name not in value]
-    if absent:
-        return absent
+    required = _REQUIRED.get(given, {})
+    absent = [_Located("missing", (*union, name), "") for name in required if name not in value]
+    wrong = [name for name, kinds in required.items() if not any(_is_of_type(value.get(name), kind) for kind in kinds)]
+    if absent or wrong:
+        return absent or [_Located(kind, (*union, name), "") for name in wrong for kind in required[name]]
     first = branches[0]
     shared = set.intersection(*({each.path for each in branch if not each.branches} - marks for branch in branches))
     if shared and given in KNOWN_ROLES:
@@ -343,26 +346,100 @@ def _discriminator(union: Path, found: list[_Located], value: Any, more: bool) -
 
 def _without_other_bodies(located: list[_Located], document: Any) -> list[_Located]:
     """Remove the fields that only another kind of body requires."""
-    if not isinstance(document, dict):
+    if not isinstance(document, dict) or not located:
         return located
     meant = max(_BODIES, key=lambda body: sum(name in document for name in body))
     if not any(name in document for name in meant):
-        meant = next((body for body in _BODIES for each in located if each.kind == "missing" and set(each.path) <= body), meant)
-    foreign = frozenset().union(*_BODIES) - meant
+        meant = next((body for body in _BODIES for each in located if each.kind == "missing" and set(each.path) <= set(body)), meant)
+    names = {name for body in _BODIES for name in body}
+    if _fits_a_body(located, names):
+        return [each for each in located if each.path[:1] and each.path[0] not in names]
+    foreign = names - set(meant)
     remaining = [each for each in located if not (each.kind == "missing" and len(each.path) == 1 and each.path[0] in foreign)]
     return remaining or located
 
 
+def _fits_a_body(located: Sequence[_Located], names: Container[str]) -> bool:
+    """Return whether only other fields than the text are wrong: one of the alternatives reports nothing about its text.
+
+    The alternatives are reported one after another. So two of them have the same finding with nothing in between.
+    """
+    has_alternatives = any(each.kind == "missing" and len(each.path) == 1 and each.path[0] in names for each in located)
+    repeated = (one.path for one, other in pairwise(located) if one[:2] == other[:2])
+    return has_alternatives and any(len(path) == 1 and path[0] not in names for path in repeated)
+
+
+def _missing_bodies(located: list[_Located], document: Any) -> Explanation | None:
+    """Return the explanation for a body with the required fields of none of its alternatives."""
+    if not isinstance(document, dict) or any(name in document for body in _BODIES for name in body):
+        return None
+    missing = dict.fromkeys(each.path[0] for each in located if each.kind == "missing" and len(each.path) == 1)
+    bodies = sorted((body for body in _BODIES if missing.keys() >= set(body)), key=lambda body: [*missing].index(body[0]))
+    if len(bodies) < 2:
+        return None
+    return Explanation(f"{_either([' and '.join(body) for body in bodies])}: Field required", bodies[0][0], missing=True)
+
+
 def _without_mixtures(located: list[_Located], document: Any) -> list[_Located]:
-    """Reduce the findings of a union without branch names to the fields that the client has set, or otherwise to the wrong type."""
-    types = [each.path for each in located if each.kind == "literal_error" and each.path[-1:] == ("type",)]
+    """Reduce the findings of a union without branch names, whose branches differ by their type, to those of the type that the client sent.
+
+    A branch of another type reports the type first, so what precedes the first of these findings is of the right one.
+    """
+    types = [each.path for each in located if each.kind in ("literal_error", "missing") and each.path[-1:] == ("type",)]
     for path in {each for each in types if types.count(each) > 1}:
         union, depth = path[:-1], len(path) - 1
         inside = [each for each in located if each.path[:depth] == union and len(each.path) > depth]
         deeper = [each for each in inside if each.path != path and len(each.path) > depth + 1 and holds(document, each.path[: depth + 1])]
-        keep = deeper or [each for each in inside if each.path == path]
+        first = next(at for at, each in enumerate(inside) if each.path == path)
+        keep = deeper or (inside[:first] if holds(document, path) else []) or [each for each in inside if each.path == path]
         located = [each for each in located if each not in inside or each in keep]
     return located
+
+
+def _without_other_types(located: list[_Located]) -> list[_Located]:
+    """Reduce the findings of each union without branch names to those of the branch of the type that the client sent.
+
+    A value of the wrong type has no findings inside of it, and no other finding. So if there are both, the former is of another branch.
+    Of several remaining branches, the branch that accepted most of the value's items is meant.
+    """
+    for path in sorted({each.path for each in located if each.kind in _NOUNS}, key=len):
+        inside = [each for each in located if each.path[: len(path)] == path]
+        rest = [each for each in inside if each.path != path or each.kind not in _NOUNS]
+        if not rest:
+            continue  # the value has none of the types, or its findings were removed before
+        branches = _split_branches(rest)
+        furthest = max(_position(branch[0].path) for branch in branches)
+        meant = [each for branch in branches if _position(branch[0].path) == furthest for each in branch]
+        exact = {each.path for each in meant if each.kind not in _NOUNS}
+        removed = [each for each in inside if each not in meant or (each.kind in _NOUNS and each.path in exact)]
+        located = [each for each in located if each not in removed]
+    return located
+
+
+def _split_branches(located: Iterable[_Located]) -> list[list[_Located]]:
+    """Split the findings of one value by branch.
+
+    pydantic reports a branch after another, each from the first item to the last. All items of a list have the same type.
+    """
+    branches: list[list[_Located]] = []
+    for each in located:
+        if not branches or not _is_of_same_branch(branches[-1][-1], each):
+            branches.append([])
+        branches[-1].append(each)
+    return branches
+
+
+def _is_of_same_branch(last: _Located, each: _Located) -> bool:
+    shared = min(len(last.path), len(each.path))
+    if last.path[:shared] == each.path[:shared] or _position(each.path) < _position(last.path):
+        return False
+    are_items = last.path[:-1] == each.path[:-1] and each.path[-1].isdecimal()
+    return not are_items or _NOUNS.get(last.kind) == _NOUNS.get(each.kind)
+
+
+def _position(path: Path) -> tuple[int, ...]:
+    """Return where in the lists of a body a path is."""
+    return tuple(int(segment) if segment.isdecimal() and len(segment) < 10 else 0 for segment in path)
 
 
 def _without_prefixes(located: list[_Located]) -> list[_Located]:
@@ -382,6 +459,7 @@ _NOUNS: Mapping[str, str] = MappingProxyType(
         "dict_type": "an object",
         "model_type": "an object",
         "model_attributes_type": "an object",
+        "dataclass_type": "an object",
         "int_type": "a valid integer",
         "int_parsing": "a valid integer",
         "int_from_float": "a valid integer",
@@ -401,7 +479,10 @@ def explain(report: Report, document: Any = None) -> Explanation | None:
     """Explain a report to the client; None if no finding could be read. ``document``: the body that the server got."""
     located = [_locate(each, document if document is not None else _UNKNOWN) for each in _rebased(report, document)]
     located = _chosen(located, document, report.more)
-    located = _without_prefixes(_without_mixtures(_without_other_bodies(located, document), document))
+    if (alternatives := _missing_bodies(located, document)) is not None:
+        return alternatives
+    located = _without_mixtures(_without_other_bodies(located, document), document)
+    located = _without_prefixes(_without_other_types(located))
     by_path: dict[Path, list[_Located]] = {}
     for each in located:
         by_path.setdefault(each.path, []).append(each)

@@ -21,11 +21,11 @@ class Cors:
         self._origins = frozenset(origins)
 
     def headers(self, origin: str | None) -> dict[str, str]:
-        """Return the headers of a response to a page of this origin. They are empty without an Origin header or without allowed origins."""
-        if origin is None or not self._origins:
+        """Return the headers of a response to a page of this origin. None: the request has no Origin header."""
+        if not self._origins:
             return {}
         if "*" in self._origins:
-            return {"access-control-allow-origin": "*", "access-control-expose-headers": _EXPOSED}
+            return {} if origin is None else {"access-control-allow-origin": "*", "access-control-expose-headers": _EXPOSED}
         if origin not in self._origins:
             return {"vary": "Origin"}
         return {"access-control-allow-origin": origin, "access-control-expose-headers": _EXPOSED, "vary": "Origin"}

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from pydantic import TypeAdapter, ValidationError
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body, Route
@@ -21,6 +22,7 @@ from gateway.proxy.body import MAX_DEPTH, JsonBody, _marks_outside_strings, merg
 from gateway.proxy.body import prepare as prepared_by
 from gateway.snapshot.snapshot import Key, Model
 from gateway.system.steps import SMALL, finished
+from tests.support.examples import examples
 from tests.support.rows import each_row
 
 JSON_ROUTES = [route for route in ROUTES.values() if route.body is Body.JSON]
@@ -61,6 +63,31 @@ def test_what_is_forbidden_is_absent_or_refused(document: dict[str, Any], route:
     assert "extra_body" not in sent and sent["model"] == "inside"
     kwargs = sent.get("chat_template_kwargs")
     assert not (isinstance(kwargs, dict) and "chat_template" in kwargs)
+
+
+_BOOLEANS = ("true", "false", "t", "f", "yes", "no", "y", "n", "on", "off", "1", "0", "perhaps", "")
+_CASED = st.sampled_from(_BOOLEANS).flatmap(lambda text: st.sampled_from((text, text.upper(), text.title(), f" {text}", f"{text} ")))
+
+
+@settings(deadline=None, max_examples=examples(300))
+@given(SCALARS | _CASED | st.sampled_from((0, 1, 2, -1, 0.0, 1.0, 0.5)) | st.lists(st.booleans()))
+def test_a_boolean_is_read_as_by_vllm_and_sent_as_it_was_read(value: Any) -> None:
+    document = {"model": "tiny", "messages": [], "stream": value, "stream_options": {"include_usage": value}}
+    try:
+        expected = TypeAdapter(bool | None).validate_python(value)
+    except ValidationError:
+        with pytest.raises(Refusal, match="must be true or false") as caught:
+            prepare(document, MODEL, CHAT)
+        assert caught.value.param == "stream"
+        return
+    body = prepare(document, MODEL, CHAT)
+    assert body.stream == bool(expected) and body.document["stream"] is expected
+    assert body.hides_usage == (body.stream and not expected)
+
+
+@pytest.mark.parametrize("null", [{"extra_body": None}, {}])
+def test_extra_body_null_counts_as_absent(null: dict[str, Any]) -> None:
+    assert merge(parse(orjson.dumps({"model": "tiny", **null}))) == {"model": "tiny"}
 
 
 @settings(deadline=None)
@@ -160,13 +187,6 @@ def test_usage_is_requested_in_streams(options: object, sent: object, hides: boo
     assert (prepared.document["stream_options"], prepared.hides_usage, prepared.stream) == (sent, hides, True)
     plain = prepare({"prompt": "p", "stream": False}, MODEL, COMPLETIONS)
     assert "stream_options" not in plain.document and not plain.hides_usage
-
-
-@pytest.mark.parametrize("value", ["true", 1, 0, [], {}, "false"])
-def test_a_flag_is_a_boolean(value: object) -> None:
-    with pytest.raises(Refusal) as caught:
-        prepare({"stream": value}, MODEL, COMPLETIONS)
-    assert caught.value.param == "stream"
 
 
 @pytest.mark.parametrize(("opening", "closing"), [(b"[", b"]"), (b'{"a":', b"}")])

@@ -53,7 +53,7 @@ TABLE: dict[str, tuple[int, Any, str, str | None, str]] = {
                               "invalid_value", "logit_bias", "logit_bias: out-of-vocab token ids."),
     "no field": (400, own("It is not to be."), "invalid_request", None, "It is not to be."),
     "a template": (400, own("Cannot apply chat template to an empty conversation."), "invalid_value", "messages",
-                   "messages: The list needs at least one message."),
+                   "messages: Input must not be empty."),
     "a class in a parameter": (400, own("Wrong.", param="body.messages.0.ChatCompletionUserMessageParam.role"),
                                "invalid_value", "messages.0.role", "messages.0.role: Wrong."),
     "a pooling model": (501, own("The model does not support Chat Completions API", "NotImplementedError", None, 501),
@@ -181,6 +181,7 @@ def test_the_message_names_the_wrong_field(row: dict[str, Any]) -> None:
     assert INTERNALS.search(refusal.message) is None and INTERNALS.search(refusal.param or "") is None
     assert refusal.param is not None and refusal.message.count(";") <= 1 and len(refusal.message) <= 300
     assert (refusal.code == "missing_required_parameter") == refusal.message.endswith("Field required")
+    assert refusal.message == row.get("message", refusal.message)
 
 
 @each_row("row", CORPUS, ids=lambda row: f"{row['route']} {row['path']}")

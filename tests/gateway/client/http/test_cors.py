@@ -60,6 +60,11 @@ async def test_responses_and_errors_have_the_header(served: Served) -> None:
         assert reply.headers["access-control-expose-headers"] == "*"
 
 
+async def test_a_response_that_could_be_cached_varies_by_the_origin(served: Served) -> None:
+    reply = await request_once(served.port, request(b"", "/v1/models", method="GET"))
+    assert reply.headers["vary"] == "Origin" and "access-control-allow-origin" not in reply.headers
+
+
 async def test_a_page_may_read_all_response_headers() -> None:
     """Its limits, the fallback model, and whether to retry, which OpenAI's SDK reads in browsers, too."""
     reserved = len(orjson.dumps(chat())) // BYTES_PER_TOKEN + DEFAULT_COMPLETION
