@@ -21,7 +21,7 @@ from gateway.auth import keys
 from gateway.limits.redis.store import LEASE
 from tests.faults.conftest import FULL
 from tests.support.process import Gateway, configuration, gateway
-from tests.support.redis_server import RedisServer, redis_server
+from tests.support.redis_server import RedisServer, counted, redis_server
 from tests.support.running import KEY, MODEL, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, HELLO, ROLE, USAGE, Client, chat, client, request
@@ -211,7 +211,7 @@ async def test_a_gateway_that_stops_returns_its_leases(tmp_path: Path) -> None:
                 await requests
             assert await stopped == 0
             with redis.client() as each:
-                assert [*each.scan_iter()] == [b"vllm-gateway:key team-a"]
+                assert counted(each) == [b"vllm-gateway:key team-a"]
                 await until(lambda: float(each.hget("vllm-gateway:key team-a", "dt") or 0) == USED * load.seen[200], 30)
 
 
@@ -265,7 +265,7 @@ async def test_a_redis_that_stalls_under_load_counts_all_usage(tmp_path: Path) -
             await until(lambda: all("is available again" in one.output for one in three), 30)
             assert seen.keys() == {200, 503}
             with redis.client() as each:
-                await until(lambda: [bytes(name) for name in each.scan_iter()] == [b"vllm-gateway:key team-a"], 30)
+                await until(lambda: counted(each) == [b"vllm-gateway:key team-a"], 30)
                 assert float(each.hget("vllm-gateway:key team-a", "dt") or 0) == seen[200] * USED
 
 

@@ -92,3 +92,8 @@ def redis_server() -> Iterator[RedisServer]:
             yield server
         finally:
             server.stop()
+
+
+def counted(client: redis.Redis) -> list[bytes]:
+    """Return the names of what is counted in a server. The gateway's hash about the store itself is not."""
+    return sorted(name for name in client.scan_iter() if name != b"vllm-gateway:store")

@@ -24,6 +24,7 @@ class Script:
 class Scripts:
     """All scripts of the limits store."""
 
+    open: Script
     admit: Script
     settle: Script
     renew: Script
@@ -33,6 +34,7 @@ def load_scripts() -> Scripts:
     """Read the scripts from the package's files."""
     common = source("calendar") + source("common")
     return Scripts(
+        open=_script(source("open")),
         admit=_script(common + source("admit")),
         settle=_script(common + source("settle")),
         renew=_script(source("renew")),

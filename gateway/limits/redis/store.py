@@ -4,6 +4,9 @@ The rules: a request without a lease costs one script before it is admitted, and
 confirmed by a second attempt, unless only time can end it. No request waits for an unavailable store; reconnecting happens in the
 background. Unsent settlements are replayed after reconnection.
 
+The store is used on a connection after it has written on it (open.lua), because a replica, a full store and a user without permission
+accept connections and scripts too. An open connection writes every few seconds, so that the next request does not meet the failure.
+
 An abandoned command may still run later, or never. So an admission carries a deadline by the store's clock, after which it
 reserves nothing. A settlement is sent until the store acknowledges it; sending it twice changes nothing.
 
@@ -39,13 +42,16 @@ LEASE = 10.0
 """Seconds after which the slots of a gateway that died are free again."""
 _READING = 0.001  # seconds in which the event loop reads what has arrived
 _RENEW_EVERY = LEASE / 3
+_WRITE_EVERY = 5.0  # seconds after which a failure is noticed without requests
 _RETRY_EVERY = 1.0  # longer than a reply may take, so earlier commands have finished
 _OWED = 10_000  # settlements that are retained while the store is unavailable
 _LATE, _ADMITTED = b"-1 ", b"0 "  # starts of the reply of admit.lua
 _MOST_ENCODED = 10_000  # holders whose part of a command is stored: sessions and subjects are many
 _NO_LIMIT = 1e300  # larger than any amount, for a store whose numbers may lack infinity
 _PREFIX = "vllm-gateway:"
-_STATES = re.compile(r"(?:^|-)(?:OOM|READONLY|MISCONF|LOADING|BUSY|MASTERDOWN|NOREPLICAS|NOAUTH) ")  # older servers send it after ERR
+_STATES = re.compile(  # older servers send the code after ERR; a script without permission has no code
+    r"(?:^|-)(?:OOM|READONLY|MISCONF|LOADING|BUSY|MASTERDOWN|NOREPLICAS|NOAUTH|NOPERM) |The user executing the script can't "
+)
 _log = logging.getLogger("vllm_gateway.limits")
 
 
@@ -229,7 +235,7 @@ class RedisStore:
         token = token_hex(4)
         self.leases = Leases(self, (f"{token}-{number}" for number in count()))
         self._slot_leases: dict[str, tuple[str, ...]] = {}
-        self._renewed = 0.0
+        self._renewed = self._written = 0.0
         self._cached_refusals: dict[str, tuple[float, StoreResult]] = {}
 
     # Requests
@@ -409,6 +415,9 @@ class RedisStore:
             self._open_connection.check(now)
         if self._open_connection is not None and now - self._renewed > _RENEW_EVERY:
             self._renew_slots(self._open_connection, now)
+        if self._open_connection is not None and now - self._written > _WRITE_EVERY:
+            self._written = now
+            self._open_connection.send(*_trial(self._scripts))
         if self._opening is not None and self._is_available is None and now - self._opened_at > self.settings.timeout:
             self._mark_unavailable("it does not respond")
             self._resume_waiting()
@@ -459,7 +468,7 @@ class RedisStore:
         self._resume_waiting()
 
     async def _connect(self) -> StoreConnection:
-        """Open a connection and load the scripts. Raises OSError and ReplyError."""
+        """Open a connection, load the scripts, and write. Raises OSError and ReplyError."""
         settings, loop = self.settings, asyncio.get_running_loop()
         if settings.path is not None:
             _, line = await loop.create_unix_connection(self._new_connection, settings.path)
@@ -471,8 +480,9 @@ class RedisStore:
                 await pending.signal
                 if isinstance(pending.reply, ReplyError):
                     raise pending.reply
-            seconds, microseconds = map(int, cast(list[bytes], pending.reply))
-            self._clock.synchronize(seconds + microseconds / 1_000_000, pending.sent, monotonic())
+            now, _ = map(int, cast(bytes, pending.reply).split())
+            self._clock.synchronize(now / 1_000_000, pending.sent, monotonic())
+            self._written = monotonic()
         except BaseException:
             line.transport.abort()
             raise
@@ -532,11 +542,17 @@ class RedisStore:
 
 
 def _greeting(settings: LimitsStore, scripts: Scripts) -> list[bytes]:
-    """Return the first commands of a connection. The last one requests the time."""
+    """Return the first commands of a connection. The last one returns the time."""
     auth = [] if settings.password is None else [command("AUTH", *([settings.user] if settings.user else []), settings.password)]
     select = [command("SELECT", settings.database)] if settings.database else []
-    load = (command("SCRIPT", "LOAD", each.text) for each in (scripts.admit, scripts.settle, scripts.renew))
-    return [*auth, *select, *load, command("TIME")]
+    load = (command("SCRIPT", "LOAD", each.text) for each in (scripts.open, scripts.admit, scripts.settle, scripts.renew))
+    return [*auth, *select, *load, _trial(scripts)[0]]
+
+
+def _trial(scripts: Scripts) -> tuple[bytes, Callable[[], bytes]]:
+    """Return the command that writes as requests do, as ``_command`` does."""
+    keys = [argument(f"{_PREFIX}{name}") for name in ("store", "trial", "trial leases")]
+    return _command(scripts.open, len(keys), keys, ())
 
 
 _EVALSHA, _EVAL = argument("EVALSHA"), argument("EVAL")
@@ -584,7 +600,7 @@ def _limit(limit: float) -> float:
 
 
 def _is_temporary(reply: Reply) -> bool:
-    """Check whether the store cannot write at the moment: it is full, a replica, or still loading its data."""
+    """Check whether the store cannot write at the moment: it is full, a replica, without permission, or loading."""
     return isinstance(reply, ReplyError) and _STATES.search(str(reply)) is not None
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from gateway.telemetry.dependencies import NAMES, Dependencies, Observation
 from gateway.telemetry.metrics import Series
 from tests.support.issuer import AUDIENCE, Issuer, SigningKey, published
+from tests.support.ports import refusing
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
 from tests.support.redis_server import redis_server
 
@@ -95,6 +96,22 @@ def test_a_limits_store_that_is_not_used_any_more_is_not_listed(tmp_path: Path) 
             wait_for(lambda: of(one, "limits_store").get("state") == "down")
             write(tmp_path / "gateway.yaml", config | {"keys": keys})
             wait_for(lambda: not of(one, "limits_store") and one.get("/readyz").json()["status"] == "ready", why=lambda: one.output)
+
+
+def test_a_limits_store_that_became_a_replica_is_down_without_a_request(tmp_path: Path) -> None:
+    with redis_server() as redis, redis.client() as client, refusing() as port:
+        config = configuration(launched()) | {"limits_store": redis.url, "limits": {"on_store_failure": "refuse"}}
+        config["keys"][0]["limits"] = {"tokens_per_day": 1000}
+        with gateway(tmp_path, config) as one:
+            wait_for(lambda: of(one, "limits_store").get("state") == "up")
+            client.replicaof("127.0.0.1", port)
+            wait_for(lambda: of(one, "limits_store")["state"] == "down", why=lambda: one.output)
+            assert of(one, "limits_store")["last_error"].startswith("READONLY")
+            assert is_shown(one, "limits_store", "down") and one.request().status_code == 503
+            client.replicaof("NO", "ONE")
+            wait_for(lambda: of(one, "limits_store")["state"] == "up", why=lambda: one.output)
+            assert one.request().status_code == 200
+            assert one.output.count("is unavailable") == one.output.count("is available again") == 1
 
 
 def test_a_worker_that_is_replaced_reports_the_store_again(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from gateway.telemetry.metrics import WorkerMetrics, sum_series
 from gateway.telemetry.shared_counters import SharedCounters
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.examples import examples
-from tests.support.redis_server import RedisServer
+from tests.support.redis_server import RedisServer, counted
 from tests.support.running import model, shared_counters, until
 
 CHAT = "/v1/chat/completions"
@@ -134,10 +134,6 @@ def used_today(client: redis.Redis, holder: str = "key a") -> float:
     return float(client.hget(f"vllm-gateway:{holder}", "dt") or 0)
 
 
-def names(client: redis.Redis) -> list[bytes]:
-    return sorted(client.scan_iter())
-
-
 _STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("start"), st.integers(0, 1), st.integers(1, 80), st.integers(1, 40)),
@@ -198,7 +194,7 @@ async def _run(server: RedisServer, steps: list[Any]) -> float:
             await one.return_leases()
         with server.client() as client:
             assert time() // 86400 != day or used_today(client) == used
-            assert names(client) in ([], [b"vllm-gateway:key a"]), "no reservation is left"
+            assert counted(client) in ([], [b"vllm-gateway:key a"]), "no reservation is left"
         return sum(one.admitted("lease") for one in both)
 
 
@@ -232,7 +228,7 @@ async def test_requests_that_outlive_their_lease_are_settled_by_their_usage(serv
                 each.finish(3)
             await one.return_leases()
             assert used_today(client) == 3 * len(running)
-            assert names(client) == [b"vllm-gateway:key a"]
+            assert counted(client) == [b"vllm-gateway:key a"]
 
 
 async def test_usage_beyond_a_lease_is_charged_at_once(server: RedisServer) -> None:
@@ -392,7 +388,7 @@ async def test_leases_end_when_the_store_stops_responding(server: RedisServer, r
         await one.acknowledged()
         with server.client() as client:
             assert used_today(client) == 4 * len(running)
-            assert names(client) == [b"vllm-gateway:key a"]
+            assert counted(client) == [b"vllm-gateway:key a"]
 
 
 async def test_a_lease_of_which_the_store_knows_nothing_is_worth_nothing(server: RedisServer) -> None:
@@ -439,4 +435,4 @@ async def test_usage_is_exact_wherever_a_connection_is_cut(server: RedisServer) 
     assert sum(leased for _, _, leased in found) > 0
     with server.client() as client:
         assert [used_today(client, holder) for holder, _, _ in found] == [used for _, used, _ in found]
-        assert [name for name in names(client) if name.startswith(b"vllm-gateway:reserved")] == []
+        assert [name for name in counted(client) if name.startswith(b"vllm-gateway:reserved")] == []

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import signal
 import statistics
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
 from time import monotonic, sleep, time
@@ -29,7 +29,8 @@ from gateway.snapshot.snapshot import Allowance, Budget, Limits, LimitsStore, Qu
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.examples import examples
 from tests.support.ports import refusing, silent
-from tests.support.redis_server import RedisServer
+from tests.support.process import wait_for
+from tests.support.redis_server import RedisServer, counted
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Client, Reply, chat, client, request, request_once
@@ -59,6 +60,47 @@ async def opened(
     finally:
         store.close()
         await asyncio.sleep(0)
+
+
+FAULTS = {"READONLY": "READONLY", "OOM": "OOM", "MISCONF": "MISCONF", "NOPERM": "The user executing the script can't"}
+"""Why a store rejects writes, with a part of its error."""
+
+
+@contextmanager
+def rejected_writes(server: RedisServer, fault: str) -> Iterator[None]:
+    """Let the server reject writes with this error for the length of the block. It still accepts connections and reads."""
+    with server.client() as each, refusing() as port:
+        match fault:
+            case "READONLY":
+                each.replicaof("127.0.0.1", port)
+            case "OOM":
+                each.config_set("maxmemory", 1)
+            case "MISCONF":  # it cannot save to its folder
+                server.folder.chmod(0o555)
+                each.config_set("save", "3600 1")
+                each.set("unsaved", 1)
+                each.bgsave()
+                wait_for(lambda: each.info("persistence")["rdb_last_bgsave_status"] == "err")
+            case "NOPERM":
+                each.acl_setuser("default", enabled=True, commands=["-hset"])
+        try:
+            yield
+        finally:
+            each.replicaof("NO", "ONE")
+            each.config_set("maxmemory", 0)
+            each.config_set("save", "")
+            server.folder.chmod(0o777)
+            each.acl_setuser("default", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all"])
+
+
+def ticking(store: RedisStore, condition: Callable[[], Any]) -> Callable[[], bool]:
+    """Return a condition that calls the store's clock each time it is checked."""
+
+    def holds() -> bool:
+        store.tick()
+        return bool(condition())
+
+    return holds
 
 
 _SLICES = st.lists(st.tuples(st.integers(0, 26), st.integers(0, 120), st.integers(0, 10**9)), max_size=6)
@@ -271,7 +313,7 @@ async def test_replies_of_the_store(server: RedisServer) -> None:
     with server.client() as each:
         each.execute_command("SELECT", 3)
         assert each.hget("vllm-gateway:key a", "m") == str(now.year * 12 + now.month - 1).encode()
-        assert [each.ttl(name) > 86400 for name in each.scan_iter()] == [True, True], "every key ends by itself"
+        assert [each.ttl(name) > 86400 for name in each.scan_iter()] == [True] * 3, "every key ends by itself"
 
 
 async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: RedisServer) -> None:
@@ -512,6 +554,35 @@ async def test_a_settlement_that_the_store_cannot_write_is_sent_again(
         assert each.hget("vllm-gateway:key a", "dt") == b"7"
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_a_store_that_rejects_writes_is_down_until_a_write_succeeds(server: RedisServer, fault: str) -> None:
+    """The store accepts connections, scripts and TIME meanwhile."""
+    reported: list[str | None] = []
+    wanted = [(Holder.placed("key a", Limits(tokens_per_day=1000)), Amounts(1, 0, 1))]
+    async with opened(server.store_config(), on_change=reported.append) as store:
+        assert (await store.admit("r1", wanted)).exceeded is None
+        with rejected_writes(server, fault), server.client() as each:
+            with pytest.raises(StoreUnavailableError):
+                await store.admit("r2", wanted)
+            attempts = each.info("stats")["total_connections_received"]
+
+            await until(ticking(store, lambda: each.info("stats")["total_connections_received"] > attempts + 2), 60)
+            assert reported[0] is None and all(FAULTS[fault] in str(reason) for reason in reported[1:])
+        await until(ticking(store, lambda: store._open_connection is not None), 60)
+        assert (await store.admit("r3", wanted)).exceeded is None
+    assert reported.count(None) == 2 and reported[-1] is None
+
+
+async def test_an_idle_store_that_begins_to_reject_writes_is_noticed(server: RedisServer) -> None:
+    """A failover happens when no request is there to notice it."""
+    reported: list[str | None] = []
+    async with opened(server.store_config(), on_change=reported.append) as store:
+        await until(ticking(store, lambda: reported == [None]), 60)
+        with rejected_writes(server, "READONLY"):
+            await until(ticking(store, lambda: len(reported) > 1), 60)
+        assert str(reported[1]).startswith("READONLY")
+
+
 async def test_a_settlement_that_the_store_rejects_is_sent_once(server: RedisServer) -> None:
     """Drop it: otherwise it would block all other settlements."""
     wanted = [(Holder.placed(name, Limits(tokens_per_day=1000)), Amounts(1, 1, 900)) for name in ("key a", "key b")]
@@ -671,7 +742,7 @@ async def test_tokens_are_settled_in_the_store(server: RedisServer) -> None:
         assert await statuses(served, 4) == [200] * 4
         with server.client() as each:
             await until(lambda: each.hget("vllm-gateway:key team-a", "dt") == b"20")
-            assert list(each.scan_iter()) == [b"vllm-gateway:key team-a"], "nothing is left of what they had reserved"
+            assert counted(each) == [b"vllm-gateway:key team-a"], "nothing is left of what they had reserved"
         assert served.in_flight == 0
 
 
@@ -802,6 +873,6 @@ async def test_a_stall_of_the_store_loses_no_counts(server: RedisServer, refuses
             await until(lambda: "is available again" in caplog.text, 60)
             with server.client() as each:
                 await until(lambda: each.info("clients")["connected_clients"] == 2, 60)  # it has read the commands of all other connections
-                await until(lambda: list(each.scan_iter()) == [holder.encode()], 60)  # the settlements have arrived
+                await until(lambda: counted(each) == [holder.encode()], 60)  # the settlements have arrived
                 assert float(each.hget(holder, "dt") or 0) == 3 * 5
             assert await statuses(served, 1) == [200]
