@@ -80,7 +80,7 @@ ROUTES = (
         "/readyz",
         "Whether the gateway accepts requests. `status` is `ready`, `degraded` or `not_ready`; `reasons` says why it is not `ready`.",
         {
-            200: "it does; `degraded`: a model has no ready server, or a dependency is down",
+            200: "it does; `degraded`: a model has no ready server, a server does not list its model, or a dependency is down",
             503: "it does not: it is starting or stopping",
         },
         (JSON,),

@@ -11,6 +11,7 @@ from gateway.config.launches import may_be_stopped
 from gateway.control.publisher import FirstResults
 from gateway.control.reload import ReloadHistory
 from gateway.fleet.fleet import Fleet
+from gateway.fleet.observed_servers import models_served
 from gateway.monitoring.monitor import Monitor
 from gateway.monitoring.server_observer import ServerObserver
 from gateway.worker.supervisor import WorkerSupervisor
@@ -78,6 +79,9 @@ class Readiness:
         ready, models = self._observer.ready_servers(), self._observer.config.served_models
         count = sum(not ready[model.id] and not self._is_inactive(model) for model in models)
         without = [f"{count} of {counted(len(models), 'model')} without a ready server"] if count else []
+        wrong = {server.model.id for server, reason in models_served(self._observer.config, self._observer.observe()) if reason}
+        if wrong:
+            without.append(f"{len(wrong)} of {counted(len(models), 'model')} unknown to a server")
         return without + [f"{name} is down" for name in self._monitor.observed_dependencies().down()]
 
     def _is_inactive(self, model: conf.Model) -> bool:

@@ -19,7 +19,7 @@ from gateway.admin.engine_metrics import Engine
 from gateway.control.control import Control
 from gateway.control.limit_report import limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
-from gateway.fleet.observed_servers import ObservedServers, health_check_targets, ready_servers
+from gateway.fleet.observed_servers import ObservedServers, health_check_targets, models_served, ready_servers, wrong_models
 from gateway.key_management.key_list import LastUse, expiry, list_keys
 from gateway.monitoring.discovery import discovered_models
 from gateway.system.core import core
@@ -74,6 +74,8 @@ class Report:
             if server.external is None:
                 status = observed.launched.get(server.name)
                 yield Series("server_restarts_total", labels), status.restarts if status else 0
+        for server, wrong in models_served(config, observed):
+            yield Series("server_serves_model", (server.model.id, server.name)), float(not wrong)
         yield from ((Series("ready_servers", (model,)), count) for model, count in ready_servers(config, observed).items())
 
     def _of_control(self) -> Iterator[tuple[Series, float]]:
@@ -225,7 +227,7 @@ class Report:
             "in_flight": int(series.get(Series("server_inflight", labels), (0,))[0]),
             "ejected_by": int(series.get(Series("server_ejected", labels), (0,))[0]),
             "since": max(moments) or None,
-            "reason": (status.reason if status else "") or (probe.reason if probe else ""),
+            "reason": (status.reason if status else "") or (probe.reason if probe else "") or wrong_models(server, observed) or "",
         }
         if (events := control.kv_events.as_json(server.name)) is not None:
             shown |= {"kv_events": events}

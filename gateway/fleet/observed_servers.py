@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from gateway import config as conf
 from gateway.config import Config
+from gateway.config.problems import one_line
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
 from upstream.balancing.server import Condition
 from upstream.http.address import Address
@@ -15,6 +16,7 @@ from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.health import ServerHealth, Target
 
 T = TypeVar("T")
+_SHOWN_MODELS, _SHOWN_CHARACTERS = 5, 100  # of a list of models in an explanation
 _LAUNCHED = {LaunchState.STARTING: Condition.LOADING, LaunchState.READY: Condition.UP}
 
 
@@ -97,6 +99,30 @@ def max_model_len(config: Config, observed: ObservedServers) -> dict[str, int]:
     known = {model: min(values) for model, values in lengths.items()}
     splits = _of_splits(config, known)
     return known | {split: min(values) for split, values in splits.items()}
+
+
+def wrong_models(server: ConfiguredServer, observed: ObservedServers) -> str | None:
+    """Explain which other models a server lists; empty if it lists its model, None if it is not up or lists no model.
+
+    The names are text of the server, so they are shortened and escaped.
+    """
+    probe = observed.probes.get(server.name)
+    if probe is None or not probe.models or observed.condition(server.name) is not Condition.UP:
+        return None
+    if any(card.id == server.served_model for card in probe.models):
+        return ""
+    names = [one_line(card.id[:_SHOWN_CHARACTERS]) for card in probe.models[:_SHOWN_MODELS]]
+    more = ", …" if len(probe.models) > _SHOWN_MODELS else ""
+    setting = "servers[].model" if server.model.discover is None else "discover.model"
+    return f"serves only [{', '.join(names)}{more}] and not {server.served_model}: set {setting}"
+
+
+def models_served(config: Config, observed: ObservedServers) -> Iterator[tuple[ConfiguredServer, str]]:
+    """Yield each server whose models are known, with what ``wrong_models`` explains."""
+    for server in configured_servers(config):
+        wrong = wrong_models(server, observed)
+        if wrong is not None:
+            yield server, wrong
 
 
 def tasks(config: Config, observed: ObservedServers) -> dict[str, str]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from gateway.fleet.observed_servers import models_served
 from gateway.monitoring.discovery import Discovery
 from gateway.monitoring.jwks_fetch import JwksFetcher
 from gateway.monitoring.kv_events import KvEvents
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
 
 _INTERVAL = 1.0  # seconds
+_log = logging.getLogger("vllm_gateway.control")
 
 
 class Monitor:
@@ -43,14 +46,24 @@ class Monitor:
         self._ledger = ledger
         self.rates = TokenRates()
         self.dependencies = Dependencies()
+        self._wrong_models: dict[str, str] = {}
 
     async def run(self) -> None:
         """Measure until cancelled."""
         while True:
             self.rates.observe(time.monotonic(), tokens_by_model(self._workers.boards))
             self.observed_dependencies()
+            self._report_wrong_models()
             logs.report_suppressed(time.monotonic())
             await asyncio.sleep(_INTERVAL)
+
+    def _report_wrong_models(self) -> None:
+        """Log each server that begins or ceases to serve another model than the one of the configuration."""
+        found = {server.name: wrong for server, wrong in models_served(self._observer.config, self._observer.observe())}
+        for name, wrong in found.items():
+            if wrong != self._wrong_models.get(name, ""):
+                _log.log(logging.WARNING if wrong else logging.INFO, "%s %s", name, wrong or "serves its model now")
+        self._wrong_models |= found
 
     def observed_dependencies(self) -> Dependencies:
         """Observe the dependencies at this moment, and return them."""

@@ -104,6 +104,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "log_lines_dropped_total": Family("counter", "Requests whose access log line could not be written."),
         "server_up": Family("gauge", "1 when the server passes its health checks.", ("model", "server")),
         "server_out_of_rotation": Family("gauge", "1 when the gateway itself gives the server no requests.", ("model", "server")),
+        "server_serves_model": Family("gauge", "1 when the server lists its model, 0 when it lists only others.", ("model", "server")),
         "ready_servers": Family("gauge", "Servers of the model that are up; 0 also if the model has no servers.", ("model",)),
         "server_restarts_total": Family("counter", "Starts of a launched server after the first.", ("model", "server")),
         "server_inflight": Family("gauge", "Requests in flight on the server.", ("model", "server")),

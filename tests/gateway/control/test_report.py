@@ -12,8 +12,9 @@ from typing import Any
 from tests.support.controlled import controlled, on_demand
 from tests.support.kv_engine import PlainEngine
 from tests.support.kv_publisher import kv_publisher
-from tests.support.process import launched
+from tests.support.process import configuration, gateway, launched, wait_for, write
 from tests.support.running import until
+from tests.support.simulated import simulated
 
 A = "sim/a"
 
@@ -118,3 +119,24 @@ async def test_a_log_that_blocks_does_not_delay_other_requests(tmp_path: Path) -
         finally:
             os.close(other_end)
         assert reading.result()["models"][0]["servers"][0]["last_log_lines"] == []
+
+
+def test_a_server_that_does_not_serve_the_model_is_reported(tmp_path: Path) -> None:
+    with simulated("m") as port:
+        url = f"http://127.0.0.1:{port}"
+        wrong, right = {"id": "x", "servers": [{"url": url}]}, {"id": "x", "servers": [{"url": url, "model": "m"}]}
+        with gateway(tmp_path, configuration(wrong)) as one:
+            reasons = ["1 of 1 model unknown to a server"]
+            wait_for(lambda: one.get("/readyz").json() == {"status": "degraded", "reasons": reasons})
+            explained = "serves only [m] and not x: set servers[].model"
+            wait_for(lambda: f"{url} {explained}" in one.output)
+            (server,) = one.get("/status").json()["models"][0]["servers"]
+            assert (server["condition"], server["reason"]) == ("up", explained)
+            assert explained in one.command("status").stdout
+            series = f'vllm_gateway_server_serves_model{{model="x",server="{url}"}}'
+            assert one.metric(series) == 0
+            write(tmp_path / "gateway.yaml", configuration(right))
+            wait_for(lambda: one.get("/readyz").json()["status"] == "ready")
+            wait_for(lambda: f"{url} serves its model now" in one.output)
+            assert one.metric(series) == 1
+            assert one.output.count(explained) == 1
