@@ -119,22 +119,24 @@ def _warnings(status: Mapping[str, Any]) -> tuple[str, ...]:
     read = status.get("configuration", {})
     problems = read.get("problems", ())
     since = f"the configuration on disk has been invalid for {_since(read.get('when'), status['time'])}"
-    down = [_dependency(one, status["time"]) for one in status.get("dependencies", ()) if one["state"] != "up"]
+    failing = [_dependency(one, status["time"]) for one in status.get("dependencies", ()) if one["state"] != "up"]
     ledger = status.get("ledger") or {}
     memory = [f"{counted(ledger['memory_rows'], 'row')} of the ledger in memory only"] if _is_at_risk(status) else []
     budgets = status.get("budgets") or {"restored": True}
     counts = [] if budgets["restored"] else [f"budgets are not restored yet: {budgets['last_error'] or 'the ledger is being read'}"]
-    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()), *down, *memory, *counts)
+    return (*((f"{since}: {problems[0]}", *problems[1:]) if problems else ()), *read.get("needs_restart", ()), *failing, *memory, *counts)
 
 
 def _dependency(one: Mapping[str, Any], now: float) -> str:
     name = f"{one['name']} ({one['subject']})" if one["subject"] else str(one["name"])
+    if one["state"] == "degraded":
+        return f"{name} {one['last_error']}"
     return f"{name} is down for {_since(one['since'], now)}: {one['last_error']}"
 
 
 def _is_at_risk(status: Mapping[str, Any]) -> bool:
     """Return whether neither the disk nor the database accepts ledger rows. A few rows in memory on their way to the disk are normal."""
-    down = {one["name"] for one in status.get("dependencies", ()) if one["state"] != "up"}
+    down = {one["name"] for one in status.get("dependencies", ()) if one["state"] == "down"}
     return {"ledger_database", "ledger_spool"} <= down
 
 

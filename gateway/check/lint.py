@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.key_management.key_list import state
 from gateway.limits.windows import SLICES
 from gateway.snapshot.snapshot import CALENDAR
+from gateway.system.certificate_dates import validity
 
 OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
 """Also logged when the gateway starts."""
@@ -42,6 +44,7 @@ def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     """Yield all notes. ``now`` is an aware datetime."""
     yield from _open_admin_port(draft)
     yield from _ended(draft, now)
+    yield from _certificate(draft, now)
     yield from _unbounded(draft)
     yield from _not_restored(draft)
     yield from _unrecorded_users(draft)
@@ -67,6 +70,18 @@ def _ended(draft: Draft, now: datetime) -> Iterator[Note]:
         if key is not None and state(key, now) == "expired":
             field = entry.get("hash") if key.expires is None or key.expires > now else entry.get("expires")
             yield note(field, "has expired: all keys of this entry are refused")
+
+
+def _certificate(draft: Draft, now: datetime) -> Iterator[Note]:
+    """Report a certificate that clients reject, or will reject soon."""
+    cert = draft.top.get("server", "tls", "cert")
+    try:
+        found = validity(Path(draft.main.file).parent.joinpath(cert.value).read_bytes()) if isinstance(cert.value, str) else None
+    except OSError:
+        return
+    reported = found and (found.problem(now.timestamp()) or found.warning(now.timestamp()))
+    if reported:
+        yield note(cert, reported)
 
 
 def _unrecorded_users(draft: Draft) -> Iterator[Note]:

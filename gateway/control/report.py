@@ -84,6 +84,7 @@ class Report:
         yield from ((Series("key_set_up", (issuer,)), float(well)) for issuer, well in control.key_sets.well())
         yield from control.monitor.observed_dependencies().series()
         yield from control.kv_events.series()
+        yield from control.monitor.certificate.series(control.config)
         yield from ((Series("launches_total", outcome), count) for outcome, count in control.launch_counts.launches.items())
         yield from ((Series("launch_failures_total", cause), count) for cause, count in control.launch_counts.failures.items())
         yield from ((Series("config_reloads_total", (result,)), count) for result, count in control.history.counts.items())

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from gateway.fleet.observed_servers import models_served
+from gateway.monitoring.certificate import CertificateDates
 from gateway.monitoring.discovery import Discovery
 from gateway.monitoring.jwks_fetch import JwksFetcher
 from gateway.monitoring.kv_events import KvEvents
@@ -46,6 +47,7 @@ class Monitor:
         self._ledger = ledger
         self.rates = TokenRates()
         self.dependencies = Dependencies()
+        self.certificate = CertificateDates()
         self._wrong_models: dict[str, str] = {}
 
     async def run(self) -> None:
@@ -79,3 +81,4 @@ class Monitor:
         yield from self._key_sets.dependencies()
         yield from self._discovery.dependencies(self._observer.config)
         yield from self._kv_events.dependencies()
+        yield from self.certificate.dependencies(self._observer.config)

@@ -1,18 +1,18 @@
 """Track what the gateway depends on besides the vLLM servers: the state of each dependency, since when, and its last error.
 
-The rule: the parts that use a dependency observe it; only changes are dated here. A dependency that is not configured, or was not
-used yet, is not listed.
+The rules: the parts that use a dependency observe it, by the operation for which they need it; only changes are dated here. A dependency
+that is not configured, or was not used yet, is not listed. The states are ``up``, ``down``, and ``degraded``: it works, but not for long.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from gateway.telemetry.metrics import Series
 
-NAMES = ("limits_store", "ledger_database", "ledger_spool", "identity_provider", "discovery", "kv_events")
+NAMES = ("limits_store", "ledger_database", "ledger_spool", "identity_provider", "discovery", "kv_events", "certificate")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,28 +20,33 @@ class Observation:
     """The current state of a dependency, without secrets.
 
     ``name`` is one of NAMES; ``subject`` distinguishes several dependencies with the same name, such as the URL of an issuer or the id of a
-    model; ``error`` is None while it works.
+    model; ``error`` is None while it works; ``warning`` says why it will not work for long.
     """
 
     name: str
     subject: str = ""
     error: str | None = None
+    warning: str | None = None
+
+    @property
+    def state(self) -> str:
+        """The state that follows from what was observed."""
+        return "down" if self.error is not None else "up" if self.warning is None else "degraded"
 
 
 @dataclass(frozen=True, slots=True)
 class Dependency:
-    """One dependency. ``since``: seconds since the epoch. ``last_error`` stays when it works again; it is empty before the first."""
+    """One dependency. ``since``: seconds since the epoch. ``last_error``, which may be a warning, stays when it works again."""
 
     name: str
     subject: str
-    is_up: bool
+    state: str
     since: float
     last_error: str
 
     def as_json(self) -> dict[str, Any]:
         """Return the entry of /status."""
-        state = "up" if self.is_up else "down"
-        return {"name": self.name, "subject": self.subject, "state": state, "since": self.since, "last_error": self.last_error}
+        return asdict(self)
 
 
 class Dependencies:
@@ -56,11 +61,10 @@ class Dependencies:
 
     def _observed(self, each: Observation, now: float) -> Dependency:
         before = self._known.get((each.name, each.subject))
-        up = each.error is None
-        if before is None:
-            return Dependency(each.name, each.subject, up, now, each.error or "")
-        since = before.since if before.is_up is up else now
-        return replace(before, is_up=up, since=since, last_error=each.error or before.last_error)
+        since, last = (now, "") if before is None else (before.since, before.last_error)
+        if before is not None and before.state != each.state:
+            since = now
+        return Dependency(each.name, each.subject, each.state, since, each.error or each.warning or last)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return the list of /status."""
@@ -68,10 +72,10 @@ class Dependencies:
 
     def down(self) -> list[str]:
         """Return the names of dependencies that do not work, each once."""
-        return list(dict.fromkeys(each.name for each in self._known.values() if not each.is_up))
+        return list(dict.fromkeys(each.name for each in self._known.values() if each.state == "down"))
 
     def series(self) -> Iterator[tuple[Series, float]]:
-        """Return for each known name 1 while all dependencies of that name work, otherwise 0."""
+        """Return for each known name 1 while no dependency of that name is down, otherwise 0."""
         down = set(self.down())
         for name in dict.fromkeys(each.name for each in self._known.values()):
             yield Series("dependency_up", (name,)), float(name not in down)

@@ -139,6 +139,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         "unbilled_tokens_total": Family(
             "counter", "Tokens counted by engines and not billed, by the reason found by the reconciliation.", ("model", "reason")
         ),
+        "certificate_expires_timestamp_seconds": Family(
+            "gauge", "When the first certificate of the setting's file expires, since 1970.", ("setting",)
+        ),
         "key_expires_timestamp_seconds": Family(
             "gauge", "When the last valid key of an entry expires; an entry that does not expire, or is revoked, has no series.", ("key",)
         ),

@@ -61,6 +61,7 @@ _SERVER = {"model": "m", "server": "m#0"}
 _ROWS = "vllm_gateway_ledger_spool_rows"
 _WRITTEN = 'vllm_gateway_ledger_rows_total{outcome="written"}'
 _MEMORY = "vllm_gateway_ledger_memory_rows"
+_CERTIFICATE = "vllm_gateway_certificate_expires_timestamp_seconds"
 _READY = 'vllm_gateway_ready_servers{model="m"}'
 _OUT_OF_ROTATION = 'vllm_gateway_server_out_of_rotation{{model="m", server="m#{}"}}'
 _NONE_READY = (
@@ -125,6 +126,13 @@ CASES = (
           "They have used 4k tokens in an hour that are not in the ledger.")),
     Case("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "1209600x400"}, "180h", "337h", {"key": "k"},
          ("The key k expires soon", "In 6d 12h 0m 0s."), every="1h"),
+    Case("VllmGatewayCertificateExpires", {f'{_CERTIFICATE}{{setting="server.tls"}}': "1209600x340 4e6x20"},
+         "180h", "345h", {"setting": "server.tls"},
+         ("The certificate of server.tls expires soon, or has expired", "In 6d 12h 0m 0s. Clients reject an expired certificate."),
+         every="1h"),
+    Case("VllmGatewayWrongModel", {'vllm_gateway_server_serves_model{model="m", server="m#0"}': "1x4 0x20 1x10"}, "12m", "27m", _SERVER,
+         ("m#0 does not serve m",
+          "It lists other models only, so requests get 404. /status shows the names and the setting.")),
     Case("VllmGatewayKeySetAway", {'vllm_gateway_key_set_up{issuer="i"}': "1x4 0x30 1x10"}, "22m", "37m", {"issuer": "i"},
          ("The keys of i cannot be fetched", "Known keys stay in use; /status has the reason.")),
     Case("VllmGatewayBudgetNearlyUsed",
@@ -178,6 +186,14 @@ QUIET = {
     "a soft budget that is nearly used": (
         "VllmGatewayBudgetNearlyUsed",
         {'vllm_gateway_budget_used_ratio{holder="key a", budget="tokens_per_day", soft="true"}': "0.95x60"},
+    ),
+    "a certificate that is renewed in time": (
+        "VllmGatewayCertificateExpires",
+        {f'{_CERTIFICATE}{{setting="server.tls"}}': "700000x60"},
+    ),
+    "an expired certificate, which has an alert of its own": (
+        "VllmGatewayDependencyDown",
+        {'vllm_gateway_dependency_up{dependency="certificate"}': "0x60"},
     ),
     "a key that has expired": ("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "60x60"}),
 }

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from gateway.check.lint import notes
 from gateway.config import drafted, load
+from tests.support.certificates import dated
 
 NOW = datetime(2027, 1, 1, tzinfo=UTC)
 H1, H2 = (f"sha256:{letter * 64}" for letter in "ab")
@@ -149,3 +150,17 @@ def test_an_invalid_time_is_a_problem_and_no_note(tmp_path: Path) -> None:
     file.write_text(f"models: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}, limits: {{tokens_per_day: 1}}}}]\n{ledger}")
     draft = drafted(file)
     assert draft is not None and list(notes(draft, NOW)) == []
+
+
+@pytest.mark.parametrize(
+    ("dates", "message"),
+    [
+        ((NOW - timedelta(days=90), NOW - timedelta(days=1)), "has expired on 2026-12-31 00:00 UTC, so clients reject it"),
+        ((NOW - timedelta(days=90), NOW + timedelta(days=2)), "expires on 2027-01-03 00:00 UTC"),
+        ((NOW - timedelta(days=1), NOW + timedelta(days=90)), None),
+    ],
+)
+def test_a_certificate_that_has_expired_or_expires_soon(tmp_path: Path, dates: tuple[datetime, datetime], message: str | None) -> None:
+    dated(tmp_path, *dates)
+    text = f"server: {{tls: {{cert: cert.pem, key: key.pem}}}}\nmodels: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}}}]\n"
+    assert notes_on(tmp_path, text) == ([f"gateway.yaml:1: server.tls.cert: {message}"] if message else [])
