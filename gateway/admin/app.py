@@ -59,7 +59,7 @@ class Overview(Protocol):
         Raises QueryError, and DatabaseUnavailableError if the database does not respond.
         """
 
-    def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
+    async def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the state of limits, of all keys and teams or of those that a query names. Raises QueryError."""
 
     async def keys(self) -> dict[str, Any]:
@@ -158,7 +158,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
 
     async def limits(request: Request) -> Response:
         try:
-            known = overview.limits(dict(request.query_params))
+            known = await overview.limits(dict(request.query_params))
         except QueryError as error:
             return _error(str(error), 400)
         return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")

@@ -23,12 +23,14 @@ from gateway.control.publisher import FirstResults, Publisher
 from gateway.control.readiness import Readiness
 from gateway.control.reload import Reloader, ReloadHistory
 from gateway.control.startup_messages import Announcer
+from gateway.control.store_counts import store_counts
 from gateway.fleet.fleet import Fleet
 from gateway.monitoring.discovery import Discovery
 from gateway.monitoring.jwks_fetch import jwks_fetcher
 from gateway.monitoring.kv_events import kv_events
 from gateway.monitoring.monitor import Monitor
 from gateway.monitoring.server_observer import ServerObserver
+from gateway.snapshot.snapshot import Snapshot
 from gateway.system.service_manager import ServiceManager
 from gateway.worker.supervisor import WorkerEvents, running_workers
 from upstream.discovery import Cluster, Resolve, Sources, system_resolver
@@ -99,7 +101,13 @@ async def assembled(
         worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request)
         workers = await stack.enter_async_context(running_workers(data, config.server.workers, worker_events, ledger))
         budgets = await stack.enter_async_context(budget_restorer(ledger, reader, workers.buckets, started))
-        workers.before_start = budgets.start
+        stored = await stack.enter_async_context(store_counts(lambda: workers.snapshot, ledger, reader))
+
+        async def before_start(snapshot: Snapshot) -> None:
+            await budgets.start(snapshot)
+            await stored.start(snapshot)
+
+        workers.before_start = before_start
         events = await stack.enter_async_context(kv_events(workers.send))
         workers.more_first_messages = events.first_messages
         observer = ServerObserver(config, launcher, prober, discovery, key_sets)
@@ -123,6 +131,7 @@ async def assembled(
             monitor=monitor,
             kv_events=events,
             budgets=budgets,
+            store_counts=stored,
             readiness=Readiness(observer, workers, fleet, monitor, history, first_results),
             history=history,
         )

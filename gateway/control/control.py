@@ -17,6 +17,7 @@ from gateway.control.publisher import Publisher
 from gateway.control.readiness import Readiness
 from gateway.control.reload import ReloadHistory
 from gateway.control.startup_messages import Announcer
+from gateway.control.store_counts import StoreCounts
 from gateway.fleet.fleet import Fleet
 from gateway.fleet.launch_counts import LaunchCounts
 from gateway.fleet.operations import ReloadResult
@@ -61,6 +62,7 @@ class Control:
         monitor: Monitor,
         kv_events: KvEvents,
         budgets: BudgetRestorer,
+        store_counts: StoreCounts,
         readiness: Readiness,
         history: ReloadHistory,
     ) -> None:
@@ -77,6 +79,7 @@ class Control:
         self.monitor = monitor
         self.kv_events = kv_events
         self.budgets = budgets
+        self.store_counts = store_counts
         self.readiness = readiness
         self.history = history
         self.launch_counts = LaunchCounts()

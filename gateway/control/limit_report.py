@@ -1,7 +1,7 @@
 """Report the limits of keys and teams to operators: how much is used, what remains, and when all is available again.
 
-The rule: a report reserves nothing and creates nothing. With a shared store, budgets have the values that the store last reported to this
-gateway, and the counts of rates are only in the store.
+The rule: a report reserves nothing and creates nothing. With a shared store it has the counts of the store, as key holders see them. They
+are unknown while the store does not respond.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from time import monotonic, time
 from typing import Any
 
 from gateway.config.problems import did_you_mean
+from gateway.control.store_counts import StoreCounts
 from gateway.limits.buckets import Buckets
 from gateway.limits.states import LimitState, limit_states
 from gateway.limits.windows import moment
@@ -20,7 +21,7 @@ from gateway.usage.errors import QueryError
 _PARAMETERS = ("key", "team")
 
 
-def limit_report(snapshot: Snapshot, buckets: Buckets, parameters: Mapping[str, str]) -> dict[str, Any]:
+def limit_report(snapshot: Snapshot, buckets: Buckets, stored: StoreCounts, parameters: Mapping[str, str]) -> dict[str, Any]:
     """Return the limits as JSON, for an encoder of msgspec: all limits, or the limits of a key or a team.
 
     Raises QueryError.
@@ -28,7 +29,7 @@ def limit_report(snapshot: Snapshot, buckets: Buckets, parameters: Mapping[str, 
     for name in parameters:
         if name not in _PARAMETERS:
             raise QueryError(f"there is no parameter {name}{did_you_mean(name, _PARAMETERS)}")
-    states = [state for each in _chosen(snapshot, parameters) for state in _states(snapshot, buckets, each)]
+    states = [state for each in _chosen(snapshot, parameters) for state in _states(snapshot, buckets, stored, each)]
     return {"limits": [state.document() for state in states]}
 
 
@@ -49,7 +50,9 @@ def _chosen(snapshot: Snapshot, parameters: Mapping[str, str]) -> list[Allowance
     return list({each.holder: each for each in chosen}.values())
 
 
-def _states(snapshot: Snapshot, buckets: Buckets, allowance: Allowance) -> Iterator[LimitState]:
-    name, in_store, now = allowance.holder, snapshot.uses_store, monotonic()
-    rates = None if in_store else buckets.shown_rates(name)
-    return limit_states(allowance, rates, buckets.shown_states(name, allowance.limits, moment(now, time()), in_store), now)
+def _states(snapshot: Snapshot, buckets: Buckets, stored: StoreCounts, allowance: Allowance) -> Iterator[LimitState]:
+    name, now = allowance.holder, monotonic()
+    if snapshot.uses_store:
+        known = stored.counts(name)
+        return limit_states(allowance, known and known.rates, known and known.budgets, now)
+    return limit_states(allowance, buckets.shown_rates(name), buckets.shown_states(name, allowance.limits, moment(now, time())), now)

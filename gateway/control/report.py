@@ -21,6 +21,7 @@ from gateway.control.limit_report import limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
 from gateway.fleet.observed_servers import ObservedServers, health_check_targets, models_served, ready_servers, wrong_models
 from gateway.key_management.key_list import LastUse, expiry, list_keys
+from gateway.limits.windows import BudgetState
 from gateway.monitoring.discovery import discovered_models
 from gateway.system.core import core
 from gateway.telemetry.metrics import Series, sum_series
@@ -91,11 +92,16 @@ class Report:
         yield Series("config_last_reload_successful", ()), float(control.history.last.successful)
         expiries = ((key.id, expiry(key)) for key in control.config.keys)
         yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in expiries if last is not None)
-        for holder, state in control.workers.budgets():
+        for holder, state in self._budgets():
             yield Series("budget_used_ratio", (holder, state.budget.name, str(state.budget.soft).lower())), state.share
         yield Series("worker_restarts_total", ()), sum(worker.restarts for worker in control.workers.statuses)
         yield from process_series(control.workers.statuses)
         yield Series("build_info", (__version__, core())), 1
+
+    def _budgets(self) -> Iterator[tuple[str, BudgetState]]:
+        workers = self._control.workers
+        in_store = workers.snapshot is not None and workers.snapshot.uses_store
+        return self._control.store_counts.budgets() if in_store else workers.budgets()
 
     def _without_removed_servers(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
         """Omit discovered servers that were removed and have nothing in flight.
@@ -118,10 +124,11 @@ class Report:
         """Return the ledger's response to a usage query, None without a ledger."""
         return None if self._reader is None else await self._reader.report(query)
 
-    def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
+    async def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the state of limits (see ``limit_report``). Raises QueryError."""
-        workers = self._control.workers
-        return {"limits": []} if workers.snapshot is None else limit_report(workers.snapshot, workers.buckets, query)
+        workers, stored = self._control.workers, self._control.store_counts
+        await stored.refresh()
+        return {"limits": []} if workers.snapshot is None else limit_report(workers.snapshot, workers.buckets, stored, query)
 
     async def keys(self) -> dict[str, Any]:
         """Return the keys as /keys shows them."""
@@ -156,7 +163,7 @@ class Report:
             "snapshot_version": control.publisher.version,
             "configuration": control.history.last.as_json(),
             "ledger": None if self._ledger is None else self._ledger.status(),
-            "budgets": control.budgets.as_json(),
+            "budgets": control.budgets.as_json() or control.store_counts.as_json(),
             "issuers": control.key_sets.as_json(control.config),
             "workers": [
                 {

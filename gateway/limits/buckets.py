@@ -12,8 +12,7 @@ writes after that, or at once if no worker has attached to the memory yet.
 Layout, little-endian: u64 workers, u64 bytes of records, three float64: the announced number (0: none), the acknowledged number, whether
 a worker has attached; then the records: the SHA-256 of a name (32 bytes), u32 cells, u32 whether it is a holder, and the cells as
 float64. The record of a holder has its counts (see ``rules``), and for each worker a cell of what it has in flight. Each of its rolling
-windows has a separate record (see ``windows``), named after the holder and the window. The use that a store has reported for a window
-has one too: the tokens, the cost, and the time until which they count.
+windows has a separate record (see ``windows``), named after the holder and the window.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class Buckets:
         self._holders: list[int] = []
         self._offsets: dict[bytes, int] = {}
         self._read = 0  # bytes of the records that are indexed
-        self._noted: dict[tuple[str, str], int] = {}  # records of the use that a store has reported, by holder and window
         self._announced = 0
         self._waits_for_worker = False
         self._lock = Lock() if fd < 0 else _Lock(fd)
@@ -209,62 +207,30 @@ class Buckets:
         """Return the state of each budget of a holder. It takes no lock, so it may miss what another worker counts at this moment."""
         return windows.budget_states(holder.terms[-1], self.cells, at)
 
-    def hard_capacity(self, holders: Iterable[Holder], at: Moment, *, in_store: bool) -> tuple[Capacity, Capacity]:
-        """Return what is left of the hard budgets of these holders, and the whole budgets. It takes no lock.
-
-        ``in_store``: by the use that a store has reported last. A window without a report counts as unused.
-        """
+    def hard_capacity(self, holders: Iterable[Holder], at: Moment) -> tuple[Capacity, Capacity]:
+        """Return what is left of the hard budgets of these holders, and the whole budgets. It takes no lock."""
         used: list[tuple[Window, float, float]] = []
         cells, periods = self.cells, at.periods
         for holder in holders:
             for (window, _), calendar, start, _, _, _, _ in holder.terms[-1]:
-                if in_store:
-                    tokens, cost, _ = self._noted_use(holder.name, window, at.wall)
-                elif cells[start] == periods[calendar]:
+                if cells[start] == periods[calendar]:
                     tokens, cost = cells[start + USED], cells[start + SPENT]
                 else:
                     tokens, cost = windows.used_in(window, cells, start, at)
                 used.append((window, tokens, cost))
         return windows.hard_capacity(used)
 
-    # Use that a store has reported
+    # For an observer
 
-    def note_usage(self, holder: Holder, window: Window, tokens: float, cost: float, until: float) -> None:
-        """Remember what a store has counted in a window of a holder, for control. ``until``: in seconds since the epoch."""
-        name = holder.name, window.name
-        start = self._noted.get(name)
-        if start is None:
-            with self._exclusive():
-                self._find_new_records()
-                try:
-                    start = self._noted[name] = self._record(_in_store(holder.name, window), 3)
-                except BucketsFullError:
-                    return
-        self.cells[start], self.cells[start + 1], self.cells[start + 2] = tokens, cost, until
-
-    def shown_states(self, name: str, limits: Limits, at: Moment, in_store: bool) -> list[BudgetState]:
-        """Return the state of each budget of a holder for an observer, which changes nothing and takes no lock.
-
-        ``in_store``: the state that a store has reported last.
-        """
+    def shown_states(self, name: str, limits: Limits, at: Moment) -> list[BudgetState]:
+        """Return the state of each budget of a holder for an observer, which changes nothing and takes no lock."""
         self._find_new_records()
-        if in_store:
-            return [state for window in windows_of(limits) for state in self._noted_states(name, window, at.wall)]
         offset = self._offsets.get(_digest(name))
         rings = {each.window: self._offsets.get(_digest(_ring(name, each.window))) for each in limits.budgets if each.seconds}
         if offset is None or None in rings.values():
             return [state for window in windows_of(limits) for state in windows.states_of(window, 0, 0, 0.0)]
         placed = Holder.placed(name, limits, offset, {window: ring for window, ring in rings.items() if ring is not None})
         return windows.budget_states(placed.terms[-1], self.cells, at)
-
-    def _noted_states(self, name: str, window: Window, wall: float) -> list[BudgetState]:
-        return windows.states_of(window, *self._noted_use(name, window, wall))
-
-    def _noted_use(self, name: str, window: Window, wall: float) -> tuple[float, float, float]:
-        """Return the tokens and the cost that a store has reported for a window, and for how many seconds they count."""
-        start = self._offsets.get(_digest(_in_store(name, window)))
-        tokens, cost, until = (0.0, 0.0, 0.0) if start is None else self.cells[start : start + 3]
-        return (tokens, cost, until - wall) if until > wall else (0.0, 0.0, 0.0)
 
     def shown_rates(self, name: str) -> HolderRates:
         """Return the counts of a holder that are not budgets, for an observer."""
@@ -305,11 +271,6 @@ def _digest(name: str) -> bytes:
 def _ring(name: str, window: str) -> str:
     """Return the name of the record of a rolling window. No holder's name has a line break."""
     return f"{name}\n{window}"
-
-
-def _in_store(name: str, window: Window) -> str:
-    """Return the name of the record of what a store has counted in a window."""
-    return f"{name}\n{window.name}\nstore"
 
 
 _UNLOCKED = nullcontext()

@@ -20,7 +20,7 @@ from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.reservation import ARRIVAL, Reservation
 from gateway.limits.rules import RATES, Holder
 from gateway.limits.states import HolderRates, LimitState, limit_states
-from gateway.limits.windows import BudgetState, Window, moment, session_window, windows_of
+from gateway.limits.windows import BudgetState, Capacity, Window, hard_capacity, moment, session_window, windows_of
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from upstream.http.write_batching import WriteBatch
@@ -29,7 +29,7 @@ Holders = tuple[Holder, ...]
 _Counts = Sequence[tuple[HolderRates, Sequence[BudgetState]]]
 _log = logging.getLogger("vllm_gateway.limits")
 
-_MOST_REPORTED = 10_000  # exceeded soft budgets that are remembered
+_MOST_REPORTED = 10_000  # budgets, and exceeded soft budgets, that are remembered
 PART_FOR_SUBJECTS = 0.75
 """Part of the shared memory for the subjects of tokens. The rest stays free for configured holders."""
 
@@ -122,8 +122,9 @@ class Limiter:
         self._name = token_hex(8)
         self._by_key: dict[str, KeyLimits] = {}
         self._subjects: dict[tuple[str, str | None], KeyLimits] = {}  # of tokens, by subject and team
-        self._shown: frozenset[str] = frozenset()  # holders of the configuration, which control shows
         self._exceeded: set[tuple[str, str]] = set()
+        self._reported: dict[tuple[str, str, bool], tuple[float, float]] = {}
+        """The use of a budget that the store has reported last, and until when it counts. By holder, window, and whether it is a cost."""
         self.max_model_len: Mapping[str, int] = {}
         """The context length of each model whose servers report it, by its ID."""
         self.warn_at = 1.0
@@ -138,7 +139,6 @@ class Limiter:
             if any(allowance.limits.session is not None for allowance in key.allowances):
                 self._metrics.cells("session_evictions_total", key.id)
         self._subjects = {}
-        self._shown = frozenset(allowance.holder for key in snapshot.keys for allowance in key.allowances)
         self._exceeded = set()
         self.warn_at = snapshot.warn_at
         settings = snapshot.limits_store
@@ -148,12 +148,37 @@ class Limiter:
             return
         self.close()
         if settings is not None and snapshot.uses_store:
-            self.store = RedisStore(settings, self._name, self._on_store, self._note_usage, self._write_batch)
+            self.store = RedisStore(settings, self._name, self._on_store, self._write_batch)
 
     def reservation(self, key: Key, identity: str, fields: Mapping[bytes, bytes]) -> Reservation:
         """Return the reservation for a request, by its id, of a key with limits. ``fields`` are the headers of the request."""
         limits = self._limits_of(key)
         return Reservation(self, limits, identity, fields, moment(monotonic(), time()), limits.for_all_models, limits.layout)
+
+    def note_budgets(self, states: Sequence[tuple[Holder, BudgetState]]) -> None:
+        """Remember the use of budgets that the store has reported."""
+        reported, now = self._reported, monotonic()
+        for holder, state in states:
+            name = holder.name, state.window, state.budget.is_cost
+            if name not in reported and len(reported) >= _MOST_REPORTED:
+                del reported[next(iter(reported))]
+            reported[name] = state.used, now + state.reset
+
+    def reported_capacity(self, holders: Iterable[Holder]) -> tuple[Capacity, Capacity]:
+        """Return what is left of the hard budgets of these holders in the store, and the whole budgets.
+
+        It is the store's last report to this worker. A window without a report counts as unused.
+        """
+        now = monotonic()
+
+        def used(holder: Holder, window: Window, *, is_cost: bool) -> float:
+            use, until = self._reported.get((holder.name, window.name, is_cost), (0.0, 0.0))
+            return use if until > now else 0.0
+
+        windows = ((holder, window) for holder in holders for window, _ in holder.windows)
+        return hard_capacity(
+            (window, used(holder, window, is_cost=False), used(holder, window, is_cost=True)) for holder, window in windows
+        )
 
     async def states(self, key: Key, identity: str) -> list[LimitState]:
         """Return the state of each limit that a key is subject to, for a request by its id. Raises Refusal if it cannot be known."""
@@ -241,10 +266,6 @@ class Limiter:
                 self._exceeded.add(known)
                 _log.warning("the soft budget of %s is exceeded (%s)", limit_text(budget.name, budget.limit), holder.name)
 
-    def _note_usage(self, holder: Holder, window: Window, tokens: int, cost: int, reset: float) -> None:
-        if holder.name in self._shown:
-            self.buckets.note_usage(holder, window, tokens, cost, time() + reset)
-
     def tick(self) -> None:
         """Check the store, and for writes of control. Called four times a second."""
         self.buckets.tick()
@@ -273,9 +294,9 @@ def _reasons(key: Key) -> Iterator[str]:
 
 
 def shown_budgets(buckets: Buckets, snapshot: Snapshot) -> Iterator[tuple[str, BudgetState]]:
-    """Yield each budget of the configured keys and teams, with the name of its holder, for an observer."""
-    at, in_store = moment(monotonic(), time()), snapshot.uses_store
+    """Yield each budget of the configured keys and teams, with the name of its holder, for an observer. They are counted in memory."""
+    at = moment(monotonic(), time())
     holders = {each.holder: each.limits for key in snapshot.keys for each in key.allowances}
     for name, limits in holders.items():
         if windows_of(limits):
-            yield from ((name, state) for state in buckets.shown_states(name, limits, at, in_store))
+            yield from ((name, state) for state in buckets.shown_states(name, limits, at))

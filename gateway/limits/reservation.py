@@ -131,7 +131,8 @@ class Reservation(msgspec.Struct, eq=False):
     def _hard_budgets(self, model: Model) -> HardBudgets | None:
         """Return the hard budgets that count requests for a model; None without one."""
         limiter = self._limiter
-        left, whole = limiter.buckets.hard_capacity(self.holders(model), self._arrived, in_store=limiter.store is not None)
+        holders = self.holders(model)
+        left, whole = limiter.buckets.hard_capacity(holders, self._arrived) if limiter.store is None else limiter.reported_capacity(holders)
         has_budget = whole.tokens < inf or (whole.cost < inf and model.price is not None)
         return HardBudgets(left, whole, model.price) if has_budget else None
 
@@ -242,6 +243,8 @@ class Reservation(msgspec.Struct, eq=False):
     def _apply_result(self, result: StoreResult | None) -> None:
         """Store the result of the store. Raises Refusal."""
         self._result = result
+        if result is not None:
+            self._limiter.note_budgets(result.budgets)
         if result is not None and result.exceeded is not None:
             raise self._refusal(*result.exceeded)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from gateway.limits.rules import BucketState, bucket_state
-from gateway.limits.windows import BudgetState, session_window
+from gateway.limits.windows import BudgetState, session_window, windows_of
 from gateway.snapshot.money import json_number
 from gateway.snapshot.snapshot import Allowance, Limits
 
@@ -55,8 +55,10 @@ class LimitState(NamedTuple):
         }
 
 
-def limit_states(allowance: Allowance, rates: HolderRates | None, budgets: Iterable[BudgetState], now: float) -> Iterator[LimitState]:
-    """Yield the state of each limit of a holder. ``rates`` None: a store counts them; ``now`` is monotonic."""
+def limit_states(
+    allowance: Allowance, rates: HolderRates | None, budgets: Iterable[BudgetState] | None, now: float
+) -> Iterator[LimitState]:
+    """Yield the state of each limit of a holder. ``rates`` and ``budgets`` are None if they are unknown; ``now`` is monotonic."""
     limits, holder, models = allowance.limits, allowance.holder.partition(" for ")[0], allowance.models
     for name, bucket in _buckets(limits, rates, now):
         limit: int = getattr(limits, name)
@@ -68,7 +70,10 @@ def limit_states(allowance: Allowance, rates: HolderRates | None, budgets: Itera
         used = None if rates is None else rates.in_flight
         left = None if used is None else max(limits.concurrent - used, 0)
         yield LimitState(holder, models, "concurrent", limits.concurrent, used, left)
-    for state in budgets:
+    if budgets is None:
+        for budget in (each for window in windows_of(limits) for each in window.budgets):
+            yield LimitState(holder, models, budget.name, int(budget.limit), soft=budget.soft)
+    for state in budgets or ():
         budget = state.budget
         amount, used, left = int(budget.limit), int(state.used), int(state.remaining)
         yield LimitState(holder, models, budget.name, amount, used, left, state.reset, budget.soft)

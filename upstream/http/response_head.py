@@ -73,8 +73,10 @@ def parse_response_head(data: bytes) -> ResponseHead:
         headers = {}
         for name, value in events.headers.items():
             headers.setdefault(name.lower(), value)
+    if data.find(b" \r\n") >= 0 or data.find(b"\t\r\n") >= 0:  # white space behind a value (RFC 9110, section 5.5)
+        headers = {name: value.rstrip(b" \t") for name, value in headers.items()}
     encoding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length")
-    if encoding is not None and encoding.strip(b" ").lower() != b"chunked":
+    if encoding is not None and encoding.lower() != b"chunked":
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
     if status in _WITHOUT_A_BODY:
         return ResponseHead(status, headers, 0, False, events.keep_alive)

@@ -102,11 +102,13 @@ def parse_head(data: bytes) -> RequestHead:
     if number > MAX_HEADERS:
         raise head_too_large()
     headers = {name.lower(): value for name, value in events.headers.items()}
+    if data.find(b" \r\n") >= 0 or data.find(b"\t\r\n") >= 0:  # white space behind a value (RFC 9110, section 5.5)
+        headers = {name: value.rstrip(b" \t") for name, value in headers.items()}
     fields = list(headers.items())
     if len(headers) < number:
         fields = _all_fields(data)
         headers = _by_name(fields)
-    if b"transfer-encoding" in headers and (http10 or headers[b"transfer-encoding"].strip(b" ").lower() != b"chunked"):
+    if b"transfer-encoding" in headers and (http10 or headers[b"transfer-encoding"].lower() != b"chunked"):
         raise Refusal("invalid_request", "The only transfer encoding is 'chunked', and with HTTP/1.1 only.")
     _check_host(headers.get(b"host"), http10)
     length, chunked = headers.get(b"content-length"), b"transfer-encoding" in headers
@@ -143,6 +145,8 @@ def is_host(value: bytes) -> bool:
 
 
 def _is_ipv6(text: bytes) -> bool:
+    if b"%" in text:
+        return False  # a zone, which other readers take for an escape
     try:
         IPv6Address(text.decode("latin-1"))
     except ValueError:
@@ -165,7 +169,7 @@ class _FieldEvents:
         self.fields: list[tuple[bytes, bytes]] = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.fields.append((name.lower(), value))
+        self.fields.append((name.lower(), value.rstrip(b" \t")))
 
 
 def _all_fields(data: bytes) -> list[tuple[bytes, bytes]]:
@@ -183,8 +187,10 @@ def _by_name(fields: Sequence[tuple[bytes, bytes]]) -> dict[bytes, bytes]:
         if name in seen and name in _ONCE:
             raise Refusal("invalid_request", f"The header '{name.decode('latin-1')}' was sent more than once.")
         seen.add(name)
-    forwarded = b",".join(value for name, value in fields if name == FORWARDED)  # one list (RFC 9110, section 5.3)
-    return {**dict(fields), FORWARDED: forwarded}
+    headers = dict(fields)
+    if FORWARDED in headers:
+        headers[FORWARDED] = b",".join(value for name, value in fields if name == FORWARDED)  # one list (RFC 9110, section 5.3)
+    return headers
 
 
 def invalid_request() -> Refusal:

@@ -5,6 +5,7 @@
 -- same of the weeks (w, …) and the months (m, …). A session has a separate hash, where its use is that of period 1 (s, st, sn). A rolling window of 7d has a field for each slice of its ring (7d:0, 7d:1, …) with
 -- the slice's number, tokens and cost. Gateways of other versions read these fields: never change what one means.
 -- A cost is stored twice: in nano-units (dn), which are exact, and in units of the currency (dc), as earlier versions do.
+-- The fields e and e … are of restore.lua.
 -- If dc is not what belongs to dn, a gateway of an earlier version has counted last, and dc is used.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
@@ -59,6 +60,13 @@ local function words_of(text)
   local words = {}
   for word in string.gmatch(text, '%S+') do words[#words + 1] = word end
   return words
+end
+
+-- Return the windows that a text names: for each the name and the seconds of a slice.
+local function windows_of(text)
+  local names, windows = words_of(text), {}
+  for w = 1, #names / 2 do windows[w] = {name = names[2 * w - 1], slice = tonumber(names[2 * w])} end
+  return windows
 end
 
 local function reply_of(values)

@@ -28,6 +28,8 @@ class Scripts:
     admit: Script
     settle: Script
     renew: Script
+    read: Script
+    restore: Script
 
 
 def load_scripts() -> Scripts:
@@ -38,6 +40,8 @@ def load_scripts() -> Scripts:
         admit=_script(common + source("admit")),
         settle=_script(common + source("settle")),
         renew=_script(source("renew")),
+        read=_script(common + source("read")),
+        restore=_script(common + source("restore")),
     )
 
 

@@ -3,7 +3,6 @@
 -- KEYS: as in admit.lua. ARGV: the request's id, or the id of a lease and those of its open requests; then for each holder two texts: first the name and the seconds of a slice (0: of the
 -- calendar) of each window; then what is added: seconds to the buckets of requests and of tokens, and for each window the tokens and the
 -- cost. Costs are in whole nano-units.
--- Returns a text of numbers: for each holder whether something was settled, and then what is used of each of its windows, as in admit.lua.
 -- Only what admit.lua wrote down is settled, and it is deleted here: so a settlement that is sent twice changes nothing. The requests that
 -- outlive a lease have separate reservations afterwards, which count at the time of the lease: lease.py.
 
@@ -32,16 +31,12 @@ local function known_period(window, period)
   return window.other.number == period and window.other or nil
 end
 
-local reply, ids = {}, words_of(ARGV[1])
+local ids = words_of(ARGV[1])
 local request = ids[1]
 for i = 1, (#KEYS - 1) / 2 do
-  local key, windows = KEYS[2 * i - 1], {}
-  local names, added = words_of(ARGV[2 * i]), words_of(ARGV[2 * i + 1])
+  local key, windows, added = KEYS[2 * i - 1], windows_of(ARGV[2 * i]), words_of(ARGV[2 * i + 1])
   local requests, tokens = tonumber(added[1]), tonumber(added[2])
-  for w = 1, #names / 2 do
-    local tokens_added, cost_added = tonumber(added[2 * w + 1]), tonumber(added[2 * w + 2])
-    windows[w] = {name = names[2 * w - 1], slice = tonumber(names[2 * w]), tokens = tokens_added, cost = cost_added}
-  end
+  for w, window in ipairs(windows) do window.tokens, window.cost = tonumber(added[2 * w + 1]), tonumber(added[2 * w + 2]) end
   local reserved = redis.call('HGET', KEYS[#KEYS], request .. ' ' .. key)
   if reserved then
     local reserved_at, requests_end, tokens_end = string.match(reserved, '(%S+) (%S+) (%S+)')
@@ -62,11 +57,7 @@ for i = 1, (#KEYS - 1) / 2 do
     for each = 2, #ids do append(moved, ids[each] .. ' ' .. key, reserved) end
     if #moved > 0 then redis.call('HSET', KEYS[#KEYS], unpack(moved)) end
     redis.call('HDEL', KEYS[#KEYS], request .. ' ' .. key)
-    append(reply, 1)
-    append_usage(reply, holder)
-  else
-    append(reply, 0)
   end
   redis.call('ZREM', KEYS[2 * i], request)
 end
-return reply_of(reply)
+return 'OK'

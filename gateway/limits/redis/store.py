@@ -21,7 +21,7 @@ import logging
 import re
 import ssl
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from math import inf
 from secrets import token_hex
@@ -72,7 +72,6 @@ class StoreResult(NamedTuple):
     """Sessions that the store has forgotten for a new one."""
 
 
-OnUsage = Callable[[Holder, Window, int, int, float], None]
 OnResult = Callable[[StoreResult | None, float, float], None]
 """Called with a result, None if nothing was reserved, the ``monotonic`` time of the command, and the store's time, since the epoch."""
 
@@ -203,9 +202,8 @@ class RedisStore:
     """The limits store as one worker uses it. The first request that needs it opens the connection.
 
     ``worker`` is a unique name. ``settings`` may be replaced while the counts stay the same. ``on_change`` is called with the error
-    when the store becomes unavailable or the reason changes, and with None when it is available again. ``on_usage`` is called with a
-    holder, one of its windows, and the tokens, the cost and the seconds until nothing is used that the store has reported.
-    ``write_batch`` is that of the process.
+    when the store becomes unavailable or the reason changes, and with None when it is available again. ``write_batch`` is that of the
+    process. ``is_quiet``: another connection of the gateway logs the state of the store.
     """
 
     def __init__(
@@ -213,14 +211,19 @@ class RedisStore:
         settings: LimitsStore,
         worker: str,
         on_change: Callable[[str | None], None],
-        on_usage: OnUsage = lambda *_: None,
         write_batch: WriteBatch | None = None,
+        *,
+        is_quiet: bool = False,
     ) -> None:
+        self._level = logging.DEBUG if is_quiet else logging.WARNING
         self.settings = settings
         self._write_batch = write_batch or WriteBatch()
         self._on_change = on_change
-        self._on_usage = on_usage
-        self._scripts = load_scripts()
+        self.scripts = load_scripts()
+        self.since = 0.0
+        """When the store began to count, by its clock, in seconds since the epoch. It is later than the counts that the store has lost."""
+        self.has_just_begun = False
+        """Whether no gateway has used the store before, or it was emptied."""
         self._reason: str | None = None
         self._reserved = argument(f"{_PREFIX}reserved {worker}")
         self._by_holder: dict[str, _Encoded] = {}
@@ -286,7 +289,7 @@ class RedisStore:
                 return
             now, wall = monotonic(), _store_time(reply)
             self._clock.synchronize(wall, pending.sent, now)
-            on_result(_parse_result(wanted, reply, now, self._on_usage), pending.sent, wall)
+            on_result(_parse_result(wanted, reply, now), pending.sent, wall)
 
         pending.on_reply = apply
 
@@ -340,6 +343,15 @@ class RedisStore:
 
     # Commands
 
+    async def run(self, script: Script, keys: Sequence[bytes], arguments: Sequence[bytes]) -> bytes:
+        """Run a script, and return its reply. Raises StoreUnavailableError."""
+        line = self._open_connection or await self._connection()
+        pending = line.send(*_command(script, len(keys), keys, arguments))
+        await pending.signal
+        if not isinstance(pending.reply, bytes):
+            raise StoreUnavailableError
+        return pending.reply
+
     def _admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> tuple[bytes, Callable[[], bytes]]:
         keys: list[bytes] = []
         arguments = [argument(identity), argument(f"{LEASE} {self._not_after()!r}")]
@@ -347,7 +359,7 @@ class RedisStore:
             encoded = self._encoded(holder)
             keys.append(encoded.keys)
             arguments += encoded.limits, argument(f"{amounts.requests} {amounts.slots} {amounts.tokens} {amounts.cost}")
-        return _command(self._scripts.admit, 2 * len(wanted) + 1, [*keys, self._reserved], arguments)
+        return _command(self.scripts.admit, 2 * len(wanted) + 1, [*keys, self._reserved], arguments)
 
     def _settlement(self, identity: str, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> tuple[bytes, Callable[[], bytes]]:
         keys: list[bytes] = []
@@ -359,7 +371,7 @@ class RedisStore:
             for window, _ in holder.windows:
                 added += windows.settlement(window, (amounts.tokens, amounts.cost), (used.tokens, used.cost))
             arguments += encoded.windows, argument(" ".join(map(repr, added)))
-        return _command(self._scripts.settle, 2 * len(reserved) + 1, [*keys, self._reserved], arguments)
+        return _command(self.scripts.settle, 2 * len(reserved) + 1, [*keys, self._reserved], arguments)
 
     def _encoded(self, holder: Holder) -> _Encoded:
         found = self._by_holder.get(holder.name)
@@ -377,21 +389,13 @@ class RedisStore:
     def _acknowledge(self, settlement: int, reply: Reply) -> None:
         if isinstance(reply, ReplyLostError) or _is_temporary(reply):
             return
-        settled = self._unacknowledged.pop(settlement, None)
-        if settled is not None and isinstance(reply, bytes):
-            self._report_settled_usage(settled.holders, map(int, reply.split()))
-
-    def _report_settled_usage(self, holders: Iterable[Holder], numbers: Iterator[int]) -> None:
-        for holder in holders:
-            if next(numbers):
-                for usage in _parse_usage(holder, numbers):
-                    self._on_usage(holder, *usage)
+        self._unacknowledged.pop(settlement, None)
 
     def _apply_reply(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]], reply: Reply) -> StoreResult:
         """Return the result in a reply, and remember its leases. Raises StoreUnavailableError without a reply or if it is too late."""
         if not isinstance(reply, bytes) or _is_late(reply):
             raise StoreUnavailableError
-        result = _parse_result(wanted, reply, monotonic(), self._on_usage)
+        result = _parse_result(wanted, reply, monotonic())
         if result.exceeded is None:
             leases = tuple(_keys(holder)[1] for holder, amounts in wanted if amounts.slots and holder.limits.concurrent is not None)
             if leases:
@@ -417,7 +421,8 @@ class RedisStore:
             self._renew_slots(self._open_connection, now)
         if self._open_connection is not None and now - self._written > _WRITE_EVERY:
             self._written = now
-            self._open_connection.send(*_trial(self._scripts))
+            trial = self._open_connection.send(*_trial(self.scripts))
+            trial.on_reply = lambda reply: self._apply_trial(reply, trial.sent)
         if self._opening is not None and self._is_available is None and now - self._opened_at > self.settings.timeout:
             self._mark_unavailable("it does not respond")
             self._resume_waiting()
@@ -430,7 +435,7 @@ class RedisStore:
         if held:
             keys = [argument(key) for key, _ in held]
             arguments = [argument(LEASE), argument(self._not_after()), *(argument(identity) for _, identity in held)]
-            pending = line.send(*_command(self._scripts.renew, len(keys), keys, arguments))
+            pending = line.send(*_command(self.scripts.renew, len(keys), keys, arguments))
             pending.on_reply = lambda reply: self._slots_renewed(reply, pending.sent)
 
     def _slots_renewed(self, store_time: Reply, sent: float) -> None:
@@ -476,24 +481,30 @@ class RedisStore:
             context = ssl.create_default_context() if settings.tls else None
             _, line = await loop.create_connection(self._new_connection, settings.host, settings.port, ssl=context)
         try:
-            for pending in [line.send(each) for each in _greeting(settings, self._scripts)]:
+            for pending in [line.send(each) for each in _greeting(settings, self.scripts)]:
                 await pending.signal
                 if isinstance(pending.reply, ReplyError):
                     raise pending.reply
-            now, _ = map(int, cast(bytes, pending.reply).split())
-            self._clock.synchronize(now / 1_000_000, pending.sent, monotonic())
+            self._apply_trial(pending.reply, pending.sent)
             self._written = monotonic()
         except BaseException:
             line.transport.abort()
             raise
         return line
 
+    def _apply_trial(self, reply: Reply, sent: float) -> None:
+        """Synchronize the clock, and remember since when the store counts."""
+        if isinstance(reply, bytes):
+            now, since = (int(each) / 1_000_000 for each in reply.split())
+            self._clock.synchronize(now, sent, monotonic())
+            self.since, self.has_just_begun = since, now == since
+
     def _new_connection(self) -> StoreConnection:
         return StoreConnection(self.settings.timeout, self._connection_lost, self._write_batch)
 
     def _mark_available(self, line: StoreConnection) -> None:
         if self._is_available is False:
-            _log.warning("the limits store at %s is available again", self.settings)
+            _log.log(self._level, "the limits store at %s is available again", self.settings)
         if not self._is_available:
             self._on_change(None)
         self._open_connection, self._is_available = line, True
@@ -515,7 +526,7 @@ class RedisStore:
         self._reason = reason
         if self._is_available is not False:
             meanwhile = "requests of limited keys are refused" if self.settings.refuses else "each gateway counts by itself"
-            _log.warning("the limits store at %s is unavailable (%s); meanwhile %s", self.settings, reason, meanwhile)
+            _log.log(self._level, "the limits store at %s is unavailable (%s); meanwhile %s", self.settings, reason, meanwhile)
         self._is_available = False
         self._cached_refusals.clear()
         self.leases.end_all()
@@ -595,6 +606,16 @@ def _keys(holder: Holder) -> tuple[str, str]:
     return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name} leases"
 
 
+def holder_key(holder: Holder) -> str:
+    """Return the key of a holder's counts."""
+    return _keys(holder)[0]
+
+
+def encoded_windows(holder: Holder) -> bytes:
+    """Return the argument that names the windows of a holder."""
+    return _encoded(holder).windows
+
+
 def _limit(limit: float) -> float:
     return 0 if limit == inf else limit
 
@@ -614,13 +635,13 @@ def _store_time(reply: bytes) -> float:
     return int(reply.split(b" ", 4)[3]) / 1_000_000
 
 
-def _parse_usage(holder: Holder, numbers: Iterator[int]) -> Iterator[tuple[Window, int, int, float]]:
+def parse_usage(holder: Holder, numbers: Iterator[int]) -> Iterator[tuple[Window, int, int, float]]:
     """Yield each window of a holder with its tokens, its cost, and the seconds until nothing of it is used."""
     for window, _ in holder.windows:
         yield window, next(numbers), next(numbers), next(numbers) / 1000
 
 
-def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: bytes, now: float, on_usage: OnUsage) -> StoreResult:
+def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: bytes, now: float) -> StoreResult:
     """Parse the reply of admit.lua.
 
     It contains the number of the holder that refuses and of its limit, milliseconds to wait, the time, what is left, the sessions that
@@ -633,8 +654,7 @@ def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: bytes, now: f
     budgets: list[tuple[Holder, BudgetState]] = []
     for holder, _ in wanted:
         full_times.append((holder.limits, now + next(numbers) / 1000, now + next(numbers) / 1000))
-        for window, tokens, cost, reset in _parse_usage(holder, numbers):
-            on_usage(holder, window, tokens, cost, reset)
+        for window, tokens, cost, reset in parse_usage(holder, numbers):
             budgets += ((holder, state) for state in windows.states_of(window, tokens, cost, reset))
     exceeded = None
     if number:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +13,7 @@ import pytest
 
 from gateway.limits.buckets import Buckets
 from gateway.limits.rules import DAY, Amounts
-from gateway.limits.windows import USED, moment, windows_of
+from gateway.limits.windows import USED, moment
 from gateway.snapshot.snapshot import Budget, Limits
 
 LIMITS = Limits(tokens_per_day=1000, concurrent=10)
@@ -121,22 +119,12 @@ def test_an_observer_finds_what_is_counted_and_nothing_for_an_unknown_holder() -
     limits = Limits(tokens_per_day=1000, budgets=(Budget("7d", 7 * 86400, tokens=500),))
     with shared(1) as control, closing(Buckets.inherited(os.dup(control.fd), 0)) as worker:
         at = moment(0.0, WALL)
-        assert [(each.budget.name, each.used) for each in control.shown_states("key a", limits, at, False)] == [
+        assert [(each.budget.name, each.used) for each in control.shown_states("key a", limits, at)] == [
             ("tokens_per_day", 0),
             ("tokens_per_7d", 0),
         ]
         assert worker.reserve([(worker.holder("key a", limits), Amounts(tokens=30))], at, {}) is None
-        assert [each.used for each in control.shown_states("key a", limits, at, False)] == [30, 30]
-
-
-def test_the_use_in_a_store_is_not_shown_without_space_for_it() -> None:
-    memory, limits = mmap.mmap(-1, 304), Limits(tokens_per_day=1000)
-    struct.pack_into("<QQ", memory, 0, 1, 0)
-    buckets, at = Buckets(memory), moment(0.0, WALL)
-    holder = buckets.holder("key a", limits)
-    (window,) = windows_of(limits)
-    buckets.note_usage(holder, window, 30, 0, WALL + 60)
-    assert [each.used for each in buckets.shown_states("key a", limits, at, True)] == [0]
+        assert [each.used for each in control.shown_states("key a", limits, at)] == [30, 30]
 
 
 @pytest.mark.parametrize("used", [0, 400, 700])

@@ -1,0 +1,204 @@
+"""Read what the limits store counts, for operators, and restore its budgets from the ledger.
+
+The rules: operators see what key holders see, on each gateway and after each restart, because both are read from the store. Counts that
+cannot be read are unknown, and never 0. The budgets of a store are the rows of the ledger from before the store began to count, and what it
+has counted since. A store that was emptied has begun again. Each gateway may restore, because the store remembers what was added.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
+
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.limits.earlier_use import Budgets, HolderUse
+from gateway.limits.redis.observer import StoredCounts, add_earlier_use, read_counts
+from gateway.limits.redis.store import RedisStore, StoreUnavailableError
+from gateway.limits.rules import Holder
+from gateway.limits.windows import BudgetState, moment, windows_of
+from gateway.snapshot.snapshot import Allowance, Snapshot
+
+if TYPE_CHECKING:
+    from gateway.ledger.writer import Ledger
+    from gateway.usage.reader import UsageReader
+
+_TICK, _INTERVAL = 0.25, 15.0  # seconds
+_LONGEST_WAIT = 10.0  # seconds that workers wait for the first attempt
+_ROWS_POLL = 0.02  # seconds
+_log = logging.getLogger("vllm_gateway.control")
+
+
+class StoreCounts:
+    """The counts in the limits store of the current snapshot. ``ledger`` and ``reader`` are None if no ledger is configured."""
+
+    def __init__(self, snapshot: Callable[[], Snapshot | None], ledger: Ledger | None, reader: UsageReader | None) -> None:
+        self._snapshot = snapshot
+        self._ledger = ledger
+        self._reader = reader
+        self._store: RedisStore | None = None
+        self._known: Mapping[str, StoredCounts] = {}
+        self._due = asyncio.Event()
+        self._attempted = asyncio.Event()
+        self._is_first = self._may_have_more = True
+        self._restored_at: float | None = None
+        self._error: str | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # For operators
+
+    async def refresh(self) -> None:
+        """Read the counts now. They are unknown if the store does not respond."""
+        store, holders = self._store, self._holders()
+        if store is None:
+            self._known = {}
+            return
+        try:
+            self._known = await read_counts(store, list(holders.values()))
+        except StoreUnavailableError:
+            self._known = {}
+
+    def counts(self, holder: str) -> StoredCounts | None:
+        """Return the counts of a holder that were read last; None if they are unknown."""
+        return self._known.get(holder)
+
+    def budgets(self) -> Iterator[tuple[str, BudgetState]]:
+        """Yield each known budget of the configured keys and teams, with the name of its holder."""
+        yield from ((name, state) for name, known in self._known.items() for state in known.budgets)
+
+    def as_json(self) -> Mapping[str, Any] | None:
+        """Return for /status whether the budgets are restored; None if there is nothing to restore."""
+        if self._store is None or self._reader is None:
+            return None
+        return {"restored": self._restored_at is not None, "restored_at": self._restored_at, "last_error": self._error}
+
+    # The tasks
+
+    async def start(self, snapshot: Snapshot) -> None:
+        """Start. With a store, wait for the first attempt to read it and to restore its budgets, up to a timeout."""
+        self._tasks = [asyncio.create_task(work, name="store-counts") for work in (self._tick(), self._run())]
+        if snapshot.uses_store:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LONGEST_WAIT):
+                    await self._attempted.wait()
+
+    async def close(self) -> None:
+        """Stop, and close the connection to the store."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._store is not None:
+            self._store.close()
+
+    async def _tick(self) -> None:
+        while True:
+            self._follow()
+            if self._store is not None:
+                self._store.tick()
+            await asyncio.sleep(_TICK)
+
+    def _follow(self) -> None:
+        """Use the store of the current snapshot."""
+        snapshot = self._snapshot()
+        settings = snapshot.limits_store if snapshot is not None and snapshot.uses_store else None
+        if self._store is not None and settings is not None and self._store.settings.counts == settings.counts:
+            self._store.settings = settings
+            return
+        if self._store is not None:
+            self._store.close()
+            self._store, self._known = None, {}
+        if settings is not None:
+            self._store = RedisStore(settings, f"control {token_hex(8)}", self._store_changed, is_quiet=True)
+            self._is_first, self._restored_at = True, None
+            self._due.set()
+
+    def _store_changed(self, error: str | None) -> None:
+        if error is None:
+            self._due.set()
+        else:
+            self._known = {}
+
+    async def _run(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_INTERVAL):
+                    await self._due.wait()
+            self._due.clear()
+            try:
+                await self._poll()
+            except (StoreUnavailableError, DatabaseUnavailableError) as error:
+                self._error = str(error) or "the limits store does not respond"
+            except Exception as error:  # noqa: BLE001  the outer edge: the next attempt may succeed
+                _log.exception("the budgets in the limits store could not be restored; this is retried")
+                self._error = str(error)
+            if self._store is not None:
+                self._attempted.set()
+
+    async def _poll(self) -> None:
+        await self.refresh()
+        store, snapshot, ledger, reader = self._store, self._snapshot(), self._ledger, self._reader
+        if store is None or snapshot is None or ledger is None or reader is None or not self._known:
+            return
+        missing = [name for name, known in self._known.items() if not known.is_restored]
+        if self._is_first and store.has_just_begun and not all(known.are_empty for known in self._known.values()):
+            await self._mark(store, missing, is_complete=True)  # an earlier version of the gateway has counted everything
+        elif missing or self._may_have_more:
+            while ledger.has_earlier_rows and ledger.unavailable is None:  # noqa: ASYNC110  the writer is a thread
+                await asyncio.sleep(_ROWS_POLL)
+            await self._restore(store, snapshot, reader, missing)
+            await self.refresh()
+        self._restored_at, self._error, self._is_first = self._restored_at or time.time(), None, False
+
+    # Restore
+
+    async def _restore(self, store: RedisStore, snapshot: Snapshot, reader: UsageReader, missing: Sequence[str]) -> None:
+        """Add what was used before the store began to count. Raises StoreUnavailableError and DatabaseUnavailableError."""
+        budgets = Budgets(snapshot)
+        at = moment(0.0, time.time())
+        starts = budgets.counted_starts(at)
+        found = budgets.use_by_holder(await reader.earlier_use(budgets, starts, store.since), starts, at)
+        for one in found.values():
+            await add_earlier_use(store, _holder(one), one.used)
+        await self._mark(store, (name for name in missing if name not in found))
+        if missing and found:
+            _log.warning("the limits store had no budgets: the ledger has restored those of %d keys and teams", len(found))
+        self._may_have_more = bool(missing)  # rows that other gateways deliver meanwhile
+
+    async def _mark(self, store: RedisStore, names: Iterable[str], *, is_complete: bool = False) -> None:
+        """Mark holders as restored without adding anything. Raises StoreUnavailableError."""
+        holders = self._holders()
+        for name in names:
+            await add_earlier_use(store, holders[name], {}, is_complete=is_complete)
+
+    def _holders(self) -> dict[str, Holder]:
+        """Return the configured holders with counts, by their names."""
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return {}
+        allowances = (*(each for key in snapshot.keys for each in key.allowances), *(each for of in snapshot.teams.values() for each in of))
+        return {each.holder: Holder.placed(each.holder, each.limits, 0, _no_rings(each)) for each in allowances}
+
+
+def _holder(one: HolderUse) -> Holder:
+    return Holder.placed(one.allowance.holder, one.allowance.limits, 0, _no_rings(one.allowance))
+
+
+def _no_rings(allowance: Allowance) -> dict[str, int]:
+    """Return offsets of rolling windows, which a store does not use."""
+    return {window.name: 0 for window in windows_of(allowance.limits)}
+
+
+@asynccontextmanager
+async def store_counts(
+    snapshot: Callable[[], Snapshot | None], ledger: Ledger | None, reader: UsageReader | None
+) -> AsyncIterator[StoreCounts]:
+    """Yield the counts; the connection and the tasks end with the block."""
+    counts = StoreCounts(snapshot, ledger, reader)
+    try:
+        yield counts
+    finally:
+        await counts.close()

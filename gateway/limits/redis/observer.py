@@ -1,0 +1,61 @@
+"""Read what a store counts, and add what it has forgotten, for control.
+
+The rules: reading changes nothing. Adding may be repeated, with more each time: the store remembers what was added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+from typing import NamedTuple
+
+from gateway.limits import windows
+from gateway.limits.earlier_use import PeriodUse
+from gateway.limits.redis.resp import argument
+from gateway.limits.redis.store import RedisStore, encoded_windows, holder_key, parse_usage
+from gateway.limits.rules import Holder
+from gateway.limits.states import HolderRates
+from gateway.limits.windows import BudgetState
+
+_AT_ONCE = 100
+"""Holders of a command. The store serves no request meanwhile."""
+
+
+class StoredCounts(NamedTuple):
+    """The counts of a holder. ``is_restored``: they have the use from before the store counted."""
+
+    rates: HolderRates
+    budgets: Sequence[BudgetState]
+    is_restored: bool
+
+    @property
+    def are_empty(self) -> bool:
+        """Whether nothing of a budget is used."""
+        return not any(state.used for state in self.budgets)
+
+
+async def read_counts(store: RedisStore, holders: Sequence[Holder]) -> dict[str, StoredCounts]:
+    """Return the counts of each holder by its name. Raises StoreUnavailableError."""
+    found: dict[str, StoredCounts] = {}
+    for start in range(0, len(holders), _AT_ONCE):
+        some = holders[start : start + _AT_ONCE]
+        keys, arguments = [argument(holder_key(each)) for each in some], [encoded_windows(each) for each in some]
+        numbers, now = map(int, (await store.run(store.scripts.read, keys, arguments)).split()), monotonic()
+        for holder in some:
+            is_restored = bool(next(numbers))
+            rates = HolderRates(now + next(numbers) / 1000, now + next(numbers) / 1000, None)
+            budgets = [state for usage in parse_usage(holder, numbers) for state in windows.states_of(*usage)]
+            found[holder.name] = StoredCounts(rates, budgets, is_restored)
+    return found
+
+
+async def add_earlier_use(store: RedisStore, holder: Holder, used: PeriodUse, *, is_complete: bool = False) -> None:
+    """Add what a holder used before the store counted. ``is_complete``: nothing is ever added later. Raises StoreUnavailableError."""
+    numbers = {window.name: number for number, (window, _) in enumerate(holder.windows, 1)}
+    periods = ((numbers[name], period, *amounts) for (name, period), amounts in sorted(used.items()))
+    arguments = [
+        encoded_windows(holder),
+        argument("all" if is_complete else "part"),
+        *(argument(" ".join(map(str, each))) for each in periods),
+    ]
+    await store.run(store.scripts.restore, [argument(holder_key(holder))], arguments)

@@ -1,0 +1,211 @@
+"""Operators see what key holders see, with and without a store, over restarts and gateways; an emptied store gets its budgets back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from time import time
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.auth import keys
+from gateway.limits.earlier_use import PeriodUse
+from gateway.limits.redis.observer import add_earlier_use, read_counts
+from gateway.limits.rules import Amounts, Holder
+from gateway.limits.windows import counted_periods, moment
+from gateway.snapshot.snapshot import Budget, Limits
+from tests.gateway.limits.redis.test_store import LIMITS, opened
+from tests.support.examples import examples
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.redis_server import RedisServer, redis_server
+from tests.support.running import KEY
+
+MODEL = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 0}) | {"price": {"prompt": 1000, "completion": 3000}}
+OWN = {"tokens_per_day": 3000, "requests_per_minute": 600, "budgets": [{"window": "168h", "cost": 5}]}
+LIMITED = {"id": "team-a", "hash": keys.hash_of(KEY), "team": "lab", "limits": OWN}
+
+
+def config_of(redis: RedisServer | None, **more: Any) -> dict[str, Any]:
+    found = configuration(MODEL) | {"keys": [LIMITED], "teams": [{"id": "lab", "limits": {"cost_per_month": 5}}]} | more
+    return found if redis is None else found | {"limits_store": redis.url}
+
+
+def of_operator(one: Gateway) -> dict[str, Any]:
+    """Return what is used of each budget, by the admin port."""
+    return {each["limit"]: each["used"] for each in one.get("/limits?key=team-a").json()["limits"] if "minute" not in each["limit"]}
+
+
+def of_key(one: Gateway) -> dict[str, Any]:
+    """Return what is used of each budget, by the data port."""
+    url, headers = f"http://127.0.0.1:{one.data}/v1/limits", {"authorization": f"Bearer {KEY}"}
+    known = httpx2.get(url, headers=headers, trust_env=False).json()["limits"]
+    return {each["limit"]: each["used"] for each in known if "minute" not in each["limit"]}
+
+
+def shares(one: Gateway) -> dict[str, float]:
+    """Return the used share of each budget, by the metrics."""
+    lines = [line for line in one.get("/metrics").text.splitlines() if line.startswith("vllm_gateway_budget_used_ratio{")]
+    return {line.partition('budget="')[2].partition('"')[0]: float(line.rpartition(" ")[2]) for line in lines}
+
+
+AMOUNTS = {"tokens_per_day": 3000, "cost_per_7d": 5, "cost_per_month": 5}
+
+
+def is_equal(*several: Gateway) -> bool:
+    """Check that operators of all gateways and the key's holder see the same use, which is in the metrics."""
+    seen = [view for one in several for view in (of_operator(one), of_key(one))]
+    expected = {name: pytest.approx(used / AMOUNTS[name]) for name, used in seen[0].items()}
+    return all(view == seen[0] for view in seen) and all(shares(one) == expected for one in several)
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(shared: RedisServer) -> RedisServer:
+    """Return the shared server, emptied."""
+    with shared.client() as each:
+        each.flushall()
+    return shared
+
+
+@contextmanager
+def folders(path: Path, count: int) -> Iterator[list[Path]]:
+    made = [path / str(number) for number in range(count)]
+    for each in made:
+        each.mkdir()
+    yield made
+
+
+@pytest.mark.parametrize("in_store", [False, True], ids=["in memory", "in a store"])
+def test_operators_see_what_key_holders_see_after_a_restart_and_on_each_gateway(tmp_path: Path, in_store: bool) -> None:
+    with ExitStack() as stack, folders(tmp_path, 2) as (first, second):
+        redis = stack.enter_context(redis_server()) if in_store else None
+        config = config_of(redis, ledger=f"sqlite:///{tmp_path}/usage.db")
+        with gateway(first, config) as one:
+            used = sum(one.request(model="m", max_tokens=4).json()["usage"]["total_tokens"] for _ in range(4))
+            wait_for(lambda: of_operator(one)["tokens_per_day"] == used)
+            wait_for(lambda: is_equal(one))
+        with gateway(first, config) as one:
+            assert of_operator(one)["tokens_per_day"] == used
+            wait_for(lambda: is_equal(one))
+            if redis is not None:
+                with gateway(second, config) as other:  # the key does not use it
+                    wait_for(lambda: is_equal(one, other))
+                    assert of_operator(other)["tokens_per_day"] == used
+
+
+def test_the_use_in_a_store_that_does_not_respond_is_unknown(tmp_path: Path) -> None:
+    with redis_server() as redis, gateway(tmp_path, config_of(redis)) as one:
+        wait_for(lambda: shares(one).keys() == AMOUNTS.keys())
+        redis.stop()
+        wait_for(lambda: shares(one) == {})
+        assert of_operator(one) == dict.fromkeys(AMOUNTS)
+        assert "-" in one.command("limits", "--key", "team-a").stdout
+        redis.start()
+        wait_for(lambda: shares(one).keys() == AMOUNTS.keys())
+
+
+@pytest.mark.parametrize("is_running", [False, True], ids=["between two starts", "while the gateway runs"])
+def test_an_emptied_store_gets_its_budgets_from_the_ledger_once(tmp_path: Path, is_running: bool) -> None:
+    with redis_server() as redis, folders(tmp_path, 2) as (first, second):
+        config = config_of(redis, ledger=f"sqlite:///{tmp_path}/usage.db")
+
+        def restored(one: Gateway) -> bool:
+            return "the ledger has restored those of 2 keys and teams" in one.output
+
+        with gateway(first, config) as one:
+            used = sum(one.request(model="m", max_tokens=4).json()["usage"]["total_tokens"] for _ in range(4))
+            wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 4)
+            wait_for(lambda: of_operator(one)["tokens_per_day"] == used)
+            before = of_operator(one)
+            assert not restored(one)
+            if is_running:
+                redis.stop()
+                redis.start()
+                wait_for(lambda: restored(one), why=lambda: one.output)
+                wait_for(lambda: of_operator(one) == before)
+                used += one.request(model="m", max_tokens=4).json()["usage"]["total_tokens"]
+                wait_for(lambda: of_operator(one)["tokens_per_day"] == used)
+        if not is_running:
+            redis.stop()
+            redis.start()
+            with gateway(first, config) as one:
+                assert restored(one) and of_operator(one) == before
+        with gateway(second, config) as other:
+            assert of_operator(other)["tokens_per_day"] == used, "the second gateway has not added it again"
+            assert not restored(other)
+
+
+def test_counts_of_a_version_without_the_mark_are_not_added_again(tmp_path: Path) -> None:
+    with redis_server() as redis:
+        config = config_of(redis, ledger="sqlite:///usage.db")
+        with gateway(tmp_path, config) as one:
+            used = one.request(model="m", max_tokens=4).json()["usage"]["total_tokens"]
+            wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 1)
+        with redis.client() as client:
+            client.delete("vllm-gateway:store")
+            for name in client.scan_iter():
+                client.hdel(name, "e")
+        with gateway(tmp_path, config) as one:
+            assert of_operator(one)["tokens_per_day"] == used
+
+
+# The scripts
+
+NARROW = Limits(tokens_per_day=400, tokens_per_month=500, budgets=(Budget("7d", 7 * 86400, tokens=100),))
+_USE = st.lists(st.tuples(st.sampled_from(["day", "month", "7d"]), st.integers(0, 24), st.integers(0, 500), st.integers(0, 10**9)))
+
+
+def test_earlier_use_is_added_once(server: RedisServer) -> None:
+    @settings(max_examples=examples(30), deadline=None)
+    @given(st.lists(_USE, min_size=1, max_size=3), st.integers(0, 100))
+    def check(passes: list[Any], reserved: int) -> None:
+        asyncio.run(add_several_times(server, passes, reserved))
+
+    check()
+
+
+async def add_several_times(server: RedisServer, passes: list[Any], reserved: int) -> None:
+    """Add a growing use several times, each twice: the counts are the largest use and what the store has counted itself."""
+    holder = Holder.placed("key a", NARROW, 0, {"7d": 0})
+    at = moment(0.0, time())
+    periods = {window.name: [*counted_periods(window, at)] for window, _ in holder.windows}
+    largest: PeriodUse = {}
+    with server.client() as client:
+        client.flushall()
+    async with opened(server.store_config()) as store:
+        assert (await store.admit("r1", [(holder, Amounts(1, 0, reserved))])).exceeded is None
+        (before,) = (await read_counts(store, [holder])).values()
+        for used in passes:
+            for name, back, tokens, cost in used:
+                period = name, periods[name][-1 - back % len(periods[name])]
+                known = largest.get(period, (0, 0))
+                largest[period] = max(tokens, known[0]), max(cost, known[1])
+            for _ in range(2):
+                await add_earlier_use(store, holder, largest)
+        (after,) = (await read_counts(store, [holder])).values()
+    added = {window.name: sum(tokens for (name, _), (tokens, _) in largest.items() if name == window.name) for window, _ in holder.windows}
+    assert [state.used for state in after.budgets] == [state.used + added[state.window] for state in before.budgets]
+    assert after.is_restored and not before.is_restored
+
+
+async def test_reading_changes_nothing_and_knows_each_holder(server: RedisServer) -> None:
+    holders = [Holder.placed(f"key {number}", LIMITS, 0, {"7d": 0, "30d": 0}) for number in range(250)]
+    async with opened(server.store_config()) as store:
+        assert (await store.admit("r1", [(holders[7], Amounts(1, 0, 30))])).exceeded is None
+        with server.client() as client:
+            before = {name: client.dump(name) for name in client.scan_iter("vllm-gateway:key*")}
+            known = await read_counts(store, holders)
+            assert {name: client.dump(name) for name in client.scan_iter("vllm-gateway:key*")} == before
+    assert [name for name, counts in known.items() if not counts.are_empty] == ["key 7"]
+    assert {state.used for state in known["key 7"].budgets if not state.budget.is_cost} == {30}
