@@ -6,7 +6,7 @@ READY := .venv/.ready
 # The suite starts thousands of interpreters: they compile each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist dist-compiled compiled sbom faults soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz audit clean
+.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist dist-compiled compiled sbom faults proxies soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz audit clean
 
 setup: $(READY)  ## the environment in .venv, with the locked packages
 
@@ -72,6 +72,9 @@ sbom: dist  ## beside them, the bill of materials
 
 faults: $(READY)  ## the matrix of faults at its whole size, and its report, docs/reliability.md; ROWS="1 7" for some rows
 	$(BIN)/python -m tests.faults.report $(if $(ROWS),--rows $(ROWS))
+
+proxies: $(READY)  ## a million requests of 1,000 keys, hostile ones among them, through nginx, HAProxy and Envoy, and docs/proxies.md; REQUESTS=20000 for fewer
+	$(BIN)/python -m tests.proxies.report $(if $(REQUESTS),--requests $(REQUESTS))
 
 soak: $(READY)  ## ten minutes of mixed faults against the whole gateway, then 100,000 compared requests, and their report; SECONDS=60 REQUESTS=5000 for a shorter one
 	$(BIN)/python -m tests.faults.soak $(if $(SECONDS),--seconds $(SECONDS))

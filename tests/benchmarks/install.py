@@ -14,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Sequence
 from pathlib import Path
 
 LOCKS = Path(__file__).resolve().parent / "environments"
@@ -21,9 +22,9 @@ PEERS = tuple(sorted(lock.stem for lock in LOCKS.glob("*.lock")))
 MARK = ".complete"
 
 
-def main() -> int:
+def main(names: Sequence[str] = PEERS) -> int:
     """Make what is missing. Returns the exit code: 1 when a peer could not be installed."""
-    failed = [name for name in PEERS if not refreshed(name)]
+    failed = [name for name in names if not refreshed(name)]
     for name in failed:
         print(f"install.py: {name} could not be installed; pip's own words are above", file=sys.stderr)
     return 1 if failed else 0
@@ -59,4 +60,4 @@ def refreshed(name: str) -> bool:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:] or PEERS))
