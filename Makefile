@@ -6,7 +6,7 @@ READY := .venv/.ready
 # The suite starts thousands of interpreters: they compile each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist dist-compiled compiled sbom faults proxies soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz audit clean
+.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist dist-compiled compiled sbom faults proxies floods soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz audit clean
 
 setup: $(READY)  ## the environment in .venv, with the locked packages
 
@@ -75,6 +75,9 @@ faults: $(READY)  ## the matrix of faults at its whole size, and its report, doc
 
 proxies: $(READY)  ## a million requests of 1,000 keys, hostile ones among them, through nginx, HAProxy and Envoy, and docs/proxies.md; REQUESTS=20000 for fewer
 	$(BIN)/python -m tests.proxies.report $(if $(REQUESTS),--requests $(REQUESTS))
+
+floods: $(READY)  ## one client beside each of the most expensive requests of another; prints the ratio of their times and writes nothing
+	$(BIN)/python -m tests.floods
 
 soak: $(READY)  ## ten minutes of mixed faults against the whole gateway, then 100,000 compared requests, and their report; SECONDS=60 REQUESTS=5000 for a shorter one
 	$(BIN)/python -m tests.faults.soak $(if $(SECONDS),--seconds $(SECONDS))

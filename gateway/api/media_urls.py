@@ -67,6 +67,7 @@ class MediaHosts:
 
 _NAME_LENGTH = 64  # characters of a client's field name in a path
 _MAX_SEARCHED = 16_384  # values that are searched for the path of a refused URL
+_TOGETHER = 4096  # items of a list that are searched together; the budget is exceeded by that many at most
 _SHORT = 32  # items that are examined one by one just as quickly
 SCALARS = frozenset({str, int, float, bool, type(None)})
 """Types of JSON values without nested values."""
@@ -83,6 +84,9 @@ def refused_url_field(pending: list[Any], hosts: MediaHosts, budget: int = sys.m
     while pending and budget > 0:
         node = pending.pop()
         size = len(node)
+        if size > _TOGETHER and type(node) is list:
+            pending += [node[start : start + _TOGETHER] for start in range(0, size, _TOGETHER)]
+            continue
         budget -= size + 1
         if type(node) is dict:
             name = _refused_of(node, hosts, pending)
@@ -145,7 +149,11 @@ def data_urls(pending: list[Any], budget: int = sys.maxsize) -> Iterator[str]:
     """
     while pending and budget > 0:
         node = pending.pop()
-        budget -= len(node) + 1
+        size = len(node)
+        if size > _TOGETHER and type(node) is list:
+            pending += [node[start : start + _TOGETHER] for start in range(0, size, _TOGETHER)]
+            continue
+        budget -= size + 1
         if type(node) is dict:
             if not URL_FIELDS.isdisjoint(node):
                 for name in URL_FIELDS & node.keys():
@@ -155,7 +163,7 @@ def data_urls(pending: list[Any], budget: int = sys.maxsize) -> Iterator[str]:
             for name, value in node.items():
                 if type(value) in CONTAINERS and not _is_a_tools(name, node):
                     pending.append(value)
-        elif len(node) <= _SHORT or not SCALARS.issuperset(map(type, node)):
+        elif size <= _SHORT or not SCALARS.issuperset(map(type, node)):
             pending += [value for value in node if type(value) in CONTAINERS and value]
 
 

@@ -16,7 +16,8 @@ from gateway.api.errors import Refusal
 from gateway.system.steps import finished
 
 Document = dict[str, Any]
-_MESSAGES_PER_STEP = 10_000
+_MESSAGES_PER_STEP = 2_000
+_MESSAGES_SCANNED = 10_000  # in one step
 
 
 class Translation(Protocol):
@@ -52,7 +53,7 @@ def translate_in_steps(document: Document) -> Generator[None, None, Translated]:
         raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
     if raw:
         return _completion(document), "/v1/completions", RawPrompt()
-    developer, functions = _deprecated_messages(document["messages"])
+    developer, functions = yield from _deprecated_messages(document["messages"])
     yield
     if developer:
         document = {**document, "messages": (yield from _collect(_as_system(document["messages"])))}
@@ -87,10 +88,12 @@ def _may_need_translation(messages: Any) -> bool:
     return False
 
 
-def _deprecated_messages(messages: Any) -> tuple[bool, bool]:
-    """Return whether a conversation has ``developer`` messages, and whether it has function calls or their results."""
+def _deprecated_messages(messages: Any) -> Generator[None, None, tuple[bool, bool]]:
+    """Return whether a conversation has ``developer`` messages, and whether it has function calls or their results. In steps."""
     developer = functions = False
-    for message in messages if isinstance(messages, list) else ():
+    for number, message in enumerate(messages if isinstance(messages, list) else ()):
+        if number % _MESSAGES_SCANNED == _MESSAGES_SCANNED - 1:
+            yield
         if isinstance(message, dict):
             role = message.get("role")
             if role == "developer":

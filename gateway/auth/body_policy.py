@@ -74,7 +74,7 @@ SIZES: Mapping[str, int] = MappingProxyType(
 )
 """Maximum bytes of JSON in a field that is compiled into a grammar or read by a template."""
 _SMALLEST_SIZE = min(SIZES.values())
-_VALUES_PER_STEP = 20_000
+_VALUES_PER_STEP = 4_000
 _INTEGERS = frozenset({int})
 
 MAX_BATCH = 2048

@@ -33,7 +33,7 @@ MEDIA_TOKENS = 1024
 _MEDIA, _IN_URL = b";base64,", ";base64,"
 _TYPE = 256  # characters that a media type may have
 _BYTES_PER_MESSAGE = 4096  # bytes that are searched in the time that one message takes
-_VALUES_PER_STEP = 20_000
+_VALUES_PER_STEP = 4_000
 
 
 class TokenEstimate(msgspec.Struct, frozen=True, gc=False):

@@ -32,7 +32,7 @@ from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key
-from gateway.system.steps import SMALL, Pace, finished
+from gateway.system.steps import Pace, finished, is_small
 from gateway.telemetry.body_shape import shape
 from upstream.balancing.attempt import Attempt, UpstreamResponse
 from upstream.balancing.policies.policy import NO_FACTS
@@ -71,7 +71,7 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
                 upstream = await _prepare_form(context, key)
             else:
                 body = request.body.take() if encoding is None and request.body.complete else await _read_body(context, key, encoding)
-                if len(body) <= SMALL:
+                if is_small(body):
                     upstream = await _prepare_json(body, context, key)
                 else:
                     async with worker.steps.admit(len(body)) as pace:
@@ -180,7 +180,7 @@ async def _prepare_json_again(
     body: bytes | bytearray, context: RequestContext, key: Key, name: str, model: CatalogEntry
 ) -> UpstreamRequest:
     """Make the request for a fallback. The body was parsed and checked before."""
-    if len(body) <= SMALL:
+    if is_small(body):
         return await _apply_policy(merge(parse(body)), body, context, key, name, model, None)
     async with context.worker.steps.admit(len(body)) as pace:
         return await _apply_policy(merge(await pace.run(parse_in_steps(body))), body, context, key, name, model, pace)
@@ -374,7 +374,7 @@ async def _relay_response(response: UpstreamResponse, upstream: UpstreamRequest,
 async def _sent_document(upstream: UpstreamRequest, context: RequestContext) -> Document | None:
     """Return the JSON body that the server got, by which its error is explained; None for a form."""
     body = upstream.body
-    if len(body.content) <= SMALL:
+    if is_small(body.content):
         return body.sent_document()
     async with context.worker.steps.admit(len(body.content)):
         return body.sent_document()

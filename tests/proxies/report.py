@@ -25,6 +25,8 @@ _ROUNDS = (
     ("nginx", False), ("haproxy", False), ("envoy", False), ("nginx", True), ("envoy", False),
 )  # fmt: skip
 """The proxy of each run, and whether its connections to the gateway use TLS."""
+_SLOW = 5
+"""``sharing`` waits after each cut, and gets a fifth of the requests of another run."""
 _INTRODUCTION = f"""\
 # Shared connections
 
@@ -80,10 +82,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing and not options.only:
         print(*missing, sep="\n", file=sys.stderr)
         return 1
-    runs = []
+    runs, each = [], options.requests * _SLOW // (len(_ROUNDS) * _SLOW - _SLOW + 1)
     for number, (front, tls) in enumerate(_ROUNDS):
         if not options.only or front in options.only:
-            found = run(Scenario(front, options.requests // len(_ROUNDS), options.seed + number, tls))
+            found = run(Scenario(front, each // _SLOW if front == SHARING else each, options.seed + number, tls))
             print(f"{front}{' with TLS' * tls}, seed {options.seed + number}: {found.sent:,} requests, {found.seconds:.0f} s", flush=True)
             print(*found.violations, sep="\n", end="", file=sys.stderr)
             runs.append(found)

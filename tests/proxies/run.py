@@ -25,7 +25,7 @@ import uvloop
 from tests.proxies import secrets
 from tests.proxies.fronts import FRONTS
 from tests.proxies.origin import origin
-from tests.proxies.sharing import cutting, sharing
+from tests.proxies.sharing import cutting, send, sharing
 from tests.proxies.traffic import KINDS, WITH_LENGTH, Client, Plan, hostile, ordinary
 from tests.support.certificates import certificate
 from tests.support.issuer import AUDIENCE, Issuer, published
@@ -124,9 +124,9 @@ class _Load:
         findings, (wire, secret) = self._findings, ordinary(client)
         cut = client.dice.randrange(len(wire)) if client.dice.random() < 0.1 else 0
         if cut:
-            writer.write(wire[:cut])
+            send(writer, wire[:cut])
             await asyncio.sleep(0)
-        writer.write(wire[cut:])
+        send(writer, wire[cut:])
         response = await _response(reader)
         seen = secrets.found(response)
         if response.startswith(b"HTTP/1.1 200"):
@@ -150,12 +150,12 @@ class _Load:
                 connections = [await stack.enter_async_context(self._connected()) for _ in range(1 + len(plan.beside))]
                 (reader, writer), *others = connections
                 for piece in plan.pieces:
-                    writer.write(piece)
+                    send(writer, piece)
                     await asyncio.sleep(0)
                 if not plan.disconnects:
                     self._check(kind, plan, await _until_quiet(reader))
                 for (_, other), wire in zip(others, plan.beside, strict=True):
-                    other.write(wire)
+                    send(other, wire)
                 for response in await asyncio.gather(*(_until_quiet(other) for other, _ in others)):
                     self._check(kind, Plan(()), response)
 

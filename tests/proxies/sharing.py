@@ -25,15 +25,22 @@ _CUTS = 0.1
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
+def send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Write some bytes. Raises ConnectionError if the connection is closed, for which uvloop raises RuntimeError."""
+    if writer.is_closing():
+        raise ConnectionResetError
+    writer.write(data)
+
+
 async def _write(writer: asyncio.StreamWriter, data: bytes, dice: random.Random) -> None:
     """Write some bytes, perhaps in two pieces: a request line in a header's value begins a piece, other cuts are at random bytes."""
     line = _LINE.search(data)
     anywhere = dice.randrange(len(data)) if dice.random() < _CUTS else 0
     at = line.start() if line else anywhere
     if at:
-        writer.write(data[:at])
+        send(writer, data[:at])
         await asyncio.sleep(_PAUSE)
-    writer.write(data[at:])
+    send(writer, data[at:])
     await writer.drain()
 
 
@@ -74,7 +81,7 @@ async def cutting(to: int, dice: random.Random) -> AsyncIterator[int]:
         async def respond() -> None:
             with suppress(ConnectionError):
                 while data := await up_reader.read(_READ):
-                    writer.write(data)
+                    send(writer, data)
                     await writer.drain()
             writer.transport.abort()
 
@@ -123,7 +130,7 @@ async def sharing(to: int, dice: random.Random, connections: int = 4) -> AsyncIt
                         up_writer.transport.abort()
             finally:
                 idle.put_nowait(pooled)
-            writer.write(response)
+            send(writer, response)
             await writer.drain()
 
     async with _listening(serve) as port:
