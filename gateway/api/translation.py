@@ -91,15 +91,15 @@ def _may_need_translation(messages: Any) -> bool:
 def _deprecated_messages(messages: Any) -> Generator[None, None, tuple[bool, bool]]:
     """Return whether a conversation has ``developer`` messages, and whether it has function calls or their results. In steps."""
     developer = functions = False
-    for number, message in enumerate(messages if isinstance(messages, list) else ()):
-        if number % _MESSAGES_SCANNED == _MESSAGES_SCANNED - 1:
-            yield
-        if isinstance(message, dict):
-            role = message.get("role")
-            if role == "developer":
-                developer = True
-            elif role == "function" or (message.get("function_call")):
-                functions = True
+    for start in range(0, len(messages) if isinstance(messages, list) else 0, _MESSAGES_SCANNED):
+        for message in messages[start : start + _MESSAGES_SCANNED]:
+            if isinstance(message, dict):
+                role = message.get("role")
+                if role == "developer":
+                    developer = True
+                elif role == "function" or (message.get("function_call")):
+                    functions = True
+        yield
     return developer, functions
 
 

@@ -153,10 +153,10 @@ class _Load:
                     send(writer, piece)
                     await asyncio.sleep(0)
                 if not plan.disconnects:
-                    self._check(kind, plan, await _until_quiet(reader))
+                    self._check(kind, plan, await until_quiet(reader))
                 for (_, other), wire in zip(others, plan.beside, strict=True):
                     send(other, wire)
-                for response in await asyncio.gather(*(_until_quiet(other) for other, _ in others)):
+                for response in await asyncio.gather(*(until_quiet(other) for other, _ in others)):
                     self._check(kind, Plan(()), response)
 
     def _check(self, kind: str, plan: Plan, received: bytes) -> None:
@@ -179,7 +179,7 @@ async def _response(reader: asyncio.StreamReader) -> bytes:
     return headers + await (reader.readexactly(int(length[1])) if length else reader.readuntil(b"\r\n0\r\n\r\n"))
 
 
-async def _until_quiet(reader: asyncio.StreamReader) -> bytes:
+async def until_quiet(reader: asyncio.StreamReader) -> bytes:
     """Return all bytes until the connection closes or nothing arrives for a while."""
     received = b""
     with suppress(TimeoutError, ConnectionError):
