@@ -194,13 +194,14 @@ def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
     """Start the ledger if it is configured. The stack stops it. Raises StartError if its spool cannot be opened."""
     if config.ledger is None:
         return None
-    from gateway.ledger.errors import SpoolLockedError  # SQLAlchemy and alembic are loaded only where a ledger is configured
-    from gateway.ledger.writer import running, spool_folder
+    from gateway.ledger.spool_folders import owner_of, spool_of  # SQLAlchemy and alembic are loaded only where a ledger is configured
+    from gateway.ledger.writer import running
 
-    folder = spool_folder(state_folder(), path)
+    owner = owner_of(config.ledger.url.get_secret_value(), path)
     try:
-        return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, folder, config.server.workers))
-    except (SpoolLockedError, OSError) as error:
+        opened = spool_of(owner, state_folder() / "ledger")
+        return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, opened, config.server.workers))
+    except OSError as error:
         raise StartError(f"the ledger's spool cannot be opened: {error}") from error
 
 

@@ -65,7 +65,18 @@ class Spool:
         self._in_use: Segment | None = None
         self._number = 0
         self.rows, self.size, self.dropped, self.inherited = 0, 0, 0, 0
-        self._adopt(sorted(folder.glob("*" + _SUFFIX)))
+        self._adopt(waiting_files(folder))
+
+    def take_over(self, other: Path) -> int:
+        """Move the rows of another folder, which the caller has locked, to this one. Returns their number. Raises OSError."""
+        with self._lock:
+            before = self.rows
+            for path in waiting_files(other):
+                path.rename(moved := self.folder / path.name)
+                self._adopt([moved])
+            _sync(self.folder)
+            _sync(other)
+            return self.rows - before
 
     def append(self, data: bytes, rows: int) -> None:
         """Append frames and sync them. Raises OSError; nothing was stored then."""
@@ -231,16 +242,28 @@ def save(folder: Path, data: bytes, payloads: Sequence[bytes]) -> None:
     _sync(folder)
 
 
+def waiting_files(folder: Path) -> list[Path]:
+    """Return the files of rows in a folder, the oldest first."""
+    return sorted(folder.glob("*" + _SUFFIX))
+
+
 @contextmanager
 def spool(folder: Path, limit: int = LIMIT) -> Iterator[Spool]:
     """Yield the spool in a folder, which is created. Raises SpoolLockedError and OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with locked(folder):
+        yield Spool(folder, limit)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock a folder during the block. Raises SpoolLockedError if another process has it, and OSError."""
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise SpoolLockedError(f"another gateway uses {folder}") from error
-        yield Spool(folder, limit)
+        yield
     finally:
         os.close(fd)

@@ -6,15 +6,13 @@ in a journal when they are synced to the spool, and deleted in the spool when th
 
 from __future__ import annotations
 
-import hashlib
 import logging
-import os
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
@@ -28,7 +26,7 @@ from gateway.ledger.engine_samples import PendingSamples
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.journal import Journal
 from gateway.ledger.row import UsageRow, decode, frame, frames
-from gateway.ledger.spool import Segment, Spool, spool
+from gateway.ledger.spool import Segment, Spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
@@ -352,20 +350,15 @@ def _error_text(error: OSError) -> str:
     return error.strerror or str(error)
 
 
-def spool_folder(state: Path, config: Path) -> Path:
-    """Return the folder of a configuration's spool, below the state folder."""
-    return state / "ledger" / hashlib.sha256(os.path.abspath(config).encode()).hexdigest()[:16]
-
-
 @contextmanager
-def running(settings: conf.Ledger, beside: Path, folder: Path, workers: int) -> Iterator[Ledger]:
+def running(settings: conf.Ledger, beside: Path, opened: AbstractContextManager[Spool], workers: int) -> Iterator[Ledger]:
     """Run a ledger with a journal for each worker; at the end of the ``with``, their rows are on disk.
 
-    ``beside`` is the folder of the configuration, ``folder`` the spool's. Raises SpoolLockedError if another gateway uses the folder, and
-    OSError if the folder cannot be used.
+    ``beside`` is the folder of the configuration, ``opened`` the spool. Raises SpoolLockedError if another gateway uses the spool, and
+    OSError if the spool cannot be used.
     """
     url = database_url(settings.url.get_secret_value(), beside)
-    with spool(folder) as spooled, ExitStack() as stack:
+    with opened as spooled, ExitStack() as stack:
         store = stack.enter_context(closing(UsageStore(url)))
         journals = [stack.enter_context(closing(Journal.create(f"journal-{number}"))) for number in range(workers)]
         ledger = Ledger(journals, spooled, store, settings.retention, PendingSamples(settings.sample_interval))

@@ -23,7 +23,7 @@ from pydantic import SecretStr
 from gateway import config as conf
 from gateway.control.budgets import BudgetRestorer, budget_restorer
 from gateway.ledger.row import LOST, frame
-from gateway.ledger.spool import save
+from gateway.ledger.spool import save, spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import Ledger, running
 from gateway.limits.buckets import Buckets
@@ -69,7 +69,7 @@ def buckets() -> Iterator[Buckets]:
 @asynccontextmanager
 async def restoring(url: str, folder: Path, buckets: Buckets, clock: float = NOW) -> AsyncIterator[tuple[Ledger, BudgetRestorer]]:
     settings = conf.Ledger.model_validate({"url": SecretStr(url)})
-    with running(settings, folder, folder / "spool", 1) as ledger:
+    with running(settings, folder, spool(folder / "spool"), 1) as ledger:
         async with budget_restorer(ledger, UsageReader(ledger.engine), buckets, NOW, clock=lambda: clock) as restorer:
             yield ledger, restorer
 
@@ -208,7 +208,7 @@ async def test_a_month_that_has_just_begun_starts_with_nothing(url: str, tmp_pat
     first = 1_801_440_000.0  # 2027-02-01T00:00:00Z
     store_rows(url, tmp_path, row(1, started=first - 1), row(2, started=first), row(3, started=first + 1))
     settings = conf.Ledger.model_validate({"url": SecretStr(url)})
-    with running(settings, tmp_path, tmp_path / "spool", 1) as ledger:
+    with running(settings, tmp_path, spool(tmp_path / "spool"), 1) as ledger:
         async with budget_restorer(ledger, UsageReader(ledger.engine), buckets, first + 2, clock=lambda: first + 2) as restorer:
             await restorer.start(SNAPSHOT)
     assert counted(buckets, "key team-a", first + 2)[::2] == (30, 30)

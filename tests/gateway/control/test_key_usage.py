@@ -18,6 +18,7 @@ from pydantic import SecretStr
 from gateway import config as conf
 from gateway.auth import keys
 from gateway.control.key_usage import QueryRate, key_usage
+from gateway.ledger.spool import spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import running
 from gateway.snapshot.link import UsageReported, UsageRequested
@@ -122,7 +123,7 @@ def test_an_unavailable_database_is_an_error_to_retry(tmp_path: Path) -> None:
 def reader(folder: Path) -> Iterator[UsageReader]:
     """Read a ledger that has no rows yet."""
     settings = conf.Ledger.model_validate({"url": SecretStr("sqlite:///usage.db")})
-    with running(settings, folder, folder / "spool", 1) as ledger:
+    with running(settings, folder, spool(folder / "spool"), 1) as ledger:
         yield UsageReader(ledger.engine)
 
 

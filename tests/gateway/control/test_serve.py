@@ -19,7 +19,6 @@ import orjson
 import psutil
 import pytest
 
-from gateway.ledger.writer import spool_folder
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.support.process import PROGRAM, SIMULATOR, Gateway, alive, configuration, gateway, launched, wait_for, write
 from tests.support.running import KEY
@@ -243,6 +242,26 @@ def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
         psutil.Process(one.get("/status").json()["models"][0]["servers"][0]["pid"]).kill()
         wait_for(lambda: one.get("/status").json()["models"][0]["servers"][0]["restarts"] == 1)
         wait_for(lambda: one.request().status_code == 200)
+        [server] = one.get("/status").json()["models"][0]["servers"]
+        failure = server["last_failure"]
+        assert server["reason"] == "" and "SIGKILL" in failure["line"] and server["since"] >= failure["when"] > 0
+        shown = one.command("status").stdout
+        assert f"ago ({failure['cause']}, 1 restart): {failure['line']}" in " ".join(shown.split()), shown
+
+
+def task_of(one: Gateway) -> object:
+    reply = httpx2.get(one.url + "/v1/models", headers={"authorization": f"Bearer {KEY}"}, timeout=60)
+    return reply.json()["data"][0].get("task")
+
+
+def test_a_server_that_runs_elsewhere_is_reported_once(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched())) as engine:
+        (tmp_path / "front").mkdir()
+        model = {"id": "sim/one", "servers": [{"url": engine.url, "api_key": {"env": "ENGINE_KEY"}}]}
+        with gateway(tmp_path / "front", configuration(model), variables={"ENGINE_KEY": KEY}) as one:
+            wait_for(lambda: "ready: 1 of 1 servers up" in one.output)
+            wait_for(lambda: task_of(one) == "chat")  # a second result of the same probe
+            assert one.output.count(" is up\n") == 1, one.output
 
 
 def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
@@ -254,9 +273,8 @@ def test_a_port_in_use_is_reported_in_one_line(tmp_path: Path) -> None:
 
 
 def test_a_spool_that_cannot_be_opened_is_reported_in_one_line(tmp_path: Path) -> None:
-    spool = spool_folder(tmp_path / "vllm-gateway", tmp_path / "gateway.yaml")
-    spool.parent.mkdir(parents=True)
-    spool.touch()
+    (tmp_path / "vllm-gateway").mkdir()
+    (tmp_path / "vllm-gateway" / "ledger").touch()
     with gateway(tmp_path, configuration(launched()) | {"ledger": "sqlite:///usage.db"}, ready=False) as one:
         assert one.process.wait(60) == 1
         [line] = one.output.strip().splitlines()

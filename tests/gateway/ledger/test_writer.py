@@ -31,7 +31,7 @@ SHORTEST_PAUSE = 1.0
 
 
 def ledger(url: str, folder: Path, *, workers: int = 1, **more: str | None) -> AbstractContextManager[Ledger]:
-    return running(conf.Ledger.model_validate({"url": SecretStr(url), **more}), folder, folder / "spool", workers)
+    return running(conf.Ledger.model_validate({"url": SecretStr(url), **more}), folder, spool(folder / "spool"), workers)
 
 
 def stored(url: str, folder: Path) -> dict[str, str | None]:

@@ -21,6 +21,7 @@ from pydantic import SecretStr
 from gateway import config as conf
 from gateway.admin.engine_metrics import Engine
 from gateway.ledger import writer
+from gateway.ledger.spool import spool
 from gateway.monitoring.engine_sampler import EngineSampler
 from gateway.usage.reader import UsageReader
 from gateway.usage.reconciliation import UNBILLED
@@ -242,7 +243,7 @@ async def test_a_sample_that_fails_is_followed_by_the_next(tmp_path: Path, caplo
         return {}
 
     settings = conf.Ledger.model_validate({"url": SecretStr("sqlite:///usage.db")})
-    with writer.running(settings, tmp_path, tmp_path / "spool", 1) as ledger:
+    with writer.running(settings, tmp_path, spool(tmp_path / "spool"), 1) as ledger:
         sampling = asyncio.create_task(EngineSampler(engines, lambda: config, (), ledger, UsageReader(ledger.engine), 0.01).run())
         await until(lambda: samples > 1)
         sampling.cancel()

@@ -10,6 +10,7 @@ from pydantic import SecretStr
 
 from gateway import config as conf
 from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.spool import spool
 from gateway.ledger.writer import running
 from gateway.usage.errors import QueryError
 from gateway.usage.reader import UsageReader
@@ -20,7 +21,7 @@ from tests.support.process import configuration, wait_for, write
 
 async def test_queries_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
     settings = conf.Ledger.model_validate({"url": SecretStr(url)})
-    with running(settings, tmp_path, tmp_path / "spool", workers=1) as one:
+    with running(settings, tmp_path, spool(tmp_path / "spool"), workers=1) as one:
         reader = UsageReader(one.engine)
         one.journals[0].append(payload(1, started=datetime.now(UTC).timestamp(), price=price(1.0, 1.0)))
         wait_for(lambda: one.written == 1)
@@ -35,7 +36,7 @@ async def test_queries_while_the_ledger_runs(url: str, tmp_path: Path) -> None:
 async def test_queries_while_the_database_is_unavailable(tmp_path: Path) -> None:
     write(tmp_path / "gateway.yaml", configuration({"id": "m", "launch": {}}))
     settings = conf.Ledger.model_validate({"url": SecretStr("sqlite:///missing/usage.db")})
-    with running(settings, tmp_path, tmp_path / "spool", workers=1) as one:
+    with running(settings, tmp_path, spool(tmp_path / "spool"), workers=1) as one:
         reader = UsageReader(one.engine)
         for query in ({"by": "key"}, {"reconcile": "true"}):
             with pytest.raises(DatabaseUnavailableError, match="unable to open database file"):
