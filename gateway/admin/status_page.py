@@ -178,8 +178,9 @@ def _server(server: ServerRow) -> Html:
     bar = tag("progress", value=str(server.percent), max="100") if server.percent is not None else Html()
     progress = tag("p", server.progress, class_="progress") if server.progress else Html()
     reason = tag("p", server.reason, class_="reason") if server.reason else Html()
+    failure = tag("p", server.last_failure, class_="progress") if server.last_failure else Html()
     hint = tag("p", f"Hint: {server.hint}", class_="hint") if server.hint else Html()
-    return Html(row + bar + progress + reason + hint + _log(server))
+    return Html(row + bar + progress + reason + failure + hint + _log(server))
 
 
 def _log(server: ServerRow) -> Html:

@@ -62,6 +62,8 @@ def _details(server: ServerRow) -> Iterator[Text]:
         yield Text.assemble((one_line(server.name), "bold"), f": {one_line(server.progress)}")
     if server.reason:
         yield Text.assemble((one_line(server.name), "bold"), ": ", (one_line(_without_name(server)), "red"))
+    if server.last_failure:
+        yield Text.assemble((one_line(server.name), "bold"), ": ", (one_line(server.last_failure), "dim"))
     if server.hint:
         yield Text(f"  Hint: {one_line(server.hint)}")
     if server.state == "failed" and server.lines:

@@ -23,7 +23,8 @@ class ServerRow:
     """A server.
 
     ``state`` is one of STATES. ``limit`` is its maximum of concurrent requests. ``percent`` is the progress of its start, if known.
-    ``reason`` explains why it is down, with the root cause first, and ``hint`` says what to change.
+    ``reason`` explains why it is down, with the root cause first, and ``hint`` says what to change. ``last_failure`` is the last failure
+    of a server that has recovered.
     """
 
     name: str
@@ -34,6 +35,7 @@ class ServerRow:
     restarts: int
     reason: str
     hint: str
+    last_failure: str
     progress: str
     percent: int | None
     log: str
@@ -170,11 +172,21 @@ def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> 
         restarts=server.get("restarts", 0),
         reason=str(server.get("reason") or ""),
         hint=str(server.get("hint") or ""),
+        last_failure="" if server.get("reason") else _last_failure(server, now),
         progress=progress.strip(),
         percent=min(int(percent[-1]), 100) if percent else None,
         log=server.get("log", ""),
         lines=lines,
     )
+
+
+def _last_failure(server: Mapping[str, Any], now: float) -> str:
+    """Return ``last failure 3 min ago (engine_dead, 1 restart): m#0 ended: …``, or an empty text."""
+    failure = server.get("last_failure")
+    if failure is None:
+        return ""
+    restarts = counted(server.get("restarts", 0), "restart")
+    return f"last failure {_since(failure['when'], now)} ago ({failure['cause']}, {restarts}): {failure['line']}"
 
 
 def _state(server: Mapping[str, Any], model: str) -> str:

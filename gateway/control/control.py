@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 
 from gateway.config import Config
 from gateway.control.budgets import BudgetRestorer
@@ -31,6 +31,7 @@ from gateway.monitoring.server_observer import ServerObserver
 from gateway.system import logs
 from gateway.system.service_manager import ServiceManager
 from gateway.worker.supervisor import WorkerSupervisor
+from upstream.balancing.server import Condition
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.health import ServerHealth
@@ -85,6 +86,7 @@ class Control:
         self.launch_counts = LaunchCounts()
         self.launch_counts.expect(observer.config)
         self._is_draining = False
+        self._changed = asyncio.Event()
         self.after_drain: Callable[[], Awaitable[None]] | None = None
         """Runs when all requests have finished, before the launched servers are stopped."""
 
@@ -111,7 +113,11 @@ class Control:
         """Report the awaited servers to the operator until each has had a first result."""
         while pending := self.readiness.pending():
             self.announcer.waiting(pending, time.time() - self.started, self.observer.progress)
-            await asyncio.sleep(self.announcer.interval)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.announcer.interval):
+                    while self.readiness.pending():
+                        self._changed.clear()
+                        await self._changed.wait()
         await self.publisher.wait_applied(self.publisher.publish_health())
         self.announcer.serving(self.observer.up(), self.observer.in_rotation())
 
@@ -175,6 +181,7 @@ class Control:
         """Handle a change of a launched server."""
         if not self.launch_counts.record(status):
             return
+        self._changed.set()
         self.announcer.launched(status)
         if self._is_serving:
             self.publisher.publish_snapshot()
@@ -183,10 +190,12 @@ class Control:
 
     def health_changed(self, probe: ServerHealth) -> None:
         """Handle a change of a server's health."""
+        self._changed.set()
         state = self.launch_counts.state(probe.name)
         if state not in (None, LaunchState.READY):
             return  # it has ended or is being stopped, which the launcher reports
-        if not (probe.up and state is LaunchState.READY):  # the launcher has reported that it is up
+        is_known = state is LaunchState.READY or self.publisher.published(probe.name) is Condition.UP
+        if not (probe.up and is_known):  # the launcher has reported that it is up, or only the server's task has changed
             self.announcer.probed(probe)
         self.publisher.schedule_health(self.fleet.request_pass)  # one iteration may bring the changes of a thousand models
 
@@ -202,6 +211,7 @@ class Control:
 
     def servers_discovered(self) -> None:
         """Handle changes of discovered servers: added, about to be removed, or removed."""
+        self._changed.set()
         if not self._is_serving:
             return
         filled = self.discovery.fill(self.observer.config_as_read)
@@ -221,6 +231,7 @@ class Control:
 
     def key_set_changed(self) -> None:
         """Handle an issuer whose JWKS changed, or whose first fetch finished."""
+        self._changed.set()
         if self._is_serving:
             self.publisher.publish_snapshot()
 

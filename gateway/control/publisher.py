@@ -102,6 +102,10 @@ class Publisher:
         """Return the condition of every server."""
         return self._observer.conditions()
 
+    def published(self, server: str) -> Condition | None:
+        """Return the condition of a server as it was last sent to the workers."""
+        return self._conditions.get(server)
+
     def _published(self, number: int) -> int:
         self._first_results.published(number)
         return number

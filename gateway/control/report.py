@@ -250,6 +250,7 @@ class Report:
                 "given_up": status.given_up,
                 "cause": status.cause.code if status.cause else None,
                 "hint": status.cause.hint if status.cause else None,
+                "last_failure": asdict(status.last_failure) if status.last_failure else None,
                 "progress": status.progress,
                 "log": str(status.log),
             }

@@ -154,8 +154,9 @@ async def controlled(
         environment = Environment(folder / "logs", os.environ, cluster, "/tmp", resolve)
         announcer = Announcer(Console(file=output, width=200))
         control, reloader = await stack.enter_async_context(assembled(config, file, data, environment, announcer))
+        announcer.interval = 3600.0  # each message is from an event
         control.start()
-        stack.push_async_callback(_ended, control, asyncio.create_task(control.fleet.run()))
+        stack.push_async_callback(_ended, control, asyncio.create_task(control.fleet.run()), asyncio.create_task(control.report_progress()))
         port = data.getsockname()[1]
         client = await stack.enter_async_context(_client(port))
         await until(lambda: control.readiness.not_ready() is None, 60.0)
@@ -173,9 +174,10 @@ def _client(port: int) -> httpx2.AsyncClient:
     )
 
 
-async def _ended(control: Control, loop: asyncio.Task[None]) -> None:
-    loop.cancel()
-    await asyncio.gather(loop, return_exceptions=True)
+async def _ended(control: Control, *tasks: asyncio.Task[None]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
     await control.stop()
 
 

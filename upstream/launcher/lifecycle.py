@@ -55,6 +55,15 @@ class LaunchSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Failure:
+    """A crash or a failed start. ``when``: wall clock seconds. ``cause``: its code. ``line``: the explanation in one line."""
+
+    when: float
+    cause: str
+    line: str
+
+
+@dataclass(frozen=True, slots=True)
 class LaunchStatus:
     """The status of a launched server at one time. For operators, never for clients.
 
@@ -62,7 +71,8 @@ class LaunchStatus:
     or last process; a restart may change it. ``restarts``: starts after the first one. ``first_start_finished``: the first start has
     succeeded or failed. ``given_up``: it has failed too often and is not started again. ``reason``: why it crashed or failed, in one line,
     until it is ready again. ``cause``: the same from the table of known causes. ``tail``: the last lines of its log at that time.
-    ``progress``: while it starts, the last line of its log that shows progress.
+    ``progress``: while it starts, the last line of its log that shows progress. ``last_failure``: its last crash or failed start,
+    also after it is ready again.
     """
 
     name: str
@@ -78,6 +88,7 @@ class LaunchStatus:
     cause: Cause | None = None
     tail: str = ""
     progress: str = ""
+    last_failure: Failure | None = None
 
 
 @dataclass(frozen=True, slots=True)

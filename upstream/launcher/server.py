@@ -19,7 +19,7 @@ from typing import Any
 
 from upstream.http.address import Address
 from upstream.launcher import memory
-from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchSpec, LaunchState, LaunchStatus, describe_exit
+from upstream.launcher.lifecycle import TRANSITIONS, Backoff, Failure, LaunchSpec, LaunchState, LaunchStatus, describe_exit
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.ports import check_free, free_port
 from upstream.launcher.shim import unlink_socket
@@ -228,7 +228,9 @@ class LaunchedServer:
         reason = f"{self.spec.name} {what}: {_explained(cause, ended)}"
         if given_up:
             reason += f". It has failed {self._failures} times in a row and stays down until it is restarted or its configuration changes"
-        self._change_state(state, first_start_finished=True, given_up=given_up, reason=reason, cause=cause, tail=tail, progress="")
+        failure = Failure(time.time(), cause.code, reason)
+        known = {"reason": reason, "cause": cause, "tail": tail, "progress": "", "last_failure": failure}
+        self._change_state(state, first_start_finished=True, given_up=given_up, **known)
 
     def _task_done(self, _: asyncio.Task[None]) -> None:
         if self.status.state is LaunchState.STOPPING:
