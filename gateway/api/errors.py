@@ -90,7 +90,13 @@ _RETRIED = frozenset({"request_timeout", "rate_limit_exceeded"})
 
 
 class Refusal(Exception):
-    """An error that ends a request. ``code`` is a key of ``ERRORS``; ``param`` names the invalid field."""
+    """An error that ends a request. ``code`` is a key of ``ERRORS``; ``param`` names the invalid field.
+
+    For the operator: ``model`` is the name of a model that was not found, and ``detail`` says more than the client may know.
+    """
+
+    model: str | None = None
+    detail: str | None = None
 
     def __init__(self, code: str, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
@@ -132,7 +138,10 @@ def none_healthy() -> Refusal:
 
 def unknown_model(model: str) -> Refusal:
     """Return one error for a model that does not exist and for a model outside the key's scope."""
-    return Refusal("model_not_found", f"The model `{model[:NAME_LIMIT]}` does not exist or you do not have access to it.", param="model")
+    text = f"The model `{model[:NAME_LIMIT]}` does not exist or you do not have access to it."
+    refusal = Refusal("model_not_found", text, param="model")
+    refusal.model = model
+    return refusal
 
 
 def internal_error() -> Refusal:

@@ -57,7 +57,8 @@ def _columns(
     """Return the values of rows by column, in the order of the table."""
     (
         ids, started, endpoints, keys, teams, models, servers, streams, statuses, codes, incomplete, prompts, completions, cached,
-        reasoning, chunks, durations, first_tokens, queued, prices, labels, users, metadata, methods, choices
+        reasoning, chunks, durations, first_tokens, queued, prices, labels, users, metadata, methods, choices,
+        params, requested_models
     ) = zip(*map(astuple, rows), strict=True)  # fmt: skip
     times, days = zip(*map(start, started), strict=True)
     estimated: Sequence[bool] = [method is not None for method in methods]
@@ -92,6 +93,8 @@ def _columns(
         "metadata": metadata if _is_empty(metadata) else [None if each is None else as_json(each) for each in metadata],
         "estimated_by": methods,
         "choices": choices,
+        "param": params,
+        "requested_model": requested_models,
     }
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 import msgspec
+from msgspec.structs import replace
 
 from gateway.api.routes import ENDPOINTS
 from gateway.api.usage import Usage
@@ -22,7 +23,7 @@ from gateway.ledger.row import LOST, MIRRORED, UsageRow, encode, frames
 from gateway.ledger.spool import save
 from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import Key, Model, Snapshot
-from gateway.telemetry.request_record import USER_LIMIT, RequestRecord
+from gateway.telemetry.request_record import USER_LIMIT, RequestRecord, requested_model
 from upstream.http.deadlines import TICK, visit_in_slices
 
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; after another backslash it is six characters of text
@@ -86,7 +87,7 @@ class Recorder:
         )  # fmt: skip
         slot = self._journal.open_slot(encode(row))
         if slot is None and user is not None:  # a slot may be too small for the name of the user as well
-            slot = self._journal.open_slot(encode(msgspec.structs.replace(row, user=None)))
+            slot = self._journal.open_slot(encode(replace(row, user=None)))
         self._open[id] = _OpenRequest(
             slot,
             self._prices,
@@ -167,7 +168,7 @@ class Recorder:
         usage = record.usage
         counts = usage or _NOTHING
         prices = self._prices if open_request is None else open_request.prices
-        return UsageRow(
+        row = UsageRow(
             record.id,
             record.started,
             record.endpoint,
@@ -194,6 +195,7 @@ class Recorder:
             record.estimated_by,
             choices=open_request.choices if open_request else None,
         )
+        return row if record.code is None else replace(row, param=record.param, requested_model=requested_model(record))
 
     def save(self, folder: Path, stream: TextIO) -> None:
         """Save the unread and open rows for the next gateway, because control has exited.

@@ -36,7 +36,8 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     ``incomplete`` is as in ``RequestRecord``, or LOST. The tokens are those of the settlement. ``estimated_by`` is the method of the
     estimate, or None. ``chunks`` is 0; in a row of version 0.1, the events of a truncated stream after its first one. ``price`` is the
-    model's price when the model was chosen. ``choices`` is the request's ``n``, None for one.
+    model's price when the model was chosen. ``choices`` is the request's ``n``, None for one. ``param`` and
+    ``requested_model`` are those of the access log, for an error.
     """
 
     id: str
@@ -64,6 +65,8 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     metadata: dict[str, Any] | None = None
     estimated_by: str | None = None
     choices: int | None = None
+    param: str | None = None
+    requested_model: str | None = None
 
     @property
     def generated(self) -> tuple[int | None, bool]:

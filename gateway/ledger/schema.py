@@ -43,6 +43,8 @@ USAGE = Table(
     Column("metadata", _JSON),
     Column("estimated_by", String),
     Column("choices", Integer),
+    Column("param", String),
+    Column("requested_model", String),
     Index("gateway_usage_time", "time"),
     Index("gateway_usage_key_time", "key", "time"),
 )

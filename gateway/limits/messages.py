@@ -66,7 +66,9 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     headers = {"x-should-retry": "false"} if is_quota else {}
     if waits:
         headers["retry-after"] = str(seconds)
-    return Refusal("insufficient_quota" if is_quota else "rate_limit_exceeded", f"{state} {', or '.join(advice)}.", headers=headers)
+    refused = Refusal("insufficient_quota" if is_quota else "rate_limit_exceeded", f"{state} {', or '.join(advice)}.", headers=headers)
+    refused.detail = f"{exceeded.reason} of {holder}"
+    return refused
 
 
 def _most_tokens(reason: str, capacity: float, estimated: TokenEstimate, price: Price | None) -> int:

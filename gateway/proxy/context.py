@@ -32,7 +32,7 @@ from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.snapshot.link import ChoiceExplained
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
-from gateway.telemetry.request_record import USER_LIMIT, RequestRecord
+from gateway.telemetry.request_record import USER_LIMIT, RequestRecord, explained
 from upstream.balancing.attempt import Attempt, UpstreamResponse
 from upstream.balancing.cost_model import Placement
 from upstream.balancing.pool import NoServerError
@@ -95,6 +95,8 @@ class RequestContext(msgspec.Struct, eq=False):
     code: str | None = None
     incomplete: str | None = None
     detail: str | None = None
+    refusal: Refusal | None = None
+    """The error that the client got."""
 
     def __enter__(self) -> RequestContext:
         return self
@@ -216,7 +218,7 @@ class RequestContext(msgspec.Struct, eq=False):
     def _send_error(self, refusal: Refusal) -> None:
         """Send an error to the client. The only place that does, once a request is being served."""
         request = self.request
-        self.code = refusal.code
+        self.refusal, self.code, self.detail = refusal, refusal.code, self.detail or refusal.detail
         if request.disconnected or request.response_complete:
             return
         if request.response_started:
@@ -236,7 +238,7 @@ class RequestContext(msgspec.Struct, eq=False):
         if passed.aborted:
             self.incomplete = "upstream"
         if request.is_event_stream and passed.failure is not None:
-            self.code, self.incomplete = passed.failure.code, "upstream"
+            self.refusal, self.code, self.incomplete = passed.failure, passed.failure.code, "upstream"
         server, retries, composed_at, requested = None, 0, None, None
         failures: tuple[tuple[str, str, str], ...] = ()
         if attempt is not None:
@@ -263,7 +265,7 @@ class RequestContext(msgspec.Struct, eq=False):
         # The gateway's own share: before the request was sent, and between the first byte of the response and its handling.
         overhead = (composed_at or now) - received_at - self.waited - self.queued + (self.handover or 0.0)
         # By position, in the order of the fields: with names it would take three times as long.
-        return RequestRecord(
+        record = RequestRecord(
             request.id,
             self.started_at,
             request.target.route.endpoint,
@@ -295,6 +297,7 @@ class RequestContext(msgspec.Struct, eq=False):
             self.shape,
             explanation,
         )
+        return record if self.refusal is None else explained(record, self.refusal)
 
     def _logged_user(self, user: object) -> str | None:
         """Return the ``user`` field, if it is a text and the configuration wants it logged."""

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.telemetry.request_record import RequestRecord
+from gateway.telemetry.request_record import RequestRecord, requested_model
 
 _MAX_WAITING = 64  # batches that may wait for a slow reader; a batch is what one tick gathered
 _MAX_LINES = 10_000  # lines that one batch may have
@@ -50,6 +50,7 @@ class _Line(msgspec.Struct, omit_defaults=True, gc=False):
     server: str | None = None
     status: int = -1
     code: str | None = None
+    param: str | None = None
     stream: bool = False
     incomplete: str | None = None
     request_bytes: int = -1
@@ -87,6 +88,7 @@ def line(record: RequestRecord) -> bytes:
         record.server,
         record.status,
         record.code,
+        None,
         record.stream,
         record.incomplete,
         record.request_bytes,
@@ -96,12 +98,14 @@ def line(record: RequestRecord) -> bytes:
         line.prompt_tokens, line.completion_tokens = usage.prompt, usage.completion
         line.cached_tokens, line.reasoning_tokens = usage.cached, usage.reasoning
         line.estimated_by = record.estimated_by
-    line.retries, line.detail = record.retries, record.detail
+    line.retries = record.retries
     line.queue_ms = _milliseconds(record.queued) if record.queued else 0.0
     line.total_ms = _milliseconds(record.duration)
     if first_byte is not None:
         line.first_byte_ms = _milliseconds(first_byte)
     line.request, line.balance = record.shape, record.explanation
+    if record.code is not None:
+        line.param, line.requested_model, line.detail = record.param, requested_model(record), record.detail
     return _encode(line) + b"\n"
 
 

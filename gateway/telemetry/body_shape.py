@@ -7,6 +7,7 @@ body it is.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +16,8 @@ from gateway.api.media_urls import CONTAINERS
 _DIGITS, _IDS = 8, 0x1_0000_0000  # hexadecimal digits of a request id that decide, and the number of their values
 _MAX_VALUES = 48  # values of one shape: its log line stays below what a pipe takes at once
 _MAX_ITEMS = 8  # of a list
+_MAX_DEPTH = 6  # of a field's path
+_SEPARATORS = re.compile(r"[.\[\]]+")
 _LARGEST = 10_000_000  # a larger number is not a setting
 
 SETTINGS = frozenset(
@@ -31,13 +34,15 @@ SETTINGS = frozenset(
 
 PARTS = frozenset(
     """
-    annotations arguments audio bad_words cache_salt chat_template chat_template_kwargs content conversation data documents file
-    file_data file_id filename format function functions guided_choice guided_grammar guided_json guided_regex id image_url images
-    include input input_audio input_type instructions json json_object json_schema logit_bias logits_processors media_type messages
-    metadata mm_processor_kwargs modalities model name output output_config parameters prediction prompt prompt_cache_key query
-    reasoning reasoning_content refusal regex response_format safety_identifier schema seed source stop stop_sequences
-    stop_token_ids stream_options structural_tag structured_outputs suffix system text text_1 text_2 thinking tool_call_id
-    tool_calls tools url user video_url web_search_options
+    annotations arguments audio bad_words cache_salt chat_template chat_template_kwargs content conversation data data_1
+    data_2 documents ec_transfer_params extra_body file file_data file_id filename format function function_call functions
+    guided_choice guided_grammar guided_json guided_regex id image_url images include input input_audio input_type inputs
+    instructions items json json_object json_schema kv_transfer_params logit_bias logits_processors media_io_kwargs media_type
+    messages metadata mm_processor_kwargs modalities model name output output_config parameters prediction
+    previous_response_id prompt prompt_cache_key prompt_embeds queries query reasoning reasoning_content refusal regex
+    request_id response_format return_prompt_text safety_identifier schema seed session_id source stop stop_sequences
+    stop_token_ids stream_options structural_tag structured_outputs suffix system text text_1 text_2 texts thinking
+    tool_call_id tool_calls tools url user video_url vllm_xargs web_search_options
     """.split()  # noqa: SIM905
 )
 """Fields that are shown by their contents."""
@@ -51,6 +56,12 @@ KEYWORDS = frozenset(
     """.split()  # noqa: SIM905
 )
 """Texts that are shown, as values of a setting."""
+
+
+def field_path(param: str) -> str:
+    """Return the path of a field of the tables: ``messages.*.content``. A name that is not in them is ``other``, an index is ``*``."""
+    names = _SEPARATORS.split(param, _MAX_DEPTH)[:_MAX_DEPTH]
+    return ".".join("*" if name.isdigit() else name if name in SETTINGS or name in PARTS else "other" for name in names)
 
 
 class ShapeSample:

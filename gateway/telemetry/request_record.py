@@ -9,14 +9,18 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
+from msgspec.structs import replace
 
+from gateway.api.errors import Refusal
 from gateway.api.settlement import Method
 from gateway.api.usage import Usage
 from gateway.snapshot.snapshot import Key
+from gateway.telemetry.body_shape import field_path
 from gateway.telemetry.tracing import Trace
 
 USER_LIMIT = 256
 """Characters of a client's ``user`` field that are logged and stored."""
+_NAME_LIMIT = 64  # characters of a client's name of a model
 
 
 class ReadGapCounts(Protocol):
@@ -43,7 +47,8 @@ class RequestRecord(msgspec.Struct, frozen=True, eq=False, gc=False):
     logged. ``failures`` are failures of servers: the model that has the server, the server, the reason. ``detail`` is for the operator
     only. ``trace`` is None if the request is not traced. ``client`` is the client's address. ``shape`` is the shape of the body, None
     unless it is logged (see ``body_shape``). ``explanation`` says why ``server`` was chosen, None unless that is logged. ``method`` and
-    ``path`` are set only for a path that is not served.
+    ``path`` are set only for a path that is not served. ``param`` is the path of the invalid field, with names of the tables in
+    ``body_shape`` only. ``unknown_model`` is the name in the request if no model was found: a client's text, and never a label.
 
     A Struct without garbage collection, because a frozen dataclass of this size takes three times as long to create. It refers to
     nothing that refers to it.
@@ -81,3 +86,25 @@ class RequestRecord(msgspec.Struct, frozen=True, eq=False, gc=False):
     explanation: Mapping[str, Any] | None = None
     method: str | None = None
     path: str | None = None
+    param: str | None = None
+    unknown_model: str | None = None
+
+
+def requested_model(record: RequestRecord) -> str | None:
+    """Return the requested model if it is not the model that served the request: its ID, or the client's name of an unknown model."""
+    return record.requested_model or record.unknown_model
+
+
+def explained(record: RequestRecord, refusal: Refusal) -> RequestRecord:
+    """Add the invalid field and the unknown model of an error to the record."""
+    param, name = refusal.param, refusal.model
+    return replace(
+        record,
+        param=None if param is None else field_path(param),
+        unknown_model=None if name is None else _shown(name),
+    )
+
+
+def _shown(name: str) -> str:
+    """Return a client's name of a model: printable characters, and nothing of what may be a key in the wrong field."""
+    return "..." if name.startswith("sk-") else "".join(letter if letter.isprintable() else "?" for letter in name[:_NAME_LIMIT])

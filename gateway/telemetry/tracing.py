@@ -217,7 +217,7 @@ def failed(record: RequestRecord) -> bool:
 
 
 def attributes(record: RequestRecord, scheme: str) -> dict[str, str | bool | int | float]:
-    """Return the attributes of the semantic conventions. None of them is text that the client wrote."""
+    """Return the attributes of the semantic conventions. The only text of a client is the name of an unknown model."""
     usage = record.usage
     values: dict[str, str | bool | int | float | None] = {
         "http.request.method": "POST",
@@ -226,6 +226,8 @@ def attributes(record: RequestRecord, scheme: str) -> dict[str, str | bool | int
         "url.scheme": scheme,
         "http.response.status_code": record.status,
         "error.type": record.code,
+        "vllm_gateway.param": record.param,
+        "vllm_gateway.requested_model": record.requested_model or record.unknown_model,
         "gen_ai.operation.name": operation(record.endpoint),
         "gen_ai.provider.name": "vllm",
         "gen_ai.request.model": record.model,

@@ -28,7 +28,7 @@ from gateway.client.http.head import FORWARDED
 from gateway.client.worker_context import WorkerContext
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
-from gateway.telemetry.request_record import RequestRecord
+from gateway.telemetry.request_record import RequestRecord, explained
 from gateway.worker import api_reference
 from gateway.worker.model_list import Reported, card, cards, page
 
@@ -93,7 +93,8 @@ class WorkerApp:
             duration=duration,
             overhead=duration,
         )
-        self._worker.record_request(record)
+        refusal = state.get("refusal")
+        self._worker.record_request(record if refusal is None else explained(record, refusal))
 
     def _client(self, scope: Scope) -> str | None:
         """Return the address of the client, as far as it is known."""
@@ -219,7 +220,7 @@ async def _on_exception(request: Request, error: Exception) -> Response:
 
 
 def _error_response(request: Request, refusal: Refusal) -> Response:
-    request.state.code = refusal.code
+    request.state.code, request.state.refusal = refusal.code, refusal
     path = request.scope["path"]  # request.url is built from the Host header
     body = render(refusal, anthropic=path.endswith(("/v1/messages", "/v1/messages/count_tokens")))
     return Response(body, refusal.spec.status, refusal.headers, media_type="application/json")

@@ -25,7 +25,7 @@ SQLITE, POSTGRESQL = (make_url(f"{driver}://").get_dialect()() for driver in ("s
 PLAIN = UsageRow("req_1", STARTED, "/v1/chat/completions", "team-a")
 FULL = row(
     2, team="t", stream=True, code="c", incomplete="upstream", first_token=0.1, queued=0.05, price=price(0.5, 2.0), labels={"a": "b"},
-    user="u", metadata={"a": [1, None]}, estimated_by="bytes", choices=3,
+    user="u", metadata={"a": [1, None]}, estimated_by="bytes", choices=3, param="model", requested_model="r",
 )  # fmt: skip
 EARLIER = row(3, completion=None, chunks=7, first_token=0.1)
 """A row of version 0.1."""

@@ -49,7 +49,7 @@ def test_a_row_is_stored_unchanged(store: UsageStore) -> None:
         "endpoint": "/v1/chat/completions", "stream": True, "status": 200, "code": "upstream_disconnected", "incomplete": "upstream",
         "prompt_tokens": 10, "completion_tokens": 5, "cached_tokens": 2, "reasoning_tokens": 1, "estimated": False,
         "total_ms": 250.0, "first_token_ms": 100.0, "queued_ms": 50.0, "cost_nano": 15_000, "labels": {"cost_center": "17"},
-        "end_user": "ünï", "metadata": {"a": [1, None]}, "estimated_by": None, "choices": 3,
+        "end_user": "ünï", "metadata": {"a": [1, None]}, "estimated_by": None, "choices": 3, "param": None, "requested_model": None,
     }  # fmt: skip
 
 

@@ -51,11 +51,11 @@ def lines(data: bytes) -> list[dict[str, object]]:
 
 
 def test_a_line() -> None:
-    written = line(record(started=1_760_000_000.25, usage=Usage(3, 2, 1, 0), duration=0.25, first_byte=0.125, detail="a\nb"))
+    written = line(record(started=1_760_000_000.25, usage=Usage(3, 2, 1, 0), duration=0.25, first_byte=0.125, code="x", detail="a\nb"))
     assert written.endswith(b"}\n") and written.count(b"\n") == 1
     assert orjson.loads(written) == {
         "time": "2025-10-09T08:53:20.250000Z", "request_id": "req_1", "key": "team-a", "endpoint": "/v1/chat/completions", "model": "tiny",
-        "server": "tiny#0", "status": 200, "request_bytes": 1, "response_bytes": 2, "prompt_tokens": 3, "completion_tokens": 2,
+        "server": "tiny#0", "status": 200, "code": "x", "request_bytes": 1, "response_bytes": 2, "prompt_tokens": 3, "completion_tokens": 2,
         "cached_tokens": 1, "queue_ms": 0.0, "first_byte_ms": 125.0, "total_ms": 250.0, "detail": "a\nb",
     }  # fmt: skip
 
@@ -159,7 +159,7 @@ async def test_neither_key_nor_prompt_is_in_it() -> None:
     async with scripted(script) as server, serving([model(server.port)]) as served:
         for data in (
             request(chat(messages=[{"role": "user", "content": canary}])),
-            request(chat(model=canary)),
+            request(chat(model=f"sk-{canary}")),
             request(token=canary),
             request(path=f"/v1/{KEY}?{canary}"),
             request(b"{" + canary.encode()),

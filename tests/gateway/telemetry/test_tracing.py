@@ -291,6 +291,6 @@ def test_without_its_packages_the_setting_is_an_error(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", program, "check", str(file)], env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert (
-        "tracing.endpoint: tracing requires packages that are not installed: the extra `otel` (in a clone: pip install '.[otel]')"
+        "tracing.endpoint: tracing requires packages that are not installed: the extra `otel` (pip install 'vllm-gateway[otel]')"
         in done.stdout
     )

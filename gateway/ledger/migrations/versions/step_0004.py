@@ -1,0 +1,15 @@
+"""The invalid field of a refused request, and the name of the requested model."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0003"
+
+
+def upgrade() -> None:
+    """Add the columns."""
+    op.add_column("gateway_usage", sa.Column("param", sa.String))
+    op.add_column("gateway_usage", sa.Column("requested_model", sa.String))
