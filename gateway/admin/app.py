@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from gateway.admin import engine_metrics, openapi, status_page
@@ -27,7 +27,7 @@ from gateway.admin.engine_metrics import Engine, Handler
 from gateway.admin.status_view import status_view
 from gateway.api.accept import prefers_html
 from gateway.config.problems import did_you_mean
-from gateway.fleet.operations import OPERATIONS, Operations, RefusedOperation
+from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS, Operations, RefusedOperation
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 from gateway.usage.errors import QueryError
@@ -128,6 +128,9 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         encode, content_type = _encoder(request.headers.get("accept", ""))
         return Response(encode(metrics_registry), headers={"content-type": content_type})
 
+    async def index(_: Request) -> Response:
+        return RedirectResponse("status")
+
     async def livez(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
@@ -167,6 +170,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})
 
     return {
+        "/": index,
         "/metrics": metrics,
         "/livez": livez,
         "/readyz": readyz,
@@ -218,6 +222,18 @@ def _operation_handlers(overview: Overview, operations: Operations) -> dict[str,
         shown = next((each for each in (await overview.status_with_logs())["models"] if each["id"] == model), None)
         return JSONResponse(shown) if shown is not None else _error(f"{model} was removed from the configuration meanwhile", 404)
 
+    async def operate_server(request: Request) -> Response:
+        server, operation = request.path_params["server"], request.path_params["server_operation"]
+        if operation not in SERVER_OPERATIONS:
+            return _error(f"there is no operation {operation}", 404)
+        owners = {one["name"]: model["id"] for model in overview.status()["models"] for one in model["servers"]}
+        if server not in owners:
+            return _error(f"there is no server {server}{did_you_mean(server, list(owners))}", 404)
+        _log_operation(f"{operation} of {server}", request)
+        await getattr(operations, operation)(server)
+        models = (await overview.status_with_logs())["models"]
+        return JSONResponse(next(model for model in models if model["id"] == owners[server]))
+
     async def reload(request: Request) -> Response:
         _log_operation("reload", request)
         try:
@@ -234,7 +250,12 @@ def _operation_handlers(overview: Overview, operations: Operations) -> dict[str,
             return _error(str(refused), 409)
         return JSONResponse({"draining": True}, 202)
 
-    return {"/reload": reload, "/drain": drain, "/models/{id:path}/{operation}": operate}
+    return {
+        "/reload": reload,
+        "/drain": drain,
+        "/models/{id:path}/{operation}": operate,
+        "/servers/{server:path}/{server_operation}": operate_server,
+    }
 
 
 def _log_operation(operation: str, request: Request) -> None:

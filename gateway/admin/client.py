@@ -51,6 +51,10 @@ class AdminClient:
         """Perform an operation on a model. Returns the model's entry of /status. Raises RefusedError."""
         return self._request("POST", f"/models/{quote(model)}/{operation}")
 
+    def operate_server(self, operation: str, server: str) -> dict[str, Any]:
+        """Perform an operation on a server. Returns the entry of its model in /status. Raises RefusedError."""
+        return self._request("POST", f"/servers/{quote(server, safe='')}/{operation}")
+
     def reload(self) -> dict[str, Any]:
         """Reload the configuration. Returns the result in the form of /status. Raises RefusedError."""
         return self._request("POST", "/reload")

@@ -12,7 +12,7 @@ from typing import Any
 
 from gateway import __version__
 from gateway.admin.guard import OPEN, TWICE
-from gateway.fleet.operations import OPERATIONS
+from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
 from gateway.usage.dimensions import CHOICES
 
 _MISDIRECTED = "the Host is a name, although the port listens only on this machine and requires no token"
@@ -62,6 +62,7 @@ class Described:
 
 
 ROUTES = (
+    Described("/", "Redirects to /status.", {307: "the location of /status"}, ()),
     Described("/metrics", "The gateway's metrics, for Prometheus.", {200: "all present series"}, (METRICS,)),
     Described(
         "/metrics/targets",
@@ -134,9 +135,17 @@ ROUTES = (
         method="POST",
         is_operation=True,
     ),
+    Described(
+        "/servers/{server:path}/{server_operation}",
+        "Take a server out of rotation, or return it. `server` is its name in /status, percent-encoded.",
+        {200: "complete and known to the workers; the entry of its model in /status", 404: "no such server or operation"},
+        (JSON,),
+        method="POST",
+        is_operation=True,
+    ),
 )
 
-_CHOICES = {"operation": list(OPERATIONS)}
+_CHOICES = {"operation": list(OPERATIONS), "server_operation": list(SERVER_OPERATIONS)}
 
 
 def document() -> dict[str, Any]:

@@ -34,6 +34,7 @@ h2 { font-size: 1.02rem; font-weight: 620; overflow-wrap: anywhere; }
 .state { color: var(--tone); font-weight: 600; font-size: .87rem; white-space: nowrap; }
 .state::before { content: ""; display: inline-block; width: .55em; height: .55em; border-radius: 50%; background: currentColor;
   margin-right: .45em; vertical-align: .06em; }
+h1 .state { white-space: normal; overflow-wrap: anywhere; min-width: 0; }
 .starting::before { animation: breathe 1.6s ease-in-out infinite; }
 @keyframes breathe { 50% { opacity: .25; } }
 @media (prefers-reduced-motion: reduce) { .starting::before { animation: none; } }
@@ -68,13 +69,24 @@ const EVERY = 2000;
 const keyed = (root) => new Map([...root.querySelectorAll("details")].map((one) => [one.dataset.key, one]));
 function takeOver(next) {
   document.title = next.title;
-  const open = keyed(document);
+  const open = keyed(document), places = new Map([...open].map(([key, one]) => [key, place(one)]));
   for (const [key, one] of keyed(next)) if (open.has(key)) one.open = open.get(key).open;
   const now = [...document.querySelectorAll("[data-part]")], then = [...next.querySelectorAll("[data-part]")];
   if (now.map((one) => one.dataset.part).join() !== then.map((one) => one.dataset.part).join())
     document.querySelector("main").replaceWith(next.querySelector("main"));
   else now.forEach((one, at) => { if (one.outerHTML !== then[at].outerHTML) one.replaceWith(then[at]); });
+  for (const [key, one] of keyed(document)) scroll(one, places.get(key));
 }
+// A log is shown from its end, and stays where the reader has scrolled.
+function place(one) {
+  const log = one.querySelector("pre");
+  return one.open && log.scrollTop + log.clientHeight < log.scrollHeight - 4 ? log.scrollTop : undefined;
+}
+function scroll(one, top) {
+  const log = one.querySelector("pre");
+  log.scrollTop = top ?? log.scrollHeight;
+}
+document.addEventListener("toggle", (event) => { if (event.target.open) scroll(event.target); }, true);
 async function update() {
   try {
     const response = await fetch(location.pathname, { headers: { accept: "text/html" }, cache: "no-store" });
@@ -85,6 +97,7 @@ async function update() {
   }
   setTimeout(update, EVERY);
 }
+for (const one of keyed(document).values()) scroll(one);
 setTimeout(update, EVERY);
 """
 

@@ -195,6 +195,8 @@ def _state(server: Mapping[str, Any], model: str) -> str:
     A launched server that was ready is ready as long as its health checks succeed. A server out of rotation has the state of its model. If
     the model is ready without it, the server is being replaced, or is not started yet.
     """
+    if server.get("cordoned"):
+        return "draining" if server["in_flight"] else "stopped"
     stage = server.get("state") or _BY_ENDPOINT.get(server.get("endpoint", ""))
     if stage is None or stage == "ready":
         out_of_rotation = model if model != "ready" else "draining" if stage else "stopped"
@@ -202,10 +204,11 @@ def _state(server: Mapping[str, Any], model: str) -> str:
     return _BY_STAGE.get(stage, str(stage))
 
 
-def in_a_line(model: Mapping[str, Any]) -> str:
-    """Return a model of /status with its state, and its servers in another state: ``m: ready (m#0: draining)``."""
+def in_a_line(model: Mapping[str, Any], *, with_servers: bool = False) -> str:
+    """Return a model of /status with its state, and its servers in another state, or all: ``m: ready (m#0: draining)``."""
     state = model["state"]
-    others = [f"{server['name']}: {own}" for server in model["servers"] if (own := _state(server, state)) != state]
+    own = {server["name"]: _state(server, state) for server in model["servers"]}
+    others = [f"{name}: {each}" for name, each in own.items() if with_servers or each != state]
     return f"{model['id']}: {state}" + (f" ({', '.join(others)})" if others else "")
 
 

@@ -96,7 +96,7 @@ def _without_events(draft: Draft) -> Iterator[Note]:
     """Report a policy that could use the KV cache events of servers, if the packages for them are missing."""
     balance = next((value for value in (model.get("balance") for model in draft.models) if value.value == EVENTS_POLICY), None)
     if balance is not None and not kv_events_installed():
-        yield note(balance, "does not use KV cache events without the extra `kv-events` (in a clone: pip install '.[kv-events]')")
+        yield note(balance, "does not use KV cache events without the extra `kv-events` (pip install 'vllm-gateway[kv-events]')")
 
 
 def _key(entry: ConfigValue) -> Key | None:

@@ -130,6 +130,20 @@ def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = Non
     return _written(act)
 
 
+def restore(id: Identity, file: ConfigArgument = None, config: ConfigOption = None) -> int:
+    """Restore the keys of a revoked entry."""
+    configured = config_file(file, config)
+
+    def act() -> None:
+        key_files = _key_files(configured)
+        if key_files.entry(id).value.get("revoked") is not True:
+            typer.echo(f"{id} is not revoked")
+            return
+        typer.echo(f"{id} is restored in {key_files.change(id, 'revoked', False)}")
+
+    return _written(act)
+
+
 def show(
     file: ConfigArgument = None,
     config: ConfigOption = None,
@@ -395,6 +409,7 @@ def commands() -> dict[str, Callable[..., int]]:
         "new": _with_limits(new),
         "rotate": rotate,
         "revoke": revoke,
+        "restore": restore,
         "list": show,
         "import": take_over,
         "hash": hash_of_key,

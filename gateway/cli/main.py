@@ -35,6 +35,7 @@ _HELP = """One URL and one key in front of your vLLM servers.
 `vllm-gateway demo` shows it at work; otherwise write a gateway.yaml, `check` it and `serve` it."""
 
 _WIDE = 200
+Server = Annotated[str, typer.Argument(metavar="SERVER", help="The name of the server in `status`.", show_default=False)]
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="The ID of the model.", show_default=False)]
 
 
@@ -359,6 +360,27 @@ def _operation(name: str, about: str) -> Callable[..., int]:
     return run
 
 
+def _server_operation(name: str, about: str) -> Callable[..., int]:
+    """Return a command that performs an operation on one server of the running gateway."""
+
+    def run(
+        server: Server,
+        file: ConfigArgument = None,
+        config: ConfigOption = None,
+        admin: AdminUrl = None,
+        token_file: TokenFile = None,
+    ) -> int:
+        from gateway.admin.status_view import in_a_line
+
+        return call_gateway(
+            Where(config_file(file, config), admin, token_file),
+            lambda gateway: typer.echo(in_a_line(gateway.operate_server(name, server), with_servers=True)),
+        )
+
+    run.__doc__ = about
+    return run
+
+
 def drain(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
     """Stop the running gateway, as SIGTERM does.
 
@@ -407,6 +429,8 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. Waits until they have stopped."),
     "restart": _operation("restart", "Replace a model's servers, one after the other. Does not wait for the new ones."),
     "wake": _operation("wake", "Start a model as a request for it would. Does not wait until it is ready."),
+    "cordon": _server_operation("cordon", "Take one server out of rotation until `uncordon`. Its open requests finish."),
+    "uncordon": _server_operation("uncordon", "Return a server to rotation."),
     "command": command,
     "schema": schema,
     "demo": demo,

@@ -7,6 +7,7 @@ stay in reserve, because a new client needs two: its own connection and perhaps 
 
 from __future__ import annotations
 
+import logging
 import os
 import resource
 from collections import OrderedDict
@@ -15,6 +16,7 @@ from typing import Protocol
 
 _LEAST_IN_RESERVE, _MOST_IN_RESERVE = 32, 512  # connections that may be accepted before the first eviction has closed its descriptor
 _SHARE_IN_RESERVE = 8  # between these bounds, an eighth of the descriptors that the process may have
+_log = logging.getLogger("vllm_gateway.worker")
 
 
 class Evictable(Protocol):
@@ -58,6 +60,10 @@ class Unauthenticated:
         for _ in range(_missing(_next_descriptor() if descriptor is None else descriptor)):
             if not self._evict_one():
                 return
+            _log.warning(
+                "idle connections without a valid key are closed, because the process may have only %d file descriptors (ulimit -Hn)",
+                resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+            )
 
     def _evict_one(self) -> bool:
         for _ in range(len(self._connections)):

@@ -531,7 +531,7 @@ class Jwt(Section):
     @classmethod
     def _can_be_checked(cls, issuer: str) -> str:
         if not installed("jwt", "cryptography"):
-            raise ValueError("tokens require packages that are not installed: the extra `jwt` (in a clone: pip install '.[jwt]')")
+            raise ValueError("tokens require packages that are not installed: the extra `jwt` (pip install 'vllm-gateway[jwt]')")
         return issuer
 
 
@@ -580,7 +580,7 @@ class Tracing(Section):
     @classmethod
     def _can_be_exported(cls, endpoint: str) -> str:
         if not installed("opentelemetry.exporter.otlp.proto.http"):
-            raise ValueError("tracing requires packages that are not installed: the extra `otel` (in a clone: pip install '.[otel]')")
+            raise ValueError("tracing requires packages that are not installed: the extra `otel` (pip install 'vllm-gateway[otel]')")
         return endpoint
 
 

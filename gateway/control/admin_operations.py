@@ -37,6 +37,14 @@ class AdminOperations:
         self._refuse_while_stopping()
         await self._control.fleet.wake(model)
 
+    async def cordon(self, server: str) -> None:
+        """Take one server out of rotation until ``uncordon`` or the end of the gateway."""
+        await self._control.set_cordoned(server, cordoned=True)
+
+    async def uncordon(self, server: str) -> None:
+        """Return a server to rotation."""
+        await self._control.set_cordoned(server, cordoned=False)
+
     async def reload(self) -> ReloadResult:
         """Read the configuration again, and apply it if it is valid."""
         self._refuse_while_stopping()

@@ -175,6 +175,13 @@ class Control:
         self.history.add(result)
         self.announcer.reloaded(result)
 
+    async def set_cordoned(self, server: str, *, cordoned: bool) -> None:
+        """Take a server out of rotation or return it. Returns when the workers have applied it."""
+        (self.observer.cordoned.add if cordoned else self.observer.cordoned.discard)(server)
+        self.observer.update_targets()
+        self.fleet.request_pass()
+        await self.wait_applied(self.publisher.publish_health())
+
     # Events
 
     def launch_status_changed(self, status: LaunchStatus) -> None:
@@ -203,6 +210,21 @@ class Control:
         """Handle a server that will not recover. A launched server is restarted."""
         if probe.name in self.launcher.specs:
             self.launcher.restart(probe.name, probe.reason, STOP_GRACE)
+
+    def engine_hung(self, server: str, reason: str) -> None:
+        """Handle a server whose engine hangs. A launched server is replaced, any other one is out of rotation until it recovers."""
+        if server in self.launcher.specs:
+            self.launcher.restart(server, reason, STOP_GRACE)
+            return
+        self.observer.hung[server] = reason
+        self.announcer.probed(ServerHealth(server, False, reason))
+        self.publisher.schedule_health(self.fleet.request_pass)
+
+    def engine_recovered(self, server: str) -> None:
+        """Handle a server whose engine works again."""
+        if self.observer.hung.pop(server, None) is not None:
+            self.announcer.probed(ServerHealth(server, True))
+            self.publisher.schedule_health(self.fleet.request_pass)
 
     def worker_changed(self) -> None:
         """Handle a message or the exit of a worker."""

@@ -235,8 +235,14 @@ class Report:
             "in_flight": int(series.get(Series("server_inflight", labels), (0,))[0]),
             "ejected_by": int(series.get(Series("server_ejected", labels), (0,))[0]),
             "since": max(moments) or None,
-            "reason": (status.reason if status else "") or (probe.reason if probe else "") or wrong_models(server, observed) or "",
+            "reason": (status.reason if status else "")
+            or control.observer.hung.get(server.name, "")
+            or (probe.reason if probe else "")
+            or wrong_models(server, observed)
+            or "",
         }
+        if server.name in control.observer.cordoned:
+            shown |= {"cordoned": True}
         if (events := control.kv_events.as_json(server.name)) is not None:
             shown |= {"kv_events": events}
         endpoint = control.discovery.endpoint_state(server.name)

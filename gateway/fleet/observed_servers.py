@@ -34,6 +34,7 @@ class ObservedServers:
     api_keys: Mapping[str, str]
     out_of_rotation: Set[str] = frozenset()
     unready: Set[str] = frozenset()
+    hung: Set[str] = frozenset()
     undiscovered: Set[str] = frozenset()
     key_sets: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -51,7 +52,7 @@ class ObservedServers:
             return _LAUNCHED.get(status.state, Condition.DOWN)
         if probe is None:
             return Condition.LOADING
-        return Condition.UP if probe.up else Condition.DOWN
+        return Condition.UP if probe.up and name not in self.hung else Condition.DOWN
 
 
 def conditions(config: Config, observed: ObservedServers) -> dict[str, Condition]:

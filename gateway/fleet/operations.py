@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 OPERATIONS = ("start", "stop", "restart", "wake")
+SERVER_OPERATIONS = ("cordon", "uncordon")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,9 @@ class ReloadResult:
 
 
 class Operations(Protocol):
-    """The operations of an operator. The operations named in ``OPERATIONS`` take a model ID. Each operation raises RefusedOperation.
+    """The operations of an operator. Each operation raises RefusedOperation.
+
+    The operations named in ``OPERATIONS`` take a model ID, those in ``SERVER_OPERATIONS`` a server's name.
 
     Each returns when the workers have applied the change and /status shows it. No operation waits for servers to become ready.
     """
@@ -94,3 +97,9 @@ class Operations(Protocol):
 
     async def wake(self, model: str) -> None:
         """Start the model's servers as a request would."""
+
+    async def cordon(self, server: str) -> None:
+        """Take one server out of rotation. Its open requests finish."""
+
+    async def uncordon(self, server: str) -> None:
+        """Return a server to rotation."""

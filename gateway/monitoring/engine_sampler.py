@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 
 from gateway.admin.engine_metrics import Engine
 from gateway.config import Config
+from gateway.fleet.configured_servers import configured_servers
 from gateway.ledger.engine_samples import EngineSample
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.writer import Ledger
@@ -61,6 +62,8 @@ class EngineSampler:
         self._readers = asyncio.Semaphore(_READERS)
         self._began = time.time()
         self._started: dict[str, int] = {}
+        self._known_since: dict[str, float] = {}
+        """The time from which the gateway could send requests to each server, or the start of a server that it launches."""
         self._without_counters: set[str] = set()
         self._reconciled = self._slot(self._began)
 
@@ -84,6 +87,7 @@ class EngineSampler:
         """Read the counters of all servers once, and pass them to the ledger."""
         engines, before = self._engines(), self._traffic()
         shared = {address for address, count in Counter(engine.target.address for engine in engines.values()).items() if count > 1}
+        self._note_added(engines)
         sampled = {name: engine for name, engine in engines.items() if engine.target.address not in shared}
         found = await asyncio.gather(*(self._read(engine) for engine in sampled.values()))
         after, now = self._traffic(), time.time()
@@ -93,6 +97,13 @@ class EngineSampler:
             if counters is not None:
                 is_idle = before.get(engine.model) == after.get(engine.model) and not after.get(engine.model, (0.0, 0.0))[0]
                 self._ledger.samples.add(self._samples(server, engine.model, counters, now, is_idle))
+
+    def _note_added(self, engines: Mapping[str, Engine]) -> None:
+        """Note servers that were added while they ran: the tokens that they had counted before belong to others."""
+        launched = {server.name for server in configured_servers(self._config()) if server.external is None}
+        is_first, now = not self._known_since, time.time()
+        for name in engines.keys() - self._known_since.keys():
+            self._known_since[name] = self._began if is_first or name in launched else now
 
     async def _read(self, engine: Engine) -> EngineCounters | None:
         async with self._readers:
@@ -106,7 +117,7 @@ class EngineSampler:
         return counters
 
     def _samples(self, server: str, model: str, counters: EngineCounters, now: float, is_idle: bool) -> Iterator[EngineSample]:
-        """Yield the sample. If the engine started while this gateway ran, yield a sample of its start first."""
+        """Yield the sample. If the engine started while this gateway knew it, yield a sample of its start first."""
         sample = EngineSample(
             server,
             model,
@@ -121,7 +132,7 @@ class EngineSampler:
         )
         if counters.started != self._started.get(server):
             started = counters.started / 1000
-            yield sample.at_start(started) if started > self._began else replace(sample, is_first=True)
+            yield sample.at_start(started) if started > self._known_since[server] else replace(sample, is_first=True)
         self._started[server] = counters.started
         yield sample
 

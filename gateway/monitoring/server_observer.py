@@ -31,6 +31,10 @@ class ServerObserver:
         self._key_sets = key_sets
         self.launched_out_of_rotation: Callable[[], frozenset[str]] = frozenset
         """Returns the launched servers that the fleet has taken out of rotation."""
+        self.hung: dict[str, str] = {}
+        """The servers that run elsewhere and whose engine hangs, with the reason."""
+        self.cordoned: set[str] = set()
+        """The servers that an operator has taken out of rotation."""
         self.added_timeout = 0.3
         """Seconds in which a server that a new configuration adds may respond to its first health check."""
 
@@ -42,7 +46,8 @@ class ServerObserver:
             launched,
             probes,
             api_keys={name: self._launcher.api_key(name) for name in launched},
-            out_of_rotation=self.launched_out_of_rotation() | self._discovery.named(EndpointState.TERMINATING),
+            out_of_rotation=self.launched_out_of_rotation() | self.cordoned | self._discovery.named(EndpointState.TERMINATING),
+            hung=frozenset(self.hung),
             unready=self._discovery.named(EndpointState.UNREADY),
             undiscovered=self._discovery.undiscovered(self.config, probes),
             key_sets=self._key_sets.known(),
@@ -64,13 +69,19 @@ class ServerObserver:
         """Return the servers, models and issuers without a first result."""
         return [*without_first_result(self.config, self.observe()), *sorted(self._key_sets.unfetched())]
 
+    def served(self, server: str) -> tuple[str, str | None]:
+        """Return the name under which a server knows its model, and the server's task, if it is known. Raises KeyError."""
+        names = {each.name: each.served_model for each in configured_servers(self.config)}
+        probe = self.observe().probes.get(server)
+        return names[server], probe.task if probe else None
+
     def up(self) -> int:
         """Return the number of servers that are up."""
         return sum(condition is Condition.UP for condition in self.conditions().values())
 
     def in_rotation(self) -> int:
         """Return the number of servers that should be up: all servers except launched servers that are out of rotation."""
-        out = self.launched_out_of_rotation()
+        out = self.launched_out_of_rotation() | self.cordoned
         return sum(server.name not in out for server in configured_servers(self.config))
 
     def progress(self, server: str) -> str:

@@ -37,7 +37,7 @@ def project(tmp_path: Path) -> Path:
     """The folder as in a clone, with its secrets created; the first key is in the file ``key``."""
     folder = tmp_path / "deploy" / "compose"
     shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("secrets"))
-    for name in ("prometheus", "grafana"):
+    for name in ("alertmanager", "prometheus", "grafana"):
         shutil.copytree(FOLDER.parent / name, tmp_path / "deploy" / name)
     output = secrets(folder)
     (folder / "key").write_text(re.findall(r"sk-\S+", output)[0])
@@ -91,9 +91,9 @@ def test_a_stop_has_the_time_that_requests_have() -> None:
 
 
 def test_prometheus_reads_what_it_reads_elsewhere_under_the_services_names() -> None:
-    elsewhere = yaml.safe_load((FOLDER.parent / "prometheus" / "prometheus.yaml").read_text().replace("127.0.0.1:9090", "gateway:9090"))
-    del elsewhere["alerting"]
-    assert yaml.safe_load((FOLDER / "prometheus.yaml").read_text()) == elsewhere
+    elsewhere = (FOLDER.parent / "prometheus" / "prometheus.yaml").read_text()
+    expected = elsewhere.replace("127.0.0.1:9090", "gateway:9090").replace("127.0.0.1:9093", "alertmanager:9093")
+    assert yaml.safe_load((FOLDER / "prometheus.yaml").read_text()) == yaml.safe_load(expected)
 
 
 def test_grafana_finds_the_dashboards_and_prometheus() -> None:

@@ -17,6 +17,8 @@ from tests.support.process import SIMULATOR, Gateway, configuration, gateway, la
 HOSTILE = "sim/<img/src=x/onerror=document.title='owned'>"
 ATTACK = "</pre><script>document.title='owned'</script><style>*{display:none}</style>"
 STATES = ("ready", "starting", "failed", "stopped")
+STARTING = "sim/starting-a-quantized-model-with-a-name-of-the-usual-length"
+"""The headline has its name, which does not fit into one line of a phone."""
 PICTURES = os.environ.get("PICTURES")
 
 
@@ -42,7 +44,7 @@ def command(one: Gateway, *arguments: str) -> str:
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("gateway")
     failing = launched("sim/failed", **{"reasoning-parser": ATTACK})
-    models = [launched(), launched("sim/starting", **{"sim-listen-after": 600}), failing, launched("sim/stopped"), launched(HOSTILE)]
+    models = [launched(), launched(STARTING, **{"sim-listen-after": 600}), failing, launched("sim/stopped"), launched(HOSTILE)]
     models[0] |= {"aliases": ["one"], "loras": [{"id": "sim/adapter", "path": "/x"}]}
     with gateway(folder, configuration(*models), ready=False) as one, chromium(tmp_path_factory.mktemp("chromium")) as browser:
         wait_for(lambda: one.get("/livez").status_code == 200)
@@ -54,7 +56,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
 
 def test_every_state_is_shown(seen: Seen) -> None:
     wait_for(lambda: seen.state("sim/one") == seen.state(HOSTILE) == "ready" and seen.state("sim/failed") == "failed")
-    assert (seen.state("sim/starting"), seen.state("sim/stopped")) == ("starting", "stopped")
+    assert (seen.state(STARTING), seen.state("sim/stopped")) == ("starting", "stopped")
     wait_for(lambda: "1 of 1 worker up" in seen.browser.text() and "no parser of this name" in seen.browser.text())
     text = seen.browser.text()
     assert "also one" in text and "sim/adapter" in text
@@ -82,6 +84,10 @@ def test_an_opened_section_stays_open(seen: Seen) -> None:
     details = "[...document.querySelectorAll('details')].find((one) => one.dataset.key === 'sim/one#0 ready')"
     seen.browser.evaluate(f"{details}.open = true")
     seen.browser.evaluate(f"{details}.dataset.old = 'yes'")
+    log = f"{details}.querySelector('pre')"
+    seen.browser.evaluate(f"{log}.style.maxHeight = '2rem'")
+    hidden = f"{log}.scrollHeight - {log}.clientHeight - {log}.scrollTop"
+    wait_for(lambda: seen.browser.evaluate(hidden) < 2, why=seen.browser.text)  # it is shown from its end
     seen.gateway.request()
     wait_for(lambda: seen.browser.evaluate(f"{details}.dataset.old") is None, why=seen.browser.text)
     assert seen.browser.evaluate(f"{details}.open") is True

@@ -140,7 +140,7 @@ def test_a_policy_without_the_packages_for_its_events(tmp_path: Path) -> None:
     program = "import sys; sys.modules['zmq'] = None; from gateway.cli.main import main; main()"
     line = [sys.executable, "-c", program, "check", str(tmp_path / "gateway.yaml")]
     done = subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=60)
-    note = "models[0].balance: does not use KV cache events without the extra `kv-events` (in a clone: pip install '.[kv-events]')"
+    note = "models[0].balance: does not use KV cache events without the extra `kv-events` (pip install 'vllm-gateway[kv-events]')"
     assert note in " ".join(done.stdout.split())
 
 

@@ -171,6 +171,9 @@ def test_a_revoked_key_is_refused_even_if_anonymous_requests_are_served(folder: 
     assert gateway("keys", "revoke", "two", folder=folder) == Ran(0, "two is already revoked\n", "")
     assert gateway("keys", "verify", "gateway.yaml", stdin="one", folder=folder) == Ran(1, "", "vllm-gateway: two: revoked\n")
     assert gateway("keys", "rotate", "two", folder=folder).err == "vllm-gateway: two is revoked, which would apply to its new key\n"
+    assert gateway("keys", "restore", "two", folder=folder) == Ran(0, "two is restored in gateway.yaml\n", "")
+    assert key_or_refusal(load(folder / "gateway.yaml"), "one") == "two"
+    assert gateway("keys", "restore", "two", folder=folder) == Ran(0, "two is not revoked\n", "")
 
 
 @pytest.mark.parametrize(

@@ -118,3 +118,4 @@ def test_new_clients_are_served_beside_idle_connections_without_number(tmp_path:
         key.sendall(request(chat(model=MODEL), token=KEY))
         assert _status(key) == b"HTTP/1.1 200", "a key's connection stays, idle or not"
         assert "connections cannot be accepted" not in running.output
+        wait_for(lambda: f"the process may have only {LIMIT} file descriptors" in running.output)

@@ -249,6 +249,17 @@ def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
         assert f"ago ({failure['cause']}, 1 restart): {failure['line']}" in " ".join(shown.split()), shown
 
 
+def test_a_server_is_taken_out_of_rotation_and_returned_by_commands(running: Gateway) -> None:
+    done = running.command("cordon", "sim/one#0")
+    assert (done.returncode, done.stdout) == (0, "sim/one: ready (sim/one#0: stopped)\n"), done.stderr
+    assert running.request().status_code == 503
+    done = running.command("uncordon", "sim/one#0")
+    assert (done.returncode, done.stdout) == (0, "sim/one: ready (sim/one#0: ready)\n"), done.stderr
+    assert running.request().status_code == 200
+    unknown = running.command("cordon", "sim/one#1")
+    assert unknown.returncode == 1 and "there is no server sim/one#1" in unknown.stderr
+
+
 def task_of(one: Gateway) -> object:
     reply = httpx2.get(one.url + "/v1/models", headers={"authorization": f"Bearer {KEY}"}, timeout=60)
     return reply.json()["data"][0].get("task")

@@ -110,6 +110,21 @@ def test_the_classes_explain_all_that_the_server_has_counted(one: Gateway, serve
     assert found["prompt_in_progress"] == found["completion_in_progress"] == 0
 
 
+def test_tokens_from_before_a_server_was_added_are_no_direct_use(tmp_path: Path) -> None:
+    config = configuration(launched(ANY)) | {"ledger": {"url": "sqlite:///usage.db", "sample_interval": "100ms"}}
+    with gateway(tmp_path, config) as one, running() as late:
+        wait_for(lambda: sampled(tmp_path))
+        usage = late.chat(simulate=FAST).json()["usage"]
+        config["models"].append({"id": MODEL, "servers": [{"url": late.url}]})
+        write(tmp_path / "gateway.yaml", config)
+        assert one.command("reload").returncode == 0
+        since = datetime.fromtimestamp(0, UTC)
+        wait_for(lambda: reconciled(one, since)["engines"] == 1)
+        own = send(one)
+        found = settled(one, since, (own["prompt_tokens"], own["completion_tokens"]), 1)
+    assert usage["prompt_tokens"] > 0 and found["prompt"]["direct_use"] == found["completion"]["direct_use"] == 0
+
+
 def test_copies_of_requests_are_explained(server: Simulated, tmp_path: Path) -> None:
     models = (launched(ANY) | {"mirror": {"to": MODEL, "share": "100%"}}, {"id": MODEL, "servers": [{"url": server.url}]})
     before = counters(server)

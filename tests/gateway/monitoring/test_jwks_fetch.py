@@ -197,7 +197,7 @@ def test_without_its_packages_the_setting_is_an_error(tmp_path: Path) -> None:
     line = [sys.executable, "-c", program, "check", str(tmp_path / "gateway.yaml")]
     done = subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
-    problem = "jwt[0].issuer: tokens require packages that are not installed: the extra `jwt` (in a clone: pip install '.[jwt]')"
+    problem = "jwt[0].issuer: tokens require packages that are not installed: the extra `jwt` (pip install 'vllm-gateway[jwt]')"
     assert problem in done.stdout
 
 

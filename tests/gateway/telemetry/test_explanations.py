@@ -27,6 +27,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         config = configuration(launched(), down) | {"ledger": "sqlite:///usage.db"}
         config["keys"].append({"id": "limited", "hash": keys.hash_of(LIMITED), "limits": {"tokens_per_day": 10}})
         with gateway(tmp_path_factory.mktemp("gateway"), config) as one:
+            assert posted(one, key=LIMITED).status_code == 200, "a request may use what is left of the limit"
             yield one
 
 
@@ -44,15 +45,22 @@ QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"code": "invalid_value", "param": "chat_template_kwargs.chat_template"},
     ),
     "what is missing": ({"model": None}, {"code": "missing_required_parameter", "param": "model"}),
-    "which limit": ({"key": LIMITED}, {"code": "insufficient_quota", "key": "limited", "detail": "tokens_per_day of key limited"}),
+    "which limit": (
+        {"key": LIMITED},
+        {"code": "insufficient_quota", "key": "limited", "detail": "tokens_per_day of key limited"},
+    ),
     "which model has no server": ({"model": "sim/down"}, {"code": "no_healthy_server", "model": "sim/down"}),
     "whose key": ({"key": "sk-unknown"}, {"code": "invalid_api_key", "client": "127.0.0.1"}),
 }
 
 
-def refused(one: Gateway, key: str = KEY, **body: Any) -> str:
+def posted(one: Gateway, key: str = KEY, **body: Any) -> httpx2.Response:
     document = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], **body}
-    reply = httpx2.post(f"{one.url}/v1/chat/completions", json=document, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    return httpx2.post(f"{one.url}/v1/chat/completions", json=document, headers={"authorization": f"Bearer {key}"}, timeout=60)
+
+
+def refused(one: Gateway, **body: Any) -> str:
+    reply = posted(one, **body)
     assert reply.status_code >= 400, reply.text
     return str(reply.headers["x-request-id"])
 
