@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from gateway.snapshot.snapshot import Snapshot
-from upstream.balancing.server import Condition
+from upstream.balancing.server import Condition, Progress
 
 MAX_FRAME = 256 * 1024 * 1024
 READ_AHEAD = 1024 * 1024
@@ -92,6 +92,12 @@ class StoreStatus(msgspec.Struct, tag=True, frozen=True):
     error: str | None
 
 
+class ServerProgress(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: the progress of the servers whose responses are awaited, once a second; the times are of the monotonic clock."""
+
+    servers: Mapping[str, Progress]
+
+
 class UsageRequested(msgspec.Struct, tag=True, frozen=True):
     """worker → control: a key's request for its own usage. ``number`` identifies it in this worker; ``parameters`` are its query.
 
@@ -149,7 +155,17 @@ class ChoiceExplained(msgspec.Struct, tag=True, frozen=True):
 
 
 _FromControl = ApplySnapshot | Health | CachedBlocks | StopKeepAlive | Drain | Ping | UsageReported
-_FromWorker = Ping | SnapshotApplied | HealthApplied | ModelRequested | UnknownSigningKey | StoreStatus | UsageRequested | ChoiceExplained
+_FromWorker = (
+    ServerProgress
+    | Ping
+    | SnapshotApplied
+    | HealthApplied
+    | ModelRequested
+    | UnknownSigningKey
+    | StoreStatus
+    | UsageRequested
+    | ChoiceExplained
+)
 Message = _FromControl | _FromWorker
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)

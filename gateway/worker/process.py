@@ -37,6 +37,7 @@ from gateway.snapshot.link import (
     Message,
     ModelRequested,
     Ping,
+    ServerProgress,
     SnapshotApplied,
     StopKeepAlive,
     StoreStatus,
@@ -201,6 +202,8 @@ class WorkerProcess:
             count += 1
             if count % _EVERY_SECOND == 0:
                 logs.report_suppressed(monotonic())
+                if self.worker.progress:
+                    self.link.send(ServerProgress(self.worker.progress))
                 collections.tick(idle=not self.worker.context.handlers)
 
 

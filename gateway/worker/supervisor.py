@@ -34,6 +34,7 @@ from gateway.snapshot.link import (
     Message,
     ModelRequested,
     Ping,
+    ServerProgress,
     SnapshotApplied,
     StopKeepAlive,
     StoreStatus,
@@ -45,6 +46,7 @@ from gateway.snapshot.snapshot import Snapshot
 from gateway.system.acceptor import Seats
 from gateway.telemetry.shared_counters import SharedCounters
 from upstream.balancing.placement_log import PlacementLog
+from upstream.balancing.server import Progress
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
@@ -56,6 +58,7 @@ _MAX_UNANSWERED_AT_START = 12  # the same for a worker that does not serve yet: 
 _EXIT_GRACE = 5.0  # seconds that a drained worker may take to exit
 _SHORT_LIFE = 5.0  # seconds: a worker that exits earlier is replaced after a pause
 _PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds; doubled each time
+_PROGRESS_AGE = 3.0  # seconds after which a worker's report of progress is out of date
 _APPLY_TIMEOUT = 5.0  # seconds in which every worker should have applied a message
 _MAX_WITHOUT_WORKERS = 60.0  # seconds without a running worker, after which none is expected to start
 _log = logging.getLogger("vllm_gateway.control")
@@ -119,6 +122,8 @@ class _WorkerSlot:
         self.requested: dict[str, float] = {}
         self.choices: dict[str, ChoiceExplained] = {}
         self.store: StoreStatus | None = None
+        self.progress: tuple[float, ServerProgress] | None = None
+        """The last message about the progress of servers, and when it arrived."""
         # State across all processes of this worker
         self._restarts = 0
         self._drain: Drain | None = None  # set once the worker is to exit and not to be replaced
@@ -206,6 +211,9 @@ class _WorkerSlot:
                     self._events.unknown_signing_key(issuer)
                 case StoreStatus():
                     self.store = message
+                    continue
+                case ServerProgress():
+                    self.progress = time.monotonic(), message
                     continue
                 case ChoiceExplained(model=model):
                     self.choices[model] = message
@@ -361,6 +369,15 @@ class WorkerSupervisor:
     def requested_since(self, model: str) -> float | None:
         """Return the time since which requests wait for a model, in seconds of the monotonic clock, or None if no request waits."""
         return min((slot.requested[model] for slot in self._slots if model in slot.requested), default=None)
+
+    def server_progress(self) -> dict[str, Progress]:
+        """Return the progress of the servers whose responses are awaited, over all workers that reported it recently."""
+        since, merged = time.monotonic() - _PROGRESS_AGE, dict[str, Progress]()
+        recent = (slot.progress[1] for slot in self._slots if slot.progress is not None and slot.progress[0] > since)
+        for name, one in (each for message in recent for each in message.servers.items()):
+            before = merged.get(name, Progress(0.0, 0.0))
+            merged[name] = Progress(max(before.last_byte_at, one.last_byte_at), before.prefill + one.prefill)
+        return merged
 
     def last_choice(self, model: str) -> ChoiceExplained | None:
         """Return the last explained choice of a server for a model; None without one."""

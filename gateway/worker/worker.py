@@ -7,7 +7,7 @@ when a snapshot is applied; everything that is compiled from a snapshot is repla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from gateway.admission.body_memory import FREE
@@ -27,6 +27,7 @@ from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.pool import LiveServers
+from upstream.balancing.server import Progress
 from upstream.http.deadlines import TICK, check_all
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ class Worker:
         self.costs: dict[str, CostModel] = {}
         """The knowledge about the servers of each model with the policy ``cost``, by the model's ID."""
         self._ticks = 0
+        self.progress: Mapping[str, Progress] = {}
+        """The progress of the servers whose responses were awaited in the last tick."""
         context.other_routes = WorkerApp(context)
         self.apply_snapshot(snapshot)
 
@@ -153,6 +156,7 @@ class Worker:
         """Run the periodic work for all requests, a few times a second."""
         context = self.context
         context.update_date()
+        self.progress = self.fleet.take_progress()
         context.deadlines.tick()
         context.unauthenticated.relieve()
         context.queues.tick()

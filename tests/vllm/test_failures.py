@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -81,7 +82,7 @@ def check_it_is_reported_first(one: Gateway, model: str, cause: str, message: st
     first = next(number for number, line in enumerate(lines) if line.startswith(f"{model}#0: "))
     assert lines[first].startswith(f"{model}#0: {what}: ") and message in lines[first]
     assert lines[first + 1] == f"  Hint: {server['hint']}"
-    report = one.output.partition(f"{model}#0 {what}")[2]
+    report = one.output.rpartition(f"{model}#0 {what}")[2]
     assert message in report.splitlines()[0] and "Traceback" not in one.output
     assert one.metric(f'vllm_gateway_launch_failures_total{{cause="{cause}",model="{model}"}}') >= 1
     assert one.request().status_code == 200, "the others are served"
@@ -99,10 +100,24 @@ def test_a_port_that_is_in_use_is_reported_first(one: Gateway) -> None:
     check_it_is_reported_first(one, PORT, "port_in_use", "is taken by process")
 
 
-def test_a_killed_engine_is_reported_first_although_vllm_exits_with_0(one: Gateway) -> None:
+def engine_of(one: Gateway) -> psutil.Process:
+    """Start the model KILLED, and return its engine's process."""
     assert one.command("start", KILLED).returncode == 0
     wait_for(lambda: shown(one, KILLED)["condition"] == "up", START_WITHIN, why=lambda: one.output[-4000:])
     children = psutil.Process(shown(one, KILLED)["pid"]).children(recursive=True)
     [engine] = [each for each in children if "VLLM::EngineCore" in " ".join(command_line(each))]
-    engine.kill()
+    return engine
+
+
+def test_a_hung_engine_is_reported_first_and_replaced(one: Gateway) -> None:
+    """Its API server still responds to /health with 200."""
+    engine_of(one).suspend()
+    waiting = threading.Thread(target=lambda: one.request(model=KILLED, timeout=START_WITHIN))
+    waiting.start()
+    check_it_is_reported_first(one, KILLED, "engine_hung", "its engine makes no progress", what="ended")
+    waiting.join(START_WITHIN)
+
+
+def test_a_killed_engine_is_reported_first_although_vllm_exits_with_0(one: Gateway) -> None:
+    engine_of(one).kill()
     check_it_is_reported_first(one, KILLED, "engine_died", "engine process died", what="ended")

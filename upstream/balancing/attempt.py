@@ -48,6 +48,8 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     _connection: Connection
     _timeouts: Timeouts
     sent_at: float = 0.0
+    size: int = 0
+    """Bytes of the request's body."""
     last_byte_at: float = 0.0
     """The time of the last received byte of the body; 0 before the first byte.
 
@@ -69,6 +71,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
     _writable: Signal | None = None
     _uploading: bool = False
     _deadline: float | None = None
+    _is_measured: bool = False
 
     @property
     def server(self) -> ServerSpec:
@@ -233,9 +236,24 @@ class UpstreamResponse(msgspec.Struct, eq=False):
         if self._deadline is not None and now > self._deadline:
             self.truncate()
             return
+        self._report_progress(now)
         error = self._overdue(now)
         if error is not None:
             self.fail(error)
+
+    def _report_progress(self, now: float) -> None:
+        """Report to the server whether bytes arrive, by which an engine that has stopped is detected."""
+        server = self._server
+        server.waited_for = True
+        if self.paused or self._uploading:
+            server.last_byte_at = now
+        elif not self.last_byte_at:
+            server.waiting_bytes += self.size
+        else:
+            server.last_byte_at = max(server.last_byte_at, self.last_byte_at)
+            if not self._is_measured and self.content_type.startswith(b"text/event-stream"):
+                server.measure_prefill(self.size, self.last_byte_at - self.sent_at)
+            self._is_measured = True
 
     def _overdue(self, now: float) -> UpstreamError | None:
         limits, name = self._timeouts, self.server.name
@@ -329,6 +347,7 @@ class Attempt:
         self._deadlines.watch(response)
         headers, body = compose(server)
         response.sent_at = now = monotonic()
+        response.size = len(body)
         if self.composed_at is None:
             self.composed_at = now
         if len(body) < _JOIN:

@@ -16,7 +16,7 @@ from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.policy import NO_FACTS, Fact, Policy, RequestFacts
 from upstream.balancing.ranking import BoundedRanking, CandidateList, Ranking
 from upstream.balancing.retry_budget import RetryBudget
-from upstream.balancing.server import Condition, Server, ServerSpec
+from upstream.balancing.server import Condition, Progress, Server, ServerSpec
 from upstream.http.write_batching import WriteBatch
 
 
@@ -153,6 +153,10 @@ class LiveServers:
         comes_up = condition is Condition.UP and server.condition is not Condition.UP
         server.condition = condition
         return comes_up
+
+    def take_progress(self) -> dict[str, Progress]:
+        """Return the progress of each server whose responses were awaited since the last call."""
+        return {name: progress for name, server in self._servers.items() if (progress := server.take_progress()) is not None}
 
     def expire(self) -> None:
         """Close expired idle connections, and end expired ejections."""

@@ -14,14 +14,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from time import monotonic
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from upstream.balancing.ejection import EjectionState
 from upstream.balancing.ranking import Ranking
 from upstream.http.address import Address
 from upstream.http.connection import Connection, IdleConnections, connect
+from upstream.http.deadlines import TICK
 from upstream.http.errors import ConnectFailed, UpstreamError
 from upstream.http.write_batching import WriteBatch
+
+_PREFILL_SPEED, _SLOWEST = 2000.0, 500.0  # bytes of requests per second: before the first measurement, and at least
+_MEASURABLE = 4096  # bytes of a request whose time to the first event is mostly prefill
+_LEARNING = 0.2  # weight of a measurement
 
 
 class Condition(StrEnum):
@@ -50,6 +55,13 @@ class ServerSpec:
     api_key: str | None = field(default=None, repr=False)
     weight: float = 1.0
     keep_idle: float = 4.0
+
+
+class Progress(NamedTuple):
+    """The progress of a server's responses: when the last byte arrived, and the predicted seconds of the prefills that are waited for."""
+
+    last_byte_at: float
+    prefill: float
 
 
 class Cells(Protocol):
@@ -88,6 +100,13 @@ class Server:
         """The rankings to update when the load or the availability changes."""
         self.ejected_cells: Cells = [0.0]
         """Cell 0 is 1 while the server is ejected."""
+        self.waited_for = False
+        """Whether a response was awaited since ``take_progress``."""
+        self.waiting_bytes = 0
+        """The bytes of the requests that had no byte of a response since ``take_progress``."""
+        self.last_byte_at = 0.0
+        """When the last byte of a response was seen, by the clock of exchanges. A slow client's response counts as if bytes arrived."""
+        self._prefill_speed = _PREFILL_SPEED
         self.recently_failed = False
         """Whether a request has failed since the last success."""
         self._ejection = EjectionState()
@@ -199,6 +218,19 @@ class Server:
         self.recently_failed = False
         self.ejected_cells[0] = 0.0
         self._update_rankings()
+
+    def measure_prefill(self, size: int, seconds: float) -> None:
+        """Learn the speed of the prefill from a stream: ``size`` bytes of a request, and the seconds until its first event."""
+        if size >= _MEASURABLE:
+            self._prefill_speed += _LEARNING * (max(size / max(seconds, TICK), _SLOWEST) - self._prefill_speed)
+
+    def take_progress(self) -> Progress | None:
+        """Return the progress of the responses since the last call, None if no response was awaited."""
+        if not self.waited_for:
+            return None
+        progress = Progress(self.last_byte_at, self.waiting_bytes / self._prefill_speed)
+        self.waited_for, self.waiting_bytes = False, 0
+        return progress
 
     def add_idle_connection(self, connection: Connection) -> None:
         """Store a connection without an exchange, for the next request."""

@@ -343,6 +343,13 @@ _START_TIMEOUT = Cause(
     "the server did not become healthy in time",
     "Raise launch.startup_timeout if loading takes this long; otherwise look at the log for a download, a file system or a GPU that hangs.",
 )
+HUNG = "its engine makes no progress"
+"""The reason for the restart of a server whose engine hangs."""
+_ENGINE_HUNG = Cause(
+    "engine_hung",
+    "vLLM's engine made no progress, while its API server responded",
+    "Look for a GPU that hangs (nvidia-smi, Xid in dmesg), for NCCL between GPUs, and for a newer vLLM.",
+)
 _UNKNOWN = Cause("unknown", "", "Read the server's log; `vllm-gateway command MODEL` prints the command, to be run by hand.")
 
 CAUSES: tuple[Cause, ...] = (
@@ -351,6 +358,7 @@ CAUSES: tuple[Cause, ...] = (
     _KILLED,
     _COMMAND_NOT_FOUND,
     _START_TIMEOUT,
+    _ENGINE_HUNG,
     _UNKNOWN,
 )
 """Every cause, without a log line."""
@@ -359,11 +367,13 @@ CAUSES: tuple[Cause, ...] = (
 def find_cause(log: str, ended: ProcessExit) -> Cause:
     """Return why a server failed that wrote ``log`` since its start, or recently.
 
-    The order: a kill by the kernel for lack of memory, the last log line that shows a root cause, how the process ended, a lesser cause,
-    the last exception of the engine's processes, the death of the engine, the last exception.
+    The order: a kill by the kernel for lack of memory, a restart because the engine hangs, the last log line that shows a root cause, how
+    the process ended, a lesser cause, the last exception of the engine's processes, the death of the engine, the last exception.
     """
     if ended.memory_kills and ended.status == -SIGKILL:
         return _KILLED_FOR_MEMORY
+    if ended.text.startswith(f"it is restarted: {HUNG}"):
+        return replace(_ENGINE_HUNG, line=ended.text)
     lines = list(_failure_lines(log.splitlines()))
     exit_line = _Line("", ended.text)
     return (
