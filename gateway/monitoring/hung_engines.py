@@ -32,7 +32,7 @@ _PREFILLS = 3.0  # times the predicted prefill, the same
 _INTERVAL = 0.5  # seconds between two passes
 _LONGEST_STEP = 1.0  # seconds that one pass can add to a silence
 _COUNTED_FROM = 1.0  # seconds of silence from which the token counters are read
-_METRICS_TIMEOUT = 2.0  # seconds
+_METRICS_TIMEOUT = 1.0  # seconds
 _CANARY_TIMEOUT = 2.5  # seconds; the predicted prefill if that is longer
 _MOST_CAUTION = 8.0  # factor of the silence, which doubles with each cleared suspicion
 _log = logging.getLogger("vllm_gateway.control")
@@ -79,7 +79,6 @@ class Silence:
 
     def clear(self) -> None:
         """Clear a suspicion. The next one needs a longer silence, unless there is progress before."""
-        self.is_hung = False
         self.caution = min(2 * self.caution, _MOST_CAUTION)
         self.restart()
 
@@ -156,10 +155,12 @@ class HungEngines:
         if not silence.needs_canary():
             return
         was_hung, responds = silence.is_hung, await self._responds(name, engine, silence)
-        if responds:
+        if responds and was_hung:
+            silence.is_hung = False
+            silence.restart()
+            self._on_recovered(name)
+        elif responds:
             silence.clear()
-            if was_hung:
-                self._on_recovered(name)
         elif silence.needs_canary() and not was_hung:  # no byte has arrived meanwhile
             silence.is_hung = True
             self._on_hung(name, f"{HUNG}: no byte and no token for {silence.seconds:.0f} s, and no response to a request for one token")
