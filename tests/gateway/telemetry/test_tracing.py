@@ -169,7 +169,7 @@ async def test_neither_key_nor_prompt_is_in_a_span(collected: Collector) -> None
     async with traced(collected) as (served, _):
         for data in (
             request(chat(messages=[{"role": "user", "content": CANARY}], user=CANARY)),
-            request(chat(model=CANARY)),
+            request(chat(model=f"sk-{CANARY}")),
             request(chat(), token=CANARY),
             request(b"{" + CANARY.encode()),
             with_header(request(chat()), f"traceparent: {CANARY}"),
