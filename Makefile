@@ -6,7 +6,7 @@ READY := .venv/.ready
 # The suite starts thousands of interpreters: they compile each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist dist-compiled compiled sbom faults proxies floods soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz audit clean
+.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist dist-compiled compiled sbom faults proxies floods soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz fuzz-full mutants audit clean
 
 setup: $(READY)  ## the environment in .venv, with the locked packages
 
@@ -100,9 +100,15 @@ pictures: $(READY)  ## the pictures of the dashboards in docs/images; needs Debi
 	.venv-pictures/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r docs/pictures.lock
 	PYTHONPATH=. $(BIN)/python docs/pictures.py .venv-pictures/bin/python
 
-fuzz: $(READY)  ## any bytes for the gateway's parsers: each target for SECONDS=60; TARGETS="config sse" for some of them
+fuzz: $(READY)  ## random input for the gateway's parsers: each target for SECONDS=60; TARGETS="config client" for some of them
 	$(BIN)/python -m tests.fuzz.install
 	$(BIN)/python -m tests.fuzz $(or $(SECONDS),60) $(TARGETS)
+
+fuzz-full: $(READY)  ## the parsers against independent ones at full size, and docs/fuzzing.md; an hour on two cores; TARGETS="client" for some of them
+	$(BIN)/python -m tests.fuzz.report $(TARGETS)
+
+mutants: $(READY)  ## small changes of the trusted core, each of which a test must notice, and docs/mutants.md; FILES="gateway/auth/keyring.py" for some files
+	$(BIN)/python -m tests.mutants $(FILES)
 
 audit: $(READY)  ## the locked packages against the known advisories; needs the network
 	$(BIN)/python -m tests.audit

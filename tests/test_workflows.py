@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.fuzz.differential.registry import TARGETS as DIFFERENTIAL
+from tests.fuzz.targets import TARGETS as GUIDED
+
 ROOT = Path(__file__).resolve().parent.parent
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 FORMS = sorted((ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml"))
@@ -30,7 +33,7 @@ def exists(command: str) -> bool:
     """Return whether a command's program is in the tree: a target of make, a file, or a tool of the environment."""
     program, *arguments = shlex.split(command)
     if program == "make":
-        return set(arguments) <= TARGETS
+        return {argument for argument in arguments if "=" not in argument} <= TARGETS
     return (ROOT / program).exists()
 
 
@@ -53,6 +56,11 @@ def test_every_supported_python_is_tested() -> None:
 
 def test_the_workflows_run_every_check_of_a_change() -> None:
     assert {".ci/run", "make check", "make test", "make test-deep"} <= {command for file in WORKFLOWS for command in commands(file)}
+
+
+def test_every_fuzz_target_runs_each_week() -> None:
+    workflow = load(ROOT / ".github/workflows/fuzz.yml")
+    assert workflow["jobs"]["fuzz"]["strategy"]["matrix"]["target"] == [*GUIDED, *DIFFERENTIAL]
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda file: file.name)
