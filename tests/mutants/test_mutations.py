@@ -1,0 +1,84 @@
+"""Mutants are all the small changes of a module, and a trial notices what its tests notice."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.mutants import report
+from tests.mutants.core import CORE
+from tests.mutants.mutations import mutants
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def changes(source: str) -> list[str]:
+    return [ast.unparse(mutant.tree) for mutant in mutants(source)]
+
+
+@pytest.mark.parametrize(
+    ("source", "changed"),
+    [
+        ("f(a < 1)", ["pass", "f(a <= 1)", "f(a < 2)"]),
+        ("x = a and (not b)", ["pass", "x = a or not b", "x = a and b"]),
+        ("x = a + b", ["pass", "x = a - b"]),
+        ("def f():\n    return True", ["def f():\n    return None", "def f():\n    return False"]),
+        ("if a.b:\n    raise E('no')", ["if not a.b:\n    raise E('no')", "if a.b:\n    pass"]),
+        ("x = b'a'", ["pass", "x = b'ax'"]),
+        ("a.b()", ["pass"]),
+    ],
+)
+def test_each_kind_of_change(source: str, changed: list[str]) -> None:
+    assert changes(source) == changed
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        '"""Text."""',
+        "from a import b",
+        'def f(x: dict[int, int]) -> int:\n    """Text."""',
+        "class P(Protocol):\n    x = 1",
+        "if TYPE_CHECKING:\n    x = 1",
+        "return None",
+    ],
+)
+def test_what_is_for_readers_is_not_changed(source: str) -> None:
+    assert changes(source) == []
+
+
+def test_the_tree_of_a_mutant_has_one_change() -> None:
+    source = (ROOT / "gateway/auth/keyring.py").read_text()
+    original = ast.unparse(ast.parse(source)).splitlines()
+    for mutant in mutants(source):
+        changed = ast.unparse(mutant.tree).splitlines()
+        assert changed != original and abs(len(changed) - len(original)) <= 3
+
+
+TRIAL = """
+import ast, sys
+from tests.mutants.mutations import mutants
+from tests.mutants.trial import ROOT, tried
+module, tests = "gateway/auth/keys.py", ["tests/gateway/auth/test_keys.py"]
+source = (ROOT / module).read_text()
+print(tried(module, ast.parse(source), tests, 300).killed, tried(module, next(mutants(source)).tree, tests, 300).killed)
+"""
+
+
+def test_a_trial_notices_what_a_test_notices() -> None:
+    """The process of a trial has no modules of the project, so it is another one than this."""
+    done = subprocess.run([sys.executable, "-c", TRIAL], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_the_core_and_its_tests_exist() -> None:
+    assert [each for each in CORE if not (ROOT / each).is_file()] == []
+    assert [test for tests in CORE.values() for test in tests if not (ROOT / test.partition("::")[0]).is_file()] == []
+
+
+def test_the_report_has_the_stored_figures() -> None:
+    assert report.PAGE.read_text() == report.rendered(report.stored())
