@@ -48,6 +48,8 @@ OPEN = Keyring([key(), key("old", "plain-old", expires=1.0), Key("anybody", anon
         (bearer("'not-needed'"), None, "invalid_api_key", "invalid_api_key"),
         (bearer("$OPENAI_API_KEY"), None, "invalid_api_key", "invalid_api_key"),
         (bearer("<key>"), None, "invalid_api_key", "invalid_api_key"),
+        (bearer("`cat key`"), None, "invalid_api_key", "invalid_api_key"),
+        (bearer("{key}"), None, "invalid_api_key", "invalid_api_key"),
         (None, b'"not-needed"', "invalid_api_key", "invalid_api_key"),
         (bearer(KEY), None, "team-a", "team-a"),
         (b"bearer   " + KEY.encode() + b"  ", None, "team-a", "team-a"),
@@ -106,6 +108,28 @@ def test_another_header_does_not_keep_a_request_without_key_from_being_anonymous
 def test_expiry() -> None:
     assert code(RING, bearer("sk-old")) == "expired_api_key"
     assert code(RING, bearer("sk-new")) == "new"
+
+
+def message(ring: Keyring, authorization: bytes | None, sent: tuple[bytes, ...] = ()) -> str:
+    with pytest.raises(Refusal) as raised:
+        ring.authenticate(authorization, sent=sent)
+    return raised.value.message
+
+
+def test_a_revoked_key_is_reported_as_revoked_and_not_as_expired() -> None:
+    ring = Keyring([key(revoked=True)])
+    assert code(ring, bearer(KEY)) == "invalid_api_key" and "revoked" in message(ring, bearer(KEY))
+
+
+def test_an_unknown_key_with_a_valid_checksum_is_not_reported_as_mistyped() -> None:
+    other = keys.mint("team-b")
+    assert "mistyped" not in message(RING, bearer(other)) and "mistyped" not in message(RING, bearer("sk-other"))
+    assert "mistyped" in message(RING, bearer(other[:-1] + ("a" if other[-1] != "a" else "b")))
+
+
+@pytest.mark.parametrize("name", [b"x-api-key", b"api-key", b"x-goog-api-key"])
+def test_a_key_in_a_header_of_another_api_is_reported(name: bytes) -> None:
+    assert name.decode() in message(RING, None, (name,))
 
 
 @pytest.mark.parametrize("more", [{"expires": 1.0}, {"revoked": True}])
