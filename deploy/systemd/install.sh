@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Install the gateway as a systemd service: a virtual environment, a user, a unit, and a first configuration with a key.
-# It can be run again at any time. Existing files stay, and a configuration is never overwritten.
+# It can be run again at any time. A configuration is never overwritten. Each version of the program has its own folder. A new version
+# replaces the running one only after it has accepted the configuration, and the old one is started again if the new one is not ready.
 set -euo pipefail
 
 usage() {
@@ -9,7 +10,7 @@ Usage: install.sh [--wheel FILE] [--prefix DIR] [--dry-run]
        install.sh --uninstall [--purge] [--prefix DIR] [--dry-run]
 
   --wheel FILE   the gateway's wheel; default: the wheel in dist/, from `make dist`
-  --prefix DIR   install everything below DIR, to inspect it: creates no user and does not use systemd
+  --prefix DIR   install everything below DIR, to inspect it: creates no user and does not use this machine's systemd
   --dry-run      print the steps only
   --uninstall    remove the program and the service; configuration and data stay
   --purge        remove these too, and the user
@@ -59,7 +60,7 @@ config=$etc/gateway.yaml
 unit=$prefix/etc/systemd/system/$name.service
 command=$prefix/usr/local/bin/$name
 kept=("$etc" "$prefix/var/lib/$name" "$prefix/var/cache/$name" "$unit.d") # the last has what `systemctl edit` writes
-mark=$home/.installed
+version='' previous=''
 
 # Does something, or only says so.
 run() {
@@ -71,10 +72,10 @@ run() {
 }
 
 has_systemd() {
-  [[ -z $prefix && -d /run/systemd/system ]]
+  [[ -d $prefix/run/systemd/system ]]
 }
 
-# A file of this folder, with the prefix in its paths.
+# Installs a file, with the prefix in its paths.
 place() {
   local from=$1 to=$2 mode=$3 text
   text=$(sed -E "s#/(opt|etc|run|var/cache)/$name|/var/lib#$prefix&#g" "$from")
@@ -129,21 +130,40 @@ make_user() {
   done
 }
 
-# The program, exactly as locked. The mark says by which interpreter and of what it is made, and is written last.
+# Sets the folder of the version to install, and that of the active one. A version is named after everything that is in it.
+name_versions() {
+  local of=("$lock" "$here/$name" "$here/$name.service")
+  [[ ! -f $wheel ]] || of+=("$wheel") # a dry run does without one
+  version=$home/versions/$({
+    "$python" -c 'import os, sys; print(os.path.realpath(sys.base_prefix), sys.version_info[:2])'
+    cat "${of[@]}"
+  } | sha256sum | cut -c 1-12)
+  [[ ! -L $home/bin ]] || previous=$(dirname "$(readlink "$home/bin")")
+}
+
+# Installs the program, exactly as locked, into the version's folder. `complete` is written last.
 install_program() {
-  local interpreter wanted before=''
-  interpreter=$("$python" -c 'import os, sys; print(os.path.realpath(sys.base_prefix), sys.version_info[:2])')
-  wanted=$interpreter
-  [[ ! -f $wheel ]] || wanted="$interpreter $(cat "$wheel" "$lock" | sha256sum)" # a dry run does without one
-  [[ ! -f $mark ]] || before=$(<"$mark")
-  [[ $before != "$wanted" ]] || return 0
-  changed=yes
-  [[ $before == "$interpreter "* ]] || run "$python" -m venv --clear "$home"
-  run rm -f "$mark"
-  local pip=("$home/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps)
+  [[ ! -f $version/complete ]] || return 0
+  run "$python" -m venv --clear "$version"
+  local pip=("$version/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps)
   run "${pip[@]}" --only-binary :all: --require-hashes --requirement "$lock"
-  run "${pip[@]}" --force-reinstall "$wheel"
-  [[ -n $dry ]] || echo "$wanted" >"$mark"
+  run "${pip[@]}" "$wheel"
+  run cp "$here/$name" "$here/$name.service" "$version/"
+  run touch "$version/complete"
+}
+
+# Makes a version the active one: its program, command and unit. A gateway that runs still has all files of its own version.
+activate() {
+  local from=$1
+  if [[ $(readlink "$home/bin") != "$from/bin" ]]; then
+    changed=yes
+    [[ -L $home/bin ]] || run rm -rf -- "$home"/{bin,include,lib,lib64,pyvenv.cfg,.installed} # of an installation without versions
+    run ln -sfn "$from/bin" "$home/bin.new"
+    run mv -T "$home/bin.new" "$home/bin"
+  fi
+  [[ -z $dry ]] || from=$here
+  place "$from/$name" "$command" 0755
+  place "$from/$name.service" "$unit" 0644
 }
 
 # The first configuration. Its key is shown here, and nowhere again.
@@ -161,31 +181,73 @@ write_config() {
   fi
   chmod 0750 "$etc"
   echo "The key of this gateway, in clear for this once:"
-  "$home/bin/$name" keys new --id admin --config "$fresh" 2>/dev/null
+  "$version/bin/$name" keys new --id admin --config "$fresh" 2>/dev/null
   mv "$fresh" "$config"
 }
 
-start() {
-  if has_systemd; then
-    run systemctl daemon-reload
-    run systemctl enable --quiet "$name"
-    run systemctl restart "$name" # it returns when the gateway is ready
-    run echo "$name runs: systemctl status $name"
-  else
-    run echo "$name is installed without systemd: $home/bin/$name serve $config"
+# Checks the configuration with the new version, as the service's user, with the variables of the running service.
+check_config() {
+  local user=() variables=() pid=0
+  if [[ -n $dry ]]; then
+    echo "+ check $config with $version"
+    return
   fi
+  [[ -n $prefix ]] || user=(runuser --user "$name" --)
+  if has_systemd; then
+    pid=$(systemctl show --property MainPID --value "$name")
+  fi
+  if ((pid)); then
+    mapfile -d '' -t variables <"/proc/$pid/environ"
+  fi
+  (
+    PATH=/opt/vllm/bin:$version/bin:$PATH
+    ((!pid)) || export -- "${variables[@]}"
+    unset NOTIFY_SOCKET WATCHDOG_USEC
+    cd /
+    "${user[@]}" "$version/bin/$name" check "$config"
+  ) || fail "the new version does not accept $config: nothing was changed, and the installed version stays. Correct a copy of the file," \
+    "check it with \`$version/bin/$name check COPY\`, put it in place, and run this again"
+}
+
+# Starts the active version. Starts the previous one again if it is not ready.
+start() {
+  if ! has_systemd; then
+    run echo "$name is installed without systemd: $home/bin/$name serve $config"
+    return
+  fi
+  run systemctl daemon-reload
+  run systemctl enable --quiet "$name"
+  if run systemctl restart "$name"; then # it returns when the gateway is ready
+    run echo "$name runs: systemctl status $name"
+    return
+  fi
+  [[ -n $previous && $previous != "$version" ]] || fail "the gateway does not become ready; the reason: journalctl --unit $name"
+  activate "$previous"
+  systemctl daemon-reload
+  systemctl restart "$name" || fail "neither the new version nor the previous one becomes ready; the reason: journalctl --unit $name"
+  fail "the new version did not become ready, so the previous one runs again; the reason: journalctl --unit $name"
+}
+
+# Removes every version but the active one and the one before it.
+remove_old_versions() {
+  local folder
+  for folder in "$home"/versions/*; do
+    [[ ! -d $folder || $folder == "$version" || $folder == "$previous" ]] || run rm -rf -- "$folder"
+  done
 }
 
 install_all() {
   find_wheel
   check_python
   [[ -n $prefix ]] || make_user
+  name_versions
   install_program
   [[ -f $config ]] || write_config
-  place "$here/$name" "$command" 0755
-  place "$here/$name.service" "$unit" 0644
+  [[ $version == "$previous" ]] || check_config
+  activate "$version"
   if [[ -n $changed ]]; then
     start
+    remove_old_versions
   else
     echo "$name is installed already, as it is here"
   fi

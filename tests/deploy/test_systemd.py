@@ -12,11 +12,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import httpx2
+import psutil
 import pytest
 
 from gateway.config import load
@@ -63,8 +66,10 @@ def needs_systemd() -> None:
         pytest.skip("systemd-analyze is not installed (Debian: systemd)")
 
 
-def installing(*arguments: str | Path, script: Path = INSTALL) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([script, *arguments], env=offline(), capture_output=True, text=True, timeout=300)
+def installing(
+    *arguments: str | Path, script: Path = INSTALL, variables: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([script, *arguments], env={**offline(), **variables}, capture_output=True, text=True, timeout=300)
 
 
 @dataclass
@@ -196,7 +201,7 @@ def test_a_dry_run_needs_no_wheel(tmp_path: Path) -> None:
     assert done.returncode == 0 and not (tmp_path / "root").exists(), done.stderr
     first, *rest = done.stdout.splitlines()
     assert first.startswith("no wheel yet") and "make dist" in first
-    assert f"+ write {tmp_path}/root/etc/systemd/system/vllm-gateway.service" in rest and "'--force-reinstall'" in done.stdout
+    assert f"+ write {tmp_path}/root/etc/systemd/system/vllm-gateway.service" in rest and "'--require-hashes'" in done.stdout
     real = installing("--prefix", tmp_path / "root", script=script)
     assert real.returncode == 1 and "build it with `make dist`" in real.stderr
 
@@ -217,6 +222,112 @@ def test_a_dry_run_needs_no_wheel(tmp_path: Path) -> None:
 def test_what_cannot_be_meant_is_refused(arguments: list[str], says: str) -> None:
     done = installing(*arguments)
     assert done.returncode == 1 and done.stderr.startswith("install.sh: ") and says in done.stderr
+
+
+# Upgrading
+
+
+SETTINGS = "gateway/config/models.py"
+FORMER = ("    workers: Workers = Field(", '    relays: Workers = Field(default=1, description="-")\n    workers: Workers = Field(')
+"""An earlier version, which has `relays`. This version names what replaces it."""
+SERVE = "gateway/control/serve.py"
+NEVER_READY = ("from __future__ import annotations\n", "from __future__ import annotations\n\nraise SystemExit(3)\n")
+
+
+def changed(wheel: Path, folder: Path, module: str, change: tuple[str, str]) -> Path:
+    """Write another version of a wheel, in which a text of a module is replaced."""
+    folder.mkdir()
+    target = folder / wheel.name
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as copy:
+        for item in source.infolist():
+            text = source.read(item)
+            if item.filename == module:
+                assert text.count(change[0].encode()) == 1, change
+                text = text.replace(change[0].encode(), change[1].encode())
+            copy.writestr(item, text)
+    return target
+
+
+@dataclass
+class Upgraded:
+    """An installation that runs as a service of the substitute for systemctl."""
+
+    one: Installed
+    variables: Mapping[str, str]
+    pid_file: Path
+
+    def install(self, wheel: Path) -> subprocess.CompletedProcess[str]:
+        return installing("--prefix", self.one.prefix, "--wheel", wheel, variables=self.variables)
+
+    @property
+    def active(self) -> str:
+        return os.readlink(self.one.prefix / "opt/vllm-gateway/bin")
+
+    @property
+    def pid(self) -> int:
+        return int(self.pid_file.read_text())
+
+    def served_by(self) -> str:
+        """Return the program of the running gateway."""
+        return next(part for part in psutil.Process(self.pid).cmdline() if part.startswith(str(self.one.prefix)))
+
+
+@pytest.fixture
+def upgraded(installed: Installed, tmp_path: Path) -> Iterator[Upgraded]:
+    """Install an earlier version, with a setting that this version has renamed, and run it."""
+    with tempfile.TemporaryDirectory(prefix="gw-") as folder:
+        one = Installed(Path(folder) / "root", installed.wheel)
+        former = changed(installed.wheel, tmp_path / "former", SETTINGS, FORMER)
+        assert installing("--prefix", one.prefix, "--wheel", former).returncode == 0
+        config = one.config.read_text().replace("port: 8000", "port: 0").replace("port: 9090", "port: 0")
+        one.config.write_text(config.replace("server:\n", "server:\n  relays: 1\n"))
+        for part in ("run/systemd/system", "run/vllm-gateway", "var/lib/vllm-gateway", "var/cache/vllm-gateway"):
+            (one.prefix / part).mkdir(parents=True, mode=0o700)
+        pid_file = Path(folder) / "pid"
+        path = f"{FOLDER.parents[1] / 'tests/deploy/standin'}:{os.environ['PATH']}"
+        variables = {"PATH": path, "STANDIN_UNIT": str(one.unit), "STANDIN_PID": str(pid_file)}
+        try:
+            subprocess.run(["systemctl", "restart", "vllm-gateway"], env={**os.environ, **variables}, check=True, timeout=60)
+            yield Upgraded(one, variables, pid_file)
+        finally:
+            subprocess.run(["systemctl", "stop", "vllm-gateway"], env={**os.environ, **variables}, check=True, timeout=60)
+
+
+def test_a_new_version_that_refuses_the_configuration_changes_nothing(upgraded: Upgraded) -> None:
+    active, pid, unit = upgraded.active, upgraded.pid, upgraded.one.unit.read_text()
+    done = upgraded.install(upgraded.one.wheel)
+    assert done.returncode == 1 and "was renamed; write `workers`" in done.stderr + done.stdout, done.stdout + done.stderr
+    assert "nothing was changed" in done.stderr and "systemctl" not in done.stdout
+    assert (upgraded.active, upgraded.pid, upgraded.one.unit.read_text()) == (active, pid, unit)
+    assert psutil.pid_exists(pid)
+    copy = upgraded.one.config.with_name("copy.yaml")
+    copy.write_text(upgraded.one.config.read_text().replace("relays", "workers").replace("sha256:", "sha256:", 1))
+    [command] = re.findall(r"`(\S+) check COPY`", done.stderr)
+    shown = subprocess.run(
+        [command, "check", copy], env=offline() | {"PATH": f"{Path(command).parent}:/usr/bin"}, capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    copy.replace(upgraded.one.config)
+    done = upgraded.install(upgraded.one.wheel)
+    assert done.returncode == 0 and "vllm-gateway runs" in done.stdout, done.stdout + done.stderr
+    assert upgraded.active != active and upgraded.pid != pid and upgraded.served_by().startswith(str(Path(upgraded.active).parent))
+    assert Path(active).exists(), "to go back"
+
+
+def test_the_variables_of_the_service_are_used_for_the_check(upgraded: Upgraded, tmp_path: Path) -> None:
+    text = upgraded.one.config.read_text().replace("relays: 1\n", "workers: 1\n")
+    upgraded.one.config.write_text(text.replace("port: 0}", "port: 0, token: {env: FROM_THE_SERVICE}}"))
+    done = upgraded.install(upgraded.one.wheel)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_new_version_that_does_not_become_ready_is_rolled_back(upgraded: Upgraded, tmp_path: Path) -> None:
+    upgraded.one.config.write_text(upgraded.one.config.read_text().replace("relays: 1\n", "workers: 1\n"))
+    active, pid = upgraded.active, upgraded.pid
+    done = upgraded.install(changed(upgraded.one.wheel, tmp_path / "never", SERVE, NEVER_READY))
+    assert done.returncode == 1 and "the previous one runs again" in done.stderr, done.stdout + done.stderr
+    assert upgraded.active == active and upgraded.pid != pid and psutil.pid_exists(upgraded.pid)
+    assert upgraded.served_by().startswith(str(Path(active).parent))
 
 
 # Running
