@@ -5,7 +5,7 @@ linear in the length of the log, and every ``code`` is from the table, so that i
 
 vLLM reports a failure in the process that met it (``Worker``, ``EngineCore``) and then again, without the reason, in its API server
 ("Engine core initialization failed. See root cause above."). So the last lines of a log rarely show the cause, and the whole log is
-searched.
+searched. Libraries write the reason below the name of an exception, or leave it to the line of code that raised: both belong to it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ _INPUT = " [type="  # what pydantic appends to a message: the kind of the error,
 
 _PROCESS = re.compile(r"(?:\((?P<process>\w[\w ./-]*) pid=\d+\) ?|\[rank\d+\]: ?){1,3}")
 _LEVEL = re.compile(r"(?P<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[[^\]]+\] ?")
-_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.){0,8}[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Timeout)(?::|$)")
+_EXCEPTION = re.compile(r"(?:[A-Za-z_]\w*\.){0,8}(?:[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Timeout)|(?<=\.)error)(?::|$)")
+_TRACEBACK = re.compile(r"Traceback |The above exception was|During handling of|Process \w+:|\[|.{0,200}Warning: ")
+"""Lines after the message of an exception that do not belong to it."""
+_CONTINUED = 6  # lines of an exception's message below the first
 _USAGE = re.compile(r"[\w ./-]{1,80}: error: ")  # argparse's
-_DETAIL = re.compile(r"  Value error, ")  # pydantic's, below the name of its exception
+_DETAIL = re.compile(r"  (?:Value error, |Input should be )")  # pydantic's, below the name of its exception
 _MESSAGE = re.compile(r"(?:terminate called|MemoryError|Killed|  what\(\): |OpenBLAS |.{1,200}: No such file or directory$)")
 _ENGINE_PROCESS = re.compile(r"EngineCore|Worker|Vllm")
 
@@ -130,18 +133,23 @@ _ROOT_CAUSES = (
         r"HFValidationError",
         r"RepositoryNotFoundError|RevisionNotFoundError",
         r"is not a local folder and is not a valid model identifier",
-        r"LocalEntryNotFoundError|Cannot find an appropriate cached snapshot folder",
+        r"LocalEntryNotFoundError(?!: An error happened while)|Cannot find an appropriate cached snapshot folder",
         r"Invalid repository ID or local directory specified",
         r"Can't load the configuration of",
         r"Cannot find any model weights with",
         r"does not appear to have a file named",
     ),
     _known(
-        "hub_unreachable",
-        "the Hugging Face hub cannot be reached",
-        'Check the network and the proxy variables in launch.env, or download the model beforehand and set HF_HUB_OFFLINE: "1".',
-        r"We couldn't connect to 'https?://",
-        r"NameResolutionError|Failed to resolve 'huggingface|MaxRetryError|OfflineModeIsEnabled",
+        "hub_rate_limited",
+        "the Hugging Face hub limits the rate of requests",
+        'Wait some minutes, set HF_TOKEN in launch.env (a higher limit), or download the model beforehand and set HF_HUB_OFFLINE: "1".',
+        r"429 (?:Too Many Requests|Client Error)",
+    ),
+    _known(
+        "hub_certificate",
+        "the TLS certificate of the Hugging Face hub, or of a proxy before it, is not trusted",
+        "Set SSL_CERT_FILE in launch.env to a file with your organization's certificate authorities.",
+        r"CERTIFICATE_VERIFY_FAILED",
     ),
     _known(
         "model_access_denied",
@@ -150,7 +158,36 @@ _ROOT_CAUSES = (
         r"GatedRepoError",
         r"[Aa]ccess (?:to )?(?:a )?gated repo",
         r"is a gated repository",
-        r"40[13] Client Error",
+        r"40[13] (?:Client Error|Unauthorized|Forbidden)",
+    ),
+    _known(
+        "model_files_damaged",
+        "a file of the model is incomplete or damaged",
+        "Download the model again, and compare the sizes of its files with the hub. A file of 130 bytes is a pointer: run `git lfs pull`.",
+        r"SafetensorError",
+        r"is not a valid JSON file",
+        r"invalid load key|PytorchStreamReader failed",
+    ),
+    _known(
+        "weights_mismatch",
+        "the weights do not fit the model's config.json",
+        "Use config.json and weights of the same model and revision. Download them again if one was edited.",
+        r"weights were not initialized from checkpoint",
+        r"size mismatch for|Attempted to load weight",
+    ),
+    _known(
+        "tokenizer_not_found",
+        "the tokenizer's files are missing or cannot be used",
+        "Add tokenizer.json and tokenizer_config.json to the model's folder, or set tokenizer in launch.args.",
+        r"Can't load tokenizer for",
+        r"[Cc]ouldn't instantiate the backend tokenizer",
+    ),
+    _known(
+        "lora_not_loaded",
+        "a LoRA adapter cannot be loaded",
+        "Correct loras[].path: a folder with adapter_config.json and weights for this model. For a higher rank set max-lora-rank.",
+        r"LoRAAdapterNotFoundError|Loading lora .{1,200} failed",
+        r"LoRA rank \d+ is greater than max_lora_rank",
     ),
     _known(
         "unix_socket_unsupported",
@@ -169,7 +206,7 @@ _ROOT_CAUSES = (
         "invalid_flag_value",
         "an option of launch.args has a value that vLLM does not accept",
         "Correct the value. `vllm-gateway command MODEL` prints the whole command line.",
-        r"error: argument ",
+        r"error: argument |  Input should be ",
         r"error: the following arguments are required",
     ),
     _known(
@@ -194,6 +231,12 @@ _ROOT_CAUSES = (
         r"[Aa]ddress already in use",
         r"EADDRINUSE",
         r"port \d+ of .{1,80} is taken",
+    ),
+    _known(
+        "address_not_available",
+        "the machine does not have the address on which the server shall listen",
+        "Remove host from launch.args, so that the gateway chooses a private socket, or write an address of this machine.",
+        r"Cannot assign requested address|cannot assign requested address",
     ),
     _known(
         "cuda_driver",
@@ -283,13 +326,27 @@ _ROOT_CAUSES = (
     ),
 )
 
-# These often follow from a root cause in another process.
+# These often follow from a root cause, in another process or earlier in a chain of exceptions.
 _LESSER_CAUSES = (
+    _known(
+        "hub_unreachable",
+        "the Hugging Face hub cannot be reached, or does not work",
+        'Check the network and the proxy variables in launch.env, or download the model beforehand and set HF_HUB_OFFLINE: "1".',
+        r"We couldn't connect to 'https?://",
+        r"LocalEntryNotFoundError",
+        r"NameResolutionError|Failed to resolve 'huggingface|MaxRetryError|OfflineModeIsEnabled",
+    ),
     _known(
         "worker_died",
         "a worker process of the server died without reporting an error",
         "It was killed, or crashed in native code: look at the kernel's log (dmesg) and at the GPU's errors (nvidia-smi, Xid).",
         r"Worker proc \S{1,80} died unexpectedly",
+    ),
+    _known(
+        "file_not_found",
+        "a file that an option names does not exist",
+        "Correct the path in launch.args. Write the absolute path, or a path relative to the configuration's folder.",
+        r"FileNotFoundError: \[Errno 2\]",
     ),
     _known(
         "missing_package",
@@ -303,6 +360,12 @@ _LESSER_CAUSES = (
         "Check nvidia-smi topo -m, the size of /dev/shm and the container's IPC mode; NCCL_DEBUG: INFO in launch.env shows more.",
         r"NCCL error|ncclUnhandledCudaError|ncclSystemError|DistBackendError",
     ),
+)
+
+# Exceptions of vLLM 0.32 whose message says nothing: the line of code that raised them shows the cause.
+_RAISED_BY = (
+    ("model_files_damaged", re.compile(r"length_of_metadata|raise JSONDecodeError|self\.scan_once\(|safe_open\(")),
+    ("tokenizer_not_found", re.compile(r"extended\[-1\] in ids")),  # a text has no tokens
 )
 
 # Shown where nothing better is known: this always follows from something else.
@@ -389,10 +452,14 @@ def find_cause(log: str, ended: ProcessExit) -> Cause:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """A line that reports a failure, without vLLM's prefix. ``process``: the process that wrote it, if the line names it."""
+    """A line that reports a failure, without vLLM's prefix. ``process``: the process that wrote it, if the line names it.
+
+    ``code`` is the line of code that raised it.
+    """
 
     process: str
     text: str
+    code: str = ""
 
 
 def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
@@ -400,23 +467,33 @@ def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
 
     Source lines of a traceback are indented, and warnings have a level: neither shows why a server failed.
     """
-    process, level = "", ""
+    code, continued = "", 0
     for line in lines:
         text, process, level = line[:_SEARCHED], "", ""
         if (prefix := _PROCESS.match(text)) is not None:
             text, process = text[prefix.end() :], prefix["process"] or ""
         if (severity := _LEVEL.match(text)) is not None:
             text, level = text[severity.end() :], severity["level"]
-        if level in ("DEBUG", "INFO", "WARNING") or (text[:1].isspace() and not _DETAIL.match(text) and not text.startswith("  what()")):
+        if level in ("DEBUG", "INFO", "WARNING"):
             continue
-        if level or any(shape.match(text) for shape in (_EXCEPTION, _USAGE, _DETAIL, _MESSAGE)):
-            yield _Line(process, text.partition(_INPUT)[0] if _DETAIL.match(text) else text)
+        if text[:1].isspace() and not _DETAIL.match(text) and not text.startswith("  what()"):
+            code, continued = (text.strip() if text.startswith("    ") and text.strip(" ^~") else code), 0
+            continue
+        starts = any(shape.match(text) for shape in (_EXCEPTION, _USAGE, _DETAIL, _MESSAGE))
+        continued = _CONTINUED if starts else continued - 1 if text.strip() and not _TRACEBACK.match(text) else 0
+        if level or starts or continued > 0:
+            yield _Line(process, text.partition(_INPUT)[0] if _DETAIL.match(text) else text, code if starts else "")
+        if starts:
+            code = ""
 
 
 def _last(rows: Iterable[_CauseRule], lines: list[_Line]) -> Cause | None:
     """Return the cause that the last matching line shows, or None."""
     known = tuple(rows)
     for line in reversed(lines):
+        for code, raised_by in _RAISED_BY:
+            if line.code and raised_by.search(line.code):
+                return next((replace(row.cause, line=_shown(line.text)) for row in known if row.cause.code == code), None)
         for row in known:
             if row.pattern.search(line.text):
                 return replace(row.cause, line=_shown(line.text))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from tests.support.rows import each_row
+from tests.vllm.failed_starts import RECORDS, STARTS, Start, recorded
 from upstream.vllm.failures import CAUSES, LINE_LENGTH, ProcessExit, find_cause
 
 EXIT = ProcessExit("exit code 1", 1)
@@ -127,6 +128,16 @@ def test_the_line_that_says_why_is_found_above_the_end(case: Case) -> None:
     assert cause.summary and cause.hint
     if case.code != "engine_died":
         assert cause.line == case.line.removeprefix("  Value error, ")
+
+
+@each_row("start", STARTS, ids=lambda start: start.name)
+def test_the_cause_of_a_recorded_start_is_right(start: Start) -> None:
+    cause = find_cause(*recorded(start))
+    assert (cause.code, bool(cause.line)) == (start.cause, True)
+
+
+def test_every_record_belongs_to_a_start() -> None:
+    assert {file.stem for file in RECORDS.iterdir()} == {start.name for start in STARTS} and len(STARTS) >= 25
 
 
 @pytest.mark.parametrize("process", ["", "APIServer", "Worker_TP1", "APIServer pid=1) (EngineCore_DP0"])
