@@ -14,13 +14,16 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
+from docs.reference import groups
 from gateway import __version__
 from gateway.api.errors import ERRORS, Refusal, anthropic_error
+from gateway.api.reference import document
 from gateway.api.routes import REFUSED, ROUTES
 from gateway.cli.main import application
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.documents.blocks import DOCS, PAGES, ROOT, blocks, identity, prose
 from tests.support.rows import each_row
+from upstream.balancing.policies import POLICIES
 from upstream.vllm.failures import CAUSES
 from upstream.vllm.presets import PRESETS
 
@@ -74,9 +77,89 @@ def test_the_page_of_vllms_routes_is_the_tables() -> None:
     assert refused == [*REFUSED.items()]
 
 
+def test_the_refusal_of_the_api_reference_says_how_to_turn_it_on() -> None:
+    assert all("server.docs: true" in REFUSED[path][1] for path in ("/docs", "/redoc", "/openapi.json"))
+
+
 def test_the_table_of_presets_is_the_codes() -> None:
     documented = [(cells[0], *cells[2:]) for cells in rows(DOCS / "configuration.md") if len(cells) == 5 and cells[0] in PRESETS]
     assert documented == [(name, each.tools or "-", each.reasoning or "-", each.template or "-") for name, each in PRESETS.items()]
+
+
+def test_the_migrations_of_the_ledger_are_listed() -> None:
+    files = sorted((ROOT / "gateway" / "ledger" / "migrations" / "versions").glob("step_*.py"))
+    listed = [cells[0] for cells in rows(DOCS / "operators" / "upgrades.md") if cells[0].isdigit()]
+    assert listed == [file.stem.removeprefix("step_") for file in files]
+
+
+def has_setting(path: str) -> bool:
+    return any(setting.path == path for group in groups() for setting in group.settings)
+
+
+EVIDENCE: dict[str, bool] = {
+    "chat, completions, embeddings": {"/v1/chat/completions", "/v1/completions", "/v1/embeddings"} <= ROUTES.keys(),
+    "vLLM's rerank, score, classify, pooling, tokenize": {"/rerank", "/score", "/classify", "/pooling", "/tokenize"} <= ROUTES.keys(),
+    "Anthropic Messages": "/v1/messages" in ROUTES,
+    "Responses API, stateless": "/v1/responses" in ROUTES,
+    "Responses API with stored state": "/v1/responses/{response_id}" not in REFUSED,
+    "batches and files": bool({"/v1/batches", "/v1/files"} & ROUTES.keys()),
+    "realtime WebSocket": "/v1/realtime" not in REFUSED,
+    "text to speech, images": bool({"/v1/audio/speech", "/v1/images/generations"} & ROUTES.keys()),
+    "fallback models": has_setting("models[].fallbacks"),
+    "weighted split between models": has_setting("models[].split"),
+    "LoRA adapters as models": has_setting("models[].loras"),
+    "load and unload LoRA adapters at runtime": "/v1/load_lora_adapter" not in REFUSED,
+    "approximate prefix routing": "prefix" in POLICIES,
+    "exact routing by KV-cache events": (ROOT / "upstream" / "vllm" / "kv_events").is_dir(),
+    "bounded queue": has_setting("models[].queue.size"),
+    "priorities": has_setting("keys[].priority"),
+    "launches vLLM": has_setting("models[].launch"),
+    "on demand, stops idle models": has_setting("models[].launch.idle_stop"),
+    "keys stored as hashes": has_setting("keys[].hash"),
+    "models per key": has_setting("keys[].models"),
+    "tokens of an identity provider": has_setting("jwt[].issuer"),
+    "limits on requests per minute": has_setting("keys[].limits.requests_per_minute"),
+    "limits on tokens per minute": has_setting("keys[].limits.tokens_per_minute"),
+    "limits on concurrent requests": has_setting("keys[].limits.concurrent"),
+    "budgets": has_setting("keys[].limits.budgets"),
+    "limits exact over several gateways": has_setting("limits_store"),
+    "a record of each request's usage": has_setting("ledger"),
+    "users see their own usage": "/v1/usage" in document()["paths"],
+    "OpenTelemetry": has_setting("tracing"),
+}
+"""Rows of the comparison, and whether the gateway has them, from its tables."""
+
+
+def test_the_comparison_says_what_the_gateway_has() -> None:
+    found = [(cells[0], cells[1]) for cells in rows(DOCS / "comparison.md") if cells[0] in EVIDENCE and len(cells) > 2]
+    assert {name for name, _ in found} == EVIDENCE.keys()
+    assert [(name, mark) for name, mark in found if mark != ("✓" if EVIDENCE[name] else "–")] == []
+
+
+def test_both_tables_of_the_comparison_say_the_same_of_the_gateway() -> None:
+    reported: dict[str, set[str]] = {}
+    for cells in rows(DOCS / "comparison.md"):
+        if cells[-1] in ("✓", "~", "–", "?"):
+            reported.setdefault(cells[0], set()).add(cells[1])
+    assert {name: marks for name, marks in reported.items() if len(marks) > 1} == {}
+
+
+def test_limitations_that_a_reader_must_know_are_on_the_first_pages() -> None:
+    for page in (ROOT / "README.md", DOCS / "guarantees.md", DOCS / "comparison.md"):
+        text = page.read_text()
+        assert re.search(r"never (?:been )?(?:on|run on) a GPU|Never run on a GPU|Not tested on GPUs", text), page.name
+        assert re.search(r"no production use is known", text, re.IGNORECASE), page.name
+    assert re.search(r"CPU time per event.*34\.7 µs.*vllm-router 22\.8 µs", (ROOT / "README.md").read_text())
+
+
+def test_the_pages_for_developers_name_the_model_of_a_response_as_it_is() -> None:
+    text = (DOCS / "developers" / "extras.md").read_text().partition("## Which model responded")[2]
+    assert "servers[].model" in text and "rewrite_model" in text
+
+
+def test_the_pages_for_developers_say_where_the_switch_of_reasoning_belongs() -> None:
+    text = (DOCS / "developers" / "reasoning.md").read_text()
+    assert "`enable_thinking` at the top level of the body" in text
 
 
 def test_no_other_metric_is_mentioned() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Container, Iterator
@@ -75,6 +76,11 @@ def test_every_package_has_its_place_in_the_order() -> None:
         f"{path.parent.parent.name}.{path.parent.name}" for root in ("gateway", "upstream") for path in ROOT.glob(f"{root}/*/__init__.py")
     }
     assert folders == set(ORDER)
+
+
+def test_the_table_of_the_architecture_has_this_order() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text().partition("\n## Packages\n")[2].partition("\n## ")[0]
+    assert tuple(path.replace("/", ".") for path in re.findall(r"^\| \[(\w+/\w+)\]", page, re.MULTILINE)) == ORDER
 
 
 def test_a_package_imports_only_packages_before_it() -> None:

@@ -152,6 +152,7 @@ class Reason(StrEnum):
     NO_STORE = "responses are not stored, so they cannot be returned or canceled"
     WEBSOCKET = "WebSockets are not served"
     OPERATOR = "it shows internals of a server and is for its operator"
+    DOCS = "the operator has not turned on the API reference, with server.docs: true"
     CONTROL = "it changes a server and is for its operator"
     BETWEEN_SERVERS = "it is for communication between servers"
     ANY_ROUTE = "its body selects the route, so no rule can be applied to it"
@@ -180,10 +181,10 @@ REFUSED: Mapping[str, tuple[str, Reason]] = MappingProxyType(
         "/is_sleeping": ("GET", Reason.OPERATOR),
         "/is_scaling_elastic_ep": ("POST", Reason.OPERATOR),
         "/fault_tolerance/status": ("GET", Reason.OPERATOR),
-        "/docs": ("GET", Reason.OPERATOR),
-        "/docs/oauth2-redirect": ("GET", Reason.OPERATOR),
-        "/redoc": ("GET", Reason.OPERATOR),
-        "/openapi.json": ("GET", Reason.OPERATOR),
+        "/docs": ("GET", Reason.DOCS),
+        "/docs/oauth2-redirect": ("GET", Reason.DOCS),
+        "/redoc": ("GET", Reason.DOCS),
+        "/openapi.json": ("GET", Reason.DOCS),
         "/v1/load_lora_adapter": ("POST", Reason.CONTROL),
         "/v1/unload_lora_adapter": ("POST", Reason.CONTROL),
         "/adapters": ("POST", Reason.CONTROL),

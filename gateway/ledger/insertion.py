@@ -62,7 +62,7 @@ def _columns(
     ) = zip(*map(astuple, rows), strict=True)  # fmt: skip
     times, days = zip(*map(start, started), strict=True)
     estimated: Sequence[bool] = [method is not None for method in methods]
-    if any(chunks):  # rows of version 0.1
+    if any(chunks):  # rows that an earlier version left on disk
         completions, estimated = zip(*(row.generated for row in rows), strict=True)
         methods = tuple(method or (Method.EVENTS.value if known else None) for method, known in zip(methods, estimated, strict=True))
     no_labels = as_json({})

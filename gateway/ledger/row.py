@@ -35,9 +35,9 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request of a known key. Durations are in seconds, ``started`` is since the epoch; None: not known.
 
     ``incomplete`` is as in ``RequestRecord``, or LOST. The tokens are those of the settlement. ``estimated_by`` is the method of the
-    estimate, or None. ``chunks`` is 0; in a row of version 0.1, the events of a truncated stream after its first one. ``price`` is the
-    model's price when the model was chosen. ``choices`` is the request's ``n``, None for one. ``param`` and
-    ``requested_model`` are those of the access log, for an error.
+    estimate, or None. ``chunks`` is 0; in a row of an earlier version, the events of a truncated stream after its first one. ``price`` is
+    the model's price when the model was chosen. ``choices`` is the request's ``n``, None for one. ``param`` and ``requested_model`` are
+    those of the access log, for an error.
     """
 
     id: str

@@ -37,7 +37,7 @@ _DURATION = re.compile(r"[0-9.]+[a-z]+")
 _MONTH = re.compile(r"\d{4}-\d{2}")
 _LONGEST_QUERY = 3600.0  # seconds
 UNKNOWN_METHOD = "unknown"
-"""The method of an estimate in a row of version 0.1."""
+"""The method of an estimate in a row from before migration 0002."""
 HALF = 2**32
 """Costs are summed in two parts, because SQLite's integer sums overflow at 64 bits."""
 
@@ -83,7 +83,7 @@ class UsageReport:
     """The sums, the largest number of tokens first; grouped by day, in the order of the days.
 
     ``truncated``: there are more groups than a report has lines; those with the fewest tokens are left out. ``requests``: all requests of
-    the report. ``estimated_by``: the requests with estimated tokens by the method of the estimate, UNKNOWN_METHOD for rows of version 0.1.
+    the report. ``estimated_by``: the requests with estimated tokens by the method of the estimate, UNKNOWN_METHOD for rows without one.
     """
 
     query: UsageQuery

@@ -28,7 +28,7 @@ FULL = row(
     user="u", metadata={"a": [1, None]}, estimated_by="bytes", choices=3, param="model", requested_model="r",
 )  # fmt: skip
 EARLIER = row(3, completion=None, chunks=7, first_token=0.1)
-"""A row of version 0.1."""
+"""A row that an earlier version left on disk."""
 
 
 def inserted(dialect: Dialect, rows: Sequence[UsageRow]) -> list[dict[str, object]]:
