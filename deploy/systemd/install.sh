@@ -152,7 +152,7 @@ install_program() {
   run touch "$version/complete"
 }
 
-# Makes a version the active one: its program, command and unit. A gateway that runs still has all files of its own version.
+# Makes a version the active one: its program, command and unit. A running gateway still has all files of its version.
 activate() {
   local from=$1
   if [[ $(readlink "$home/bin") != "$from/bin" ]]; then

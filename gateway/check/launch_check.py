@@ -8,15 +8,27 @@ from __future__ import annotations
 
 import functools
 import os
+import socket
 from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 
 from gateway.check import preflight
 from gateway.config import Problem
 from gateway.config.references import Draft
+from gateway.config.source import reason
 from upstream.launcher.program import why_not_executable
 from upstream.vllm import gpus, installed_vllm, known_names
 from upstream.vllm.known_names import KnownNames
+
+
+def why_not_listening(host: str) -> str:
+    """Return why this machine cannot listen on a host, or an empty text."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+            probe.bind((host, 0))
+    except (OSError, ValueError) as error:
+        return reason(error).lower()
+    return ""
 
 
 class LaunchCheck:
@@ -51,4 +63,4 @@ class LaunchCheck:
         def executable(program: str, path: str | None) -> str:
             return why_not_executable(program, path or self._environ.get("PATH", os.defpath))
 
-        return preflight.Machine(names, gpu_count, Path(os.path.abspath(draft.main.file)).parent, executable)
+        return preflight.Machine(names, gpu_count, Path(os.path.abspath(draft.main.file)).parent, executable, why_not_listening)

@@ -34,13 +34,14 @@ class Machine:
 
     ``names`` returns what the vLLM of a command knows. ``gpus`` is the number of GPUs, or None without an NVIDIA driver. ``folder`` is for
     relative paths. ``why_not_executable`` explains why a program cannot be executed with a PATH (None: that of the servers' environment),
-    or returns an empty text.
+    and ``why_not_listening`` why the gateway cannot listen on a host; both return an empty text otherwise.
     """
 
     names: Callable[[tuple[str, ...]], KnownNames]
     gpus: int | None
     folder: Path
     why_not_executable: Callable[[str, str | None], str] = lambda _program, _path: ""
+    why_not_listening: Callable[[str], str] = lambda _host: ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,10 @@ class _Launched:
 
 
 def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
-    """Yield every reason why a launch would fail, and notes."""
+    """Yield every reason why a launch, a port or the ledger's file would fail, and notes."""
     launched = _all_launched(draft)
+    yield from _hosts(draft, machine)
+    yield from _ledger_folder(draft, machine.folder)
     for each in launched:
         yield from _certain(each, machine)
         if runs_vllm_itself(each.command):
@@ -67,6 +70,24 @@ def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
             yield from _family(each)
     yield from _gpus(launched, machine.gpus)
     yield from _shared_gpus(launched)
+
+
+def _hosts(draft: Draft, machine: Machine) -> Iterator[Problem]:
+    server = draft.top.get("server")
+    for host in (server.get("host"), server.get("admin", "host")):
+        if isinstance(host.value, str) and (why := machine.why_not_listening(host.value)):
+            yield host.problem(f"the gateway cannot listen here: {why}; write an address of this machine, 127.0.0.1, or 0.0.0.0 for all")
+
+
+def _ledger_folder(draft: Draft, folder: Path) -> Iterator[Problem]:
+    """Check that the folder of a SQLite file exists. While it does not, the gateway runs, and rows wait on disk."""
+    ledger = draft.top.get("ledger")
+    url = ledger.get("url") if isinstance(ledger.value, dict) else ledger
+    if not isinstance(url.value, str) or not url.value.startswith("sqlite:///"):
+        return
+    parent = (folder / url.value.removeprefix("sqlite:///")).parent
+    if not parent.is_dir():
+        yield url.problem(f"the folder {parent} does not exist; create it, or write the path of a file in another folder")
 
 
 def certain_failures(draft: Draft, machine: Machine, models: Set[str]) -> list[Problem]:

@@ -13,10 +13,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from gateway.config.problems import Finding, Path, did_you_mean
+from gateway.config.problems import Finding, Path, did_you_mean, similar, unexpanded
+from upstream.vllm import known_names
 
 _KINDS = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "nothing"}
-_SHORT_TEXT = re.compile(r"[A-Za-z0-9._-]{1,16}")
+_SHORT_TEXT = re.compile(r"[A-Za-z0-9._,*-]{1,16}")
+_LISTED_SECTIONS = 3
+_UNKNOWN = "unknown key"
+_SIMILAR, _NEARLY_EQUAL = 0.8, 0.85
 
 
 def findings(error: ValidationError, model: type[BaseModel]) -> Iterator[Finding]:
@@ -29,13 +33,15 @@ def findings(error: ValidationError, model: type[BaseModel]) -> Iterator[Finding
 
 
 def _message(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
+    if isinstance(detail["input"], str) and (hint := unexpanded(detail["input"])):
+        return hint
     explain = _MESSAGES.get(detail["type"])
     if explain is not None:
         return explain(detail, path, model)
     wanted = _WANTED.get(detail["type"])
     if wanted is None:
         return detail["msg"]
-    return f"expected {wanted.format(**detail.get('ctx', {}))}, found {_found(detail['input'])}{_quoting(detail)}"
+    return f"expected {wanted.format(**detail.get('ctx', {}))}, found {_found(detail['input'])}{_hint(detail, path, model)}"
 
 
 def _found(value: object) -> str:
@@ -48,12 +54,31 @@ def _found(value: object) -> str:
     return _KINDS.get(type(value), f"a {type(value).__name__}")
 
 
-def _quoting(detail: ErrorDetails) -> str:
-    value = detail["input"]
-    if detail["type"] == "string_type" and not isinstance(value, dict | list | None):
+def _hint(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
+    """Return how to write a value of the wrong type."""
+    value, kind = detail["input"], detail["type"]
+    if kind == "string_type" and not isinstance(value, dict | list | None):
         return "; write it in quotes"
-    if detail["type"] in ("int_type", "float_type") and isinstance(value, str) and re.fullmatch(r"[0-9.]+", value):
+    if kind in ("int_type", "float_type") and isinstance(value, str):
+        return _number_hint(value)
+    if kind == "model_type":
+        named = [name for name, field in _fields(path, model).items() if field.is_required()]
+        if named:
+            return f"; write {{{', '.join(f'{name}: …' for name in named)}}}"
+    if kind in ("model_type", "tuple_type", "dict_type"):
+        field = _field_at(path, model)
+        about = field.description if field is not None and field.description else ""
+        shown = _found(value).strip("'")
+        return f"; write [{shown}]" if kind == "tuple_type" and "e.g. [" not in about and _SHORT_TEXT.fullmatch(shown) else f"; {about}"
+    return ""
+
+
+def _number_hint(text: str) -> str:
+    plain = text.replace(",", "").replace(" ", "")
+    if re.fullmatch(r"[0-9.]+", text):
         return "; write it without quotes"
+    if re.fullmatch(r"[0-9]{1,12}(\.[0-9]{1,12})?([eE]\+?[0-9]{1,2})?", plain):
+        return f"; write {float(plain):.15g}" if float(plain) < 1e15 else ""
     return ""
 
 
@@ -67,11 +92,39 @@ def _missing(_detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
 
 
 def _unknown(_detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
-    renamed = _RENAMED.get(path)
-    if renamed is not None:
+    """Name what was probably meant: a renamed setting, a similar one, one of another product, or the section to which it belongs."""
+    name = str(path[-1])
+    if renamed := _RENAMED.get(path):
         return f"this setting was renamed; write `{renamed}`"
-    known = list(_fields(path[:-1], model))
-    return "unknown key" + (did_you_mean(str(path[-1]), known) or f"; known here: {', '.join(known)}")
+    known = _fields(path[:-1], model)
+    if name in _OF_OTHERS and similar(name, known, _NEARLY_EQUAL) is None:
+        return f"{_UNKNOWN}; {_OF_OTHERS[name]}"
+    near = did_you_mean(name, known)
+    if similar(name, known, _SIMILAR) is not None:
+        return f"{_UNKNOWN}{near}"
+    sections = [f"`{section}`" if section else "the top level of the file" for section in _sections_with(model, name)]
+    if any(part in ("models", "launch") for part in path) and known_names.built_in().knows(name.replace("_", "-")):
+        sections = ["`models[].launch.args`", *sections]
+    if sections:
+        return f"{_UNKNOWN}; it belongs in {' or '.join(sections[:_LISTED_SECTIONS])}"
+    return f"{_UNKNOWN}{near}" if near else f"{_UNKNOWN}; known here: {', '.join(known)}"
+
+
+def misspelled(finding: Finding) -> str | None:
+    """Return the setting that was probably meant by an unknown key, None if the finding is another one."""
+    found = re.fullmatch(f"{_UNKNOWN}; did you mean `(.*)`.", finding.message)
+    return found[1] if found else None
+
+
+def _sections_with(model: type[BaseModel], name: str, path: str = "") -> Iterator[str]:
+    """Yield the paths of all sections that have a setting of this name."""
+    fields = _by_name(model)
+    if name in fields:
+        yield path
+    for key, field in fields.items():
+        if (section := _section_in(field.annotation)) is not None:
+            repeated = "[]" if "tuple" in str(field.annotation) else ""
+            yield from _sections_with(section, name, f"{path}.{key}{repeated}".removeprefix("."))
 
 
 def _no_choice(detail: ErrorDetails, _path: Path, _model: type[BaseModel]) -> str:
@@ -88,6 +141,30 @@ _MESSAGES: dict[str, Callable[[ErrorDetails, Path, type[BaseModel]], str]] = {
 }
 _RENAMED: dict[Path, str] = {("server", "relays"): "workers"}
 """Names of settings in earlier versions, by path, and the names that replace them."""
+
+_OF_OTHERS: dict[str, str] = {
+    **dict.fromkeys(("rpm", "rpm_limit", "requests_per_min"), "write `limits: {requests_per_minute: …}`"),
+    **dict.fromkeys(("tpm", "tpm_limit", "tokens_per_min"), "write `limits: {tokens_per_minute: …}`"),
+    **dict.fromkeys(("max_parallel_requests", "max_concurrent"), "write `limits: {concurrent: …}`"),
+    **dict.fromkeys(
+        ("tokens_per_hour", "tokens_per_year"), "write `budgets: [{window: 1h, tokens: …}]` in `limits`, with the length of the window"
+    ),
+    **dict.fromkeys(
+        ("cost_per_hour", "cost_per_year"), "write `budgets: [{window: 1h, cost: …}]` in `limits`, with the length of the window"
+    ),
+    **dict.fromkeys(
+        ("requests_per_hour", "requests_per_day"), "requests are limited by `requests_per_minute`, and tokens or cost by longer windows"
+    ),
+    **dict.fromkeys(("max_budget", "budget"), "write `limits: {cost_per_month: …}`, or `limits: {budgets: …}` for other windows"),
+    **dict.fromkeys(("api_base", "base_url", "upstream", "endpoint_url"), "write `servers: [{url: …}]` for a server that runs already"),
+    **dict.fromkeys(("model_name", "served_model_name"), "write `id` for the name that clients use, and `aliases` for further names"),
+    **dict.fromkeys(("master_key", "api_keys"), "write `keys`; `vllm-gateway keys new` creates one"),
+    "model_list": "write `models`",
+    "litellm_params": "write `servers: [{url: …}]` for a server that runs already, or `launch` for one to start",
+    "database_url": "write `ledger`",
+    "redis_url": "write `limits_store`",
+}
+"""Settings of other gateways, and settings that do not exist, with what to write in their section."""
 
 _WANTED = {
     "int_type": "a whole number",
@@ -111,12 +188,23 @@ _WANTED = {
 
 def _fields(path: Path, model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields of the section at ``path`` below ``model``, by their YAML names."""
+    here = _section_at(path, model)
+    return _by_name(here) if here else {}
+
+
+def _section_at(path: Path, model: type[BaseModel]) -> type[BaseModel] | None:
     here: type[BaseModel] | None = model
     for part in path:
         if here is not None and isinstance(part, str):
             field = _by_name(here).get(part)
             here = _section_in(field.annotation) if field else None
-    return _by_name(here) if here else {}
+    return here
+
+
+def _field_at(path: Path, model: type[BaseModel]) -> FieldInfo | None:
+    """Return the field of the setting at ``path``, or of the list that contains it."""
+    names = [part for part in path if isinstance(part, str)]
+    return _fields(tuple(names[:-1]), model).get(names[-1]) if names else None
 
 
 def _by_name(model: type[BaseModel]) -> dict[str, FieldInfo]:

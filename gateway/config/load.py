@@ -98,8 +98,25 @@ def _validated(source: Source, section: type[S], around: Surroundings) -> S | No
     try:
         return section.model_validate(source.value, context=around)
     except ValidationError as error:
-        source.problems.extend(map(source.problem, explain.findings(error, section)))
-        return None
+        found = list(explain.findings(error, section))
+    corrected = _corrected(source, found)
+    source.problems.extend(corrected or map(source.problem, found))
+    if corrected:
+        _validated(source, section, around)
+    return None
+
+
+def _corrected(source: Source, found: list[Finding]) -> list[Problem]:
+    """Rename misspelled settings, so that no other problem follows from them. Return their problems."""
+    problems = []
+    for finding in found:
+        name = explain.misspelled(finding)
+        parent = source.at(finding.path[:-1])
+        if name is not None and isinstance(parent, dict) and name not in parent:
+            problems.append(source.problem(finding))
+            written, lines = finding.path[-1], source.lines[id(parent)]
+            parent[name], lines[name] = parent.pop(written), lines.pop(written)
+    return problems
 
 
 def _in_order(problems: list[Problem], first: str) -> Iterator[Problem]:

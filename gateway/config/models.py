@@ -37,6 +37,7 @@ from gateway.config.values import (
     HttpUrl,
     Instant,
     KeySet,
+    ListenHost,
     LogPart,
     MediaHost,
     Money,
@@ -84,7 +85,7 @@ def _quantity(text: str, description: str) -> Any:
 class Admin(Section):
     """The admin port for operators and Prometheus: /metrics, /livez, /readyz, /status."""
 
-    host: Text = Field(default="127.0.0.1", description="address of the admin port; `::` is all addresses, IPv6 and IPv4")
+    host: ListenHost = Field(default="127.0.0.1", description="address of the admin port; `::` is all addresses, IPv6 and IPv4")
     port: Port = Field(default=9090, description="admin port; 0 selects a free port")
     token: Secret | None = Field(default=None, description="bearer token that the admin port requires")
 
@@ -113,7 +114,7 @@ class Tls(Section):
 class ServerSection(Section):
     """The gateway's ports and limits."""
 
-    host: Text = Field(default="0.0.0.0", description="address of the data port; `::` is all addresses, IPv6 and IPv4")  # noqa: S104  clients are on other machines
+    host: ListenHost = Field(default="0.0.0.0", description="address of the data port; `::` is all addresses, IPv6 and IPv4")  # noqa: S104  clients are on other machines
     port: Port = Field(default=8000, description="data port; 0 selects a free port")
     workers: Workers = Field(default=1, description="worker processes on the data port; `auto`: one for each usable CPU")
     admin: Admin = Field(default=Admin(), description="the admin port")
@@ -141,6 +142,9 @@ class ServerSection(Section):
     drain: DurationOrZero = _quantity("30s", "time in which open requests may finish when the gateway stops")
 
 
+MAX_REPLICAS = 1024
+
+
 class Launch(Section):
     """A model whose servers the gateway launches."""
 
@@ -151,7 +155,7 @@ class Launch(Section):
     preset: Preset | None = Field(
         default=None, description="model family; sets the parsers for tool calls and reasoning that `args` does not set"
     )
-    replicas: Annotated[int, Strict(), Field(ge=1, le=1024)] = Field(default=1, description="number of servers")
+    replicas: Annotated[int, Strict(), Field(ge=1, le=MAX_REPLICAS)] = Field(default=1, description="number of servers")
     gpus: tuple[tuple[Annotated[int, Strict(), Field(ge=0)], ...], ...] | None = Field(
         default=None, description="GPU numbers of each replica, e.g. [[0, 1], [2, 3]]"
     )

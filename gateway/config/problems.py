@@ -5,6 +5,7 @@ Each is one line, with its position in the form of editors (``file:line``) and t
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -62,9 +63,27 @@ def spelled(path: Path) -> str:
 
 def did_you_mean(text: str, known: Iterable[str]) -> str:
     """Return ``; did you mean `launch`?`` for the most similar of ``known``, or an empty text if none is similar."""
+    near = similar(text, known)
+    return "" if near is None else f"; did you mean `{near}`?"
+
+
+def similar(text: str, known: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """Return the most similar of ``known``, None if none is similar."""
     lowered = {candidate.lower(): candidate for candidate in known}
-    near = get_close_matches(text.lower(), lowered, n=1, cutoff=0.6)
-    return f"; did you mean `{lowered[near[0]]}`?" if near else ""
+    near = get_close_matches(text.lower(), lowered, n=1, cutoff=cutoff)
+    return lowered[near[0]] if near else None
+
+
+_VARIABLE = re.compile(r"\$\{(\w+)\}|\$([A-Z_][A-Z0-9_]*)|os\.environ/(\w+)|\{\{ *(?:env\.)?(\w+) *\}\}")
+
+
+def unexpanded(text: str) -> str:
+    """Return how to refer to an environment variable, if a text is a reference of another notation; else an empty text."""
+    found = _VARIABLE.fullmatch(text)
+    if found is None:
+        return ""
+    name = next(filter(None, found.groups()))
+    return f"this file has no such variables; write {{env: {name}}} where a secret is expected, and elsewhere the value itself"
 
 
 def one_line(text: str) -> str:

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from gateway.config.models import matches
-from gateway.config.problems import Finding, Path, Problem, did_you_mean
+from gateway.config.models import MAX_REPLICAS, matches
+from gateway.config.problems import Finding, Path, Problem, did_you_mean, unexpanded
 from gateway.config.quantities import parse_duration
 from gateway.config.source import Source
 from gateway.config.values import worker_count
@@ -27,6 +27,8 @@ from upstream.vllm import command_line
 _ORIGINS = ("launch", "servers", "discover", "split")
 _OF_A_SPLIT = frozenset({"id", "aliases", "mounts", "sticky", "task", "capabilities", *_ORIGINS})
 """The settings of a split. All others are for models with servers."""
+_FREE = frozenset({"defaults", "overrides", "env", "labels"})
+"""Settings with texts that the gateway does not interpret."""
 _WILDCARD_HOSTS = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
 
 
@@ -94,6 +96,11 @@ class Draft:
         return {name.value for name in self.names}
 
     @cached_property
+    def has_all_names(self) -> bool:
+        """Whether the name of every model can be read. If not, a name may be missing only for that reason."""
+        return isinstance(self.top.get("models").value, list) and all(map(_is_named, self.models))
+
+    @cached_property
     def owners(self) -> dict[str, int]:
         """The number of the model that each name means. The names of LoRA adapters are those of their model."""
         return {name.value: number for number, model in enumerate(self.models) for name in _names(model) if isinstance(name.value, str)}
@@ -110,6 +117,18 @@ def _names(model: ConfigValue) -> Iterator[ConfigValue]:
     for lora in model.each("loras"):
         yield lora.get("id")
         yield from lora.each("aliases")
+
+
+def _is_named(model: ConfigValue) -> bool:
+    """Return whether the IDs and aliases of a model and of its adapters are texts in lists."""
+    entries = (model, *model.each("loras"))
+    lists = [model.get("loras").value, *(entry.get("aliases").value for entry in entries)]
+    return all(value is None or isinstance(value, list) for value in lists) and all(map(_is_text, _names(model)))
+
+
+def _no_such_model(draft: Draft, setting: ConfigValue, name: str, own: Set[str] = frozenset()) -> Iterator[Problem]:
+    if draft.has_all_names:
+        yield setting.problem(f"there is no such model{did_you_mean(name, draft.known - own)}")
 
 
 def problems(draft: Draft) -> Iterator[Problem]:
@@ -130,6 +149,19 @@ def _repeated(settings: Iterable[ConfigValue], what: str, also: str = "") -> Ite
             if before.source is not setting.source:
                 where = f"{before.source.file}:{before.source.line(before.path)}"
             yield setting.problem(f"this {what} is already on {where}{also}")
+
+
+def _unexpanded(draft: Draft) -> Iterator[Problem]:
+    """Report references to environment variables in notations of other programs, which would be taken literally."""
+    pending = [draft.top, *([ConfigValue(draft.keys_file, (), draft.keys_file.value)] if draft.keys_file else [])]
+    while pending:
+        value = pending.pop()
+        if isinstance(value.value, str) and (hint := unexpanded(value.value)):
+            yield value.problem(hint)
+        elif isinstance(value.value, dict):
+            pending += [value.get(key) for key in value.value if key not in _FREE]
+        else:
+            pending += value.items()
 
 
 def _some_models(draft: Draft) -> Iterator[Problem]:
@@ -174,7 +206,7 @@ def _gpus(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
         gpus, replicas = model.get("launch", "gpus"), model.get("launch", "replicas").value
         count = 1 if replicas is None else replicas
-        if isinstance(gpus.value, list) and type(count) is int and len(gpus.value) != count:
+        if isinstance(gpus.value, list) and type(count) is int and 1 <= count <= MAX_REPLICAS and len(gpus.value) != count:
             yield gpus.problem(
                 f"has GPUs for {len(gpus.value)} replicas, but replicas is {count}; write one list of GPUs for each, e.g. [[0, 1]]"
             )
@@ -360,7 +392,7 @@ def _fallbacks(draft: Draft) -> Iterator[Problem]:
             if setting.value in own:
                 yield setting.problem("a model cannot be its own fallback")
             elif setting.value not in draft.known:
-                yield setting.problem(f"there is no such model{did_you_mean(setting.value, draft.known)}")
+                yield from _no_such_model(draft, setting, setting.value)
             elif setting.value in draft.split_names:
                 yield setting.problem("is a split; write one of its models")
 
@@ -373,7 +405,7 @@ def _mirrors(draft: Draft) -> Iterator[Problem]:
         if to.value in (model.get("id").value, *(alias.value for alias in model.each("aliases"))):
             yield to.problem("is the model itself; name another model")
         elif to.value not in draft.known:
-            yield to.problem(f"there is no such model{did_you_mean(str(to.value), draft.known)}")
+            yield from _no_such_model(draft, to, str(to.value))
         elif to.value in draft.split_names:
             yield to.problem("is a split; write one of its models")
 
@@ -399,7 +431,7 @@ def _targets(draft: Draft, model: ConfigValue, split: ConfigValue) -> Iterator[P
         if name in own:
             yield split.get(name).problem("a split cannot contain itself")
         elif name not in draft.known:
-            yield split.get(name).problem(f"there is no such model{did_you_mean(name, draft.known - own)}")
+            yield from _no_such_model(draft, split.get(name), name, own)
         elif name in draft.split_names:
             yield split.get(name).problem("is a split itself; write its models")
     yield from _repeated_targets(draft, split)
@@ -419,7 +451,7 @@ def _repeated_targets(draft: Draft, split: ConfigValue) -> Iterator[Problem]:
 def _default_model(draft: Draft) -> Iterator[Problem]:
     setting = draft.top.get("default_model")
     if isinstance(setting.value, str) and setting.value not in draft.known:
-        yield setting.problem(f"there is no such model{did_you_mean(setting.value, draft.known)}")
+        yield from _no_such_model(draft, setting, setting.value)
 
 
 def _fallback_loops(draft: Draft) -> Iterator[Problem]:
@@ -475,10 +507,12 @@ def _issuers(draft: Draft) -> Iterator[Problem]:
         return
     yield from _repeated((issuer.get("issuer") for issuer in draft.top.each("jwt")), "issuer")
     anonymous = {key.get("id").value: key.get("anonymous").value is True for key in draft.keys if _is_text(key.get("id"))}
+    has_all_ids = isinstance(draft.top.get("keys").value, list | None) and all(_is_text(key.get("id")) for key in draft.keys)
     yield from _repeated(_of_tokens(draft), "entry of keys", "; subjects of two issuers would be indistinguishable")
     for setting in _of_tokens(draft):
         if setting.value not in anonymous:
-            yield setting.problem(f"there is no such entry of keys{did_you_mean(setting.value, anonymous)}")
+            if has_all_ids:
+                yield setting.problem(f"there is no such entry of keys{did_you_mean(setting.value, anonymous)}")
         elif anonymous[setting.value]:
             yield setting.problem("is the entry for requests without a key; tokens need another entry")
     of_tokens = {entry for setting in _of_tokens(draft) for entry in (setting.value, escaped(setting.value))}
@@ -495,12 +529,14 @@ def _issuers(draft: Draft) -> Iterator[Problem]:
 def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
     first: ConfigValue | None = None
     of_tokens = {setting.value for setting in _of_tokens(draft)}
+    ids = {key.get("id").value for key in draft.keys if _is_text(key.get("id"))}
     for key in draft.keys:
-        if not isinstance(key.value, dict):
-            continue
         anonymous, hashes = key.get("anonymous"), key.get("hash")
+        if not isinstance(key.value, dict) or not isinstance(anonymous.value, bool | None):
+            continue
         if anonymous.value is not True:
-            if hashes.value in (None, []) and str(key.get("id").value) not in of_tokens:
+            unclear = not (_is_text(key.get("id")) or key.get("id").value is None) or not of_tokens <= ids
+            if hashes.value in (None, []) and not unclear and key.get("id").value not in of_tokens:
                 yield hashes.problem(
                     "is missing: sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key"
                 )
@@ -515,7 +551,7 @@ def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
 def _scopes(draft: Draft) -> Iterator[Problem]:
     """Check the patterns of keys. Each pattern is evaluated once, however many keys share it."""
     dangling: dict[str, bool] = {}
-    for key in draft.keys:
+    for key in draft.keys if draft.has_all_names else ():
         for setting in key.each("models"):
             pattern = setting.value
             if not isinstance(pattern, str):
@@ -530,7 +566,8 @@ def _teams(draft: Draft) -> Iterator[Problem]:
     teams = [team.get("id") for team in draft.top.each("teams")]
     yield from _repeated(teams, "team")
     known = {team.value for team in teams if isinstance(team.value, str)}
-    for key in draft.keys:
+    is_readable = isinstance(draft.top.get("teams").value, list | None) and all(map(_is_text, teams))
+    for key in draft.keys if is_readable else ():
         team = key.get("team")
         if isinstance(team.value, str) and team.value not in known:
             yield team.problem(f"there is no such team{did_you_mean(team.value, known)}")
@@ -544,7 +581,7 @@ def _ports(draft: Draft) -> Iterator[Problem]:
 
 def _limited_models(draft: Draft) -> Iterator[Problem]:
     served = draft.known - draft.split_names
-    for limits in draft.limits:
+    for limits in draft.limits if draft.has_all_names else ():
         for setting in limits.each("models"):
             if not isinstance(setting.value, str) or any(matches(setting.value, name) for name in served):
                 continue
@@ -562,7 +599,7 @@ def _empty_limits(draft: Draft) -> Iterator[Problem]:
 
 def _priced(draft: Draft) -> Iterator[Problem]:
     """Check that a limit of cost has a price: without one it would never be reached."""
-    if any(isinstance(model.get("price").value, dict) for model in draft.models):
+    if not isinstance(draft.top.get("models").value, list) or any(model.get("price").value is not None for model in draft.models):
         return
     for limits in draft.limits:
         for cost in costs_in(limits):
@@ -592,6 +629,7 @@ def _divided_bounds(draft: Draft) -> Iterator[Problem]:
 
 
 _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
+    _unexpanded,
     _some_models,
     _unique_names,
     _unique_mounts,

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, PlainValidator, SecretStr, ValidationInfo, WithJsonSchema
 
+from gateway.config.database_url import database_url
 from gateway.config.redis_url import limits_store
 from gateway.config.source import reason
 
@@ -149,7 +150,7 @@ LimitsStore = Annotated[
 None: they count in this gateway's memory. A URL with a password must be a reference to a secret.
 """
 
-_ledger_url = _store_url(("sqlite", "postgresql"), _SQLITE)
+_ledger_url = _store_url(("sqlite", "postgresql"), f"{_SQLITE} or postgresql://user@host:5432/name")
 
 
 def ledger_store(value: object, info: ValidationInfo) -> SecretStr:
@@ -158,19 +159,8 @@ def ledger_store(value: object, info: ValidationInfo) -> SecretStr:
     scheme, _, path = secret.get_secret_value().partition("://")
     if scheme == "sqlite" and (not path.startswith("/") or not path.strip("/") or "?" in path):
         raise ValueError(f"expected a file after three slashes, as in {_SQLITE}")
-    _check_database(secret.get_secret_value())
+    database_url(secret.get_secret_value())
     return secret
-
-
-def _check_database(url: str) -> None:
-    """Raise ValueError for a URL that SQLAlchemy cannot parse. It accepts some passwords that other parsers do not."""
-    from sqlalchemy.engine import make_url  # loaded only where a ledger is configured
-    from sqlalchemy.exc import ArgumentError
-
-    try:
-        make_url(url)
-    except (ArgumentError, ValueError):
-        raise ValueError("expected a URL such as postgresql://user@host:5432/name") from None
 
 
 LedgerStore = Annotated[SecretStr, PlainValidator(ledger_store), _url_schema("^(sqlite|postgresql):", _SQLITE)]

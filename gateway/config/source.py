@@ -30,7 +30,12 @@ _TAG = "tag:yaml.org,2002:"
 _TEXT = f"{_TAG}str"
 _FIRST_CHARACTERS = frozenset(Resolver.yaml_implicit_resolvers)
 """The first characters of scalars that may not be text."""
+_DECIMAL = re.compile(
+    r"[-+]?(?:0|[1-9][0-9_]*)(?:\.[0-9_]*)?(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:[0-9_]+(?:[eE][-+][0-9]+)?|inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+"""Numbers that everyone reads alike. In YAML 1.1, ``010`` is 8 and ``1:30`` is 90."""
 _CONTAINER_TAGS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
+_NUMBER_TAGS = {f"{_TAG}int", f"{_TAG}float"}
 _SCALAR_TAGS = {f"{_TAG}{name}" for name in ("str", "int", "float", "bool", "null", "timestamp")}
 
 
@@ -215,10 +220,15 @@ class _Parser:
             self.say(line, self.here(), _bad_tag(tag))
             return None
         try:
-            return self.constructor.yaml_constructors[tag](self.constructor, yaml.ScalarNode(tag, event.value))
+            value = self.constructor.yaml_constructors[tag](self.constructor, yaml.ScalarNode(tag, event.value))
         except (ValueError, KeyError, AttributeError, OverflowError):
             self.say(line, self.here(), f"this is not a valid {tag.removeprefix(_TAG)}; for text, write it in quotes")
             return None
+        if tag in _NUMBER_TAGS and not _DECIMAL.fullmatch(event.value):
+            self.say(
+                line, self.here(), f"YAML reads this number as {value:,}; write it in decimal without leading zeros, or text in quotes"
+            )
+        return value
 
     def tag(self, event: yaml.ScalarEvent) -> str:
         """Return the tag of an untagged scalar: text if quoted, else by its form (YAML 1.1, as in PyYAML)."""

@@ -11,7 +11,7 @@ import re
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from importlib.util import find_spec
-from ipaddress import IPv4Network, IPv6Network, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -53,6 +53,8 @@ _MOUNT_PATTERN = r"^(/[A-Za-z0-9_~-][A-Za-z0-9._~-]*)+$"
 _OWN_PATHS = {"health", "v1", "v2", "rerank", "score", "classify", "pooling", "tokenize", "detokenize"}
 _VARIABLE_PATTERN = r"^[A-Za-z_][A-Za-z0-9_]*$"
 _PORT_NAME_PATTERN = r"^[a-z0-9]([a-z0-9-]{0,13}[a-z0-9])?$"
+_HOST_PATTERN = r"^(?=.{1,253}$)([A-Za-z0-9_-]{1,63}\.)*(?![0-9]+$)[A-Za-z0-9_-]{1,63}$"
+_EVERY_ADDRESS = frozenset({"all", "any", "public"})
 _HEADER_PATTERN = r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,256}$"  # a token of RFC 9110, section 5.6.2
 _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "x-api-key", "api-key", "x-goog-api-key"})
 _RENAMED_PARTS = {"relay": "worker"}
@@ -225,10 +227,29 @@ def _log_part(value: str) -> str:
 
 
 def _network(value: object) -> IPv4Network | IPv6Network:
+    text = value if isinstance(value, str) else ""
     try:
-        return ip_network(value if isinstance(value, str) else "")
+        return ip_network(text)
     except ValueError:
-        raise ValueError("expected an address or network such as 10.0.0.0/8") from None
+        raise ValueError(f"expected an address or network such as 10.0.0.0/8{_network_around(text)}") from None
+
+
+def _network_around(text: str) -> str:
+    """Return the network that contains an address with a prefix length, such as 10.0.0.5/8, as a hint."""
+    try:
+        return f"; write {ip_network(text, strict=False)} for the whole network, or {text.partition('/')[0]} for one address"
+    except ValueError:
+        return ""
+
+
+def _listen_host(value: str) -> str:
+    try:
+        ip_address(value)
+    except ValueError:
+        if value in _EVERY_ADDRESS or not re.fullmatch(_HOST_PATTERN, value):
+            text = "expected an address of this machine, e.g. 127.0.0.1; 0.0.0.0 is all IPv4 addresses, and :: is all addresses"
+            raise ValueError(text) from None
+    return value
 
 
 def _named_port(value: object) -> int | str:
@@ -368,6 +389,9 @@ Count = Annotated[int, Strict(), Field(ge=1, lt=2**63)]
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 Name = Annotated[str, Strict(), Field(min_length=1, max_length=256), AfterValidator(_visible)]
 """An ID, an alias, or a pattern."""
+
+ListenHost = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_listen_host)]
+"""An address or host name on which the gateway listens."""
 
 ServerUrl = Annotated[str, Strict(), AfterValidator(_server_url)]
 HttpUrl = Annotated[str, Strict(), AfterValidator(_http_url)]

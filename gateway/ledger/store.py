@@ -20,9 +20,10 @@ from alembic import command
 from alembic.config import Config as AlembicConfig
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, delete, event, select
-from sqlalchemy.engine import URL, make_url
+from sqlalchemy.engine import URL
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
 
+from gateway.config.database_url import database_url as parsed_url
 from gateway.ledger.engine_samples import write_samples
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.insertion import Insertion
@@ -56,7 +57,7 @@ _log = logging.getLogger("vllm_gateway.ledger")
 
 def database_url(url: str, folder: Path) -> URL:
     """Return the URL with its driver. SQLite's file is relative to ``folder``, the configuration's."""
-    made = make_url(url)
+    made = parsed_url(url)
     if made.get_backend_name() == "sqlite":
         return made.set(database=str(folder / (made.database or "")))
     return made.set(drivername="postgresql+psycopg")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.check import preflight
+from gateway.check.launch_check import why_not_listening
 from gateway.config import Note
 from gateway.config.references import Draft
 from gateway.config.source import parse
@@ -26,6 +27,20 @@ def found_in(text: str, machine: preflight.Machine = HERE) -> list[str]:
     source = parse("models:\n" + "".join(f"  - {line}\n" for line in text.splitlines()), "g.yaml")
     found = preflight.problems(Draft(source), machine)
     return ["+" * isinstance(each, Note) + str(each).removeprefix("g.yaml:").replace(".launch", "") for each in found]
+
+
+def test_a_host_and_a_folder_that_this_machine_does_not_have(tmp_path: Path) -> None:
+    text = "server: {host: 203.0.113.9, admin: {host: 127.0.0.1}}\nledger: {url: 'sqlite:///db/usage.db'}\nmodels: []\n"
+    machine = preflight.Machine(lambda _: known_names.built_in(), 0, tmp_path, why_not_listening=why_not_listening)
+
+    def found(text: str) -> list[str]:
+        return [str(each).removeprefix("g.yaml:") for each in preflight.problems(Draft(parse(text, "g.yaml")), machine)]
+
+    host, ledger = found(text)
+    assert host.startswith("1: server.host: the gateway cannot listen here: ") and host.endswith("or 0.0.0.0 for all")
+    assert ledger == f"2: ledger.url: the folder {tmp_path}/db does not exist; create it, or write the path of a file in another folder"
+    (tmp_path / "db").mkdir()
+    assert found(text.replace("203.0.113.9", "localhost")) == found("ledger: sqlite:///db/usage.db\n") == []
 
 
 @each_row(
@@ -282,7 +297,8 @@ def test_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("")
     machine = on(tmp_path)
     found = "is not found in PATH: write its whole path, or set PATH in launch.env"
-    assert found_in("{id: m, launch: {}}", machine) == [f"2: models[0]: vllm {found}"]
+    [missing] = found_in("{id: m, launch: {}}", machine)
+    assert missing.startswith("2: models[0]: vllm is not found in PATH. Install vLLM (") and "[vllm-gateway, simulate]" in missing
     assert found_in("{id: m, launch: {command: [no-such, x]}}", machine) == [f"2: models[0].command: no-such {found}"]
     assert found_in(f"{{id: m, launch: {{env: {{PATH: {tmp_path}/bin}}}}}}", machine) == []
     assert found_in("{id: m, launch: {}}", on(tmp_path, f"{tmp_path}/bin")) == []

@@ -54,7 +54,6 @@ def folder(tmp_path: Path) -> Path:
 
 BAD = """\
 bad.yaml:2: models[0].lunch: unknown key; did you mean `launch`?
-bad.yaml:2: models[0]: has no servers: write one of launch ({} for the defaults), servers, discover, split
 bad.yaml:5: keys[0].hash: expected sha256: and 64 hexadecimal digits, as `vllm-gateway keys hash` prints; never the key itself
 """
 

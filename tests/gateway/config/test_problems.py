@@ -24,6 +24,12 @@ NO_KEYS = "no keys are configured, so no client could use the gateway; create a 
 NO_HASH = "is missing: sha256:… of a key (see `vllm-gateway keys new`), or anonymous: true for requests without a key"
 NO_PORT = "expected the number of a port, 1 to 65535, or its name"
 NO_MOUNT = "expected a path such as /team/model, without a trailing slash, of letters, digits and . _ ~ -"
+NETWORK = "10.0.0.0/8; write 10.0.0.0/8 for the whole network, or 10.0.0.1 for one address"
+SPLIT = "models between which the requests for this name are divided, with their weights, e.g. {model-a: 95, model-b: 5}"
+LISTEN = "expected an address of this machine, e.g. 127.0.0.1; 0.0.0.0 is all IPv4 addresses, and :: is all addresses"
+VARIABLE = "this file has no such variables; write {env: X} where a secret is expected, and elsewhere the value itself"
+HOUR = "write `budgets: [{window: 1h, tokens: …}]` in `limits`, with the length of the window"
+DECIMAL = "write it in decimal without leading zeros, or text in quotes"
 TWICE = "; IDs, aliases and LoRA IDs share one namespace"
 
 
@@ -210,7 +216,7 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
             + [f"5: loras[1].aliases[{at}]: this model name is already on line {line}{TWICE}" for at, line in ((0, 4), (1, 5))],
         ),
         ("launch: {args: {enable-lora: true}}\nloras: [{id: l, path: /l}]", ["3: launch.args.enable-lora: loras says it already"]),
-        ("launch: {}\naliases: x", ["4: aliases: expected a list, found 'x'"]),
+        ("launch: {}\naliases: x", ["4: aliases: expected a list, found 'x'; write [x]"]),
         ("launch: {}\naliases: [m]", [f"4: aliases[0]: this model name is already on line 2{TWICE}"]),
         ("launch: {}\nmounts: [/a/]", [f"4: mounts[0]: {NO_MOUNT}"]),
         ("launch: {}\nmounts: [/v1]", ["4: mounts[0]: the first part is reserved for the gateway's own routes; choose another"]),
@@ -256,7 +262,7 @@ def test_without_models_or_keys_there_is_nothing_to_do(tmp_path: Path) -> None:
         ("launch: {replicas: '2'}", ["3: launch.replicas: expected a whole number, found '2'; write it without quotes"]),
         ("launch: {model: 7}", ["3: launch.model: expected text, found 7; write it in quotes"]),
         ("launch: {startup_timeout: 0s}", ["3: launch.startup_timeout: must be more than zero"]),
-        ("launch: 5", ["3: launch: expected a mapping, found 5"]),
+        ("launch: 5", ["3: launch: expected a mapping, found 5; servers that the gateway launches; {} for the defaults"]),
         ("launch: {}\nbad key: 1", [f"4: bad key: unknown key; known here: {', '.join(Model.model_fields)}"]),
     ],
 )
@@ -311,7 +317,7 @@ def test_mirrors(tmp_path: Path, mirror: str, reported: list[str]) -> None:
         ("split: {}", ["split: expected at least 1 entry, found a mapping"]),
         ("split: {a: 5%}", ["split.a: expected a whole number, found text"]),
         ("split: {a: -1}", ["split.a: expected 0 or more, found -1"]),
-        ("split: [a, b]", ["split: expected a mapping, found a list"]),
+        ("split: [a, b]", [f"split: expected a mapping, found a list; {SPLIT}"]),
         ("split: {a: 1}, servers: [{url: 'http://h'}]",
          ["split: a model has only one of launch, servers, discover and split; this one already has servers"]),
         ("split: {a: 1}, price: {prompt: 1}, fallbacks: [b]",
@@ -361,7 +367,7 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
             f"- {{id: a, anonymous: true, hash: {HASH}}}\n",
             ["3: keys[0].hash: the anonymous entry must not have a hash: it is for requests without a key"],
         ),
-        ("- {id: a, anonymous: yes please}\n", ["3: keys[0].anonymous: expected true or false, found text", f"3: keys[0].hash: {NO_HASH}"]),
+        ("- {id: a, anonymous: yes please}\n", ["3: keys[0].anonymous: expected true or false, found text"]),
         ("- {anonymous: true}\n", ["3: keys[0].id: is missing: name of the principal in metrics and usage records"]),
         ("- {id: a, anonymous: true, models: []}\n", ["3: keys[0].models: expected at least 1 entry, found a list"]),
         ("- {id: a, anonymous: true, models: [gpt-4]}\n", ["3: keys[0].models[0]: matches no model"]),
@@ -398,7 +404,7 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
             ["3: keys[0].user_header: this header carries credentials, which the ledger must not store"],
         ),
         ("- {id: 'a b', anonymous: true}\n", ["3: keys[0].id: must not contain spaces or control characters"]),
-        ("- 5\n", ["3: keys[0]: expected a mapping, found 5"]),
+        ("- 5\n", ["3: keys[0]: expected a mapping, found 5; write {id: …}"]),
     ],
 )
 def test_keys(tmp_path: Path, text: str, reported: list[str]) -> None:
@@ -417,7 +423,7 @@ def test_keys(tmp_path: Path, text: str, reported: list[str]) -> None:
             "{tls: {cert: none.pem, key: 5}}",
             ["server.tls.cert: the file none.pem cannot be read: No such file or directory", "server.tls.key: expected the path of a file"],
         ),
-        ("{trusted_proxies: [10.0.0.1/8]}", ["server.trusted_proxies[0]: expected an address or network such as 10.0.0.0/8"]),
+        ("{trusted_proxies: [10.0.0.1/8]}", [f"server.trusted_proxies[0]: expected an address or network such as {NETWORK}"]),
         (
             "{cors: {origins: ['https://a/b']}}",
             ["server.cors.origins[0]: expected an origin such as https://app.example.com, with no path, or *"],
@@ -572,7 +578,7 @@ def test_the_file_of_keys_speaks_for_itself(tmp_path: Path) -> None:
         "k.yaml:2: keys[0].id: this key id is already on g.yaml:2",
         "k.yaml:2: keys[0].hash: this hash is already on g.yaml:2; a key belongs to one entry",
         "k.yaml:3: keys[1].hahs: unknown key; did you mean `hash`?",
-        f"k.yaml:3: keys[1].hash: {NO_HASH}",
+        "k.yaml:3: keys[1].hash: expected sha256: and 64 hexadecimal digits, as `vllm-gateway keys hash` prints; never the key itself",
     ]
     (tmp_path / "k.yaml").write_text("keys: [")
     assert problems(tmp_path, text) == ["k.yaml:1: this is not YAML: did not find expected node content"]
@@ -674,6 +680,64 @@ def test_whatever_shape_the_document_has_it_is_judged_in_words(tmp_path: Path) -
         assert [one for one in reported if "\n" in one or one.split(": ", 2)[-1].startswith(pydantics)] == []
 
     check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "reported"),
+    [
+        ("server: {host: all}", [f"server.host: {LISTEN}"]),
+        ("server: {host: 300.1.1.1}", [f"server.host: {LISTEN}"]),
+        ("server: {host: '*'}", [f"server.host: {LISTEN}"]),
+        ("server: {host: localhost, admin: {host: '::1'}}", []),
+        ("server: {port: 08000}", ["server.port: expected a whole number, found '08000'; write it without quotes"]),
+        ("server: {port: 010}", ["server.port: YAML reads this number as 8; write it in decimal without leading zeros, or text in quotes"]),
+        (
+            "server: {port: 1:30}",
+            ["server.port: YAML reads this number as 90; write it in decimal without leading zeros, or text in quotes"],
+        ),
+        ("server: {max_inflight: 1_000}", []),
+        ("server: {max_inflight: 1e3}", ["server.max_inflight: expected a whole number, found '1e3'; write 1000"]),
+        ("server: {max_inflight: '1,000'}", ["server.max_inflight: expected a whole number, found '1,000'; write 1000"]),
+        ("server: {cors: {origins: '*'}}", ["server.cors.origins: expected a list, found '*'; write [*]"]),
+        ("server: {admin: {token: '${X}'}}", [f"server.admin.token: {VARIABLE}"]),
+        ("server: {host: $X}", [f"server.host: {VARIABLE}"]),
+        ("ledger: os.environ/X", [f"ledger: {VARIABLE}"]),
+        ("default_model: '${X}'", [f"default_model: {VARIABLE}", "default_model: there is no such model"]),
+        ("ledger: mysql://a/b", ["ledger: expected a URL such as sqlite:///usage.db or postgresql://user@host:5432/name"]),
+        ("ledger: postgresql://me@a:1,b:2/db?target_session_attrs=read-write", []),
+        ("ledger: postgresql://a:1,b:x/db", ["ledger: expected hosts such as postgresql://user@a:5432,b:5432/name"]),
+        ("teams: [{id: t, rpm_limit: 5}]", ["teams[0].rpm_limit: unknown key; write `limits: {requests_per_minute: …}`"]),
+        ("teams: [{id: t, limits: {tokens_per_hour: 5}}]", [f"teams[0].limits.tokens_per_hour: unknown key; {HOUR}"]),
+        ("drain: 5s", ["drain: unknown key; it belongs in `server`"]),
+        ("trusted_proxies: []", ["trusted_proxies: unknown key; it belongs in `server`"]),
+    ],
+)
+def test_a_message_says_what_to_write(tmp_path: Path, settings: str, reported: list[str]) -> None:
+    found = problems(tmp_path, f"{settings}\nmodels: [{{id: m, launch: {{}}}}]\nkeys: [{{id: k, anonymous: true}}]\n")
+    assert [problem.removeprefix("g.yaml:1: ") for problem in found] == reported
+
+
+@pytest.mark.parametrize(
+    ("settings", "reported"),
+    [
+        ("launch: {gpus: [0]}", ["3: launch.gpus[0]: expected a list, found 0; GPU numbers of each replica, e.g. [[0, 1], [2, 3]]"]),
+        ("launch: {gpus: '0,1'}", ["3: launch.gpus: expected a list, found '0,1'; GPU numbers of each replica, e.g. [[0, 1], [2, 3]]"]),
+        ("servers: ['http://a:1']", ["3: servers[0]: expected a mapping, found text; write {url: …}"]),
+        ("launch: {}\ntensor_parallel_size: 2", ["4: tensor_parallel_size: unknown key; it belongs in `models[].launch.args`"]),
+        ("launch: {max-model-len: 2}", ["3: launch.max-model-len: unknown key; it belongs in `models[].launch.args`"]),
+        ("launch: {env: {A: '${X}'}}\ndefaults: {user: '${X}'}", []),
+    ],
+)
+def test_a_message_about_a_model_says_what_to_write(tmp_path: Path, settings: str, reported: list[str]) -> None:
+    assert about_model(tmp_path, settings) == reported
+
+
+def test_a_misspelled_section_is_one_problem_and_its_content_is_checked(tmp_path: Path) -> None:
+    text = "modles:\n  - {id: m, launch: {}, fallbacks: [n]}\nkeys: [{id: k, anonymous: true, models: [m]}]\ndefault_model: m\n"
+    assert problems(tmp_path, text) == [
+        "g.yaml:1: modles: unknown key; did you mean `models`?",
+        "g.yaml:2: models[0].fallbacks[0]: there is no such model",
+    ]
 
 
 @pytest.mark.parametrize(
