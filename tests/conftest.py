@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,10 @@ def measured(request: pytest.FixtureRequest) -> Callable[[str], None]:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Report skips as failures if NOTHING_SKIPPED is set."""
+    """Report the reasons of skips, each once with its number of tests. Skips are failures if NOTHING_SKIPPED is set."""
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in terminalreporter.stats.get("skipped", []))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"SKIPPED [{count}] {reason}")
     if os.environ.get("NOTHING_SKIPPED") and terminalreporter.stats.get("skipped"):
         terminalreporter.write_line("NOTHING_SKIPPED is set, and something was skipped", red=True)
 

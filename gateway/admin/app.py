@@ -209,11 +209,13 @@ def _operation_handlers(overview: Overview, operations: Operations) -> dict[str,
     methods = {name: getattr(operations, name) for name in OPERATIONS}
 
     async def operate(request: Request) -> Response:
-        model, operation = request.path_params["id"], request.path_params["operation"]
+        name, operation = request.path_params["id"], request.path_params["operation"]
         if operation not in methods:
             return _error(f"there is no operation {operation}", 404)
-        if unknown := _unknown(model, overview.status()):
-            return _error(unknown, 404)
+        status = overview.status()
+        model = _model_named(name, status)
+        if model is None:
+            return _error(_unknown(name, status), 404)
         _log_operation(f"{operation} of {model}", request)
         try:
             await methods[operation](model)
@@ -267,16 +269,15 @@ def _error(message: str, status: int) -> Response:
     return JSONResponse({"error": message}, status)
 
 
-def _unknown(model: str, status: Mapping[str, Any]) -> str | None:
-    """Return why a model is unknown, or None if it is known."""
+def _model_named(name: str, status: Mapping[str, Any]) -> str | None:
+    """Return the ID of the model with this ID or alias, or None."""
+    return next((each["id"] for each in status["models"] if name in (each["id"], *each["aliases"])), None)
+
+
+def _unknown(name: str, status: Mapping[str, Any]) -> str:
+    """Return why no model has this ID or alias."""
     models = status["models"]
-    ids = [each["id"] for each in models]
-    if model in ids:
-        return None
-    named = next((each["id"] for each in models if model in each["aliases"]), None)
-    if named is not None:
-        return f"{model} is an alias of {named}; use that ID"
-    base = next((each["id"] for each in models for lora in each["loras"] if model in (lora["id"], *lora["aliases"])), None)
+    base = next((each["id"] for each in models for lora in each["loras"] if name in (lora["id"], *lora["aliases"])), None)
     if base is not None:
-        return f"{model} is a LoRA adapter on the servers of {base}; use that ID"
-    return f"there is no model {model}{did_you_mean(model, ids)}"
+        return f"{name} is a LoRA adapter on the servers of {base}; use that ID"
+    return f"there is no model {name}{did_you_mean(name, [each['id'] for each in models])}"

@@ -29,7 +29,7 @@ def run() -> int:
         data, admin = _free_ports()
         file.write_text(yaml.safe_dump(configuration(key, data, admin), sort_keys=False))
         os.environ["XDG_STATE_HOME"] = folder  # so that the launched server's log is removed with the folder
-        return serve(file, _DemoAnnouncer(key, data))
+        return serve(file, _DemoAnnouncer(key, data, admin))
 
 
 def configuration(key: str, data: int, admin: int) -> dict[str, object]:
@@ -58,18 +58,22 @@ def configuration(key: str, data: int, admin: int) -> dict[str, object]:
 class _DemoAnnouncer(Announcer):
     """Prints a curl command when the model is up."""
 
-    def __init__(self, key: str, port: int) -> None:
+    def __init__(self, key: str, port: int, admin: int) -> None:
         super().__init__()
         self._key = key
         self._port = port
+        self._admin = admin
 
     def serving(self, up: int, total: int) -> None:
         super().serving(up, total)
         if up:
-            print(_HELP.format(port=self._port, key=self._key, model=MODEL), flush=True)
+            print(_HELP.format(port=self._port, admin=self._admin, key=self._key, model=MODEL), flush=True)
 
 
 _HELP = """
+The model is simulated: the text of its responses is made up.
+Status page: http://127.0.0.1:{admin}/status
+
 Try it from another terminal (add "stream": true to see it stream):
 
 curl -sN http://127.0.0.1:{port}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \

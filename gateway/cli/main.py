@@ -407,9 +407,17 @@ def reload(file: ConfigArgument = None, config: ConfigOption = None, admin: Admi
         typer.echo(problem, err=True)
     if not read["successful"]:
         return BAD_USAGE
-    for line in (*(read["changes"] or ["nothing has changed"]), *read["needs_restart"]):
+    for line in (*(read["changes"] or _already_applied(read)), *read["needs_restart"]):
         typer.echo(line)
     return 0
+
+
+def _already_applied(read: Mapping[str, Any]) -> list[str]:
+    """Return the lines about a reload without changes: the gateway may have noticed them before the command."""
+    earlier = read.get("earlier")
+    if earlier is None:
+        return ["nothing has changed"]
+    return [f"already applied {max(read['when'] - earlier['when'], 0):.1f} s ago:", *earlier["changes"]]
 
 
 def _counted(config: Config, notes: int) -> str:

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -30,6 +31,8 @@ POLL_INTERVAL = 0.2
 """Seconds between two checks of the files."""
 SETTLE = 0.1
 """Seconds without a change after which a file counts as completely written. Waited for twice at most."""
+RECENT = 60.0
+"""Seconds for which a reload without changes names the changes that were applied before it."""
 _log = logging.getLogger("vllm_gateway.control")
 FileStats = Mapping[Path, FileStat]
 
@@ -44,6 +47,11 @@ class ReloadHistory:
     def add(self, result: ReloadResult) -> None:
         self.last = result
         self.counts["success" if result.successful else "failure"] += 1
+
+    def recent_changes(self, now: float) -> ReloadResult | None:
+        """Return the last result with changes, if no other one was later and it is not long ago."""
+        last = self.last if self.last.changes else self.last.earlier
+        return last if last is not None and now - last.when < RECENT else None
 
 
 class Reloadable(Protocol):
@@ -159,7 +167,9 @@ class Reloader:
     async def _apply(self, read: Config) -> ReloadResult:
         before, config = self._config, diff.without_restart(self._config, read)
         await self._watch(read.files)
-        result = ReloadResult(time.time(), changes=diff.changes(before, config), needs_restart=diff.needs_restart(config, read))
+        changes, needs_restart = diff.changes(before, config), diff.needs_restart(config, read)
+        result = ReloadResult(time.time(), changes=changes, needs_restart=needs_restart)
+        result = replace(result, earlier=None if changes else self._gateway.history.recent_changes(result.when))
         if diff.are_equal(before, config) and not self._is_half_applied:
             self._config = config
             self._gateway.reloaded(result)

@@ -12,34 +12,6 @@ OPERATIONS = ("start", "stop", "restart", "wake")
 SERVER_OPERATIONS = ("cordon", "uncordon")
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """One reading of the files.
-
-    ``when``: wall clock. ``problems``: why it was rejected. ``changes``: its changes. ``waiting``: changes that need a restart. All are
-    sentences.
-    """
-
-    when: float
-    problems: tuple[str, ...] = ()
-    changes: tuple[str, ...] = ()
-    waiting: tuple[str, ...] = ()
-
-    @property
-    def successful(self) -> bool:
-        return not self.problems
-
-    def shown(self) -> dict[str, Any]:
-        """Return the result in the form of /status."""
-        return {
-            "successful": self.successful,
-            "when": self.when,
-            "problems": list(self.problems),
-            "changes": list(self.changes),
-            "needs_restart": list(self.waiting),
-        }
-
-
 class RefusedOperation(Exception):
     """The operation was not started. The text explains the reason to the operator."""
 
@@ -49,13 +21,15 @@ class ReloadResult:
     """The result of reading the configuration again.
 
     ``when`` is wall clock. The other fields are sentences: ``problems`` explain why the configuration was rejected, ``changes`` what
-    changed, and ``needs_restart`` which changes take effect only after a restart.
+    changed, and ``needs_restart`` which changes take effect only after a restart. ``earlier``: for a result without changes, the result
+    shortly before it that had some, because the files are also read when they change.
     """
 
     when: float
     problems: tuple[str, ...] = ()
     changes: tuple[str, ...] = ()
     needs_restart: tuple[str, ...] = ()
+    earlier: ReloadResult | None = None
 
     @property
     def successful(self) -> bool:
@@ -69,6 +43,7 @@ class ReloadResult:
             "problems": list(self.problems),
             "changes": list(self.changes),
             "needs_restart": list(self.needs_restart),
+            "earlier": None if self.earlier is None else {"when": self.earlier.when, "changes": list(self.earlier.changes)},
         }
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import shutil
 import signal
 import socket
@@ -20,7 +21,7 @@ import pytest
 
 from gateway.auth import keys
 from gateway.config import Config, load
-from gateway.control.reload import Reloader, ReloadHistory
+from gateway.control.reload import RECENT, Reloader, ReloadHistory
 from gateway.fleet.operations import ReloadResult
 from tests.support.certificates import certificate
 from tests.support.controlled import controlled
@@ -117,7 +118,7 @@ def test_settings_that_need_a_restart_are_reported_and_the_rest_is_applied(runni
     waiting = [part if " " in part else f"{part} needs a restart" for part in parts]
     assert last(running)["needs_restart"] == waiting
     done = running.command("reload")
-    assert (done.returncode, done.stdout.splitlines()) == (0, ["nothing has changed", *waiting])
+    assert done.returncode == 0 and done.stdout.splitlines()[-len(waiting) :] == waiting
     wait_for(lambda: running.request(messages=[{"role": "user", "content": "x" * 2000}]).status_code == 413)
     assert len(running.workers()) == 2
     assert waiting[0] in running.output
@@ -140,12 +141,24 @@ def test_the_command_reports_the_changes(running: Gateway, config: dict[str, Any
     write(running.folder / "gateway.yaml", with_keys(config, **{"team-a": KEY, "b": OTHER}) | {"log": {"level": "debug"}})
     done = running.command("reload")
     assert (done.returncode, done.stderr) == (0, "")
-    # the watcher may have read the file before the command
-    assert set(done.stdout.splitlines()) in (
-        {"model sim/one changed: aliases, timeouts", "key b added", "log changed: level"},
-        {"nothing has changed"},
-    )
+    changes = ["model sim/one changed: aliases, timeouts", "key b added", "log changed: level"]
+    lines = done.stdout.splitlines()
+    if len(lines) > len(changes):  # the watcher has read the file before the command
+        assert re.fullmatch(r"already applied \d+\.\d s ago:", lines.pop(0))
+    assert sorted(lines) == sorted(changes)
     wait_for(lambda: running.request(model="uno").status_code == 404)
+    first, *others = running.command("reload").stdout.splitlines()
+    assert first.startswith("already applied ") and sorted(others) == sorted(changes)
+
+
+def test_only_recent_changes_are_named_again() -> None:
+    history = ReloadHistory()
+    history.add(changed := ReloadResult(100.0, changes=("key b added",)))
+    assert history.recent_changes(101.0) == changed and history.recent_changes(100.0 + RECENT) is None
+    history.add(ReloadResult(110.0, earlier=changed))
+    assert history.recent_changes(111.0) == changed
+    history.add(ReloadResult(120.0, problems=("x",)))
+    assert history.recent_changes(121.0) is None
 
 
 def test_a_hangup_without_a_terminal_is_a_reload(running: Gateway, config: dict[str, Any]) -> None:
