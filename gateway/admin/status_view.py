@@ -87,7 +87,7 @@ class StatusView:
 
 def status_view(status: Mapping[str, Any]) -> StatusView:
     """Return the view of the JSON of /status."""
-    models = tuple(_model(model, status["time"]) for model in status["models"])
+    models = tuple(sorted((_model(model, status["time"]) for model in status["models"]), key=lambda model: model.state != "failed"))
     up = sum(any(server.state == "ready" for server in model.servers) for model in models)
     workers = status["workers"]
     facts = (
@@ -97,7 +97,7 @@ def status_view(status: Mapping[str, Any]) -> StatusView:
         f"running for {duration(status['time'] - status['started'])}",
         f"version {status['version']}",
     )
-    state, headline = _whole(status)
+    state, headline = _whole(status, sum(model.state == "failed" for model in models))
     return StatusView(headline, state, facts, _warnings(status), models, tuple(map(_split, status.get("splits", ()))))
 
 
@@ -108,10 +108,11 @@ def _split(split: Mapping[str, Any]) -> str:
     return f"{split['id']}: {shares}" + (f", sticky by {split['sticky']}" if split["sticky"] else "")
 
 
-def _whole(status: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the state of the gateway, and its headline."""
+def _whole(status: Mapping[str, Any], failed: int) -> tuple[str, str]:
+    """Return the state of the gateway, and its headline: failed models first, because waiting for the others does not help them."""
     if not status["ready"]:
-        return "not ready", str(status["reason"])
+        failures = [f"{failed} of {counted(len(status['models']), 'model')} failed"] if failed else []
+        return "not ready", "; ".join([*failures, str(status["reason"])])
     reasons = status.get("degraded", ())
     return ("degraded", f"degraded: {', '.join(reasons)}") if reasons else ("ready", "ready")
 

@@ -27,6 +27,7 @@ from gateway.system.core import core
 from gateway.telemetry.metrics import Series, sum_series
 from gateway.worker.process_metrics import process_series
 from upstream.balancing.server import Condition
+from upstream.vllm.probe_hints import probe_hint
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
@@ -248,7 +249,9 @@ class Report:
         endpoint = control.discovery.endpoint_state(server.name)
         if endpoint is not None:
             shown |= {"endpoint": endpoint.value}
-        if status is not None:
+        if status is None:
+            shown |= {"hint": probe_hint(shown["reason"]) or None}
+        else:
             shown |= {
                 "state": status.state.value,
                 "pid": status.pid,

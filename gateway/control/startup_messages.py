@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -27,8 +28,11 @@ from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.launcher.schedule import Action, ActionKind
 from upstream.vllm.failures import Cause
 from upstream.vllm.health import ServerHealth
+from upstream.vllm.probe_hints import probe_hint
 
 _STYLES: Mapping[int, str] = MappingProxyType({logging.ERROR: "red", logging.WARNING: "yellow", logging.INFO: "green"})
+_WIDE = 10_000  # columns of a file: nothing is wrapped
+_NAMED = 3
 _log = logging.getLogger("vllm_gateway.control")
 _ACTIONS = {
     ActionKind.START: "starts",
@@ -56,7 +60,9 @@ class Announcer:
     interval = 5.0
 
     def __init__(self, console: Console | None = None) -> None:
-        self._console = console or _Console(stderr=True, highlight=False)
+        self._console = console or _Console(stderr=True, highlight=False, width=None if sys.stderr.isatty() else _WIDE)
+        self._waiting: Sequence[str] = ()
+        self._waiting_due = 0.0
         self._failures: dict[str, Cause | None] = {}
         """The last reported cause of each server, until the server is ready again."""
 
@@ -85,9 +91,15 @@ class Announcer:
         self._write(f"[red]{escape(str(problem))}[/red]", logging.ERROR)
 
     def waiting(self, names: Sequence[str], seconds: float, last_line: Callable[[str], str]) -> None:
-        """Report servers that are not ready yet."""
-        for name in names:
-            self._write(f"waiting for {escape(name)} ({seconds:.0f} s)  [dim]{escape(last_line(name)[:160])}[/dim]")
+        """Report servers that are not ready yet, in one line: if they are others, and after twice the time of the last report."""
+        if list(names) == list(self._waiting) and seconds < self._waiting_due:
+            return
+        self._waiting, self._waiting_due = names, 2 * seconds
+        if len(names) == 1:
+            self._write(f"waiting for {escape(names[0])} ({seconds:.0f} s)  [dim]{escape(last_line(names[0])[:160])}[/dim]")
+        else:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            self._write(f"waiting for {len(names)} servers ({seconds:.0f} s): {escape(', '.join(names[:_NAMED]))}{more}")
 
     def serving(self, up: int, total: int) -> None:
         """Report that every server is ready or has failed. ``total`` excludes servers that start on demand."""
@@ -130,7 +142,8 @@ class Announcer:
         if probe.up:
             self._write(f"{escape(probe.name)} is up")
         else:
-            self._write(f"{escape(probe.name)} is down: {escape(probe.reason)}", logging.WARNING)
+            hint = f"\n  Hint: {hint}" if (hint := probe_hint(probe.reason)) else ""
+            self._write(f"{escape(probe.name)} is down: {escape(probe.reason)}{hint}", logging.WARNING)
 
     def found(self, change: ServerChange) -> None:
         """Report discovered servers that were added or removed."""

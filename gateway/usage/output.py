@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 from rich.bar import Bar
@@ -48,16 +48,30 @@ def as_table(report: UsageReport, console: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in query.by:
         table.add_column(name, overflow="fold")
-    for name in ("requests", "incomplete", "prompt", "cached", "completion", "reasoning", *(("cost",) if costs else ())):
+    for name in ("requests", "incomplete", "estimated", "prompt", "cached", "completion", "reasoning", *(("cost",) if costs else ())):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("tokens", no_wrap=True)
     largest = max(map(_tokens, report.sums)) or 1
     for each in report.sums:
         numbers = [*_numbers(each), *([_cost(each, decimals)] if costs else [])]
         table.add_row(*(Text(part or "-") for part in each.group), *numbers, Bar(largest, 0, _tokens(each), width=_BAR))
+    if len(report.sums) > 1:
+        total = _total(report.sums, len(query.by))
+        table.add_row(
+            *(Text(part or "") for part in total.group), *_numbers(total), *([_cost(total, decimals)] if costs else []), style="bold"
+        )
     console.print(table)
+    if costs:
+        console.print("cost: in the currency of models[].price", style="dim")
     if report.estimated_by:
         console.print(_estimates(report), style="dim")
+
+
+def _total(sums: Sequence[UsageSum], columns: int) -> UsageSum:
+    """Return the sum of all rows. Its cost is that of the rows that have one."""
+    counts = {name: sum(getattr(each, name) for each in sums) for name in _MEASURES}
+    costs = [each.cost for each in sums if each.cost is not None]
+    return UsageSum(("total", *[""] * (columns - 1)), cost=sum(costs) if costs else None, **counts)
 
 
 def _estimates(report: UsageReport) -> str:
@@ -68,7 +82,7 @@ def _estimates(report: UsageReport) -> str:
 
 def _numbers(each: UsageSum) -> list[str]:
     mark = "~" if each.estimated else ""
-    shown = [f"{each.requests:,}", f"{each.incomplete:,}", f"{each.prompt_tokens:,}", f"{each.cached_tokens:,}"]
+    shown = [f"{each.requests:,}", f"{each.incomplete:,}", f"{each.estimated:,}", f"{each.prompt_tokens:,}", f"{each.cached_tokens:,}"]
     return [*shown, f"{mark}{each.completion_tokens:,}", f"{each.reasoning_tokens:,}"]
 
 

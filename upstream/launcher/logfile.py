@@ -7,6 +7,7 @@ or close with control. The rule: every reader reads a bounded part, and text for
 from __future__ import annotations
 
 import os
+import re
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,6 +25,8 @@ SEARCHED_BYTES = 512 << 10
 """Bytes at the end of the log that are searched for the cause of a failure. The tracebacks of a dozen processes need a tenth of that."""
 RECENT = 60
 """Number of ``rotate`` calls for which output counts as recent."""
+_PROBE = re.compile(r'"GET /(?:health|metrics|load|version|is_sleeping|v1/models) HTTP/1\.1" 200')
+"""Lines of vLLM's access log about what the gateway reads regularly."""
 _OWN = os.O_NOFOLLOW | os.O_CLOEXEC  # never follow the link of another user
 
 
@@ -52,8 +55,13 @@ class LogFile:
             os.close(fd)
 
     def tail(self) -> str:
-        """Return the last lines of the current process, at most TAIL_LINES and TAIL_BYTES, joined by newlines."""
-        return "\n".join(_printable(self._text()).splitlines()[-TAIL_LINES:])
+        """Return the last lines of the current process without the gateway's own probes, at most TAIL_LINES and TAIL_BYTES."""
+        lines: list[str] = []
+        for most in (TAIL_BYTES, SEARCHED_BYTES):  # a server without requests has written hardly anything but probes
+            lines = [line for line in _printable(self._text(most)).splitlines() if not _PROBE.search(line)]
+            if len(lines) >= TAIL_LINES:
+                break
+        return "\n".join(lines[-TAIL_LINES:])[-TAIL_BYTES:]
 
     def progress(self) -> str:
         """Return the last line of the current process that shows progress, or an empty text."""

@@ -9,6 +9,7 @@ import os
 import shutil
 from pathlib import Path
 
+VLLM = "vllm"
 _FIRST_LINE = 256  # bytes; the kernel reads as many (linux/binfmts.h, BINPRM_BUF_SIZE)
 
 
@@ -24,6 +25,11 @@ def why_not_executable(program: str, search: str) -> str:
 
 
 def _why_not_found(program: str) -> str:
+    if program == VLLM:
+        return (
+            "vllm is not found in PATH. Install vLLM (`python3 -m venv /opt/vllm && /opt/vllm/bin/pip install vllm`) and write "
+            "launch.command: [/opt/vllm/bin/vllm, serve]; or try it without vLLM: launch.command: [vllm-gateway, simulate]"
+        )
     if "/" not in program:
         return f"{program} is not found in PATH: write its whole path, or set PATH in launch.env"
     path = Path(program)

@@ -38,6 +38,17 @@ def test_a_duration(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+def test_failed_models_come_first_in_the_headline_and_in_the_list() -> None:
+    shown = status()
+    [model] = shown["models"]
+    states = {"slow": "starting", "a": "failed", "b": "ready", "c": "failed"}
+    models = [model | {"id": name, "state": state} for name, state in states.items()]
+    view = status_view(shown | {"models": models, "reason": "waiting for slow#0"})
+    assert view.headline == "2 of 4 models failed; waiting for slow#0"
+    assert [model.id for model in view.models] == ["a", "c", "slow", "b"]
+    assert status_view(shown | {"models": [model]}).headline == "waiting"
+
+
 def test_a_split_is_a_line_with_its_shares() -> None:
     splits = [
         {"id": "chat", "aliases": [], "models": {"a": 999, "b": 1}, "sticky": None},

@@ -20,6 +20,7 @@ from tests.support.process import PROGRAM, configuration, gateway, launched, wai
 from upstream.http.address import Address
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.failures import Cause
+from upstream.vllm.health import ServerHealth
 
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "localhost"), ("::1", "[::1]"), ("::", "localhost")])
@@ -56,6 +57,33 @@ def test_a_reader_of_the_messages_that_exits_does_not_stop_the_gateway(tmp_path:
         wait_for(lambda: one.metric('vllm_gateway_config_reloads_total{outcome="success"}') == 1)
         assert one.request().status_code == 200
         assert one.stop() == 0
+
+
+def test_the_table_in_a_file_is_not_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = {"id": "m" * 90, "aliases": ["a" * 90], "servers": [{"url": f"http://127.0.0.1:{port}"} for port in range(1, 9)]}
+    write(tmp_path / "gateway.yaml", configuration(model))
+    with closing(listen("127.0.0.1", 0)) as data, closing(listen("127.0.0.1", 0)) as admin:
+        Announcer().summary(load(tmp_path / "gateway.yaml"), data, admin)
+    [row] = [line for line in capsys.readouterr().err.splitlines() if "m" * 90 in line]
+    assert "a" * 90 in row and "http://127.0.0.1:8" in row
+
+
+def test_a_server_that_does_not_run_is_reported_with_a_hint() -> None:
+    output = io.StringIO()
+    reason = "GET /health: ConnectionRefusedError: [Errno 111] Connect call failed"
+    Announcer(Console(file=output, width=200)).probed(ServerHealth("m#0", False, reason))
+    assert "Hint: Nothing listens at this address." in output.getvalue()
+
+
+def test_awaited_servers_are_one_line_that_is_repeated_ever_more_rarely() -> None:
+    output = io.StringIO()
+    announcer = Announcer(Console(file=output, width=200))
+    for seconds in range(5, 45, 5):
+        announcer.waiting(["a#0", "b#0", "c#0", "d#0"], seconds, lambda name: f"{name} loads")
+    announcer.waiting(["d#0"], 45, lambda name: f"{name} loads")
+    lines = [re.sub(TIMED, "", line) for line in output.getvalue().splitlines()]
+    waited = [f"waiting for 4 servers ({seconds} s): a#0, b#0, c#0 and 1 more" for seconds in (5, 10, 20, 40)]
+    assert lines == [*waited, "waiting for d#0 (45 s)  d#0 loads"]
 
 
 def test_no_server_that_is_up_is_an_error() -> None:

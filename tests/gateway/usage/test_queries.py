@@ -225,9 +225,11 @@ def shown(report: UsageReport, form: str) -> str:
 
 def test_a_table_has_bars_and_a_cost_where_there_are_prices(store: UsageStore) -> None:
     text = shown(report_of(store, by="key"), "table")
-    _, head, first, second, note = text.rstrip("\n").splitlines()
-    assert head.split() == ["key", "requests", "incomplete", "prompt", "cached", "completion", "reasoning", "cost", "tokens"]
-    assert first.split()[:7] == ["team-a", "3", "0", "1,020", "4", "10", "2"] and second.split()[:5] == ["team-b", "3", "2", "0", "0"]
+    _, head, first, second, total, currency, note = text.rstrip("\n").splitlines()
+    assert head.split() == ["key", "requests", "incomplete", "estimated", "prompt", "cached", "completion", "reasoning", "cost", "tokens"]
+    assert first.split()[:8] == ["team-a", "3", "0", "0", "1,020", "4", "10", "2"] and second.split()[:3] == ["team-b", "3", "2"]
+    assert total.split()[:3] == ["total", "6", "2"] and total.split()[4:6] == ["1,020", "4"]
+    assert currency == "cost: in the currency of models[].price"
     assert first.count("█") == 24 and second.count("█") == 0 and "~7" in second and "estimated" in note
     assert "cost" not in shown(report_of(store, by="key", model="big"), "table")
     assert "nothing" in shown(report_of(store, key="nobody"), "table")
@@ -282,7 +284,8 @@ def test_csv_and_json_have_the_same_sums(store: UsageStore) -> None:
 def test_costs_are_exact_decimals(costs: list[int], table: list[str], listed: list[str]) -> None:
     sums = [UsageSum((f"key-{number}",), 1, 0, 0, 1, 1, 0, 0, cost) for number, cost in enumerate(costs)]
     made = UsageReport(parse_query({"by": "key"}, NOW), sums)
-    assert [line.split()[7] for line in shown(made, "table").splitlines()[2:]] == table
+    rows = [line.split() for line in shown(made, "table").splitlines()[2:]]
+    assert [row[8] for row in rows if row[0].startswith("key-")] == table
     assert [line["cost"] for line in csv.DictReader(io.StringIO(shown(made, "csv")))] == listed
     text = shown(made, "json")
     assert [f"{Decimal(each['cost']):f}" for each in json.loads(text, parse_float=Decimal)["usage"]] == listed
