@@ -153,15 +153,16 @@ def _repeated(settings: Iterable[ConfigValue], what: str, also: str = "") -> Ite
 
 def _unexpanded(draft: Draft) -> Iterator[Problem]:
     """Report references to environment variables in notations of other programs, which would be taken literally."""
-    pending = [draft.top, *([ConfigValue(draft.keys_file, (), draft.keys_file.value)] if draft.keys_file else [])]
-    while pending:
-        value = pending.pop()
-        if isinstance(value.value, str) and (hint := unexpanded(value.value)):
-            yield value.problem(hint)
-        elif isinstance(value.value, dict):
-            pending += [value.get(key) for key in value.value if key not in _FREE]
-        else:
-            pending += value.items()
+    for source in filter(None, (draft.main, draft.keys_file)):
+        pending: list[tuple[Path, Any]] = [((), source.value)]
+        while pending:  # a file may have a hundred thousand keys
+            path, value = pending.pop()
+            if isinstance(value, dict):
+                pending += [((*path, key), inner) for key, inner in value.items() if key not in _FREE]
+            elif isinstance(value, list):
+                pending += [((*path, index), inner) for index, inner in enumerate(value)]
+            elif isinstance(value, str) and (hint := unexpanded(value)):
+                yield source.problem(Finding(path, hint))
 
 
 def _some_models(draft: Draft) -> Iterator[Problem]:
