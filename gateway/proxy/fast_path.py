@@ -2,9 +2,9 @@
 
 vLLM sends an event as one chunk, and one read usually contains one chunk. If a read is exactly one chunk with the template of an event
 that the general path has processed as ordinary (``event_template``), it is sent with its frame, without the running usage that the client
-did not request. Every other read takes the general path (``Connection.data_received``, ``UpstreamResponse``, ``EventRelay``). This module repeats
-the parts of that path that apply: for each event of each stream, the calls and attributes between those objects cost more than the work
-(docs/performance.md).
+did not request. Every other read takes the general path (``Connection.data_received``, ``UpstreamResponse``, ``EventRelay``). This module
+repeats the parts of that path that apply: for each event of each stream, the calls and attributes between those objects cost more than the
+work (docs/performance.md).
 
 The rule: a chunk takes the fast path only between two chunks that the decoder has read completely, and only if the general path would do
 the same with it. ``EventRelay._forward`` has the same accounting (time, gaps, bytes, running usage); tests/gateway/proxy/test_fast_path.py

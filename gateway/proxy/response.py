@@ -482,7 +482,7 @@ class EventRelay(ResponseRelay):
     def _release_last(self, final: Mapping[str, Any]) -> bytes:
         """Return what the client gets of the events that wait for the final usage.
 
-        vLLM writes ``system_fingerprint`` on the last event of each choice, or on the final usage if that was requested, as the gateway has.
+        vLLM writes ``system_fingerprint`` on the last event of each choice; if usage is requested, only on the final usage.
         """
         waiting, self._last_of_choices = self._last_of_choices, []
         fingerprint = final.get("system_fingerprint")

@@ -12,7 +12,7 @@ from starlette.datastructures import URL
 from gateway.api.media_urls import MediaHosts
 from gateway.api.routes import ROUTES
 from gateway.auth.catalog import Catalog, Target
-from gateway.client.http.parser import is_host
+from gateway.client.http.head import is_host
 from gateway.snapshot.snapshot import Model
 from tests.fuzz.differential.cases import Case, check, choose, mutated
 from upstream.balancing.server import Server

@@ -11,7 +11,8 @@ from random import Random
 from typing import NamedTuple
 
 from gateway.api.errors import Refusal
-from gateway.client.http.parser import HttpParser, RequestHead
+from gateway.client.http.head import RequestHead
+from gateway.client.http.parser import HttpParser
 from tests.fuzz.differential.cases import Case, check, choose, cut, mutated, single_bytes
 from tests.fuzz.differential.references import Fields, Message, Reading, h11_request, llhttp_request
 
@@ -67,8 +68,8 @@ class _Handler:
         self.bodies.append(_Body(head))
         return self.bodies[-1]
 
-    def upgrade_offered(self, head: RequestHead, rest: bytes) -> bool:
-        return False
+    def body_follows(self) -> None:
+        check(self.bodies[-1].size == 0, "a request starts before its large body")
 
 
 class _Result(NamedTuple):

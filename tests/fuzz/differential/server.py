@@ -12,8 +12,9 @@ from tests.fuzz.differential.cases import Case, check, choose, cut, mutated, sin
 from tests.fuzz.differential.references import Message, Reading, h11_response, llhttp_response
 from tests.support.exchange import ManualWriteBatch
 from tests.support.way import Wire
-from upstream.http.connection import Connection, Headers
+from upstream.http.connection import Connection
 from upstream.http.errors import UpstreamError
+from upstream.http.response_head import Headers
 
 _BY_BYTES = 1 / 8
 """The share of cases that are also read byte by byte."""

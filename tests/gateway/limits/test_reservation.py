@@ -214,7 +214,7 @@ def test_no_requests_use_more_than_a_hard_budget(
         finish(running)
         known = limiter.reservation(client_key, "req_x", {b"x-session-id": b"one"})
         known.estimate_usage({}, CHAT, b"", served)
-        left, whole = buckets.hard_capacity(known.holders(served), moment(monotonic(), time()), in_store=False)
+        left, whole = buckets.hard_capacity(known.holders(served), moment(monotonic(), time()))
         assert left.tokens >= 0 and left.cost >= 0, (left, whole)
 
 

@@ -66,7 +66,7 @@ class Shown:
     async def usage(self, parameters: Mapping[str, str]) -> dict[str, Any] | None:
         return None
 
-    def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
+    async def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
         return {}
 
     async def keys(self) -> dict[str, Any]:
