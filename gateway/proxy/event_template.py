@@ -81,6 +81,10 @@ class TemplateLearner:
         self.template = NO_TEMPLATE
         """The template of the last ordinary event that had one."""
 
+    def forget(self) -> None:
+        """Forget the template: the next event must be parsed."""
+        self.template = NO_TEMPLATE
+
     def learn(self, event: bytes, document: Mapping[str, Any], shown: bytes) -> None:
         """Make the template of an ordinary event. ``shown``: what the client gets of it, without its running usage."""
         if not self._attempts:

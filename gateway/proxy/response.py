@@ -344,7 +344,8 @@ class EventRelay(ResponseRelay):
         self._block = ""  # the type of the last block of a message
         self._prompt: Usage | None = None  # the usage of the prompt in the first event of a stream of messages
         self._last = b""
-        self._last_of_choices: list[tuple[bytes, dict[str, Any]]] = []  # events that wait for the final usage
+        self._waiting: tuple[bytes, dict[str, Any]] | None = None  # the last event of a choice, until the next event has arrived
+        self._lacks_line_feed = False  # the LF of the CRLF that ended a hidden event comes with the next read
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
 
     async def run(self) -> None:
@@ -359,8 +360,9 @@ class EventRelay(ResponseRelay):
         try:
             await response.wait_complete()
         except UpstreamError:
-            if request.response_started:
-                request.write(self._renamed(self._release_last({})))
+            rest = self._splitter.take()
+            is_line_feed = rest == b"\n" and not self._lacks_line_feed  # of the CRLF of the last event that was sent
+            self._write(self._renamed(self._release({})) + (rest if is_line_feed else b""))
             raise
         if self._first_error is not None:
             raise self._first_error
@@ -368,7 +370,7 @@ class EventRelay(ResponseRelay):
         rest = self._splitter.take()
         if not _is_last(_LAST_EVENT[self._dialect], self._last, rest):
             raise Disconnected(response.server.name, "ended its stream before its last event")
-        rest = self._renamed(self._release_last({})) + rest
+        rest = self._renamed(self._release({})) + rest
         self._settle_limits()
         request.write(rest)
         request.finish_response()
@@ -388,6 +390,8 @@ class EventRelay(ResponseRelay):
     def _forward(self, events: bytes) -> None:
         """Send a run of complete events to the client. Raises BadResponse for events that cannot be translated; none of them is sent."""
         request, received = self._request, events
+        if self._lacks_line_feed:
+            events, self._lacks_line_feed = events.removeprefix(b"\n"), False
         separate = split(events)
         left = sum(not event.isspace() for event in separate)  # blank lines behind an event are not an event
         if not left:
@@ -417,9 +421,15 @@ class EventRelay(ResponseRelay):
         events = self._renamed(events)
         if request.reservation is not None and self._has_ended():
             self._settle_limits()
+        self._write(events)
+
+    def _write(self, events: bytes) -> None:
+        """Send events to the client. The first ones start the response."""
+        request = self._request
         if request.response_started:
             request.write(events)
         elif events:
+            assert self.gaps is not None
             lines = content_type(self._response) + b"cache-control: no-cache\r\n"
             request.start_response(self._response.status, lines, None, events, event_stream=True)
             write = request.chunk_writer()
@@ -433,6 +443,14 @@ class EventRelay(ResponseRelay):
         return events if self._name is None else b"".join(renamed(event, self._name) for event in split(events))
 
     def _process(self, event: bytes, left: int) -> bytes:
+        """Return what the client gets of the event that has waited, and of this event unless it waits. ``left`` is as in ``_read``."""
+        if self._waiting is None:
+            return self._read(event, left)
+        document = _json(data_of(event))
+        is_final = document.get("choices") == [] and isinstance(document.get("usage"), dict)
+        return self._release(document if is_final else {}) + self._read(event, left)
+
+    def _read(self, event: bytes, left: int) -> bytes:
         """Read the fields of an event that the gateway acts on, and return what the client gets of the event.
 
         ``left``: how many events of the run are still to be processed, this one included.
@@ -454,17 +472,16 @@ class EventRelay(ResponseRelay):
         if fields.usage is not None and fields.is_final:
             self.usage = merged(self._prompt, fields.usage)
             if self._hides_usage and document.get("choices") == []:
-                before = event[: len(event) - len(event.lstrip(b"\n"))]  # an LF of the CRLF that ended the event before
-                return before + self._release_last(document)
+                self._lacks_line_feed = event.endswith(b"\r")
+                return event[: len(event) - len(event.lstrip(b"\n"))]  # an LF of the CRLF that ended the event before
         elif self._dialect in _ITEMIZED:
             self._structure += events_without_tokens(document, self._block)
             self._block = opened_block(document) or self._block
             self._prompt = fields.usage or self._prompt
         elif self._hides_usage and ends_choice(document):
-            self._last_of_choices.append((event, document))
+            self._waiting = event, document
+            self._learner.forget()  # the next event must not overtake this one
             return b""
-        elif data == b"[DONE]":
-            return self._release_last({}) + event
         return self._shown(event, document)
 
     def _shown(self, event: bytes, document: dict[str, Any]) -> bytes:
@@ -479,27 +496,26 @@ class EventRelay(ResponseRelay):
             return b"".join(b"data: " + orjson.dumps(chunk) + b"\n\n" for chunk in chunks)
         return event
 
-    def _release_last(self, final: Mapping[str, Any]) -> bytes:
-        """Return what the client gets of the events that wait for the final usage.
+    def _release(self, final: Mapping[str, Any]) -> bytes:
+        """Return what the client gets of the event that has waited. ``final``: the final usage, if that is the next event.
 
-        vLLM writes ``system_fingerprint`` on the last event of each choice; if usage is requested, only on the final usage.
+        vLLM writes ``system_fingerprint`` on the last event of a choice; if usage is requested, only on the final usage, which the client
+        does not get.
         """
-        waiting, self._last_of_choices = self._last_of_choices, []
-        fingerprint = final.get("system_fingerprint")
-        released = []
-        for event, document in waiting:
-            end = event.rstrip(b"\r\n")
-            if isinstance(fingerprint, str) and "system_fingerprint" not in document and end.endswith(b"}"):
-                document["system_fingerprint"] = fingerprint
-                field = b',"system_fingerprint":%b}' % orjson.dumps(fingerprint)
-                event = end[:-1] + field + event[len(end) :]
-            released.append(self._shown(event, document))
-        return b"".join(released)
+        if self._waiting is None:
+            return b""
+        (event, document), self._waiting = self._waiting, None
+        fingerprint, end = final.get("system_fingerprint"), event.rstrip(b"\r\n")
+        if isinstance(fingerprint, str) and "system_fingerprint" not in document and end.endswith(b"}"):
+            document["system_fingerprint"] = fingerprint
+            event = b'%b,"system_fingerprint":%b}%b' % (end[:-1], orjson.dumps(fingerprint), event[len(end) :])
+        return self._shown(event, document)
 
     def _read_running(self, event: bytes, document: dict[str, Any]) -> bytes:
         """Read the running usage of an event. Returns what the client gets of the event."""
         if self._running is None:  # requested by the client, for a request that nothing charges
             self._running = RunningUsage(1, 1, hidden=False)
+            self._learner.forget()  # from now on the counts of each event are read
         event = self._running.read(event, document)
         if self._running.hidden and document.get("choices"):
             document.pop("usage", None)  # a translation starts from the document

@@ -19,6 +19,7 @@ _QUOTED = rb'"(?:[\t !#-\[\]-~\x80-\xff]|\\[\t -~\x80-\xff])*"'
 _SIZE_LINE = re.compile(rb"([0-9A-Fa-f]{1,15})(?:;%b(?:=(?:%b|%b))?)*\r\n" % (_TOKEN, _TOKEN, _QUOTED))
 _TRAILER_LINE = re.compile(rb"%b:[\t -~\x80-\xff]*\r\n" % _TOKEN)
 _LINE_END = b"\r\n"
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})  # no trailers (RFC 9110, section 6.5.1)
 
 
 class ChunkedError(ValueError):
@@ -106,5 +107,5 @@ class ChunkedDecoder:
             self._expects = _SIZE
         elif line == _LINE_END:
             self.finished = True
-        elif _TRAILER_LINE.fullmatch(line) is None:
+        elif _TRAILER_LINE.fullmatch(line) is None or line[: line.find(b":")].lower() in _FRAMING:
             raise ChunkedError("a trailer is not valid")

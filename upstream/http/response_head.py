@@ -55,6 +55,11 @@ class _HeadEvents:
         self.complete, self.keep_alive = True, self.parser.should_keep_alive()
 
 
+def _is_repeated(data: bytes, name: bytes) -> bool:
+    """Return whether a valid head has several headers of this name."""
+    return sum(line[: line.find(b":")].lower() == name for line in data.split(b"\r\n")) > 1
+
+
 def parse_response_head(data: bytes) -> ResponseHead:
     """Parse a status line and headers, up to their first empty line. Raises ResponseHeadError."""
     events = _HeadEvents()
@@ -65,9 +70,10 @@ def parse_response_head(data: bytes) -> ResponseHead:
         raise ResponseHeadError(f"not HTTP/1.1: {error}") from None
     finally:
         events.parser = None  # which refers to the events
-    # Each line ends with CRLF for llhttp, so it has read all of the bytes as one head. It skips line feeds before the status line.
-    if not (events.complete and data.startswith(_VERSIONS)):
-        raise ResponseHeadError("not HTTP/1.1: its status line is not valid")
+    # llhttp accepts a bare line feed in some places, where it may see the end of the headers.
+    lines = data.count(b"\r\n")
+    if not (events.complete and data.startswith(_VERSIONS) and data.count(b"\n") == lines):
+        raise ResponseHeadError("not HTTP/1.1")
     status, headers = parser.get_status_code(), events.headers
     if not b"".join(headers).islower():
         headers = {}
@@ -75,6 +81,8 @@ def parse_response_head(data: bytes) -> ResponseHead:
             headers.setdefault(name.lower(), value)
     if data.find(b" \r\n") >= 0 or data.find(b"\t\r\n") >= 0:  # white space behind a value (RFC 9110, section 5.5)
         headers = {name: value.rstrip(b" \t") for name, value in headers.items()}
+    if len(headers) + 2 < lines and _is_repeated(data, b"transfer-encoding"):
+        raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
     encoding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length")
     if encoding is not None and encoding.lower() != b"chunked":
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")

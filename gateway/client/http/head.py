@@ -98,7 +98,9 @@ def parse_head(data: bytes) -> RequestHead:
     # llhttp accepts several spaces in the request line, and other protocols.
     if http10 is None or not data.startswith(b"%b %b HTTP/1.%d\r\n" % (method, url, not http10)):
         raise invalid_request()
-    number = data.count(b"\n") - 2  # of headers: each is one line
+    number = data.count(b"\r\n") - 2  # of headers: each is one line
+    if data.count(b"\n") != number + 2:
+        raise invalid_request()  # llhttp accepts a bare line feed in some places, where it may see the end of the headers
     if number > MAX_HEADERS:
         raise head_too_large()
     headers = {name.lower(): value for name, value in events.headers.items()}

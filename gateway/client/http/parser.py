@@ -160,7 +160,7 @@ class HttpParser:
         if stored.find(_HEAD_END, max(len(stored) - len(data) - len(_HEAD_END) + 1, 0)) >= 0:
             return False
         if stored.find(b"\n", 0, len(stored) - len(data)) < 0:  # the request line was not complete before
-            check_start(stored if data.find(b"\n") >= 0 else data)
+            check_start(stored if data.find(b"\n") >= 0 else stored[max(len(stored) - len(data) - 1, 0) :])
         if len(stored) > MAX_HEAD:
             raise head_too_large()
         return True

@@ -105,7 +105,8 @@ def _check_headers(head: RequestHead) -> None:
         expected[b"x-forwarded-for"] = b",".join(value for name, value in head.fields if name == b"x-forwarded-for")
     check(head.headers == expected, "the headers by name are those of the fields", head)
     length = expected.get(b"content-length")
-    check(head.content_length == (None if length is None else int(length)), "the length is that of its header", head)
+    has_length = length is not None and head.method != b"CONNECT"
+    check(head.content_length == (int(length or 0) if has_length else None), "the length is that of its header", head)
 
 
 def compare(random: Random, reads: list[bytes], valid: int = 0) -> None:
@@ -192,12 +193,21 @@ def _check_refusal(data: bytes, at: int, readings: tuple[Reading, Reading]) -> N
     if len(messages) < 2 or any(message.end is None for message in messages):
         return
     check(
-        messages[0][:2] != messages[1][:2] or _is_refused(messages[0]),
+        messages[0][:2] != messages[1][:2] or _is_refused(messages[0]) or _has_bare_line_ends(data[at:]),
         "a request is refused that both references accept",
         data,
         at,
         messages[0],
     )
+
+
+def _has_bare_line_ends(data: bytes) -> bool:
+    """Return whether a line does not end with CRLF, before or in the next request's line and headers. The gateway accepts no other end."""
+    head = data.lstrip(b"\r\n")
+    start = len(data) - len(head)
+    end = head.find(b"\r\n\r\n")
+    lines = data[: start + (len(head) if end < 0 else end)].replace(b"\r\n", b"")
+    return b"\n" in lines or b"\r" in lines
 
 
 def _is_refused(message: Message) -> bool:
