@@ -35,7 +35,7 @@ class BodyMemory:
 
         Returns False without a reservation if the holder would exceed its part.
         """
-        if not self.has_room(size, holder, more=more):
+        if not self.is_available(size, holder, more=more):
             return False
         held = self._held_by.get(holder) or _HeldBodies()
         self.held += size
@@ -44,7 +44,7 @@ class BodyMemory:
         self._held_by[holder] = held
         return True
 
-    def has_room(self, size: int, holder: str, *, more: bool = False) -> bool:
+    def is_available(self, size: int, holder: str, *, more: bool = False) -> bool:
         """Return whether ``reserve`` would succeed now."""
         held, free = self._held_by.get(holder) or _HeldBodies(), self.limit - self.held - size
         return free >= 0 and not (held.bodies > more and held.size + size > _TIMES_FREE * free)

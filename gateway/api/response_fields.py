@@ -36,7 +36,7 @@ from gateway.api.usage import Usage, UsageObject, convert_usage, decode_usage
 
 _ESCAPED = b"\\u00"  # an ASCII letter may be escaped like this, also in a key
 _STOPPED: Mapping[Dialect, bytes] = MappingProxyType(dict.fromkeys(Dialect, b'"abort"') | {Dialect.RESPONSES: b'"cancelled"'})
-"""What the body of a stopped engine contains, unless it is escaped. Other bodies are parsed for their usage alone."""
+"""The text in the body of a stopped engine, unless it is escaped. Other bodies are parsed for their usage alone."""
 
 WHOLE_SIZE = 64 * 1024
 """Bytes of a document that is parsed as a whole. A longer document is scanned while it passes."""

@@ -58,7 +58,7 @@ class Keyring:
         invalid_api_key or expired_api_key. If an anonymous key is configured, requests without a key are anonymous, and so are
         bearers that cannot be a configured key (clients send ``not-needed``). A malformed or misplaced key is refused.
         """
-        token = _bearer(authorization) if authorization is not None else api_key
+        token = api_key if authorization is None else _bearer(authorization)
         if not token:
             return self._without_key(authorization, api_key, sent)
         digest = sha256(token).digest()
@@ -122,7 +122,9 @@ def _bearer(value: bytes) -> bytes:
 
     Raises Refusal invalid_api_key for another scheme.
     """
+    if value[:7] == b"Bearer ":
+        return value[7:].strip(b" ")
     scheme, _, token = value.partition(b" ")
-    if scheme != b"Bearer" and scheme.lower() != b"bearer":
+    if scheme.lower() != b"bearer":
         raise Refusal("invalid_api_key", "The Authorization header must have the form 'Bearer <key>'.")
     return token.strip(b" ")

@@ -122,7 +122,7 @@ class RequestBody(msgspec.Struct, eq=False):
         self._reserved_for, self._reserved = owner, size
 
     def hold(self, size: int) -> bool:
-        """Reserve memory for ``size`` bytes that were received behind the body. Returns False if there is none."""
+        """Reserve memory for ``size`` bytes that were received behind the body. Returns False if it is used up."""
         try:
             self.reserve(self.size + size)
         except Refusal:
@@ -185,7 +185,7 @@ class RequestBody(msgspec.Struct, eq=False):
             return
         self._solicited = self.is_awaited = True
         length = self.head.content_length or 0
-        if length > self.allowance and not (self.is_form or self.dropped or self.connection.worker.memory.has_room(length, self.owner)):
+        if length > self.allowance and not (self.is_form or self.dropped or self.connection.worker.memory.is_available(length, self.owner)):
             self.refuse(_no_memory())
         elif not self.dropped and self.head.expects_continue:
             self.connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")

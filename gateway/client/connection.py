@@ -211,7 +211,7 @@ class ClientConnection(asyncio.Protocol):
             self._start_other(other)
             return other
         limit = active.snapshot.body_limit
-        too_large = head.content_length is not None and head.content_length > limit
+        too_large = (head.content_length or 0) > limit
         body = RequestBody(self, head, limit, active.body_allowance, target.route.takes_form, too_large)
         self.parser.is_blocked = True
         self._start_inference(ClientRequest(self, target, next(worker.request_ids), head, body, keep_alive))

@@ -52,7 +52,7 @@ _NUMBER_PATTERN = rb"(?:0|[1-9][0-9]*)"
 
 
 class EventTemplate(NamedTuple):
-    """An ordinary event in a chunk of its own."""
+    """An ordinary event that is alone in its chunk."""
 
     start: bytes
     """The bytes before the text, from the first byte of the event."""

@@ -405,7 +405,7 @@ class EventRelay(ResponseRelay):
         else:
             self.gaps.mark(now)
         self.gaps.more += left - 1
-        # What the client gets of each event
+        # Each event as the client gets it
         shown = []
         for event in separate:
             if event.isspace():

@@ -112,7 +112,8 @@ class Connection(asyncio.Protocol):
         self._framing = _HEAD
         self._held = bytearray()
         """The received part of a status line and headers."""
-        self._header_bytes = 0  # of this response, interim responses included
+        self._interim_bytes = 0
+        """Bytes of interim responses before this one."""
         self._left = 0
         """Bytes of a body with a length that are still to come."""
         self.chunks: ChunkedDecoder | None = None
@@ -201,7 +202,7 @@ class Connection(asyncio.Protocol):
             if self._held:
                 data = self._take_held(data)
             at = self._read_head(data, receiver) if self._framing is _HEAD else 0
-            is_complete = self._framing is not _HEAD and self._read_body(data, at, receiver)
+            is_complete = at >= 0 and self._read_body(data, at, receiver)
         except (ResponseHeadError, ChunkedError, FramingTooLargeError) as error:
             self._fail(BadResponse(self._server, str(error)))
             return
@@ -226,22 +227,22 @@ class Connection(asyncio.Protocol):
         """Check an incomplete status line with headers. Raises ResponseHeadError."""
         if not may_begin_response(self._held):
             raise ResponseHeadError("not HTTP/1.1")
-        if self._header_bytes + len(self._held) > MAX_HEADER_BYTES:
+        if self._interim_bytes + len(self._held) > MAX_HEADER_BYTES:
             raise ResponseHeadError(f"more than {MAX_HEADER_BYTES} bytes of headers")
 
     def _read_head(self, data: bytes, receiver: Receiver) -> int:
         """Read a status line and headers, after interim responses (1xx). Returns the index of the body's first byte.
 
-        If the headers are not complete, the bytes are stored. Raises ResponseHeadError.
+        If the headers are not complete, the bytes are stored. Returns -1 then. Raises ResponseHeadError.
         """
         start = 0
-        while (end := data.find(_HEAD_END, start) + len(_HEAD_END)) >= len(_HEAD_END):
-            self._header_bytes += end - start
-            if self._header_bytes > MAX_HEADER_BYTES:
+        while (found := data.find(_HEAD_END, start)) >= 0:
+            end = found + 4
+            if self._interim_bytes + end > MAX_HEADER_BYTES:
                 break
             head = parse_response_head(data[start:end])
             if head.status >= 200:
-                self._header_bytes, self._keep_alive = 0, head.keep_alive
+                self._interim_bytes, self._keep_alive = 0, head.keep_alive
                 if head.chunked:
                     self._framing, self.chunks = _CHUNKS, ChunkedDecoder(MAX_HEADER_BYTES)
                 elif head.length is not None:
@@ -251,25 +252,28 @@ class Connection(asyncio.Protocol):
                 receiver.on_headers(head.status, head.headers)
                 return end
             start = end
+        self._interim_bytes += start
         if start < len(data):
             self._held += data[start:]
             self._check_held()
-        return start
+        return -1
 
     def _read_body(self, data: bytes, at: int, receiver: Receiver) -> bool:
         """Pass on the next bytes of a body. Returns whether it is complete. Raises ChunkedError and FramingTooLargeError."""
-        size, framing = len(data), self._framing
-        if framing is _CHUNKS:
-            assert self.chunks is not None
+        if self._framing is _LENGTH:
+            piece = data[at : at + self._left]
+            at += len(piece)
+            self._left -= len(piece)
+            if piece:
+                receiver.on_body(piece)
+            is_complete = not self._left
+        elif self.chunks is not None:
             at = self.chunks.feed(data, at, receiver.on_body)
             is_complete = self.chunks.finished
         else:
-            end = size if framing is _UNTIL_CLOSE else min(size, at + self._left)
-            self._left -= end - at
-            if end > at:
-                receiver.on_body(data[at:end])
-            at, is_complete = end, framing is _LENGTH and not self._left
-        if is_complete and at < size:
+            receiver.on_body(data[at:])
+            is_complete = False
+        if is_complete and at < len(data):
             self._keep_alive = False  # bytes without a request: this connection cannot be trusted
         return is_complete
 

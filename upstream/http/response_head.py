@@ -6,7 +6,7 @@ a new parser. It decides how the body is framed (RFC 9112, section 6.3).
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
 
 import httptools
 import msgspec
@@ -14,7 +14,8 @@ import msgspec
 Headers = dict[bytes, bytes]
 """The headers of a response by lower-case name; if a header is repeated, the first value."""
 
-_VERSIONS = (b"HTTP/1.1 ", b"HTTP/1.0 ")
+_HTTP_11 = b"HTTP/1.1 "
+_VERSIONS = (_HTTP_11, b"HTTP/1.0 ")
 _WITHOUT_A_BODY = frozenset({204, 304})
 
 
@@ -36,23 +37,8 @@ class ResponseHead(msgspec.Struct, frozen=True, eq=False, gc=False):
 
 def may_begin_response(data: bytes | bytearray) -> bool:
     """Return whether a response may begin with these bytes."""
-    start = bytes(data[: len(_VERSIONS[0])])
+    start = bytes(data[: len(_HTTP_11)])
     return any(version.startswith(start) for version in _VERSIONS)
-
-
-class _HeadEvents:
-    """Receives llhttp's callbacks for one head."""
-
-    __slots__ = ("complete", "headers", "keep_alive", "on_header", "parser")
-
-    def __init__(self) -> None:
-        self.headers: Headers = {}
-        self.on_header = self.headers.setdefault  # a method here would take six times as long
-        self.complete = self.keep_alive = False
-        self.parser: Any = httptools.HttpResponseParser(self)
-
-    def on_headers_complete(self) -> None:
-        self.complete, self.keep_alive = True, self.parser.should_keep_alive()
 
 
 def _is_repeated(data: bytes, name: bytes) -> bool:
@@ -62,30 +48,30 @@ def _is_repeated(data: bytes, name: bytes) -> bool:
 
 def parse_response_head(data: bytes) -> ResponseHead:
     """Parse a status line and headers, up to their first empty line. Raises ResponseHeadError."""
-    events = _HeadEvents()
-    parser = events.parser
+    headers: Headers = {}
+    parser = httptools.HttpResponseParser(SimpleNamespace(on_header=headers.setdefault))  # a function here would take six times as long
     try:
         parser.feed_data(data)
     except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
         raise ResponseHeadError(f"not HTTP/1.1: {error}") from None
-    finally:
-        events.parser = None  # which refers to the events
     # llhttp accepts a bare line feed in some places, where it may see the end of the headers.
-    lines = data.count(b"\r\n")
-    if not (events.complete and data.startswith(_VERSIONS) and data.count(b"\n") == lines):
+    version, lines = data[: len(_HTTP_11)], data.count(b"\r\n")
+    if version not in _VERSIONS or data.count(b"\n") != lines:
         raise ResponseHeadError("not HTTP/1.1")
-    status, headers = parser.get_status_code(), events.headers
     if not b"".join(headers).islower():
-        headers = {}
-        for name, value in events.headers.items():
+        mixed, headers = headers, {}
+        for name, value in mixed.items():
             headers.setdefault(name.lower(), value)
-    if data.find(b" \r\n") >= 0 or data.find(b"\t\r\n") >= 0:  # white space behind a value (RFC 9110, section 5.5)
-        headers = {name: value.rstrip(b" \t") for name, value in headers.items()}
     if len(headers) + 2 < lines and _is_repeated(data, b"transfer-encoding"):
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
     encoding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length")
-    if encoding is not None and encoding.lower() != b"chunked":
+    if encoding is not None and encoding.strip(b" \t").lower() != b"chunked":
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
+    keep_alive = version == _HTTP_11
+    if b"connection" in headers:
+        options = [option.strip(b" \t") for option in headers[b"connection"].lower().split(b",")]
+        keep_alive = b"close" not in options and (keep_alive or b"keep-alive" in options)
+    status = parser.get_status_code()
     if status in _WITHOUT_A_BODY:
-        return ResponseHead(status, headers, 0, False, events.keep_alive)
-    return ResponseHead(status, headers, None if length is None else int(length), encoding is not None, events.keep_alive)
+        return ResponseHead(status, headers, 0, False, keep_alive)
+    return ResponseHead(status, headers, None if length is None else int(length), encoding is not None, keep_alive)

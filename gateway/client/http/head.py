@@ -148,7 +148,7 @@ def is_host(value: bytes) -> bool:
 
 def _is_ipv6(text: bytes) -> bool:
     if b"%" in text:
-        return False  # a zone, which other readers take for an escape
+        return False  # a zone, which other readers treat as an escape
     try:
         IPv6Address(text.decode("latin-1"))
     except ValueError:

@@ -77,6 +77,8 @@ class _KnownHead(NamedTuple):
     before: bytes
     digits: bytes
     after: bytes
+    before_size: int
+    after_size: int
 
 
 class HttpParser:
@@ -101,8 +103,8 @@ class HttpParser:
         self._blank = 0
         """Bytes of empty lines before a request."""
         self._known: _KnownHead | None = None
-        self._was_unknown = False
-        """The last request had other headers than the remembered ones."""
+        self._learns_next = True
+        """The next headers that are not the remembered ones are remembered."""
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes. Raises Refusal for bytes that are not a valid request; nothing may be fed after it."""
@@ -130,11 +132,11 @@ class HttpParser:
                 if self._blank > MAX_HEAD:
                     raise head_too_large()
             else:
-                end = data.find(_HEAD_END, at) + len(_HEAD_END)
-                if end < len(_HEAD_END):
+                end = data.find(_HEAD_END, at)
+                if end < 0:
                     self._store_start(data[at:])
                     return
-                at = self._receive_request(data, at, end)
+                at = self._receive_request(data, at, end + 4)
 
     def stop(self) -> None:
         """Parse nothing more."""
@@ -169,18 +171,19 @@ class HttpParser:
         """Pass on the request whose line and headers are between two indexes. Returns the index of the first byte that was not read."""
         if self.reading is not _HEAD:
             self.number += 1
-        head = self._head(data[start:end])
         self._blank = 0
+        head = self._head(data[start:end])
         if not head.keep_alive:
             self.is_last = True
         receiver = self._handler.request_received(head)
         length, arrived = head.content_length or 0, len(data) - end
-        if not head.chunked and length <= arrived and length <= AHEAD:
+        if length <= arrived and length <= AHEAD and not head.chunked:
             self.reading = _NEXT_REQUEST
+            end += length
             if length:
-                receiver.feed(data[end : end + length])
+                receiver.feed(data[end - length : end])
             receiver.finish()
-            return end + length
+            return end
         self.reading, self.receiver = _BODY, receiver
         self._left, self._chunks = length, ChunkedDecoder(MAX_HEAD) if head.chunked else None
         if arrived > AHEAD:
@@ -190,19 +193,21 @@ class HttpParser:
     def _head(self, data: bytes) -> RequestHead:
         """Return the parsed head, from an earlier one if only the digits of the Content-Length differ.
 
-        Most clients send the same headers with each request of a connection. These are all bytes of a head, so the parser's result for them
-        is known: it depends on nothing else. Raises Refusal.
+        Most clients send the same headers with each request of a connection. All bytes of a request line with its headers are compared, so
+        the parser's result for them is known: it depends on nothing else. Raises Refusal.
         """
-        known = self._known
-        if known is not None and data.startswith(known.before) and data.endswith(known.after):
-            digits = data[len(known.before) : len(data) - len(known.after)]
-            if digits.isdigit() and len(digits) <= _MAX_DIGITS:
-                self._was_unknown = False
-                return known.head if digits == known.digits else with_length(known.head, digits)
+        if self._known is not None:
+            head, before, same, after, before_size, after_size = self._known
+            digits = data[before_size:-after_size]
+            if data[:before_size] == before and data[-after_size:] == after:
+                if digits == same:
+                    return head
+                if digits.isdigit() and len(digits) <= _MAX_DIGITS:
+                    return with_length(head, digits)
         head = parse_head(data)
-        if known is None or self._was_unknown:  # not for each request of a connection with several clients
+        if self._learns_next:  # not from each request of a connection with several clients
             self._known = _known(head, data)
-        self._was_unknown = True
+        self._learns_next = not self._learns_next
         return head
 
     # Bodies
@@ -232,7 +237,7 @@ class HttpParser:
 
 
 def _known(head: RequestHead, data: bytes) -> _KnownHead | None:
-    """Return what is to be remembered of a head; None if it cannot be repeated. Each line of ``data`` is one of its fields."""
+    """Return the remembered form of parsed headers; None if they cannot be repeated. Each line of ``data`` is one of its fields."""
     if head.content_length is None or len(data) > _MAX_KNOWN or not head.keep_alive:
         return None
     lines = data.split(_LINE_END)
@@ -240,4 +245,5 @@ def _known(head: RequestHead, data: bytes) -> _KnownHead | None:
     if not (digits.isdigit() and lines[number].endswith(digits)):
         return None  # white space behind the digits
     before = _LINE_END.join((*lines[:number], lines[number].removesuffix(digits)))
-    return _KnownHead(head, before, digits, data[len(before) + len(digits) :])
+    after = data[len(before) + len(digits) :]
+    return _KnownHead(head, before, digits, after, len(before), len(after))

@@ -172,6 +172,7 @@ def _check(response: _Response, data: bytes, readings: _Readings, *, closed: boo
 def _lower(headers: Headers) -> Headers:
     lower: Headers = {}
     for name, value in headers.items():
+        value = value.rstrip(b" \t")
         lower.setdefault(name.lower(), value.lower() if name.lower() == b"transfer-encoding" else value)
     return lower
 

@@ -73,8 +73,8 @@ def _fingerprinted(shown: bytes, event: bytes, after: bytes, options: _Options) 
     if not (isinstance(document, dict) and isinstance(final, dict) and options.hides_final and final.get("choices") == []):
         return shown
     choices, name = document.get("choices"), final.get("system_fingerprint")
-    ends = isinstance(choices, list) and any(isinstance(each, dict) and each.get("finish_reason") is not None for each in choices)
-    if not (ends and isinstance(name, str) and _has_counts(final.get("usage"))) or "system_fingerprint" in document:
+    is_last = isinstance(choices, list) and any(isinstance(each, dict) and each.get("finish_reason") is not None for each in choices)
+    if not (is_last and isinstance(name, str) and _has_counts(final.get("usage"))) or "system_fingerprint" in document:
         return shown
     data = shown.rstrip(b"\r\n")
     return b'%b,"system_fingerprint":%b}%b' % (data[:-1], json.dumps(name).encode(), shown[len(data) :]) if data.endswith(b"}") else shown

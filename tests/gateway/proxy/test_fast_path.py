@@ -155,17 +155,17 @@ async def compare_final(middle: Sequence[bytes], end: bytes, details: bytes, cou
 @settings(max_examples=examples(40), deadline=None)
 @given(
     missing=st.sets(st.integers(0, 9), max_size=4),
-    ends=st.lists(st.sampled_from([b"\n\n", b"\r\n\r\n"]), min_size=10, max_size=10),
+    endings=st.lists(st.sampled_from([b"\n\n", b"\r\n\r\n"]), min_size=10, max_size=10),
     cuts=st.lists(st.integers(1, 300), max_size=6),
 )
-def test_the_charge_of_a_truncated_stream_does_not_depend_on_its_reads(missing: set[int], ends: list[bytes], cuts: list[int]) -> None:
-    asyncio.run(compare_charges(missing, ends, cuts))
+def test_the_charge_of_a_truncated_stream_does_not_depend_on_its_reads(missing: set[int], endings: list[bytes], cuts: list[int]) -> None:
+    asyncio.run(compare_charges(missing, endings, cuts))
 
 
-async def compare_charges(missing: set[int], ends: Sequence[bytes], cuts: Sequence[int]) -> None:
+async def compare_charges(missing: set[int], endings: Sequence[bytes], cuts: Sequence[int]) -> None:
     """Some events have no counts, and lines end in different ways."""
     events = [EVENT % b"a" if n in missing else with_usage(EVENT % b"a", n) for n in range(10)]
-    wire = b"".join(frame(event[:-2] + end) for event, end in zip(events, ends, strict=True))
+    wire = b"".join(frame(event[:-2] + end) for event, end in zip(events, endings, strict=True))
     usages, at, pieces = [], 0, list[bytes]()
     for size in cuts:
         pieces.append(wire[at : at + size])
