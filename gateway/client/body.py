@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gateway.client.connection import ClientConnection
 
 _UPLOAD_AHEAD = 256 * 1024  # bytes of a form that may wait for the server
-_PIECE = 64 * 1024  # bytes of a form that are processed in one event-loop iteration
+_PIECE = 16 * 1024  # bytes of a form that are processed in one event-loop iteration
 _MORE = 4  # the part of the received bytes for which memory is reserved in advance: a fourth, as much as a growing buffer takes
 
 

@@ -136,7 +136,7 @@ class ClientConnection(asyncio.Protocol):
             self._end_with(refusal)
         if self.deferred is not None:
             self._run_deferred()
-        if parser.is_blocked and parser.stored:
+        if parser.is_blocked and parser.stored and parser.reading is not Reading.BODY:
             self._hold_reading()
 
     def _hold_reading(self) -> None:
@@ -148,10 +148,13 @@ class ClientConnection(asyncio.Protocol):
             request.keep_alive = False
 
     def _parse_stored(self) -> None:
-        """Parse the bytes that were received behind the request that has just been answered."""
-        if self.flow.write_paused:
+        """Parse the rest of a body, or the bytes that were received behind the request that has just been answered."""
+        is_body = self.parser.reading is Reading.BODY
+        if self.parser.is_blocked and not is_body:
+            return
+        if self.flow.write_paused and not is_body:
             self.flow.pause_reading()  # until the client has read its responses
-        elif self.parser.stored and not (self.parser.is_blocked or self.transport.is_closing()):
+        elif self.parser.stored and not self.transport.is_closing():
             self.flow.reading_held = False
             self.data_received(b"")
             self.flow.resume_reading()
@@ -220,6 +223,11 @@ class ClientConnection(asyncio.Protocol):
     def body_follows(self) -> None:
         """Run the handler up to its wait for the body: it authenticates the request, so the body has an owner."""
         self._run_deferred()
+
+    def body_stored(self) -> None:
+        """Decode the rest of the chunks that have been received in a later event-loop iteration."""
+        self.flow.hold_reading()
+        asyncio.get_running_loop().call_soon(self._parse_stored)
 
     def response_finished(self, *, keep_alive: bool, body_complete: bool) -> None:
         """Serve the next request, or close: the current request's response has been written."""

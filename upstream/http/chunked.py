@@ -8,6 +8,7 @@ accepted, because another reader could read it in another way.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from enum import Enum, auto
 
@@ -64,14 +65,15 @@ class ChunkedDecoder:
         self.finished = False
         """The whole body has been received."""
 
-    def feed(self, data: bytes, at: int, sink: Callable[[bytes], None]) -> int:
-        """Decode the bytes from ``at`` on, and pass the body's bytes to ``sink``, at most one piece for each chunk.
+    def feed(self, data: bytes, at: int, sink: Callable[[bytes], None], most: int = sys.maxsize) -> int:
+        """Decode the bytes from ``at`` on, at most ``most`` chunks, and pass the body to ``sink``, at most one piece for each chunk.
 
-        Returns the index of the first byte that does not belong to the body. Raises ChunkedError and FramingTooLargeError.
+        Returns the index of the first byte that was not decoded. Raises ChunkedError and FramingTooLargeError.
         """
         size = len(data)
-        while at < size and not self.finished:
+        while at < size and most and not self.finished:
             if self._left:
+                most -= 1
                 piece = data[at : at + self._left]
                 at += len(piece)
                 self._left -= len(piece)

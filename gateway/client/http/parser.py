@@ -18,6 +18,7 @@ from upstream.http.chunked import ChunkedDecoder, ChunkedError, FramingTooLargeE
 AHEAD = 64 * 1024
 """Bytes of a body that may be passed on before the request is started."""
 _LINE_END, _HEAD_END, _CR = b"\r\n", b"\r\n\r\n", 0x0D
+_CHUNKS_AT_ONCE = 4096  # of a body that are decoded in one event-loop iteration
 _MAX_KNOWN = 4096  # bytes of a request line and headers that are remembered
 _MAX_DIGITS = 15  # of a Content-Length in remembered headers
 
@@ -49,6 +50,9 @@ class RequestHandler(Protocol):
 
     def body_follows(self) -> None:
         """Start the request now. More than ``AHEAD`` bytes have arrived behind its headers, and they need an owner."""
+
+    def body_stored(self) -> None:
+        """Call ``feed`` without bytes in a later event-loop iteration: a part of the body is stored unparsed."""
 
 
 class Reading(Enum):
@@ -99,7 +103,8 @@ class HttpParser:
         """Bytes of a body with a length that are still to come."""
         self._chunks: ChunkedDecoder | None = None
         self.stored: bytes | bytearray = b""
-        """Bytes that have not been parsed: a part of a request line and headers, or bytes behind a request while the parser is blocked."""
+        """Bytes that have not been parsed: a part of a request line and headers, the rest of a body in many chunks, or bytes behind a
+        request while the parser is blocked."""
         self._blank = 0
         """Bytes of empty lines before a request."""
         self._known: _KnownHead | None = None
@@ -113,7 +118,7 @@ class HttpParser:
             if type(stored) is bytes:
                 stored = bytearray(stored)
             stored += data
-            if self.is_blocked or (self.reading is _HEAD and self._is_incomplete(stored, data)):
+            if (self.is_blocked and self.reading is not _BODY) or (self.reading is _HEAD and self._is_incomplete(stored, data)):
                 self.stored = stored
                 return
             data, self.stored = bytes(stored), b""
@@ -121,6 +126,10 @@ class HttpParser:
         while at < size:
             if self.reading is _BODY:
                 at = self._feed_body(data, at)
+                if at < size and self.reading is _BODY:  # there are many chunks: other connections are served in between
+                    self.stored = data[at:]
+                    self._handler.body_stored()
+                    return
             elif self.is_last:
                 return
             elif self.is_blocked:
@@ -224,7 +233,7 @@ class HttpParser:
             is_complete = not self._left
         else:
             try:
-                at = chunks.feed(data, at, receiver.feed)
+                at = chunks.feed(data, at, receiver.feed, _CHUNKS_AT_ONCE)
             except ChunkedError:
                 raise invalid_request() from None
             except FramingTooLargeError:

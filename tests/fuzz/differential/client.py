@@ -71,6 +71,9 @@ class _Handler:
     def body_follows(self) -> None:
         check(self.bodies[-1].size == 0, "a request starts before its large body")
 
+    def body_stored(self) -> None:
+        """Do nothing: the bodies here have few chunks."""
+
 
 class _Result(NamedTuple):
     requests: list[_Request]

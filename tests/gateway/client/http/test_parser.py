@@ -52,6 +52,7 @@ class Handler:
 
     received: list[Received] = field(default_factory=list)
     parser: HttpParser | None = None
+    calls: int = 0
 
     def request_received(self, head: RequestHead) -> Received:
         self.received.append(Received(head))
@@ -62,6 +63,9 @@ class Handler:
     def body_follows(self) -> None:
         assert self.received[-1].body == b"", "the request is started before its body"
 
+    def body_stored(self) -> None:
+        self.calls += 1
+
 
 def parsed(pieces: list[bytes]) -> tuple[list[tuple[object, ...]], str | None, Reading]:
     """Parse the pieces. Returns the requests, the code of the refusal, and what the parser expects next."""
@@ -70,6 +74,8 @@ def parsed(pieces: list[bytes]) -> tuple[list[tuple[object, ...]], str | None, R
     for piece in pieces:
         try:
             parser.feed(piece)
+            while parser.reading is Reading.BODY and parser.stored:
+                parser.feed(b"")
         except Refusal as refusal:
             refused = refusal.code
             parser.stop()
@@ -280,6 +286,18 @@ def test_small_chunks_do_not_count_as_headers() -> None:
     data = LINE + HOST + b"transfer-encoding: chunked\r\n\r\n" + chunks(body, 1)
     received, refused, _ = parsed([data[at : at + 10_000] for at in range(0, len(data), 10_000)])
     assert refused is None and received[0][-2:] == (body, True)
+
+
+def test_many_chunks_are_decoded_in_several_iterations() -> None:
+    handler, body = Handler(), b"a" * 20_000
+    parser = HttpParser(handler)
+    parser.feed(LINE + HOST + b"transfer-encoding: chunked\r\n\r\n" + chunks(body, 1) + post(b"{}"))
+    assert 0 < len(handler.received[0].body) < 5000
+    while not handler.received[0].finished:
+        calls = handler.calls
+        parser.feed(b"")
+        assert handler.calls == calls + 1 or handler.received[0].finished
+    assert [each.body for each in handler.received] == [body, b"{}"]
 
 
 # The last request, and offers of other protocols
