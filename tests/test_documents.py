@@ -5,8 +5,10 @@ The tests in tests/documents run the examples and check their output.
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ from gateway.api.routes import REFUSED, ROUTES
 from gateway.cli.main import application
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.documents.blocks import DOCS, PAGES, ROOT, blocks, identity, prose
+from tests.fuzz.differential.registry import TARGETS
+from tests.mutants.core import CORE
 from tests.support.rows import each_row
 from upstream.balancing.policies import POLICIES
 from upstream.vllm.failures import CAUSES
@@ -250,3 +254,85 @@ def anchors(page: Path) -> set[str]:
     """Return the anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+# The trusted core
+
+_CORE_PAGE = DOCS / "security-core.md"
+_MOST_LINES = 2000
+_FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_LINKED = re.compile(r"\[[\w.]+\]\(\.\./([^)]+\.py)\)")
+_SEARCHES = frozenset(
+    {
+        *("find", "rfind", "index", "rindex", "count", "split", "rsplit", "partition", "rpartition", "startswith", "endswith"),
+        *("search", "match", "fullmatch", "finditer", "findall"),
+    }
+)
+_SEARCHED = (
+    *("gateway/client", "gateway/proxy", "upstream/http"),
+    *(f"gateway/api/{name}.py" for name in ("response_fields", "json_scan", "model_name")),
+)
+
+
+def definitions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]]:
+    """Yield the functions and classes of a module, with the names of their classes."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, _FUNCTION):
+            yield within + node.name, node
+            yield from definitions(node, f"{within}{node.name}.")
+
+
+def counted(path: str, functions: str) -> int:
+    """Return the lines of a file, or of its named functions and classes, with their decorators."""
+    text = (ROOT / path).read_text()
+    if functions == "all":
+        return len(text.splitlines())
+    lines = 0
+    for name in functions.split(", "):
+        (node,) = (node for found, node in definitions(ast.parse(text)) if f".{found}".endswith(f".{name}"))
+        assert node.end_lineno is not None
+        lines += node.end_lineno + 1 - min(each.lineno for each in (node, *node.decorator_list))
+    return lines
+
+
+def test_the_trusted_core_has_the_lines_that_its_page_states_and_is_small() -> None:
+    totals, expected, documented = [], [0], []
+    for cells in rows(_CORE_PAGE):
+        if cells[0] == "total":
+            totals.append((int(cells[2]), expected[-1]))
+            expected.append(0)
+        elif len(cells) == 5 and (linked := _LINKED.match(cells[0])) is not None:
+            assert cells[3] == ("yes" if linked[1] in CORE else "no"), linked[1]
+            lines = counted(linked[1], cells[1])
+            documented.append((linked[1], int(cells[2]), lines))
+            expected[-1] += lines
+    assert [(path, lines) for path, stated, lines in documented if stated != lines] == [], "the page states other numbers"
+    assert all(stated == lines for stated, lines in totals), totals
+    assert 0 < totals[0][0] <= _MOST_LINES
+
+
+def searching_functions() -> set[tuple[str, str]]:
+    """Return the functions on the data path that search in bytes or texts, with their files."""
+    found = set()
+    for path in (path for name in _SEARCHED for path in ([ROOT / name] if name.endswith(".py") else (ROOT / name).rglob("*.py"))):
+        for _, node in definitions(ast.parse(path.read_text())):
+            calls = (each.func.attr for each in ast.walk(node) if isinstance(each, ast.Call) and isinstance(each.func, ast.Attribute))
+            if not isinstance(node, ast.ClassDef) and not _SEARCHES.isdisjoint(calls):
+                found.add((str(path.relative_to(ROOT)), node.name))
+    return found
+
+
+def test_each_search_on_the_data_path_has_a_reason() -> None:
+    documented = set()
+    for cells in rows(_CORE_PAGE):
+        if len(cells) == 3 and (linked := _LINKED.match(cells[0])) is not None:
+            assert len(cells[2]) > 20
+            documented |= {(linked[1], name) for name in re.findall(r"\w+", cells[0][linked.end() :])}
+    assert documented == searching_functions()
+
+
+def test_the_fuzz_targets_and_mutants_of_the_trusted_core_exist() -> None:
+    lines = [line for line in _CORE_PAGE.read_text().splitlines() if line.startswith(("- Fuzz target", "- Random bytes"))]
+    named = [re.findall(r"`([^`]+)`", line) for line in lines]
+    assert {name for names in named for name in names if name.endswith(".py")} == set(CORE)
+    assert {name for names in named for name in names if not name.endswith(".py")} - {"key"} == set(TARGETS)
