@@ -47,8 +47,19 @@ ERRORS: Mapping[str, tuple[str, Json]] = {
     "a bias": (COMPLETIONS, {"prompt": "Hi", "logit_bias": {"99999": 1}, "max_tokens": 5}),
 }
 
+_FINGERPRINT = re.compile(rb',"system_fingerprint":"[^"]*"(?=\}\n\n)')
+
+
+def with_last_fingerprint(stream: bytes) -> bytes:
+    """Return a stream without its fingerprints, except for the last one."""
+    last = max((found.start() for found in _FINGERPRINT.finditer(stream)), default=0)
+    return _FINGERPRINT.sub(b"", stream[:last]) + stream[last:]
+
+
 FIRST_ERROR = "an error as the first event"
-DIFFERENCES: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType({})
+DIFFERENCES: Mapping[str, Callable[[bytes], bytes]] = MappingProxyType(
+    {"`system_fingerprint` in a stream of several choices or prompts": with_last_fingerprint}
+)
 """The changes of a stream without errors, by the row of the table. Each returns the bytes that the client gets, from those of vLLM."""
 
 _NEW_VALUES = (
