@@ -505,8 +505,9 @@ class EventRelay(ResponseRelay):
         if self._waiting is None:
             return b""
         (event, document), self._waiting = self._waiting, None
-        fingerprint, end = final.get("system_fingerprint"), event.rstrip(b"\r\n")
-        if isinstance(fingerprint, str) and "system_fingerprint" not in document and end.endswith(b"}"):
+        fingerprint, end, data = final.get("system_fingerprint"), event.rstrip(b"\r\n"), data_of(event)
+        is_last_field = end.endswith(data) and data.endswith(b"}")  # no other line follows the data, which is one line
+        if isinstance(fingerprint, str) and "system_fingerprint" not in document and is_last_field:
             document["system_fingerprint"] = fingerprint
             event = b'%b,"system_fingerprint":%b}%b' % (end[:-1], orjson.dumps(fingerprint), event[len(end) :])
         return self._shown(event, document)

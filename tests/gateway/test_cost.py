@@ -40,11 +40,11 @@ class Count(NamedTuple):
 
 
 BOUNDS = {
-    "request": Count(115, 100, 3765),
+    "request": Count(115, 100, 3780),
     "request with another key": Count(126, 116, 4255),
     "request with a ledger": Count(124, 115, 4200),
     "request of a limited key": Count(152, 116, 5170),
-    "request of a key with budgets": Count(154, 123, 5620),
+    "request of a key with budgets": Count(174, 134, 6370),
     "chunk": Count(3.3, 11, 231),
     "chunk with exact counting": Count(3.3, 15.4, 270),
 }

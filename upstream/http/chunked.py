@@ -66,19 +66,29 @@ class ChunkedDecoder:
         """The whole body has been received."""
 
     def feed(self, data: bytes, at: int, sink: Callable[[bytes], None], most: int = sys.maxsize) -> int:
-        """Decode the bytes from ``at`` on, at most ``most`` chunks, and pass the body to ``sink``, at most one piece for each chunk.
+        """Decode the bytes from ``at`` on, at most ``most`` chunks or lines, and pass the body to ``sink``, at most a piece for each chunk.
 
         Returns the index of the first byte that was not decoded. Raises ChunkedError and FramingTooLargeError.
         """
         size = len(data)
         while at < size and most and not self.finished:
+            most -= 1
+            if self.between_chunks:
+                found = _SIZE_LINE.match(data, at)
+                start = at if found is None else found.end()
+                end = start if found is None else start + int(found[1], 16)
+                if end > start and data[end : end + 2] == _LINE_END:  # the whole chunk has arrived
+                    self._count(start - at)
+                    self._count(2 - FRAMING_PER_BYTE * (end - start))
+                    at = end + 2
+                    sink(data[start:end])
+                    continue
+                self.between_chunks = False
             if self._left:
-                most -= 1
                 piece = data[at : at + self._left]
                 at += len(piece)
                 self._left -= len(piece)
-                excess = self._excess - FRAMING_PER_BYTE * len(piece)
-                self._excess = excess if excess > 0 else 0
+                self._count(-FRAMING_PER_BYTE * len(piece))
                 sink(piece)
                 continue
             end = data.find(b"\n", at) + 1
@@ -88,14 +98,21 @@ class ChunkedDecoder:
             at = end or size
             if self._expects is _CHUNK_END and not _LINE_END.startswith(line):
                 raise ChunkedError("a chunk is longer than its size")
-            if self._excess + len(line) > self._limit:
-                raise FramingTooLargeError(f"the framing of the body is larger than {self._limit} bytes")
-            self._line = b"" if end else line
+            self._count(len(line))
             if end:
-                self._excess += len(line)
+                self._line = b""
                 self._read_line(line)
-        self.between_chunks = self._expects is _SIZE and not (self._left or self._line)
+            else:
+                self._count(-len(line))  # it is counted when it is complete
+                self._line = line
         return at
+
+    def _count(self, framing: int) -> None:
+        """Count bytes of framing; a body's bytes make up for some of them. Raises FramingTooLargeError."""
+        excess = self._excess + framing
+        self._excess = excess if excess > 0 else 0
+        if excess > self._limit:
+            raise FramingTooLargeError(f"the framing of the body is larger than {self._limit} bytes")
 
     def _read_line(self, line: bytes) -> None:
         """Read a whole line of the framing."""
@@ -106,7 +123,7 @@ class ChunkedDecoder:
             self._left = int(found[1], 16)
             self._expects = _CHUNK_END if self._left else _TRAILER
         elif self._expects is _CHUNK_END:
-            self._expects = _SIZE
+            self._expects, self.between_chunks = _SIZE, True
         elif line == _LINE_END:
             self.finished = True
         elif _TRAILER_LINE.fullmatch(line) is None or line[: line.find(b":")].lower() in _FRAMING:

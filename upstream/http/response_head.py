@@ -41,9 +41,10 @@ def may_begin_response(data: bytes | bytearray) -> bool:
     return any(version.startswith(start) for version in _VERSIONS)
 
 
-def _is_repeated(data: bytes, name: bytes) -> bool:
-    """Return whether a valid head has several headers of this name."""
-    return sum(line[: line.find(b":")].lower() == name for line in data.split(b"\r\n")) > 1
+def _all_values(data: bytes, name: bytes) -> list[bytes]:
+    """Return the values of all headers with this name in valid bytes: each line is one header."""
+    fields = (line.partition(b":") for line in data.split(b"\r\n"))
+    return [value for given, _, value in fields if given.lower() == name]
 
 
 def parse_response_head(data: bytes) -> ResponseHead:
@@ -62,14 +63,16 @@ def parse_response_head(data: bytes) -> ResponseHead:
         mixed, headers = headers, {}
         for name, value in mixed.items():
             headers.setdefault(name.lower(), value)
-    if len(headers) + 2 < lines and _is_repeated(data, b"transfer-encoding"):
-        raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
+    if len(headers) + 2 < lines:  # a header is repeated
+        if len(_all_values(data, b"transfer-encoding")) > 1:
+            raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
     encoding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length")
     if encoding is not None and encoding.strip(b" \t").lower() != b"chunked":
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
     keep_alive = version == _HTTP_11
     if b"connection" in headers:
-        options = [option.strip(b" \t") for option in headers[b"connection"].lower().split(b",")]
+        values = b",".join(_all_values(data, b"connection")).lower()
+        options = [option.strip(b" \t") for option in values.split(b",")]
         keep_alive = b"close" not in options and (keep_alive or b"keep-alive" in options)
     status = parser.get_status_code()
     if status in _WITHOUT_A_BODY:

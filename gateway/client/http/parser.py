@@ -18,7 +18,7 @@ from upstream.http.chunked import ChunkedDecoder, ChunkedError, FramingTooLargeE
 AHEAD = 64 * 1024
 """Bytes of a body that may be passed on before the request is started."""
 _LINE_END, _HEAD_END, _CR = b"\r\n", b"\r\n\r\n", 0x0D
-_CHUNKS_AT_ONCE = 4096  # of a body that are decoded in one event-loop iteration
+_CHUNKS_AT_ONCE = 2048  # chunks or lines of a body that are decoded in one event-loop iteration
 _MAX_KNOWN = 4096  # bytes of a request line and headers that are remembered
 _MAX_DIGITS = 15  # of a Content-Length in remembered headers
 
