@@ -208,8 +208,8 @@ def _state(server: Mapping[str, Any], model: str) -> str:
 def in_a_line(model: Mapping[str, Any], *, with_servers: bool = False) -> str:
     """Return a model of /status with its state, and its servers in another state, or all: ``m: ready (m#0: draining)``."""
     state = model["state"]
-    own = {server["name"]: _state(server, state) for server in model["servers"]}
-    others = [f"{name}: {each}" for name, each in own.items() if with_servers or each != state]
+    own = [(server["name"], _state(server, state)) for server in model["servers"]]
+    others = [f"{name}: {each}" for name, each in own if with_servers or each != state]
     return f"{model['id']}: {state}" + (f" ({', '.join(others)})" if others else "")
 
 

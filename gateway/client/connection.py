@@ -64,7 +64,7 @@ class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
     __slots__ = (
-        "_counted_client", "_inference", "_lingering", "_timer", "address", "client", "current", "deferred", "flow", "parser", "proxied",
+        "_counted_client", "_inference", "_lingering", "_sends_ahead", "_timer", "address", "client", "current", "deferred", "flow", "parser", "proxied",
         "scheme", "transport", "worker",
     )  # fmt: skip
     transport: BatchingTransport
@@ -79,6 +79,7 @@ class ClientConnection(asyncio.Protocol):
         """The last request that has been started."""
         self._inference: ClientRequest | None = None  # the same, of inference requests
         self._lingering = False  # no further request is served
+        self._sends_ahead = False  # more bytes may have arrived: the kernel resets a connection that is closed with unread bytes
         self._timer = WaitTimer()
         # The other end
         self.client: tuple[str, int] | None = None
@@ -142,6 +143,7 @@ class ClientConnection(asyncio.Protocol):
     def _hold_reading(self) -> None:
         """Stop reading: the bytes behind the current request count as memory of its key, and no more of them are received."""
         request = self.current
+        self._sends_ahead = True
         self.flow.hold_reading()
         if isinstance(request, ClientRequest) and not request.body.hold(len(self.parser.stored)):
             self.parser.stop()
@@ -233,7 +235,7 @@ class ClientConnection(asyncio.Protocol):
         """Serve the next request, or close: the current request's response has been written."""
         self.parser.is_blocked = False
         if not keep_alive:
-            if body_complete:
+            if body_complete and not self._sends_ahead:
                 self.transport.close()
             else:
                 self.linger()

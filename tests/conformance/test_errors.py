@@ -51,7 +51,7 @@ TABLE = [
     Wrong("several greedy answers", {"n": 2}, param="n", message="greedy"),
     Wrong("messages is a word", {"messages": "Hi"}, param="messages"),
     Wrong("no messages", {}, code="missing_required_parameter", param="messages", without=("messages",)),
-    Wrong("stream is a word", {"stream": "yes"}, param="stream"),
+    Wrong("stream is a word", {"stream": "often"}, param="stream"),
     Wrong("stream_options without a stream", {"stream_options": {"include_usage": True}}, param="stream_options"),
     Wrong("top_logprobs alone", {"top_logprobs": 2}, param="top_logprobs"),
     Wrong("no tools", {"tools": []}, param="tools"),

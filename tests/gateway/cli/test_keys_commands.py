@@ -389,7 +389,7 @@ def test_a_duplicate_key_in_a_file_is_reported(folder: Path) -> None:
         (json.dumps([litellm("a"), litellm("b", key_alias="b", models=["gpt-4"])]), "key 2 (b), models[0]: matches no model"),
         (json.dumps([litellm("a", key_alias="a", max_budget=1, budget_duration="1mo")]),
          "key 1 (a), limits.cost_per_month: no model has a price, so no request has a cost; set models[].price"),
-        (json.dumps([litellm("one"), litellm("b", key_alias="b", models=5)]), "key 2 (b), models: expected a list, found 5"),
+        (json.dumps([litellm("one"), litellm("b", key_alias="b", models=5)]), "key 2 (b), models: expected a list, found 5; write [5]"),
     ],
 )  # fmt: skip
 def test_a_file_that_cannot_be_imported_is_reported_and_nothing_is_written(folder: Path, text: str, expected: str) -> None:
