@@ -64,8 +64,8 @@ class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
     __slots__ = (
-        "_counted_client", "_inference", "_lingering", "_sends_ahead", "_timer", "address", "client", "current", "deferred", "flow", "parser", "proxied",
-        "scheme", "transport", "worker",
+        "_counted_client", "_inference", "_lingering", "_sends_ahead", "_timer", "address", "client", "current", "deferred", "flow",
+        "parser", "proxied", "scheme", "transport", "worker",
     )  # fmt: skip
     transport: BatchingTransport
     flow: FlowControl

@@ -63,9 +63,9 @@ def parse_response_head(data: bytes) -> ResponseHead:
         mixed, headers = headers, {}
         for name, value in mixed.items():
             headers.setdefault(name.lower(), value)
-    if len(headers) + 2 < lines:  # a header is repeated
-        if len(_all_values(data, b"transfer-encoding")) > 1:
-            raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
+    is_repeated = len(headers) + 2 < lines
+    if is_repeated and len(_all_values(data, b"transfer-encoding")) > 1:
+        raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
     encoding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length")
     if encoding is not None and encoding.strip(b" \t").lower() != b"chunked":
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")

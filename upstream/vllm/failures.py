@@ -410,7 +410,7 @@ HUNG = "its engine makes no progress"
 """The reason for the restart of a server whose engine hangs."""
 _ENGINE_HUNG = Cause(
     "engine_hung",
-    "vLLM's engine made no progress, while its API server responded",
+    "vLLM's engine made no progress on its requests",
     "Look for a GPU that hangs (nvidia-smi, Xid in dmesg), for NCCL between GPUs, and for a newer vLLM.",
 )
 _UNKNOWN = Cause("unknown", "", "Read the server's log; `vllm-gateway command MODEL` prints the command, to be run by hand.")
