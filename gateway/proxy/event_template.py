@@ -121,9 +121,9 @@ def _template(event: bytes, document: Mapping[str, Any], path: Path, text: str, 
         return EventTemplate(event[:at], end, None, hidden, at, len(end))
     if hidden > first.start():
         return None
-    literals = _NUMBER.split(end[first.start() :])
-    numbers = re.compile(_NUMBER_PATTERN.join(map(re.escape, literals)) + _FRAME_END)
-    return EventTemplate(event[:at], end[: first.start()], numbers, hidden, at, first.start())
+    literals = _NUMBER.split(end)
+    numbers = re.compile(_NUMBER_PATTERN.join((b"", *map(re.escape, literals[1:]))) + _FRAME_END)
+    return EventTemplate(event[:at], literals[0], numbers, hidden, at, first.start())
 
 
 def _is_at(before: bytes, after: bytes, document: Mapping[str, Any], path: Path, text: str) -> bool:

@@ -82,14 +82,20 @@ def test_the_table(authorization: bytes | None, api_key: bytes | None, closed: s
     ("authorization", "sent", "text"),
     [
         (bearer(f'"{KEY}"'), (), "in quotes"),
+        (bearer("`cat key`"), (), "in quotes"),
+        (bearer("'key'"), (), "in quotes"),
         (bearer("$KEY"), (), "placeholder: it begins with '$'"),
+        (bearer("<key>"), (), "placeholder: it begins with '<'"),
+        (bearer("{key}"), (), "placeholder: it begins with '{'"),
         (bearer(f"{KEY} {KEY}"), (), "a space or another character"),
         (b"Bearer", (), "no key after 'Bearer'"),
         (b"Basic eDp5", (), "must have the form 'Bearer <key>'"),
         (KEY.encode(), (), "must have the form 'Bearer <key>'"),
         (None, (b"api-key",), "The header 'api-key' is not read here. Send the key as 'Authorization: Bearer <key>'."),
         (None, (b"x-api-key",), "The header 'x-api-key' is not read here."),
-        (bearer("sk-" + "k" * 513), (), "longer than 512 bytes"),
+        (None, (b"x-goog-api-key", b"host"), "The header 'x-goog-api-key' is not read here."),
+        (bearer("sk-" + "k" * 509), (), "The API key is not valid."),
+        (bearer("sk-" + "k" * 510), (), "longer than 512 bytes"),
     ],
 )
 def test_a_malformed_key_is_refused_with_its_cause_whether_or_not_one_is_needed(
@@ -139,6 +145,11 @@ def test_an_expired_anonymous_entry_admits_no_request(more: dict[str, Any]) -> N
     assert code(ring, bearer("not-needed")) == "invalid_api_key"
     assert code(ring, bearer(KEY)) == "team-a"
     assert code(Keyring([Key("anybody", anonymous=True, expires=time.time() + 86400)]), None) == "anybody"
+
+
+def test_only_spaces_around_a_key_are_no_part_of_it() -> None:
+    ring = Keyring([key("x", "xkx")])
+    assert code(ring, b"Bearer  xkx ") == "x" and code(ring, b"Bearer xk") == code(ring, b"Bearer xkx\t") == "invalid_api_key"
 
 
 def test_several_keys_of_one_principal() -> None:

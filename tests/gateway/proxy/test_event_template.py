@@ -104,6 +104,89 @@ def test_an_event_without_a_text_has_no_template(dialect: Dialect, document: str
     assert learned(event(document), dialect) == NO_TEMPLATE
 
 
+@pytest.mark.parametrize(
+    ("dialect", "document"),
+    [
+        (Dialect.CHAT, '{"choices":[{"delta":{"content":%s}}]}'),
+        (Dialect.CHAT, '{"choices":[{"delta":{"reasoning":%s}}]}'),
+        (Dialect.CHAT, '{"choices":[{"delta":{"reasoning_content":%s}}]}'),
+        (Dialect.CHAT, '{"choices":[{"delta":{"tool_calls":[{"index":0,"function":{"arguments":%s}}]}}]}'),
+        (Dialect.COMPLETIONS, '{"choices":[{"index":0,"text":%s,"finish_reason":null}]}'),
+        (Dialect.RESPONSES, '{"delta":%s,"item_id":"a"}'),
+        (Dialect.MESSAGES, MESSAGES),
+        (Dialect.MESSAGES, '{"delta":{"type":"thinking_delta","thinking":%s}}'),
+        (Dialect.MESSAGES, '{"delta":{"type":"input_json_delta","partial_json":%s}}'),
+        (Dialect.PLAIN, '{"choices":[{"delta":{"content":%s}}]}'),
+    ],
+)
+def test_the_positions_of_a_text(dialect: Dialect, document: str) -> None:
+    template = learned(event(document % '"a"'), dialect)
+    assert describes(template, event(document % '" the"')) and not describes(template, event(document % "1"))
+
+
+SENT, SHOWN = event((CHAT % '"a"')[:-1] + USAGE % (12, 3) + "}"), event(CHAT % '"a"')
+
+
+@pytest.mark.parametrize(
+    ("sent", "shown"),
+    [
+        (event(CHAT % '"\\u0001"'), None),  # code units that a text is not matched with
+        (event(CHAT % '"a"').replace(b"}\n\n", b"} \n\n"), None),
+        (event(CHAT % '"a"').replace(b"\n\n", b"\r\n\r\n"), None),
+        (event(CHAT % '"a"').replace(b'"delta":', b'"delta":\ndata: '), None),  # two lines of one document
+        (b": {\n" + event(CHAT % '"a"'), None),
+        (event(CHAT % '"1"'), None),  # the ID is the same text, and the first one
+        (SENT, SHOWN[:-3] + b"}\r\n"),
+        (SENT, SHOWN.replace(b'"index":0', b'"index":1')),
+        (SENT, SHOWN.replace(b'"index"', b'"x":1,"index"')),
+        (SENT, event("{}")),  # ends before the text
+        (event((CHAT % '"a"')[:-1] + ',"x":1}'), SHOWN),  # another field is left out
+        (
+            event((CHAT % '"a"')[:-1] + ',"x":1' + USAGE % (12, 3) + "}"),
+            event((CHAT % '"a"')[:-1] + ',"x":1}'),
+        ),  # a number before the usage
+    ],
+)
+def test_an_event_that_is_written_or_shown_in_another_way_has_no_template(sent: bytes, shown: bytes | None) -> None:
+    assert learned(sent, shown=shown) is NO_TEMPLATE
+
+
+def test_the_parts_of_a_template() -> None:
+    start, end = b'data: {"delta":{"text":"', b'"}}\n\n\r\n'
+    assert learned(event('{"delta":{"text":"a"}}'), Dialect.MESSAGES) == EventTemplate(start, end, None, -1, len(start), len(end))
+    start, end = b'data: {"delta":{"text":"', b'"},"x":'
+    template = learned(event('{"delta":{"text":"ab"},"x":1,"y":20}'), Dialect.MESSAGES)
+    assert template == EventTemplate(start, end, template.numbers, -1, len(start), len(end))
+    numbers = template.numbers
+    assert numbers is not None and numbers.fullmatch(b'70,"y":0}\n\n\r\n') and not numbers.fullmatch(b'70,"z":0}\n\n\r\n')
+    hidden = learned(SENT, shown=SHOWN).hidden
+    assert SENT[SENT.find(b'"},"finish') + hidden :].startswith(b',"usage":')
+
+
+def test_eight_events_of_a_stream_make_templates() -> None:
+    """An event without a text does not count, and an event without a template keeps the last one."""
+    learner = TemplateLearner(Dialect.MESSAGES)
+
+    def learn(text: str, ending: bytes = b"") -> bytes:
+        document = {"x": text, "delta": {"text": f"a{text}"}}
+        sent = b"data: " + orjson.dumps(document) + ending + b"\n\n"
+        learner.learn(sent, document, sent)
+        return sent
+
+    first = learn("0")
+    assert describes(learner.template, first)
+    learner.learn(event("{}"), {}, event("{}"))
+    learn("1", b" ")
+    assert describes(learner.template, first)
+    for number in range(2, 8):
+        sent = learn(str(number))
+        assert describes(learner.template, sent)
+    last = learn("8")
+    assert not describes(learner.template, last) and describes(learner.template, sent)
+    learner.forget()
+    assert learner.template is NO_TEMPLATE
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers(0, 99) | st.sampled_from(["a", "b", '"', "content"]),
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "content", "delta"]), inner, max_size=2),
