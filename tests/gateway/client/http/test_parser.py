@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
 from gateway.client.http.head import MAX_HEAD, MAX_HEADERS, RequestHead
-from gateway.client.http.parser import HttpParser, Reading
+from gateway.client.http.parser import AHEAD, HttpParser, Reading
 
 LINE, HOST = b"POST /v1/chat/completions HTTP/1.1\r\n", b"host: a\r\n"
 
@@ -53,6 +53,7 @@ class Handler:
     received: list[Received] = field(default_factory=list)
     parser: HttpParser | None = None
     calls: int = 0
+    follows: int = 0
 
     def request_received(self, head: RequestHead) -> Received:
         self.received.append(Received(head))
@@ -62,6 +63,7 @@ class Handler:
 
     def body_follows(self) -> None:
         assert self.received[-1].body == b"", "the request is started before its body"
+        self.follows += 1
 
     def body_stored(self) -> None:
         self.calls += 1
@@ -300,6 +302,117 @@ def test_many_chunks_are_decoded_in_several_iterations() -> None:
     assert [each.body for each in handler.received] == [body, b"{}"]
 
 
+def test_empty_lines_before_a_request() -> None:
+    """Each request may have as many as a request line and headers have bytes."""
+    lines = b"\r\n" * (MAX_HEAD // 2)
+    assert parsed([lines + REPEATED, lines, REPEATED])[1:] == (None, Reading.NEXT_REQUEST)
+    assert parsed([lines + b"\r\n"])[1] == parsed([REPEATED, lines, b"\r\n"])[1] == "headers_too_large"
+
+
+def test_the_start_of_a_request_is_bounded_and_checked_before_its_end() -> None:
+    """The client of another protocol gets its response at once."""
+    start = LINE + HOST + b"x: "
+    filled = start + b"a" * (MAX_HEAD - len(start))
+    for reads in ([filled], [filled[:-1], filled[-1:]], [filled[:9], filled[9:]]):
+        assert parsed(reads)[1:] == (None, Reading.HEAD)
+        assert parsed([*reads, b"a"])[1] == "headers_too_large"
+    for invalid in ([b"\x16"], [b"GE", b"\x16"], [b"GET / HTTP/1.1\r", b"x"], [b"G", b"ET / ICE/1.1\r\n"], [b"GET / HTTP/1.1", b"\n"]):
+        assert parsed(invalid) == ([], "invalid_request", Reading.NOTHING)
+
+
+def test_the_number_of_requests() -> None:
+    parser = HttpParser(Handler())
+    assert (parser.number, parser.reading) == (0, Reading.FIRST_REQUEST)
+    parser.feed(b"\r")
+    assert (parser.number, parser.reading) == (0, Reading.FIRST_REQUEST)
+    parser.feed(b"\n" + REPEATED)
+    assert (parser.number, parser.reading) == (1, Reading.NEXT_REQUEST)
+    for size in (1, 9, len(REPEATED) - 3):
+        seen = []
+        for data in (REPEATED[:size], REPEATED[size : size + 1], REPEATED[size + 1 : -1], REPEATED[-1:]):
+            parser.feed(data)
+            seen.append(parser.reading)
+        assert seen[0] is Reading.HEAD and seen[2:] == [Reading.BODY, Reading.NEXT_REQUEST]
+    assert parser.number == 4
+    parser.feed(REPEATED * 2)
+    assert parser.number == 6
+
+
+def test_a_start_in_many_reads_is_stored_in_place() -> None:
+    """Otherwise each read would copy all earlier ones."""
+    parser = HttpParser(Handler())
+    for data in (b"POST", b" /v1/", b"x"):
+        parser.feed(data)
+    assert parser.stored == b"POST /v1/x" and isinstance(parser.stored, bytearray)
+    parser.stop()
+    assert parser.stored == b"" and parser.reading is Reading.NOTHING
+
+
+@pytest.mark.parametrize(("length", "arrived", "follows"), [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 1)])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_large_body_needs_an_owner(length: int, arrived: int, follows: int, is_chunked: bool) -> None:
+    """``length`` and ``arrived`` are beyond the bytes that are passed on before the request is started."""
+    assert AHEAD == 65536
+    body, handler = b"a" * (AHEAD + length), Handler()
+    start = LINE + HOST + b"content-length: %d\r\n\r\n" % len(body)
+    if is_chunked:
+        start, body = LINE + HOST + b"transfer-encoding: chunked\r\n\r\n", b"%x\r\n" % (2 * AHEAD) + body
+    HttpParser(handler).feed(start + body[: AHEAD + arrived])
+    assert handler.follows == (arrived if is_chunked else follows)
+    if not is_chunked:
+        assert handler.received[0].finished is (arrived >= length)
+
+
+# Remembered headers
+
+
+def received_heads(*messages: bytes) -> list[RequestHead]:
+    handler = Handler()
+    parser = HttpParser(handler)
+    for message in messages:
+        parser.feed(message)
+    assert len(handler.received) == len(messages)
+    return [each.head for each in handler.received]
+
+
+def numbered(number: int, digits: bytes = b"0", size: int = 0) -> bytes:
+    """Return a request with this header and Content-Length, and of this size."""
+    start = LINE + HOST + b"x: %d%b\r\ncontent-length: %b\r\nz: y" % (number, b"-abc", digits)
+    return start + b"y" * (size - len(start) - 4) + b"\r\n\r\n" + b"a" * int(digits)
+
+
+def test_a_repeated_head_is_not_parsed_again() -> None:
+    """Its values are the same objects. With another length, all others are."""
+    first, second, third = received_heads(numbered(1), numbered(1), numbered(1, b"12"))
+    assert second is first and third is not first
+    assert third.headers[b"x"] is first.headers[b"x"] and third.content_length == 12
+
+
+@pytest.mark.parametrize(("digits", "is_remembered"), [(b"0" * 15, True), (b"0" * 16, False)])
+def test_the_digits_of_a_remembered_length(digits: bytes, is_remembered: bool) -> None:
+    first, second = received_heads(numbered(1), numbered(1, digits))
+    assert (second.headers[b"x"] is first.headers[b"x"]) is is_remembered
+
+
+@pytest.mark.parametrize(("size", "is_remembered"), [(4096, True), (4097, False)])
+def test_the_size_of_a_remembered_head(size: int, is_remembered: bool) -> None:
+    message = numbered(1, size=size)
+    assert len(message) == size
+    first, second = received_heads(message, message)
+    assert (second is first) is is_remembered
+
+
+def test_which_head_is_remembered() -> None:
+    """The first one, until others come twice without it: a connection may have several clients."""
+    one, two = numbered(1), numbered(2)
+    found = received_heads(one, one, two, one, two, one)
+    assert all(found[at] is found[0] for at in (1, 3, 5)) and found[4] is not found[2]
+    found = received_heads(one, one, two, two, two, one)
+    assert found[3] is not found[2] and found[4] is found[3] and found[5] is not found[0]
+    found = received_heads(one, two, two)
+    assert found[2] is found[1]
+
+
 # The last request, and offers of other protocols
 
 
@@ -340,5 +453,6 @@ def test_a_closed_parser_has_no_references() -> None:
     parser = HttpParser(Handler())
     parser.feed(REPEATED[:-1])
     parser.close()
+    assert parser.receiver is None and parser.reading is Reading.NOTHING
     parser.feed(b"}")
     assert getattr(parser, "_handler", None) is None and parser.receiver is None
