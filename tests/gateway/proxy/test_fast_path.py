@@ -5,18 +5,30 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Any, cast
 
+import orjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gateway.api.routes import Dialect
 from gateway.api.usage import Usage
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode
+from gateway.proxy.event_template import TemplateLearner
+from gateway.proxy.fast_path import fast_path
+from gateway.proxy.running_usage import RunningUsage
+from gateway.telemetry.metrics import ReadGaps
 from gateway.telemetry.request_record import RequestRecord
 from tests.support.examples import examples
+from tests.support.rows import each_row
 from tests.support.way import Way, unchunked, way
 from tests.support.wire import COUNT, DONE, ROLE, STREAM_HEAD
+from upstream.http.chunked import ChunkedDecoder
+from upstream.http.sse import data_of
 
 EVENT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
 TEXTS = (b"a", b"", b"b" * 300, b"error", b"usage", b"an error" * 3, b'\\"', b"\\\\", b'\\\\\\"', b"\\n", b"c" * 3000)
@@ -179,3 +191,108 @@ async def compare_charges(missing: set[int], endings: Sequence[bytes], cuts: Seq
             record = one.context.records.pop()
             usages.append((record.usage, record.estimated_by))
     assert len(set(usages)) == 1, usages
+
+
+# The reads that take the fast path
+
+DELTA = b'data: {"delta":{"text":"%b"}}\n\n'
+SHORTEST, LONGEST = 64, 2040
+"""Bytes of the events that take it: with its frame, a chunk has less than 2 KiB."""
+
+
+def delta(size: int) -> bytes:
+    """Return an event with this number of bytes."""
+    return DELTA % (b"a" * (size - len(DELTA) + 2))
+
+
+@dataclass
+class Reader:
+    """The fast path of one stream, with what it writes and what it passes to the general path."""
+
+    running: RunningUsage | None = None
+    dialect: Dialect = Dialect.MESSAGES
+    sent: list[bytes] = field(default_factory=list)
+    passed_on: list[bytes] = field(default_factory=list)
+    held: bytearray = field(default_factory=bytearray)
+    bytes_out: int = 0
+    last_byte_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.gaps, self.chunks, self.learner = ReadGaps(monotonic()), ChunkedDecoder(1000), TemplateLearner(self.dialect)
+        itself = cast("Any", self)
+        self.read = fast_path(itself, itself, self.gaps, self.held, self.sent.append, self.learner, self.running, itself, self.chunks)
+
+    def data_received(self, data: bytes) -> None:
+        self.passed_on.append(data)
+
+    def learn(self, event: bytes, shown: bytes | None = None) -> None:
+        self.learner.learn(event, orjson.loads(data_of(event)), event if shown is None else shown)
+
+
+@each_row(
+    ("data", "is_fast"),
+    [
+        (frame(delta(SHORTEST)), True),
+        (frame(delta(SHORTEST - 1)), False),
+        (frame(delta(LONGEST)), True),
+        (frame(delta(LONGEST + 1)), False),
+        (frame(delta(5000)), False),
+        (frame(delta(300)), True),
+        (frame(DELTA % (b'\\"' * 30)), True),
+        (frame(DELTA % (b"\\u0001" * 30)), False),
+        (frame(delta(300)).replace(b"12c", b"12C"), False),
+        (frame(delta(300)).replace(b"12c", b"12d"), False),
+        (frame(delta(300)) + b"0\r\n\r\n", False),
+        (frame(delta(300))[:-1], False),
+        (frame(delta(300)).replace(b"data", b"dada"), False),
+        (frame(delta(300)).replace(b"}}", b"},"), False),
+        (b"0\r\n\r\n", False),
+        (b"\n", False),
+    ],
+)
+def test_which_reads_take_the_fast_path(data: bytes, is_fast: bool) -> None:
+    """They are sent as they are, and counted. Every other read is not changed either."""
+    one = Reader()
+    one.learn(DELTA % b"a")
+    one.read(data)
+    assert (one.sent, one.passed_on) == (([data], []) if is_fast else ([], [data]))
+    assert (one.sent or one.passed_on)[0] is data
+    assert one.bytes_out == (int(data.partition(b"\r\n")[0], 16) if is_fast else 0)
+    assert sum(one.gaps.counts) == is_fast and (one.last_byte_at > 0) is is_fast
+    if is_fast:
+        assert one.gaps.last == one.last_byte_at
+        one.read(data)
+        assert one.bytes_out == 2 * int(data.partition(b"\r\n")[0], 16) and sum(one.gaps.counts) == 2
+
+
+def test_a_read_takes_the_fast_path_only_between_whole_events() -> None:
+    data = frame(delta(300))
+    untaught, holding, inside, numbered = Reader(), Reader(), Reader(), Reader()
+    for one in (holding, inside):
+        one.learn(DELTA % b"a")
+    holding.held += b"d"
+    inside.chunks.feed(b"5\r\n", 0, inside.passed_on.append)
+    for one in (untaught, holding, inside):
+        one.read(data)
+        assert (one.sent, one.passed_on, one.bytes_out) == ([], [data], 0)
+    numbered.learn(DELTA[:-3] % b"a" + b',"n":1}\n\n')
+    for number, is_fast in ((b"0", True), (b"1234", True), (b"01", False), (b'"1"', False), (b"1 ", False)):
+        numbered.read(frame(delta(300)[:-3] + b',"n":%b}\n\n' % number))
+        assert len(numbered.sent) == is_fast and len(numbered.passed_on) is not is_fast
+        numbered.sent.clear()
+        numbered.passed_on.clear()
+
+
+def test_the_running_usage_is_left_out_on_the_fast_path() -> None:
+    one = Reader(RunningUsage(1, 1, hidden=True), Dialect.CHAT)
+    shown, counted = EVENT % b"a", with_usage(EVENT % b"a", 3)
+    one.read(frame(counted))
+    one.learn(counted, shown)
+    one.read(frame(with_usage(EVENT % b"bcd", 70)))
+    assert one.passed_on == [frame(counted)] and one.sent == [frame(EVENT % b"bcd")]
+    assert one.bytes_out == len(EVENT % b"bcd")
+    assert one.running is not None
+    assert one.running.usage == Usage(PROMPT, 70, 0, 0)
+    one.learn(shown)
+    one.read(frame(EVENT % b"ef"))
+    assert one.sent[1:] == [frame(EVENT % b"ef")], "nothing is to be left out"
