@@ -67,6 +67,34 @@ def test_names_are_exact(name: str) -> None:
     assert caught.value.code == "model_not_found"
 
 
+def test_a_key_and_its_token_both_limit_the_models() -> None:
+    """A token may name fewer models than its entry."""
+    for models, within, found in (
+        (None, ("meta/*",), ["meta/small", "meta/SMALL"]),
+        (("Qwen/*",), ("meta/*",), []),
+        (("llama", "qwen"), ("meta/*",), ["meta/small"]),
+        (("*",), (), []),
+    ):
+        limited = Key("k", models=models, within=within)
+        assert [entry.model.id for entry in CATALOG.visible(limited)] == found
+        for entry in CATALOG.entries:
+            if entry.model.id in found:
+                assert CATALOG.resolve(entry.model.id, limited) is entry
+            else:
+                with pytest.raises(Refusal):
+                    CATALOG.resolve(entry.model.id, limited)
+
+
+def test_the_fallbacks_that_a_key_may_use() -> None:
+    """A key that may use a split may use its models through it."""
+    catalog = Catalog(
+        [Model("a", (), fallbacks=("b", "c")), Model("b", ()), Model("c", ()), Model("s", (), split=(("a", 1), ("b", 1)))], {}
+    )
+    named = {entry.model.id: entry for entry in catalog.entries}
+    for models, name, found in ((None, "a", ["b", "c"]), (("a", "c"), "a", ["c"]), (("a",), "a", []), (("s",), "s", ["b"])):
+        assert [each.model.id for each in catalog.fallbacks(named["a"], Key("k", models=models), named[name])] == found
+
+
 def test_hidden_and_unknown_models_get_the_same_error() -> None:
     errors = []
     for name, globs in (("meta/small", ("Qwen/*",)), ("meta/smell", None)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from gateway.ledger.row import decode
 from gateway.proxy.event_template import TemplateLearner
 from gateway.proxy.fast_path import fast_path
 from gateway.proxy.running_usage import RunningUsage
-from gateway.telemetry.metrics import ReadGaps
+from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from gateway.telemetry.request_record import RequestRecord
 from tests.support.examples import examples
 from tests.support.rows import each_row
@@ -261,6 +262,7 @@ def test_which_reads_take_the_fast_path(data: bytes, is_fast: bool) -> None:
     assert sum(one.gaps.counts) == is_fast and (one.last_byte_at > 0) is is_fast
     if is_fast:
         assert one.gaps.last == one.last_byte_at
+        assert one.gaps.counts.index(1) <= bisect_left(CHUNK_GAPS, one.gaps.total)
         one.read(data)
         assert one.bytes_out == 2 * int(data.partition(b"\r\n")[0], 16) and sum(one.gaps.counts) == 2
 
