@@ -79,7 +79,8 @@ class ChunkedDecoder:
                 end = start if found is None else start + int(found[1], 16)
                 if end > start and data[end : end + 2] == _LINE_END:  # the whole chunk has arrived
                     self._count(start - at)
-                    self._count(2 - FRAMING_PER_BYTE * (end - start))
+                    self._count(FRAMING_PER_BYTE * (start - end))
+                    self._count(len(_LINE_END))
                     at = end + 2
                     sink(data[start:end])
                     continue

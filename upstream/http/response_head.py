@@ -63,6 +63,8 @@ def parse_response_head(data: bytes) -> ResponseHead:
         mixed, headers = headers, {}
         for name, value in mixed.items():
             headers.setdefault(name.lower(), value)
+    if data.find(b" \r\n") >= 0 or data.find(b"\t\r\n") >= 0:  # white space behind a value (RFC 9110, section 5.5)
+        headers = {name: value.rstrip(b" \t") for name, value in headers.items()}
     is_repeated = len(headers) + 2 < lines
     if is_repeated and len(_all_values(data, b"transfer-encoding")) > 1:
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
