@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from tests.support.distribution import DURATIONS, Stopwatch, group_of, problems
 from tests.support.distribution import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler  # the hook is found by its name here
@@ -20,6 +20,7 @@ from tests.support.shared import Shared
 EVERY_PROFILE: dict[str, Any] = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("change", max_examples=20, **EVERY_PROFILE)
 settings.register_profile("deep", max_examples=200, **EVERY_PROFILE)
+settings.register_profile("mutants", derandomize=True, database=None, phases=(Phase.explicit, Phase.generate), **EVERY_PROFILE)
 settings.load_profile("deep" if os.environ.get("DEEP") else "change")
 
 _MEASURED = pytest.StashKey[dict[str, list[str]]]()

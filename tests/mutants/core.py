@@ -1,23 +1,57 @@
 """The trusted core: the modules that decide whose request it is, what it may do, and where it ends. Each with the tests of its invariant.
 
-The rule: the tests of a module run in this process, need no socket where a property can say the same, and take a few seconds together.
+The rule: the tests of a module run in this process and take a few seconds together, with fixed seeds. They need no socket where a property
+can say the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import NamedTuple
 
 _DIFFERENTIAL = "tests/fuzz/test_differential.py::test_a_target_finds_no_difference[{}-0]"
+_CLIENT, _SERVER, _STREAMS, _FORMS = map(_DIFFERENTIAL.format, ("client", "server", "streams", "forms"))
+_FORM = "tests/gateway/proxy/test_form.py"
 
-CORE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+
+class Trusted(NamedTuple):
+    """A module of the trusted core."""
+
+    tests: tuple[str, ...]
+    """Arguments of pytest, the fastest tests first: the first failure ends a trial."""
+    only: tuple[str, ...] = ()
+    """The definitions that are changed, if the module has others."""
+
+
+CORE: Mapping[str, Trusted] = MappingProxyType(
     {
-        "gateway/client/http/parser.py": ("tests/gateway/client/http/test_parser.py", _DIFFERENTIAL.format("client")),
-        "upstream/http/connection.py": ("tests/upstream/http/test_connection.py", _DIFFERENTIAL.format("server")),
-        "gateway/auth/keyring.py": ("tests/gateway/auth/test_keyring.py",),
-        "gateway/auth/catalog.py": ("tests/gateway/auth/test_catalog.py", _DIFFERENTIAL.format("addresses")),
-        "gateway/proxy/form.py": ("tests/gateway/proxy/test_form.py",),
-        "gateway/proxy/body.py": ("tests/gateway/proxy/test_body.py", _DIFFERENTIAL.format("bodies")),
+        "gateway/client/http/head.py": Trusted(
+            ("tests/gateway/client/http/test_head.py", "tests/gateway/client/http/test_parser.py", _CLIENT)
+        ),
+        "gateway/client/http/parser.py": Trusted(("tests/gateway/client/http/test_parser.py", _CLIENT)),
+        "upstream/http/chunked.py": Trusted(("tests/upstream/http/test_chunked.py", _CLIENT, _SERVER)),
+        "upstream/http/response_head.py": Trusted(("tests/upstream/http/test_response_head.py", _SERVER)),
+        "upstream/http/connection.py": Trusted((_SERVER, "tests/upstream/http/test_connection.py"), ("Connection", "_DivertedReads")),
+        "gateway/proxy/form.py": Trusted(
+            (_FORMS, _FORM, f"--deselect={_FORM}::test_a_large_file_streams_through", f"--deselect={_FORM}::test_what_a_form_costs")
+        ),
+        "gateway/proxy/event_template.py": Trusted(("tests/gateway/proxy/test_event_template.py", _STREAMS)),
+        "gateway/proxy/fast_path.py": Trusted(("tests/gateway/proxy/test_fast_path.py", _STREAMS)),
+        "gateway/auth/keyring.py": Trusted(("tests/gateway/auth/test_keyring.py",)),
+        "gateway/snapshot/identity.py": Trusted(("tests/gateway/snapshot/test_identity.py",)),
+        "gateway/auth/catalog.py": Trusted(
+            ("tests/gateway/auth/test_catalog.py",),
+            (
+                "Catalog.mounted",
+                "Catalog.resolve",
+                "Catalog.resolve_unnamed",
+                "Catalog.fallbacks",
+                "Catalog.visible",
+                "Catalog._allows",
+                "Catalog._scope",
+                "named_model",
+            ),
+        ),
     }
 )
-"""Tests by module, the fastest first: the first failure ends a trial."""

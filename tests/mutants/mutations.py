@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -38,22 +38,24 @@ _REMOVED = (ast.Assign, ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.
 
 
 class Mutant(NamedTuple):
-    """One change: its line, the source before and after, and the changed module."""
+    """One change: its line and definition (``Catalog.resolve``), the source before and after, and the changed module."""
 
     line: int
+    where: str
     before: str
     after: str
     tree: ast.Module
 
 
-def mutants(source: str) -> Iterator[Mutant]:
-    """Yield every mutant of a module, in the order of the lines."""
+def mutants(source: str, only: Sequence[str] = ()) -> Iterator[Mutant]:
+    """Yield every mutant of a module, or of some of its definitions, in the order of the lines."""
     tree = ast.parse(source)
-    positions = sorted(_positions(tree), key=lambda position: (position.node.lineno, position.node.col_offset))
+    positions = [each for each in _inside(tree, (), "") if not only or any(f"{each.where}.".startswith(f"{name}.") for name in only)]
+    positions.sort(key=lambda position: (position.node.lineno, position.node.col_offset))
     for position in positions:
         for replacement in _replacements(position.node):
             changed = _replaced(tree, position, replacement)
-            yield Mutant(position.node.lineno, _text(position.node), _text(replacement), changed)
+            yield Mutant(position.node.lineno, position.where, _text(position.node), _text(replacement), changed)
 
 
 class _Position(NamedTuple):
@@ -61,13 +63,12 @@ class _Position(NamedTuple):
 
     path: tuple[str | int, ...]
     node: ast.expr | ast.stmt
+    where: str
 
 
-def _positions(tree: ast.Module) -> Iterator[_Position]:
-    yield from _inside(tree, ())
-
-
-def _inside(node: ast.AST, path: tuple[str | int, ...]) -> Iterator[_Position]:
+def _inside(node: ast.AST, path: tuple[str | int, ...], where: str) -> Iterator[_Position]:
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        where = f"{where}.{node.name}" if where else node.name
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases", "type_params"):
             continue
@@ -77,8 +78,8 @@ def _inside(node: ast.AST, path: tuple[str | int, ...]) -> Iterator[_Position]:
                 continue
             here = (*path, name) if index is None else (*path, name, index)
             if isinstance(child, ast.expr | ast.stmt):
-                yield _Position(here, child)
-            yield from _inside(child, here)
+                yield _Position(here, child, where)
+            yield from _inside(child, here, where)
 
 
 def _is_text(parent: ast.AST, child: ast.AST) -> bool:

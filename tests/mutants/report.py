@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any, NamedTuple
 
 from tests.mutants.core import CORE
+from tests.mutants.equivalent import EQUIVALENT
 from tests.mutants.mutations import Mutant, mutants
 from tests.mutants.trial import ROOT, tried
 
@@ -28,9 +29,9 @@ MOST = 600
 """Mutants of one run. Of more, a sample is tried."""
 SEED = 1
 PROCESSES = 2
-_LONGEST = 600.0  # seconds of the tests of an unchanged module
-_SLOWER, _LEAST_TIMEOUT = 5, 20.0
-"""A trial may take this many times the seconds of the unchanged module, and at least so many seconds."""
+_LONGEST = 600.0  # CPU seconds of the tests of an unchanged module
+_SLOWER, _LEAST_TIMEOUT = 2, 5.0
+"""A trial may take this many times the CPU seconds of the unchanged module, and at least so many."""
 
 Figures = Mapping[str, Mapping[str, Any]]
 
@@ -61,7 +62,7 @@ def run(modules: Sequence[str]) -> Figures:
             "mutants": len(found[module]),
             "tried": len(rows := [row for row in numbers if row[0] == module]),
             "killed": sum(killed[row] for row in rows),
-            "survivors": [list(found[module][number][:3]) for _, number in rows if not killed[module, number]],
+            "survivors": [list(found[module][number][:4]) for _, number in rows if not killed[module, number]],
             "day": day,
         }
         for module in modules
@@ -69,37 +70,50 @@ def run(modules: Sequence[str]) -> Figures:
 
 
 def _timeout(module: str) -> float:
-    """Return the seconds that a trial of a module may take."""
-    outcome = tried(module, ast.parse((ROOT / module).read_text()), CORE[module], _LONGEST)
+    """Return the CPU seconds that a trial of a module may take."""
+    outcome = tried(module, ast.parse((ROOT / module).read_text()), CORE[module].tests, _LONGEST)
     if outcome.killed:
-        raise RuntimeError(f"the tests of {module} fail without a change: {' '.join(CORE[module])}")
+        raise RuntimeError(f"the tests of {module} fail without a change: {' '.join(CORE[module].tests)}")
     return max(_SLOWER * outcome.seconds, _LEAST_TIMEOUT)
 
 
 @cache
 def _mutants_of(module: str) -> list[Mutant]:
-    return list(mutants((ROOT / module).read_text()))
+    return list(mutants((ROOT / module).read_text(), CORE[module].only))
 
 
 def _is_killed(trial: _Trial) -> bool:
-    return tried(trial.module, _mutants_of(trial.module)[trial.number].tree, CORE[trial.module], trial.timeout).killed
+    return tried(trial.module, _mutants_of(trial.module)[trial.number].tree, CORE[trial.module].tests, trial.timeout).killed
 
 
 def rendered(figures: Figures) -> str:
     """Render the page."""
-    counts = ["| module | mutants | tried | noticed | on |", "|---|---|---|---|---|"]
-    survivors = ["| module | line | before | after |", "|---|---|---|---|"]
-    for module in CORE:
-        row = figures.get(module)
-        link = f"[{module}](../{module})"
-        if row is None:
-            counts.append(f"| {link} | *not run* | | | |")
-            continue
-        share = f"{row['killed']:,} ({row['killed'] / max(row['tried'], 1):.0%})"
-        counts.append(f"| {link} | {row['mutants']:,} | {row['tried']:,} | {share} | {row['day']} |")
-        survivors += [f"| {Path(module).name} | {line} | {_code(before)} | {_code(after)} |" for line, before, after in row["survivors"]]
-    text = TEMPLATE.read_text().replace("{{COUNTS}}", "\n".join(counts))
+    survivors = ["| module | line | definition | before | after | why no test can notice it |", "|---|---|---|---|---|---|"]
+    for module, row in figures.items():
+        for line, where, before, after in row["survivors"]:
+            reason = EQUIVALENT.get(module, {}).get((where, before, after), "**a test is missing**")
+            survivors.append(f"| {Path(module).name} | {line} | {_code(where)} | {_code(before)} | {_code(after)} | {reason} |")
+    text = TEMPLATE.read_text().replace("{{COUNTS}}", "\n".join(_counts(figures)))
     return text.replace("{{SURVIVORS}}", "\n".join(survivors) if len(survivors) > 2 else "None.")
+
+
+def _counts(figures: Figures) -> list[str]:
+    """Return the table of the modules, and of all together."""
+    rows = ["| module | mutants | tried | noticed | equivalent | noticed of the others | on |", "|---|---|---|---|---|---|---|"]
+    for module in CORE:
+        link = f"[{module}](../{module})"
+        if module in figures:
+            rows.append(_count(link, {module: figures[module]}, figures[module]["day"]))
+        else:
+            rows.append(f"| {link} | *not run* | | | | | |")
+    return [*rows, _count("all", figures, "")]
+
+
+def _count(title: str, figures: Figures, day: str) -> str:
+    found, attempts, killed = (sum(row[name] for row in figures.values()) for name in ("mutants", "tried", "killed"))
+    equal = sum(tuple(each[1:]) in EQUIVALENT.get(module, {}) for module, row in figures.items() for each in row["survivors"])
+    share = f"{killed / max(attempts - equal, 1):.1%}"
+    return f"| {title} | {found:,} | {attempts:,} | {killed:,} ({killed / max(attempts, 1):.1%}) | {equal:,} | {share} | {day} |"
 
 
 def _code(text: str) -> str:
@@ -118,4 +132,5 @@ def main(modules: Sequence[str]) -> int:
     figures = {**stored(), **run(modules or list(CORE))}
     FIGURES.write_text(json.dumps({module: figures[module] for module in CORE if module in figures}, indent=1) + "\n")
     PAGE.write_text(rendered(figures))
+    print("\n".join(_counts(figures)))
     return 0

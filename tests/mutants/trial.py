@@ -9,13 +9,14 @@ from __future__ import annotations
 import ast
 import multiprocessing
 import os
+import resource
 import sys
 from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
+from math import ceil
 from pathlib import Path
-from time import monotonic
 from types import CodeType, ModuleType
 from typing import NamedTuple
 
@@ -29,12 +30,14 @@ import pytest
 import starlette.applications  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
-_OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--no-header", "--no-summary", "-W", "ignore::pytest.PytestAssertRewriteWarning")
+_OPTIONS = ("-x", "-q", "-p", "no:cacheprovider", "--no-header", "--no-summary", "--hypothesis-profile", "mutants")
+_WARNINGS = ("-W", "ignore::pytest.PytestAssertRewriteWarning")
 _PASSED, _FAILED = 0, 1
+_MOST_WAITS = 30  # a trial that does not use the processor ends after this many times its seconds
 
 
 class Outcome(NamedTuple):
-    """The end of a trial. ``killed``: a test failed, or the tests did not end in time."""
+    """The end of a trial. ``killed``: a test failed, or the tests did not end in time. ``seconds``: of the processor."""
 
     killed: bool
     seconds: float
@@ -55,20 +58,27 @@ class _Mutated(MetaPathFinder, Loader):
 
 
 def tried(module: str, tree: ast.Module, tests: Sequence[str], timeout: float) -> Outcome:
-    """Run the tests of a module whose source is this tree."""
+    """Run the tests of a module whose source is this tree. ``timeout``: seconds of the processor, since others may use the machine."""
     assert "gateway" not in sys.modules and "upstream" not in sys.modules, "a trial would use modules of this process"
-    started = monotonic()
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(module, tree, tests))
+    before = _processor_seconds()
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(module, tree, tests, ceil(timeout)))
     process.start()
-    process.join(timeout)
+    process.join(_MOST_WAITS * timeout)
     if process.is_alive():
         process.kill()
         process.join()
-    return Outcome(process.exitcode != _PASSED, monotonic() - started)
+    return Outcome(process.exitcode != _PASSED, _processor_seconds() - before)
 
 
-def _run(module: str, tree: ast.Module, tests: Sequence[str]) -> None:
+def _processor_seconds() -> float:
+    """Return the processor's seconds of the trials that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _run(module: str, tree: ast.Module, tests: Sequence[str], seconds: int) -> None:
     """Run the tests, and exit with 0 only if all of them pass."""
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     file = ROOT / module
     try:
         code = compile(ast.fix_missing_locations(tree), str(file), "exec")
@@ -79,4 +89,4 @@ def _run(module: str, tree: ast.Module, tests: Sequence[str]) -> None:
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     os.chdir(ROOT)
-    os._exit(int(pytest.main([*_OPTIONS, *tests])))
+    os._exit(int(pytest.main([*_OPTIONS, *_WARNINGS, *tests])))

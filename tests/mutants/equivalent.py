@@ -1,0 +1,140 @@
+"""Why no test can notice a mutant: by module, then by its definition and the source before and after. docs/mutants.md shows the reasons.
+
+The rule: an entry is a mutant that does the same as the original. A survivor without an entry is a missing test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+Change = tuple[str, str, str]
+
+EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
+    {
+        "gateway/client/http/head.py": {
+            ("", "b'content-length'", "b'content-lengthx'"): "llhttp rejects a second Content-Length itself.",
+            ("RequestHead", "False", "True"): "No code compares two of them.",
+            ("RequestHead.expects_continue", "b''", "b'x'"): "Neither is `100-continue`.",
+            (
+                "_HeadEvents.__init__",
+                "self.on_header = self.headers.setdefault",
+                "pass",
+            ): "A shortcut: without it, the headers are read by `_all_fields`, as repeated ones are.",
+            (
+                "_HeadEvents.__init__",
+                "self.keep_alive = self.upgrades = False",
+                "pass",
+            ): "Set before they are read: without the end of the headers, the request is rejected.",
+            ("_HeadEvents.__init__", "False", "True"): "Set before it is read: without the end of the headers, the request is rejected.",
+            (
+                "parse_head",
+                "data.find(b' \\r\\n') >= 0",
+                "data.find(b' \\r\\n') > 0",
+            ): "A request does not start with white space, so nothing is found at the index 0.",
+            ("parse_head", "0", "1"): "A request does not start with white space, so nothing is found at the index 0.",
+            (
+                "parse_head",
+                "data.find(b'\\t\\r\\n') >= 0",
+                "data.find(b'\\t\\r\\n') > 0",
+            ): "A request does not start with white space, so nothing is found at the index 0.",
+            (
+                "parse_head",
+                "len(headers) < number",
+                "len(headers) <= number",
+            ): "A shortcut: `_all_fields` has the same result for headers that are not repeated.",
+        },
+        "gateway/client/http/parser.py": {
+            ("HttpParser.__init__", "self._left = 0", "pass"): "Set before it is read, with the start of a body.",
+            ("HttpParser.__init__", "0", "1"): "Set before it is read, with the start of a body.",
+            ("HttpParser.__init__", "self._was_unknown = False", "pass"): "Set before it is read, with the first request.",
+            ("HttpParser.__init__", "False", "True"): "Set before it is read, with the first request.",
+            (
+                "HttpParser.feed",
+                "end < len(_HEAD_END)",
+                "end <= len(_HEAD_END)",
+            ): "The bytes do not start with a line end here, so no head has this size.",
+            (
+                "HttpParser._is_incomplete",
+                "stored.find(_HEAD_END, max(len(stored) - len(data) - len(_HEAD_END) + 1, 0)) >= 0",
+                "stored.find(_HEAD_END, max(len(stored) - len(data) - len(_HEAD_END) + 1, 0)) > 0",
+            ): "The stored bytes start with the request line, so neither a line feed nor the end of the headers is at the index 0.",
+            (
+                "HttpParser._is_incomplete",
+                "len(stored) - len(data) - len(_HEAD_END) + 1",
+                "len(stored) - len(data) - len(_HEAD_END) - 1",
+            ): "Two bytes more are searched, in which no end was found before.",
+            (
+                "HttpParser._is_incomplete",
+                "0",
+                "1",
+            ): "The stored bytes start with the request line, so neither a line feed nor the end of the headers is at the index 0.",
+            ("HttpParser._is_incomplete", "return False", "return None"): "Both are false.",
+            (
+                "HttpParser._is_incomplete",
+                "stored.find(b'\\n', 0, len(stored) - len(data)) < 0",
+                "stored.find(b'\\n', 0, len(stored) - len(data)) <= 0",
+            ): "The stored bytes start with the request line, so neither a line feed nor the end of the headers is at the index 0.",
+            ("HttpParser._is_incomplete", "1", "2"): "One byte more is checked, which was valid before.",
+            (
+                "HttpParser._receive_request",
+                "length <= AHEAD",
+                "length < AHEAD",
+            ): "A shortcut for a body that has arrived: the general path has the same result.",
+            (
+                "_known",
+                "digits.isdigit() and lines[number].endswith(digits)",
+                "digits.isdigit() or lines[number].endswith(digits)",
+            ): "With white space behind the digits, no head matches what is remembered: a line end is in the place of the digits.",
+        },
+        "upstream/http/chunked.py": {
+            ("ChunkedDecoder.feed", "excess > 0", "excess >= 0"): "0 is stored either way.",
+            (
+                "ChunkedDecoder.feed",
+                "continue",
+                "pass",
+            ): "The steps below are those of the next iteration, and do nothing for an empty line.",
+        },
+        "upstream/http/response_head.py": {
+            ("ResponseHead", "False", "True"): "No code compares two of them, or makes a cycle of them.",
+            ("may_begin_response", "0", "1"): "Both versions have the same length.",
+            ("parse_response_head", "b''", "b'x'"): "A shortcut: lower-case names are the same after `lower`.",
+            (
+                "parse_response_head",
+                "data.find(b' \\r\\n') >= 0",
+                "data.find(b' \\r\\n') > 0",
+            ): "A response does not start with white space, so nothing is found at the index 0.",
+            ("parse_response_head", "0", "1"): "A response does not start with white space, so nothing is found at the index 0.",
+            (
+                "parse_response_head",
+                "data.find(b'\\t\\r\\n') >= 0",
+                "data.find(b'\\t\\r\\n') > 0",
+            ): "A response does not start with white space, so nothing is found at the index 0.",
+            ("parse_response_head", "len(headers) + 2 < lines", "len(headers) + 2 <= lines"): "A shortcut: `_is_repeated` has the result.",
+            ("parse_response_head", "len(headers) + 2", "len(headers) - 2"): "A shortcut: `_is_repeated` has the result.",
+        },
+        "gateway/proxy/event_template.py": {
+            ("", "b'\\x00'", "b'\\x00x'"): "No text ends at a quote that is a NUL, so no event has this template.",
+            ("", "1", "2"): "No text ends at a quote that is a NUL, so no event has this template.",
+            ("_template", "0", "1"): "The text is not at the index 0, where `data:` is.",
+            ("_template", "hidden < 0", "hidden <= 0"): "The first byte is the quote of the text, which does not start a usage.",
+            ("_template", "hidden > first.start()", "hidden >= first.start()"): "A usage does not start with a digit.",
+            ("_is_at", "return False", "return None"): "Both are false.",
+        },
+        "gateway/proxy/fast_path.py": {
+            ("_size_lines", "b'\\n'", "b'\\nx'"): "No read starts with a line feed between two chunks.",
+            ("_size_lines", "1", "2"): "No read starts with a line feed between two chunks.",
+            ("_size_lines", "0", "1"): "No read starts with a line feed between two chunks.",
+            ("fast_path.read", "hidden >= 0", "hidden > 0"): "The first byte is the quote of the text, so a usage does not start there.",
+            ("fast_path.read", "0", "1"): "The first byte is the quote of the text, so a usage does not start there.",
+        },
+        "gateway/auth/keyring.py": {
+            (
+                "_is_expired",
+                "time.time() >= key.expires",
+                "time.time() > key.expires",
+            ): "The clock would have to show the very microsecond of the expiry.",
+            ("_bearer", "b'Bearer'", "b'Bearerx'"): "A shortcut: the next comparison ignores the case.",
+        },
+    }
+)
