@@ -40,9 +40,9 @@ class Count(NamedTuple):
 
 
 BOUNDS = {
-    "request": Count(115, 100, 3780),
+    "request": Count(115, 100, 3810),
     "request with another key": Count(126, 116, 4255),
-    "request with a ledger": Count(124, 115, 4200),
+    "request with a ledger": Count(124, 115, 4230),
     "request of a limited key": Count(152, 116, 5170),
     "request of a key with budgets": Count(174, 134, 6370),
     "chunk": Count(3.3, 11, 231),

@@ -57,7 +57,7 @@ def parse_response_head(data: bytes) -> ResponseHead:
         raise ResponseHeadError(f"not HTTP/1.1: {error}") from None
     # llhttp accepts a bare line feed in some places, where it may see the end of the headers.
     version, lines = data[: len(_HTTP_11)], data.count(b"\r\n")
-    if version not in _VERSIONS or data.count(b"\n") != lines:
+    if version not in _VERSIONS or data.count(b"\n") != lines or data[-4:] != b"\r\n\r\n":
         raise ResponseHeadError("not HTTP/1.1")
     if not b"".join(headers).islower():
         mixed, headers = headers, {}
@@ -79,4 +79,6 @@ def parse_response_head(data: bytes) -> ResponseHead:
     status = parser.get_status_code()
     if status in _WITHOUT_A_BODY:
         return ResponseHead(status, headers, 0, False, keep_alive)
-    return ResponseHead(status, headers, None if length is None else int(length), encoding is not None, keep_alive)
+    if length is None:
+        return ResponseHead(status, headers, None, encoding is not None, keep_alive and encoding is not None)
+    return ResponseHead(status, headers, int(length), False, keep_alive)

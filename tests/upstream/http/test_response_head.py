@@ -45,7 +45,7 @@ def error(data: bytes) -> str | None:
         (b"HTTP/1.1 304 Not Modified\r\n", (b"transfer-encoding: chunked", b"connection: close"), 304, 0, False, False),
         (b"HTTP/1.1 205 Reset\r\n", (b"content-length: 5",), 205, 5, False, True),
         (b"HTTP/1.1 305 Use\r\n", (b"content-length: 5",), 305, 5, False, True),
-        (b"HTTP/1.1 103 Early Hints\r\n", (b"link: x",), 103, None, False, True),
+        (b"HTTP/1.1 103 Early Hints\r\n", (b"link: x",), 103, None, False, False),
     ],
 )
 def test_the_framing(line: bytes, lines: tuple[bytes, ...], status: int, length: int | None, chunked: bool, keep_alive: bool) -> None:
