@@ -265,7 +265,8 @@ class RequestContext(msgspec.Struct, eq=False):
         # The gateway's own share: before the request was sent, and between the first byte of the response and its handling.
         overhead = (composed_at or now) - received_at - self.waited - self.queued + (self.handover or 0.0)
         # By position, in the order of the fields: with names it would take three times as long.
-        record = RequestRecord(
+        param, unknown_model = (None, None) if self.refusal is None else explained(self.refusal)
+        return RequestRecord(
             request.id,
             self.started_at,
             request.target.route.endpoint,
@@ -296,8 +297,9 @@ class RequestContext(msgspec.Struct, eq=False):
             connection.client_of(request.head.headers) if connection.proxied else connection.address,
             self.shape,
             explanation,
+            param=param,
+            unknown_model=unknown_model,
         )
-        return record if self.refusal is None else explained(record, self.refusal)
 
     def _logged_user(self, user: object) -> str | None:
         """Return the ``user`` field, if it is a text and the configuration wants it logged."""

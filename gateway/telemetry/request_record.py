@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 import msgspec
-from msgspec.structs import replace
 
 from gateway.api.errors import Refusal
 from gateway.api.settlement import Method
@@ -95,14 +94,10 @@ def requested_model(record: RequestRecord) -> str | None:
     return record.requested_model or record.unknown_model
 
 
-def explained(record: RequestRecord, refusal: Refusal) -> RequestRecord:
-    """Add the invalid field and the unknown model of an error to the record."""
+def explained(refusal: Refusal) -> tuple[str | None, str | None]:
+    """Return the path of the invalid field of an error, and the name of its unknown model, as they are logged."""
     param, name = refusal.param, refusal.model
-    return replace(
-        record,
-        param=None if param is None else field_path(param),
-        unknown_model=None if name is None else _shown(name),
-    )
+    return None if param is None else field_path(param), None if name is None else _shown(name)
 
 
 def _shown(name: str) -> str:
