@@ -79,6 +79,8 @@ class WorkerApp:
         state, path = scope["state"], scope["path"]
         endpoint = state.get("endpoint") or (path if path == _HEALTH else OTHER)
         unknown = endpoint == OTHER  # no label shows what was requested, so the access log does
+        refusal = state.get("refusal")
+        param, unknown_model = (None, None) if refusal is None else explained(refusal)
         record = RequestRecord(
             id=identity,
             started=time.time() - duration,
@@ -92,9 +94,10 @@ class WorkerApp:
             response_bytes=sent["bytes"],
             duration=duration,
             overhead=duration,
+            param=param,
+            unknown_model=unknown_model,
         )
-        refusal = state.get("refusal")
-        self._worker.record_request(record if refusal is None else explained(record, refusal))
+        self._worker.record_request(record)
 
     def _client(self, scope: Scope) -> str | None:
         """Return the address of the client, as far as it is known."""
