@@ -366,7 +366,7 @@ def test_a_large_body_needs_an_owner(length: int, arrived: int, follows: int, is
 # Remembered headers
 
 
-def received_heads(*messages: bytes) -> list[RequestHead]:
+def received_requests(*messages: bytes) -> list[RequestHead]:
     handler = Handler()
     parser = HttpParser(handler)
     for message in messages:
@@ -383,14 +383,14 @@ def numbered(number: int, digits: bytes = b"0", size: int = 0) -> bytes:
 
 def test_a_repeated_head_is_not_parsed_again() -> None:
     """Its values are the same objects. With another length, all others are."""
-    first, second, third = received_heads(numbered(1), numbered(1), numbered(1, b"12"))
+    first, second, third = received_requests(numbered(1), numbered(1), numbered(1, b"12"))
     assert second is first and third is not first
     assert third.headers[b"x"] is first.headers[b"x"] and third.content_length == 12
 
 
 @pytest.mark.parametrize(("digits", "is_remembered"), [(b"0" * 15, True), (b"0" * 16, False)])
 def test_the_digits_of_a_remembered_length(digits: bytes, is_remembered: bool) -> None:
-    first, second = received_heads(numbered(1), numbered(1, digits))
+    first, second = received_requests(numbered(1), numbered(1, digits))
     assert (second.headers[b"x"] is first.headers[b"x"]) is is_remembered
 
 
@@ -398,18 +398,18 @@ def test_the_digits_of_a_remembered_length(digits: bytes, is_remembered: bool) -
 def test_the_size_of_a_remembered_head(size: int, is_remembered: bool) -> None:
     message = numbered(1, size=size)
     assert len(message) == size
-    first, second = received_heads(message, message)
+    first, second = received_requests(message, message)
     assert (second is first) is is_remembered
 
 
 def test_which_head_is_remembered() -> None:
     """The first one, until others have come twice: a connection may have several clients."""
     one, two = numbered(1), numbered(2)
-    found = received_heads(one, one, two, one, two, one)
+    found = received_requests(one, one, two, one, two, one)
     assert all(found[at] is found[0] for at in (1, 3)) and found[4] is not found[2] and found[5] is not found[0]
-    found = received_heads(one, one, two, two, two, one)
+    found = received_requests(one, one, two, two, two, one)
     assert found[3] is not found[2] and found[4] is found[3] and found[5] is not found[0]
-    found = received_heads(one, two, two, two)
+    found = received_requests(one, two, two, two)
     assert found[3] is found[2]
 
 
