@@ -69,7 +69,7 @@ def parse_response_head(data: bytes) -> ResponseHead:
     if is_repeated and len(_all_values(data, b"transfer-encoding")) > 1:
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
     encoding, length = headers.get(b"transfer-encoding"), headers.get(b"content-length")
-    if encoding is not None and encoding.strip(b" \t").lower() != b"chunked":
+    if encoding is not None and encoding.lower() != b"chunked":
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")
     keep_alive = version == _HTTP_11
     if b"connection" in headers:

@@ -207,8 +207,8 @@ class HttpParser:
         """
         if self._known is not None:
             head, before, same, after, before_size, after_size = self._known
-            digits = data[before_size:-after_size]
             if data[:before_size] == before and data[-after_size:] == after:
+                digits = data[before_size:-after_size]
                 if digits == same:
                     return head
                 if digits.isdigit() and len(digits) <= _MAX_DIGITS:

@@ -119,7 +119,7 @@ def test_tokens_from_before_a_server_was_added_are_no_direct_use(tmp_path: Path)
         write(tmp_path / "gateway.yaml", config)
         assert one.command("reload").returncode == 0
         since = datetime.fromtimestamp(0, UTC)
-        wait_for(lambda: reconciled(one, since)["engines"] == 1)
+        wait_for(lambda: sampled(tmp_path, late.url))
         own = send(one)
         found = settled(one, since, (own["prompt_tokens"], own["completion_tokens"]), 1)
     assert usage["prompt_tokens"] > 0 and found["prompt"]["direct_use"] == found["completion"]["direct_use"] == 0
@@ -185,11 +185,12 @@ async def test_disconnects_at_any_event_leave_no_difference(server: Simulated, t
     assert used["incomplete"] > count / 4
 
 
-def sampled(folder: Path) -> bool:
-    """Return whether the first sample is stored."""
+def sampled(folder: Path, server: str = "%") -> bool:
+    """Return whether the first sample is stored, of a server or of any."""
     with closing(sqlite3.connect(folder / "usage.db")) as connection:
         exists = connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'gateway_engine_samples'").fetchone()
-        return exists is not None and bool(connection.execute("SELECT count(*) FROM gateway_engine_samples").fetchone()[0])
+        found = "SELECT count(*) FROM gateway_engine_samples WHERE server LIKE ?"
+        return exists is not None and bool(connection.execute(found, (server,)).fetchone()[0])
 
 
 def test_the_command_prints_them(one: Gateway, server: Simulated) -> None:
