@@ -185,23 +185,8 @@ def llhttp_response(data: bytes, at: int, *, closed: bool) -> Reading:
 def h11_request(data: bytes, at: int) -> Reading:
     """Read a request with h11."""
     connection = h11.Connection(h11.SERVER, max_incomplete_event_size=_MAX_HEAD)
-    found, body, complete = None, b"", False
     connection.receive_data(data[start_of_message(data, at) :])
-    try:
-        while not complete and isinstance(event := connection.next_event(), h11.Request | h11.Data | h11.EndOfMessage):
-            if isinstance(event, h11.Request):
-                found = event
-            elif isinstance(event, h11.Data):
-                body += bytes(event.data)
-            else:
-                complete = True
-        refused = False
-    except h11.RemoteProtocolError:
-        refused = True
-    if found is None:
-        return REFUSED if refused else INCOMPLETE
-    keep_alive = connection.their_state is not h11.MUST_CLOSE
-    return Reading(_message((found.method, found.target), found, keep_alive, body, len(data), connection, complete), refused)
+    return _h11_message(connection, len(data))
 
 
 def h11_response(data: bytes, at: int, *, closed: bool) -> Reading:
@@ -209,27 +194,33 @@ def h11_response(data: bytes, at: int, *, closed: bool) -> Reading:
     connection = h11.Connection(h11.CLIENT, max_incomplete_event_size=_MAX_HEAD)
     connection.send(h11.Request(method="POST", target="/", headers=[("host", "a"), ("content-length", "0")]))
     connection.send(h11.EndOfMessage())
-    found, body, complete = None, b"", False
     connection.receive_data(data[at:])
     if closed:
         connection.receive_data(b"")
+    return _h11_message(connection, len(data))
+
+
+def _h11_message(connection: h11.Connection, size: int) -> Reading:
+    """Read the message that a connection has received, of ``size`` bytes with those before and behind it."""
+    found: h11.Request | h11.Response | None = None
+    body, complete, refused = b"", False, False
     try:
-        while not complete and isinstance(
-            event := connection.next_event(), h11.InformationalResponse | h11.Response | h11.Data | h11.EndOfMessage
-        ):
-            if isinstance(event, h11.Response):
+        while not complete and isinstance(event := connection.next_event(), h11.Event):
+            if isinstance(event, h11.Request | h11.Response):
                 found = event
             elif isinstance(event, h11.Data):
                 body += bytes(event.data)
             elif isinstance(event, h11.EndOfMessage):
                 complete = True
-        refused = False
+            elif not isinstance(event, h11.InformationalResponse):
+                break  # the connection is closed
     except h11.RemoteProtocolError:
         refused = True
     if found is None:
         return REFUSED if refused else INCOMPLETE
+    first = (found.method, found.target) if isinstance(found, h11.Request) else (found.status_code,)
     keep_alive = connection.their_state is not h11.MUST_CLOSE
-    return Reading(_message((found.status_code,), found, keep_alive, body, len(data), connection, complete), refused)
+    return Reading(_message(first, found, keep_alive, body, size, connection, complete), refused)
 
 
 def _message(
