@@ -196,7 +196,7 @@ def _find_fields(module: _Module, made: _Class) -> None:
     if made.is_struct:
         return
     for each in made.defaults:
-        if each.value is not None and not (isinstance(each.value, ast.Constant) and each.value.value in (None, False)):
+        if each.value is not None and ast.unparse(each.value) not in ("None", "False"):
             raise module.error(each, "a default other than None and False must be set by __init__")
     for method in methods:
         for at in ast.walk(method):

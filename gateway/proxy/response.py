@@ -159,12 +159,11 @@ class NoResponse(ResponseRelay):
 class BodyRelay(ResponseRelay):
     """Relays a response that is not a stream of events: JSON, text, audio."""
 
-    _received = 0  # bytes of the body
-    _sent = 0  # bytes of the body that had been received when the client disconnected: it was sent these
-
     def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest) -> None:
         self._request = upstream.request
         self._response = response
+        self._received = 0  # bytes of the body
+        self._sent = 0  # bytes of the body that had been received when the client disconnected: it was sent these
         self._upstream = upstream
         kind = response.content_type
         self._is_json = kind == _JSON or kind.lower().startswith(_JSON)  # other text may contain the same fields

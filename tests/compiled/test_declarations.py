@@ -170,6 +170,7 @@ def test_inner_functions_with_defaults_need_functions_of_cython() -> None:
     [
         ("async def f():\n    def g(): ...\n", "a, line 2: a function in a coroutine refers to itself"),
         ("class A:\n    b = 3\n    def f(self): self.b = 4\n", "a, line 2: a default other than None and False"),
+        ("class A:\n    b = 0\n    def f(self): self.b = 4\n", "a, line 2: a default other than None and False"),
         (
             "import msgspec\nclass A(msgspec.Struct, eq=False): ...\nclass B(A):\n    c: int\n",
             "a, line 3: a Struct with a compiled base needs kw_only=True",
