@@ -33,6 +33,7 @@ from msgspec.structs import replace
 from gateway.api.json_scan import ELEMENT, Scanner, Wanted
 from gateway.api.routes import Dialect
 from gateway.api.usage import Usage, UsageObject, convert_usage, decode_usage
+from upstream.http.sse import split
 
 _ESCAPED = b"\\u00"  # an ASCII letter may be escaped like this, also in a key
 _STOPPED: Mapping[Dialect, bytes] = MappingProxyType(dict.fromkeys(Dialect, b'"abort"') | {Dialect.RESPONSES: b'"cancelled"'})
@@ -153,6 +154,37 @@ def opened_block(document: Mapping[str, Any]) -> str:
     block = document.get("content_block")
     kind = block.get("type") if isinstance(block, dict) and document.get("type") == "content_block_start" else None
     return kind if isinstance(kind, str) else ""
+
+
+ITEMIZED = frozenset({Dialect.RESPONSES, Dialect.MESSAGES})
+"""The dialects whose streams have events without tokens between the others."""
+EVENTS_BEFORE_TOKENS: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, 0) | {Dialect.CHAT: 1})
+"""The events at the start of a stream that have no tokens and no mark: the role, in vLLM's chat."""
+
+_LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
+    {
+        Dialect.CHAT: (b"data: [DONE]",),
+        Dialect.COMPLETIONS: (b"data: [DONE]",),
+        Dialect.RESPONSES: (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error"),
+        Dialect.MESSAGES: (b"event: message_stop", b"event: error"),
+        Dialect.COHERE: (),  # not streamed
+        Dialect.PLAIN: (b"data: [DONE]",),  # audio: no other route of this dialect is streamed
+    }
+)
+"""How the last event of a stream starts. A stream without it is truncated."""
+
+
+def ends_stream(events: bytes, rest: bytes, dialect: Dialect) -> bool:
+    """Return whether a stream's last read, or the incomplete event behind it, has the stream's last event.
+
+    The blank line after that event may be missing, the LF of its last CRLF may come late, and more blank lines may follow.
+    """
+    last, rest = _LAST_EVENT[dialect], rest.strip()
+    if rest:
+        return rest in last
+    if not any(events.find(start) >= 0 for start in last):  # most reads, which need not be split
+        return False
+    return any(event.lstrip(b"\r\n").startswith(last) for event in split(events.rstrip(b"\r\n"))[-1:])
 
 
 def of_document(document: Mapping[str, Any], dialect: Dialect) -> Fields:

@@ -25,11 +25,10 @@ from gateway.client.asgi import Application
 from gateway.client.eviction import Unauthenticated
 from gateway.client.http.cors import Cors
 from gateway.client.request import request_ids
-from gateway.client.usage_requests import UsageRequests
 from gateway.ledger.recorder import Recorder
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
-from gateway.snapshot.link import ChoiceExplained, Health, UsageRequested
+from gateway.snapshot.link import ChoiceExplained, Health
 from gateway.snapshot.snapshot import Key, Snapshot
 from gateway.system.steps import Steps
 from gateway.telemetry.access_log import AccessLog
@@ -99,7 +98,6 @@ class WorkerContext:
         spans: Spans | None = None,
         report_demand: ReportDemand = report_nothing,
         report_store: Callable[[str | None], None] = _ignore,
-        request_usage: Callable[[UsageRequested], None] = _ignore,
         report_choice: Callable[[ChoiceExplained], None] = _ignore,
     ) -> None:
         self.handle_request = handle_request
@@ -133,7 +131,6 @@ class WorkerContext:
         self.limiter = Limiter(metrics, buckets or Buckets.private(), report_store, write_batch)
         self.mirrors = MirrorTasks()
         self.queues = ModelQueues(self.deadlines, metrics.queued, report_demand)
-        self.usage_requests = UsageRequests(request_usage)
         self._report_choice = report_choice
         self._choice_times: dict[str, float] = {}
         # Records of finished requests

@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import orjson
@@ -21,9 +20,12 @@ from msgspec.structs import replace
 from gateway.api.errors import Refusal, from_failure, render, render_event
 from gateway.api.model_name import ModelRenamer, renamed
 from gateway.api.response_fields import (
+    EVENTS_BEFORE_TOKENS,
+    ITEMIZED,
     Fields,
     Observer,
     ends_choice,
+    ends_stream,
     events_without_tokens,
     is_ordinary,
     of_body,
@@ -61,22 +63,6 @@ REST_LIMIT = 64 * 1024 * 1024
 EVENT_STREAM, _JSON = b"text/event-stream", b"application/json"
 _LONGEST_TYPE = 1024  # bytes of a content type, parameters included
 _BINARY, _METADATA = b"application/octet-stream", b"metadata"
-
-_LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
-    {
-        Dialect.CHAT: (b"data: [DONE]",),
-        Dialect.COMPLETIONS: (b"data: [DONE]",),
-        Dialect.RESPONSES: (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error"),
-        Dialect.MESSAGES: (b"event: message_stop", b"event: error"),
-        Dialect.COHERE: (),  # not streamed
-        Dialect.PLAIN: (b"data: [DONE]",),  # audio: no other route of this dialect is streamed
-    }
-)
-"""How the last event of a stream starts. A stream without it is truncated."""
-
-_ITEMIZED = frozenset({Dialect.RESPONSES, Dialect.MESSAGES})  # dialects whose streams have events without tokens between the others
-_EVENTS_BEFORE_TOKENS: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, 0) | {Dialect.CHAT: 1})
-"""The events at the start of a stream that have no tokens and no mark: the role, in vLLM's chat."""
 
 
 class ResponseRelay:
@@ -162,7 +148,6 @@ class BodyRelay(ResponseRelay):
     def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest) -> None:
         self._request = upstream.request
         self._response = response
-        self._received = 0  # bytes of the body
         self._sent = 0  # bytes of the body that had been received when the client disconnected: it was sent these
         self._upstream = upstream
         kind = response.content_type
@@ -195,6 +180,7 @@ class BodyRelay(ResponseRelay):
 
     async def _stream(self, lines: bytes, length: int | None, sink: Callable[[bytes], None]) -> None:
         """Relay the body as it arrives, after these header lines. Raises UpstreamError."""
+        self._received = 0  # bytes of the body
         self._request.start_response(self._response.status, lines, length)
         _connect(self._request, self._response, sink)
         try:
@@ -367,7 +353,7 @@ class EventRelay(ResponseRelay):
             raise self._first_error
         # The server has ended its body. The stream must have ended before.
         rest = self._splitter.take()
-        if not _is_last(_LAST_EVENT[self._dialect], self._last, rest):
+        if not ends_stream(self._last, rest, self._dialect):
             raise Disconnected(response.server.name, "ended its stream before its last event")
         rest = self._renamed(self._release({})) + rest
         self._settle_limits()
@@ -473,7 +459,7 @@ class EventRelay(ResponseRelay):
             if self._hides_usage and document.get("choices") == []:
                 self._lacks_line_feed = event.endswith(b"\r")
                 return event[: len(event) - len(event.lstrip(b"\n"))]  # an LF of the CRLF that ended the event before
-        elif self._dialect in _ITEMIZED:
+        elif self._dialect in ITEMIZED:
             self._structure += events_without_tokens(document, self._block)
             self._block = opened_block(document) or self._block
             self._prompt = fields.usage or self._prompt
@@ -486,7 +472,7 @@ class EventRelay(ResponseRelay):
     def _shown(self, event: bytes, document: dict[str, Any]) -> bytes:
         """Return what the client gets of an event with a part of the response, and learn from it if it is ordinary."""
         received = event
-        if self._dialect not in _ITEMIZED and (self._running is not None or document.get("usage") is not None):
+        if self._dialect not in ITEMIZED and (self._running is not None or document.get("usage") is not None):
             event = self._read_running(event, document)
         if is_ordinary(document, self._dialect) and (self._running is None or (self._running.is_simple and event != received)):
             self._learner.learn(received, document, event)
@@ -545,7 +531,7 @@ class EventRelay(ResponseRelay):
 
     @property
     def _token_events(self) -> int:
-        return max(self.events - self._structure - _EVENTS_BEFORE_TOKENS[self._dialect], 0)
+        return max(self.events - self._structure - EVENTS_BEFORE_TOKENS[self._dialect], 0)
 
     def _delivery(self, status: int) -> Delivery:
         events, running = self._token_events, None if self._running is None else self._running.usage
@@ -565,7 +551,7 @@ class EventRelay(ResponseRelay):
         """Note an error of the server, and return the event that the client gets for it. ``number``: of the event in its stream."""
         self.failure = refusal
         self._response.fault = failure
-        if self._dialect in (Dialect.RESPONSES, Dialect.MESSAGES):
+        if self._dialect in ITEMIZED:
             return render_event(refusal, dialect=self._dialect, number=number)
         return b"data: " + render(refusal) + b"\n\n"
 
@@ -575,17 +561,7 @@ class EventRelay(ResponseRelay):
         return self._request.response_started and self._has_ended()
 
     def _has_ended(self) -> bool:
-        last = _LAST_EVENT[self._dialect]
-        return any(self._last.find(mark) >= 0 for mark in last) and _is_last(last, self._last, b"")
-
-
-def _is_last(last: tuple[bytes, ...], events: bytes, rest: bytes) -> bool:
-    """Return whether the stream has its last event.
-
-    The blank line after that event may be missing, the LF of its last CRLF may come late, and more blank lines may follow.
-    """
-    rest = rest.strip()
-    return rest in last if rest else any(event.lstrip(b"\r\n").startswith(last) for event in split(events.rstrip(b"\r\n"))[-1:])
+        return ends_stream(self._last, b"", self._dialect)
 
 
 def end_truncated(request: ClientRequest, refusal: Refusal, events: int) -> None:

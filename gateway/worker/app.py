@@ -31,6 +31,7 @@ from gateway.telemetry.metrics import OTHER
 from gateway.telemetry.request_record import RequestRecord, explained
 from gateway.worker import api_reference
 from gateway.worker.model_list import Reported, card, cards, page
+from gateway.worker.usage_requests import UsageRequests
 
 _HEALTH, _MODELS, _VERSION, _USAGE, _LIMITS = "/health", "/v1/models", "/version", "/v1/usage", "/v1/limits"
 _NOT_STORED = {"cache-control": "no-store"}
@@ -41,8 +42,9 @@ _log = logging.getLogger("vllm_gateway.worker")
 class WorkerApp:
     """The ASGI application of one worker. A path that it does not serve gets an error."""
 
-    def __init__(self, worker: WorkerContext) -> None:
+    def __init__(self, worker: WorkerContext, usage_requests: UsageRequests) -> None:
         self._worker = worker
+        self._usage_requests = usage_requests
         self._reference = api_reference.ApiReference()
         self._pages: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             _HEALTH: self._health,
@@ -143,7 +145,7 @@ class WorkerApp:
         key = self._authenticate(request)
         if self._worker.ledger is None:
             raise Refusal("not_found", "The usage of keys is not recorded here: no ledger is configured.")
-        body = await self._worker.usage_requests.report(key, request.query_params)
+        body = await self._usage_requests.report(key, request.query_params)
         return Response(body, media_type="application/json", headers=_NOT_STORED)
 
     async def _limits(self, request: Request) -> Response:

@@ -124,7 +124,6 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             spans=traced,
             report_demand=lambda model, since: link.send(ModelRequested(model, since)),
             report_store=lambda error: link.send(StoreStatus(error)),
-            request_usage=link.send,
             report_choice=link.send,
         )
         worker = Worker(
@@ -134,6 +133,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             number=arguments.number,
             peers=PeerPlacements(PlacementLog(arguments.placements_fd, arguments.number)),
             on_unknown_token=lambda issuer: link.send(UnknownSigningKey(issuer)),
+            request_usage=link.send,
         )
         process = WorkerProcess(worker, link)
         process.apply_health(first.health)  # before the first request, which would find no server
@@ -185,7 +185,7 @@ class WorkerProcess:
                 case Ping():
                     self.link.send(message)
                 case UsageReported():
-                    self.worker.context.usage_requests.reported(message)
+                    self.worker.usage_requests.reported(message)
                 case Drain(seconds=seconds):
                     await drain(self.worker, self._acceptor, listener, seconds)
                     return

@@ -18,13 +18,14 @@ from gateway.client.addresses import Proxies
 from gateway.client.connection import ClientConnection
 from gateway.client.http.cors import Cors
 from gateway.client.worker_context import ActiveSnapshot, WorkerContext
-from gateway.snapshot.link import CachedBlocks, Health
+from gateway.snapshot.link import CachedBlocks, Health, UsageRequested
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
 from gateway.telemetry.tracing import Sampler
 from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
+from gateway.worker.usage_requests import UsageRequests
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.pool import LiveServers
 from upstream.balancing.server import Progress
@@ -36,14 +37,15 @@ if TYPE_CHECKING:
 _SWEEP_EVERY = 4  # ticks
 
 
-def _ignore(_: str) -> None:
+def _ignore(_: object) -> None:
     """Do nothing: there is no control process to report to."""
 
 
 class Worker:
     """Applies snapshots to a ``WorkerContext`` and its servers. ``number`` is the number of this worker.
 
-    ``on_unknown_token`` is called with the issuer of a token that no known JWKS key has signed.
+    ``on_unknown_token`` is called with the issuer of a token that no known JWKS key has signed. ``request_usage`` asks control for a key's
+    usage.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Worker:
         number: int = 0,
         peers: PeerPlacements | None = None,
         on_unknown_token: Callable[[str], None] = _ignore,
+        request_usage: Callable[[UsageRequested], None] = _ignore,
     ) -> None:
         self.context = context
         self.fleet = fleet
@@ -69,7 +72,8 @@ class Worker:
         self._ticks = 0
         self.progress: Mapping[str, Progress] = {}
         """The progress of the servers whose responses were awaited in the last tick."""
-        context.other_routes = WorkerApp(context)
+        self.usage_requests = UsageRequests(request_usage)
+        context.other_routes = WorkerApp(context, self.usage_requests)
         self.apply_snapshot(snapshot)
 
     @property

@@ -22,8 +22,8 @@ from http import HTTPStatus
 from typing import Self
 
 from upstream.http.address import Address
-from upstream.http.bounded_get import get
 from upstream.http.errors import LocalLimit, UpstreamError
+from upstream.vllm.bounded_get import get
 from upstream.vllm.capabilities import TASK_ROUTES
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from __future__ import annotations
 import asyncio
 import ssl
 
-from upstream.http.bounded_get import get
 from upstream.http.errors import UpstreamError
+from upstream.vllm.bounded_get import get
 from upstream.vllm.health import Target
 
 SIZE_LIMIT = 16 * 1024 * 1024

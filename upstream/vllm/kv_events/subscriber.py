@@ -25,8 +25,8 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from upstream.http.bounded_get import get
 from upstream.http.errors import UpstreamError
+from upstream.vllm.bounded_get import get
 from upstream.vllm.health import Target
 from upstream.vllm.kv_events.batch import BatchDecoder
 from upstream.vllm.kv_events.blocks import Changes
