@@ -24,6 +24,7 @@ MODULES = (
     "gateway.api.media_urls",
     "gateway.api.response_fields",
     "gateway.api.settlement",
+    "gateway.api.strict_json",
     "gateway.api.translation",
     "gateway.api.usage",
     "gateway.auth.body_policy",

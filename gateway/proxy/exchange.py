@@ -15,6 +15,7 @@ from time import monotonic
 
 from gateway.api.errors import Refusal, draining
 from gateway.api.routes import Body, Dialect
+from gateway.api.strict_json import Document, parse, parse_in_steps
 from gateway.api.vllm.errors import from_server, server_failure
 from gateway.auth.catalog import CatalogEntry, named_model
 from gateway.auth.split import Split
@@ -24,7 +25,7 @@ from gateway.client.worker_context import WorkerContext
 from gateway.limits.sessions import session_of
 from gateway.prompts.balancing_facts import balancing_facts
 from gateway.prompts.token_keys import TokenRequest, add_token_keys, token_request
-from gateway.proxy.body import Document, merge, parse, parse_in_steps, prepare, prepare_in_steps, with_running_usage
+from gateway.proxy.body import merge, prepare, prepare_in_steps, with_running_usage
 from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
 from gateway.proxy.mirror import mirrored

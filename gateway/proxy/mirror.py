@@ -19,11 +19,12 @@ import orjson
 from gateway.admission.body_memory import FREE
 from gateway.api.response_fields import Observer, of_body, of_event
 from gateway.api.routes import Dialect
+from gateway.api.strict_json import Document
 from gateway.api.usage import Usage, merged
 from gateway.api.vllm.errors import server_failure
 from gateway.auth.catalog import CatalogEntry, MirrorTarget
 from gateway.client.worker_context import WorkerContext
-from gateway.proxy.body import Document, JsonBody
+from gateway.proxy.body import JsonBody
 from gateway.proxy.response import EVENT_LIMIT, is_binary, is_stream
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.telemetry.metrics import InflightGauge

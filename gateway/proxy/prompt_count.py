@@ -10,9 +10,10 @@ from time import monotonic
 
 import orjson
 
+from gateway.api.strict_json import parse_in_steps
 from gateway.api.vllm.prompt_count import Document, exact_request, read_count, tokenize_request
 from gateway.client.worker_context import WorkerContext
-from gateway.proxy.body import JsonBody, parse_in_steps
+from gateway.proxy.body import JsonBody
 from gateway.proxy.upstream_request import UpstreamRequest
 from upstream.balancing.server import Server
 from upstream.balancing.side_requests import SideRequests

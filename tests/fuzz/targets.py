@@ -26,6 +26,7 @@ from gateway.api.json_scan import ELEMENT, Scanner, Wanted
 from gateway.api.media_urls import MediaHosts
 from gateway.api.response_fields import WHOLE_SIZE, Fields, Observer, of_body, of_event
 from gateway.api.routes import ENDPOINTS, OUTPUTS, ROUTES, Body, Dialect
+from gateway.api.strict_json import parse, parse_in_steps
 from gateway.api.usage import Usage
 from gateway.api.vllm.errors import from_server
 from gateway.auth import keys
@@ -40,7 +41,7 @@ from gateway.fleet.configured_servers import launches
 from gateway.fleet.observed_servers import ObservedServers
 from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.prompts.prefix import affinity_key
-from gateway.proxy.body import JsonBody, merge, parse, parse_in_steps, prepare, prepare_in_steps
+from gateway.proxy.body import JsonBody, merge, prepare, prepare_in_steps
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import BodyRules, Issuer, Key, Snapshot
 from gateway.system.steps import finished

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES
+from gateway.api.strict_json import parse_in_steps
 from gateway.auth.body_policy import BodyPolicy
 from gateway.limits.estimate import estimate_in_steps
 from gateway.prompts.prefix import affinity_key
-from gateway.proxy.body import merge, parse_in_steps, prepare_in_steps
+from gateway.proxy.body import merge, prepare_in_steps
 from gateway.snapshot.snapshot import BodyRules
 from gateway.system.garbage_collector import collector_paused
 from gateway.telemetry.body_shape import shape

@@ -17,9 +17,10 @@ from pydantic_core import from_json
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Route
+from gateway.api.strict_json import parse, parse_in_steps
 from gateway.auth.body_policy import BodyPolicy
 from gateway.auth.catalog import named_model
-from gateway.proxy.body import JsonBody, merge, parse, parse_in_steps, prepare, with_running_usage
+from gateway.proxy.body import JsonBody, merge, prepare, with_running_usage
 from gateway.snapshot.snapshot import BodyRules
 from gateway.system.steps import finished
 from tests.fuzz.differential.cases import Case, check, choose, mutated

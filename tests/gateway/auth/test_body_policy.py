@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body
+from gateway.api.strict_json import parse
 from gateway.auth.body_policy import BATCHES, FORBIDDEN, MAX_BATCH, MAXIMA, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, BodyPolicy
-from gateway.proxy.body import JsonBody, parse, prepare
+from gateway.proxy.body import JsonBody, prepare
 from gateway.snapshot.snapshot import BodyRules
 from tests.support.rows import each_row
 
