@@ -6,7 +6,6 @@ import asyncio
 from bisect import bisect_left
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from gateway.api.routes import Dialect
 from gateway.api.usage import Usage
+from gateway.client.request import ClientRequest
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode
@@ -28,8 +28,11 @@ from tests.support.examples import examples
 from tests.support.rows import each_row
 from tests.support.way import Way, unchunked, way
 from tests.support.wire import COUNT, DONE, ROLE, STREAM_HEAD
+from upstream.balancing.attempt import UpstreamResponse
 from upstream.http.chunked import ChunkedDecoder
+from upstream.http.connection import Connection
 from upstream.http.sse import data_of
+from upstream.http.write_batching import WriteBatch
 
 EVENT = b'data: {"id":"chatcmpl-1","object":"chat.completion.chunk","choices":[{"index":0,"delta":{"content":"%b"}}]}\n\n'
 TEXTS = (b"a", b"", b"b" * 300, b"error", b"usage", b"an error" * 3, b'\\"', b"\\\\", b'\\\\\\"', b"\\n", b"c" * 3000)
@@ -206,25 +209,30 @@ def delta(size: int) -> bytes:
     return DELTA % (b"a" * (size - len(DELTA) + 2))
 
 
-@dataclass
-class Reader:
-    """The fast path of one stream, with what it writes and what it passes to the general path."""
+class GeneralPath(Connection):
+    """A connection that stores what is passed to the general path."""
 
-    running: RunningUsage | None = None
-    dialect: Dialect = Dialect.MESSAGES
-    sent: list[bytes] = field(default_factory=list)
-    passed_on: list[bytes] = field(default_factory=list)
-    held: bytearray = field(default_factory=bytearray)
-    bytes_out: int = 0
-    last_byte_at: float = 0.0
-
-    def __post_init__(self) -> None:
-        self.gaps, self.chunks, self.learner = ReadGaps(monotonic()), ChunkedDecoder(1000), TemplateLearner(self.dialect)
-        itself = cast("Any", self)
-        self.read = fast_path(itself, itself, self.gaps, self.held, self.sent.append, self.learner, self.running, itself, self.chunks)
+    def __init__(self) -> None:
+        super().__init__("tiny", lambda _: None, WriteBatch())
+        self.passed_on: list[bytes] = []
 
     def data_received(self, data: bytes) -> None:
         self.passed_on.append(data)
+
+
+class Reader:
+    """The fast path of one stream, with what it writes and what it passes to the general path. It has no connections."""
+
+    def __init__(self, running: RunningUsage | None = None, dialect: Dialect = Dialect.MESSAGES) -> None:
+        nothing, general_path = cast("Any", None), GeneralPath()
+        self.running, self.held, self.passed_on = running, bytearray(), general_path.passed_on
+        self.sent: list[bytes] = []
+        self.gaps, self.chunks, self.learner = ReadGaps(monotonic()), ChunkedDecoder(1000), TemplateLearner(dialect)
+        self.response = UpstreamResponse(nothing, nothing, nothing)
+        self.request = ClientRequest(nothing, nothing, "req_1", nothing, nothing, keep_alive=True)
+        self.read = fast_path(
+            self.response, self.request, self.gaps, self.held, self.sent.append, self.learner, running, general_path, self.chunks
+        )
 
     def learn(self, event: bytes, shown: bytes | None = None) -> None:
         self.learner.learn(event, orjson.loads(data_of(event)), event if shown is None else shown)
@@ -258,13 +266,13 @@ def test_which_reads_take_the_fast_path(data: bytes, is_fast: bool) -> None:
     one.read(data)
     assert (one.sent, one.passed_on) == (([data], []) if is_fast else ([], [data]))
     assert (one.sent or one.passed_on)[0] is data
-    assert one.bytes_out == (int(data.partition(b"\r\n")[0], 16) if is_fast else 0)
-    assert sum(one.gaps.counts) == is_fast and (one.last_byte_at > 0) is is_fast
+    assert one.request.bytes_out == (int(data.partition(b"\r\n")[0], 16) if is_fast else 0)
+    assert sum(one.gaps.counts) == is_fast and (one.response.last_byte_at > 0) is is_fast
     if is_fast:
-        assert one.gaps.last == one.last_byte_at
+        assert one.gaps.last == one.response.last_byte_at
         assert one.gaps.counts.index(1) <= bisect_left(CHUNK_GAPS, one.gaps.total)
         one.read(data)
-        assert one.bytes_out == 2 * int(data.partition(b"\r\n")[0], 16) and sum(one.gaps.counts) == 2
+        assert one.request.bytes_out == 2 * int(data.partition(b"\r\n")[0], 16) and sum(one.gaps.counts) == 2
 
 
 def test_a_read_takes_the_fast_path_only_between_whole_events() -> None:
@@ -276,7 +284,7 @@ def test_a_read_takes_the_fast_path_only_between_whole_events() -> None:
     inside.chunks.feed(b"5\r\n", 0, inside.passed_on.append)
     for one in (untaught, holding, inside):
         one.read(data)
-        assert (one.sent, one.passed_on, one.bytes_out) == ([], [data], 0)
+        assert (one.sent, one.passed_on, one.request.bytes_out) == ([], [data], 0)
     numbered.learn(DELTA[:-3] % b"a" + b',"n":1}\n\n')
     for number, is_fast in ((b"0", True), (b"1234", True), (b"01", False), (b'"1"', False), (b"1 ", False)):
         numbered.read(frame(delta(300)[:-3] + b',"n":%b}\n\n' % number))
@@ -292,7 +300,7 @@ def test_the_running_usage_is_left_out_on_the_fast_path() -> None:
     one.learn(counted, shown)
     one.read(frame(with_usage(EVENT % b"bcd", 70)))
     assert one.passed_on == [frame(counted)] and one.sent == [frame(EVENT % b"bcd")]
-    assert one.bytes_out == len(EVENT % b"bcd")
+    assert one.request.bytes_out == len(EVENT % b"bcd")
     assert one.running is not None
     assert one.running.usage == Usage(PROMPT, 70, 0, 0)
     one.learn(shown)
