@@ -1,7 +1,8 @@
 """Detect engines that hang while their server still responds to health checks.
 
-An engine is suspected if responses are awaited, no byte of any response arrives, and its token counters do not change, for the longer
-of ``SILENCE`` and three times the predicted prefill. A canary, a request for one token on another connection, confirms or clears it.
+An engine is suspected if responses are awaited, no byte of any response arrives, and its token counters and the usage of its KV cache do
+not change, for the longer of ``SILENCE`` and three times the predicted prefill. A canary, a request for one token on another connection,
+confirms or clears it.
 
 The rules: a server leaves the rotation only after a canary without a response, and returns with the first response to a canary. Time
 counts only while the gateway runs, so a gateway that was suspended suspects no engine.
@@ -68,7 +69,7 @@ class Silence:
             self.seconds += min(elapsed, _LONGEST_STEP)
 
     def observe_counters(self, counters: EngineCounters | None) -> None:
-        """Observe the engine's token counters. None: they could not be read."""
+        """Observe the engine's counters, which change with each step of a prefill. None: they could not be read."""
         if self.counters is not None and counters is not None and counters != self.counters:
             self.restart()
         self.counters = counters or self.counters

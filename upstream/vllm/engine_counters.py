@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 _VALUE = re.compile(
     rb"^(vllm:prompt_tokens_total|vllm:generation_tokens_total|vllm:request_prompt_tokens_sum|vllm:request_generation_tokens_sum"
-    rb"|vllm:num_requests_running|vllm:num_requests_waiting|process_start_time_seconds)(?:\{.*\})? (\S+)$",
+    rb"|vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|process_start_time_seconds)(?:\{.*\})? (\S+)$",
     re.MULTILINE,
 )
 _RESPONSES = re.compile(rb'^http_requests_total\{([^}]*method="POST"[^}]*)\} (\S+)$', re.MULTILINE)
@@ -39,12 +39,13 @@ _WITHOUT_ENGINE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class EngineCounters:
-    """The counters of one server at one time. All except ``started`` and ``unfinished`` only grow while the server runs.
+    """The counters of one server at one time. All except ``started`` and the last two only grow while the server runs.
 
     ``started``: when its process started, in milliseconds since the epoch; 0 if it does not report it, as with several API server
     processes. ``prompt``, ``completion``: all tokens. ``finished_prompt``, ``finished_completion``: the tokens of finished requests.
     ``responses``: HTTP responses of routes that use the engine, None if the server does not count them. ``unfinished``: requests that run
-    or wait in the engine.
+    or wait in the engine. ``cache_usage``: the part of the KV cache that is in use. It changes with each step of a prefill, in which no
+    token is counted (``Scheduler.make_stats`` in vllm/v1/core/sched/scheduler.py).
     """
 
     started: int
@@ -54,6 +55,7 @@ class EngineCounters:
     finished_completion: int
     responses: int | None
     unfinished: int
+    cache_usage: float = 0.0
 
 
 def parse_counters(text: bytes) -> EngineCounters | None:
@@ -72,6 +74,7 @@ def parse_counters(text: bytes) -> EngineCounters | None:
             finished_completion=finished_completion,
             responses=_responses(text),
             unfinished=int(sums.get(b"vllm:num_requests_running", 0.0) + sums.get(b"vllm:num_requests_waiting", 0.0)),
+            cache_usage=sums.get(b"vllm:kv_cache_usage_perc", 0.0),
         )
     except (KeyError, ValueError, OverflowError):
         return None

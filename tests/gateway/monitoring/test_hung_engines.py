@@ -5,19 +5,25 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from random import Random
+from typing import Any, cast
 
 import httpx2
+import pytest
 
 from gateway.monitoring.hung_engines import SILENCE, Silence
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.upstream.simulator.test_process import Simulated, running
+from upstream.balancing.attempt import UpstreamResponse
 from upstream.balancing.server import Progress, Server, ServerSpec
 from upstream.http.address import Address
+from upstream.http.deadlines import TICK, Timeouts
+from upstream.simulator.engine.batch import Batch, BatchLimits, StepTime
 from upstream.vllm.engine_counters import EngineCounters
 
 COUNTERS = EngineCounters(0, 10, 10, 0, 0, 0, 1)
@@ -73,6 +79,107 @@ def test_the_prefill_is_predicted_by_measurements() -> None:
     assert predictions[0] == 200.0 and 10.0 <= predictions[1] < 11.0
     server.measure_prefill(400_000, 1e9)
     assert server.take_progress() is None
+
+
+class HourOfLoad:
+    """An hour of one server in virtual time: the scheduler of the simulated engine, and the gateway's observation of its responses.
+
+    ``speed``: tokens of prompts that the engine computes in a second. Busy and quiet minutes alternate. A prompt has up to 100,000 tokens,
+    of which most are cached for half of the prompts, so the measured speed is far too high for the others.
+    """
+
+    def __init__(self, random: Random, speed: float) -> None:
+        self._random = random
+        self._step_time = StepTime(0.01, 0.0002, 1 / speed)
+        self._computed: dict[int, int] = {}
+        """The tokens of a prompt that are not cached, by the number of its request."""
+        self._batch = Batch[int](self._step_time, BatchLimits(), self._computed.__getitem__)
+        self._server = Server(ServerSpec("m#0", Address(port=1), "m"))
+        self._responses: dict[int, tuple[UpstreamResponse, bool]] = {}
+        self._silence: Silence | None = None
+        self._now = self._tokens_at = 1.0
+        self._prompt = self._completion = self._cached = 0
+        self._tokens = 0, 0
+        self.longest = 0.0
+        """The longest time in seconds in which a response was awaited and no token was counted."""
+        self.suspicions = 0
+
+    def run(self) -> None:
+        """Play the hour."""
+        arrivals, tick = deque(self._arrivals()), self._now
+        while self._now < 3600.0:
+            while arrivals and arrivals[0] <= self._now:
+                arrivals.popleft()
+                self._add()
+            seconds = self._batch.begin_step()
+            if seconds is None:
+                self._now = arrivals[0] if arrivals else 3600.0
+            else:
+                self._now += seconds
+                self._complete(seconds)
+            while tick + TICK <= self._now:
+                tick += TICK
+                self._observe(tick)
+
+    def _observe(self, now: float) -> None:
+        """Do what the worker and control do: report the progress of responses, and look for a silence."""
+        for response, _ in self._responses.values():
+            response.check(now)
+        progress = self._server.take_progress()
+        tokens = self._prompt, self._completion
+        if progress is None or tokens != self._tokens:
+            self._tokens, self._tokens_at = tokens, now
+        self.longest = max(self.longest, now - self._tokens_at)
+        if progress is None:
+            self._silence = None
+            return
+        silence = self._silence = self._silence or Silence(progress.last_byte_at)
+        silence.observe(progress, TICK)
+        if silence.seconds >= 1.0:
+            silence.observe_counters(EngineCounters(0, *tokens, 0, 0, None, 1, self._cached / 1e7))
+        if silence.needs_canary():
+            self.suspicions += 1
+            silence.clear()
+
+    def _arrivals(self) -> Iterator[float]:
+        at = 1.0
+        while at < 3500.0:
+            at += self._random.expovariate(0.5 if int(at) // 60 % 2 else 0.05)
+            yield at
+
+    def _add(self) -> None:
+        number, random = len(self._computed), self._random
+        tokens = 100_000 if random.random() < 0.05 else round(random.lognormvariate(6.5, 1.5)) % 100_000 + 1
+        self._computed[number] = max(tokens // 100, 1) if random.random() < 0.5 else tokens
+        nothing, streams = cast("Any", None), random.random() < 0.7
+        response = UpstreamResponse(
+            self._server, nothing, Timeouts(first_byte=1e6, idle=1e6, total=1e6), sent_at=self._now, size=4 * tokens
+        )
+        response.content_type = b"text/event-stream" if streams else b"application/json"
+        self._responses[number] = response, streams
+        self._batch.add(number, random.randrange(1, 400))
+
+    def _complete(self, seconds: float) -> None:
+        """End a step: each request that generates has one more token, and its client a byte if it streams."""
+        generating = list(self._batch.generating)
+        self._cached += round((seconds - self._step_time.seconds(self._batch.running, 0)) / self._step_time.per_prefill_token)
+        done = self._batch.complete()
+        for number in (*generating, *done.first):
+            response, streams = self._responses[number]
+            self._completion += 1
+            if streams:
+                response.last_byte_at = self._now
+        self._prompt += sum(self._computed[number] for number in done.first)
+        for number in done.finished:
+            self._responses.pop(number)
+
+
+@pytest.mark.parametrize("speed", [1_500.0, 8_000.0, 40_000.0])
+def test_an_hour_of_mixed_load_raises_no_suspicion(speed: float) -> None:
+    hour = HourOfLoad(Random(1), speed)
+    hour.run()
+    assert hour.suspicions == 0
+    assert hour.longest > (SILENCE if speed < 20_000.0 else 1.0), "prompts are long enough for this engine"
 
 
 @contextmanager

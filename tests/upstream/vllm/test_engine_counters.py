@@ -24,6 +24,8 @@ vllm:generation_tokens_total{engine="0",model_name="tiny"} 1.234567e+06
 vllm:request_prompt_tokens_bucket{engine="0",le="+Inf",model_name="tiny"} 3.0
 vllm:request_prompt_tokens_sum{engine="0",model_name="tiny"} 90.0
 vllm:request_generation_tokens_sum{engine="0",model_name="tiny"} 1.2e+06
+vllm:kv_cache_usage_perc{engine="0",model_name="tiny"} 0.25
+vllm:kv_cache_usage_perc{engine="1",model_name="tiny"} 0.25
 # TYPE http_requests_total counter
 http_requests_total{handler="/v1/chat/completions",method="POST",status="2xx"} 5.0
 http_requests_total{handler="/v1/chat/completions",method="POST",status="4xx"} 1.0
@@ -33,7 +35,7 @@ http_requests_total{handler="/v1/models",method="GET",status="2xx"} 30.0
 
 
 def test_the_counters_of_all_engines_are_summed() -> None:
-    assert parse_counters(TEXT) == EngineCounters(1_763_850_000_000, 110, 1_234_567, 90, 1_200_000, 6, 7)
+    assert parse_counters(TEXT) == EngineCounters(1_763_850_000_000, 110, 1_234_567, 90, 1_200_000, 6, 7, 0.5)
 
 
 def test_a_server_with_several_processes_reports_no_start() -> None:
