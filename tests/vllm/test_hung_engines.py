@@ -22,11 +22,8 @@ def test_the_usage_of_the_cache_changes_while_no_token_is_counted() -> None:
         running("qwen3", flags={"max-model-len": 32768, "max-num-batched-tokens": 256}) as server,
         httpx2.Client(base_url=server.url, timeout=300) as client,
     ):
-        request = threading.Thread(
-            target=lambda: httpx2.post(
-                f"{server.url}/v1/completions", json={"model": "tiny", "prompt": PROMPT, "max_tokens": 1}, timeout=300
-            )
-        )
+        body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 1}
+        request = threading.Thread(target=lambda: httpx2.post(f"{server.url}/v1/completions", json=body, timeout=300))
         request.start()
         while request.is_alive():
             counters = parse_counters(client.get("/metrics").content)
