@@ -187,6 +187,21 @@ def _without_reset(one: tuple[Holder, BudgetState]) -> tuple[Holder, BudgetState
     return one[0], msgspec.structs.replace(one[1], reset=0.0)
 
 
+@pytest.mark.parametrize("wait", [0.3, 2.0, 30.0])
+async def test_a_wait_of_any_length_refuses(server: RedisServer, wait: float) -> None:
+    async with opened(server.store_config()) as store:
+        for number in range(50):
+            holder = Buckets.private().holder(f"key {number}", Limits(tokens_per_minute=6000))
+            began = monotonic()
+            assert (await store.admit(f"all {number}", [(holder, Amounts(1, 1, 6000, 0))])).exceeded is None
+            exceeded = (await store.admit(f"more {number}", [(holder, Amounts(1, 1, round(100 * wait), 0))])).exceeded
+            if exceeded is not None:
+                assert exceeded[1].wait is not None and wait - (monotonic() - began) <= exceeded[1].wait <= wait + 0.1
+                return
+            assert monotonic() - began > wait, "it was admitted before its tokens were there"
+        pytest.fail("the machine was too slow to send two commands in time")
+
+
 @pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
 async def test_tokens_refilled_by_time_are_not_released_again(server: RedisServer, forgotten: int) -> None:
     """Time has refilled a reservation of 90 seconds ago, so its settlement releases nothing. A new reservation is released."""
