@@ -230,7 +230,9 @@ def _operation_handlers(overview: Overview, operations: Operations) -> dict[str,
             return _error(f"there is no operation {operation}", 404)
         owners = {one["name"]: model["id"] for model in overview.status()["models"] for one in model["servers"]}
         if server not in owners:
-            return _error(f"there is no server {server}{did_you_mean(server, list(owners))}", 404)
+            own = [name for name, model in owners.items() if model == server]
+            hint = f"; the servers of this model are {', '.join(own)}" if own else did_you_mean(server, list(owners))
+            return _error(f"there is no server {server}{hint}", 404)
         _log_operation(f"{operation} of {server}", request)
         await getattr(operations, operation)(server)
         models = (await overview.status_with_logs())["models"]

@@ -89,10 +89,15 @@ _RETRIED = frozenset({"request_timeout", "rate_limit_exceeded"})
 """Errors below 500 that a retry of the same request may resolve."""
 
 
+_EXPLAINED = frozenset({"missing_api_key", "invalid_api_key", "expired_api_key", "invalid_json"})
+"""Errors whose message is the ``detail``."""
+
+
 class Refusal(Exception):
     """An error that ends a request. ``code`` is a key of ``ERRORS``; ``param`` names the invalid field.
 
-    For the operator: ``model`` is the name of a model that was not found, and ``detail`` says more than the client may know.
+    For the operator: ``model`` is the name of a model that was not found, and ``detail`` says more than the client may know. It is the
+    message if that tells several causes apart, and has no text of the client.
     """
 
     model: str | None = None
@@ -104,6 +109,8 @@ class Refusal(Exception):
         self.message = message
         self.param = param
         self.spec = ERRORS[code]
+        if code in _EXPLAINED:
+            self.detail = message
         self._headers = headers or {}
 
     @property

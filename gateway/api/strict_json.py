@@ -75,6 +75,8 @@ def _loaded(body: bytes | bytearray) -> Document:
     try:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
+        if not body:
+            raise Refusal("invalid_json", "The body is empty.") from None
         raise Refusal("invalid_json", f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
     if type(document) is not dict:
         raise Refusal("invalid_json", "The body must be a JSON object.")

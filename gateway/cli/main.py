@@ -136,8 +136,8 @@ def simulate(context: typer.Context) -> int:
 def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     """Check a configuration.
 
-    Prints one line for each problem, `file:line: path: message`, and one for each note: a setting that is probably a mistake,
-    a key that has expired, a cost without a limit, a budget that a restart resets. Reads secrets as `serve` does, and compares
+    Prints one line for each problem, `file:line: path: message`, and one with `note:` for what is valid and probably a mistake: a
+    key that has expired, a cost without a limit, a budget that a restart resets. Reads secrets as `serve` does, and compares
     launches with this machine: vLLM's options, GPUs, files. Exits with 2 if there are problems.
     """
     from gateway.config import ConfigurationError, Note, load
@@ -406,6 +406,7 @@ def reload(file: ConfigArgument = None, config: ConfigOption = None, admin: Admi
     for problem in read["problems"]:
         typer.echo(problem, err=True)
     if not read["successful"]:
+        typer.echo("nothing was applied; the previous configuration stays in use", err=True)
         return BAD_USAGE
     for line in (*(read["changes"] or _already_applied(read)), *read["needs_restart"]):
         typer.echo(line)

@@ -69,7 +69,8 @@ def _hint(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
         field = _field_at(path, model)
         about = field.description if field is not None and field.description else ""
         shown = _found(value).strip("'")
-        return f"; write [{shown}]" if kind == "tuple_type" and "e.g. [" not in about and _SHORT_TEXT.fullmatch(shown) else f"; {about}"
+        words = ", ".join(shown.split())
+        return f"; write [{words}]" if kind == "tuple_type" and "e.g. [" not in about and _SHORT_TEXT.fullmatch(shown) else f"; {about}"
     return ""
 
 
@@ -159,6 +160,7 @@ _OF_OTHERS: dict[str, str] = {
     **dict.fromkeys(("api_base", "base_url", "upstream", "endpoint_url"), "write `servers: [{url: …}]` for a server that runs already"),
     **dict.fromkeys(("model_name", "served_model_name"), "write `id` for the name that clients use, and `aliases` for further names"),
     **dict.fromkeys(("master_key", "api_keys"), "write `keys`; `vllm-gateway keys new` creates one"),
+    "key": "write `hash` with the output of `vllm-gateway keys hash`; the key itself is not stored",
     "model_list": "write `models`",
     "litellm_params": "write `servers: [{url: …}]` for a server that runs already, or `launch` for one to start",
     "database_url": "write `ledger`",

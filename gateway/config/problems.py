@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path as FilePath
+from typing import ClassVar
 
 Path = tuple[str | int, ...]
 """The path of a value in a document: keys and list positions from the top."""
@@ -23,15 +24,19 @@ class Problem:
     line: int
     path: str
     message: str
+    label: ClassVar[str] = ""
+    """The word before the message."""
 
     def __str__(self) -> str:
         position = f"{self.file}:{self.line}" if self.line else self.file
-        return one_line(": ".join(part for part in (position, self.path, self.message) if part))
+        return one_line(": ".join(part for part in (position, self.path, self.label, self.message) if part))
 
 
 @dataclass(frozen=True, slots=True)
 class Note(Problem):
     """A hint about a valid configuration, such as a setting that is probably a mistake."""
+
+    label: ClassVar[str] = "note"
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,6 +230,7 @@ class Report:
         moments = [control.publisher.changed_at.get(server.name, 0.0), status.since if status else 0.0]
         if condition is Condition.OUT_OF_ROTATION:
             moments.append(model_since)  # its state is the model's, which changes meanwhile: it drains before it is stopped
+        is_cordoned = server.name in control.observer.cordoned
         shown: dict[str, Any] = {
             "name": server.name,
             "condition": condition.value,
@@ -240,9 +241,9 @@ class Report:
             or control.observer.hung.get(server.name, "")
             or (probe.reason if probe else "")
             or wrong_models(server, observed)
-            or "",
+            or (f"out of rotation by `cordon`; return it with `vllm-gateway uncordon {server.name}`" if is_cordoned else ""),
         }
-        if server.name in control.observer.cordoned:
+        if is_cordoned:
             shown |= {"cordoned": True}
         if (events := control.kv_events.as_json(server.name)) is not None:
             shown |= {"kv_events": events}

@@ -169,11 +169,11 @@ class Announcer:
 
     def lingering(self, seconds: float) -> None:
         """Report that the gateway will stop, and serves requests until then."""
-        self._write(f"stopping in {seconds:g} s; /readyz returns 503 from now on. Press Ctrl-C again to stop now")
+        self._write(f"stopping in {seconds:g} s; /readyz returns 503 from now on. Press Ctrl-C to stop now")
 
     def stopping(self, drain: float) -> None:
         """Report that the gateway drains."""
-        self._write(f"draining for up to {drain:g} s. Press Ctrl-C again to stop immediately")
+        self._write(f"draining for up to {drain:g} s. Press Ctrl-C to stop immediately")
 
     def stopped(self) -> None:
         """Report that the gateway has stopped, with all its processes."""

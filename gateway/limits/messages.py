@@ -49,6 +49,7 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     advice, waits = fits, True
     if exceeded.requested > exceeded.limit:
         state = f"This request reserves {reserved}, more than the whole limit of {limit} ({holder})."
+        detail = f"reserves {reserved}, more than the whole {limit}"
         waits = not is_quota  # a request larger than a rate is admitted when its bucket is full
         if not now and not waits:
             ever = _most_tokens(exceeded.reason, exceeded.limit, estimated, price)
@@ -56,9 +57,11 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
             advice = [later if ever else "Shorten the input, or ask the operator for a higher limit"]
     elif left <= 0:
         state = f"The limit of {limit} is reached ({holder})."
+        detail = f"{limit} are used up"
     else:
         are = "is" if is_cost else "are"
         state = f"This request reserves {reserved}, and of the limit of {limit} only {written(left)} {are} left ({holder})."
+        detail = f"reserves {reserved}, and {written(left)} of {limit} {are} left"
     if exceeded.reason.endswith("_per_session"):
         advice, waits = [*fits, "start a new session" if fits else "Start a new session"], False
     if waits:
@@ -67,7 +70,7 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     if waits:
         headers["retry-after"] = str(seconds)
     refused = Refusal("insufficient_quota" if is_quota else "rate_limit_exceeded", f"{state} {', or '.join(advice)}.", headers=headers)
-    refused.detail = f"{exceeded.reason} of {holder}"
+    refused.detail = f"{exceeded.reason} of {holder}: {detail}"
     return refused
 
 

@@ -33,7 +33,7 @@ class WriteBatch:
 
     __slots__ = ("_max_single_flushes", "_single_flushes", "batching", "immediate_writes", "pending")
 
-    def __init__(self, max_single_flushes: float = 8) -> None:
+    def __init__(self, max_single_flushes: float = 8.0) -> None:
         self.pending: list[BatchingTransport] = []
         self._max_single_flushes = max_single_flushes
         self.batching = False

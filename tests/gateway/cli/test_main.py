@@ -24,6 +24,7 @@ from gateway.system.core import core
 
 COMMAND = Path(sys.executable).with_name("vllm-gateway")
 KEY = mint("team-a")
+EXPIRED = "keys[1].expires: note: has expired: all keys of this entry are refused"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,7 @@ def test_check_prints_every_problem_plainly_and_exits_with_2(folder: Path) -> No
 def test_check_of_a_good_file(folder: Path) -> None:
     assert gateway("check", "good.yaml", folder=folder) == Ran(
         0,
-        "good.yaml:5: keys[1].expires: has expired: all keys of this entry are refused\ngood.yaml is valid: 1 model, 2 keys, 1 note\n",
+        f"good.yaml:5: {EXPIRED}\ngood.yaml is valid: 1 model, 2 keys, 1 note\n",
         "",
     )
 
@@ -79,9 +80,7 @@ def test_without_a_name_the_configuration_is_gateway_yaml_here(folder: Path) -> 
 
 def test_check_reads_standard_input(folder: Path) -> None:
     text = (folder / "good.yaml").read_text()
-    expected = (
-        "/dev/stdin:5: keys[1].expires: has expired: all keys of this entry are refused\n/dev/stdin is valid: 1 model, 2 keys, 1 note\n"
-    )
+    expected = f"/dev/stdin:5: {EXPIRED}\n/dev/stdin is valid: 1 model, 2 keys, 1 note\n"
     assert gateway("check", "/dev/stdin", stdin=text) == Ran(0, expected, "")
     assert gateway("check", "/dev/stdin", stdin=text + "modles: []\n").out.endswith("6: modles: unknown key; did you mean `models`?\n")
 

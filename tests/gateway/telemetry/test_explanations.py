@@ -18,6 +18,7 @@ from tests.support.process import Gateway, configuration, gateway, launched, wai
 from tests.support.running import KEY
 
 LIMITED = "sk-a-key-with-a-limit"
+WHOLE = "tokens_per_day of key limited: reserves 1,040 tokens, more than the whole 10 tokens per day"
 
 
 @pytest.fixture(scope="module")
@@ -47,10 +48,14 @@ QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "what is missing": ({"model": None}, {"code": "missing_required_parameter", "param": "model"}),
     "which limit": (
         {"key": LIMITED},
-        {"code": "insufficient_quota", "key": "limited", "detail": "tokens_per_day of key limited"},
+        {"code": "insufficient_quota", "key": "limited", "detail": WHOLE},
     ),
     "which model has no server": ({"model": "sim/down"}, {"code": "no_healthy_server", "model": "sim/down"}),
-    "whose key": ({"key": "sk-unknown"}, {"code": "invalid_api_key", "client": "127.0.0.1"}),
+    "whose key": ({"key": "sk-unknown"}, {"code": "invalid_api_key", "client": "127.0.0.1", "detail": "The API key is not valid."}),
+    "what is wrong with the key": (
+        {"key": '"sk-quoted"'},
+        {"code": "invalid_api_key", "detail": "The API key is in quotes. Send it without them."},
+    ),
 }
 
 
