@@ -69,8 +69,8 @@ def _hint(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
         field = _field_at(path, model)
         about = field.description if field is not None and field.description else ""
         shown = _found(value).strip("'")
-        words = ", ".join(shown.split())
-        return f"; write [{words}]" if kind == "tuple_type" and "e.g. [" not in about and _SHORT_TEXT.fullmatch(shown) else f"; {about}"
+        elements = ", ".join(shown.split())
+        return f"; write [{elements}]" if kind == "tuple_type" and "e.g. [" not in about and _SHORT_TEXT.fullmatch(shown) else f"; {about}"
     return ""
 
 

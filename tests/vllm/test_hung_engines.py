@@ -1,4 +1,4 @@
-"""What a real engine reports while it computes a long prompt: no token and no byte, but a growing KV cache."""
+"""A real engine reports no token and no byte while it computes a long prompt, but its KV cache grows."""
 
 from __future__ import annotations
 
