@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,5 +26,7 @@ def test_three(): ...
 def test_each_reason_of_skips_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "test_skips.py").write_text(SKIPPED)
     options = ["-p", "tests.conftest", "-p", "no:cacheprovider", "--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml")]
-    done = subprocess.run([sys.executable, "-m", "pytest", *options, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    environ = {name: value for name, value in os.environ.items() if name != "NOTHING_SKIPPED"}
+    command = [sys.executable, "-m", "pytest", *options, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
     assert [line for line in done.stdout.splitlines() if "SKIPPED" in line] == ["SKIPPED [4] no tool (make tool)", "SKIPPED [1] not now"]

@@ -155,7 +155,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         except DatabaseUnavailableError as error:
             return _error(f"the ledger's database does not respond: {error}", 503)
         if known is None:
-            return _error("no ledger is configured", 404)
+            return _error("no ledger is configured; add `ledger: sqlite:///usage.db` to the configuration", 404)
         # Its costs are numbers with all of their digits, which the encoder of JSONResponse cannot write.
         return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")
 

@@ -279,4 +279,5 @@ def check_number(name: str, value: Any, maximum: int) -> None:
     if not isinstance(value, int | float):
         raise Refusal("invalid_value", f"The field '{name}' must be a whole number.", param=name)
     if not 0 <= value <= maximum:
-        raise Refusal("invalid_value", f"The field '{name}' must be between 0 and {maximum}, not {value}.", param=name)
+        least = int(name in _CHOICE_FIELDS)
+        raise Refusal("invalid_value", f"The field '{name}' must be between {least} and {maximum}, not {value}.", param=name)

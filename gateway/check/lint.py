@@ -113,7 +113,7 @@ def _not_restored(draft: Draft) -> Iterator[Note]:
     budgets = [value for holder in (*draft.keys, *draft.top.each("teams")) for value in _budgets(holder.get("limits"))]
     ledger = draft.top.get("ledger")
     if budgets and ledger.value is None:
-        more = f" (and {len(budgets) - 1} more)" if len(budgets) > 1 else ""
+        more = f", like {len(budgets) - 1} more" if len(budgets) > 1 else ""
         yield note(budgets[0], f"starts from zero at each restart{more}: set ledger or limits_store")
     retention, days = ledger.get("retention"), math.ceil(max(map(_days_of, budgets), default=0))
     if _days(retention.value) < days:

@@ -153,6 +153,8 @@ def _program(each: _Launched, machine: Machine) -> Iterator[Problem]:
     if why := machine.why_not_executable(program, path if isinstance(path, str) else None):
         written = each.launch.get("command")
         yield (each.launch if written.value is None else written).problem(why)
+    elif Path(program).name == "vllm-gateway" and each.command[1:2] != ("simulate",):
+        yield each.launch.get("command").problem("this command serves no model; write [vllm-gateway, simulate]")
 
 
 def _files(each: _Launched, folder: Path) -> Iterator[Problem]:

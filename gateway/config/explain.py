@@ -18,6 +18,7 @@ from upstream.vllm import known_names
 
 _KINDS = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "nothing"}
 _SHORT_TEXT = re.compile(r"[A-Za-z0-9._,*-]{1,16}")
+_SHORT_TEXTS = re.compile(rf"(?!sk-){_SHORT_TEXT.pattern}(?: {_SHORT_TEXT.pattern}){{0,5}}")
 _LISTED_SECTIONS = 3
 _UNKNOWN = "unknown key"
 _SIMILAR, _NEARLY_EQUAL = 0.8, 0.85
@@ -68,9 +69,9 @@ def _hint(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
     if kind in ("model_type", "tuple_type", "dict_type"):
         field = _field_at(path, model)
         about = field.description if field is not None and field.description else ""
-        shown = _found(value).strip("'")
-        elements = ", ".join(shown.split())
-        return f"; write [{elements}]" if kind == "tuple_type" and "e.g. [" not in about and _SHORT_TEXT.fullmatch(shown) else f"; {about}"
+        shown = value if isinstance(value, str) else _found(value)
+        is_list = kind == "tuple_type" and "e.g. [" not in about and _SHORT_TEXTS.fullmatch(shown)
+        return f"; write [{', '.join(shown.split())}]" if is_list else f"; {about}"
     return ""
 
 
@@ -98,6 +99,9 @@ def _unknown(_detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
     if renamed := _RENAMED.get(path):
         return f"this setting was renamed; write `{renamed}`"
     known = _fields(path[:-1], model)
+    section, _, rest = name.partition(".")
+    if rest and section in known:
+        return f"{_UNKNOWN}; write `{section}: {{{rest}: …}}`"
     if name in _OF_OTHERS and similar(name, known, _NEARLY_EQUAL) is None:
         return f"{_UNKNOWN}; {_OF_OTHERS[name]}"
     near = did_you_mean(name, known)

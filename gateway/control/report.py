@@ -241,7 +241,7 @@ class Report:
             or control.observer.hung.get(server.name, "")
             or (probe.reason if probe else "")
             or wrong_models(server, observed)
-            or (f"out of rotation by `cordon`; return it with `vllm-gateway uncordon {server.name}`" if is_cordoned else ""),
+            or _operated(server, is_cordoned=is_cordoned, is_held=control.fleet.status(server.model.id).is_held),
         }
         if is_cordoned:
             shown |= {"cordoned": True}
@@ -265,6 +265,13 @@ class Report:
                 "log": str(status.log),
             }
         return shown
+
+
+def _operated(server: ConfiguredServer, *, is_cordoned: bool, is_held: bool) -> str:
+    """Return which operation has taken a server out of use, and how to return it; empty if none has."""
+    if is_cordoned:
+        return f"out of rotation by `cordon`; return it with `vllm-gateway uncordon {server.name}`"
+    return f"stopped by an operator; start it with `vllm-gateway start {server.model.id}`" if is_held else ""
 
 
 def _split_status(split: conf.Model) -> dict[str, Any]:

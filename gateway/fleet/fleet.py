@@ -51,12 +51,16 @@ class Requests(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelStatus:
-    """A model as operators see it. ``since`` is wall clock. ``waiting`` is the age of the oldest of ``queued`` requests, in seconds."""
+    """A model as operators see it. ``since`` is wall clock. ``waiting`` is the age of the oldest of ``queued`` requests, in seconds.
+
+    ``is_held``: an operator has stopped it.
+    """
 
     state: ModelPhase
     since: float
     queued: int
     waiting: float | None
+    is_held: bool
 
 
 class Fleet:
@@ -284,7 +288,8 @@ class Fleet:
         known = self._external.get(model) or self._launched[model]
         queued, requested = int(self._tally.sum("queued_requests", model)), self._requests.requested_since(model)
         waiting = now - requested if queued and requested is not None else None
-        return ModelStatus(known.phase, time.time() - (now - known.since), queued, waiting)
+        is_held = model in self._launched and self._launched[model].held
+        return ModelStatus(known.phase, time.time() - (now - known.since), queued, waiting, is_held)
 
     # Actions
 

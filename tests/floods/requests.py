@@ -95,7 +95,7 @@ FLOODS: Mapping[str, Flood] = MappingProxyType(
         "a megabyte of empty lists": Flood(_json(b"[]", "metadata", 1 << 20), 800_000, 6_000),
         "a megabyte of empty objects": Flood(_json(b"{}", "messages", 1 << 20), 800_000, 30_000),
         "a kilobyte of gzip": Flood(_zipped, 800_000, 4_300_000),
-        "chunks of one byte": Flood(_single_byte_chunks, 800_000, 33_000),
+        "chunks of one byte": Flood(_single_byte_chunks, 800_000, 38_000),
         "a form of 991 parts": Flood(_form, 800_000, 35_000),
         "pipelined requests with 100 headers": Flood(_pipelined, 150_000, 11_000, responses=17),
         "pipelined forged tokens": Flood(_forged_tokens, 300_000, 14_000),

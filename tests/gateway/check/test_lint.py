@@ -116,7 +116,7 @@ SHORT = "gateway.yaml:3: ledger.retention: a restart restores budgets from the r
         (
             "{tokens_per_month: 1, models: [{models: ['*'], tokens_per_day: 1}]}",
             "",
-            f"gateway.yaml:2: keys[0].limits.tokens_per_month: {RESET} (and 1 more): set ledger or limits_store",
+            f"gateway.yaml:2: keys[0].limits.tokens_per_month: {RESET}, like 1 more: set ledger or limits_store",
         ),
         ("{tokens_per_minute: 1}", "", None),
         ("{tokens_per_day: 1}", "limits_store: redis://localhost", None),
@@ -140,7 +140,7 @@ def test_a_policy_without_the_packages_for_its_events(tmp_path: Path) -> None:
     program = "import sys; sys.modules['zmq'] = None; from gateway.cli.main import main; main()"
     line = [sys.executable, "-c", program, "check", str(tmp_path / "gateway.yaml")]
     done = subprocess.run(line, env=os.environ, capture_output=True, text=True, timeout=60)
-    note = "models[0].balance: does not use KV cache events without the extra `kv-events` (pip install 'vllm-gateway[kv-events]')"
+    note = "models[0].balance: note: does not use KV cache events without the extra `kv-events` (pip install 'vllm-gateway[kv-events]')"
     assert note in " ".join(done.stdout.split())
 
 

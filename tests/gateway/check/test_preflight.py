@@ -71,7 +71,7 @@ def test_names(args: str, expected: list[str]) -> None:
 
 def test_a_tool_call_parser_without_tool_calls_is_a_note() -> None:
     text = "{id: m, launch: {args: {tool-call-parser: hermes}}}"
-    expected = "has no effect without enable-auto-tool-choice: true; requests with tools are rejected"
+    expected = "note: has no effect without enable-auto-tool-choice: true; requests with tools are rejected"
     assert found_in(text) == [f"+2: models[0].args.tool-call-parser: {expected}"]
 
 
@@ -118,7 +118,7 @@ def test_gpus_that_are_not_there() -> None:
     one, none, unknown = (preflight.Machine(HERE.names, count, Path("/")) for count in (1, 0, None))
     assert found_in("{id: m, launch: {gpus: [[1]]}}", one) == ["2: models[0].gpus[0][0]: there is no GPU 1: only GPU 0 exists"]
     assert found_in("{id: m, launch: {gpus: [[1]]}}", none) == ["2: models[0].gpus[0][0]: there is no GPU 1: this machine has no GPU"]
-    expected = "there is no NVIDIA driver on this machine, so GPUs are not checked"
+    expected = "note: there is no NVIDIA driver on this machine, so GPUs are not checked"
     assert found_in("{id: m, launch: {gpus: [[1, 7]]}}", unknown) == [f"+2: models[0].gpus[0][0]: {expected}"]
     assert found_in("{id: m, launch: {}}", unknown) == []
 
@@ -246,7 +246,7 @@ def test_a_vllm_without_readable_options_gives_no_names(tmp_path: Path, own_vllm
 @pytest.mark.parametrize(
     ("launch", "expected"),
     [
-        ("{}", ["+2: models[0]: tool calls and reasoning are not set up; `preset: qwen3` sets up the parsers of this family"]),
+        ("{}", ["+2: models[0]: note: tool calls and reasoning are not set up; `preset: qwen3` sets up the parsers of this family"]),
         ("{preset: qwen3}", []),
         ("{args: {reasoning-parser: qwen3}}", []),
         ("{args: {config: /dev/null}}", []),
@@ -256,7 +256,7 @@ def test_a_vllm_without_readable_options_gives_no_names(tmp_path: Path, own_vllm
         (
             "{model: org/Llama-3.1-8B-Instruct, preset: llama3}",
             [
-                ("+2: models[0].preset: for tool calls vLLM recommends chat-template: tool_chat_template_llama3.1_json.jinja, "
+                ("+2: models[0].preset: note: for tool calls vLLM recommends chat-template: tool_chat_template_llama3.1_json.jinja, "
                 "of the examples in its repository")
             ],
         ),
@@ -288,6 +288,14 @@ def executable(file: Path, text: str = "#!/bin/sh\n") -> Path:
 def on(folder: Path, path: str = "/usr/bin:/bin") -> preflight.Machine:
     """A machine whose servers have this PATH."""
     return preflight.Machine(HERE.names, 0, folder, lambda program, own: why_not_executable(program, own or path))
+
+
+@pytest.mark.parametrize(("command", "is_right"), [("simulate, --seed=1", True), ("simulator", False), ("serve", False)])
+def test_a_command_of_the_gateway_itself(tmp_path: Path, command: str, is_right: bool) -> None:
+    program = tmp_path / "vllm-gateway"
+    program.touch(0o755)
+    found = found_in(f"{{id: m, launch: {{command: [{program}, {command}]}}}}")
+    assert found == ([] if is_right else ["2: models[0].command: this command serves no model; write [vllm-gateway, simulate]"])
 
 
 def test_a_command_that_cannot_be_executed(tmp_path: Path) -> None:
@@ -403,7 +411,7 @@ def test_a_priority_that_vllm_would_ignore_is_a_note() -> None:
         return [str(each) for each in preflight.problems(Draft(source), HERE) if isinstance(each, Note)]
 
     launched, key = "{id: m, aliases: [alias], launch: {}}", "  - {id: a, priority: 5"
-    note = "keys[0].priority: has no effect on `m` without max_inflight, or scheduling-policy: priority in its launch.args"
+    note = "keys[0].priority: note: has no effect on `m` without max_inflight, or scheduling-policy: priority in its launch.args"
     assert notes(launched, f"{key}}}") == notes(launched, f"{key}, models: [ali*]}}") == [f"g.yaml:3: {note}"]
     assert notes(launched, f"{key}, models: [other]}}") == notes(launched, "  - {id: a}") == []
     for args in ("scheduling-policy: priority", "scheduling_policy: priority", "config: /x.yaml"):

@@ -128,7 +128,10 @@ def test_without_a_running_gateway_a_command_says_so(tmp_path: Path) -> None:
         done = subprocess.run([program, *arguments], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=60)
         return done.returncode, done.stdout, done.stderr
 
-    missing = "vllm-gateway: no gateway of this user runs with gateway.yaml, and there is no such file; name it as the last argument\n"
+    missing = (
+        "vllm-gateway: no gateway of this user runs with gateway.yaml, and there is no such file; name it as the last argument, "
+        "or name the gateway with --admin URL\n"
+    )
     assert run_command("status") == (1, "", missing)
     (tmp_path / "other.yaml").touch()
     assert run_command("stop", "x", "--config", "other.yaml") == (1, "", "vllm-gateway: no gateway of this user runs with other.yaml\n")

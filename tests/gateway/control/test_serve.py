@@ -252,12 +252,15 @@ def test_a_server_that_dies_is_started_again(tmp_path: Path) -> None:
 def test_a_server_is_taken_out_of_rotation_and_returned_by_commands(running: Gateway) -> None:
     done = running.command("cordon", "sim/one#0")
     assert (done.returncode, done.stdout) == (0, "sim/one: ready (sim/one#0: stopped)\n"), done.stderr
+    assert "return it with `vllm-gateway uncordon sim/one#0`" in running.get("/status").json()["models"][0]["servers"][0]["reason"]
     assert running.request().status_code == 503
     done = running.command("uncordon", "sim/one#0")
     assert (done.returncode, done.stdout) == (0, "sim/one: ready (sim/one#0: ready)\n"), done.stderr
     assert running.request().status_code == 200
     unknown = running.command("cordon", "sim/one#1")
     assert unknown.returncode == 1 and "there is no server sim/one#1" in unknown.stderr
+    model = running.command("cordon", "sim/one")
+    assert model.returncode == 1 and "there is no server sim/one; the servers of this model are sim/one#0" in model.stderr
 
 
 def task_of(one: Gateway) -> object:
