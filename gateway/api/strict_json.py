@@ -76,7 +76,7 @@ def _loaded(body: bytes | bytearray) -> Document:
         document = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         if not body:
-            raise Refusal("invalid_json", "The body is empty.") from None
+            raise Refusal("invalid_json", "The body is empty, which is not valid JSON.") from None
         raise Refusal("invalid_json", f"The body is not valid JSON: {error.msg} at character {error.pos}.") from None
     if type(document) is not dict:
         raise Refusal("invalid_json", "The body must be a JSON object.")

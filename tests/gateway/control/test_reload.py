@@ -103,7 +103,8 @@ def test_an_invalid_file_changes_nothing_and_is_reported_everywhere(running: Gat
     shown = httpx2.get(f"http://127.0.0.1:{running.admin}/status", headers={"accept": "text/html"}).text
     assert "did you mean" in shown
     refused = running.command("reload")
-    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", f"{problem}\n")
+    stays = "nothing was applied; the previous configuration stays in use"
+    assert (refused.returncode, refused.stdout, refused.stderr) == (2, "", f"{problem}\n{stays}\n")
     assert running.request().status_code == 200
     write(file, config)
     wait_for(lambda: running.metric(LAST) == 1)
