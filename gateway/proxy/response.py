@@ -380,7 +380,7 @@ class EventRelay(ResponseRelay):
         separate = split(events)
         left = sum(not event.isspace() for event in separate)  # blank lines behind an event are not an event
         if not left:
-            request.write(events)
+            request.write(self._behind_waiting(events))
             return
         # The accounting of a read. ``fast_path`` does the same for an ordinary chunk (tests/gateway/proxy/test_fast_path.py).
         now = self._response.last_byte_at
@@ -394,7 +394,7 @@ class EventRelay(ResponseRelay):
         shown = []
         for event in separate:
             if event.isspace():
-                shown.append(event)
+                shown.append(self._behind_waiting(event))
                 continue
             shown.append(self._process(event, left))
             left -= 1
@@ -426,6 +426,13 @@ class EventRelay(ResponseRelay):
     def _renamed(self, events: bytes) -> bytes:
         """Return events with the name of the model that the client knows."""
         return events if self._name is None else b"".join(renamed(event, self._name) for event in split(events))
+
+    def _behind_waiting(self, blank: bytes) -> bytes:
+        """Return blank lines that can be sent now. They stay behind an event that waits."""
+        if self._waiting is None:
+            return blank
+        self._waiting = self._waiting[0] + blank, self._waiting[1]
+        return b""
 
     def _process(self, event: bytes, left: int) -> bytes:
         """Return what the client gets of the event that has waited, and of this event unless it waits. ``left`` is as in ``_read``."""

@@ -197,6 +197,16 @@ async def compare_charges(missing: set[int], endings: Sequence[bytes], cuts: Seq
     assert len(set(usages)) == 1, usages
 
 
+def test_blank_lines_behind_an_event_that_waits_stay_behind_it() -> None:
+    sent = [EVENT % b"a", FINISHED + b"\n\n", b": a comment\n\n", DONE]
+    with way() as one:
+        assert unchunked(one.streamed([STREAM_HEAD, *map(frame, sent), b"0\r\n\r\n"], False)) == b"".join(sent)
+    with way() as one:
+        assert unchunked(one.streamed([STREAM_HEAD, *map(frame, [*sent[:2], COUNT, DONE]), b"0\r\n\r\n"], False)) == b"".join(
+            [*sent[:2], DONE]
+        )
+
+
 # The reads that take the fast path
 
 DELTA = b'data: {"delta":{"text":"%b"}}\n\n'
