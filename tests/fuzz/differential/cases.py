@@ -47,6 +47,11 @@ def choose(random: Random, values: Sequence[T]) -> T:
     return values[int(random.random() * len(values))]
 
 
+def has_empty_extension(data: bytes) -> bool:
+    """Return whether a chunk may have an extension without a name or a value, which RFC 9112, section 7.1.1, does not allow."""
+    return any(odd in data for odd in (b";;", b"=;", b"=\r\n"))
+
+
 def cut(random: Random, data: bytes, most: int = 5) -> list[bytes]:
     """Cut bytes at up to ``most`` random indexes."""
     indexes = sorted(int(random.random() * (len(data) + 1)) for _ in range(1 + int(random.random() * most)))

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from gateway.api.errors import Refusal
 from gateway.client.http.head import RequestHead
 from gateway.client.http.parser import HttpParser
-from tests.fuzz.differential.cases import Case, check, choose, cut, mutated, single_bytes
+from tests.fuzz.differential.cases import Case, check, choose, cut, has_empty_extension, mutated, single_bytes
 from tests.fuzz.differential.references import Fields, Message, Reading, h11_request, llhttp_request
 
 _BY_BYTES = 1 / 8
@@ -196,7 +196,7 @@ def _check_refusal(data: bytes, at: int, readings: tuple[Reading, Reading]) -> N
     if len(messages) < 2 or any(message.end is None for message in messages):
         return
     check(
-        messages[0][:2] != messages[1][:2] or _is_refused(messages[0]) or _has_bare_line_ends(data[at:]),
+        messages[0][:2] != messages[1][:2] or _is_refused(messages[0]) or _has_bare_line_ends(data[at:]) or has_empty_extension(data[at:]),
         "a request is refused that both references accept",
         data,
         at,
