@@ -49,7 +49,7 @@ def choose(random: Random, values: Sequence[T]) -> T:
 
 def has_empty_extension(data: bytes) -> bool:
     """Return whether a chunk may have an extension without a name or a value, which RFC 9112, section 7.1.1, does not allow."""
-    return any(odd in data for odd in (b";;", b"=;", b"=\r\n"))
+    return any(odd in data for odd in (b";;", b";=", b"=;", b"=\r\n"))
 
 
 def cut(random: Random, data: bytes, most: int = 5) -> list[bytes]:
