@@ -48,12 +48,10 @@ class Where(NamedTuple):
     def unreachable(self, why: str) -> str:
         if self.admin is not None:
             return f"{self.admin}: {why}"
-        hint = (
-            ""
-            if self.config.exists()
-            else ", and there is no such file; name it as the last argument, or name the gateway with --admin URL"
-        )
-        return f"no gateway of this user runs with {self.config}{hint}"
+        found = f"no gateway of this user runs with {self.config}"
+        if self.config.exists():
+            return found
+        return f"{found}, and there is no such file; name it as the last argument, or name the gateway with --admin URL"
 
 
 def _token(file: Path) -> str:

@@ -18,7 +18,7 @@ from upstream.vllm import known_names
 
 _KINDS = {dict: "a mapping", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number", type(None): "nothing"}
 _SHORT_TEXT = re.compile(r"[A-Za-z0-9._,*-]{1,16}")
-_SHORT_TEXTS = re.compile(rf"(?!sk-){_SHORT_TEXT.pattern}(?: {_SHORT_TEXT.pattern}){{0,5}}")
+_SHORT_TEXTS = re.compile(rf"(?!(?:.* )?sk-){_SHORT_TEXT.pattern}(?: {_SHORT_TEXT.pattern}){{0,5}}")
 _LISTED_SECTIONS = 3
 _UNKNOWN = "unknown key"
 _SIMILAR, _NEARLY_EQUAL = 0.8, 0.85

@@ -19,6 +19,7 @@ from gateway.admin.engine_metrics import Engine
 from gateway.control.control import Control
 from gateway.control.limit_report import limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
+from gateway.fleet.fleet import ModelStatus
 from gateway.fleet.observed_servers import ObservedServers, health_check_targets, models_served, ready_servers, wrong_models
 from gateway.key_management.key_list import LastUse, expiry, list_keys
 from gateway.limits.windows import BudgetState
@@ -207,7 +208,7 @@ class Report:
             "waiting_s": status.waiting,
             "discovery": control.discovery.as_json(model),
             "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
-            "servers": [self._server_status(server, status.since, observed, series) for server in servers],
+            "servers": [self._server_status(server, status, observed, series) for server in servers],
         }
 
     def _last_choice(self, model: str) -> dict[str, Any]:
@@ -223,13 +224,13 @@ class Report:
         return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._control.monitor.rates.rate(model))}
 
     def _server_status(
-        self, server: ConfiguredServer, model_since: float, observed: ObservedServers, series: SeriesValues
+        self, server: ConfiguredServer, of_model: ModelStatus, observed: ObservedServers, series: SeriesValues
     ) -> dict[str, Any]:
         control, condition, labels = self._control, observed.condition(server.name), (server.model.id, server.name)
         status, probe = observed.launched.get(server.name), observed.probes.get(server.name)
         moments = [control.publisher.changed_at.get(server.name, 0.0), status.since if status else 0.0]
         if condition is Condition.OUT_OF_ROTATION:
-            moments.append(model_since)  # its state is the model's, which changes meanwhile: it drains before it is stopped
+            moments.append(of_model.since)  # its state is the model's, which changes meanwhile: it drains before it is stopped
         is_cordoned = server.name in control.observer.cordoned
         shown: dict[str, Any] = {
             "name": server.name,
@@ -241,7 +242,7 @@ class Report:
             or control.observer.hung.get(server.name, "")
             or (probe.reason if probe else "")
             or wrong_models(server, observed)
-            or _operated(server, is_cordoned=is_cordoned, is_held=control.fleet.status(server.model.id).is_held),
+            or _operated(server, is_cordoned=is_cordoned, is_held=of_model.is_held),
         }
         if is_cordoned:
             shown |= {"cordoned": True}
