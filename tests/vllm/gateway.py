@@ -36,7 +36,7 @@ LEDGER = "sqlite:///usage.db"
 WITHOUT_THINKING: Json = {"chat_template_kwargs": {"enable_thinking": False}}
 BURST, PAUSE, BURSTS = 0.05, 0.3, 100  # seconds in which the engine may generate some 20 tokens, and in which they may be sent
 GENERATED = "vllm:generation_tokens_total"
-ATTEMPTS = 5
+ATTEMPTS = 10
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 
