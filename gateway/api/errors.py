@@ -151,6 +151,13 @@ def unknown_model(model: str) -> Refusal:
     return refusal
 
 
+def invalid_value(message: str, *, param: str, detail: str | None = None) -> Refusal:
+    """Return the error for a field that the gateway itself refuses. ``detail``: the message without the client's values, if it has any."""
+    refusal = Refusal("invalid_value", message, param=param)
+    refusal.detail = detail or message
+    return refusal
+
+
 def internal_error() -> Refusal:
     """Return the error for a bug of the gateway."""
     return Refusal("internal_error", "The gateway failed. The operator can find the cause by the request id.")

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from gateway.api.errors import Refusal
+from gateway.api.errors import Refusal, invalid_value
 from gateway.api.media_urls import CONTAINERS, MediaHosts, path_to, refused_url_field
 from gateway.snapshot.snapshot import BodyRules, Model
 from gateway.system.steps import SMALL, finished
@@ -196,7 +196,8 @@ class BodyPolicy:
         return self._not_allowed(f"{name}.{path_to(value, holder)}{field}")
 
     def _not_allowed(self, path: str) -> Refusal:
-        return Refusal("invalid_value", f"The URL in '{path}' is not allowed. {_allowed(self._media.listed)}", param=path)
+        hosts = _allowed(self._media.listed)
+        return invalid_value(f"The URL in '{path}' is not allowed. {hosts}", param=path, detail=hosts)
 
     def maximum(self, name: str) -> int | None:
         """Return the largest number that a field may contain, if there is a limit."""
@@ -213,27 +214,27 @@ class BodyPolicy:
                 _check_echo(document)
                 continue
             if name in self._refused and value is not None and value is not False:
-                raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=name)
+                raise invalid_value(f"The field '{name}' is not allowed here.", param=name)
             del document[name]
 
     def _check_number(self, name: str, value: Any, document: Document) -> None:
         check_number(name, value, self._maxima[name])
         if name in _CHOICE_FIELDS and value * _batch_size(document.get("prompt")) > MAX_BATCH:
-            raise Refusal("invalid_value", f"The fields '{name}' and 'prompt' request more than {MAX_BATCH} choices.", param=name)
+            raise invalid_value(f"The fields '{name}' and 'prompt' request more than {MAX_BATCH} choices.", param=name)
 
     def _check_size(self, name: str, value: Any) -> None:
         if len(orjson.dumps(value)) > self._sizes[name]:
-            raise Refusal("invalid_value", f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
+            raise invalid_value(f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
 
     def _check_batch(self, name: str, value: Any) -> None:
         many = _batch_size(value) > MAX_BATCH if name in BATCHES else type(value) is list and type(value[0]) in (str, list)
         if many and name not in self._allowed:
-            raise Refusal("invalid_value", f"The field '{name}' has more than {MAX_BATCH} items.", param=name)
+            raise invalid_value(f"The field '{name}' has more than {MAX_BATCH} items.", param=name)
 
     def _check_template(self, kwargs: Any) -> None:
         if isinstance(kwargs, dict):
             for name in sorted(self._in_template & kwargs.keys()):
-                raise Refusal("invalid_value", f"The field '{name}' is not allowed here.", param=f"chat_template_kwargs.{name}")
+                raise invalid_value(f"The field '{name}' is not allowed here.", param=f"chat_template_kwargs.{name}")
 
 
 def _check_echo(document: Document) -> None:
@@ -245,7 +246,7 @@ def _check_echo(document: Document) -> None:
         return
     for name in ("logprobs", "top_logprobs"):
         if document.get(name) is not None and document[name] is not False:
-            raise Refusal("invalid_value", f"The fields '{ECHO}' and '{name}' are not allowed together here.", param=ECHO)
+            raise invalid_value(f"The fields '{ECHO}' and '{name}' are not allowed together here.", param=ECHO)
     document["top_logprobs"] = None
 
 
@@ -277,7 +278,7 @@ def _with_old_names(refused: Iterable[str]) -> frozenset[str]:
 def check_number(name: str, value: Any, maximum: int) -> None:
     """Check that a field is a number from 0 to ``maximum``. vLLM would accept text as a number too. Raises Refusal."""
     if not isinstance(value, int | float):
-        raise Refusal("invalid_value", f"The field '{name}' must be a whole number.", param=name)
+        raise invalid_value(f"The field '{name}' must be a whole number.", param=name)
     if not 0 <= value <= maximum:
-        least = int(name in _CHOICE_FIELDS)
-        raise Refusal("invalid_value", f"The field '{name}' must be between {least} and {maximum}, not {value}.", param=name)
+        bounds = f"The field '{name}' must be between {int(name in _CHOICE_FIELDS)} and {maximum}"
+        raise invalid_value(f"{bounds}, not {value}.", param=name, detail=f"{bounds}.")

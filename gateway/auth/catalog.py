@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.api.errors import Refusal, unknown_model
+from gateway.api.errors import Refusal, invalid_value, unknown_model
 from gateway.api.routes import ROUTES, Route
 from gateway.auth.body_policy import BodyPolicy
 from gateway.auth.split import Split
@@ -182,5 +182,5 @@ def named_model(body: Mapping[str, Any]) -> str | None:
     """Return the model name in a body; None if it is missing, null or empty. Raises Refusal for anything but a string."""
     name = body.get("model")
     if name is not None and not isinstance(name, str):
-        raise Refusal("invalid_value", "The field 'model' must be the ID of a model, as a string.", param="model")
+        raise invalid_value("The field 'model' must be the ID of a model, as a string.", param="model")
     return name or None

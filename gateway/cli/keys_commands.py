@@ -69,7 +69,14 @@ def new(
         typer.echo(f"{key}\n\n{stanza(entry, 2)}")
         typer.echo(_ONCE, err=True)
         return 0
-    return _written(lambda: _show_new(key, f"{id} is in {_key_files(written or DEFAULT).add([entry])}"))
+
+    def act() -> None:
+        key_files = _key_files(written or DEFAULT)
+        if id in key_files.ids:
+            raise _refusal(f"{id} exists already; `vllm-gateway keys rotate {id}` gives it a new key")
+        _show_new(key, f"{id} is in {key_files.add([entry])}")
+
+    return _written(act)
 
 
 def rotate(

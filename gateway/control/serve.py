@@ -7,6 +7,7 @@ stop, open requests finish before a server is stopped.
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import logging
 import os
@@ -89,8 +90,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     async with AsyncExitStack() as stack:
         # Open the ports, and compose control.
-        data = stack.enter_context(closing(listen(config.server.host, config.server.port)))
-        admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port)))
+        data = stack.enter_context(closing(listen(config.server.host, config.server.port, "server.port")))
+        admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port, "server.admin.port")))
         commands = _admin_socket(path, stack)
         manager = ServiceManager.of(os.environ, os.getpid())
         environment = Environment(log_folder(), _launch_environment(config), Cluster.of(os.environ))
@@ -173,14 +174,15 @@ def _launch_environment(config: Config) -> dict[str, str]:
     return inherited({name: value for name, value in os.environ.items() if name not in withheld}, Path(sys.executable).parent)
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Open a listening socket. On ``::`` it accepts IPv4 connections too. Raises StartError."""
+def listen(host: str, port: int, setting: str) -> socket.socket:
+    """Open a listening socket. On ``::`` it accepts IPv4 connections too. Raises StartError, which names the setting of the port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     try:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG, dualstack_ipv6=both)
     except OSError as error:
-        raise StartError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+        remedy = f"; end the other program, or change {setting}" if error.errno == errno.EADDRINUSE else ""
+        raise StartError(f"cannot listen on {host}:{port}: {os.strerror(error.errno) if error.errno else error}{remedy}") from error
 
 
 def state_folder() -> Path:

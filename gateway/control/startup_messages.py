@@ -33,6 +33,7 @@ from upstream.vllm.probe_hints import probe_hint
 _STYLES: Mapping[int, str] = MappingProxyType({logging.ERROR: "red", logging.WARNING: "yellow", logging.INFO: "green"})
 _WIDE = 10_000  # columns of a file: nothing is wrapped
 _NAMED = 3
+_ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
 _log = logging.getLogger("vllm_gateway.control")
 _ACTIONS = {
     ActionKind.START: "starts",
@@ -71,7 +72,7 @@ class Announcer:
         self._models(config)
         scheme = "https" if config.server.tls else "http"
         keys = f"{len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'}"
-        self._summary_line(f"requests  [bold]{scheme}://{_address(data)}/v1[/bold]  ({keys})")
+        self._summary_line(f"requests  [bold]{scheme}://{_address(data)}/v1[/bold]  ({keys}{_reach(data)})")
         self._summary_line(f"metrics   http://{_address(admin)}/metrics  (also /status /readyz /livez)")
 
     def _models(self, config: Config) -> None:
@@ -209,8 +210,13 @@ def _servers(model: Model) -> str:
     return ", ".join([*launched, *(server.url for server in model.servers or ())])
 
 
+def _reach(listener: socket.socket) -> str:
+    """Say that other machines can connect too, where the address that is shown names this one alone."""
+    return "; listens on all addresses" if listener.getsockname()[0] in _ALL_ADDRESSES else ""
+
+
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    if host in ("0.0.0.0", "::"):  # noqa: S104  shown, not bound
+    if host in _ALL_ADDRESSES:
         host = "localhost"
     return escape(f"[{host}]:{port}") if ":" in host else f"{host}:{port}"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.api.errors import Refusal
+from gateway.api.errors import invalid_value
 from gateway.api.media_urls import CONTAINERS, data_urls
 from gateway.api.routes import OUTPUTS, Output
 from gateway.api.settlement import BYTES_PER_TOKEN
@@ -168,9 +168,9 @@ def apply_max_tokens(document: dict[str, Any], path: str, limit: int | None) -> 
         if type(value) is not int:
             value = lax_int(value)
         if value is None:
-            raise Refusal("invalid_value", f"The field '{name}' must be a whole number.", param=name)
+            raise invalid_value(f"The field '{name}' must be a whole number.", param=name)
         if value > limit:
-            raise Refusal("invalid_value", f"The field '{name}' may be {limit} at most for this key.", param=name)
+            raise invalid_value(f"The field '{name}' may be {limit} at most for this key.", param=name)
     unsaid = output.default is None or output.names[-1] in document
     if not given and (unsaid or (output.default or 0) > limit):
         document[output.names[-1]] = limit

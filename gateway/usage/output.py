@@ -41,7 +41,7 @@ def as_table(report: UsageReport, console: Console) -> None:
     query = report.query
     console.print(f"usage from {query.since:%Y-%m-%d %H:%M} to {query.until:%Y-%m-%d %H:%M} UTC", style="dim")
     if not report.sums:
-        console.print("nothing")
+        console.print("no requests")
         return
     costs = [each.cost for each in report.sums if each.cost is not None]
     decimals = cost_decimals(costs)

@@ -150,7 +150,7 @@ async def controlled(
     file.write_text(yaml.safe_dump(configuration(*models, **server) | {"groups": list(groups)}))
     config, output = load(file), io.StringIO()
     async with AsyncExitStack() as stack:
-        data = stack.enter_context(closing(listen("127.0.0.1", 0)))
+        data = stack.enter_context(closing(listen("127.0.0.1", 0, "server.port")))
         environment = Environment(folder / "logs", os.environ, cluster, "/tmp", resolve)
         announcer = Announcer(Console(file=output, width=200))
         control, reloader = await stack.enter_async_context(assembled(config, file, data, environment, announcer))

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import orjson
 import psutil
 import pytest
 
+from gateway.control.serve import StartError, listen
 from gateway.telemetry.metrics import FAMILIES, PREFIX
 from tests.support.process import PROGRAM, SIMULATOR, Gateway, alive, configuration, gateway, launched, wait_for, write
 from tests.support.running import KEY
@@ -41,6 +43,15 @@ def port_is_free(port: int) -> bool:
         except OSError:
             return False
     return True
+
+
+def test_a_port_in_use_is_refused_with_the_setting_to_change() -> None:
+    with closing(listen("127.0.0.1", 0, "server.port")) as first:
+        port = first.getsockname()[1]
+        with pytest.raises(StartError) as refused:
+            listen("127.0.0.1", port, "server.admin.port")
+    expected = f"cannot listen on 127.0.0.1:{port}: Address already in use; end the other program, or change server.admin.port"
+    assert str(refused.value) == expected
 
 
 def test_requests_are_served_counted_and_logged(running: Gateway) -> None:

@@ -28,20 +28,21 @@ def test_the_shown_addresses_can_be_used_by_a_client(tmp_path: Path, host: str, 
     write(tmp_path / "gateway.yaml", configuration(launched()))
     output = io.StringIO()
     try:
-        data, admin = listen(host, 0), listen(host, 0)
+        data, admin = listen(host, 0, "server.port"), listen(host, 0, "server.admin.port")
     except StartError as error:
         pytest.skip(f"this machine has no such address: {error}")
     with closing(data), closing(admin):
         Announcer(Console(file=output, width=200)).summary(load(tmp_path / "gateway.yaml"), data, admin)
         assert f"http://{shown}:{data.getsockname()[1]}/v1 " in output.getvalue()
         assert f"http://{shown}:{admin.getsockname()[1]}/metrics " in output.getvalue()
+        assert ("listens on all addresses" in output.getvalue()) == (host in ("0.0.0.0", "::"))
 
 
 def test_messages_that_cannot_be_written_stop_nothing(tmp_path: Path) -> None:
     write(tmp_path / "gateway.yaml", configuration(launched()))
     with ExitStack() as stack:
         full = stack.enter_context(io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True))
-        data, admin = (stack.enter_context(closing(listen("127.0.0.1", 0))) for _ in range(2))
+        data, admin = (stack.enter_context(closing(listen("127.0.0.1", 0, "server.port"))) for _ in range(2))
         announcer = Announcer(Console(file=full))
         announcer.summary(load(tmp_path / "gateway.yaml"), data, admin)
         announcer.stopped()
@@ -62,7 +63,7 @@ def test_a_reader_of_the_messages_that_exits_does_not_stop_the_gateway(tmp_path:
 def test_the_table_in_a_file_is_not_wrapped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = {"id": "m" * 90, "aliases": ["a" * 90], "servers": [{"url": f"http://127.0.0.1:{port}"} for port in range(1, 9)]}
     write(tmp_path / "gateway.yaml", configuration(model))
-    with closing(listen("127.0.0.1", 0)) as data, closing(listen("127.0.0.1", 0)) as admin:
+    with closing(listen("127.0.0.1", 0, "server.port")) as data, closing(listen("127.0.0.1", 0, "server.port")) as admin:
         Announcer().summary(load(tmp_path / "gateway.yaml"), data, admin)
     [row] = [line for line in capsys.readouterr().err.splitlines() if "m" * 90 in line]
     assert "a" * 90 in row and "http://127.0.0.1:8" in row

@@ -18,6 +18,7 @@ from tests.support.process import Gateway, configuration, gateway, launched, wai
 from tests.support.running import KEY
 
 LIMITED = "sk-a-key-with-a-limit"
+NO_URLS = "This model takes no media from URLs. Send the media as a 'data:' URL, or ask the operator to allow the host."
 WHOLE = "tokens_per_day of key limited: reserves 1,040 tokens, more than the whole 10 tokens per day"
 
 
@@ -34,12 +35,19 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 
 QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "which model was not found": ({"model": "sim/onne"}, {"code": "model_not_found", "param": "model", "requested_model": "sim/onne"}),
-    "which field was rejected by the policy": ({"prompt_logprobs": 1}, {"code": "invalid_value", "param": "prompt_logprobs"}),
+    "which field was rejected by the policy": (
+        {"prompt_logprobs": 1},
+        {"code": "invalid_value", "param": "prompt_logprobs", "detail": "The field 'prompt_logprobs' is not allowed here."},
+    ),
+    "which value a field may have": (
+        {"n": 5000},
+        {"code": "invalid_value", "param": "n", "detail": "The field 'n' must be between 1 and 128."},
+    ),
     "which field has the wrong type": ({"stream": "maybe"}, {"code": "invalid_value", "param": "stream", "model": "sim/one"}),
     "which field is out of range for the server": ({"temperature": -1}, {"code": "invalid_value", "param": "temperature"}),
     "where in the messages": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},
-        {"code": "invalid_value", "param": "messages.*.content.*.image_url"},
+        {"code": "invalid_value", "param": "messages.*.content.*.image_url", "detail": NO_URLS},
     ),
     "which template argument": (
         {"chat_template_kwargs": {"chat_template": "my text"}},

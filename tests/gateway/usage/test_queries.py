@@ -232,7 +232,7 @@ def test_a_table_has_bars_and_a_cost_where_there_are_prices(store: UsageStore) -
     assert currency == "cost: in the currency of models[].price"
     assert first.count("█") == 24 and second.count("█") == 0 and "~7" in second and "estimated" in note
     assert "cost" not in shown(report_of(store, by="key", model="big"), "table")
-    assert "nothing" in shown(report_of(store, key="nobody"), "table")
+    assert "no requests" in shown(report_of(store, key="nobody"), "table")
 
 
 def test_the_share_of_estimates_is_reported_by_method(url: str, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ async def respond(talk: Conversation) -> None:
 async def test_requests_reach_the_server_that_has_their_blocks_by_its_events() -> None:
     async with scripted(respond) as one, scripted(respond) as other:
         served = model(one.port, other.port, balance="cost", cost=CostSettings(explain=True))
-        with closing(listen("127.0.0.1", 0)) as listener:
+        with closing(listen("127.0.0.1", 0, "server.port")) as listener:
             async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
                 health = Health({spec.name: Condition.UP for spec in served.servers}, {})
                 supervisor.apply_snapshot(Snapshot(1, (key(),), (served,)), health)

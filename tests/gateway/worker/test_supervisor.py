@@ -24,7 +24,7 @@ NO_EVENTS = WorkerEvents(lambda: None, lambda _: None)
 @pytest.mark.parametrize("iterations", range(8))
 async def test_cancellation_while_a_worker_starts_leaves_no_process(iterations: int) -> None:
     before = set(psutil.Process().children())
-    with closing(listen("127.0.0.1", 0)) as listener:
+    with closing(listen("127.0.0.1", 0, "server.port")) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             for _ in range(iterations):
@@ -34,7 +34,7 @@ async def test_cancellation_while_a_worker_starts_leaves_no_process(iterations: 
 
 @pytest.mark.parametrize("iterations", [0, 1, 3])
 async def test_the_gateway_does_not_wait_for_a_starting_worker_when_it_stops(iterations: int) -> None:
-    with closing(listen("127.0.0.1", 0)) as listener:
+    with closing(listen("127.0.0.1", 0, "server.port")) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             for _ in range(iterations):
@@ -44,7 +44,7 @@ async def test_the_gateway_does_not_wait_for_a_starting_worker_when_it_stops(ite
 
 
 async def test_without_workers_there_is_nothing_to_drain() -> None:
-    with closing(listen("127.0.0.1", 0)) as listener:
+    with closing(listen("127.0.0.1", 0, "server.port")) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             await supervisor.drain(600)
 
@@ -53,7 +53,7 @@ async def test_a_failed_preparation_is_a_failure_of_the_supervision() -> None:
     async def fails(_: Snapshot) -> None:
         raise OSError
 
-    with closing(listen("127.0.0.1", 0)) as listener:
+    with closing(listen("127.0.0.1", 0, "server.port")) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             assert supervisor.failure(time.monotonic()) is None
             supervisor.before_start = fails
@@ -64,7 +64,7 @@ async def test_a_failed_preparation_is_a_failure_of_the_supervision() -> None:
 
 async def test_a_worker_that_does_not_exit_is_killed() -> None:
     """It is stopped, so that it cannot notice that its link has closed."""
-    with closing(listen("127.0.0.1", 0)) as listener:
+    with closing(listen("127.0.0.1", 0, "server.port")) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             await until(lambda: supervisor.statuses[0].up, 60)
@@ -75,7 +75,7 @@ async def test_a_worker_that_does_not_exit_is_killed() -> None:
 
 
 async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_later(caplog: pytest.LogCaptureFixture) -> None:
-    with closing(listen("127.0.0.1", 0)) as listener:
+    with closing(listen("127.0.0.1", 0, "server.port")) as listener:
         async with running_workers(listener, 1, NO_EVENTS) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             await until(lambda: supervisor.statuses[0].up, 60)
