@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from upstream.balancing.ejection import EjectionState
 from upstream.balancing.ranking import Ranking
 from upstream.http.address import Address
-from upstream.http.connection import Connection, IdleConnections, connect
+from upstream.http.connection import Connection, IdleConnections, connect, response_heads
 from upstream.http.deadlines import TICK
 from upstream.http.errors import ConnectFailed, UpstreamError
 from upstream.http.write_batching import WriteBatch
@@ -113,6 +113,7 @@ class Server:
         self._clock = clock
         self._idle = IdleConnections(spec.keep_idle)
         self._write_batch = write_batch or WriteBatch()
+        self._heads = response_heads()
         self._request_prefixes: dict[str, bytes] = {}
         self._tls = ssl.create_default_context() if spec.address.tls else None
 
@@ -242,7 +243,8 @@ class Server:
 
     async def connect(self, timeout: float) -> Connection:
         """Open a connection. Raises ConnectTimeout, LocalLimit and ConnectFailed."""
-        connecting = asyncio.create_task(connect(self.spec.name, self.spec.address, timeout, self._tls, self._idle.add, self._write_batch))
+        spec, done, batch = self.spec, self._idle.add, self._write_batch
+        connecting = asyncio.create_task(connect(spec.name, spec.address, timeout, self._tls, done, batch, self._heads))
         try:
             connection = await connecting
         except asyncio.CancelledError:

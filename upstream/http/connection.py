@@ -25,7 +25,8 @@ from typing import Protocol
 from upstream.http.address import Address
 from upstream.http.chunked import ChunkedDecoder, ChunkedError, FramingTooLargeError
 from upstream.http.errors import BadResponse, ConnectFailed, ConnectTimeout, Disconnected, LocalLimit, StaleConnection, UpstreamError
-from upstream.http.response_head import Headers, ResponseHeadError, may_begin_response, parse_response_head
+from upstream.http.repeated_head import RepeatedHead
+from upstream.http.response_head import Headers, ResponseHead, ResponseHeadError, may_begin_response, parse_response_head, with_length
 from upstream.http.write_batching import BatchingTransport, WriteBatch
 
 MAX_HEADER_BYTES = 384 * 1024
@@ -50,6 +51,11 @@ _OUR_LIMITS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL, socket.EAI_SYSTEM, socket.EAI_MEMORY}
 )
 """Error numbers that mean that the gateway cannot open more connections."""
+
+
+def response_heads() -> RepeatedHead[ResponseHead]:
+    """Return a parser for the heads of one server's responses."""
+    return RepeatedHead(parse_response_head, with_length)
 
 
 class Receiver(Protocol):
@@ -94,12 +100,18 @@ _HEAD, _LENGTH, _CHUNKS, _UNTIL_CLOSE = Framing.HEAD, Framing.LENGTH, Framing.CH
 
 
 class Connection(asyncio.Protocol):
-    """One connection: idle, busy with one exchange, or closed. ``on_idle`` is called with it when it can carry another exchange."""
+    """One connection: idle, busy with one exchange, or closed.
 
-    def __init__(self, server: str, on_idle: Callable[[Connection], None], write_batch: WriteBatch) -> None:
+    ``on_idle`` is called with it when it can carry another exchange. ``heads`` are those of all connections to the server.
+    """
+
+    def __init__(
+        self, server: str, on_idle: Callable[[Connection], None], write_batch: WriteBatch, heads: RepeatedHead[ResponseHead] | None = None
+    ) -> None:
         self._server = server
         self._on_idle = on_idle
         self._write_batch = write_batch
+        self._heads = heads or response_heads()
         self._transport: BatchingTransport | None = None
         self._paused = False
         self.write_paused = False
@@ -240,7 +252,7 @@ class Connection(asyncio.Protocol):
             end = found + 4
             if self._interim_bytes + end > MAX_HEADER_BYTES:
                 break
-            head = parse_response_head(data[start:end])
+            head = self._heads.parse(data[start:end])
             if head.status >= 200:
                 self._interim_bytes, self._keep_alive = 0, head.keep_alive
                 if head.chunked:
@@ -357,13 +369,14 @@ async def connect(
     tls: ssl.SSLContext | None,
     on_idle: Callable[[Connection], None],
     write_batch: WriteBatch,
+    heads: RepeatedHead[ResponseHead] | None = None,
 ) -> Connection:
     """Open a connection.
 
     Raises ConnectTimeout after ``timeout`` seconds and a moment, LocalLimit if the gateway cannot open more connections, and ConnectFailed
     for every other failure.
     """
-    loop, make = asyncio.get_running_loop(), partial(Connection, server, on_idle, write_batch)
+    loop, make = asyncio.get_running_loop(), partial(Connection, server, on_idle, write_batch, heads)
     try:
         async with _connect_timeout(timeout):
             if address.uds:

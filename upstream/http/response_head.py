@@ -6,12 +6,13 @@ a new parser. It decides how the body is framed (RFC 9112, section 6.3).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import httptools
 import msgspec
 
-Headers = dict[bytes, bytes]
+Headers = Mapping[bytes, bytes]
 """The headers of a response by lower-case name; if a header is repeated, the first value."""
 
 _HTTP_11 = b"HTTP/1.1 "
@@ -47,9 +48,15 @@ def _all_values(data: bytes, name: bytes) -> list[bytes]:
     return [value for given, _, value in fields if given.lower() == name]
 
 
+def with_length(head: ResponseHead, digits: bytes) -> ResponseHead:
+    """Return the same head with another value of its Content-Length."""
+    length = 0 if head.status in _WITHOUT_A_BODY else int(digits)
+    return ResponseHead(head.status, {**head.headers, b"content-length": digits}, length, head.chunked, head.keep_alive)
+
+
 def parse_response_head(data: bytes) -> ResponseHead:
     """Parse a status line and headers, up to their first empty line. Raises ResponseHeadError."""
-    headers: Headers = {}
+    headers: dict[bytes, bytes] = {}
     parser = httptools.HttpResponseParser(SimpleNamespace(on_header=headers.setdefault))  # a function here would take six times as long
     try:
         parser.feed_data(data)

@@ -9,7 +9,7 @@ and ``Host`` is one valid host.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from ipaddress import IPv6Address
 from typing import Any
@@ -38,7 +38,7 @@ class RequestHead(msgspec.Struct, frozen=True, eq=False):
     method: bytes
     url: bytes
     """The request target, which is checked by the server: a path, perhaps with a query."""
-    headers: dict[bytes, bytes]
+    headers: Mapping[bytes, bytes]
     """By lower-case name.
 
     A header that was sent more than once has its last value; ``x-forwarded-for`` has all values, joined by commas.
@@ -137,7 +137,8 @@ def with_length(head: RequestHead, digits: bytes) -> RequestHead:
     name = b"content-length"
     fields = [(each, digits if each == name else value) for each, value in head.fields]
     headers = {**head.headers, name: digits}
-    return RequestHead(head.method, head.url, headers, fields, head.http10, int(digits), head.chunked, head.keep_alive)
+    length = None if head.content_length is None else int(digits)  # without one, the header does not frame a body: CONNECT
+    return RequestHead(head.method, head.url, headers, fields, head.http10, length, head.chunked, head.keep_alive)
 
 
 def is_host(value: bytes) -> bool:

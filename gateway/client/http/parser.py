@@ -9,18 +9,17 @@ stored is bounded.
 from __future__ import annotations
 
 from enum import Enum, auto
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from gateway.api.errors import Refusal
 from gateway.client.http.head import MAX_HEAD, RequestHead, check_start, head_too_large, invalid_request, parse_head, with_length
 from upstream.http.chunked import ChunkedDecoder, ChunkedError, FramingTooLargeError
+from upstream.http.repeated_head import RepeatedHead
 
 AHEAD = 64 * 1024
 """Bytes of a body that may be passed on before the request is started."""
 _LINE_END, _HEAD_END, _CR = b"\r\n", b"\r\n\r\n", 0x0D
 _CHUNKS_AT_ONCE = 2048  # chunks or lines of a body that are decoded in one event-loop iteration
-_MAX_KNOWN = 4096  # bytes of a request line and headers that are remembered
-_MAX_DIGITS = 15  # of a Content-Length in remembered headers
 
 
 class BodyReceiver(Protocol):
@@ -74,17 +73,6 @@ class Reading(Enum):
 _HEAD, _BODY, _NEXT_REQUEST, _NOTHING = Reading.HEAD, Reading.BODY, Reading.NEXT_REQUEST, Reading.NOTHING
 
 
-class _KnownHead(NamedTuple):
-    """A request line and headers, with their bytes before and after the digits of the Content-Length."""
-
-    head: RequestHead
-    before: bytes
-    digits: bytes
-    after: bytes
-    before_size: int
-    after_size: int
-
-
 class HttpParser:
     """Parses the requests of one connection."""
 
@@ -107,9 +95,7 @@ class HttpParser:
         request while the parser is blocked."""
         self._blank = 0
         """Bytes of empty lines before a request."""
-        self._known: _KnownHead | None = None
-        self._learns_next = True
-        """The next headers that are not the remembered ones are remembered."""
+        self._heads = RepeatedHead(parse_head, with_length)
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes. Raises Refusal for bytes that are not a valid request; nothing may be fed after it."""
@@ -181,7 +167,7 @@ class HttpParser:
         if self.reading is not _HEAD:
             self.number += 1
         self._blank = 0
-        head = self._head(data[start:end])
+        head = self._heads.parse(data[start:end])
         if not head.keep_alive:
             self.is_last = True
         receiver = self._handler.request_received(head)
@@ -198,26 +184,6 @@ class HttpParser:
         if arrived > AHEAD:
             self._handler.body_follows()
         return end
-
-    def _head(self, data: bytes) -> RequestHead:
-        """Return the parsed head, from an earlier one if only the digits of the Content-Length differ.
-
-        Most clients send the same headers with each request of a connection. All bytes of a request line with its headers are compared, so
-        the parser's result for them is known: it depends on nothing else. Raises Refusal.
-        """
-        if self._known is not None:
-            head, before, same, after, before_size, after_size = self._known
-            if data[:before_size] == before and data[-after_size:] == after:
-                digits = data[before_size:-after_size]
-                if digits == same:
-                    return head
-                if digits.isdigit() and len(digits) <= _MAX_DIGITS:
-                    return with_length(head, digits)
-        head = parse_head(data)
-        if self._learns_next:  # not from each request of a connection with several clients
-            self._known = _known(head, data)
-        self._learns_next = not self._learns_next
-        return head
 
     # Bodies
 
@@ -243,16 +209,3 @@ class HttpParser:
             self.receiver, self.reading = None, _NEXT_REQUEST
             receiver.finish()
         return at
-
-
-def _known(head: RequestHead, data: bytes) -> _KnownHead | None:
-    """Return the remembered form of parsed headers; None if they cannot be repeated. Each line of ``data`` is one of its fields."""
-    if head.content_length is None or len(data) > _MAX_KNOWN or not head.keep_alive:
-        return None
-    lines = data.split(_LINE_END)
-    number, digits = [name for name, _ in head.fields].index(b"content-length") + 1, head.headers[b"content-length"]
-    if not (digits.isdigit() and lines[number].endswith(digits)):
-        return None  # white space behind the digits
-    before = _LINE_END.join((*lines[:number], lines[number].removesuffix(digits)))
-    after = data[len(before) + len(digits) :]
-    return _KnownHead(head, before, digits, after, len(before), len(after))

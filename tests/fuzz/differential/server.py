@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from random import Random
@@ -170,7 +171,7 @@ def _check(response: _Response, data: bytes, readings: _Readings, *, closed: boo
 
 
 def _lower(headers: Headers) -> Headers:
-    lower: Headers = {}
+    lower: dict[bytes, bytes] = {}
     for name, value in headers.items():
         value = value.rstrip(b" \t")
         lower.setdefault(name.lower(), value.lower() if name.lower() == b"transfer-encoding" else value)
@@ -179,7 +180,7 @@ def _lower(headers: Headers) -> Headers:
 
 def _by_name(message: Message) -> Headers:
     """Return the first value of each header. h11 reports a transfer encoding in lower case."""
-    headers: Headers = {}
+    headers: dict[bytes, bytes] = {}
     for name, value in message.fields:
         headers.setdefault(name, value.lower() if name == b"transfer-encoding" else value)
     return headers
@@ -247,6 +248,7 @@ _INTERIM = (
     b"HTTP/1.1 102 Processing\r\ntransfer-encoding: chunked\r\n\r\n",
 )
 _EXCESS = (b"\r\n", b"x", b"\n", b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+_LENGTH = re.compile(rb"(content-length: *)[0-9]+", re.IGNORECASE)
 _INSERTED = b"\r\n :0a\x00;"
 
 
@@ -289,6 +291,14 @@ def response(random: Random) -> bytes:
     return head + framed
 
 
+def _with_other_length(random: Random, data: bytes) -> bytes:
+    """Return a response whose headers differ only in the digits of their length, perhaps with a body of that length."""
+    head, end, body = data.partition(b"\r\n\r\n")
+    body = choose(random, (*_BODIES, body))
+    digits = b"%d" % len(body) if random.random() < 0.8 else choose(random, (b"", b"00", b"1x", b"1 ", b"9" * 16))
+    return _LENGTH.sub(lambda found: found[1] + digits, head, count=1) + end + body
+
+
 def _valid(random: Random) -> bytes:
     """Return a response that every rule accepts, and that does not end its connection."""
     body = choose(random, _BODIES)
@@ -312,6 +322,8 @@ def case(random: Random) -> None:
     known = [response(random) for _ in range(1 + int(random.random() * 2))]
     if random.random() < 0.3:
         known.append(mutated(random, choose(random, known), _INSERTED))
+    if random.random() < 0.2:
+        known.append(_with_other_length(random, choose(random, known)))
     if random.random() < 0.1:
         known.append(choose(random, known) + choose(random, [*known, *_EXCESS]))
     exchanges = [data for data in (choose(random, known) for _ in range(1 + int(random.random() * 5))) if data]

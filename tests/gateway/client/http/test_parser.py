@@ -290,16 +290,29 @@ def test_small_chunks_do_not_count_as_headers() -> None:
     assert refused is None and received[0][-2:] == (body, True)
 
 
-def test_many_chunks_are_decoded_in_several_iterations() -> None:
+@pytest.mark.parametrize("is_blocked", [False, True])
+def test_many_chunks_are_decoded_in_several_iterations(is_blocked: bool) -> None:
+    """Also of the request during which the handler wants no other one."""
     handler, body = Handler(), b"a" * 20_000
     parser = HttpParser(handler)
+    handler.parser = parser if is_blocked else None
     parser.feed(LINE + HOST + b"transfer-encoding: chunked\r\n\r\n" + chunks(body, 1) + post(b"{}"))
     assert 0 < len(handler.received[0].body) < 5000
     while not handler.received[0].finished:
         calls = handler.calls
         parser.feed(b"")
         assert handler.calls == calls + 1 or handler.received[0].finished
+    if is_blocked:
+        assert len(handler.received) == 1
+        parser.is_blocked = False
+        parser.feed(b"")
     assert [each.body for each in handler.received] == [body, b"{}"]
+
+
+def test_no_further_call_is_needed_for_a_body_without_stored_bytes() -> None:
+    handler = Handler()
+    HttpParser(handler).feed(LINE + HOST + b"transfer-encoding: chunked\r\n\r\n" + chunks(b"a" * 10, 1).removesuffix(b"0\r\n\r\n"))
+    assert (handler.received[0].size, handler.calls) == (10, 0)
 
 
 def test_empty_lines_before_a_request() -> None:
