@@ -1,7 +1,7 @@
-"""Generates the tables of settings in configuration.md, and api.md.
+"""Generates the tables of settings in configuration.md, of the ledger's columns in usage.md, and api.md.
 
-Run it as ``.venv/bin/python docs/reference.py``. The rule: descriptions and defaults of settings come from
-``gateway.config``, and the API from ``gateway.api.reference``. A test compares the pages with the output.
+Run it as ``.venv/bin/python docs/reference.py``. The rule: descriptions and defaults of settings come from ``gateway.config``, the API from
+``gateway.api.reference``, and columns from ``gateway.ledger.row``. A test compares the pages with the output.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 from gateway.api.reference import descriptions, document
 from gateway.api.reference.descriptions import Operation, Ref, TableRow
 from gateway.config import schema
+from gateway.ledger.row import COLUMNS
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- begin: made by docs/reference.py -->", "<!-- end -->"
@@ -210,7 +211,20 @@ def _pieces(pieces: Iterable[str]) -> str:
     return "".join(f"[{piece}](#{piece.lower()})" if isinstance(piece, Ref) else piece for piece in pieces)
 
 
-PAGES = {ROOT / "docs" / "configuration.md": reference, ROOT / "docs" / "api.md": api}
+# The ledger
+
+
+def ledger() -> str:
+    """Return the columns of the ledger's table as Markdown."""
+    rows = [f"| `{column.name}` | {column.content} | {column.dimension or ''} |" for column in COLUMNS]
+    return "\n".join(["| column | content | `usage --by` |", "|---|---|---|", *rows])
+
+
+PAGES = {
+    ROOT / "docs" / "configuration.md": reference,
+    ROOT / "docs" / "api.md": api,
+    ROOT / "docs" / "usage.md": ledger,
+}
 
 
 def renewed(path: Path) -> str:

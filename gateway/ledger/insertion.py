@@ -14,17 +14,16 @@ from functools import lru_cache
 from typing import Any
 
 from msgspec.structs import astuple
-from sqlalchemy import Boolean, Dialect
+from sqlalchemy import Dialect
 from sqlalchemy.dialects import postgresql, sqlite
 
-from gateway.api.settlement import Method
-from gateway.ledger.row import UsageRow
+from gateway.ledger.column import Kind
+from gateway.ledger.row import COLUMNS, NULLABLE, UsageRow
 from gateway.ledger.schema import USAGE
 
 _NULL = math.nan
 """SQLite stores NaN as NULL (sqlite.org/floatingpoint.html)."""
-_FLAGS = frozenset(column.name for column in USAGE.columns if isinstance(column.type, Boolean))
-_NULLABLE = frozenset(column.name for column in USAGE.columns if column.nullable)
+_FLAGS = frozenset(column.name for column in COLUMNS if column.kind in (Kind.FLAG, Kind.IS_GIVEN))
 _STATEMENTS = 64  # statements in memory; most batches need the same
 
 
@@ -55,47 +54,24 @@ def _columns(
     rows: Sequence[UsageRow], start: Callable[[float], tuple[object, object]], as_json: Callable[[Any], str]
 ) -> dict[str, Sequence[Any]]:
     """Return the values of rows by column, in the order of the table."""
-    (
-        ids, started, endpoints, keys, teams, models, servers, streams, statuses, codes, incomplete, prompts, completions, cached,
-        reasoning, chunks, durations, first_tokens, queued, prices, labels, users, metadata, methods, choices,
-        params, requested_models
-    ) = zip(*map(astuple, rows), strict=True)  # fmt: skip
-    times, days = zip(*map(start, started), strict=True)
-    estimated: Sequence[bool] = [method is not None for method in methods]
-    if any(chunks):  # rows that an earlier version left on disk
-        completions, estimated = zip(*(row.generated for row in rows), strict=True)
-        methods = tuple(method or (Method.EVENTS.value if known else None) for method, known in zip(methods, estimated, strict=True))
-    no_labels = as_json({})
-    return {
-        "request_id": ids,
-        "time": times,
-        "day": days,
-        "key": keys,
-        "team": teams,
-        "model": models,
-        "server": servers,
-        "endpoint": endpoints,
-        "stream": streams,
-        "status": statuses,
-        "code": codes,
-        "incomplete": incomplete,
-        "prompt_tokens": prompts,
-        "completion_tokens": completions,
-        "cached_tokens": cached,
-        "reasoning_tokens": reasoning,
-        "estimated": estimated,
-        "total_ms": _milliseconds(durations),
-        "first_token_ms": _milliseconds(first_tokens),
-        "queued_ms": _milliseconds(queued),
-        "cost_nano": prices if _is_empty(prices) else [row.cost for row in rows],
-        "labels": [as_json(each) if each else no_labels for each in labels],
-        "end_user": users,
-        "metadata": metadata if _is_empty(metadata) else [None if each is None else as_json(each) for each in metadata],
-        "estimated_by": methods,
-        "choices": choices,
-        "param": params,
-        "requested_model": requested_models,
+    fields = dict(zip(UsageRow.__struct_fields__, zip(*map(astuple, rows), strict=True), strict=True))
+    times, days = zip(*map(start, fields["started"]), strict=True)
+    empty = as_json({})
+    convert: Mapping[Kind, Callable[[Sequence[Any]], Sequence[Any]]] = {
+        Kind.TIME: lambda _: times,
+        Kind.DAY: lambda _: days,
+        Kind.MILLISECONDS: _milliseconds,
+        Kind.COST: lambda prices: prices if _is_empty(prices) else [row.cost for row in rows],
+        Kind.JSON: lambda values: (
+            values if _is_empty(values) else [None if each is None else as_json(each) if each else empty for each in values]
+        ),
+        Kind.IS_GIVEN: lambda values: [value is not None for value in values],
     }
+    return {column.name: convert.get(column.kind, _unchanged)(fields[field]) for column, field in COLUMNS.items()}
+
+
+def _unchanged(column: Sequence[Any]) -> Sequence[Any]:
+    return column
 
 
 def _is_empty(column: Sequence[object]) -> bool:
@@ -114,7 +90,7 @@ def _without_adapters(columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequenc
     """
     made: dict[str, Sequence[Any]] = {}
     for name, column in columns.items():
-        empty = column.count(None) if name in _NULLABLE else 0
+        empty = column.count(None) if name in NULLABLE else 0
         if name in _FLAGS:
             made[name] = bytes(column)  # a sequence of integers
         elif not empty:

@@ -1,23 +1,25 @@
 """A row of the ledger on its way from a worker to the database, and the frames of rows in memory and on disk.
 
-The rules: a row contains everything that the database stores, so its reader needs no configuration. Fields are only ever added at
-the end, with a default, because an older version may have written the spool. A frame has a checksum, so torn and incomplete frames
-are detected.
+The rules: a row contains everything that the database stores, so its reader needs no configuration. A field declares its columns. Schema,
+insertion, dimensions and documents are derived from that. Fields are only ever added at the end, with a default, because an older version
+may have written the spool. A frame has a checksum, so torn and incomplete frames are detected.
 """
 
 from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from math import isfinite
-from typing import Any
+from types import MappingProxyType
+from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
 from msgspec.structs import replace
 
 from gateway.api.settlement import Method
 from gateway.api.usage import Usage, decode_usage_tail
+from gateway.ledger.column import Column, Kind
 from gateway.snapshot.money import Price, cost_of, rounded_nano_units
 
 HEAD = struct.Struct("<II")
@@ -32,59 +34,117 @@ MIRRORED = "mirrored requests"
 
 
 class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One request of a known key. Durations are in seconds, ``started`` is since the epoch; None: not known.
+    """One request of a known key, with the columns that store it. None: not known.
 
-    ``incomplete`` is as in ``RequestRecord``, or LOST. The tokens are those of the settlement. ``estimated_by`` is the method of the
-    estimate, or None. ``chunks`` is 0; in a row of an earlier version, the events of a truncated stream after its first one. ``price`` is
-    the model's price when the model was chosen. ``choices`` is the request's ``n``, None for one. ``param`` and ``requested_model`` are
-    those of the access log, for an error.
+    Durations are in seconds, ``started`` is since the epoch. The tokens are those of the settlement. ``price`` is the model's price when
+    the model was chosen. ``chunks`` is 0: only rows of commit 3c1fad8 have it, and ``decode`` replaces it.
     """
 
-    id: str
-    started: float
-    endpoint: str
-    key: str
-    team: str | None = None
-    model: str | None = None
-    server: str | None = None
-    stream: bool = False
-    status: int | None = None
-    code: str | None = None
-    incomplete: str | None = None
-    prompt: int | None = None
-    completion: int | None = None
-    cached: int | None = None
-    reasoning: int | None = None
+    id: Annotated[str, Column("request_id", Kind.TEXT, "the request's ID, as in the response's `x-request-id`; the primary key")]
+    started: Annotated[
+        float,
+        Column("time", Kind.TIME, "the time of arrival, UTC"),
+        Column("day", Kind.DAY, "the day of arrival, UTC", dimension="day"),
+    ]
+    endpoint: Annotated[str, Column("endpoint", Kind.TEXT, "the route, for example `/v1/chat/completions`", dimension="endpoint")]
+    key: Annotated[str, Column("key", Kind.TEXT, "the ID of the key", dimension="key")]
+    team: Annotated[str | None, Column("team", Kind.TEXT, "the key's team at that time", dimension="team")] = None
+    model: Annotated[
+        str | None,
+        Column(
+            "model",
+            Kind.TEXT,
+            "the model that served the request: the requested one, a fallback, or a model of the requested "
+            "[split](split-and-mirror.md); empty if the request named no model that the key may use",
+            dimension="model",
+        ),
+    ] = None
+    server: Annotated[
+        str | None, Column("server", Kind.TEXT, "the server that was used last, for example `qwen#0`", dimension="server")
+    ] = None
+    stream: Annotated[bool, Column("stream", Kind.FLAG, "whether the client requested a stream")] = False
+    status: Annotated[int | None, Column("status", Kind.NUMBER, "the HTTP status; 499 if the client disconnected")] = None
+    code: Annotated[str | None, Column("code", Kind.TEXT, "the code of the [error](errors.md)", dimension="code")] = None
+    incomplete: Annotated[
+        str | None,
+        Column(
+            "incomplete",
+            Kind.TEXT,
+            "empty for a complete response or a rejection; otherwise the side that ended it: `client`, `upstream`, `drain`, or `lost` "
+            "([below](#outages))",
+        ),
+    ] = None
+    prompt: Annotated[int | None, Column("prompt_tokens", Kind.COUNT, "the server's count for the prompt; empty if it reported none")] = (
+        None
+    )
+    completion: Annotated[int | None, Column("completion_tokens", Kind.COUNT, "the server's count for the response")] = None
+    cached: Annotated[
+        int | None,
+        Column("cached_tokens", Kind.COUNT, "part of the prompt, also where the response reports it separately, as Anthropic's does"),
+    ] = None
+    reasoning: Annotated[int | None, Column("reasoning_tokens", Kind.COUNT, "part of the completion")] = None
     chunks: int = 0
-    duration: float | None = None
-    first_token: float | None = None
-    queued: float | None = None
-    price: Price | None = None
-    labels: dict[str, str] = {}
-    user: str | None = None
-    metadata: dict[str, Any] | None = None
-    estimated_by: str | None = None
-    choices: int | None = None
-    param: str | None = None
-    requested_model: str | None = None
-
-    @property
-    def generated(self) -> tuple[int | None, bool]:
-        """Completion tokens, and whether the row has an estimate.
-
-        Version 0.1 wrote rows without an estimate, and with the number of events.
-        """
-        known = self.completion or 0
-        if self.estimated_by is not None or not self.chunks or self.first_token is None or (known and known >= self.chunks):
-            return self.completion, self.estimated_by is not None
-        return self.chunks, True
+    duration: Annotated[
+        float | None, Column("total_ms", Kind.MILLISECONDS, "from the request's headers to the last byte of the response")
+    ] = None
+    first_token: Annotated[
+        float | None, Column("first_token_ms", Kind.MILLISECONDS, "from the request's headers to the first event of a stream")
+    ] = None
+    queued: Annotated[float | None, Column("queued_ms", Kind.MILLISECONDS, "the time in the model's queue")] = None
+    price: Annotated[
+        Price | None,
+        Column(
+            "cost_nano",
+            Kind.COST,
+            "the cost in billionths of the currency, so that sums are exact; empty if the model has no price or the request was `lost`",
+        ),
+    ] = None
+    labels: Annotated[dict[str, str], Column("labels", Kind.JSON, "the key's labels at that time")] = {}
+    user: Annotated[
+        str | None,
+        Column("end_user", Kind.TEXT, "the [end user](#end-users), with `ledger.user` or the key's `user_header`", dimension="user"),
+    ] = None
+    metadata: Annotated[dict[str, Any] | None, Column("metadata", Kind.JSON, "the request's `metadata`, with `ledger.metadata`")] = None
+    estimated_by: Annotated[
+        str | None,
+        Column("estimated", Kind.IS_GIVEN, "whether tokens are estimated"),
+        Column(
+            "estimated_by",
+            Kind.TEXT,
+            "the method: `events`, `bytes`, `tokenize` or `journal` ([below](#token-and-cost-accounting)); empty in rows from before "
+            "migration 0002",
+        ),
+    ] = None
+    choices: Annotated[int | None, Column("choices", Kind.NUMBER, "the request's `n`; empty for one")] = None
+    param: Annotated[
+        str | None,
+        Column("param", Kind.TEXT, "for an error: the path of the invalid field, [as in the access log](operators/troubleshooting.md)"),
+    ] = None
+    requested_model: Annotated[str | None, Column("requested_model", Kind.TEXT, "for an error: the name of a model that was not found")] = (
+        None
+    )
 
     @property
     def cost(self) -> int | None:
         """Cost in nano-units; None if the model has no price."""
         if self.price is None:
             return None
-        return cost_of(Usage(self.prompt or 0, self.generated[0] or 0, self.cached or 0, self.reasoning or 0), self.price)
+        return cost_of(Usage(self.prompt or 0, self.completion or 0, self.cached or 0, self.reasoning or 0), self.price)
+
+
+_DECLARED = get_type_hints(UsageRow, include_extras=True)
+
+COLUMNS: Mapping[Column, str] = MappingProxyType(
+    {column: field for field, declared in _DECLARED.items() for column in getattr(declared, "__metadata__", ())}
+)
+"""The columns of the table, and the field of each."""
+
+NULLABLE = frozenset(
+    column.name
+    for column, field in COLUMNS.items()
+    if type(None) in get_args(get_args(_DECLARED[field])[0]) and column.kind is not Kind.IS_GIVEN
+)
+"""The names of the columns that may be empty."""
 
 
 encode = msgspec.msgpack.Encoder().encode
@@ -95,16 +155,34 @@ _PRICE = UsageRow.__struct_fields__.index("price")
 def decode(payload: bytes) -> UsageRow:
     """Return the row in a payload of this or an earlier version. Raises msgspec.DecodeError."""
     try:
-        return _decode(payload)
+        row = _decode(payload)
     except msgspec.ValidationError:
-        fields = msgspec.msgpack.decode(payload)
-        price = fields[_PRICE] if isinstance(fields, list) and len(fields) > _PRICE else None
-        if not (isinstance(price, list) and len(price) == 2 and all(isinstance(each, float) and isfinite(each) for each in price)):
-            raise
-    # Earlier versions had one price of prompt tokens and one of completion tokens, in units of the currency.
+        row = _with_two_prices(payload)
+    return _with_events(row) if row.chunks else row
+
+
+# Rows of commit 3c1fad8, which a spool may still contain
+
+
+def _with_two_prices(payload: bytes) -> UsageRow:
+    """Return a row with a price of prompt tokens and one of completion tokens, in units of the currency. Raises msgspec.DecodeError."""
+    fields = msgspec.msgpack.decode(payload)
+    price = fields[_PRICE] if isinstance(fields, list) and len(fields) > _PRICE else None
+    if not (isinstance(price, list) and len(price) == 2 and all(isinstance(each, float) and isfinite(each) for each in price)):
+        raise msgspec.ValidationError("this is not a row of the ledger")
     prompt, completion = map(rounded_nano_units, price)
     fields[_PRICE] = (prompt, completion, prompt, completion)
     return msgspec.convert(fields, UsageRow)
+
+
+def _with_events(row: UsageRow) -> UsageRow:
+    """Return a row with its estimate, in place of the number of events of a truncated stream after its first one."""
+    if row.first_token is None or (row.completion or 0) >= row.chunks:
+        return replace(row, chunks=0)
+    return replace(row, chunks=0, completion=row.chunks, estimated_by=row.estimated_by or Method.EVENTS)
+
+
+# Payloads
 
 
 def with_usage_tail(payload: bytes, tail: bytes) -> bytes:

@@ -2,49 +2,45 @@
 
 ``gateway_usage`` has a row for each request; ``gateway_engine_samples`` has the engines' own token counters, for the reconciliation.
 
-The rule: columns are only changed by a migration (``migrations/``), and a test compares the two. Times are UTC. Money is in whole
+The rule: the columns of ``gateway_usage`` are those that ``UsageRow`` declares. A migration (``migrations/``) adds them to existing
+databases, and a test compares the two. Times are UTC. Money is in whole
 billionths of the operator's currency, so sums are exact in both databases.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Date, DateTime, Float, Index, Integer, MetaData, String, Table
 from sqlalchemy.dialects.postgresql import JSONB
+from sqlalchemy.types import TypeEngine
+
+from gateway.ledger.column import Kind
+from gateway.ledger.row import COLUMNS, NULLABLE
 
 METADATA = MetaData()
-_JSON = JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql")
+
+_TYPES: Mapping[Kind, TypeEngine[Any]] = MappingProxyType(
+    {
+        Kind.TEXT: String(),
+        Kind.NUMBER: Integer(),
+        Kind.COUNT: BigInteger(),
+        Kind.FLAG: Boolean(),
+        Kind.JSON: JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql"),
+        Kind.TIME: DateTime(timezone=True),
+        Kind.DAY: Date(),
+        Kind.MILLISECONDS: Float(),
+        Kind.COST: BigInteger(),
+        Kind.IS_GIVEN: Boolean(),
+    }
+)
 
 USAGE = Table(
     "gateway_usage",
     METADATA,
-    Column("request_id", String, primary_key=True),
-    Column("time", DateTime(timezone=True), nullable=False),
-    Column("day", Date, nullable=False),
-    Column("key", String, nullable=False),
-    Column("team", String),
-    Column("model", String),
-    Column("server", String),
-    Column("endpoint", String, nullable=False),
-    Column("stream", Boolean, nullable=False),
-    Column("status", Integer),
-    Column("code", String),
-    Column("incomplete", String),
-    Column("prompt_tokens", BigInteger),
-    Column("completion_tokens", BigInteger),
-    Column("cached_tokens", BigInteger),
-    Column("reasoning_tokens", BigInteger),
-    Column("estimated", Boolean, nullable=False),
-    Column("total_ms", Float),
-    Column("first_token_ms", Float),
-    Column("queued_ms", Float),
-    Column("cost_nano", BigInteger),
-    Column("labels", _JSON, nullable=False),
-    Column("end_user", String),
-    Column("metadata", _JSON),
-    Column("estimated_by", String),
-    Column("choices", Integer),
-    Column("param", String),
-    Column("requested_model", String),
+    *(Column(each.name, _TYPES[each.kind], primary_key=each.name == "request_id", nullable=each.name in NULLABLE) for each in COLUMNS),
     Index("gateway_usage_time", "time"),
     Index("gateway_usage_key_time", "key", "time"),
 )

@@ -6,17 +6,10 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from gateway.ledger.row import COLUMNS
+
 DIMENSIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "key": "key",
-        "team": "team",
-        "user": "end_user",
-        "model": "model",
-        "server": "server",
-        "endpoint": "endpoint",
-        "code": "code",
-        "day": "day",
-    }
+    dict(sorted((column.dimension, column.name) for column in COLUMNS if column.dimension is not None))
 )
 """The columns of the dimensions, by name."""
 LABEL = "label:"

@@ -27,8 +27,6 @@ FULL = row(
     2, team="t", stream=True, code="c", incomplete="upstream", first_token=0.1, queued=0.05, price=price(0.5, 2.0), labels={"a": "b"},
     user="u", metadata={"a": [1, None]}, estimated_by="bytes", choices=3, param="model", requested_model="r",
 )  # fmt: skip
-EARLIER = row(3, completion=None, chunks=7, first_token=0.1)
-"""A row that an earlier version left on disk."""
 
 
 def inserted(dialect: Dialect, rows: Sequence[UsageRow]) -> list[dict[str, object]]:
@@ -38,7 +36,7 @@ def inserted(dialect: Dialect, rows: Sequence[UsageRow]) -> list[dict[str, objec
     return [{name: getattr(value, "obj", value) for name, value in zip(names, each, strict=True)} for each in values]
 
 
-@pytest.mark.parametrize("rows", [[PLAIN], [FULL], [EARLIER], [PLAIN, FULL, EARLIER]])
+@pytest.mark.parametrize("rows", [[PLAIN], [FULL], [PLAIN, FULL]])
 def test_sqlite_needs_no_adapter(rows: Sequence[UsageRow]) -> None:
     for each in inserted(SQLITE, rows):
         assert {*map(type, each.values())} <= _WITHOUT_ADAPTER
@@ -61,16 +59,10 @@ def test_postgresql_gets_all_columns_with_their_types() -> None:
 
 @pytest.mark.parametrize("dialect", [SQLITE, POSTGRESQL], ids=lambda dialect: dialect.name)
 def test_the_values_of_a_row_do_not_depend_on_the_rows_beside_it(dialect: Dialect) -> None:
-    rows = [PLAIN, FULL, EARLIER]
+    rows = [PLAIN, FULL]
     for alone, beside in zip(rows, inserted(dialect, rows), strict=True):
         (expected,) = inserted(dialect, [alone])
         assert {name: beside[name] for name in expected} == expected
-
-
-def test_tokens_of_version_0_1_are_estimated() -> None:
-    exact, earlier = inserted(POSTGRESQL, [row(1), EARLIER])
-    assert (exact["completion_tokens"], exact["estimated"], exact["estimated_by"]) == (5, False, None)
-    assert (earlier["completion_tokens"], earlier["estimated"], earlier["estimated_by"]) == (7, True, "events")
 
 
 @given(st.floats(-1e9, 1e10) | st.integers(0, 10**10).map(lambda half: half + 0.9999996))

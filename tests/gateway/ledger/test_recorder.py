@@ -74,7 +74,7 @@ async def test_a_request_has_a_row_with_all_facts(journal: Journal) -> None:
     assert (row.id, row.key, row.team, row.labels) == (reply.headers["x-request-id"], "team-a", "research", {"cost_center": "17"})
     assert (row.model, row.server, row.endpoint, row.stream) == ("tiny", "tiny#0", "/v1/chat/completions", False)
     assert (row.status, row.code, row.incomplete) == (200, None, None)
-    assert (row.prompt, row.completion, row.cached, row.reasoning, row.generated) == (3, 2, 1, 0, (2, False))
+    assert (row.prompt, row.completion, row.cached, row.reasoning, row.estimated_by) == (3, 2, 1, 0, None)
     assert row.cost == 1500 + 4000 and (row.user, row.metadata) == (None, None), "which nobody wanted"
     assert row.duration is not None and row.queued == 0.0 and journal.open_rows() == []
 
@@ -102,7 +102,7 @@ async def test_a_stream_is_counted_without_the_clients_request_for_usage(journal
     async with scripted(_stream) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
         assert b"usage" not in (await request_once(served.port, request(chat(stream=True)))).body
         (row,) = rows(journal)
-    assert (row.stream, row.prompt, row.generated, row.cost, row.chunks) == (True, 3, (2, False), None, 0)
+    assert (row.stream, row.prompt, row.completion, row.estimated_by, row.cost, row.chunks) == (True, 3, 2, None, None, 0)
     assert row.first_token is not None
 
 
@@ -196,7 +196,7 @@ async def test_a_stream_after_a_disconnect_is_estimated_by_its_events(journal: J
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
     assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", PROMPT, 3, Method.EVENTS)
-    assert row.generated == (3, True) and row.cost == PROMPT * 1000 + 6000 and journal.open_rows() == []
+    assert (row.completion, row.estimated_by) == (3, "events") and row.cost == PROMPT * 1000 + 6000 and journal.open_rows() == []
 
 
 @pytest.mark.parametrize("together", [2, 20, 200])
@@ -218,7 +218,7 @@ async def test_events_in_one_read_are_counted_separately(journal: Journal, toget
         one.disconnect()
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
-    assert row.generated == (3 * together - 1, True)
+    assert (row.completion, row.estimated_by) == (3 * together - 1, "events")
 
 
 async def test_a_model_can_be_configured_without_running_usage(journal: Journal) -> None:
@@ -253,7 +253,7 @@ async def test_the_counts_of_several_choices_are_added(journal: Journal) -> None
         one.disconnect()
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
-    assert (row.prompt, row.generated, row.estimated_by) == (3, (12, False), None)
+    assert (row.prompt, row.completion, row.estimated_by) == (3, 12, None)
 
 
 async def _row_after_disconnect(journal: Journal, events: list[bytes], path: str) -> UsageRow:
@@ -296,12 +296,12 @@ MESSAGE_COUNT = b'event: message_delta\ndata: {"type":"message_delta","delta":{}
 async def test_a_received_count_is_not_an_estimate(journal: Journal, path: str, events: list[bytes]) -> None:
     """Send events without a token too, such as the one with the finish reason."""
     row = await _row_after_disconnect(journal, events, path)
-    assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (5, False))
+    assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", 3, 5, None)
 
 
 async def test_a_count_of_earlier_events_is_an_estimate(journal: Journal) -> None:
     row = await _row_after_disconnect(journal, [event('[{"index":0,"delta":{"content":"a"}}]', FIVE), *9 * [TOKEN]], "/v1/chat/completions")
-    assert (row.prompt, row.completion, row.generated) == (3, 9, (9, True))
+    assert (row.prompt, row.completion, row.estimated_by) == (3, 9, "events")
 
 
 async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Journal) -> None:
@@ -314,7 +314,7 @@ async def test_a_stream_without_a_count_is_estimated_by_its_events(journal: Jour
     async with scripted(silent) as server, serving([model(server.port)], ledger=Recorder(journal)) as served:
         assert (await request_once(served.port, request(chat(stream=True)))).status == 200
         (row,) = rows(journal)
-    assert (row.incomplete, row.prompt, row.generated, row.estimated_by) == (None, PROMPT, (4, True), Method.EVENTS)
+    assert (row.incomplete, row.prompt, row.completion, row.estimated_by) == (None, PROMPT, 4, Method.EVENTS)
 
 
 @pytest.mark.parametrize("renamed", [False, True])
@@ -335,7 +335,7 @@ async def test_the_usage_of_a_response_is_read_after_a_disconnect(journal: Journ
         await until(lambda: not served.inline_tasks)
         (row,) = rows(journal)
         assert (await request_once(served.port, request())).status == 200 and server.accepted == 1, "and its connection is as good as any"
-    assert (row.status, row.incomplete, row.prompt, row.generated) == (499, "client", 3, (2, False))
+    assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", 3, 2, None)
 
 
 FRAMINGS = {"length": b"content-length: %d\r\n" % len(COMPLETION), "chunked": b"transfer-encoding: chunked\r\n", "close": b""}
@@ -490,7 +490,7 @@ async def test_a_stream_that_the_server_truncates_is_estimated_too(journal: Jour
         await request_once(served.port, request(chat(stream=True)))
         (row,) = rows(journal)
     assert (row.incomplete, row.code) == ("upstream", "upstream_disconnected")
-    assert row.generated == (2, True)
+    assert (row.completion, row.estimated_by) == (2, "events")
 
 
 async def test_an_open_request_has_a_row_until_it_finishes(journal: Journal) -> None:

@@ -38,6 +38,21 @@ def test_a_row_of_an_earlier_version_without_a_price_has_none() -> None:
     assert decode(msgspec.msgpack.encode(fields)).cost is None
 
 
+@pytest.mark.parametrize(
+    ("fields", "completion", "estimated_by"),
+    [
+        ({"completion": None, "first_token": 0.1}, 7, "events"),
+        ({"completion": 5, "first_token": 0.1}, 7, "events"),
+        ({"completion": 7, "first_token": 0.1}, 7, None),
+        ({"completion": None, "first_token": None}, None, None),
+        ({"completion": None, "first_token": 0.1, "estimated_by": "journal"}, 7, "journal"),
+    ],
+)
+def test_the_events_of_an_earlier_version_are_an_estimate(fields: dict[str, Any], completion: int | None, estimated_by: str | None) -> None:
+    found = decode(encode(row(chunks=7, **fields)))
+    assert (found.completion, found.estimated_by, found.chunks) == (completion, estimated_by, 0)
+
+
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93\x01\x02\x03", msgspec.msgpack.encode({}), msgspec.msgpack.encode(["a", 1.0])])
 def test_other_bytes_are_refused(payload: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):

@@ -46,10 +46,10 @@ ROWS = [
         model="big",
         server="big#1",
         incomplete="client",
-        chunks=7,
+        estimated_by="events",
         first_token=0.1,
         prompt=None,
-        completion=None,
+        completion=7,
         cached=None,
         reasoning=None,
     ),
@@ -198,7 +198,7 @@ def test_times_as_operators_write_them(text: str, since: str) -> None:
 @pytest.mark.parametrize(
     ("parameters", "message"),
     [
-        ({"by": "color"}, "not shown by color: choose from key, team, user, model, server, endpoint, code, day, label:NAME"),
+        ({"by": "color"}, "not shown by color: choose from code, day, endpoint, key, model, server, team, user, label:NAME"),
         ({"by": ""}, "by nothing"),
         ({"by": "label"}, "not shown by label; did you mean .*label:NAME|not shown by label: choose from"),
         ({"by": "label:"}, "not shown by label:"),
