@@ -66,7 +66,7 @@ MODULES = (
     "upstream.http.connection",
     "upstream.http.deadlines",
     "upstream.http.inline_task",
-    "upstream.http.repeated_head",
+    "upstream.http.repeated_headers",
     "upstream.http.response_head",
     "upstream.http.write_batching",
 )

@@ -30,7 +30,7 @@ CORE: Mapping[str, Trusted] = MappingProxyType(
             ("tests/gateway/client/http/test_head.py", "tests/gateway/client/http/test_parser.py", _CLIENT)
         ),
         "gateway/client/http/parser.py": Trusted(("tests/gateway/client/http/test_parser.py", _CLIENT)),
-        "upstream/http/repeated_head.py": Trusted(("tests/upstream/http/test_repeated_head.py",)),
+        "upstream/http/repeated_headers.py": Trusted(("tests/upstream/http/test_repeated_headers.py",)),
         "upstream/http/chunked.py": Trusted(("tests/upstream/http/test_chunked.py", _CLIENT, _SERVER)),
         "upstream/http/response_head.py": Trusted(("tests/upstream/http/test_response_head.py", _SERVER)),
         "upstream/http/connection.py": Trusted((_SERVER, "tests/upstream/http/test_connection.py"), ("Connection", "_DivertedReads")),

@@ -85,18 +85,18 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "length < AHEAD",
             ): "A shortcut for a body that has arrived: the general path has the same result.",
         },
-        "upstream/http/repeated_head.py": {
+        "upstream/http/repeated_headers.py": {
             (
-                "RepeatedHead.__init__",
+                "RepeatedHeaders.__init__",
                 "self._before = self._digits = self._after = b''",
                 "pass",
-            ): "Nothing reads them before a head is remembered.",
-            ("RepeatedHead.__init__", "b''", "b'x'"): "Nothing reads them before a head is remembered.",
-            ("RepeatedHead.__init__", "0", "1"): "Nothing reads them before a head is remembered.",
-            ("RepeatedHead._remember", "1", "2"): "A second line of this name begins several bytes behind the first one.",
-            ("RepeatedHead._remember", "b' \\t'", "b' \\tx'"): "A valid length consists of digits.",
-            ("RepeatedHead._remember", "name >= 0", "name > 0"): "A head starts with its first line, so the name is not at the index 0.",
-            ("RepeatedHead._remember", "0", "1"): "A head starts with its first line, so the name is not at the index 0.",
+            ): "Nothing reads them before headers are remembered.",
+            ("RepeatedHeaders.__init__", "b''", "b'x'"): "Nothing reads them before headers are remembered.",
+            ("RepeatedHeaders.__init__", "0", "1"): "Nothing reads them before headers are remembered.",
+            ("RepeatedHeaders._remember", "1", "2"): "A second line of this name begins several bytes behind the first one.",
+            ("RepeatedHeaders._remember", "b' \\t'", "b' \\tx'"): "A valid length consists of digits.",
+            ("RepeatedHeaders._remember", "name >= 0", "name > 0"): "The name is behind the first line, so it is not at the index 0.",
+            ("RepeatedHeaders._remember", "0", "1"): "The name is behind the first line, so it is not at the index 0.",
         },
         "upstream/http/chunked.py": {
             ("ChunkedDecoder.feed", "excess > 0", "excess >= 0"): "0 is stored either way.",

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from upstream.balancing.ejection import EjectionState
 from upstream.balancing.ranking import Ranking
 from upstream.http.address import Address
-from upstream.http.connection import Connection, IdleConnections, connect, response_heads
+from upstream.http.connection import Connection, IdleConnections, connect, remembered_headers
 from upstream.http.deadlines import TICK
 from upstream.http.errors import ConnectFailed, UpstreamError
 from upstream.http.write_batching import WriteBatch
@@ -113,7 +113,7 @@ class Server:
         self._clock = clock
         self._idle = IdleConnections(spec.keep_idle)
         self._write_batch = write_batch or WriteBatch()
-        self._heads = response_heads()
+        self._headers = remembered_headers()
         self._request_prefixes: dict[str, bytes] = {}
         self._tls = ssl.create_default_context() if spec.address.tls else None
 
@@ -244,7 +244,7 @@ class Server:
     async def connect(self, timeout: float) -> Connection:
         """Open a connection. Raises ConnectTimeout, LocalLimit and ConnectFailed."""
         spec, done, batch = self.spec, self._idle.add, self._write_batch
-        connecting = asyncio.create_task(connect(spec.name, spec.address, timeout, self._tls, done, batch, self._heads))
+        connecting = asyncio.create_task(connect(spec.name, spec.address, timeout, self._tls, done, batch, self._headers))
         try:
             connection = await connecting
         except asyncio.CancelledError:

@@ -25,7 +25,7 @@ from typing import Protocol
 from upstream.http.address import Address
 from upstream.http.chunked import ChunkedDecoder, ChunkedError, FramingTooLargeError
 from upstream.http.errors import BadResponse, ConnectFailed, ConnectTimeout, Disconnected, LocalLimit, StaleConnection, UpstreamError
-from upstream.http.repeated_head import RepeatedHead
+from upstream.http.repeated_headers import RepeatedHeaders
 from upstream.http.response_head import Headers, ResponseHead, ResponseHeadError, may_begin_response, parse_response_head, with_length
 from upstream.http.write_batching import BatchingTransport, WriteBatch
 
@@ -53,9 +53,9 @@ _OUR_LIMITS = frozenset(
 """Error numbers that mean that the gateway cannot open more connections."""
 
 
-def response_heads() -> RepeatedHead[ResponseHead]:
-    """Return a parser for the heads of one server's responses."""
-    return RepeatedHead(parse_response_head, with_length)
+def remembered_headers() -> RepeatedHeaders[ResponseHead]:
+    """Return a parser of the headers of one server's responses."""
+    return RepeatedHeaders(parse_response_head, with_length)
 
 
 class Receiver(Protocol):
@@ -102,16 +102,20 @@ _HEAD, _LENGTH, _CHUNKS, _UNTIL_CLOSE = Framing.HEAD, Framing.LENGTH, Framing.CH
 class Connection(asyncio.Protocol):
     """One connection: idle, busy with one exchange, or closed.
 
-    ``on_idle`` is called with it when it can carry another exchange. ``heads`` are those of all connections to the server.
+    ``on_idle`` is called with it when it can carry another exchange. ``known``: the remembered headers of the server's responses.
     """
 
     def __init__(
-        self, server: str, on_idle: Callable[[Connection], None], write_batch: WriteBatch, heads: RepeatedHead[ResponseHead] | None = None
+        self,
+        server: str,
+        on_idle: Callable[[Connection], None],
+        write_batch: WriteBatch,
+        known: RepeatedHeaders[ResponseHead] | None = None,
     ) -> None:
         self._server = server
         self._on_idle = on_idle
         self._write_batch = write_batch
-        self._heads = heads or response_heads()
+        self._headers = known or remembered_headers()
         self._transport: BatchingTransport | None = None
         self._paused = False
         self.write_paused = False
@@ -252,7 +256,7 @@ class Connection(asyncio.Protocol):
             end = found + 4
             if self._interim_bytes + end > MAX_HEADER_BYTES:
                 break
-            head = self._heads.parse(data[start:end])
+            head = self._headers.parse(data[start:end])
             if head.status >= 200:
                 self._interim_bytes, self._keep_alive = 0, head.keep_alive
                 if head.chunked:
@@ -369,14 +373,14 @@ async def connect(
     tls: ssl.SSLContext | None,
     on_idle: Callable[[Connection], None],
     write_batch: WriteBatch,
-    heads: RepeatedHead[ResponseHead] | None = None,
+    known: RepeatedHeaders[ResponseHead] | None = None,
 ) -> Connection:
     """Open a connection.
 
     Raises ConnectTimeout after ``timeout`` seconds and a moment, LocalLimit if the gateway cannot open more connections, and ConnectFailed
     for every other failure.
     """
-    loop, make = asyncio.get_running_loop(), partial(Connection, server, on_idle, write_batch, heads)
+    loop, make = asyncio.get_running_loop(), partial(Connection, server, on_idle, write_batch, known)
     try:
         async with _connect_timeout(timeout):
             if address.uds:

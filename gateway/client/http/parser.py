@@ -14,7 +14,7 @@ from typing import Protocol
 from gateway.api.errors import Refusal
 from gateway.client.http.head import MAX_HEAD, RequestHead, check_start, head_too_large, invalid_request, parse_head, with_length
 from upstream.http.chunked import ChunkedDecoder, ChunkedError, FramingTooLargeError
-from upstream.http.repeated_head import RepeatedHead
+from upstream.http.repeated_headers import RepeatedHeaders
 
 AHEAD = 64 * 1024
 """Bytes of a body that may be passed on before the request is started."""
@@ -95,7 +95,7 @@ class HttpParser:
         request while the parser is blocked."""
         self._blank = 0
         """Bytes of empty lines before a request."""
-        self._heads = RepeatedHead(parse_head, with_length)
+        self._headers = RepeatedHeaders(parse_head, with_length)
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes. Raises Refusal for bytes that are not a valid request; nothing may be fed after it."""
@@ -167,7 +167,7 @@ class HttpParser:
         if self.reading is not _HEAD:
             self.number += 1
         self._blank = 0
-        head = self._heads.parse(data[start:end])
+        head = self._headers.parse(data[start:end])
         if not head.keep_alive:
             self.is_last = True
         receiver = self._handler.request_received(head)

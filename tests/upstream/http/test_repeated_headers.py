@@ -1,4 +1,4 @@
-"""Remembered heads: each is as a parser without memory reads it, and which ones are parsed again."""
+"""Remembered headers: they are as a parser without memory reads them, and which ones are parsed again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gateway.api.errors import Refusal
 from gateway.client.http import head as request_head
 from tests.support.rows import each_row
 from upstream.http import response_head
-from upstream.http.repeated_head import RepeatedHead
+from upstream.http.repeated_headers import RepeatedHeaders
 
 POST, CONNECT, OK, EMPTY = b"POST /v1 HTTP/1.1", b"CONNECT a:1 HTTP/1.1", b"HTTP/1.1 200 OK", b"HTTP/1.1 204 No Content"
 FIRST = b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\nx: y\r\n\r\n"
@@ -34,14 +34,14 @@ spaces = st.sampled_from([b"", b" ", b"\t"])
 
 @st.composite
 def similar(draw: st.DrawFn) -> list[bytes]:
-    """Draw heads of which some differ from others only in the digits, or in white space behind them."""
-    heads = []
+    """Draw headers of which some differ from others only in the digits, or in white space behind them."""
+    drawn = []
     for _ in range(draw(st.integers(1, 3))):
         given = draw(lines)
         for _ in range(draw(st.integers(1, 3))):
             varied = [line if draw(st.booleans()) else b"content-length: " + draw(digits) + draw(spaces) for line in given]
-            heads.append(b"\r\n".join([draw(starts), b"host: a", *varied, b"", b""]))
-    return [draw(st.sampled_from(heads)) for _ in range(8)]
+            drawn.append(b"\r\n".join([draw(starts), b"host: a", *varied, b"", b""]))
+    return [draw(st.sampled_from(drawn)) for _ in range(8)]
 
 
 def _read(parse: Callable[[bytes], msgspec.Struct], data: bytes) -> object:
@@ -52,31 +52,31 @@ def _read(parse: Callable[[bytes], msgspec.Struct], data: bytes) -> object:
 
 
 @given(similar())
-def test_a_remembered_head_is_the_same_as_a_parsed_one(heads: list[bytes]) -> None:
+def test_remembered_headers_are_the_same_as_parsed_ones(messages: list[bytes]) -> None:
     for parse, with_length in (
         (request_head.parse_head, request_head.with_length),
         (response_head.parse_response_head, response_head.with_length),
     ):
-        repeated = RepeatedHead[msgspec.Struct](parse, with_length)  # type: ignore[arg-type]  # each with its own heads
-        for data in heads:
+        repeated = RepeatedHeaders[msgspec.Struct](parse, with_length)  # type: ignore[arg-type]  # each with its own type
+        for data in messages:
             assert _read(repeated.parse, data) == _read(parse, data)
 
 
 class Parser:
-    """A parser that counts its calls. Its heads are the bytes."""
+    """A parser that counts its calls, and returns the bytes."""
 
     def __init__(self) -> None:
         self.parsed: list[bytes] = []
-        self.heads = RepeatedHead[bytes](self._parse, lambda head, digits: b"%b with %b" % (head, digits))
+        self.headers = RepeatedHeaders[bytes](self._parse, lambda head, digits: b"%b with %b" % (head, digits))
 
     def _parse(self, data: bytes) -> bytes:
         self.parsed.append(data)
         return data
 
     def remembers(self, second: bytes) -> bool:
-        """Return whether a head is not parsed after those before it."""
+        """Return whether headers are not parsed after those before them."""
         number = len(self.parsed)
-        self.heads.parse(second)
+        self.headers.parse(second)
         return len(self.parsed) == number
 
 
@@ -103,7 +103,7 @@ class Parser:
         (b"a\r\nx: %b\r\n\r\n" % (b"y" * (4097 - 10)), b"a\r\nx: %b\r\n\r\n" % (b"y" * (4097 - 10)), False),
     ],
 )
-def test_which_heads_are_remembered(first: bytes, second: bytes, is_remembered: bool) -> None:
+def test_which_headers_are_remembered(first: bytes, second: bytes, is_remembered: bool) -> None:
     parser = Parser()
     assert not parser.remembers(first)
     assert parser.remembers(second) == is_remembered
@@ -111,12 +111,12 @@ def test_which_heads_are_remembered(first: bytes, second: bytes, is_remembered: 
 
 def test_another_length_is_that_of_the_new_bytes() -> None:
     parser = Parser()
-    assert parser.heads.parse(FIRST) == FIRST
-    assert parser.heads.parse(FIRST.replace(b"5", b"70")) == FIRST + b" with 70"
-    assert parser.heads.parse(FIRST) == FIRST
+    assert parser.headers.parse(FIRST) == FIRST
+    assert parser.headers.parse(FIRST.replace(b"5", b"70")) == FIRST + b" with 70"
+    assert parser.headers.parse(FIRST) == FIRST
 
 
-def test_not_each_head_of_a_sender_with_different_heads_is_remembered() -> None:
+def test_not_all_of_changing_headers_are_remembered() -> None:
     parser, second, third = Parser(), FIRST.replace(b"y", b"z"), FIRST.replace(b"y", b"w")
     assert [parser.remembers(data) for data in (FIRST, second, FIRST, second)] == [False, False, True, False]
     assert [parser.remembers(data) for data in (second, FIRST, third, FIRST)] == [True, False, False, False]
@@ -125,14 +125,14 @@ def test_not_each_head_of_a_sender_with_different_heads_is_remembered() -> None:
 @pytest.mark.parametrize(
     "second", [FIRST.replace(b"y", b"y" * 4096), FIRST.replace(b"x: y", b"content-length: 5"), FIRST.replace(b"5", b"5 ")]
 )
-def test_a_head_that_cannot_be_remembered_replaces_the_remembered_one(second: bytes) -> None:
+def test_headers_that_cannot_be_remembered_replace_the_remembered_ones(second: bytes) -> None:
     parser = Parser()
     assert [parser.remembers(data) for data in (FIRST, second, second, FIRST)] == [False] * 4
-    assert parser.heads.parse(FIRST) == FIRST
+    assert parser.headers.parse(FIRST) == FIRST
 
 
-def test_an_invalid_head_is_not_remembered() -> None:
-    repeated = RepeatedHead(response_head.parse_response_head, response_head.with_length)
+def test_invalid_headers_are_not_remembered() -> None:
+    repeated = RepeatedHeaders(response_head.parse_response_head, response_head.with_length)
     for _ in range(2):
         with pytest.raises(response_head.ResponseHeadError):
             repeated.parse(b"HTTP/1.1 200 OK\r\nno colon\r\n\r\n")
