@@ -33,7 +33,26 @@ CORE: Mapping[str, Trusted] = MappingProxyType(
         "upstream/http/repeated_headers.py": Trusted(("tests/upstream/http/test_repeated_headers.py",)),
         "upstream/http/chunked.py": Trusted(("tests/upstream/http/test_chunked.py", _CLIENT, _SERVER)),
         "upstream/http/response_head.py": Trusted(("tests/upstream/http/test_response_head.py", _SERVER)),
-        "upstream/http/connection.py": Trusted((_SERVER, "tests/upstream/http/test_connection.py"), ("Connection", "_DivertedReads")),
+        "upstream/http/connection.py": Trusted(
+            (_SERVER, "tests/upstream/http/test_connection.py"),
+            (
+                "Connection.send",
+                "Connection.send_more",
+                "Connection.divert_reads",
+                "Connection._stop_diverting",
+                "Connection.close",
+                "Connection.data_received",
+                "Connection._take_held",
+                "Connection._check_held",
+                "Connection._read_head",
+                "Connection._read_body",
+                "Connection.connection_lost",
+                "Connection._finish",
+                "Connection._fail",
+                "IdleConnections.add",
+                "IdleConnections.pop",
+            ),
+        ),
         "gateway/proxy/form.py": Trusted(
             (_FORMS, _FORM, f"--deselect={_FORM}::test_a_large_file_streams_through", f"--deselect={_FORM}::test_what_a_form_costs")
         ),

@@ -98,6 +98,53 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ("RepeatedHeaders._remember", "name >= 0", "name > 0"): "The name is behind the first line, so it is not at the index 0.",
             ("RepeatedHeaders._remember", "0", "1"): "The name is behind the first line, so it is not at the index 0.",
         },
+        "upstream/http/connection.py": {
+            ("Connection.send", "if at_once:", "if not at_once:"): "The same bytes are sent in the same order, earlier or later.",
+            ("Connection._stop_diverting", "self._diverted = False", "pass"): "Diverting is stopped once more, which changes nothing.",
+            ("Connection._stop_diverting", "False", "True"): "Diverting is stopped once more, which changes nothing.",
+            (
+                "Connection._take_held",
+                "held.find(_HEAD_END, max(len(held) - len(data) - len(_HEAD_END) + 1, 0)) < 0",
+                "held.find(_HEAD_END, max(len(held) - len(data) - len(_HEAD_END) + 1, 0)) <= 0",
+            ): "The stored bytes start with the version, so the end of the headers is not at the index 0.",
+            (
+                "Connection._take_held",
+                "len(held) - len(data) - len(_HEAD_END) + 1",
+                "len(held) - len(data) - len(_HEAD_END) - 1",
+            ): "Two bytes more are searched, in which no end was found before.",
+            (
+                "Connection._take_held",
+                "0",
+                "1",
+            ): "The stored bytes start with the version, so the end of the headers is not at the index 0.",
+            (
+                "Connection._read_head",
+                "(found := data.find(_HEAD_END, start)) >= 0",
+                "(found := data.find(_HEAD_END, start)) > 0",
+            ): "A response that starts with an empty line is refused in both ways.",
+            ("Connection._read_head", "0", "1"): "A response that starts with an empty line is refused in both ways.",
+            ("Connection._read_head", "start < len(data)", "start <= len(data)"): "Nothing is added to the stored bytes.",
+            ("Connection._read_head", "1", "2"): "Every negative index means that the headers are not complete.",
+            ("Connection.connection_lost", "if self._diverted:", "if not self._diverted:"): "A lost connection reads nothing.",
+            ("Connection.connection_lost", "self._stop_diverting()", "pass"): "A lost connection reads nothing.",
+            (
+                "Connection.connection_lost",
+                "monotonic() - self._sent < STALE_WITHIN",
+                "monotonic() - self._sent <= STALE_WITHIN",
+            ): "The clock has more digits than the bound.",
+        },
+        "gateway/proxy/form.py": {
+            ("", "18", "19"): "Longer texts are not read as numbers or flags anyway.",
+            ("Form.__init__", "2", "3"): "`_options` refuses a longer header.",
+            ("Form.__init__", "self._name = ''", "pass"): "It is set before it is read.",
+            ("Form.__init__", "self._text = b''", "pass"): "It is set before it is read.",
+            ("Form.__init__", "b''", "b'x'"): "It is set before it is read.",
+            ("Form.feed", "b''", "b'x'"): "Behind the opening, only whether it is None is read.",
+            ("Form._added", "b''", "b'x'"): "Neither is a flag that is true.",
+            ("Form._headers_finished", "b''", "b'x'"): "Neither has a name, so the part is refused.",
+            ("Form._part_data", "1", "2"): "Longer texts are not read as numbers or flags anyway.",
+            ("Form._check_number", "0", "1"): "A text that is not a number is refused before its bound is read.",
+        },
         "upstream/http/chunked.py": {
             ("ChunkedDecoder.feed", "excess > 0", "excess >= 0"): "0 is stored either way.",
             (

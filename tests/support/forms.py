@@ -61,15 +61,22 @@ class Sent:
     hides_usage: bool
 
 
-def send(boundary: bytes, pieces: Iterable[bytes], policy: BodyPolicy, key_max_tokens: int | None, served_model: str) -> Sent:
-    """Return what the gateway sends for a form that arrives in these pieces. Raises Refusal."""
+def send(
+    boundary: bytes,
+    pieces: Iterable[bytes],
+    policy: BodyPolicy,
+    key_max_tokens: int | None,
+    served_model: str,
+    content_type: bytes | None = None,
+) -> Sent:
+    """Return what the gateway sends for a form that arrives in these pieces. ``content_type``: another one. Raises Refusal."""
     arriving = iter(pieces)
 
     async def next_bytes() -> bytes:
         return next((piece for piece in arriving if piece), b"")
 
     async def task() -> Sent:
-        form = Form.of(b'multipart/form-data; boundary="%b"' % boundary)
+        form = Form.of(content_type or b'multipart/form-data; boundary="%b"' % boundary)
         model = await form.read_model(next_bytes)
         form.apply_policy(policy, key_max_tokens)
         body = bytearray(form.opening(served_model))

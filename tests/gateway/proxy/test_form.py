@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import closing, suppress
 from itertools import pairwise
 from time import thread_time
@@ -10,6 +11,7 @@ from time import thread_time
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from gateway.api.errors import Refusal
 from gateway.auth.body_policy import FORBIDDEN, BodyPolicy
@@ -19,7 +21,7 @@ from gateway.ledger.row import decode, frames
 from gateway.proxy.form import MAX_PARTS, Form
 from gateway.snapshot.snapshot import Allowance, BodyRules, Limits, Model, Queue
 from tests.support.examples import examples
-from tests.support.forms import KEY_MAX_TOKENS, SERVED, fields_at_server, read, send
+from tests.support.forms import KEY_MAX_TOKENS, SERVED, Sent, fields_at_server, read, send
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Request, scripted
 from tests.support.way import way
@@ -437,6 +439,12 @@ def test_a_name_is_sent_as_it_was_checked(what: str) -> None:
     assert fields == [(name, "x"), ("model", SERVED), ("max_completion_tokens", str(KEY_MAX_TOKENS))]
 
 
+def test_quotes_in_a_name_are_written_with_escapes() -> None:
+    """Other readers than vLLM's need them."""
+    sent = sent_parts(part('a\\"b', b"x", '; filename="c\\"d"'))
+    assert rb'; name="a\"b"; filename="c\"d"' in sent.body
+
+
 FILES = {
     "a quote": (rb'filename="a\"b"', 'a"b'),
     "backslashes": (rb'filename="a\\\\b\c\\"', "a\\\\b\\c\\"),
@@ -483,6 +491,98 @@ async def test_an_operators_rules_hold_wherever_the_model_stands() -> None:
         for fine in (part("vllm_xargs", b"{}"), part("max_completion_tokens", b"10"), part("n", b""), part("temperature", b"1" * 50)):
             for parts in ((fine, MODEL, FILE), (MODEL, FILE, fine)):
                 assert (await request_once(served.port, form(*parts))).status == 200
+
+
+# Bounds
+
+
+def sent_parts(*parts: bytes, key_max_tokens: int | None = None, content_type: bytes | None = None) -> Sent:
+    """Return what the gateway sends for these parts. Raises Refusal."""
+    reads = [b"".join((*parts, END))]
+    return send(BOUNDARY.encode(), reads, BodyPolicy(BodyRules(), {}, {}), key_max_tokens, "tiny", content_type)
+
+
+def header_of(size: int) -> bytes:
+    """Return a Content-Disposition whose value has this size."""
+    start = b'form-data; name="a"; filename="'
+    return start + b"x" * (size - len(start) - 1) + b'"'
+
+
+def options(number: int) -> bytes:
+    return b"multipart/form-data; boundary=" + BOUNDARY.encode() + b"; a=b" * (number - 1)
+
+
+BOUNDS: dict[str, tuple[Callable[[int], Sent], int]] = {
+    "parts": (lambda number: sent_parts(*[part("a", b"x")] * number), MAX_PARTS),
+    "parts and delimiters inside data": (
+        lambda number: sent_parts(part("a", (b"\r\n--" + BOUNDARY.encode() + b"x") * (number - 1))),
+        MAX_PARTS,
+    ),
+    "bytes of a model": (lambda size: sent_parts(part("model", b"m" * size)), 512),
+    "options of the content type": (lambda number: sent_parts(content_type=options(number)), 16),
+    "bytes of the content type": (lambda size: sent_parts(content_type=options(1).ljust(size)), 4096),
+    "bytes of a part's header": (
+        lambda size: sent_parts(b"--%b\r\nContent-Disposition: %b\r\n\r\nx\r\n" % (BOUNDARY.encode(), header_of(size))),
+        4096,
+    ),
+    "digits of a number": (lambda size: sent_parts(part("n", b"0" * (size - 1) + b"1"), key_max_tokens=9), 18),
+}
+
+
+@pytest.mark.parametrize("what", BOUNDS)
+def test_the_bounds_of_a_form(what: str) -> None:
+    sent, most = BOUNDS[what]
+    assert sent(most).body
+    with pytest.raises(Refusal):
+        sent(most + 1)
+
+
+def test_a_number_is_compared_with_all_of_its_digits() -> None:
+    for digits in (b"0" * 15 + b"500", b"0" * 16 + b"500", b"5" * 50):
+        with pytest.raises(Refusal):
+            sent_parts(part("max_completion_tokens", digits), key_max_tokens=50)
+
+
+@pytest.mark.parametrize("field", ["stream", "stream_include_usage"])
+def test_flags_are_read_as_pydantic_reads_them(field: str) -> None:
+    """vLLM's model of the form has fields of the type bool."""
+    reads = TypeAdapter(bool).validate_python
+    words = [
+        "0",
+        "1",
+        "2",
+        "3",
+        "t",
+        "f",
+        "y",
+        "n",
+        "T",
+        "F",
+        "Y",
+        "N",
+        "x",
+        "on",
+        "off",
+        "On",
+        "oFF",
+        "true",
+        "false",
+        "TRUE",
+        "tr",
+        "yes",
+        "no",
+        "Yes",
+        "NO",
+        "10",
+    ]
+    for word in ("", *words):
+        other = STREAM if field == "stream_include_usage" else b""
+        try:
+            value = bool(word) and reads(word)
+        except ValidationError:
+            value = None
+        requested = sent_parts(other, part(field, word.encode()), MODEL).hides_usage
+        assert requested is (value is True if field == "stream" else value is False), word
 
 
 # Fields that the gateway adds

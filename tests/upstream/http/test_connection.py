@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import socket
 import ssl
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 
 from tests.support.certificates import certificate
 from tests.support.examples import examples
+from tests.support.exchange import ManualWriteBatch
 from tests.support.ports import refusing, silent
 from tests.support.running import until
 from tests.support.scripted import Conversation, Script, Scripted, read_request, scripted
@@ -526,8 +528,9 @@ class Exchanges:
 
     def __init__(self) -> None:
         self.idle_count = 0
-        self.connection = Connection("one", self._on_idle, WriteBatch())
-        self.connection.connection_made(Wire())
+        self.batch, self.wire = ManualWriteBatch(math.inf), Wire()
+        self.connection = Connection("one", self._on_idle, self.batch)
+        self.connection.connection_made(self.wire)
 
     def _on_idle(self, _: Connection) -> None:
         self.idle_count += 1
@@ -560,6 +563,90 @@ def test_a_response_does_not_depend_on_earlier_ones(responses: list[tuple[bytes,
                 exchanges = Exchanges()
 
     asyncio.run(run())
+
+
+# What a connection does with a whole exchange
+
+
+def test_a_reused_connection_that_closes_before_a_byte_was_stale() -> None:
+    for earlier, kind in ((1, StaleConnection), (0, Disconnected)):
+        exchanges, taken = Exchanges(), Taken()
+        for _ in range(earlier):
+            exchanges.receive(REPEATED)
+        exchanges.connection.send(REQUEST, taken)
+        exchanges.connection.connection_lost(None)
+        assert type(taken.error) is kind
+
+
+def test_an_urgent_request_is_sent_at_once() -> None:
+    exchanges = Exchanges()
+    exchanges.batch.batching = True
+    exchanges.connection.send(REQUEST, Taken(), at_once=True)
+    assert exchanges.wire.written == [REQUEST]
+
+
+class Reads(Taken):
+    """A receiver that counts reads."""
+
+    wants_read_events = True
+    reads = 0
+
+    def on_read(self) -> None:
+        self.reads += 1
+
+
+def test_a_receiver_gets_the_end_of_each_read_but_the_last() -> None:
+    exchanges, taken = Exchanges(), Reads()
+    exchanges.connection.send(REQUEST, taken)
+    for read in (REPEATED[:5], REPEATED[5:-1], REPEATED[-1:]):
+        exchanges.connection.data_received(read)
+    assert (taken.reads, taken.end_count) == (2, 1)
+
+
+def test_a_lost_connection_is_closed_and_writes_nothing() -> None:
+    exchanges, taken = Exchanges(), Taken()
+    exchanges.batch.batching = True
+    exchanges.connection.send(REQUEST, taken)
+    exchanges.connection.connection_lost(None)
+    exchanges.batch.flush()
+    assert exchanges.connection.closed and exchanges.wire.written == []
+
+
+def head_of(size: int) -> bytes:
+    start = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\nx: "
+    return start + b"y" * (size - len(start) - 4) + b"\r\n\r\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+@pytest.mark.parametrize("before", [(), (REPEATED,)], ids=["the first response", "a later response"])
+def test_the_bound_of_headers(before: tuple[bytes, ...], pieces: int) -> None:
+    for size in (MAX_HEADER_BYTES, MAX_HEADER_BYTES + 1):
+        exchanges = Exchanges()
+        for data in before:
+            exchanges.receive(data)
+        data = head_of(size)
+        status, *_ = exchanges.receive(*([data] if pieces == 1 else [data[: len(data) // 2], data[len(data) // 2 :]]))
+        assert status == (200 if size == MAX_HEADER_BYTES else 0)
+
+
+def test_incomplete_headers_are_refused_beyond_the_bound() -> None:
+    exchanges, taken, data = Exchanges(), Taken(), head_of(MAX_HEADER_BYTES + 10)
+    exchanges.connection.send(REQUEST, taken)
+    exchanges.connection.data_received(data[:MAX_HEADER_BYTES])
+    assert taken.error is None
+    exchanges.connection.data_received(data[MAX_HEADER_BYTES : MAX_HEADER_BYTES + 1])
+    assert isinstance(taken.error, BadResponse)
+
+
+def test_interim_responses_count_towards_the_bound() -> None:
+    exchanges, taken = Exchanges(), Taken()
+    exchanges.connection.send(REQUEST, taken)
+    early = b"HTTP/1.1 103 Early Hints\r\nlink: %b\r\n\r\n" % (b"x" * 1000)
+    for _ in range(MAX_HEADER_BYTES // len(early)):
+        exchanges.connection.data_received(early)
+    assert taken.error is None
+    exchanges.connection.data_received(early)
+    assert isinstance(taken.error, BadResponse)
 
 
 # The property: each gets its own answer, whatever others do
