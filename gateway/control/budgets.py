@@ -22,6 +22,7 @@ from gateway.limits.limiter import PART_FOR_SUBJECTS
 from gateway.limits.rules import Holder
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Snapshot
+from upstream.backoff import Backoff
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 _LONGEST_WAIT = 10.0  # seconds that workers wait for the first attempt
 _FIRST_POLL, _POLL = 0.02, 1.0  # seconds between two polls of the ledger, before and after the workers start
-_RETRY, _LONGEST_RETRY = 1.0, 60.0  # seconds before a failed query is tried again, doubled each time
+_PAUSES = 1.0, 60.0  # seconds before a failed query is tried again, at first and at most
 _HOLDERS_PER_ITERATION = 500  # restored in one iteration of the event loop
 _log = logging.getLogger("vllm_gateway.control")
 
@@ -86,7 +87,7 @@ class BudgetRestorer:
 
     async def _run(self, ledger: Ledger, reader: UsageReader, budgets: Budgets) -> None:
         """Restore once the rows of former gateways are in the database, and again when more rows have arrived."""
-        summed, pause = -1, _RETRY
+        summed, backoff = -1, Backoff(*_PAUSES)
         while True:
             deliveries = ledger.earlier_deliveries  # read first: a file that is delivered meanwhile changes it
             if ledger.has_earlier_rows or deliveries == summed:
@@ -98,15 +99,15 @@ class BudgetRestorer:
             except DatabaseUnavailableError as error:
                 self._error = str(error)
                 self._attempted.set()
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, _LONGEST_RETRY)
+                await asyncio.sleep(backoff.next_pause())
             except Exception as error:  # noqa: BLE001  the outer edge: the next attempt may succeed
                 _log.exception("the budgets could not be restored; this is retried")
                 self._error = str(error)
                 self._attempted.set()
-                await asyncio.sleep(_LONGEST_RETRY)
+                await asyncio.sleep(_PAUSES[1])
             else:
-                summed, pause = deliveries, _RETRY
+                summed = deliveries
+                backoff.reset()
 
     def _note_outage(self, ledger: Ledger) -> None:
         """Let the workers start if rows of former gateways cannot be delivered now."""

@@ -30,10 +30,11 @@ from gateway.ledger.spool import Segment, Spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
+from upstream.backoff import Backoff
 
 _COLLECT_EVERY = 0.25  # seconds between two reads of the journals
 _BUSY = 500  # rows of a delivery after which rows are gathered for the next one: see ``_is_gathering``
-_RETRY, _LONGEST_RETRY = 1.0, 15.0  # seconds before the database is tried again, doubled each time
+_PAUSES = 1.0, 15.0  # seconds before the database is tried again, at first and at most
 _PRUNE_EVERY = 600.0
 _IDLE_WAIT = 1.0  # seconds between two scans for rows that workers of a dead gateway saved
 _SAMPLE_DELAY = 1.0  # seconds after which the rows of requests before a sample have left the journals
@@ -242,16 +243,15 @@ class Ledger:
 
     def deliver(self) -> None:
         """Move rows from the spool to the database until stopped. Runs in the second thread."""
-        pause = _RETRY
+        backoff = Backoff(*_PAUSES)
         self._attempt(lambda: self._write([]))  # creates the table
         while not self._collected.is_set() or self._spool.rows or self.samples.due(time.time()):
             if self._attempt(self._step):
-                pause = _RETRY
+                backoff.reset()
             elif self._collected.is_set():
                 return  # the rows stay in the spool for the next start
             else:
-                self._collected.wait(pause)
-                pause = min(2 * pause, _LONGEST_RETRY)
+                self._collected.wait(backoff.next_pause())
 
     def _attempt(self, work: Callable[[], None]) -> bool:
         """Run the work and return whether it succeeded."""

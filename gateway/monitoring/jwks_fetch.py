@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from gateway import config as conf
 from gateway.telemetry.dependencies import Observation
+from upstream.backoff import Backoff
 
 if TYPE_CHECKING:
     import httpx2
 
 _TIMEOUT = 10.0  # seconds for a whole response
 _MIN_INTERVAL = 5.0  # seconds between two fetches
-_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after the first failure, and at most
+_PAUSES = 1.0, 60.0  # seconds after the first failure, and at most
 _MAX_SIZE = 1 << 20  # bytes of a JWKS
 _log = logging.getLogger("vllm_gateway.control")
 
@@ -145,11 +146,14 @@ class _JwksPoll:
         self.task.cancel()
 
     async def _run(self) -> None:
-        pause = _PAUSE
+        backoff = Backoff(*_PAUSES)
         while True:
             await self._poll()
-            pause = min(2 * pause, _LONGEST_PAUSE) if self.status.problem else _PAUSE
-            await self._wait(pause if self.status.problem else self.interval)
+            if self.status.problem:
+                await self._wait(backoff.next_pause())
+            else:
+                backoff.reset()
+                await self._wait(self.interval)
 
     async def _wait(self, seconds: float) -> None:
         """Wait until the next fetch: for ``seconds``, or until a fetch is requested and the minimum interval has passed."""

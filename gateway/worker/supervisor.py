@@ -45,6 +45,7 @@ from gateway.snapshot.link import (
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.acceptor import Seats
 from gateway.telemetry.shared_counters import SharedCounters
+from upstream.backoff import Backoff
 from upstream.balancing.placement_log import PlacementLog
 from upstream.balancing.server import Progress
 
@@ -57,7 +58,7 @@ _MAX_UNANSWERED = 6  # checks in a row without a reply, after which a worker han
 _MAX_UNANSWERED_AT_START = 12  # the same for a worker that does not serve yet: a start on a slow machine takes time
 _EXIT_GRACE = 5.0  # seconds that a drained worker may take to exit
 _SHORT_LIFE = 5.0  # seconds: a worker that exits earlier is replaced after a pause
-_PAUSE, _LONGEST_PAUSE = 1.0, 8.0  # seconds; doubled each time
+PAUSES = 1.0, 8.0  # seconds, at first and at most
 _PROGRESS_AGE = 3.0  # seconds after which a worker's report of progress is out of date
 _APPLY_TIMEOUT = 5.0  # seconds in which every worker should have applied a message
 _MAX_WITHOUT_WORKERS = 60.0  # seconds without a running worker, after which none is expected to start
@@ -161,7 +162,7 @@ class _WorkerSlot:
 
     async def run(self, first_messages: Callable[[], Sequence[Message]]) -> None:
         """Keep a process running until it is drained, or until cancelled."""
-        pause = 0.0
+        backoff = Backoff(*PAUSES, spread=0.0)
         while not self._drain:
             started = time.monotonic()
             try:
@@ -173,8 +174,7 @@ class _WorkerSlot:
                     self._restarts += 1
                     _log.error("worker %d exited unexpectedly and is restarted", self.number)
             if not self._drain:
-                pause = pause_after(time.monotonic() - started, pause)
-                await asyncio.sleep(pause)
+                await asyncio.sleep(pause_after(time.monotonic() - started, backoff))
 
     async def _run_process(self, first_messages: Callable[[], Sequence[Message]]) -> None:
         """Run one process to its end. Raises OSError or RuntimeError if it cannot be started."""
@@ -445,9 +445,12 @@ async def _nothing(_: Snapshot) -> None:
     """Do nothing: nothing is awaited before the workers start."""
 
 
-def pause_after(lifetime: float, previous: float) -> float:
-    """Return the seconds before a worker that ran for ``lifetime`` seconds is replaced. ``previous`` is the pause before it."""
-    return 0.0 if lifetime >= _SHORT_LIFE else min(max(2 * previous, _PAUSE), _LONGEST_PAUSE)
+def pause_after(lifetime: float, backoff: Backoff) -> float:
+    """Return the seconds before a worker that ran for ``lifetime`` seconds is replaced. ``backoff``: for those that exit early."""
+    if lifetime < _SHORT_LIFE:
+        return backoff.next_pause()
+    backoff.reset()
+    return 0.0
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from upstream.backoff import Backoff
 from upstream.http.errors import (
     Aborted,
     BadResponse,
@@ -56,11 +57,11 @@ def weight(error: UpstreamError) -> int:
 class EjectionState:
     """The failures of one server, and its ejection. Times are seconds of the monotonic clock."""
 
-    __slots__ = ("_pause", "_score", "ejected_until")
+    __slots__ = ("_backoff", "_score", "ejected_until")
 
     def __init__(self) -> None:
         self._score = 0
-        self._pause = 0.0
+        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, spread=0.0)
         self.ejected_until = 0.0
         """The end of the ejection; 0 if the server is not ejected."""
 
@@ -77,8 +78,7 @@ class EjectionState:
         if self._score < THRESHOLD:
             return False
         self._score = THRESHOLD - 1  # after the ejection, one more failure is enough
-        self._pause = min(2 * self._pause, LONGEST_PAUSE) or FIRST_PAUSE
-        self.ejected_until = now + self._pause
+        self.ejected_until = now + self._backoff.next_pause()
         return True
 
     def expire(self, now: float) -> bool:
@@ -90,4 +90,5 @@ class EjectionState:
 
     def reset(self) -> None:
         """Forget all failures, and end the ejection."""
-        self._score, self._pause, self.ejected_until = 0, 0.0, 0.0
+        self._score, self.ejected_until = 0, 0.0
+        self._backoff.reset()

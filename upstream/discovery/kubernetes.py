@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from upstream.backoff import Backoff
 from upstream.discovery.endpoints import EndpointSlices, Observation
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ WATCH = 60.0
 LINE_LIMIT = 8 << 20
 """Bytes of one event. A slice has at most 1,000 endpoints, and etcd stores at most 1.5 MiB."""
 _RESPONSE = 10.0  # seconds for a connection, and for the start of a response
-_PAUSE, _LONGEST_PAUSE = 0.5, 30.0  # seconds after the first failure, and at most
+_PAUSES = 0.5, 30.0  # seconds after the first failure, and at most
 _MESSAGE = 300  # characters of a message of the API server
 _log = logging.getLogger(__name__)
 
@@ -98,7 +99,7 @@ class Cluster:
 
 async def watch(source: Service, cluster: Cluster, on_endpoints: Callable[[Observation], None], on_failure: Callable[[str], None]) -> None:
     """Report endpoints and failures until cancelled."""
-    follower, failures = _Follower(source, cluster, on_endpoints), 0
+    follower, backoff = _Follower(source, cluster, on_endpoints), Backoff(*_PAUSES)
     while True:
         try:
             await follower.follow()
@@ -107,10 +108,10 @@ async def watch(source: Service, cluster: Cluster, on_endpoints: Callable[[Obser
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             on_failure(f"invalid response of the API server ({type(error).__name__}: {error})")
             follower.version = None
-        failures = 1 if follower.progressed else failures + 1
+        if follower.progressed:
+            backoff.reset()
         follower.progressed = False
-        pause = min(_PAUSE * 2 ** min(failures - 1, 10), _LONGEST_PAUSE)
-        await asyncio.sleep(pause * random.uniform(0.8, 1.2))  # noqa: S311 - spreads load, no secret
+        await asyncio.sleep(backoff.next_pause())
 
 
 class _Follower:

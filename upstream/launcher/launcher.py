@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-from upstream.launcher.lifecycle import Backoff, LaunchSpec, LaunchStatus
+from upstream.launcher.lifecycle import LaunchSpec, LaunchStatus, RestartPolicy
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.server import LaunchedServer
 from upstream.vllm.command_line import problems
@@ -52,13 +52,13 @@ class Launcher:
         log_folder: Path,
         environ: Mapping[str, str],
         runtime_parent: str | None = None,
-        backoff: Backoff | None = None,
+        backoff: RestartPolicy | None = None,
     ) -> None:
         self._on_change = on_change
         self._log_folder = log_folder
         self._environ = dict(environ)
         self._runtime_parent = runtime_parent or environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-        self._backoff = backoff or Backoff()
+        self._backoff = backoff or RestartPolicy()
         self._servers: dict[str, LaunchedServer] = {}
         self._numbers = itertools.count()
         self._folder = ""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from upstream.backoff import doubled
 from upstream.http.address import Address
 from upstream.vllm.command_line import LaunchSettings
 from upstream.vllm.failures import Cause, ProcessExit
@@ -92,7 +93,7 @@ class LaunchStatus:
 
 
 @dataclass(frozen=True, slots=True)
-class Backoff:
+class RestartPolicy:
     """Pauses in seconds that double from ``first`` to ``cap``. A server that was ready for ``reset_after`` starts with ``first`` again.
 
     After ``limit`` failures in a row the server is given up.
@@ -109,8 +110,7 @@ class Backoff:
 
     def pause(self, failures: int) -> float:
         """Return the pause after this number of failures in a row (1 or more)."""
-        # The exponent is bounded: a server may fail for years.
-        return min(self.cap, self.first * 2.0 ** min(failures - 1, 32))
+        return doubled(self.first, self.cap, failures)
 
 
 SHIM_LOST = "its shim was killed"

@@ -19,7 +19,7 @@ from typing import Any
 
 from upstream.http.address import Address
 from upstream.launcher import memory
-from upstream.launcher.lifecycle import TRANSITIONS, Backoff, Failure, LaunchSpec, LaunchState, LaunchStatus, describe_exit
+from upstream.launcher.lifecycle import TRANSITIONS, Failure, LaunchSpec, LaunchState, LaunchStatus, RestartPolicy, describe_exit
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.ports import check_free, free_port
 from upstream.launcher.shim import unlink_socket
@@ -52,7 +52,7 @@ class LaunchedServer:
         folder: str,
         scratch: str,
         environ: Mapping[str, str],
-        backoff: Backoff,
+        backoff: RestartPolicy,
         on_change: Callable[[LaunchStatus], None],
     ) -> None:
         self.spec = spec

@@ -15,8 +15,9 @@ import pytest
 from gateway.control.serve import listen
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Snapshot
-from gateway.worker.supervisor import WorkerEvents, pause_after, running_workers
+from gateway.worker.supervisor import PAUSES, WorkerEvents, pause_after, running_workers
 from tests.support.running import until
+from upstream.backoff import Backoff
 
 NO_EVENTS = WorkerEvents(lambda: None, lambda _: None)
 
@@ -102,7 +103,5 @@ async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_later(caplog
     ],
 )
 def test_a_worker_that_keeps_exiting_early_is_replaced_more_slowly(lives: list[float], pauses: list[float]) -> None:
-    taken = [0.0]
-    for lived in lives:
-        taken.append(pause_after(lived, taken[-1]))
-    assert taken[1:] == pauses
+    backoff = Backoff(*PAUSES, spread=0.0)
+    assert [pause_after(lived, backoff) for lived in lives] == pauses

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from tests.faults.invariants import nothing_left
 from upstream.launcher.launcher import Launcher
-from upstream.launcher.lifecycle import Backoff, LaunchSpec, LaunchState, LaunchStatus
+from upstream.launcher.lifecycle import LaunchSpec, LaunchState, LaunchStatus, RestartPolicy
 from upstream.launcher.shim import processes
 from upstream.vllm.command_line import ArgumentValue, LaunchSettings
 
 SERVER = Path(__file__).with_name("launched_server.py")
-QUICK = Backoff(first=0.05, cap=0.1)
-LONG_BACKOFF = Backoff(first=600, cap=600)
+QUICK = RestartPolicy(first=0.05, cap=0.1)
+LONG_BACKOFF = RestartPolicy(first=600, cap=600)
 
 
 def alive(pid: int) -> bool:
@@ -40,7 +40,7 @@ class Case:
         self.status_updates: list[LaunchStatus] = []
 
     @asynccontextmanager
-    async def launcher(self, backoff: Backoff = LONG_BACKOFF) -> AsyncIterator[Launcher]:
+    async def launcher(self, backoff: RestartPolicy = LONG_BACKOFF) -> AsyncIterator[Launcher]:
         parent = str(self.runtime)
         async with (
             nothing_left(),

@@ -16,11 +16,11 @@ import pytest
 from tests.upstream.launcher.launching import QUICK, Case, alive, until
 from upstream.launcher import memory
 from upstream.launcher.launcher import Launcher
-from upstream.launcher.lifecycle import Backoff, LaunchState
+from upstream.launcher.lifecycle import LaunchState, RestartPolicy
 from upstream.launcher.logfile import LIMIT, ROTATED
 from upstream.vllm.health import Prober, ServerHealth, Target
 
-THRICE = Backoff(first=0.01, cap=0.02, limit=3)
+THRICE = RestartPolicy(first=0.01, cap=0.02, limit=3)
 
 
 @asynccontextmanager
@@ -135,7 +135,7 @@ async def test_a_start_that_is_under_way_lasts_as_long_as_is_allowed_now(case: C
 
 
 async def test_a_server_that_exits_soon_after_every_start_is_given_up_too(case: Case) -> None:
-    async with case.launcher(Backoff(first=0.01, cap=0.02, limit=2)) as launcher:
+    async with case.launcher(RestartPolicy(first=0.01, cap=0.02, limit=2)) as launcher:
         launcher.start(case.spec())
         for restarts in range(2):
             pid = (await case.reached(LaunchState.READY, restarts=restarts)).pid

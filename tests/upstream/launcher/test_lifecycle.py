@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from upstream.launcher.lifecycle import TRANSITIONS, Backoff, LaunchState, describe_exit
+from upstream.launcher.lifecycle import TRANSITIONS, LaunchState, RestartPolicy, describe_exit
 from upstream.launcher.logfile import RECENT, TAIL_BYTES, TAIL_LINES, LogFile
 
 
 def test_pauses_double_up_to_the_cap() -> None:
-    backoff = Backoff(first=1, cap=10)
+    backoff = RestartPolicy(first=1, cap=10)
     assert [backoff.pause(failures) for failures in (1, 2, 3, 4, 5, 6, 10**6)] == [1, 2, 4, 8, 10, 10, 10]
 
 
@@ -31,7 +31,7 @@ def test_no_link_in_the_folder_is_followed(tmp_path: Path) -> None:
 
 
 def test_a_good_while_of_readiness_forgives_the_past() -> None:
-    backoff = Backoff(reset_after=300)
+    backoff = RestartPolicy(reset_after=300)
     assert backoff.count_failures(0, 0.0) == 1
     assert backoff.count_failures(4, 299.0) == 5
     assert backoff.count_failures(4, 300.0) == 1

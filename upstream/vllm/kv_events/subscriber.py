@@ -25,6 +25,7 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
+from upstream.backoff import Backoff
 from upstream.http.errors import UpstreamError
 from upstream.vllm.bounded_get import get
 from upstream.vllm.health import Target
@@ -37,7 +38,7 @@ from upstream.vllm.kv_events.sources import PATH, EventSource, event_sources
 CHECK_INTERVAL = 5.0
 """Seconds without an event after which the last batches are compared with the engine's."""
 _TIMEOUT = 5.0  # seconds for a response, a connection, or the next batch of a replay
-_PAUSE, _LONGEST_PAUSE = 1.0, 10.0  # seconds after the first failure, and at most
+_PAUSES = 1.0, 10.0  # seconds after the first failure, and at most
 _NO_EVENTS_PAUSE = 60.0  # seconds until a server without events is asked again; it may have been restarted with them
 _RESPONSE_LIMIT = 1 << 20  # bytes
 _BATCH_LIMIT = 64 << 20  # bytes
@@ -185,7 +186,7 @@ class _ServerEvents:
 
     async def run(self) -> None:
         """Follow the events until cancelled."""
-        pause = _PAUSE
+        backoff = Backoff(*_PAUSES)
         while True:
             self._problem = ""
             try:
@@ -194,7 +195,7 @@ class _ServerEvents:
                 if not sources:
                     await asyncio.sleep(_NO_EVENTS_PAUSE)
                     continue
-                pause = _PAUSE
+                backoff.reset()
                 await self._follow(sources)
             except EventsLostError as error:
                 self._report(str(error))
@@ -203,8 +204,7 @@ class _ServerEvents:
                 self._report(repr(error))
             finally:
                 self._forget()
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE)
+            await asyncio.sleep(backoff.next_pause())
 
     def _report(self, problem: str) -> None:
         self._problem = problem
