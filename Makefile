@@ -83,7 +83,7 @@ soak: $(READY)  ## ten minutes of mixed faults against the whole gateway, then 1
 	$(BIN)/python -m tests.faults.soak $(if $(SECONDS),--seconds $(SECONDS))
 	$(BIN)/python -m tests.accounting --simulated $(if $(REQUESTS),--requests $(REQUESTS))
 
-accounting: $(READY)  ## 2,000 requests with faults through the gateway to two real vLLMs, each compared with its row in the ledger, and the tables of docs/usage.md; needs PostgreSQL
+accounting: $(READY)  ## 2,000 requests with faults through the gateway to two real vLLMs, each compared with its row in the ledger, and the tables of docs/accounting.md; needs PostgreSQL
 	$(BIN)/python -m tests.accounting $(if $(REQUESTS),--requests $(REQUESTS))
 
 bench: $(READY)  ## the gateway measured beside its peers; CASES="json streams" for some of the cases

@@ -1,7 +1,7 @@
 """The settlement of a request: the tokens that it is charged for. Pure.
 
 Limits, ledger, metrics, access log and traces all use the settlement of a request, so they show the same numbers. The rule: a settlement
-is made once for each request and never changes. docs/usage.md has a table of the ways in which a request can end.
+is made once for each request and never changes. docs/accounting.md has a table of the ways in which a request can end.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
         Column(
             "estimated_by",
             Kind.TEXT,
-            "the method: `events`, `bytes`, `tokenize` or `journal` ([below](#token-and-cost-accounting)); empty in rows from before "
+            "the method: `events`, `bytes`, `tokenize` or `journal` ([accounting](accounting.md)); empty in rows from before "
             "migration 0002",
         ),
     ] = None

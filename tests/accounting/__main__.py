@@ -1,4 +1,4 @@
-"""``make accounting``: play 2,000 requests and faults through a gateway with two real vLLMs, and write the tables of docs/usage.md.
+"""``make accounting``: play 2,000 requests and faults through a gateway with two real vLLMs, and write the tables of docs/accounting.md.
 
 With ``--simulated`` it plays 100,000 requests with two simulators and writes the table of docs/reliability-soak.md, as in ``make soak``.
 """
@@ -30,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.simulated:
             page, requests, started, victims = "reliability-soak.md", 100_000, simulated_run(Path(folder), options.seed), ("", "", "")
         else:
-            page, requests, started, victims = "usage.md", 2_000, real_run(Path(folder), options.seed), ("EngineCore", "", "EngineCore")
+            page, requests, victims = "accounting.md", 2_000, ("EngineCore", "", "EngineCore")
+            started = real_run(Path(folder), options.seed)
         with started as (run, database):
             summary = play(run, database, options.requests or requests, victims)
     write(options.to or ROOT / "docs" / page, summary, time.monotonic() - began)

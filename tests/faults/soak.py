@@ -48,7 +48,7 @@ _ACCOUNTING = f"""
 ## Accounting
 
 Then 100,000 requests are played with two launched simulators and PostgreSQL, and each row of the ledger is compared with what its client
-received, as [with real vLLMs](usage.md#measured-accuracy).
+received, as [with real vLLMs](accounting.md#measured-accuracy).
 
 {BEGIN}
 

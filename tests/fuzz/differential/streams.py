@@ -1,6 +1,6 @@
 """Streams of each dialect, in any chunks and reads: what a client gets, and what the request is charged for.
 
-The reference parses each event with Python's ``json`` and leaves out what docs/usage.md says: the usage that the client did not request.
+The reference parses each event with Python's ``json`` and leaves out what docs/routes.md says: the usage that the client did not request.
 No other byte may differ, whether an event takes the fast path or not.
 """
 

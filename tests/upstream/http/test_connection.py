@@ -565,7 +565,7 @@ def test_a_response_does_not_depend_on_earlier_ones(responses: list[tuple[bytes,
     asyncio.run(run())
 
 
-# What a connection does with a whole exchange
+# One exchange from its start to its end
 
 
 def test_a_reused_connection_that_closes_before_a_byte_was_stale() -> None:
