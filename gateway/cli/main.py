@@ -243,6 +243,7 @@ def usage(
     from rich.console import Console
 
     from gateway.config import ConfigurationError, load
+    from gateway.config.problems import did_you_mean
     from gateway.ledger.errors import DatabaseUnavailableError
     from gateway.usage.errors import QueryError
     from gateway.usage.output import FORMATS
@@ -272,14 +273,18 @@ def usage(
         configured = config_file(file, config)
         if admin is not None or token_file is not None:
             return call_gateway(Where(configured, admin, token_file), lambda gateway: shown(gateway.usage(parameters)))
-        settings = load(configured).ledger
-        if settings is None:
+        known = load(configured)
+        if known.ledger is None:
             return say_error(f"{configured} has no ledger", FAILED)
         folder = Path(os.path.abspath(configured)).parent
         if reconcile:
-            RECONCILIATION_FORMATS[form](reconcile_ledger(settings, folder, parameters), console)
+            RECONCILIATION_FORMATS[form](reconcile_ledger(known.ledger, folder, parameters), console)
         else:
-            show_usage(query_ledger(settings, folder, parameters))
+            report = query_ledger(known.ledger, folder, parameters)
+            show_usage(report)
+            ids = [each.id for each in known.keys]
+            if not report.sums and key is not None and key not in ids:
+                say_error(f"{configured} has no key {key}{did_you_mean(key, ids)}", 0)
     except ConfigurationError as error:
         return print_problems(error.problems, err=True)
     except QueryError as error:

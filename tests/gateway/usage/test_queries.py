@@ -328,6 +328,18 @@ def test_the_command_reports_a_mistake(
     assert message in captured.err and captured.out == ""
 
 
+def test_an_unknown_key_is_named_if_it_has_no_rows(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(UsageStore(database_url("sqlite:///usage.db", file.parent))) as made:
+        made.write([row(1, key="removed", started=datetime.now(UTC).timestamp() - 60)])
+    known = configuration({"id": "m", "launch": {}})["keys"][0]["id"]
+    hints = {"removed": "", known: "", known[:-1]: f"has no key {known[:-1]}; did you mean `{known}`?"}
+    for key, hint in hints.items():
+        assert run(["usage", "--config", str(file), "--key", key]) == 0
+        captured = capsys.readouterr()
+        assert hint in captured.err and bool(hint) == bool(captured.err)
+        assert ("no requests" in captured.out) == (key != "removed")
+
+
 def test_without_a_ledger_the_command_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "gateway.yaml"
     path.write_text(yaml.safe_dump(configuration({"id": "m", "launch": {}})))
