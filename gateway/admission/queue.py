@@ -18,7 +18,7 @@ from time import monotonic
 from gateway.admission.fair_queue import FairQueue
 from gateway.api.errors import Refusal, draining, duration, none_healthy
 from gateway.snapshot.snapshot import Key, Model, Queue
-from gateway.telemetry.shared_counters import Cells
+from gateway.telemetry.shared_counters import SharedCells
 from upstream.balancing.pool import Pool
 from upstream.http.deadlines import Deadlines
 from upstream.http.inline_task import Signal
@@ -38,7 +38,7 @@ def report_nothing(_model: str, _since: float | None) -> None:
 class ModelQueues:
     """The queues of a worker. ``cells`` returns a model's gauge of waiting requests."""
 
-    def __init__(self, deadlines: Deadlines, cells: Callable[[str], Cells], report: ReportDemand) -> None:
+    def __init__(self, deadlines: Deadlines, cells: Callable[[str], SharedCells], report: ReportDemand) -> None:
         self._deadlines = deadlines
         self._cells = cells
         self._report = report
@@ -93,7 +93,7 @@ class ModelQueues:
 class ModelQueue:
     """The requests that wait for one model. ``eta``: when it should be up, or None if it is not expected."""
 
-    def __init__(self, model: str, deadlines: Deadlines, gauge: Cells, report: ReportDemand) -> None:
+    def __init__(self, model: str, deadlines: Deadlines, gauge: SharedCells, report: ReportDemand) -> None:
         self.deadlines = deadlines
         self.bounds = NO_QUEUE
         self.eta: float | None = None

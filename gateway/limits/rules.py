@@ -26,8 +26,9 @@ from typing import NamedTuple
 import msgspec
 
 from gateway.limits import windows
-from gateway.limits.windows import SPENT, USED, Cells, FlatWindow, Moment, PlacedWindow, windows_of
+from gateway.limits.windows import SPENT, USED, FlatWindow, Moment, PlacedWindow, windows_of
 from gateway.snapshot.snapshot import CALENDAR, Limits
+from upstream.cells import Cells
 
 REQUESTS, TOKENS = 0, 1
 """Offsets of the two buckets: when each is full again. The first is at the offset of the holder itself."""

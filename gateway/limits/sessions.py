@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from hashlib import sha256
 from typing import Any, NamedTuple
 
-from gateway.limits.windows import Cells
+from upstream.cells import Cells
 
 IDLE = 24 * 3600.0
 SETS, SETS_OF_HOLDER, WAYS = 8192, 128, 8

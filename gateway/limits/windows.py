@@ -18,11 +18,12 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import date
 from functools import lru_cache
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from gateway.snapshot.snapshot import CALENDAR, Budget, Limits
+from upstream.cells import Cells
 
 USED, SPENT = 1, 2
 """After a period or a slice: its tokens and its cost."""
@@ -36,16 +37,6 @@ _DAY_SECONDS = 86400
 _EPOCH = date(1970, 1, 1).toordinal()
 _MONDAY = 3
 """Days from the Monday before the epoch, which was a Thursday, to the epoch."""
-
-
-class Cells(Protocol):
-    """An array of numbers that holds the counts."""
-
-    def __getitem__(self, index: int, /) -> float:
-        """Return one number."""
-
-    def __setitem__(self, index: int, value: float, /) -> None:
-        """Change one number."""
 
 
 class Moment(msgspec.Struct, frozen=True, gc=False):

@@ -21,7 +21,7 @@ from gateway.api.errors import AUTH_REASONS
 from gateway.api.routes import ENDPOINTS
 from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.request_record import ReadGapCounts, RequestRecord
-from gateway.telemetry.shared_counters import Cells, SharedCounters, SharedCountersFullError
+from gateway.telemetry.shared_counters import SharedCells, SharedCounters, SharedCountersFullError
 from gateway.telemetry.token_rates import TokenCounts
 
 PREFIX = "vllm_gateway_"
@@ -177,7 +177,7 @@ class Series:
         return cls(family, tuple(labels))
 
 
-def observe(cells: Cells, buckets: Sequence[float], value: float) -> None:
+def observe(cells: SharedCells, buckets: Sequence[float], value: float) -> None:
     """Count a value in the cells of a histogram: one cell for each bucket, then the sum."""
     cells[bisect_left(buckets, value)] += 1
     cells[-1] += value
@@ -188,9 +188,9 @@ class WorkerMetrics:
 
     def __init__(self, counters: SharedCounters) -> None:
         self._counters = counters
-        self._cells: dict[tuple[str, ...], Cells] = {}
-        self._outcomes: dict[tuple[str, str, int, str | None], tuple[Cells, Cells]] = {}
-        self._uses: dict[tuple[str, str, int], tuple[Cells, ...]] = {}
+        self._cells: dict[tuple[str, ...], SharedCells] = {}
+        self._outcomes: dict[tuple[str, str, int, str | None], tuple[SharedCells, SharedCells]] = {}
+        self._uses: dict[tuple[str, str, int], tuple[SharedCells, ...]] = {}
         self._in_flight: dict[str, InflightGauge] = {}
         self._dropped = self.cells("series_dropped_total")
         self._overhead = self.cells("overhead_seconds")
@@ -203,7 +203,7 @@ class WorkerMetrics:
             if FAMILIES[series.family].kind == "gauge":
                 self.cells(series.family, *series.labels)[0] = 0.0
 
-    def cells(self, family: str, *labels: str) -> Cells:
+    def cells(self, family: str, *labels: str) -> SharedCells:
         """Return the cells of one series. If the counter memory is full, return throw-away cells so that counting never fails a request."""
         key = (family, *labels)
         found = self._cells.get(key)
@@ -211,7 +211,7 @@ class WorkerMetrics:
             found = self._cells[key] = self._allocate(Series(family, labels).encode(), FAMILIES[family].cells)
         return found
 
-    def _allocate(self, name: str, count: int) -> Cells:
+    def _allocate(self, name: str, count: int) -> SharedCells:
         try:
             return self._counters.cells(name, count)
         except SharedCountersFullError:
@@ -259,7 +259,7 @@ class WorkerMetrics:
             cells = self._in_flight[model] = InflightGauge(self.cells("inflight_requests", model))
             return cells
 
-    def queued(self, model: str) -> Cells:
+    def queued(self, model: str) -> SharedCells:
         """Return the gauge of a model's queued requests."""
         return self.cells("queued_requests", model)
 
@@ -322,13 +322,13 @@ class WorkerMetrics:
         if record.split is not None:
             self.cells("split_requests_total", record.split, model)[0] += 1
 
-    def _outcome_cells(self, record: RequestRecord, model: str) -> tuple[Cells, Cells]:
+    def _outcome_cells(self, record: RequestRecord, model: str) -> tuple[SharedCells, SharedCells]:
         requests = self.cells("requests_total", model, record.endpoint, str(record.status), record.code or "")
         cells = (requests, self.cells("request_duration_seconds", model, record.endpoint))
         self._outcomes[model, record.endpoint, record.status, record.code] = cells
         return cells
 
-    def _usage_cells(self, key: str, model: str, status: int) -> tuple[Cells, ...]:
+    def _usage_cells(self, key: str, model: str, status: int) -> tuple[SharedCells, ...]:
         """Return the cells of a key's requests with a status, and of its tokens by ``_TOKEN_TYPES``."""
         tokens = (self.cells("tokens_total", key, model, kind) for kind in _TOKEN_TYPES)
         cells = self._uses[key, model, status] = (self.cells("key_requests_total", key, str(status)), *tokens)
@@ -361,7 +361,7 @@ class InflightGauge:
 
     __slots__ = ("_cells",)
 
-    def __init__(self, cells: Cells) -> None:
+    def __init__(self, cells: SharedCells) -> None:
         self._cells = cells
 
     def __enter__(self) -> None:
@@ -438,7 +438,7 @@ class CounterSums:
         self._counters = counters
         self._by = by
         self._seen = [0] * len(counters)
-        self._cells: dict[tuple[str, str], list[Cells]] = {}
+        self._cells: dict[tuple[str, str], list[SharedCells]] = {}
 
     def sum(self, family: str, label: str) -> float:
         """Return the sum of the first cells of a family's series with this label."""

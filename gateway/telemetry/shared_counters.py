@@ -25,7 +25,7 @@ SIZE = 256 * 1024 * 1024
 
 _USED = struct.Struct("<Q")
 _RECORD = struct.Struct("<II")
-Cells: TypeAlias = "memoryview[float]"
+SharedCells: TypeAlias = "memoryview[float]"
 """A view of float64 cells in the shared memory."""
 
 
@@ -49,7 +49,7 @@ class SharedCounters:
         self._size = os.fstat(fd).st_size
         self._map = mmap.mmap(fd, self._size)
         self._view = memoryview(self._map)
-        self._index: dict[str, Cells] = {}
+        self._index: dict[str, SharedCells] = {}
         self._seen = _USED.size  # end of the indexed part
 
     @classmethod
@@ -70,7 +70,7 @@ class SharedCounters:
         self._map.close()
         os.close(self.fd)
 
-    def cells(self, name: str, count: int) -> Cells:
+    def cells(self, name: str, count: int) -> SharedCells:
         """Return the cells of a series, created on first use. Raises SharedCountersFullError."""
         self._read_index()
         cells = self._index.get(name)
@@ -88,7 +88,7 @@ class SharedCounters:
         self._read_index()
         return list(itertools.islice(self._index, seen, None)) if len(self._index) > seen else []
 
-    def _append(self, name: str, count: int) -> Cells:
+    def _append(self, name: str, count: int) -> SharedCells:
         encoded = name.encode()
         start = self._seen
         padded = -(-len(encoded) // 8) * 8

@@ -14,10 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from time import monotonic
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from upstream.balancing.ejection import EjectionState
 from upstream.balancing.ranking import Ranking
+from upstream.cells import Cells
 from upstream.http.address import Address
 from upstream.http.connection import Connection, IdleConnections, connect, remembered_headers
 from upstream.http.deadlines import TICK
@@ -62,16 +63,6 @@ class Progress(NamedTuple):
 
     last_byte_at: float
     prefill: float
-
-
-class Cells(Protocol):
-    """Numbers in memory that another process reads, e.g. of the shared counters."""
-
-    def __getitem__(self, index: int, /) -> float:
-        """Return a number."""
-
-    def __setitem__(self, index: int, value: float, /) -> None:
-        """Store a number."""
 
 
 class Server:
