@@ -93,6 +93,11 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ): "Nothing reads them before headers are remembered.",
             ("RepeatedHeaders.__init__", "b''", "b'x'"): "Nothing reads them before headers are remembered.",
             ("RepeatedHeaders.__init__", "0", "1"): "Nothing reads them before headers are remembered.",
+            (
+                "RepeatedHeaders._remember",
+                "lower.find(_LENGTH, name + 1) > name >= 0",
+                "lower.find(_LENGTH, name + 1) >= name >= 0",
+            ): "The second search begins behind the first name.",
             ("RepeatedHeaders._remember", "1", "2"): "A second line of this name begins several bytes behind the first one.",
             ("RepeatedHeaders._remember", "b' \\t'", "b' \\tx'"): "A valid length consists of digits.",
             ("RepeatedHeaders._remember", "name >= 0", "name > 0"): "The name is behind the first line, so it is not at the index 0.",
@@ -131,6 +136,11 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "Connection.connection_lost",
                 "monotonic() - self._sent < STALE_WITHIN",
                 "monotonic() - self._sent <= STALE_WITHIN",
+            ): "The clock has more digits than the bound.",
+            (
+                "IdleConnections.pop",
+                "monotonic() - since < self.max_idle",
+                "monotonic() - since <= self.max_idle",
             ): "The clock has more digits than the bound.",
         },
         "gateway/proxy/form.py": {

@@ -86,9 +86,10 @@ def test_the_report_has_the_stored_figures() -> None:
 
 
 def test_each_survivor_is_explained() -> None:
-    """An explanation of a mutant that is noticed now is outdated."""
-    survivors = {(module, *survivor[1:]) for module, row in report.stored().items() for survivor in row["survivors"]}
-    assert survivors == {(module, *changed) for module, reasons in EQUIVALENT.items() for changed in reasons}
+    """An explanation of a mutant that is noticed now is outdated. Of a sampled module, the explained ones may be among those not tried."""
+    for module, row in report.stored().items():
+        survivors, explained = {tuple(survivor[1:]) for survivor in row["survivors"]}, EQUIVALENT.get(module, {}).keys()
+        assert survivors == explained if row["tried"] == row["mutants"] else survivors <= explained, module
 
 
 def test_the_changes_of_some_definitions() -> None:

@@ -578,6 +578,13 @@ def test_a_reused_connection_that_closes_before_a_byte_was_stale() -> None:
         assert type(taken.error) is kind
 
 
+def test_a_connection_is_closed_if_none_may_be_idle() -> None:
+    for seconds in (0.0, 60.0):
+        exchanges, idle = Exchanges(), IdleConnections(seconds)
+        idle.add(exchanges.connection)
+        assert exchanges.connection.closed == (not seconds) and len(idle) == bool(seconds)
+
+
 def test_an_urgent_request_is_sent_at_once() -> None:
     exchanges = Exchanges()
     exchanges.batch.batching = True
