@@ -86,7 +86,7 @@ def test_the_report_has_the_stored_figures() -> None:
 
 
 def test_each_survivor_is_explained() -> None:
-    """An explanation of a mutant that is noticed now is outdated. Of a sampled module, the explained ones may be among those not tried."""
+    """An explanation of a mutant that is noticed now is outdated. A sample may leave out explained mutants."""
     for module, row in report.stored().items():
         survivors, explained = {tuple(survivor[1:]) for survivor in row["survivors"]}, EQUIVALENT.get(module, {}).keys()
         assert survivors == explained if row["tried"] == row["mutants"] else survivors <= explained, module
