@@ -104,7 +104,6 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ("RepeatedHeaders._remember", "0", "1"): "The name is behind the first line, so it is not at the index 0.",
         },
         "upstream/http/connection.py": {
-            ("Connection.send", "if at_once:", "if not at_once:"): "The same bytes are sent in the same order, earlier or later.",
             ("Connection._stop_diverting", "self._diverted = False", "pass"): "Diverting is stopped once more, which changes nothing.",
             ("Connection._stop_diverting", "False", "True"): "Diverting is stopped once more, which changes nothing.",
             (
@@ -165,7 +164,6 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         },
         "upstream/http/response_head.py": {
             ("ResponseHead", "False", "True"): "No code compares two of them, or makes a cycle of them.",
-            ("may_begin_response", "0", "1"): "Both versions have the same length.",
             ("parse_response_head", "b''", "b'x'"): "A shortcut: lower-case names are the same after `lower`.",
             (
                 "parse_response_head",

@@ -34,6 +34,7 @@ def error(data: bytes) -> str | None:
         (OK, (b"content-length: 12", b"connection: close"), 200, 12, False, False),
         (OK, (b"content-length: 12", b"connection: x, close"), 200, 12, False, False),
         (OK, (b"content-length: 12", b"connection: x", b"connection: close"), 200, 12, False, False),
+        (OK, (b"content-length: 12", b"connection: xclose"), 200, 12, False, True),
         (OK, (b"content-length: 12", b"connection: x,y", b"connection: z"), 200, 12, False, True),
         (OK, (b"transfer-encoding: chunked",), 200, None, True, True),
         (OK, (b"Transfer-Encoding: Chunked ",), 200, None, True, True),
