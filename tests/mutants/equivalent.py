@@ -104,8 +104,8 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ("RepeatedHeaders._remember", "0", "1"): "The name is behind the first line, so it is not at the index 0.",
         },
         "upstream/http/connection.py": {
-            ("Connection._stop_diverting", "self._diverted = False", "pass"): "Diverting is stopped once more, which changes nothing.",
-            ("Connection._stop_diverting", "False", "True"): "Diverting is stopped once more, which changes nothing.",
+            ("Connection._stop_diverting", "self._diverted = False", "pass"): "Diverting is stopped again, which changes nothing.",
+            ("Connection._stop_diverting", "False", "True"): "Diverting is stopped again, which changes nothing.",
             (
                 "Connection._take_held",
                 "held.find(_HEAD_END, max(len(held) - len(data) - len(_HEAD_END) + 1, 0)) < 0",
