@@ -173,7 +173,7 @@ def test_usage_and_keys_are_the_same_elsewhere_as_on_the_machine_itself(one: Gat
     assert usage("--format", "csv", *there).count("\nteam-a,")
     for form in ("table", "csv", "json"):
         assert usage("--format", form, *there) == usage("--format", form, *here)
-    assert "nothing" in usage("--team", "nobody", *there)
+    assert "no requests" in usage("--team", "nobody", *there)
     for arguments in (("keys", "list"), ("keys", "list", "--json")):
         shown, local = run_command(*arguments, *there), run_command(*arguments, *here)
         assert (shown.returncode, shown.stdout, shown.stderr) == (0, local.stdout, "") and "unused" in shown.stdout
