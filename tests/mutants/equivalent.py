@@ -47,13 +47,7 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         "gateway/client/http/parser.py": {
             ("HttpParser.__init__", "self._left = 0", "pass"): "Set before it is read, with the start of a body.",
             ("HttpParser.__init__", "0", "1"): "Set before it is read, with the start of a body.",
-            ("HttpParser.__init__", "self._was_unknown = False", "pass"): "Set before it is read, with the first request.",
             ("HttpParser.__init__", "False", "True"): "Set before it is read, with the first request.",
-            (
-                "HttpParser.feed",
-                "end < len(_HEAD_END)",
-                "end <= len(_HEAD_END)",
-            ): "The bytes do not start with a line end here, so no head has this size.",
             (
                 "HttpParser._is_incomplete",
                 "stored.find(_HEAD_END, max(len(stored) - len(data) - len(_HEAD_END) + 1, 0)) >= 0",

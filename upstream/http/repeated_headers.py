@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 _MAX_SIZE = 4096  # bytes of headers that are remembered
-_MAX_DIGITS = 15  # of its Content-Length
+_MAX_DIGITS = 15  # of their Content-Length
 _LENGTH = b"\r\ncontent-length:"
 
 Head = TypeVar("Head")

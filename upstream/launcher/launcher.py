@@ -52,13 +52,13 @@ class Launcher:
         log_folder: Path,
         environ: Mapping[str, str],
         runtime_parent: str | None = None,
-        backoff: RestartPolicy | None = None,
+        restart_policy: RestartPolicy | None = None,
     ) -> None:
         self._on_change = on_change
         self._log_folder = log_folder
         self._environ = dict(environ)
         self._runtime_parent = runtime_parent or environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-        self._backoff = backoff or RestartPolicy()
+        self._restart_policy = restart_policy or RestartPolicy()
         self._servers: dict[str, LaunchedServer] = {}
         self._numbers = itertools.count()
         self._folder = ""
@@ -96,7 +96,7 @@ class Launcher:
             folder=self._folder,
             scratch=f"{self._folder}/{next(self._numbers)}",
             environ=self._environ,
-            backoff=self._backoff,
+            restart_policy=self._restart_policy,
             on_change=self._on_change,
         )
         server.start()

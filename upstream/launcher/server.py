@@ -52,7 +52,7 @@ class LaunchedServer:
         folder: str,
         scratch: str,
         environ: Mapping[str, str],
-        backoff: RestartPolicy,
+        restart_policy: RestartPolicy,
         on_change: Callable[[LaunchStatus], None],
     ) -> None:
         self.spec = spec
@@ -62,7 +62,7 @@ class LaunchedServer:
         self._folder = folder
         self._scratch = scratch
         self._environ = environ
-        self._backoff = backoff
+        self._restart_policy = restart_policy
         self._on_change = on_change
         self._grace = 0.0
         self._failures = 0
@@ -119,7 +119,7 @@ class LaunchedServer:
                 self._resume_starts.clear()
                 self._failures = 1
             self._change_state(LaunchState.BACKING_OFF, pid=None, given_up=False)
-            await asyncio.sleep(self._backoff.pause(self._failures))
+            await asyncio.sleep(self._restart_policy.pause(self._failures))
             self._change_state(LaunchState.STARTING, address=self._address(), restarts=self.status.restarts + 1)
 
     async def _run_process(self) -> None:
@@ -216,8 +216,8 @@ class LaunchedServer:
         if what is None:
             return
         starting = self.status.state is LaunchState.STARTING
-        self._failures = self._backoff.count_failures(self._failures, self._ready_seconds())
-        given_up = self._failures >= self._backoff.limit
+        self._failures = self._restart_policy.count_failures(self._failures, self._ready_seconds())
+        given_up = self._failures >= self._restart_policy.limit
         state = LaunchState.FAILED if given_up or starting else LaunchState.CRASHED
         tail = self.log.tail()
         if starting and self.status.address.uds and lacks_uds_option(tail):

@@ -182,7 +182,7 @@ async def test_disconnects_at_any_event_leave_no_difference(server: Simulated, t
         classes = found[kind]
         assert (classes["ledger"], classes["difference"], classes["direct_use"]) == (used[f"{kind}_tokens"], 0, 0)
         assert classes["engine"] == engine == sum(value for name, value in classes.items() if name != "engine")
-    assert used["incomplete"] > count / 10, "many of the disconnects came before the end of their responses"
+    assert used["incomplete"] > count / 4
 
 
 def sampled(folder: Path, server: str = "%") -> bool:

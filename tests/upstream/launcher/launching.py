@@ -40,12 +40,16 @@ class Case:
         self.status_updates: list[LaunchStatus] = []
 
     @asynccontextmanager
-    async def launcher(self, backoff: RestartPolicy = LONG_BACKOFF) -> AsyncIterator[Launcher]:
+    async def launcher(self, restart_policy: RestartPolicy = LONG_BACKOFF) -> AsyncIterator[Launcher]:
         parent = str(self.runtime)
         async with (
             nothing_left(),
             Launcher(
-                on_change=self.status_updates.append, log_folder=self.logs, environ=os.environ, runtime_parent=parent, backoff=backoff
+                on_change=self.status_updates.append,
+                log_folder=self.logs,
+                environ=os.environ,
+                runtime_parent=parent,
+                restart_policy=restart_policy,
             ) as launcher,
         ):
             yield launcher
