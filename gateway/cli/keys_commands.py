@@ -443,6 +443,22 @@ _NOT_AMOUNTS = ("models", "budgets", "session")
 
 
 def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    kind = float if name.startswith("cost_") else int
-    option = typer.Option(metavar="N", help=f"Limit: {field.description}.", show_default=False)
+    kind, parse = (float, _amount) if name.startswith("cost_") else (int, _whole_number)
+    option = typer.Option(metavar="N", help=f"Limit: {field.description}.", show_default=False, parser=parse)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+
+
+def _whole_number(text: str) -> int:
+    """Return the number of an option. Raises BadParameter with a message that a person understands, unlike click's own."""
+    try:
+        return int(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a whole number without a unit, e.g. 1000000, found {text!r}") from None
+
+
+def _amount(text: str) -> float:
+    """Return the amount of an option. Raises BadParameter, as ``_whole_number`` does."""
+    try:
+        return float(text)
+    except ValueError:
+        raise typer.BadParameter(f"expected a number without a unit, e.g. 12.5, found {text!r}") from None

@@ -168,7 +168,10 @@ def _waiting_since(view: ModelView) -> float:
 
 
 def _why(view: ModelView) -> str:
-    return "eager, and its GPUs are free" if view.wanted_since is None else "requested"
+    if view.wanted_since is not None:
+        return "requested"
+    has_gpus = any(isinstance(need, int) for need in view.needs)
+    return "eager, and its GPUs are free" if has_gpus else "eager"
 
 
 def _blockers(view: ModelView, holding: Sequence[ModelView], by: Callable[[ModelView], Any]) -> list[ModelView]:

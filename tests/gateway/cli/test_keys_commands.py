@@ -190,6 +190,8 @@ def test_a_revoked_key_is_refused_even_if_anonymous_requests_are_served(folder: 
         (["new", "--id", "b", "--models", "nothing", "--write"], 2, "gateway.yaml: keys[3].models[0]: matches no model"),
         (["new", "--id", "b", "--concurrent", "0"], 2, "vllm-gateway: --concurrent: expected 1 or more, found 0"),
         (["new", "--id", "b", "--cost-per-day", "-1"], 2, "vllm-gateway: --cost-per-day: expected more than 0.0, found -1.0"),
+        (["new", "--id", "b", "--tokens-per-day", "1M"], 2, "vllm-gateway: Invalid value for '--tokens-per-day': expected a whole number"),
+        (["new", "--id", "b", "--cost-per-day", "1e"], 2, "vllm-gateway: Invalid value for '--cost-per-day': expected a number without"),
         (["new", "--id", "b", "--models", ""], 2, "vllm-gateway: --models: expected some text, found nothing"),
         (["new", "--id", "b", "--expires", ""], 2, "vllm-gateway: --expires: expected a date such as 2027-01-01 or a time"),
         (["new", "--id", "b", "--expires", "2020-01-01"], 2, "vllm-gateway: --expires: the date is in the past"),

@@ -110,6 +110,11 @@ def test_eager_ones_share_and_come_back() -> None:
     assert done(a, b, ready("lazy", ready_since=0.0)) == [], "nobody asks for them"
 
 
+def test_a_start_names_free_gpus_only_for_a_model_that_has_some() -> None:
+    whys = [action.why for action in decide([view("a", eager=True), view("b", eager=True, needs=frozenset({"127.0.0.1:1"}))], 100.0)]
+    assert whys == ["eager, and its GPUs are free", "eager"]
+
+
 def test_a_group_runs_so_many_and_the_least_recently_used_leaves() -> None:
     crowd = [ready(name, group="g", capacity=2, last_used=use) for name, use in (("a", 50.0), ("b", 40.0))]
     assert not compete(*crowd), "members of a group are counted, whatever GPUs they have"
