@@ -49,7 +49,7 @@ def test_the_table_of_errors_is_the_codes() -> None:
 
 
 def test_every_code_is_explained_to_operators() -> None:
-    documented = {cells[0]: cells[1:] for cells in rows(DOCS / "operators" / "troubleshooting.md") if cells[0] in ERRORS}
+    documented = {cells[0]: cells[1:] for cells in rows(DOCS / "operators" / "errors-by-code.md") if cells[0] in ERRORS}
     assert set(documented) == set(ERRORS)
     assert all(len(cells) == 3 and all(len(cell) > 3 for cell in cells) for cells in documented.values())
 
@@ -68,7 +68,7 @@ def test_the_table_of_metrics_is_the_codes() -> None:
 
 def test_the_table_of_causes_is_the_codes() -> None:
     codes = {cause.code for cause in CAUSES}
-    documented = [tuple(cells) for cells in rows(DOCS / "operators" / "troubleshooting.md") if len(cells) == 3 and cells[0] in codes]
+    documented = [tuple(cells) for cells in rows(DOCS / "operators" / "failed-starts.md") if len(cells) == 3 and cells[0] in codes]
     assert documented == [(cause.code, cause.summary or "none of the others", cause.hint.replace("`", "")) for cause in CAUSES]
 
 
@@ -132,20 +132,19 @@ EVIDENCE: dict[str, bool] = {
     "OpenTelemetry": has_setting("tracing"),
 }
 """Rows of the comparison, and whether the gateway has them, from its tables."""
+COMPARISONS = (DOCS / "comparison.md", DOCS / "comparison-routers.md")
+MARKS = ("✓", "~", "–", "?")
 
 
 def test_the_comparison_says_what_the_gateway_has() -> None:
-    found = [(cells[0], cells[1]) for cells in rows(DOCS / "comparison.md") if cells[0] in EVIDENCE and len(cells) > 2]
+    found = [(cells[0], cells[1]) for page in COMPARISONS for cells in rows(page) if cells[0] in EVIDENCE and len(cells) > 2]
     assert {name for name, _ in found} == EVIDENCE.keys()
     assert [(name, mark) for name, mark in found if mark != ("✓" if EVIDENCE[name] else "–")] == []
 
 
 def test_both_tables_of_the_comparison_say_the_same_of_the_gateway() -> None:
-    reported: dict[str, set[str]] = {}
-    for cells in rows(DOCS / "comparison.md"):
-        if cells[-1] in ("✓", "~", "–", "?"):
-            reported.setdefault(cells[0], set()).add(cells[1])
-    assert {name: marks for name, marks in reported.items() if len(marks) > 1} == {}
+    gateways, routers = ([(cells[0], cells[1]) for cells in rows(page) if cells[-1] in MARKS] for page in COMPARISONS)
+    assert gateways == routers
 
 
 def test_limitations_that_a_reader_must_know_are_on_the_first_pages() -> None:

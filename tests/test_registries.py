@@ -84,7 +84,7 @@ KINDS = {
         ERRORS,
         (
             Location("docs/errors.md", described("docs/errors.md"), "add a row for clients"),
-            Location("docs/operators/troubleshooting.md", described("docs/operators/troubleshooting.md"), "add a row for operators"),
+            Location("docs/operators/errors-by-code.md", described("docs/operators/errors-by-code.md"), "add a row for operators"),
         ),
     ),
     "metric": Kind(

@@ -71,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--proxies", nargs="*", choices=[proxy.name for proxy in PROXIES], default=[proxy.name for proxy in PROXIES])
     parser.add_argument("--quick", action="store_true", help="print a comparison that takes two minutes, and write no file")
     parser.add_argument("--report", action="store_true", help="measure nothing, write the report from the results that are there")
-    parser.add_argument("--to", type=Path, default=DOCS, help="the folder of performance.md and performance/; default: docs")
+    parser.add_argument("--to", type=Path, default=DOCS, help="the folder of the pages and of performance/; default: docs")
     arguments = parser.parse_args()
     if unknown := [name for name in arguments.cases if name not in CASES]:
         parser.error(f"no such case: {', '.join(unknown)}")

@@ -1,7 +1,7 @@
-"""From results to `docs/performance.md` and its charts. Pure, but for `write`. `LAYOUTS` is the table of what is shown of each case.
+"""Make the pages `docs/performance*.md` and their charts from results. Pure, except for `write`. `LAYOUTS` has the columns of each case.
 
-The rule: every number in the document comes from the results; the words around them are `report.md`, where `{{CASE}}` is the place of a
-case's tables and `{{does}}` that of what each proxy does.
+The rule: every number in the pages comes from the results. The words are the files of `pages`, where `{{CASE}}` is the place of a case's
+tables and `{{does}}` the place of the work of each proxy.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from tests.benchmarks.chart import Bar, bars
 from tests.benchmarks.peers import GATEWAY, PROXIES
 from tests.benchmarks.results import Row, Section, Spread
 
-TEMPLATE = Path(__file__).with_name("report.md")
+TEMPLATES = sorted(Path(__file__).with_name("pages").glob("*.md"))
+"""The pages, by the names that they have in docs/."""
 _MARK = re.compile(r"\{\{(\w+)\}\}")
 
 
@@ -108,17 +109,18 @@ LAYOUTS: Mapping[str, Layout] = {
 
 
 def write(docs: Path, sections: Mapping[str, Section]) -> None:
-    """Write the document and its charts below `docs`."""
+    """Write the pages and their charts below `docs`."""
     (docs / "performance").mkdir(parents=True, exist_ok=True)
     for name, section in sections.items():
         if (drawing := chart(section, LAYOUTS[name].drawing)) is not None:
             (docs / "performance" / f"{name}.svg").write_text(drawing)
-    (docs / "performance.md").write_text(document(TEMPLATE.read_text(), sections))
+    for template in TEMPLATES:
+        (docs / template.name).write_text(document(template.read_text(), sections))
 
 
 def document(template: str, sections: Mapping[str, Section]) -> str:
-    """The template with the tables in their places. Links that lead from the template to docs/ lead there from the document too."""
-    return _MARK.sub(lambda match: _machine(match[1], sections.get(match[1])), template.replace("](../../docs/", "]("))
+    """Return a template with the tables in their places. Links from the template to docs/ lead there from the page too."""
+    return _MARK.sub(lambda match: _machine(match[1], sections.get(match[1])), template.replace("](../../../docs/", "]("))
 
 
 def _machine(case: str, section: Section | None) -> str:

@@ -54,10 +54,11 @@ def test_results_of_an_earlier_version_have_a_dash() -> None:
 
 def test_links_have_targets_from_the_template_and_from_the_document() -> None:
     link = re.compile(r"\]\(([^)#:]+\.md)[)#]")
-    template = report.TEMPLATE.read_text()
-    assert link.findall(template)
-    for text, folder in ((template, report.TEMPLATE.parent), (report.document(template, {}), ROOT / "docs")):
-        assert [target for target in link.findall(text) if not (folder / target).is_file()] == []
+    for template in report.TEMPLATES:
+        source = template.read_text()
+        assert link.findall(source)
+        for text, folder in ((source, template.parent), (report.document(source, {}), ROOT / "docs")):
+            assert [target for target in link.findall(text) if not (folder / target).is_file()] == []
 
 
 @pytest.mark.parametrize("case", [name for name, layout in report.LAYOUTS.items() if any(each.value == "p50" for each in layout.columns)])
@@ -90,9 +91,16 @@ def test_a_case_that_was_not_run_says_how_to() -> None:
 
 
 def test_every_case_has_its_layout_and_its_place() -> None:
-    placeholders = re.findall(r"\{\{(\w+)\}\}", report.TEMPLATE.read_text())
+    placeholders = [name for template in report.TEMPLATES for name in re.findall(r"\{\{(\w+)\}\}", template.read_text())]
     assert set(CASES) == set(report.LAYOUTS) == set(placeholders) - {"does"}
     assert len(placeholders) == len(set(placeholders))
+
+
+def test_the_pages_are_made_from_the_stored_results() -> None:
+    stored = results.read(ROOT / "docs" / "performance" / "results.json")
+    for template in report.TEMPLATES:
+        page = ROOT / "docs" / template.name
+        assert page.read_text() == report.document(template.read_text(), stored), "run .venv/bin/python -m tests.benchmarks --report"
 
 
 def test_a_run_replaces_its_own_sections_alone(tmp_path: Path) -> None:

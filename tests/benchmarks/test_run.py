@@ -23,7 +23,7 @@ async def test_streams_are_measured_and_reported(tmp_path: Path) -> None:
         assert "cpu" not in direct.values and min(ours.values["rate"]) > 0
         assert section.absent == {} and list(section.proxies) == ["vllm-gateway"]
     assert [row.faults for row in sections["flood"].rows] == [[], []]
-    assert "| vllm-gateway |" in (tmp_path / "performance.md").read_text()
+    assert "| vllm-gateway |" in (tmp_path / "performance-streams.md").read_text()
     assert psutil.Process().children() == before
 
 

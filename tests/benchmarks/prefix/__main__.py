@@ -1,4 +1,4 @@
-"""Plays every trace with every chooser and writes the tables into docs/prefix-cache.md.
+"""Plays every trace with every chooser and writes the tables into docs/prefix-cache-results.md and docs/prefix-cache-more-results.md.
 
 The rule: a row is played by one process, so that its columns have the same requests, and the order of the processes changes nothing.
 """
@@ -19,7 +19,8 @@ from tests.benchmarks.prefix.engines import BatchedEngine, SerialEngine
 from tests.benchmarks.prefix.traces import TRACES
 from tests.benchmarks.prefix.world import Outcome, play
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "prefix-cache.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+PAGES = (DOCS / "prefix-cache-results.md", DOCS / "prefix-cache-more-results.md")
 BEGIN, END = "<!-- begin: {name}, made by python -m tests.benchmarks.prefix -->", "<!-- end -->"
 REQUESTS = 250
 """For each server."""
@@ -110,12 +111,13 @@ def main() -> None:
 
 
 def write(name: str, lines: Sequence[str]) -> None:
-    """Replace a table of the page. Raises LookupError if the page has no place for it."""
+    """Replace a table in its page. Raises LookupError if no page has a place for it."""
     begin = BEGIN.format(name=name)
-    before, found, rest = PAGE.read_text().partition(begin)
-    if not found:
-        raise LookupError(f"{PAGE} has no line {begin}")
-    PAGE.write_text("\n".join([f"{before}{begin}", "", *lines, "", f"{END}{rest.partition(END)[2]}"]))
+    page = next((page for page in PAGES if begin in page.read_text()), None)
+    if page is None:
+        raise LookupError(f"no page has the line {begin}")
+    before, _, rest = page.read_text().partition(begin)
+    page.write_text("\n".join([f"{before}{begin}", "", *lines, "", f"{END}{rest.partition(END)[2]}"]))
 
 
 if __name__ == "__main__":

@@ -249,7 +249,7 @@ def test_a_stopping_gateway_reads_no_configuration(tmp_path: Path) -> None:
 
 
 async def test_a_servers_key_is_replaced_without_a_failed_request_and_a_refused_key_takes_it_down(tmp_path: Path) -> None:
-    """Follow the order of docs/kubernetes.md: the server accepts both keys, the gateway uses the new key, the server drops the old one."""
+    """Follow docs/kubernetes-changes.md: the server accepts both keys, the gateway uses the new key, the server drops the old one."""
     accepted = {"Bearer first", "Bearer second"}
 
     async def script(talk: Conversation) -> None:
