@@ -119,8 +119,10 @@ def write(docs: Path, sections: Mapping[str, Section]) -> None:
 
 
 def document(template: str, sections: Mapping[str, Section]) -> str:
-    """Return a template with the tables in their places. Links from the template to docs/ lead there from the page too."""
-    return _MARK.sub(lambda match: _machine(match[1], sections.get(match[1])), template.replace("](../../../docs/", "]("))
+    """Return a template with the tables in their places. Links from the template to docs/ and to the tree lead there from the page too."""
+    return _MARK.sub(
+        lambda match: _machine(match[1], sections.get(match[1])), template.replace("](../../../docs/", "](").replace("](../../../", "](../")
+    )
 
 
 def _machine(case: str, section: Section | None) -> str:
