@@ -93,9 +93,9 @@ def has_setting(path: str) -> bool:
     return any(setting.path == path for group in groups() for setting in group.settings)
 
 
-def has_module(word: str) -> bool:
+def has_module(part: str) -> bool:
     """Return whether a package or a module of the product is named for something."""
-    return any(word in path.relative_to(ROOT).as_posix() for tree in ("gateway", "upstream") for path in (ROOT / tree).rglob("*.py"))
+    return any(part in path.relative_to(ROOT).as_posix() for tree in ("gateway", "upstream") for path in (ROOT / tree).rglob("*.py"))
 
 
 EVIDENCE: dict[str, bool] = {

@@ -84,6 +84,23 @@ def test_the_layout_names_every_folder() -> None:
     assert {name for name in named if not (ROOT / name).exists()} == set()
 
 
+def test_the_layout_of_the_tests_names_every_folder() -> None:
+    named = {name.rstrip("/") for cells in table(DOCS / "testing.md", "path | content") for name in codes(cells[0]) if name.endswith("/")}
+    assert named == {path.parent.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/*/__init__.py")}
+
+
+OWN_CODE = table(DOCS / "development.md", "own code | lines | libraries | verdict")
+
+
+@each_row("code, stated", [(cells[0], cells[1]) for cells in OWN_CODE])
+def test_own_code_has_about_the_stated_lines(code: str, stated: str) -> None:
+    """A package counts without the packages below it. The page is renewed when the lines have changed by a fifth."""
+    files = [(DOCS / link).resolve() for link in re.findall(r"\]\(([^)]+\.py)\)", code)]
+    counted = [path for file in files for path in (sorted(file.parent.glob("*.py")) if file.name == "__init__.py" else [file])]
+    lines = sum(len(path.read_text().splitlines()) for path in counted)
+    assert lines * 0.8 <= int(stated.replace(",", "")) <= lines * 1.2, lines
+
+
 # Commands and the admin API
 
 
