@@ -175,7 +175,7 @@ _LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
 
 
 def ends_stream(events: bytes, rest: bytes, dialect: Dialect) -> bool:
-    """Return whether a stream's last read, or the incomplete event behind it, has the stream's last event.
+    """Return whether a stream's last read, or the incomplete event after it, has the stream's last event.
 
     The blank line after that event may be missing, the LF of its last CRLF may come late, and more blank lines may follow.
     """

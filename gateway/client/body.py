@@ -122,7 +122,7 @@ class RequestBody(msgspec.Struct, eq=False):
         self._reserved_for, self._reserved = owner, size
 
     def hold(self, size: int) -> bool:
-        """Reserve memory for ``size`` bytes that were received behind the body. Returns False if it is used up."""
+        """Reserve memory for ``size`` bytes that were received after the body. Returns False if it is used up."""
         try:
             self.reserve(self.size + size)
         except Refusal:

@@ -5,7 +5,7 @@ it directly, so that a chunk goes from the server's callback to the client's tra
 request becomes an ``AsgiRequest``.
 
 The rules: one request is received and answered before the next one is parsed. A handler runs before more than ``AHEAD`` bytes of its
-request's body are received: so memory has an owner before it is used. Bytes behind a request stay in the kernel,
+request's body are received: so memory has an owner before it is used. Bytes after a request stay in the kernel,
 except those of one read. A disconnect cancels the request at once. While such bytes wait, the event loop does not report it, and it is
 noticed within a second. Bytes that are not a request are refused, and parsing stops. Every wait for the client has a timeout
 (``timeouts``).
@@ -141,7 +141,7 @@ class ClientConnection(asyncio.Protocol):
             self._hold_reading()
 
     def _hold_reading(self) -> None:
-        """Stop reading: the bytes behind the current request count as memory of its key, and no more of them are received."""
+        """Stop reading: the bytes after the current request count as memory of its key, and no more of them are received."""
         request = self.current
         self._sends_ahead = True
         self.flow.hold_reading()
@@ -150,7 +150,7 @@ class ClientConnection(asyncio.Protocol):
             request.keep_alive = False
 
     def _parse_stored(self) -> None:
-        """Parse the rest of a body, or the bytes that were received behind the request that has just been answered."""
+        """Parse the rest of a body, or the bytes that were received after the request that has just been answered."""
         is_body = self.parser.reading is Reading.BODY
         if self.parser.is_blocked and not is_body:
             return

@@ -21,7 +21,7 @@ class FlowControl:
         self._writable: asyncio.Future[None] | None = None
         self.read_paused = False
         self.reading_held = False
-        """``resume_reading`` has no effect: bytes behind a request wait."""
+        """``resume_reading`` has no effect: bytes after a request wait."""
         self.write_paused = False
 
     def pause_reading(self) -> None:

@@ -45,7 +45,7 @@ class Surroundings:
 
 
 def surroundings(info: ValidationInfo) -> Surroundings:
-    """Return the surroundings of the validation, by default an empty environment and the working directory."""
+    """Return the environment and the folder of the validation, by default no variables and the working directory."""
     return info.context if isinstance(info.context, Surroundings) else Surroundings({}, Path(), [])
 
 

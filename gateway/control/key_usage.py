@@ -102,7 +102,7 @@ class KeyUsage:
 
 @asynccontextmanager
 async def key_usage(reader: UsageReader | None) -> AsyncIterator[KeyUsage]:
-    """Yield what runs the queries; its tasks end with the block."""
+    """Yield an object that runs the queries. Its tasks are cancelled when the block ends."""
     usage = KeyUsage(reader)
     try:
         yield usage

@@ -47,7 +47,7 @@ class KeyEntry:
 
 @dataclass(frozen=True, slots=True)
 class _KeyFile:
-    """A file with entries. ``path``: of their list in the document."""
+    """A file with entries. ``path``: the path of their list in the document."""
 
     file: Path
     text: str

@@ -24,7 +24,7 @@ from gateway.snapshot.money import Price, TokenCounts, completion_within, cost_o
 from gateway.system.steps import finished
 
 DEFAULT_COMPLETION = 1024
-"""Tokens that a response may have if the request does not say. With a hard budget: at least so many, if they are left."""
+"""Tokens of a response whose request sets no limit. With a hard budget: the least that it gets, if they are left."""
 SHARES = 32
 """With a hard budget, a request that does not limit its response gets one of these equal shares of what is left."""
 MEDIA_TOKENS = 1024

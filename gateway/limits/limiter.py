@@ -267,7 +267,7 @@ class Limiter:
                 _log.warning("the soft budget of %s is exceeded (%s)", limit_text(budget.name, budget.limit), holder.name)
 
     def tick(self) -> None:
-        """Check the store, and for writes of control. Called four times a second."""
+        """Check the state of the store, and whether control wants to write. Called four times a second."""
         self.buckets.tick()
         if self.store is not None:
             self.store.tick()

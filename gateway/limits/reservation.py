@@ -109,7 +109,7 @@ class Reservation(msgspec.Struct, eq=False):
         return estimate.smallest((most, self._bound_form(model)))
 
     def _bound_response(self, document: dict[str, Any], path: str, model: Model, before: TokenEstimate) -> None:
-        """Limit the response to what the request reserves of hard budgets. ``before``: the estimate for the model before."""
+        """Limit the response to what the request reserves of hard budgets. ``before``: the estimate for the previous model."""
         budgets = self._hard_budgets(model)
         if budgets is not None:
             most = before.completion // before.choices if self._has_reserved_tokens else None

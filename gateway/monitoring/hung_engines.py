@@ -4,7 +4,7 @@ An engine is suspected if responses are awaited, no byte of any response arrives
 not change, for the longer of ``SILENCE`` and three times the predicted prefill. A canary, a request for one token on another connection,
 confirms or clears it.
 
-The rules: a server leaves the rotation only after a canary without a response, and returns with the first response to a canary. Time
+The rules: a server leaves the rotation only if a canary gets no response, and returns with the first response to a canary. Time
 counts only while the gateway runs, so a gateway that was suspended suspects no engine.
 """
 

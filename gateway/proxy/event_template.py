@@ -1,6 +1,6 @@
 """The template of a stream's ordinary events: their bytes around the only text in which they differ. Pure.
 
-Nearly all events of a stream differ in one string, the generated text, and in numbers behind it. An event that equals an earlier one apart
+Nearly all events of a stream differ in one string, the generated text, and in numbers after it. An event that equals an earlier one apart
 from these has the same fields. So it need not be parsed again, which takes four times as long (docs/performance.md).
 
 The rule: a template is learned only from an event that was parsed and found ordinary, and the text is at one of ``_TEXTS``. This is an
@@ -57,7 +57,7 @@ class EventTemplate(NamedTuple):
     start: bytes
     """The bytes before the text, from the first byte of the event."""
     end: bytes
-    """The bytes behind the text, from its quote to the first number."""
+    """The bytes after the text, from its quote to the first number."""
     numbers: re.Pattern[bytes] | None
     """Matches the bytes from the first number to the end of the chunk; None if there is no number, and ``end`` ends the chunk."""
     hidden: int

@@ -172,7 +172,7 @@ class Form:
         return b'--%b\r\nContent-Disposition: form-data; name="%b"\r\n\r\n%b\r\n' % (self._boundary, name.encode(), value)
 
     def _split_at_model(self) -> None:
-        """Give the model its position: behind the parts that have been written."""
+        """Give the model its position: after the parts that have been written."""
         self._before_model, self._written = self._written, bytearray()
 
     def _parse(self, data: bytes) -> None:

@@ -428,7 +428,7 @@ class EventRelay(ResponseRelay):
         return events if self._name is None else b"".join(renamed(event, self._name) for event in split(events))
 
     def _behind_waiting(self, blank: bytes) -> bytes:
-        """Return blank lines that can be sent now. They stay behind an event that waits."""
+        """Return blank lines that can be sent now. They stay after an event that waits."""
         if self._waiting is None:
             return blank
         self._waiting = self._waiting[0] + blank, self._waiting[1]

@@ -122,7 +122,7 @@ class Handler(logging.StreamHandler[TextIO]):
             self.release()
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  as in logging
-        """Ignore that standard error is closed, or its disk full. The gateway continues to serve requests."""
+        """Ignore a closed standard error or a full disk. The gateway continues to serve requests."""
 
 
 class TextFormatter(logging.Formatter):

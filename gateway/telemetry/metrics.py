@@ -374,7 +374,7 @@ class InflightGauge:
 class ReadGaps:
     """Times between the reads of one stream, counted once when it ends.
 
-    ``more``: the events beyond one of each read.
+    ``more``: the number of events that came in a read after its first event.
     """
 
     __slots__ = ("_began", "counts", "last", "more")

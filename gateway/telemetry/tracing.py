@@ -1,8 +1,8 @@
 """Make a span for each traced request: its trace, the header for its server, and what the collector receives.
 
 The rules: while a request is served, only ids are generated; a thread makes the span from the ``RequestRecord`` afterwards, and no
-request waits for a collector. A client's trace is continued (W3C Trace Context), but whether a request is traced is decided here,
-by the trace id, so all participants with the same share make the same decision.
+request waits for a collector. A client's trace is continued (W3C Trace Context), but the trace id decides here whether a request is
+traced. All participants with the same share therefore make the same decision.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Bodies in chunks (RFC 9112, section 7.1), of clients and of servers. Sans-I/O.
 
-The rule: the result depends on the bytes alone, not on how they are cut into reads. The decoder knows where the body ends, so bytes behind
+The rule: the result depends on the bytes alone, not on how they are cut into reads. The decoder knows where the body ends, so bytes after
 it are never read as a part of it. Every line of the framing is compared as a whole with the grammar. Nothing outside the grammar is
 accepted, because another reader could read it in another way.
 """
@@ -37,7 +37,7 @@ class Expects(Enum):
     SIZE = auto()
     """The line before a chunk: its size and extensions."""
     CHUNK_END = auto()
-    """The line end behind a chunk."""
+    """The line end after a chunk."""
     TRAILER = auto()
     """A trailer, or the empty line that ends the body."""
 

@@ -30,7 +30,7 @@ class RepeatedHeaders(Generic[Head]):
         self._with_length = with_length
         self._head: Head | None = None
         self._before = self._digits = self._after = b""
-        """The remembered bytes before, in and behind the digits of the length. Without a length there are no digits."""
+        """The remembered bytes before, in and after the digits of the length. Without a length there are no digits."""
         self._start = self._tail = 0  # the sizes of the first and of the last of them
         self._learns_next = True
         """The next headers that are not the remembered ones are remembered."""

@@ -49,7 +49,7 @@ def _all_values(data: bytes, name: bytes) -> list[bytes]:
 
 
 def with_length(head: ResponseHead, digits: bytes) -> ResponseHead:
-    """Return the same head with another value of its Content-Length."""
+    """Return the same status and headers with another Content-Length."""
     length = 0 if head.status in _WITHOUT_A_BODY else int(digits)
     return ResponseHead(head.status, {**head.headers, b"content-length": digits}, length, head.chunked, head.keep_alive)
 

@@ -175,7 +175,7 @@ def _why(view: ModelView) -> str:
 
 
 def _blockers(view: ModelView, holding: Sequence[ModelView], by: Callable[[ModelView], Any]) -> list[ModelView]:
-    """Return the models that have to stop before this one can run. If there is a choice, they are the first in the order ``by``."""
+    """Return the models that have to stop before this one can run. If several would do, the first by ``by`` stop."""
     rivals = [other for other in holding if compete(view, other)]
     same_group = [other for other in holding if other.group is not None and other.group == view.group]
     surplus = max(len(same_group) + 1 - view.capacity, 0)

@@ -3,7 +3,7 @@
 Owns the table of causes. Pure: it maps the lines of a server's log, and the exit of its process, to one ``Cause``. The rules: the time is
 linear in the length of the log, and every ``code`` is from the table, so that it can be the label of a metric.
 
-vLLM reports a failure in the process that met it (``Worker``, ``EngineCore``) and then again, without the reason, in its API server
+vLLM reports a failure in the process in which it occurs (``Worker``, ``EngineCore``) and then again, without the reason, in its API server
 ("Engine core initialization failed. See root cause above."). So the last lines of a log rarely show the cause, and the whole log is
 searched. Libraries write the reason below the name of an exception, or leave it to the line of code that raised: both belong to it.
 """

@@ -1,6 +1,6 @@
 """The installed vLLM that a launch command would run: its version, and the names that it knows.
 
-Owns the query, which takes vLLM some ten seconds, and the cache, so that it happens once for each installed version. The rule: the result
+Owns the query, which takes vLLM about ten seconds, and the cache, so that it happens once for each installed version. The rule: the result
 is the names or None, within a limited time, whatever is wrong with that vLLM.
 """
 

@@ -133,7 +133,7 @@ def check_start(data: bytes | bytearray) -> None:
 
 
 def with_length(head: RequestHead, digits: bytes) -> RequestHead:
-    """Return the same head with another value of its Content-Length."""
+    """Return the same request line and headers with another Content-Length."""
     name = b"content-length"
     fields = [(each, digits if each == name else value) for each, value in head.fields]
     headers = {**head.headers, name: digits}

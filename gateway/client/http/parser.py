@@ -2,7 +2,7 @@
 
 The rules: bytes are collected until a request line and its headers are complete, and then read as a whole (``head``). A body is counted by
 its length, or decoded by one decoder (``upstream.http.chunked``). So the requests depend on the bytes alone, not on how they are cut into
-reads. One request is passed on at a time: while the handler wants no further request, the bytes behind it are stored unparsed. All that is
+reads. One request is passed on at a time: while the handler wants no further request, the bytes after it are stored unparsed. All that is
 stored is bounded.
 """
 
@@ -48,7 +48,7 @@ class RequestHandler(Protocol):
         """Begin a request. Returns the receiver of its body. Raises Refusal; parsing stops then."""
 
     def body_follows(self) -> None:
-        """Start the request now. More than ``AHEAD`` bytes have arrived behind its headers, and they need an owner."""
+        """Start the request now. More than ``AHEAD`` bytes have arrived after its headers, and they need an owner."""
 
     def body_stored(self) -> None:
         """Call ``feed`` without bytes in a later event-loop iteration: a part of the body is stored unparsed."""
@@ -188,7 +188,7 @@ class HttpParser:
     # Bodies
 
     def _feed_body(self, data: bytes, at: int) -> int:
-        """Pass on the next bytes of a body. Returns the index of the first byte behind them. Raises Refusal."""
+        """Pass on the next bytes of a body. Returns the index of the first byte after them. Raises Refusal."""
         receiver, chunks = self.receiver, self._chunks
         assert receiver is not None
         if chunks is None:

@@ -561,7 +561,7 @@ def _greeting(settings: LimitsStore, scripts: Scripts) -> list[bytes]:
 
 
 def _trial(scripts: Scripts) -> tuple[bytes, Callable[[], bytes]]:
-    """Return the command that writes as requests do, as ``_command`` does."""
+    """Return a command that writes in the store, as the commands of requests do, and its writer (see ``_command``)."""
     keys = [argument(f"{_PREFIX}{name}") for name in ("store", "trial", "trial leases")]
     return _command(scripts.open, len(keys), keys, ())
 

@@ -4,7 +4,7 @@ The cost of a request on a server is the sum of:
 
 * **its backlog**: the time that the server still needs for the prompts that it was given before;
 * **its uncached tokens** at the server's speed. The prefix index knows how much of the prompt the server has cached. On a server that
-  computes prompts all the time they cost up to ``1 + BUSY`` times as much: they delay the requests behind them, and their blocks evict
+  computes prompts all the time they cost up to ``1 + BUSY`` times as much: they delay the requests after them, and their blocks evict
   others. On a server with time to spare, another copy of a popular prefix costs nothing;
 * **its requests**, ``RUNNING`` for each, more ``CROWDED`` for each above ``FACTOR`` times its share, because every request in a batch makes
   the others slower. Up to ``FREE`` requests are never too many;

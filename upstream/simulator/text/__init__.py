@@ -1,5 +1,5 @@
 """The text of the simulator: its tokenizer, its sentences, its JSON and its log probabilities. Pure.
 
 Everything is a function of a seed, so that the same request gets the same tokens. It does not know HTTP.
-A reader starts with ``plan``, which decides a response before its first token is sent.
+Start with ``plan``, which decides a response before its first token is sent.
 """

@@ -72,7 +72,7 @@ class EngineFollower:
         return [changes]
 
     def add(self, number: int, payload: bytes) -> list[Changes]:
-        """Take a batch that was published. Raises ValueError for an invalid batch."""
+        """Apply a published batch. Raises ValueError for an invalid batch."""
         if self.replay_from is not None:
             if len(self._waiting) < _WAITING:
                 self._waiting.append((number, payload))
