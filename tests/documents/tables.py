@@ -11,8 +11,9 @@ from tests.documents.blocks import ROOT
 
 _TABLE_ROW = re.compile(r"^\| (.+) \|$", re.MULTILINE)
 _CODE = re.compile(r"`([^`]+)`")
-_LEAST = 12
-"""Characters that a message has outside its placeholders, so that it is not found by chance."""
+_POSITION = re.compile(r"\Agateway\.yaml(?::\d+)?: ")
+_LEAST, _LEAST_PART = 13, 11
+"""Characters that a message has outside its placeholders, and that a part of a shown message has, so that none is found by chance."""
 
 
 def rows(page: Path) -> list[list[str]]:
@@ -49,11 +50,15 @@ def messages() -> tuple[tuple[str, re.Pattern[str]], ...]:
     return tuple(
         (text, re.compile(".+?".join(re.escape(part) for part in text.split("\0"))))
         for text in texts
-        if len(text.replace("\0", "")) >= _LEAST and "\n\n" not in text
+        if len(text.replace("\0", "")) >= _LEAST_PART and "\n\n" not in text
     )
 
 
 def is_in_code(shown: str) -> bool:
-    """Return whether a message of the code is shown, or a part of one. An ellipsis in ``shown`` is any text."""
-    parts = [part.strip() for part in re.split(r"…|: ", shown) if len(part.strip()) >= _LEAST]
-    return any(pattern.search(shown) or any(part in text for part in parts) for text, pattern in messages())
+    """Return whether a shown message is one of the code, or a part of it. An ellipsis in ``shown`` is any text."""
+    shown = _POSITION.sub("", shown)
+    parts = [part.strip() for part in re.split(r"…|[:;] ", shown) if len(part.strip()) >= _LEAST_PART]
+    if any(part in text for part in parts for text, _ in messages()):
+        return True
+    found = (pattern.search(shown) for _, pattern in messages())
+    return any(match is not None and len(match[0]) >= max(_LEAST, len(shown) / 4) for match in found)

@@ -31,7 +31,7 @@ from gateway.telemetry.dependencies import NAMES
 from gateway.telemetry.metrics import MIRROR_RESULTS
 from gateway.usage.reconciliation import Classes
 from tests.benchmarks import results
-from tests.documents.blocks import DOCS, README, ROOT
+from tests.documents.blocks import DOCS, README, ROOT, prose
 from tests.documents.tables import codes, is_in_code, table
 from tests.support.rows import each_row
 from upstream.balancing.policies import POLICIES
@@ -225,6 +225,24 @@ def test_the_body_policy_is_the_codes() -> None:
     assert items - {"input", "content"} == body_policy.BATCHES - {"prompt_embeds"}
 
 
+_SETTING = re.compile(r"`([a-z_]+)(?:\[\])?((?:\.[a-z_]+(?:\[\])?)+)(?:: [^`\n]*)?`")
+_OF_OTHERS = {"timeouts.request"}
+"""A field of the Gateway API's HTTPRoute."""
+
+
+def test_every_setting_with_a_path_exists() -> None:
+    paths = {path.replace("[]", "") for path in DEFAULTS}
+    parents = {part for path in paths for part in path.split(".")[:-1]}
+    named = {
+        (page.name, name.replace("[]", ""))
+        for page in (README, *DOCS.rglob("*.md"))
+        for first, rest in _SETTING.findall(prose(page))
+        if first in parents and (name := first + rest) not in _OF_OTHERS
+    }
+    assert len(named) > 100
+    assert [each for each in sorted(named) if not any(f".{path}".endswith(f".{each[1]}") for path in paths)] == []
+
+
 def test_the_paths_of_launched_servers_are_those_of_the_code() -> None:
     documented = [
         name.replace(": {", ".").removesuffix(": …}")
@@ -323,6 +341,7 @@ def raised(status: int) -> str:
 
 
 QUOTED: tuple[tuple[str, str], ...] = (
+    ("limits.md", "situation | message"),
     ("operators/failed-starts.md", "message | what to do"),
     ("operators/failed-starts.md", "message | meaning"),
     ("operators/troubleshooting.md", "message | meaning"),
@@ -332,7 +351,10 @@ QUOTED: tuple[tuple[str, str], ...] = (
 _OF_THE_SYSTEM = ("ConnectionRefusedError", "…/token: No such file or directory")
 
 
-@each_row("message", [message for page, header in QUOTED for cells in table(DOCS / page, header) for message in codes(cells[0])])
+@each_row(
+    "message",
+    [message for page, header in QUOTED for cells in table(DOCS / page, header) for message in codes(cells[0]) or codes(cells[1])],
+)
 def test_a_shown_message_is_in_the_code(message: str) -> None:
     assert message.startswith(_OF_THE_SYSTEM) or is_in_code(message)
 
