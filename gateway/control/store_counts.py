@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.limits.earlier_use import Budgets, HolderUse
-from gateway.limits.redis.observer import StoredCounts, add_earlier_use, read_counts
+from gateway.limits.redis.observer import StoredCounts, add_earlier_use, read_counts, upgrade_counts
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.rules import Holder
 from gateway.limits.windows import BudgetState, moment, windows_of
@@ -140,13 +140,14 @@ class StoreCounts:
 
     async def _poll(self) -> None:
         await self.refresh()
+        if self._is_first and self._store is not None and self._store.has_just_begun:
+            await upgrade_counts(self._store, list(self._holders().values()))
+            await self.refresh()
         store, snapshot, ledger, reader = self._store, self._snapshot(), self._ledger, self._reader
         if store is None or snapshot is None or ledger is None or reader is None or not self._known:
             return
         missing = [name for name, known in self._known.items() if not known.is_restored]
-        if self._is_first and store.has_just_begun and not all(known.are_empty for known in self._known.values()):
-            await self._mark(store, missing, is_complete=True)  # an earlier version of the gateway has counted everything
-        elif missing or self._may_have_more:
+        if missing or self._may_have_more:
             while ledger.has_earlier_rows and ledger.unavailable is None:  # noqa: ASYNC110  the writer is a thread
                 await asyncio.sleep(_ROWS_POLL)
             await self._restore(store, snapshot, reader, missing)
@@ -168,11 +169,11 @@ class StoreCounts:
             _log.warning("the limits store had no budgets: the ledger has restored those of %d keys and teams", len(found))
         self._may_have_more = bool(missing)  # rows that other gateways deliver meanwhile
 
-    async def _mark(self, store: RedisStore, names: Iterable[str], *, is_complete: bool = False) -> None:
+    async def _mark(self, store: RedisStore, names: Iterable[str]) -> None:
         """Mark holders as restored without adding anything. Raises StoreUnavailableError."""
         holders = self._holders()
         for name in names:
-            await add_earlier_use(store, holders[name], {}, is_complete=is_complete)
+            await add_earlier_use(store, holders[name], {})
 
     def _holders(self) -> dict[str, Holder]:
         """Return the configured holders with counts, by their names."""

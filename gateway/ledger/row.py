@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from math import isfinite
 from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -20,7 +19,7 @@ from msgspec.structs import replace
 from gateway.api.settlement import Method
 from gateway.api.usage import Usage, decode_usage_tail
 from gateway.ledger.column import Column, Kind
-from gateway.snapshot.money import Price, cost_of, rounded_nano_units
+from gateway.snapshot.money import Price, cost_of
 
 HEAD = struct.Struct("<II")
 """Before each row: its length in bytes and its CRC-32."""
@@ -37,7 +36,7 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One request of a known key, with the columns that store it. None: not known.
 
     Durations are in seconds, ``started`` is since the epoch. The tokens are those of the settlement. ``price`` is the model's price when
-    the model was chosen. ``chunks`` is 0: only rows of commit 3c1fad8 have it, and ``decode`` replaces it.
+    the model was chosen. ``chunks`` is always 0, and retains the place of the fields behind it.
     """
 
     id: Annotated[str, Column("request_id", Kind.TEXT, "the request's ID, as in the response's `x-request-id`; the primary key")]
@@ -148,38 +147,8 @@ NULLABLE = frozenset(
 
 
 encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(UsageRow).decode
-_PRICE = UsageRow.__struct_fields__.index("price")
-
-
-def decode(payload: bytes) -> UsageRow:
-    """Return the row in a payload of this or an earlier version. Raises msgspec.DecodeError."""
-    try:
-        row = _decode(payload)
-    except msgspec.ValidationError:
-        row = _with_two_prices(payload)
-    return _with_events(row) if row.chunks else row
-
-
-# Rows of commit 3c1fad8, which a spool may still contain
-
-
-def _with_two_prices(payload: bytes) -> UsageRow:
-    """Return a row with a price of prompt tokens and one of completion tokens, in units of the currency. Raises msgspec.DecodeError."""
-    fields = msgspec.msgpack.decode(payload)
-    price = fields[_PRICE] if isinstance(fields, list) and len(fields) > _PRICE else None
-    if not (isinstance(price, list) and len(price) == 2 and all(isinstance(each, float) and isfinite(each) for each in price)):
-        raise msgspec.ValidationError("this is not a row of the ledger")
-    prompt, completion = map(rounded_nano_units, price)
-    fields[_PRICE] = (prompt, completion, prompt, completion)
-    return msgspec.convert(fields, UsageRow)
-
-
-def _with_events(row: UsageRow) -> UsageRow:
-    """Return a row with its estimate, in place of the number of events of a truncated stream after its first one."""
-    if row.first_token is None or (row.completion or 0) >= row.chunks:
-        return replace(row, chunks=0)
-    return replace(row, chunks=0, completion=row.chunks, estimated_by=row.estimated_by or Method.EVENTS)
+decode = msgspec.msgpack.Decoder(UsageRow).decode
+"""Return the row in a payload. Raises msgspec.DecodeError."""
 
 
 # Payloads

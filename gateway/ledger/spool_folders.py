@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from sqlalchemy.engine import URL, make_url
 
+from gateway.ledger import upgrade
 from gateway.ledger.errors import SpoolLockedError
 from gateway.ledger.spool import Spool, locked, spool, waiting_files
 from gateway.ledger.store import database_url
@@ -40,15 +41,10 @@ class Owner(msgspec.Struct, frozen=True):
     def folder_name(self) -> str:
         return f"{make_url(self.database).get_backend_name()}-{_digest(self.database)}"
 
-    @property
-    def former_folder_name(self) -> str:
-        """Return the name that version 0.1 gave to the folder."""
-        return _digest(self.configuration)
-
     def owns(self, folder: Path, other: Owner | None) -> bool:
         """Return whether the rows in a folder, which ``other`` left there, belong to this owner's database."""
         if other is None:
-            return folder.name == self.former_folder_name or folder.name.startswith(self.folder_name)
+            return folder.name.startswith(self.folder_name)
         return self.database == other.database or (self.written == other.written and other.has_moved)
 
     @property
@@ -110,7 +106,10 @@ def _take_over_folder(spooled: Spool, owner: Owner, folder: Path) -> None:
     """Take over a folder's rows or report them. Raises SpoolLockedError and OSError."""
     with locked(folder):
         other = _read_owner(folder)
-        if owner.owns(folder, other):
+        is_upgraded = other is None and folder.name == upgrade.folder_name(owner.configuration)
+        if is_upgraded:
+            upgrade.upgrade_files(waiting_files(folder))
+        if is_upgraded or owner.owns(folder, other):
             _log.warning("%d waiting rows of the ledger were taken over from %s", spooled.take_over(folder), folder)
             return
     belongs = "an unknown ledger" if other is None else f"the ledger {other.database} of {other.configuration}"

@@ -29,6 +29,7 @@ from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.insertion import Insertion
 from gateway.ledger.row import UsageRow
 from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
+from gateway.ledger.upgrade import upgrade_table
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 # One gateway at a time, until the transaction ends. The number is arbitrary but unique to this project.
@@ -164,6 +165,7 @@ class UsageStore:
 def migrate(connection: Connection) -> None:
     """Run the missing migrations in the connection's transaction. If several gateways start at once, only one does it."""
     connection.exec_driver_sql(_LOCKS[connection.dialect.name])
+    upgrade_table(connection)
     config = AlembicConfig()
     config.set_main_option("script_location", str(_MIGRATIONS))
     config.attributes["connection"] = connection

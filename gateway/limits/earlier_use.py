@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.limits.windows import Moment, counted_periods, counted_starts, moment, period_of, windows_of
-from gateway.snapshot.identity import subject_id, subject_prefixes
+from gateway.snapshot.identity import subject_id, subject_prefix
 from gateway.snapshot.snapshot import Allowance, Model, Snapshot
 
 
@@ -73,7 +73,7 @@ class Budgets:
         self._by_team: Mapping[str, Sequence[Allowance]] = MappingProxyType({team: found for team, found in by_team.items() if found})
         self.keys, self.teams = frozenset(self._by_key), frozenset(self._by_team)
         self.entries = self.keys & of_tokens
-        self._entry_of = {prefix: entry for entry in self.entries for prefix in subject_prefixes(entry)}
+        self._entry_of = {subject_prefix(entry): entry for entry in self.entries}
 
     def __bool__(self) -> bool:
         return bool(self._by_key or self._by_team)

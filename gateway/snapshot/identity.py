@@ -2,7 +2,7 @@
 
 A subject is the pair of its entry's ID and the name that the provider gave it. The rule: distinct pairs have distinct texts, whatever the
 two contain. The first slash of a text ends the entry, so slashes of the entry's ID are escaped. Slashes are more frequent in subjects,
-which are not escaped, so almost all texts are as before: ``staff/alice``. No configured ID starts like the text of a subject (see
+which are not escaped: ``staff/alice``. No configured ID starts like the text of a subject (see
 ``config/references``).
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 def subject_id(entry: str, subject: str) -> str:
     """Return the text of a subject of an entry."""
-    return f"{escaped(entry)}/{subject}"
+    return subject_prefix(entry) + subject
 
 
 def escaped(entry: str) -> str:
@@ -19,11 +19,6 @@ def escaped(entry: str) -> str:
     return entry.replace("%", "%25").replace("/", "%2F")
 
 
-def subject_prefixes(entry: str) -> tuple[str, ...]:
-    """Return how the row keys of an entry's subjects start. Rows of earlier versions have the entry's ID as it is."""
-    return tuple(dict.fromkeys((f"{escaped(entry)}/", f"{entry}/")))
-
-
-def former_id(entry: str, text: str) -> str:
-    """Return the text that earlier versions gave to the subject of an entry with this text."""
-    return entry + text[len(escaped(entry)) :]
+def subject_prefix(entry: str) -> str:
+    """Return how the row keys of an entry's subjects start."""
+    return f"{escaped(entry)}/"

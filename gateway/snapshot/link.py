@@ -99,15 +99,11 @@ class ServerProgress(msgspec.Struct, tag=True, frozen=True):
 
 
 class UsageRequested(msgspec.Struct, tag=True, frozen=True):
-    """worker → control: a key's request for its own usage. ``number`` identifies it in this worker; ``parameters`` are its query.
-
-    ``former`` is the ID that earlier versions wrote into its rows.
-    """
+    """worker → control: a key's request for its own usage. ``number`` identifies it in this worker; ``parameters`` are its query."""
 
     number: int
     key: str
     parameters: dict[str, str]
-    former: str | None = None
 
 
 class UsageReported(msgspec.Struct, tag=True, frozen=True):

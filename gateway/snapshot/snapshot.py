@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
-from gateway.snapshot.identity import former_id
 from gateway.snapshot.money import Price
 from gateway.system.logs import LogSettings
 from gateway.system.tls import Tls
@@ -117,11 +116,6 @@ class Key:
     entry: str | None = None
     within: tuple[str, ...] | None = None
     user_header: bytes | None = None
-
-    @property
-    def former_id(self) -> str | None:
-        """The ID that earlier versions wrote into the rows of this subject; None for a configured key."""
-        return None if self.entry in (None, self.id) else former_id(self.entry, self.id)
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ def parse_own_query(request: UsageRequested, now: datetime) -> UsageQuery:
     for dimension in query.by:
         if dimension not in OWN_DIMENSIONS:
             raise QueryError(f"your usage is not shown by {dimension}: choose from {', '.join(OWN_DIMENSIONS)}")
-    return replace(query, key=request.key, former_key=request.former, with_subjects=False)
+    return replace(query, key=request.key, with_subjects=False)
 
 
 def own_usage(engine: Engine, query: UsageQuery, seconds: float) -> bytes:

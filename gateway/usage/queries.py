@@ -23,7 +23,7 @@ from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import MIRRORED
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import reason
-from gateway.snapshot.identity import subject_prefixes
+from gateway.snapshot.identity import subject_prefix
 from gateway.snapshot.money import NANO, json_number
 from gateway.usage.database import open_ledger, time_limited
 from gateway.usage.dimensions import CHOICES, DIMENSIONS, LABEL, is_dimension
@@ -46,8 +46,7 @@ HALF = 2**32
 class UsageQuery:
     """A query: sums by these dimensions over a time range, for one key, team or model, or for all.
 
-    Subjects of tokens belong to the key of their entry, unless ``with_subjects`` is False. ``former_key`` is the text of the key in rows of
-    earlier versions.
+    Subjects of tokens belong to the key of their entry, unless ``with_subjects`` is False.
     """
 
     by: tuple[str, ...]
@@ -57,7 +56,6 @@ class UsageQuery:
     team: str | None = None
     model: str | None = None
     with_subjects: bool = True
-    former_key: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +216,7 @@ def _conditions(query: UsageQuery) -> list[ColumnElement[bool]]:
     conditions += [USAGE.c[name] == value for name, value in (("team", query.team), ("model", query.model)) if value is not None]
     if query.key is None:
         return [*conditions, USAGE.c.key != MIRRORED]
-    return [*conditions, or_(*rows_of(query.key)) if query.with_subjects else USAGE.c.key.in_([query.key, query.former_key or query.key])]
+    return [*conditions, or_(*rows_of(query.key)) if query.with_subjects else USAGE.c.key == query.key]
 
 
 def rows_of(key: str) -> Iterator[ColumnElement[bool]]:
@@ -229,7 +227,7 @@ def rows_of(key: str) -> Iterator[ColumnElement[bool]]:
 
 def subjects_of(entry: str) -> ColumnElement[bool]:
     """Return the condition for the rows of an entry's subjects."""
-    return or_(*(USAGE.c.key.startswith(prefix, autoescape=True) for prefix in subject_prefixes(entry)))
+    return USAGE.c.key.startswith(subject_prefix(entry), autoescape=True)
 
 
 def _text(value: object) -> str | None:

@@ -34,7 +34,7 @@ class UsageRequests:
         number, reply = self._number, asyncio.get_running_loop().create_future()
         self._waiting[number] = reply
         try:
-            self._send(UsageRequested(number, key.id, dict(parameters), key.former_id))
+            self._send(UsageRequested(number, key.id, dict(parameters)))
             async with asyncio.timeout(_TIMEOUT):
                 reported: UsageReported = await reply
         except TimeoutError:

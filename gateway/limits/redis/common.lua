@@ -1,15 +1,13 @@
 -- Shared by admit.lua and settle.lua: reads and writes what a holder of limits has used. The Python twins are
 -- gateway/limits/rules.py and gateway/limits/windows.py; the comments name the functions.
 -- A holder is a hash with these fields: when its buckets of requests (r) and tokens (t) are full again, the seconds that were
--- returned to each (rb, tb), the current day (d) with its tokens and cost (dt, dc, dn), another day (od, odt, odc, odn), and the
+-- returned to each (rb, tb), the current day (d) with its tokens and cost (dt, dn), another day (od, odt, odn), and the
 -- same of the weeks (w, …) and the months (m, …). A session has a separate hash, where its use is that of period 1 (s, st, sn). A rolling window of 7d has a field for each slice of its ring (7d:0, 7d:1, …) with
--- the slice's number, tokens and cost. Gateways of other versions read these fields: never change what one means.
--- A cost is stored twice: in nano-units (dn), which are exact, and in units of the currency (dc), as earlier versions do.
+-- the slice's number, tokens and cost. A cost is in nano-units. Gateways of other versions read these fields: never change what one means.
 -- The fields e and e … are of restore.lua.
--- If dc is not what belongs to dn, a gateway of an earlier version has counted last, and dc is used.
 local clock = redis.call('TIME')
 local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
-local BUCKETS, NANO, SLICES = {'r', 't', 'rb', 'tb'}, 1000000000, 24
+local BUCKETS, SLICES = {'r', 't', 'rb', 'tb'}, 24
 local PREFIXES = {day = 'd', week = 'w', month = 'm', session = 's'}
 local LIFETIMES = {day = 3 * 86400, week = 21 * 86400, month = 70 * 86400, session = 86400}
 
@@ -23,18 +21,16 @@ local function period_of(window, time)
 end
 
 local function read_period(values, i)
-  local cost, nano = tonumber(values[i + 2] or 0), tonumber(values[i + 3] or 0)
-  if cost ~= nano / NANO then nano = math.floor(cost * NANO + 0.5) end
-  return {number = tonumber(values[i] or 0), tokens = tonumber(values[i + 1] or 0), cost = nano}
+  return {number = tonumber(values[i] or 0), tokens = tonumber(values[i + 1] or 0), cost = tonumber(values[i + 2] or 0)}
 end
 
-local function calendar_fields(p) return {p, p .. 't', p .. 'c', p .. 'n', 'o' .. p, 'o' .. p .. 't', 'o' .. p .. 'c', 'o' .. p .. 'n'} end
+local function calendar_fields(p) return {p, p .. 't', p .. 'n', 'o' .. p, 'o' .. p .. 't', 'o' .. p .. 'n'} end
 
 -- Read the counts of a window: the current and the other period of the calendar, or the slices of the ring.
 local function read_window(key, window)
   if window.slice == 0 then
     local values = redis.call('HMGET', key, unpack(calendar_fields(PREFIXES[window.name])))
-    window.current, window.other = read_period(values, 1), read_period(values, 5)
+    window.current, window.other = read_period(values, 1), read_period(values, 4)
     return
   end
   local names = {}
@@ -87,8 +83,7 @@ local function write_holder(key, holder)
     lifetime = math.max(lifetime, LIFETIMES[window.name] or math.ceil(window.slice * (SLICES + 1)) + 86400)
     if window.slice == 0 then
       for prefix, period in pairs({[PREFIXES[window.name]] = window.current, ['o' .. PREFIXES[window.name]] = window.other}) do
-        append(values, prefix, text_of(period.number), prefix .. 't', text_of(period.tokens))
-        append(values, prefix .. 'c', text_of(period.cost / NANO), prefix .. 'n', text_of(period.cost))
+        append(values, prefix, text_of(period.number), prefix .. 't', text_of(period.tokens), prefix .. 'n', text_of(period.cost))
       end
     elseif window.changed then
       local slice = window.slots[window.changed]

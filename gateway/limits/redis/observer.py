@@ -28,11 +28,6 @@ class StoredCounts(NamedTuple):
     budgets: Sequence[BudgetState]
     is_restored: bool
 
-    @property
-    def are_empty(self) -> bool:
-        """Whether nothing of a budget is used."""
-        return not any(state.used for state in self.budgets)
-
 
 async def read_counts(store: RedisStore, holders: Sequence[Holder]) -> dict[str, StoredCounts]:
     """Return the counts of each holder by its name. Raises StoreUnavailableError."""
@@ -49,13 +44,15 @@ async def read_counts(store: RedisStore, holders: Sequence[Holder]) -> dict[str,
     return found
 
 
-async def add_earlier_use(store: RedisStore, holder: Holder, used: PeriodUse, *, is_complete: bool = False) -> None:
-    """Add what a holder used before the store counted. ``is_complete``: nothing is ever added later. Raises StoreUnavailableError."""
+async def add_earlier_use(store: RedisStore, holder: Holder, used: PeriodUse) -> None:
+    """Add what a holder used before the store counted. Raises StoreUnavailableError."""
     numbers = {window.name: number for number, (window, _) in enumerate(holder.windows, 1)}
     periods = ((numbers[name], period, *amounts) for (name, period), amounts in sorted(used.items()))
-    arguments = [
-        encoded_windows(holder),
-        argument("all" if is_complete else "part"),
-        *(argument(" ".join(map(str, each))) for each in periods),
-    ]
+    arguments = [encoded_windows(holder), *(argument(" ".join(map(str, each))) for each in periods)]
     await store.run(store.scripts.restore, [argument(holder_key(holder))], arguments)
+
+
+async def upgrade_counts(store: RedisStore, holders: Sequence[Holder]) -> None:
+    """Upgrade what a gateway of commit 3c1fad8 has counted. Raises StoreUnavailableError."""
+    for start in range(0, len(holders), _AT_ONCE):
+        await store.run(store.scripts.upgrade, [argument(holder_key(each)) for each in holders[start : start + _AT_ONCE]], [])

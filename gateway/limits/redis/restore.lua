@@ -1,9 +1,9 @@
 -- Add what a holder used before this store counted, as far as it was not added yet. So it may be sent again, by each gateway, with more.
 -- The Python twin is windows.add_earlier_use in gateway/limits.
 --
--- KEYS: the hash of the holder. ARGV: the windows as in read.lua; `part`, or `all` if the store has counted everything and nothing must be
--- added later; then for each period or slice the number of its window, its own number, and the tokens and the cost that were used in it.
--- In the hash, the field e has that word, and e and the name and number of a period what was added to it.
+-- KEYS: the hash of the holder. ARGV: the windows as in read.lua; then for each period or slice the number of its window, its own number,
+-- and the tokens and the cost that were used in it. In the hash, the field e is `part`, or `all` if the store has counted everything
+-- (upgrade.lua). The field of e and the name and number of a period is what was added to it.
 local key, holder = KEYS[1], read_holder(KEYS[1], windows_of(ARGV[1]))
 if redis.call('HGET', key, 'e') == 'all' then return 'OK' end
 
@@ -34,7 +34,7 @@ local function period_to_restore(window, number)
   return added
 end
 
-for at = 3, #ARGV do
+for at = 2, #ARGV do
   local words = words_of(ARGV[at])
   local window, number, tokens, cost = holder.windows[tonumber(words[1])], tonumber(words[2]), tonumber(words[3]), tonumber(words[4])
   local field = 'e ' .. window.name .. ' ' .. words[2]
@@ -48,5 +48,5 @@ for at = 3, #ARGV do
   end
 end
 write_holder(key, holder)
-redis.call('HSET', key, 'e', ARGV[2])
+redis.call('HSET', key, 'e', 'part')
 return 'OK'

@@ -30,6 +30,7 @@ class Scripts:
     renew: Script
     read: Script
     restore: Script
+    upgrade: Script
 
 
 def load_scripts() -> Scripts:
@@ -42,6 +43,7 @@ def load_scripts() -> Scripts:
         renew=_script(source("renew")),
         read=_script(common + source("read")),
         restore=_script(common + source("restore")),
+        upgrade=_script(source("upgrade")),
     )
 
 

@@ -147,18 +147,25 @@ def test_an_emptied_store_gets_its_budgets_from_the_ledger_once(tmp_path: Path, 
             assert not restored(other)
 
 
-def test_counts_of_a_version_without_the_mark_are_not_added_again(tmp_path: Path) -> None:
+def test_counts_of_commit_3c1fad8_are_continued_and_not_added_again(tmp_path: Path) -> None:
+    """It stored costs in units of the currency, and no mark of what was added."""
     with redis_server() as redis:
         config = config_of(redis, ledger="sqlite:///usage.db")
         with gateway(tmp_path, config) as one:
             used = one.request(model="m", max_tokens=4).json()["usage"]["total_tokens"]
             wait_for(lambda: one.metric('vllm_gateway_ledger_rows_total{outcome="written"}') == 1)
+            wait_for(lambda: of_operator(one)["tokens_per_day"] == used)
+            before = of_operator(one)
         with redis.client() as client:
             client.delete("vllm-gateway:store")
-            for name in client.scan_iter():
+            for name in client.scan_iter("vllm-gateway:*"):
+                for period in ("d", "od", "m", "om"):
+                    if (cost := client.hget(name, f"{period}n")) is not None:
+                        client.hset(name, f"{period}c", float(cost) / 1e9)
+                        client.hdel(name, f"{period}n")
                 client.hdel(name, "e")
         with gateway(tmp_path, config) as one:
-            assert of_operator(one)["tokens_per_day"] == used
+            assert of_operator(one) == before
 
 
 # The scripts
@@ -208,5 +215,5 @@ async def test_reading_changes_nothing_and_knows_each_holder(server: RedisServer
             before = {name: client.dump(name) for name in client.scan_iter("vllm-gateway:key*")}
             known = await read_counts(store, holders)
             assert {name: client.dump(name) for name in client.scan_iter("vllm-gateway:key*")} == before
-    assert [name for name, counts in known.items() if not counts.are_empty] == ["key 7"]
+    assert [name for name, counts in known.items() if any(state.used for state in counts.budgets)] == ["key 7"]
     assert {state.used for state in known["key 7"].budgets if not state.budget.is_cost} == {30}

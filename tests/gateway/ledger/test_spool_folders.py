@@ -50,19 +50,6 @@ def test_rows_are_stored_after_the_configuration_was_renamed_or_moved(tmp_path: 
         wait_for(lambda: is_found(one), why=lambda: one.output)
 
 
-def test_rows_of_a_folder_with_the_former_name_are_stored(tmp_path: Path) -> None:
-    """An upgrade must find the rows of version 0.1."""
-    file = tmp_path / "gateway.yaml"
-    serve_and_strand(tmp_path, file)
-    path = spool_files(tmp_path)[0]
-    (path.parent / "owner.json").unlink()
-    path.parent.rename(former := path.parent.with_name(owner_of("sqlite:///db/usage.db", file).former_folder_name))
-    (tmp_path / "db").mkdir()
-    with gateway(tmp_path, None, line=(PROGRAM, "serve", file)) as one:
-        wait_for(lambda: is_found(one), why=lambda: one.output)
-        assert f"waiting rows of the ledger were taken over from {former}" in one.output
-
-
 def strand(folders: Path, url: str, config: Path, number: int) -> Path:
     """Leave a row in the spool of a configuration. Return its folder."""
     with spool_of(owner_of(url, config), folders) as spooled:

@@ -117,7 +117,6 @@ def test_periods_start_with_the_day_the_week_and_the_month(now: datetime, expect
         ("staff/x/y", "lab", "small", {"key staff/x/y", "team lab"}),
         ("staff/known", None, "small", set()),
         ("lab%2Fstaff/x/y", None, "small", {"key lab%2Fstaff/x/y"}),
-        ("lab/staff/x/y", None, "small", {"key lab%2Fstaff/x/y"}),  # a row of an earlier version
         ("free/x", None, "small", set()),
         ("staffing", None, "small", set()),
     ],
