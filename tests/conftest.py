@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.compiled.contract import install
 from tests.support.distribution import DURATIONS, Stopwatch, group_of, problems
 from tests.support.distribution import pytest_xdist_make_scheduler as pytest_xdist_make_scheduler  # the hook is found by its name here
 from tests.support.shared import Shared
@@ -28,9 +29,10 @@ _SHARED = pytest.StashKey[Shared]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Prepare for the figures that tests leave, and, where WRITE_DURATIONS is set, for the durations of their groups."""
+    """Check the types of attributes. Prepare for the figures of tests and, where WRITE_DURATIONS is set, for durations."""
     config.stash[_MEASURED] = {}
     config.stash[_SHARED] = Shared()
+    install()
     if os.environ.get("WRITE_DURATIONS") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Stopwatch(DURATIONS))
 

@@ -1,4 +1,4 @@
-"""Check in plain Python that the typed attributes of the compiled core get exactly their types: a plugin of pytest.
+"""Check in plain Python that the typed attributes of the compiled core get exactly their types, in every run of the suite.
 
 The compiled core stores such an attribute as a C field. It would turn an int in a ``float`` into a float, and a truthy value in a ``bool``
 into True. It would raise TypeError for another container, or for an object of another class. All that passes mypy. The rule: the types are
@@ -105,8 +105,3 @@ def install() -> int:
         setattr(getattr(loaded, owner), name, checked)
         number += 1
     return number
-
-
-def pytest_configure() -> None:
-    """Install the checks before the first test."""
-    install()
