@@ -141,7 +141,7 @@ class StoreCounts:
     async def _poll(self) -> None:
         await self.refresh()
         if self._is_first and self._store is not None and self._store.has_just_begun:
-            await upgrade_counts(self._store, list(self._holders().values()))
+            await upgrade_counts(self._store)
             await self.refresh()
         store, snapshot, ledger, reader = self._store, self._snapshot(), self._ledger, self._reader
         if store is None or snapshot is None or ledger is None or reader is None or not self._known:

@@ -52,7 +52,8 @@ async def add_earlier_use(store: RedisStore, holder: Holder, used: PeriodUse) ->
     await store.run(store.scripts.restore, [argument(holder_key(holder))], arguments)
 
 
-async def upgrade_counts(store: RedisStore, holders: Sequence[Holder]) -> None:
-    """Upgrade what a gateway of commit 3c1fad8 has counted. Raises StoreUnavailableError."""
-    for start in range(0, len(holders), _AT_ONCE):
-        await store.run(store.scripts.upgrade, [argument(holder_key(each)) for each in holders[start : start + _AT_ONCE]], [])
+async def upgrade_counts(store: RedisStore) -> None:
+    """Upgrade what gateways of commit 3c1fad8 have counted. Raises StoreUnavailableError."""
+    cursor = await store.run(store.scripts.upgrade, [], [b"0"])
+    while cursor != b"0":
+        cursor = await store.run(store.scripts.upgrade, [], [cursor])

@@ -1,9 +1,11 @@
--- Upgrade what a gateway of commit 3c1fad8 has counted. It stored the costs of days and months in units of the currency (dc, odc, mc, omc).
--- It has counted everything, so nothing must be added to its counts (restore.lua).
+-- Upgrade what gateways of commit 3c1fad8 have counted. They stored the costs of days and months in units of the currency (dc, odc, mc, omc).
+-- They have counted everything, so nothing must be added to their counts (restore.lua).
 --
--- KEYS: the hash of each holder.
-for _, key in ipairs(KEYS) do
-  for _, period in ipairs({'d', 'od', 'm', 'om'}) do
+-- ARGV: the cursor of SCAN, at first 0. Returns the next one, 0 at the end, also for a user who must not run SCAN.
+local found = redis.pcall('SCAN', ARGV[1], 'MATCH', 'vllm-gateway:*', 'COUNT', 1000)
+if found.err then return '0' end
+for _, key in ipairs(found[2]) do
+  for _, period in ipairs(redis.call('TYPE', key).ok == 'hash' and {'d', 'od', 'm', 'om'} or {}) do
     local cost = redis.call('HGET', key, period .. 'c')
     if cost then
       redis.call('HSET', key, period .. 'n', string.format('%.0f', tonumber(cost) * 1000000000), 'e', 'all')
@@ -11,4 +13,4 @@ for _, key in ipairs(KEYS) do
     end
   end
 end
-return 'OK'
+return found[1]

@@ -164,8 +164,12 @@ def test_counts_of_commit_3c1fad8_are_continued_and_not_added_again(tmp_path: Pa
                         client.hset(name, f"{period}c", float(cost) / 1e9)
                         client.hdel(name, f"{period}n")
                 client.hdel(name, "e")
+            user = "vllm-gateway:key staff/alice"  # of an identity provider, so no holder of the configuration
+            client.hset(user, mapping={"d": 20000, "dt": 7, "dc": 0.1, "od": 19999, "odt": 3, "odc": 0.25})
         with gateway(tmp_path, config) as one:
             assert of_operator(one) == before
+        with redis.client() as client:
+            assert client.hmget(user, "dt", "dn", "odn", "dc", "e") == [b"7", b"100000000", b"250000000", None, b"all"]
 
 
 # The scripts
