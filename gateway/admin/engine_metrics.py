@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from gateway.admin.openapi import METRICS
 from upstream.vllm import metrics
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 from upstream.vllm.metrics import MetricsUnavailableError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -26,7 +26,7 @@ class Engine:
     """A server whose metrics can be requested, and its model."""
 
     model: str
-    target: Target
+    target: ProbeTarget
 
 
 def handlers(known: Callable[[], Mapping[str, Engine]]) -> dict[str, Handler]:

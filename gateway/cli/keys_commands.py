@@ -191,7 +191,7 @@ def _last_use(known: Config, file: Path) -> LastUse:
 
     if known.ledger is None:
         return LastUse(unknown="no ledger is configured")
-    from gateway.usage.last_use import read_last_use  # with SQLAlchemy
+    from gateway.usage.key_activity import read_last_use  # with SQLAlchemy
 
     return read_last_use(known, Path(os.path.abspath(file)).parent)
 

@@ -18,7 +18,7 @@ from gateway.check.launch_check import LaunchCheck
 from gateway.config import Config
 from gateway.control.budgets import budget_restorer
 from gateway.control.control import Control
-from gateway.control.key_usage import key_usage
+from gateway.control.ledger_queries import key_usage
 from gateway.control.publisher import FirstResults, Publisher
 from gateway.control.readiness import Readiness
 from gateway.control.reload import Reloader, ReloadHistory

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.limits.buckets import Buckets, BucketsFullError
-from gateway.limits.earlier_use import Budgets, HolderUse, PeriodUse, beyond
+from gateway.limits.budget_holders import Budgets, HolderUse, PeriodUse, beyond
 from gateway.limits.limiter import PART_FOR_SUBJECTS
 from gateway.limits.rules import Holder
 from gateway.limits.windows import moment

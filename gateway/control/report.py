@@ -39,7 +39,7 @@ _COUNTED_BY_WORKERS = ("server_inflight", "server_ejected")  # 0 for a server th
 SeriesValues = Mapping[Series, Sequence[float]]
 
 
-class Report:
+class GatewayReport:
     """The admin port's ``Overview`` of the gateway. ``ledger`` and ``reader`` are None if no ledger is configured."""
 
     def __init__(self, control: Control, ledger: Ledger | None = None, reader: UsageReader | None = None) -> None:

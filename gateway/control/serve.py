@@ -36,7 +36,7 @@ from gateway.config.source import read
 from gateway.control.admin_operations import AdminOperations
 from gateway.control.assembly import Environment, assembled
 from gateway.control.control import Control, configure_logging
-from gateway.control.report import Report
+from gateway.control.report import GatewayReport
 from gateway.control.startup_messages import Announcer
 from gateway.fleet.snapshot_builder import client_limits
 from gateway.monitoring.engine_loads import EngineLoads
@@ -104,7 +104,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
 
         # Serve operators, and start the tasks that run until the end.
         await stack.enter_async_context(_background(manager.run(control.readiness)))
-        report = Report(control, ledger, reader)
+        report = GatewayReport(control, ledger, reader)
         if config.ledger is not None and ledger is not None and reader is not None:
             sampler = _sampler(config.ledger, control, report, ledger, reader)
             control.after_drain = sampler.sample_last
@@ -220,7 +220,7 @@ def _reader(ledger: Ledger | None) -> UsageReader | None:
     return UsageReader(ledger.engine)
 
 
-def _sampler(settings: conf.Ledger, control: Control, report: Report, ledger: Ledger, reader: UsageReader) -> EngineSampler:
+def _sampler(settings: conf.Ledger, control: Control, report: GatewayReport, ledger: Ledger, reader: UsageReader) -> EngineSampler:
     """Compose what samples the servers' token counters for the ledger."""
     from gateway.monitoring.engine_sampler import EngineSampler  # it loads SQLAlchemy
 

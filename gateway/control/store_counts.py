@@ -16,7 +16,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.limits.earlier_use import Budgets, HolderUse
+from gateway.limits.budget_holders import Budgets, HolderUse
 from gateway.limits.redis.observer import StoredCounts, add_earlier_use, read_counts, upgrade_counts
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.rules import Holder

@@ -13,7 +13,7 @@ from gateway.fleet.configured_servers import ConfiguredServer, configured_server
 from upstream.balancing.server import Condition
 from upstream.http.address import Address
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
-from upstream.vllm.health import ServerHealth, Target
+from upstream.vllm.health import ProbeTarget, ServerHealth
 
 T = TypeVar("T")
 _SHOWN_MODELS, _SHOWN_CHARACTERS = 5, 100  # of a list of models in an explanation
@@ -68,16 +68,16 @@ def ready_servers(config: Config, observed: ObservedServers) -> dict[str, int]:
     return ready
 
 
-def health_check_targets(config: Config, observed: ObservedServers) -> tuple[Target, ...]:
+def health_check_targets(config: Config, observed: ObservedServers) -> tuple[ProbeTarget, ...]:
     """Return what the prober checks: every external server in rotation, and every launched server that became ready."""
     unchecked = observed.out_of_rotation | observed.unready
     external = [
-        Target(server.name, Address.parse(server.external.url), api_key_of(server.external))
+        ProbeTarget(server.name, Address.parse(server.external.url), api_key_of(server.external))
         for server in configured_servers(config)
         if server.external and server.name not in unchecked
     ]
     ready = [status for status in observed.launched.values() if status.state is LaunchState.READY]
-    return (*external, *(Target(status.name, status.address, observed.api_keys[status.name]) for status in ready))
+    return (*external, *(ProbeTarget(status.name, status.address, observed.api_keys[status.name]) for status in ready))
 
 
 def api_key_of(server: conf.Server) -> str | None:

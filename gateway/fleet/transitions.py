@@ -22,7 +22,7 @@ from upstream.balancing.server import Condition
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchSpec, LaunchStatus
 from upstream.launcher.schedule import ModelPhase
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 from upstream.vllm.sleep import SleepError, fall_asleep, wake_up
 
 STOP_GRACE = 10.0
@@ -152,9 +152,9 @@ class Transitions:
         number = self._rotation.publish_health()
         await until(lambda: self._rotation.is_applied(number))
 
-    def _targets(self, model: LaunchedModel) -> list[Target]:
+    def _targets(self, model: LaunchedModel) -> list[ProbeTarget]:
         return [
-            Target(status.name, status.address, self._launcher.api_key(status.name))
+            ProbeTarget(status.name, status.address, self._launcher.api_key(status.name))
             for status in self._launcher.statuses()
             if status.name in model.names
         ]

@@ -22,7 +22,7 @@ from gateway.fleet.observed_servers import ObservedServers, health_check_targets
 from gateway.snapshot.link import BlockChanges, CachedBlocks
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 from upstream.vllm.kv_events.blocks import Changes
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class KvEvents:
             self._send(CachedBlocks(tuple(pending)))
 
 
-def kv_event_targets(config: Config, observed: ObservedServers) -> dict[str, tuple[str, Target]]:
+def kv_event_targets(config: Config, observed: ObservedServers) -> dict[str, tuple[str, ProbeTarget]]:
     """Return the model and the target of each server whose events are followed, by its name.
 
     They are the servers of models that use events and have more than one server to choose from.

@@ -22,7 +22,7 @@ from gateway.api.routes import ENDPOINTS
 from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.request_record import ReadGapCounts, RequestRecord
 from gateway.telemetry.shared_counters import SharedCells, SharedCounters, SharedCountersFullError
-from gateway.telemetry.token_rates import TokenCounts
+from gateway.telemetry.token_rates import ModelTokens
 
 PREFIX = "vllm_gateway_"
 OTHER = "other"
@@ -414,17 +414,17 @@ def sum_series(counters: Iterable[SharedCounters]) -> dict[Series, list[float]]:
     return total
 
 
-def tokens_by_model(counters: Iterable[SharedCounters]) -> dict[str, TokenCounts]:
+def tokens_by_model(counters: Iterable[SharedCounters]) -> dict[str, ModelTokens]:
     """Return the tokens that each model has read and generated. No other series is read, so it is cheap."""
-    total: dict[str, TokenCounts] = {}
+    total: dict[str, ModelTokens] = {}
     for each in counters:
         for reading in each.readings('["tokens_total",'):
             _, model, kind = Series.decode(reading.name).labels
-            before = total.get(model, TokenCounts())
+            before = total.get(model, ModelTokens())
             if kind == "prompt":
-                total[model] = TokenCounts(before.prompt + reading.values[0], before.completion)
+                total[model] = ModelTokens(before.prompt + reading.values[0], before.completion)
             elif kind == "completion":
-                total[model] = TokenCounts(before.prompt, before.completion + reading.values[0])
+                total[model] = ModelTokens(before.prompt, before.completion + reading.values[0])
     return total
 
 

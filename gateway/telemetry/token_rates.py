@@ -15,7 +15,7 @@ WINDOW = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class TokenCounts:
+class ModelTokens:
     """Tokens, or tokens per second."""
 
     prompt: float = 0.0
@@ -27,18 +27,18 @@ class TokenRates:
 
     def __init__(self, window: float = WINDOW) -> None:
         self._window = window
-        self._observations: deque[tuple[float, Mapping[str, TokenCounts]]] = deque()
+        self._observations: deque[tuple[float, Mapping[str, ModelTokens]]] = deque()
 
-    def observe(self, now: float, totals: Mapping[str, TokenCounts]) -> None:
+    def observe(self, now: float, totals: Mapping[str, ModelTokens]) -> None:
         """Add the count of each model at ``now``, in seconds of a monotonic clock."""
         self._observations.append((now, totals))
         while now - self._observations[0][0] > self._window:
             self._observations.popleft()
 
-    def rate(self, model: str) -> TokenCounts:
+    def rate(self, model: str) -> ModelTokens:
         """Return a model's tokens per second; 0 until there are two observations."""
         if len(self._observations) < 2:
-            return TokenCounts()
+            return ModelTokens()
         (first, before), (last, after) = self._observations[0], self._observations[-1]
-        old, new = before.get(model, TokenCounts()), after.get(model, TokenCounts())
-        return TokenCounts((new.prompt - old.prompt) / (last - first), (new.completion - old.completion) / (last - first))
+        old, new = before.get(model, ModelTokens()), after.get(model, ModelTokens())
+        return ModelTokens((new.prompt - old.prompt) / (last - first), (new.completion - old.completion) / (last - first))

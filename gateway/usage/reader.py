@@ -14,12 +14,12 @@ from sqlalchemy import Engine
 from gateway.config import Config
 from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.limits.earlier_use import Budgets, UsedSince
+from gateway.limits.budget_holders import Budgets, UsedSince
 from gateway.snapshot.link import UsageRequested
 from gateway.usage.database import run_in_thread
-from gateway.usage.earlier_use import earlier_use
-from gateway.usage.last_use import known_last_use
-from gateway.usage.own_usage import own_usage, parse_own_query
+from gateway.usage.key_activity import known_last_use
+from gateway.usage.key_report import own_usage, parse_own_query
+from gateway.usage.period_sums import earlier_use
 from gateway.usage.queries import parse_query, run_query
 from gateway.usage.reconciliation_queries import Reconciliation, ReconciliationQuery, parse_reconciliation_query, run_reconciliation
 

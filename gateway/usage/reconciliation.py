@@ -34,7 +34,7 @@ class Growth:
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class ReconciledWindow:
     """A time in which a server's engine was sampled. It excludes ``begin`` and includes ``end``, in seconds since the epoch.
 
     ``is_quiet``: no request was in flight at either end, so every request is wholly inside or outside.
@@ -48,13 +48,13 @@ class Window:
     growth: Growth
 
 
-def windows(samples: Iterable[EngineSample], since: float, until: float) -> list[Window]:
+def windows(samples: Iterable[EngineSample], since: float, until: float) -> list[ReconciledWindow]:
     """Return the windows of all servers, ordered by server and time.
 
     A window starts at the last suitable sample up to ``since``, or at the engine's first sample, and ends at the last suitable sample up to
     ``until``. Engines of one server that run at the same time, as those of two gateways may, share a window.
     """
-    made: list[Window] = []
+    made: list[ReconciledWindow] = []
     ordered = sorted(samples, key=attrgetter("server", "started", "time"))
     for _, of_server in groupby(ordered, key=attrgetter("server")):
         found = [window for engine in _engines(of_server) if (window := _window(engine, since, until)) is not None]
@@ -74,7 +74,7 @@ def _engines(samples: Iterable[EngineSample]) -> Iterator[list[EngineSample]]:
         yield engine
 
 
-def _window(engine: Sequence[EngineSample], since: float, until: float) -> Window | None:
+def _window(engine: Sequence[EngineSample], since: float, until: float) -> ReconciledWindow | None:
     begin, end = _boundary(engine, since) or engine[0], _boundary(engine, until)
     if end is None or end.time <= begin.time:
         return None
@@ -85,7 +85,7 @@ def _window(engine: Sequence[EngineSample], since: float, until: float) -> Windo
         end.finished_completion - begin.finished_completion,
         None if begin.responses is None or end.responses is None else end.responses - begin.responses,
     )
-    return Window(begin.server, end.model, begin.time, end.time, begin.quiet and end.quiet, growth)
+    return ReconciledWindow(begin.server, end.model, begin.time, end.time, begin.quiet and end.quiet, growth)
 
 
 def _boundary(engine: Sequence[EngineSample], time: float) -> EngineSample | None:
@@ -100,8 +100,8 @@ def _boundary(engine: Sequence[EngineSample], time: float) -> EngineSample | Non
     return quiet if quiet is not None and until[-1].time - quiet.time <= QUIET_WITHIN else until[-1]
 
 
-def _without_overlaps(ordered: Iterable[Window]) -> list[Window]:
-    merged: list[Window] = []
+def _without_overlaps(ordered: Iterable[ReconciledWindow]) -> list[ReconciledWindow]:
+    merged: list[ReconciledWindow] = []
     for window in ordered:
         if merged and window.begin < merged[-1].end:
             before = merged.pop()
@@ -122,7 +122,7 @@ def _sum(one: Growth, other: Growth) -> Growth:
     )
 
 
-def gaps(of_server: Sequence[Window], since: float, until: float) -> list[tuple[float, float]]:
+def gaps(of_server: Sequence[ReconciledWindow], since: float, until: float) -> list[tuple[float, float]]:
     """Return the times between ``since`` and ``until`` that no window of a server covers: (exclusive, inclusive)."""
     found, at = [], since
     for window in of_server:
@@ -253,9 +253,9 @@ class ReconciledServer:
     completion_unsampled: int = 0
 
 
-def by_server(found: Iterable[Window]) -> dict[str, list[Window]]:
+def by_server(found: Iterable[ReconciledWindow]) -> dict[str, list[ReconciledWindow]]:
     """Group windows by server, in their order."""
-    grouped: dict[str, list[Window]] = defaultdict(list)
+    grouped: dict[str, list[ReconciledWindow]] = defaultdict(list)
     for window in found:
         grouped[window.server].append(window)
     return dict(grouped)

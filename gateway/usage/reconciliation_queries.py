@@ -30,8 +30,8 @@ from gateway.usage.reconciliation import (
     Classes,
     LedgerSums,
     ReconciledServer,
+    ReconciledWindow,
     RowSums,
-    Window,
     by_server,
     classify,
     gaps,
@@ -147,7 +147,7 @@ def _ledger_sums(connection: Connection, rows: ColumnElement[bool], begin: float
     return _sums(connection, in_time)
 
 
-def _in_flight(connection: Connection, rows: ColumnElement[bool], window: Window) -> tuple[int, int]:
+def _in_flight(connection: Connection, rows: ColumnElement[bool], window: ReconciledWindow) -> tuple[int, int]:
     """Return the tokens of requests that were in flight at either end of a window."""
     found = []
     for time in (window.begin, window.end):

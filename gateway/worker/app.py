@@ -31,7 +31,7 @@ from gateway.telemetry.metrics import OTHER
 from gateway.telemetry.request_record import RequestRecord, explained
 from gateway.worker import api_reference
 from gateway.worker.model_list import Reported, card, cards, page
-from gateway.worker.usage_requests import UsageRequests
+from gateway.worker.query_requests import UsageRequests
 
 _HEALTH, _MODELS, _VERSION, _USAGE, _LIMITS = "/health", "/v1/models", "/version", "/v1/usage", "/v1/limits"
 _NOT_STORED = {"cache-control": "no-store"}

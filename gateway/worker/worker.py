@@ -25,7 +25,7 @@ from gateway.telemetry.body_shape import ShapeSample
 from gateway.telemetry.tracing import Sampler
 from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
-from gateway.worker.usage_requests import UsageRequests
+from gateway.worker.query_requests import UsageRequests
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.pool import LiveServers
 from upstream.balancing.server import Progress

@@ -21,7 +21,7 @@ from gateway.control.admin_operations import AdminOperations
 from gateway.control.assembly import Environment, assembled
 from gateway.control.control import Control
 from gateway.control.reload import Reloader
-from gateway.control.report import Report
+from gateway.control.report import GatewayReport
 from gateway.control.serve import listen
 from gateway.control.startup_messages import Announcer
 from gateway.fleet.operations import ReloadResult
@@ -61,9 +61,9 @@ class Controlled:
         return AdminOperations(self.control, self.reloader, asyncio.Queue())
 
     @property
-    def report(self) -> Report:
+    def report(self) -> GatewayReport:
         """The report that the admin port would show."""
-        return Report(self.control)
+        return GatewayReport(self.control)
 
     async def reload(self, *models: dict[str, Any], groups: Sequence[dict[str, Any]] = (), **server: Any) -> ReloadResult:
         """Write another configuration and reload it."""

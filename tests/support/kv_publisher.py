@@ -15,7 +15,7 @@ import zmq.asyncio
 from tests.support.kv_engine import PlainEngine
 from tests.support.scripted import Conversation, scripted
 from upstream.http.address import Address
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 
 _END = (-1).to_bytes(8, signed=True)
 
@@ -67,8 +67,8 @@ class KvPublisher:
     _context: zmq.asyncio.Context = field(default_factory=zmq.asyncio.Context)
 
     @property
-    def target(self) -> Target:
-        return Target("server", Address(host="127.0.0.1", port=self.port), None)
+    def target(self) -> ProbeTarget:
+        return ProbeTarget("server", Address(host="127.0.0.1", port=self.port), None)
 
     def start(self, *engines: PlainEngine) -> None:
         """Bind the sockets of new engines, at the same endpoints as those of earlier ones."""

@@ -26,7 +26,7 @@ from upstream.launcher.shim import unlink_socket
 from upstream.launcher.shim_process import ServerCommand, ShimProcess, shim_process
 from upstream.vllm.command_line import RPC_FOLDER, address_for, command_line, lacks_uds_option
 from upstream.vllm.failures import Cause, ProcessExit, find_cause
-from upstream.vllm.health import HealthCheck, Target
+from upstream.vllm.health import HealthCheck, ProbeTarget
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ class LaunchedServer:
     async def _wait_until_ready(self, ended: asyncio.Task[int | None]) -> ProcessExit | None:
         """Wait until the server is healthy, and return None, or why it will not be."""
         began = asyncio.get_running_loop().time()
-        check = HealthCheck(Target(self.spec.name, self.status.address, self.api_key), PROBE_DEADLINE)
+        check = HealthCheck(ProbeTarget(self.spec.name, self.status.address, self.api_key), PROBE_DEADLINE)
         try:
             while not ended.done():
                 async with asyncio.timeout_at(began + self.spec.startup_timeout):  # read again, because it may change meanwhile

@@ -39,7 +39,7 @@ NO_SUCH_ROUTE = (404, 405)
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ProbeTarget:
     """A server to probe, and the name under which its health is reported."""
 
     name: str
@@ -135,7 +135,7 @@ def _card(entry: dict[str, object]) -> ModelCard:
 class HealthCheck:
     """Probes one server. A probe takes at most ``deadline`` seconds, and raises no exception that the server could cause."""
 
-    def __init__(self, target: Target, deadline: float) -> None:
+    def __init__(self, target: ProbeTarget, deadline: float) -> None:
         self._target = target
         self._deadline = deadline
         # Loading the system's trust store takes tens of milliseconds, so it is loaded only for TLS.
@@ -209,7 +209,7 @@ class _ServerProbe:
     """The probes of one server, under all its names: its history, and the time of the next probe of its models."""
 
     def __init__(
-        self, target: Target, on_change: Callable[[ServerHealth], None], on_lost: Callable[[ServerHealth], None], models_every: float
+        self, target: ProbeTarget, on_change: Callable[[ServerHealth], None], on_lost: Callable[[ServerHealth], None], models_every: float
     ) -> None:
         self._target = target
         self.names: dict[str, None] = {}
@@ -301,7 +301,7 @@ class Prober:
         self._interval = interval
         self._deadline = deadline
         self._models_every = models_every
-        self._probes: dict[Target, _ServerProbe] = {}
+        self._probes: dict[ProbeTarget, _ServerProbe] = {}
         """Probes by address and key, because a server of several models is probed only once."""
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -312,13 +312,13 @@ class Prober:
         self.set_targets(())
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def set_targets(self, targets: Iterable[Target]) -> None:
+    def set_targets(self, targets: Iterable[ProbeTarget]) -> None:
         """Probe exactly these targets. Targets that stay (same name, address and key) keep their health.
 
         A target with a new key starts with the health that it had with the former key. After this method has returned, no callback is
         called for a removed target.
         """
-        wanted: dict[Target, dict[str, None]] = {}
+        wanted: dict[ProbeTarget, dict[str, None]] = {}
         for target in targets:
             wanted.setdefault(replace(target, name=""), {})[target.name] = None
         for target, names in wanted.items():
@@ -328,7 +328,7 @@ class Prober:
         for target in self._probes.keys() - wanted.keys():
             self._probes.pop(target).stop()
 
-    def _start(self, target: Target, names: dict[str, None]) -> None:
+    def _start(self, target: ProbeTarget, names: dict[str, None]) -> None:
         before = next((probe for other, probe in self._probes.items() if other.address == target.address), None)
         named = replace(target, name=next(iter(names)))
         self._probes[target] = probe = _ServerProbe(named, self._on_change, self._on_lost, self._models_every)

@@ -10,7 +10,7 @@ import ssl
 
 from upstream.http.errors import UpstreamError
 from upstream.vllm.bounded_get import get
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 
 SIZE_LIMIT = 16 * 1024 * 1024
 """Bytes. A vLLM with many adapters sends some hundred thousand."""
@@ -20,7 +20,7 @@ class MetricsUnavailableError(Exception):
     """The metrics could not be read. The text explains the reason in one line."""
 
 
-async def read(target: Target, deadline: float) -> bytes:
+async def read(target: ProbeTarget, deadline: float) -> bytes:
     """Send GET /metrics, and return the body within ``deadline`` seconds. Raises MetricsUnavailableError."""
     address = target.address
     tls = ssl.create_default_context() if address.tls else None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 
 if TYPE_CHECKING:
     import httpx2
@@ -23,13 +23,13 @@ class SleepError(Exception):
     """A server could not be put to sleep or woken. The text explains the reason to operators."""
 
 
-async def fall_asleep(target: Target, level: Level) -> None:
+async def fall_asleep(target: ProbeTarget, level: Level) -> None:
     """Put a server to sleep. Raises SleepError."""
     async with _client(target) as client:
         await _post(client, "/sleep", params={"level": level})
 
 
-async def wake_up(target: Target, level: Level) -> None:
+async def wake_up(target: ProbeTarget, level: Level) -> None:
     """Wake a server that sleeps at this level. Raises SleepError."""
     async with _client(target) as client:
         if level == 1:
@@ -40,7 +40,7 @@ async def wake_up(target: Target, level: Level) -> None:
         await _post(client, "/wake_up", params={"tags": "kv_cache"})
 
 
-def _client(target: Target) -> httpx2.AsyncClient:
+def _client(target: ProbeTarget) -> httpx2.AsyncClient:
     import httpx2  # loaded only where a model sleeps
 
     transport = httpx2.AsyncHTTPTransport(verify=False, uds=target.address.uds, trust_env=False)

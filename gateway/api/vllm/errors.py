@@ -349,7 +349,7 @@ _FIRST = re.compile(r"[`']?([a-z][a-z0-9_]{0,63}(?:\.\w{1,63})?)\b")
 _ENABLE = "This request needs a feature that is not enabled for this model; ask the operator."
 
 
-def _invalid(report: validation.Report, param: str | None, document: Mapping[str, Any] | None) -> Refusal:
+def _invalid(report: validation.ErrorReport, param: str | None, document: Mapping[str, Any] | None) -> Refusal:
     """Return the error for pydantic's findings, as sentences."""
     found = validation.explain(report, document)
     if found is None:

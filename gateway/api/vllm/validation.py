@@ -35,7 +35,7 @@ class Finding(NamedTuple):
     reason: str
 
 
-class Report(NamedTuple):
+class ErrorReport(NamedTuple):
     """The findings of an error. ``title``: the class that failed, in the text form only. ``more``: further findings were left out."""
 
     title: str | None
@@ -63,17 +63,19 @@ _QUOTED = re.compile(r"'([^']*)'|(\d+)")
 _EXPECTED = re.compile(r"'([^']*)'")
 
 
-def read(message: str) -> Report | None:
+def read(message: str) -> ErrorReport | None:
     """Return the findings of a message in either form; None for another message."""
     listed = _LISTED.match(message)
     if listed is not None:
         lines = message[listed.end() :].split("\n")
-        return Report(None, tuple(_listed_findings(lines[:MAX_FINDINGS])), lines[-1].startswith("  ...and ") or len(lines) > MAX_FINDINGS)
+        return ErrorReport(
+            None, tuple(_listed_findings(lines[:MAX_FINDINGS])), lines[-1].startswith("  ...and ") or len(lines) > MAX_FINDINGS
+        )
     titled = _TITLED.match(message)
     if titled is None:
         return None
     lines = message[titled.end() :].split("\n")
-    return Report(titled[1], tuple(_text_findings(lines[: 3 * MAX_FINDINGS])), len(lines) > 3 * MAX_FINDINGS)
+    return ErrorReport(titled[1], tuple(_text_findings(lines[: 3 * MAX_FINDINGS])), len(lines) > 3 * MAX_FINDINGS)
 
 
 def _listed_findings(lines: Iterable[str]) -> Iterator[Finding]:
@@ -175,7 +177,7 @@ _OBJECT = frozenset({"dict_type", "model_attributes_type", "model_type"})
 _LIST = frozenset({"list_type", "iterable_type", "sequence_str"})
 
 
-def _rebased(report: Report, document: Any) -> tuple[Finding, ...]:
+def _rebased(report: ErrorReport, document: Any) -> tuple[Finding, ...]:
     """Return the findings with paths that start at the body, also those that are reported relative to a part of it."""
     findings = report.findings
     relative = report.title is not None or any(each.path[:1] and each.path[0].isdecimal() for each in findings)
@@ -475,7 +477,7 @@ _NAME = re.compile(r"[a-z_]\w+")
 _NEEDS = re.compile(r"\w+ with type='\w+' requires ([\w.]{1,64})\Z")  # a class in vLLM's Cohere API
 
 
-def explain(report: Report, document: Any = None) -> Explanation | None:
+def explain(report: ErrorReport, document: Any = None) -> Explanation | None:
     """Explain a report to the client; None if no finding could be read. ``document``: the body that the server got."""
     located = [_locate(each, document if document is not None else _UNKNOWN) for each in _rebased(report, document)]
     located = _chosen(located, document, report.more)

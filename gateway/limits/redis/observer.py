@@ -10,7 +10,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from gateway.limits import windows
-from gateway.limits.earlier_use import PeriodUse
+from gateway.limits.budget_holders import PeriodUse
 from gateway.limits.redis.resp import argument
 from gateway.limits.redis.store import RedisStore, encoded_windows, holder_key, parse_usage
 from gateway.limits.rules import Holder

@@ -14,7 +14,7 @@ from gateway.admin.status_page import page
 from gateway.admin.status_terminal import show
 from gateway.admin.status_view import STATES, duration, in_a_line, status_view
 from gateway.api.html import Html, tag
-from gateway.telemetry.token_rates import TokenCounts, TokenRates
+from gateway.telemetry.token_rates import ModelTokens, TokenRates
 
 NOTHING = {"prompt": 0.0, "completion": 0.0}
 
@@ -219,12 +219,12 @@ def test_text_and_attributes_cannot_escape_into_markup(text: str, value: str) ->
 
 def test_rates_are_over_the_window() -> None:
     rates = TokenRates(window=10.0)
-    assert rates.rate("m") == TokenCounts()
+    assert rates.rate("m") == ModelTokens()
     rates.observe(0.0, {})
-    assert rates.rate("m") == TokenCounts()
+    assert rates.rate("m") == ModelTokens()
     for second in range(1, 31):
-        rates.observe(float(second), {"m": TokenCounts(10.0 * second, 100.0 * min(second, 15))})
-    assert rates.rate("m") == TokenCounts(10.0, 0.0)
-    rates.observe(35.0, {"m": TokenCounts(310.0, 1500.0)})
-    assert rates.rate("m") == TokenCounts((310.0 - 250.0) / 10.0, 0.0)
-    assert rates.rate("other") == TokenCounts()
+        rates.observe(float(second), {"m": ModelTokens(10.0 * second, 100.0 * min(second, 15))})
+    assert rates.rate("m") == ModelTokens(10.0, 0.0)
+    rates.observe(35.0, {"m": ModelTokens(310.0, 1500.0)})
+    assert rates.rate("m") == ModelTokens((310.0 - 250.0) / 10.0, 0.0)
+    assert rates.rate("other") == ModelTokens()

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.auth import keys
-from gateway.limits.earlier_use import PeriodUse
+from gateway.limits.budget_holders import PeriodUse
 from gateway.limits.redis.observer import add_earlier_use, read_counts
 from gateway.limits.rules import Amounts, Holder
 from gateway.limits.windows import counted_periods, moment

@@ -26,7 +26,7 @@ from upstream.balancing.server import Condition
 from upstream.http.address import Address
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.command_line import Adapter
-from upstream.vllm.health import ModelCard, ServerHealth, Target
+from upstream.vllm.health import ModelCard, ProbeTarget, ServerHealth
 
 UDS = Address("localhost", uds="/run/x.sock")
 
@@ -156,8 +156,8 @@ def test_probed_servers(config: Config) -> None:
     )
     targets = health_check_targets(config, observed)
     assert {target.name for target in targets} == {*NAMES} - {"launched#1"}
-    assert Target("launched#0", UDS, "x") in targets
-    assert Target("http://10.0.0.5:8000", Address("10.0.0.5", 8000), "k") in targets
+    assert ProbeTarget("launched#0", UDS, "x") in targets
+    assert ProbeTarget("http://10.0.0.5:8000", Address("10.0.0.5", 8000), "k") in targets
 
 
 def test_context_lengths(config: Config) -> None:

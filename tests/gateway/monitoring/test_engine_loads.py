@@ -20,7 +20,7 @@ from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.balancing.placement_log import Kind, PlacementLog, Record, server_key
 from upstream.http.address import Address
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 
 CONTEXT = "You are the assistant of a customer. " * 200
 
@@ -67,7 +67,7 @@ async def test_servers_that_report_no_load_hide_no_others(tmp_path: Path, caplog
                 await talk.respond(text, kind="text/plain")
 
             ports.append((await stack.enter_async_context(scripted(script))).port)
-        engines = {f"m#{at}": Engine("m", Target(f"m#{at}", Address("127.0.0.1", port))) for at, port in enumerate(ports)}
+        engines = {f"m#{at}": Engine("m", ProbeTarget(f"m#{at}", Address("127.0.0.1", port))) for at, port in enumerate(ports)}
 
         def known() -> Mapping[str, Engine]:
             if failures:

@@ -26,8 +26,8 @@ from gateway.snapshot.link import UsageRequested
 from gateway.snapshot.money import MAX_COST, MAX_PRICE
 from gateway.snapshot.snapshot import Key
 from gateway.usage.errors import QueryError
+from gateway.usage.key_report import parse_own_query
 from gateway.usage.output import FORMATS
-from gateway.usage.own_usage import parse_own_query
 from gateway.usage.queries import UsageReport, UsageSum, parse_query, parse_report, run_query
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.money import price

@@ -18,8 +18,8 @@ from gateway.usage.reconciliation import (
     Growth,
     LedgerSums,
     ReconciledServer,
+    ReconciledWindow,
     RowSums,
-    Window,
     classify,
     gaps,
     unbilled,
@@ -168,7 +168,7 @@ def sample(time: float, count: int, *, quiet: bool = True, started: int = 1000, 
     return EngineSample(server, "tiny", started, time, quiet, count, 2 * count, count, count, count)
 
 
-def times(found: Sequence[Window]) -> list[tuple[float, float, int]]:
+def times(found: Sequence[ReconciledWindow]) -> list[tuple[float, float, int]]:
     return [(each.begin, each.end, each.growth.prompt) for each in found]
 
 
@@ -228,7 +228,7 @@ def test_gaps_and_windows_cover_the_time(starts: list[tuple[int, int]], since: i
     for start, length in sorted(starts):
         begin = max(start, at)
         at = begin + length
-        found.append(Window("one", "tiny", begin, at, True, Growth(0, 0, 0, 0, 0)))
+        found.append(ReconciledWindow("one", "tiny", begin, at, True, Growth(0, 0, 0, 0, 0)))
     covered = {second for window in found for second in range(int(window.begin), int(window.end))}
     uncovered = [second for begin, end in gaps(found, since, until) for second in range(int(begin), int(end))]
     assert len(uncovered) == len(set(uncovered))

@@ -22,11 +22,11 @@ from upstream.launcher.lifecycle import SHIM_LOST, LaunchSpec, LaunchState, Laun
 from upstream.launcher.shim import read
 from upstream.launcher.shim_process import ServerCommand, shim_process
 from upstream.vllm.command_line import LaunchSettings
-from upstream.vllm.health import HealthCheck, Target
+from upstream.vllm.health import HealthCheck, ProbeTarget
 
 
 async def models(status: LaunchStatus, key: str) -> list[str] | str:
-    seen = await HealthCheck(Target("m", status.address, key), 30).run(models=True)
+    seen = await HealthCheck(ProbeTarget("m", status.address, key), 30).run(models=True)
     assert seen is not None
     return [card.id for card in seen.models] if seen.models else seen.reason
 

@@ -18,7 +18,7 @@ from upstream.launcher import memory
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchState, RestartPolicy
 from upstream.launcher.logfile import LIMIT, ROTATED
-from upstream.vllm.health import Prober, ServerHealth, Target
+from upstream.vllm.health import Prober, ProbeTarget, ServerHealth
 
 THRICE = RestartPolicy(first=0.01, cap=0.02, limit=3)
 
@@ -33,7 +33,7 @@ async def probed(launcher: Launcher, name: str = "org/m#0", grace: float = 5.0, 
 
     prober = Prober(on_change=lambda _: None, on_lost=renew, interval=0.02, deadline=deadline)
     async with prober:
-        prober.set_targets([Target(name, status.address, launcher.api_key(name))])
+        prober.set_targets([ProbeTarget(name, status.address, launcher.api_key(name))])
         yield prober
 
 

@@ -26,8 +26,8 @@ from upstream.vllm.health import (
     ProbeHistory,
     Prober,
     ProbeResult,
+    ProbeTarget,
     ServerHealth,
-    Target,
     apply_result,
     needs_new_process,
     read_models,
@@ -145,7 +145,7 @@ class Reported(list[ServerHealth]):
 
 @asynccontextmanager
 async def probing(
-    reported: Reported, *targets: Target, interval: float = 0.02, deadline: float = 30.0, every: float = 60.0
+    reported: Reported, *targets: ProbeTarget, interval: float = 0.02, deadline: float = 30.0, every: float = 60.0
 ) -> AsyncIterator[Prober]:
     async with Prober(on_change=reported.append, interval=interval, deadline=deadline, models_every=every) as prober:
         prober.set_targets(targets)
@@ -156,16 +156,16 @@ async def probing(
 async def test_a_server_that_responds_is_up_with_its_models() -> None:
     async with listening(FakeServer()) as server:
         reported = Reported()
-        async with probing(reported, Target("s", server.address, "the-key")) as prober:
+        async with probing(reported, ProbeTarget("s", server.address, "the-key")) as prober:
             assert reported == [ServerHealth("s", True, "", CARDS)]
             assert prober.servers() == tuple(reported)
         assert server.keys == {"Bearer the-key"}
-    assert "the-key" not in repr(Target("s", server.address, "the-key"))
+    assert "the-key" not in repr(ProbeTarget("s", server.address, "the-key"))
 
 
 async def test_a_unix_socket_is_probed_too(tmp_path: Path) -> None:
     reported = Reported()
-    target = Target("s", Address(host="localhost", uds=str(tmp_path / "s")))
+    target = ProbeTarget("s", Address(host="localhost", uds=str(tmp_path / "s")))
     async with probing(reported, target):
         assert not (await reported.up(False)).up
         async with listening(FakeServer(), uds=tmp_path / "s"):
@@ -177,7 +177,7 @@ async def test_a_unix_socket_is_probed_too(tmp_path: Path) -> None:
 async def test_only_changes_are_reported() -> None:
     async with listening(FakeServer()) as server:
         reported = Reported()
-        async with probing(reported, Target("s", server.address)):
+        async with probing(reported, ProbeTarget("s", server.address)):
             await until(lambda: len(server.requests) > 6)
         assert len(reported) == 1
         assert server.requests.count("/v1/models") == 1, "models are looked at now and then, health each time"
@@ -186,7 +186,7 @@ async def test_only_changes_are_reported() -> None:
 async def test_one_bad_response_is_tolerated_two_are_not() -> None:
     async with listening(FakeServer()) as server:
         reported = Reported()
-        async with probing(reported, Target("s", server.address)) as prober:
+        async with probing(reported, ProbeTarget("s", server.address)) as prober:
             before = len(server.requests)
             server.routes["/health"] = (503, b"")
             down = await reported.up(False)
@@ -202,7 +202,7 @@ async def test_a_server_that_goes_and_comes_back() -> None:
     reported = Reported()
     async with AsyncExitStack() as listener:
         server = await listener.enter_async_context(listening(FakeServer()))
-        async with probing(reported, Target("s", server.address)):
+        async with probing(reported, ProbeTarget("s", server.address)):
             await listener.aclose()
             assert (await reported.up(False)).reason
             async with listening(server, port=server.address.port):
@@ -216,7 +216,7 @@ async def test_one_probe_is_conclusive_only_if_nothing_listens(tmp_path: Path) -
         async with listening(FakeServer({"/health": (503, b"")})) as server:
             expected = dict.fromkeys(closed, True) | {unknown: False, server.address: False}
             for address, conclusive in expected.items():
-                seen = await HealthCheck(Target("s", address), 30).run()
+                seen = await HealthCheck(ProbeTarget("s", address), 30).run()
                 assert seen is not None
                 assert (seen.up, seen.conclusive) == (False, conclusive), address
 
@@ -235,7 +235,7 @@ async def test_a_probe_without_a_file_descriptor_changes_nothing(caplog: pytest.
         Prober(on_change=report, on_lost=gone.append, interval=0.02, deadline=30.0) as prober,
     ):
         with limit:
-            prober.set_targets([Target("s", server.address)])
+            prober.set_targets([ProbeTarget("s", server.address)])
             await until(lambda: caplog.text.count("cannot be probed") > 2 * FAILURES_UNTIL_LOST)
             assert prober.servers() == (ServerHealth("s", True, "", CARDS),)
         server.routes["/health"] = (503, b"")
@@ -273,7 +273,7 @@ async def test_the_routes_of_a_server_say_what_it_is_for(name: str) -> None:
     last = next((path for path in TASK_ROUTES if path in statuses), "/classify")  # the route that decides
     async with listening(fake) as server:
         reported = Reported()
-        async with probing(reported, Target("s", server.address)):
+        async with probing(reported, ProbeTarget("s", server.address)):
             await until(lambda: last in fake.requests and reported[-1].task == task)
             assert reported[-1] == ServerHealth("s", True, "", CARDS, task)
 
@@ -281,13 +281,13 @@ async def test_the_routes_of_a_server_say_what_it_is_for(name: str) -> None:
 async def test_silence_is_a_failure_at_the_deadline() -> None:
     async with listening(FakeServer({"/health": (None, b"")})) as server:
         reported = Reported()
-        async with probing(reported, Target("s", server.address), deadline=0.1):
+        async with probing(reported, ProbeTarget("s", server.address), deadline=0.1):
             assert reported == [ServerHealth("s", False, "no response within 0.1 s")]
 
 
 async def test_a_name_that_does_not_resolve_is_a_failure_with_its_reason() -> None:
     reported = Reported()
-    async with probing(reported, Target("s", Address(host="no-such-host.invalid", port=80))):
+    async with probing(reported, ProbeTarget("s", Address(host="no-such-host.invalid", port=80))):
         assert not reported[0].up and reported[0].reason
 
 
@@ -295,7 +295,7 @@ async def test_a_server_without_health_is_judged_by_its_models() -> None:
     routes: dict[str, tuple[int | None, bytes]] = {"/v1/models": (200, json.dumps(LISTED).encode())}
     async with listening(FakeServer(routes)) as server:
         reported = Reported()
-        async with probing(reported, Target("s", server.address)):
+        async with probing(reported, ProbeTarget("s", server.address)):
             assert reported == [ServerHealth("s", True, "", CARDS)]
             server.routes["/v1/models"] = (500, b"")
             assert (await reported.up(False)).reason == "GET /v1/models: status 500"
@@ -313,7 +313,7 @@ async def test_a_server_without_health_is_judged_by_its_models() -> None:
 async def test_models_that_cannot_be_learned_leave_it_up_and_say_why(response: tuple[int, bytes], reason: str) -> None:
     async with listening(FakeServer({"/health": (200, b""), "/v1/models": response})) as server:
         reported = Reported()
-        async with probing(reported, Target("s", server.address)):
+        async with probing(reported, ProbeTarget("s", server.address)):
             assert reported == [ServerHealth("s", True, reason)]
 
 
@@ -334,7 +334,7 @@ async def test_a_server_that_refuses_the_gateways_key_is_down(
     async with listening(FakeServer(routes)) as server:
         reported, gone = Reported(), Reported()
         async with Prober(on_change=reported.append, on_lost=gone.append, interval=0.02, deadline=30.0) as prober:
-            prober.set_targets([Target("s", server.address, key)])
+            prober.set_targets([ProbeTarget("s", server.address, key)])
             assert await reported.up(False) == ServerHealth("s", False, reason)
             before = server.requests.count("/v1/models")
             await until(lambda: server.requests.count("/v1/models") > before + FAILURES_UNTIL_LOST)
@@ -349,11 +349,11 @@ async def test_a_key_that_a_server_accepts_no_longer_takes_it_down_and_another_k
         Prober(on_change=(reported := Reported()).append, interval=0.02, deadline=30.0) as prober,
     ):
         address = Address(port=server.port)
-        prober.set_targets([Target("s", address, "old")])
+        prober.set_targets([ProbeTarget("s", address, "old")])
         assert "rejected the gateway's key" in (await reported.up(False)).reason
-        prober.set_targets([Target("s", address, "new")])
+        prober.set_targets([ProbeTarget("s", address, "new")])
         assert (await reported.up(True)).models == CARDS
-        prober.set_targets([Target("s", address, "old")])
+        prober.set_targets([ProbeTarget("s", address, "old")])
         await reported.up(False)
         assert [probe.up for probe in reported] == [False, True, False], "one probe is enough to see it"
 
@@ -366,7 +366,7 @@ async def _requires_the_new_key(talk: Conversation) -> None:
 async def test_models_are_looked_at_again_now_and_then() -> None:
     async with listening(FakeServer()) as server:
         reported = Reported()
-        async with probing(reported, Target("s", server.address), every=0.05):
+        async with probing(reported, ProbeTarget("s", server.address), every=0.05):
             server.routes["/v1/models"] = (200, b'{"data": [{"id": "m"}, {"id": "lora"}]}')
             await until(lambda: reported[-1].models == (ModelCard("m"), ModelCard("lora")))
         assert len(reported) == 2
@@ -379,14 +379,14 @@ async def test_bytes_that_are_not_http_are_a_failure() -> None:
 
     async with await asyncio.start_server(rude, "127.0.0.1", 0) as listener:
         reported = Reported()
-        async with probing(reported, Target("s", Address(port=listener.sockets[0].getsockname()[1]))):
+        async with probing(reported, ProbeTarget("s", Address(port=listener.sockets[0].getsockname()[1]))):
             assert not reported[0].up and reported[0].reason
 
 
 async def test_targets_that_stay_keep_their_state_and_those_that_go_are_silent() -> None:
     async with listening(FakeServer()) as one, listening(FakeServer()) as two, listening(FakeServer()) as three:
         reported = Reported()
-        first, second, third = (Target(name, each.address) for name, each in (("one", one), ("two", two), ("three", three)))
+        first, second, third = (ProbeTarget(name, each.address) for name, each in (("one", one), ("two", two), ("three", three)))
         async with probing(reported, first, second) as prober:
             prober.set_targets([second, third])
             assert [probe.name for probe in prober.servers()] == ["two"]
@@ -403,7 +403,7 @@ async def test_a_callback_that_fails_does_not_end_the_watch(caplog: pytest.LogCa
         raise RuntimeError(probe.name)
 
     async with listening(FakeServer()) as server, Prober(on_change=broken, interval=0.02) as prober:
-        prober.set_targets([Target("s", server.address)])
+        prober.set_targets([ProbeTarget("s", server.address)])
         await until(lambda: len(server.requests) > 4)
     assert "probe of s" in caplog.text
 
@@ -414,7 +414,7 @@ async def test_the_environments_proxy_is_not_for_probes(monkeypatch: pytest.Monk
         monkeypatch.setenv("HTTP_PROXY", f"http://127.0.0.1:{closed.getsockname()[1]}")
         async with listening(FakeServer()) as server:
             reported = Reported()
-            async with probing(reported, Target("s", server.address)):
+            async with probing(reported, ProbeTarget("s", server.address)):
                 assert reported[0].up
 
 
@@ -422,10 +422,10 @@ async def test_a_server_with_another_key_keeps_its_health_until_it_is_probed() -
     reported: list[ServerHealth] = []
     async with scripted(_healthy) as server, Prober(on_change=reported.append, interval=60.0, deadline=30.0) as prober:
         address = Address(port=server.port)
-        prober.set_targets([Target("a", address, "old")])
+        prober.set_targets([ProbeTarget("a", address, "old")])
         await until(lambda: bool(reported))
         assert [(probe.name, probe.up) for probe in reported] == [("a", True)]
-        prober.set_targets([Target("a", address, "new"), Target("b", Address(port=server.port, prefix="/other"))])
+        prober.set_targets([ProbeTarget("a", address, "new"), ProbeTarget("b", Address(port=server.port, prefix="/other"))])
         assert [(probe.name, probe.up) for probe in prober.servers()] == [("a", True)], "and of another address nothing is known"
         assert len(reported) == 1, "that is no change"
         await until(lambda: {request.header("authorization") for request in server.requests} == {"Bearer old", "Bearer new", None})

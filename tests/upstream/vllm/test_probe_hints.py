@@ -9,13 +9,13 @@ from contextlib import closing
 import pytest
 
 from upstream.http.address import Address
-from upstream.vllm.health import HealthCheck, Target
+from upstream.vllm.health import HealthCheck, ProbeTarget
 from upstream.vllm.probe_hints import probe_hint
 
 
 def reason_of(url: str) -> str:
     """Return the reason of a real probe that fails."""
-    seen = asyncio.run(HealthCheck(Target("m#0", Address.parse(url)), 5.0).run(models=True))
+    seen = asyncio.run(HealthCheck(ProbeTarget("m#0", Address.parse(url)), 5.0).run(models=True))
     assert seen is not None
     return seen.reason
 

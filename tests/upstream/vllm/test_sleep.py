@@ -7,7 +7,7 @@ import pytest
 from tests.support.ports import refusing
 from tests.support.scripted import Conversation, scripted
 from upstream.http.address import Address
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 from upstream.vllm.sleep import Level, SleepError, fall_asleep, wake_up
 
 
@@ -24,7 +24,7 @@ async def respond(talk: Conversation) -> None:
 )
 async def test_the_steps_of_a_level_in_their_order(level: Level, steps: list[str]) -> None:
     async with scripted(respond) as server:
-        target = Target("server", Address(port=server.port), "sk-server")
+        target = ProbeTarget("server", Address(port=server.port), "sk-server")
         await fall_asleep(target, level)
         await wake_up(target, level)
     assert [request.head.split()[1].decode() for request in server.requests] == steps
@@ -38,7 +38,7 @@ async def test_an_error_status_ends_the_steps() -> None:
 
     async with scripted(fails) as server:
         with pytest.raises(SleepError, match=r"^POST /collective_rpc: status 500$"):
-            await wake_up(Target("server", Address(port=server.port), None), 2)
+            await wake_up(ProbeTarget("server", Address(port=server.port), None), 2)
     assert len(server.requests) == 2
 
 
@@ -50,4 +50,4 @@ async def test_a_server_that_cannot_be_reached_or_disconnects() -> None:
         with refusing() as port:
             for each in (server.port, port):
                 with pytest.raises(SleepError, match=r"^POST /sleep: ."):
-                    await fall_asleep(Target("server", Address(port=each), None), 1)
+                    await fall_asleep(ProbeTarget("server", Address(port=each), None), 1)

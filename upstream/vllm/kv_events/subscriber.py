@@ -28,7 +28,7 @@ from zmq.utils.monitor import parse_monitor_message
 from upstream.backoff import Backoff
 from upstream.http.errors import UpstreamError
 from upstream.vllm.bounded_get import get
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 from upstream.vllm.kv_events.batch import BatchDecoder
 from upstream.vllm.kv_events.blocks import Changes
 from upstream.vllm.kv_events.follower import EngineFollower
@@ -99,9 +99,9 @@ class KvEventSubscriber:
         self._context = context
         self._on_change = on_change
         self._check_interval = check_interval
-        self._followed: dict[str, tuple[Target, _ServerEvents, asyncio.Task[None]]] = {}
+        self._followed: dict[str, tuple[ProbeTarget, _ServerEvents, asyncio.Task[None]]] = {}
 
-    def follow(self, targets: Iterable[Target]) -> None:
+    def follow(self, targets: Iterable[ProbeTarget]) -> None:
         """Follow the events of these servers, and of no others. The blocks of a server that is no longer listed are forgotten at once."""
         wanted = {target.name: target for target in targets}
         for name, (target, server, task) in tuple(self._followed.items()):
@@ -146,7 +146,7 @@ async def kv_event_subscriber(on_change: OnChange, check_interval: float = CHECK
 class _ServerEvents:
     """The events of one server, over all of its ranks."""
 
-    def __init__(self, context: zmq.asyncio.Context, target: Target, on_change: OnChange, check_interval: float) -> None:
+    def __init__(self, context: zmq.asyncio.Context, target: ProbeTarget, on_change: OnChange, check_interval: float) -> None:
         self._context = context
         self._target = target
         self._on_change: OnChange | None = on_change

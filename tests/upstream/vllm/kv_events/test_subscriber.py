@@ -16,7 +16,7 @@ from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from tests.upstream.vllm.kv_events.test_blocks import SIZE, key_of
 from upstream.http.address import Address
-from upstream.vllm.health import Target
+from upstream.vllm.health import ProbeTarget
 from upstream.vllm.kv_events.blocks import Changes
 from upstream.vllm.kv_events.subscriber import BlockFacts, KvEventSubscriber, kv_event_subscriber
 
@@ -152,7 +152,7 @@ async def test_servers_without_events_and_without_a_response_are_reported(engine
         publisher.body = b"{}"
         async with following(publisher) as (subscriber, _):
             await until(lambda: subscriber.statuses()["server"].ranks == 0)
-            subscriber.follow([Target("down", Address(host="127.0.0.1", port=1), None)])
+            subscriber.follow([ProbeTarget("down", Address(host="127.0.0.1", port=1), None)])
             await until(lambda: subscriber.statuses()["down"].problem != "")
             assert subscriber.statuses()["down"].ranks is None
 
@@ -196,7 +196,7 @@ async def test_an_error_of_the_server_is_reported() -> None:
         await talk.respond(b"{}", "500 Internal Server Error")
 
     async with scripted(fails) as server, kv_event_subscriber(Known().change) as subscriber:
-        subscriber.follow([Target("server", Address(port=server.port), None)])
+        subscriber.follow([ProbeTarget("server", Address(port=server.port), None)])
         await until(lambda: subscriber.statuses()["server"].problem == "GET /kv_event_sources: status 500")
 
 
@@ -218,8 +218,8 @@ async def test_a_replay_with_other_frames_is_reported(engine: PlainEngine, tmp_p
 
 async def test_only_servers_with_blocks_are_listed_as_known(engine: PlainEngine, tmp_path: Path) -> None:
     async with kv_publisher(tmp_path, engine) as publisher, following(publisher) as (subscriber, known):
-        other = Target("other", Address(host="127.0.0.1", port=publisher.port), None)
-        subscriber.follow([Target("down", Address(host="127.0.0.1", port=1), None), publisher.target, other])
+        other = ProbeTarget("other", Address(host="127.0.0.1", port=publisher.port), None)
+        subscriber.follow([ProbeTarget("down", Address(host="127.0.0.1", port=1), None), publisher.target, other])
         assert list(subscriber.known()) == []
         await compute(publisher, 2)
         await until(lambda: len(known.keys.get("server", ())) == len(known.keys.get("other", ())) == 2)
@@ -249,7 +249,9 @@ async def test_timeouts_of_a_server_its_endpoint_and_its_replay(engine: PlainEng
         await compute(publisher, 5)
         publisher.ranks[0].cut_off = 1
         async with following(publisher) as (subscriber, known):
-            others = [Target(name, Address(port=port), None) for name, port in (("silent", silent.port), ("unreachable", unreachable.port))]
+            others = [
+                ProbeTarget(name, Address(port=port), None) for name, port in (("silent", silent.port), ("unreachable", unreachable.port))
+            ]
             subscriber.follow([publisher.target, *others])
             await until(lambda: subscriber.statuses()["silent"].problem == "GET /kv_event_sources: no response within 5 s")
             await until(lambda: "is it reachable from here?" in subscriber.statuses()["unreachable"].problem)

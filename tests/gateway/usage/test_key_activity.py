@@ -12,7 +12,7 @@ import yaml
 
 from gateway.cli.main import run
 from gateway.ledger.store import UsageStore, database_url
-from gateway.usage.last_use import last_use
+from gateway.usage.key_activity import last_use
 from tests.gateway.ledger.rows import STARTED, row
 from tests.support.process import configuration
 

@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from gateway import config as conf
 from gateway.auth import keys
-from gateway.control.key_usage import QueryRate, key_usage
+from gateway.control.ledger_queries import QueryRate, key_usage
 from gateway.ledger.spool import spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import running

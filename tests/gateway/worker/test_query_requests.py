@@ -9,7 +9,7 @@ import pytest
 from gateway.api.errors import Refusal
 from gateway.snapshot.link import UsageReported, UsageRequested
 from gateway.snapshot.snapshot import Key
-from gateway.worker.usage_requests import UsageRequests
+from gateway.worker.query_requests import UsageRequests
 from tests.support.running import until
 
 AT_ONCE = 64

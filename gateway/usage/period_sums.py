@@ -15,7 +15,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.schema import USAGE
 from gateway.ledger.store import reason
-from gateway.limits.earlier_use import Budgets, UsedSince
+from gateway.limits.budget_holders import Budgets, UsedSince
 from gateway.usage.database import time_limited
 from gateway.usage.queries import HALF, subjects_of
 
