@@ -110,8 +110,7 @@ class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
         Column(
             "estimated_by",
             Kind.TEXT,
-            "the method: `events`, `bytes`, `tokenize` or `journal` ([accounting](accounting.md)); empty in rows from before "
-            "migration 0002",
+            "the method: `events`, `bytes`, `tokenize` or `journal` ([accounting](accounting.md)); empty in rows of commit 3c1fad8",
         ),
     ] = None
     choices: Annotated[int | None, Column("choices", Kind.NUMBER, "the request's `n`; empty for one")] = None

@@ -209,7 +209,7 @@ async def _apply_policy(
     facts, tokens = NO_FACTS, None
     if required := model.pool.required_facts:
         session, adapter = request.head.headers.get(b"x-session-id"), model.model.id if model.model.parent is not None else None
-        work = balancing_facts(required, prepared.document, prepared.path, body, session, adapter)
+        work = balancing_facts(required, prepared.document, session, adapter)
         facts = finished(work) if pace is None else await pace.run(work)
         if facts.prompt is not None:
             tokens = token_request(context.worker.engine_caches.get(model.model.base), prepared.document, prepared.path, size, model)

@@ -37,7 +37,7 @@ _DURATION = re.compile(r"[0-9.]+[a-z]+")
 _MONTH = re.compile(r"\d{4}-\d{2}")
 _LONGEST_QUERY = 3600.0  # seconds
 UNKNOWN_METHOD = "unknown"
-"""The method of an estimate in a row from before migration 0002."""
+"""The method of an estimate in a row of commit 3c1fad8."""
 HALF = 2**32
 """Costs are summed in two parts, because SQLite's integer sums overflow at 64 bits."""
 

@@ -82,8 +82,6 @@ class Server:
         self.spec = spec
         self._condition = condition
         self.in_flight = 0
-        self.tokens_in_flight = 0
-        """Estimated tokens of the requests in flight; 0 if the pool's policy does not require them."""
         self.limit = math.inf
         """Requests that may be in flight at once."""
         self.in_flight_cells: Cells = [0.0]
@@ -125,20 +123,16 @@ class Server:
         else:
             self._update_rankings()
 
-    def start_exchange(self, tokens: int = 0) -> None:
-        """Count a request as in flight. ``tokens``: its estimate, if the policy requires one."""
+    def start_exchange(self) -> None:
+        """Count a request as in flight."""
         self.in_flight += 1
-        if tokens:
-            self.tokens_in_flight += tokens
         self.in_flight_cells[0] += 1
         for ranking in self.rankings:
             ranking.update_load(self)
 
-    def finish_exchange(self, tokens: int = 0) -> None:
-        """Count a request as finished. ``tokens``: as in ``start_exchange``."""
+    def finish_exchange(self) -> None:
+        """Count a request as finished."""
         self.in_flight -= 1
-        if tokens:
-            self.tokens_in_flight -= tokens
         self.in_flight_cells[0] -= 1
         for ranking in self.rankings:
             ranking.update_load(self)

@@ -18,7 +18,6 @@ class Machine:
     number: int = 0
     in_flight: int = 0
     weight: float = 1.0
-    tokens_in_flight: int = 0
 
     @property
     def load(self) -> float:

@@ -17,8 +17,6 @@ class Candidate(Protocol):
     """A server, as far as a policy may know it."""
 
     in_flight: int
-    tokens_in_flight: int
-    """The sum of ``RequestFacts.tokens`` of the requests in flight; 0 if the pool's policy does not require them."""
 
     @property
     def name(self) -> str:
@@ -51,7 +49,7 @@ class Candidates(Protocol[C_co]):
         """Return a server with the smallest load. Servers with the same load take turns, so that an idle pool is used evenly."""
 
 
-Fact = Literal["affinity_key", "tokens", "prompt"]
+Fact = Literal["affinity_key", "prompt"]
 """A fact of a request that a policy can require. ``gateway/prompts/balancing_facts.py`` computes each of them."""
 
 
@@ -60,8 +58,6 @@ class RequestFacts(NamedTuple):
 
     affinity_key: int | None = None
     """The same number for requests with the same prefix; None for a request without a text."""
-    tokens: int = 0
-    """The tokens that the request may use at most, prompt and completion: an estimate."""
     prompt: Prompt | None = None
     """The blocks of the prompt; None for a request that is not JSON."""
 

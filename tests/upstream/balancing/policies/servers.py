@@ -15,7 +15,6 @@ class FakeServer:
     name: str = "s"
     weight: float = 1.0
     in_flight: int = 0
-    tokens_in_flight: int = 0
 
     @property
     def load(self) -> float:

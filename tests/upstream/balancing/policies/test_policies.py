@@ -21,7 +21,7 @@ def test_a_policy_chooses_a_candidate(balance: str, known: list[tuple[float, int
     servers = [FakeServer(f"s{number}", weight, in_flight) for number, (weight, in_flight) in enumerate(known)]
     policy, available = POLICIES[balance](servers), servers[down:] or servers
     for offset, key in enumerate(keys):
-        assert policy.choose(candidates(available, offset), RequestFacts(key, 100)) in available
+        assert policy.choose(candidates(available, offset), RequestFacts(key)) in available
 
 
 @pytest.mark.parametrize("balance", POLICIES)
