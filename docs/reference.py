@@ -1,13 +1,14 @@
-"""Generates the tables of settings in configuration.md, of the ledger's columns in usage.md, and api.md.
+"""Generates the tables of balance policies and settings in configuration.md, of the ledger's columns in usage.md, and api.md.
 
-Run it as ``.venv/bin/python docs/reference.py``. The rule: descriptions and defaults of settings come from ``gateway.config``, the API from
-``gateway.api.reference``, and columns from ``gateway.ledger.row``. A test compares the pages with the output.
+Run it as ``.venv/bin/python docs/reference.py``. The rule: descriptions and defaults of settings come from ``gateway.config``, those of
+policies from ``upstream.balancing.policies``, the API from ``gateway.api.reference``, and columns from ``gateway.ledger.row``. A test
+compares the pages with the output.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gateway.api.reference import descriptions, document
 from gateway.api.reference.descriptions import Operation, Ref, TableRow
 from gateway.config import schema
 from gateway.ledger.row import COLUMNS
+from upstream.balancing.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- begin: made by docs/reference.py -->", "<!-- end -->"
@@ -122,6 +124,12 @@ def default(setting: Setting) -> str:
     return f"`{value if isinstance(value, str) else json.dumps(value)}`"
 
 
+def balance_policies() -> str:
+    """Return all balance policies as Markdown."""
+    rows = [f"| `{name}` | {policy.description} |" for name, policy in POLICIES.items()]
+    return "\n".join(["| `balance` | The server that gets a request |", "|---|---|", *rows])
+
+
 def reference() -> str:
     """Return all sections as Markdown."""
     return "\n\n".join(map(_table, groups()))
@@ -220,17 +228,18 @@ def ledger() -> str:
     return "\n".join(["| column | content | `usage --by` |", "|---|---|---|", *rows])
 
 
-PAGES = {
-    ROOT / "docs" / "configuration.md": reference,
-    ROOT / "docs" / "api.md": api,
-    ROOT / "docs" / "usage.md": ledger,
+PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
+    ROOT / "docs" / "configuration.md": (balance_policies, reference),
+    ROOT / "docs" / "api.md": (api,),
+    ROOT / "docs" / "usage.md": (ledger,),
 }
 
 
 def renewed(path: Path) -> str:
-    """Return the text of a page with its generated part replaced."""
-    before, _, rest = path.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{PAGES[path]()}\n\n{END}{rest.partition(END)[2]}"
+    """Return the text of a page with its generated parts replaced."""
+    first, *rest = path.read_text().split(BEGIN)
+    parts = [f"{BEGIN}\n\n{make()}\n\n{END}{old.partition(END)[2]}" for make, old in zip(PAGES[path], rest, strict=True)]
+    return first + "".join(parts)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ KINDS = {
         (
             Location("upstream/balancing/policies", modules("upstream/balancing/policies"), "add a module of this name"),
             Location("tests/upstream/balancing/policies", modules("tests/upstream/balancing/policies", "test_"), "add its test"),
-            Location("docs/configuration.md, Balance policies", documented_policies, "add a row, and run docs/reference.py"),
+            Location("docs/configuration.md, Balance policies", documented_policies, "run docs/reference.py"),
         ),
     ),
 }

@@ -16,6 +16,7 @@ from gateway.auth.body_policy import BodyPolicy
 from gateway.auth.split import Split
 from gateway.snapshot.snapshot import Key, Mirror, Model
 from upstream.balancing.cost_model import CostModel
+from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.cost import Cost
 from upstream.balancing.pool import Pool
 from upstream.balancing.server import Server
@@ -96,8 +97,9 @@ class Catalog:
         found = self._pools.get(model.base)
         if found is None:
             pooled = [servers[spec.name] for spec in model.servers]
-            costs = self._costs.get(model.base)
-            policy = None if costs is None or model.cost is None else Cost(pooled, costs, explain=model.cost.explain)
+            kind, costs = POLICIES[model.balance], self._costs.get(model.base)
+            settings = kind.settings(**model.policy)
+            policy = kind(pooled, settings) if costs is None else Cost(pooled, settings, costs)
             found = self._pools[model.base] = Pool(pooled, model.balance, policy)
         return found
 

@@ -14,10 +14,11 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from gateway.config import explain, references
-from gateway.config.models import Config, KeysFile, Section
+from gateway.config.models import Config, KeysFile
 from gateway.config.problems import ConfigurationError, Finding, Problem
 from gateway.config.references import Draft
 from gateway.config.secret import Surroundings
+from gateway.config.section import Section
 from gateway.config.source import Source, read
 from gateway.system.garbage_collector import collector_paused
 

@@ -6,26 +6,27 @@ The YAML, the error messages and the JSON Schema all come from these classes. Th
 
 from __future__ import annotations
 
+from dataclasses import asdict, fields
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PrivateAttr,
     SecretStr,
     Strict,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 
 from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Window, parse_duration, parse_size
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
+from gateway.config.section import Section, section_of
 from gateway.config.values import (
     Balance,
     BodyFields,
@@ -68,12 +69,6 @@ from upstream.http.address import Address
 from upstream.vllm import path_options
 from upstream.vllm.command_line import takes_vllms_flags
 from upstream.vllm.installed_vllm import runs_vllm_itself
-
-
-class Section(BaseModel):
-    """A section of the configuration. Unknown keys are errors, and a section is immutable after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def _quantity(text: str, description: str) -> Any:
@@ -235,13 +230,6 @@ class Discover(Section):
     api_key: Secret | None = Field(default=None, description="API key that they require")
 
 
-class CostPolicy(Section):
-    """Settings of the balance policy `cost`."""
-
-    kv_cache_tokens: Count | None = Field(default=None, description="tokens in each server's KV cache; default: from the engines' metrics")
-    explain: Flag = Field(default=False, description="explain each choice in the access log")
-
-
 class Timeouts(Section):
     """The timeouts of a model's servers."""
 
@@ -306,11 +294,26 @@ class Price(Section):
     reasoning: _Price | None = Field(default=None, description="price of a million reasoning tokens; default: as `completion`")
 
 
+_POLICIES_WITH_SETTINGS = tuple(name for name, policy in policies.POLICIES.items() if fields(policy.settings))
+S = TypeVar("S", bound=Section)
+
+
+def _with_policy_settings(model: type[S]) -> type[S]:
+    """Return the section of a model with a section for each balance policy that has settings."""
+    sections: dict[str, Any] = {}
+    for name in _POLICIES_WITH_SETTINGS:
+        title = f"{name.title().replace('_', '')}Policy"
+        section = section_of(title, policies.POLICIES[name].settings, f"Settings of the balance policy `{name}`.")
+        sections[f"{name}_policy"] = (section | None, Field(default=None, description=f"settings of `balance: {name}`"))
+    return create_model(model.__name__, __base__=model, __doc__=model.__doc__, __module__=__name__, **sections)
+
+
 Weight = Annotated[int, Strict(), Field(ge=0, le=1_000_000)]
 Task = Literal["chat", "completion", "embedding", "rerank", "classify", "transcription"]
 Capability = Literal["tools", "reasoning", "structured_outputs", "image", "audio", "video"]
 
 
+@_with_policy_settings
 class Model(Section):
     """A model and its servers."""
 
@@ -331,7 +334,6 @@ class Model(Section):
     )
     loras: tuple[Lora, ...] = Field(default=(), description="LoRA adapters of the model")
     balance: Balance = Field(default=policies.DEFAULT, description="how a server is selected")
-    cost_policy: CostPolicy | None = Field(default=None, description="settings of `balance: cost`")
     timeouts: Timeouts = Field(default=Timeouts(), description="timeouts of the servers")
     queue: Queue | None = Field(
         default=None,
@@ -363,9 +365,16 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _has_settings_of_its_policy(self) -> Model:
-        if self.cost_policy is not None and self.balance != "cost":
-            raise ValueError("cost_policy has no effect without `balance: cost`")
+        for name in _POLICIES_WITH_SETTINGS:
+            if name != self.balance and getattr(self, f"{name}_policy") is not None:
+                raise ValueError(f"{name}_policy has no effect without `balance: {name}`")
         return self
+
+    @property
+    def policy(self) -> dict[str, Any]:
+        """The settings of its balance policy; empty if none is written."""
+        settings = getattr(self, f"{self.balance}_policy", None)
+        return {} if settings is None else asdict(settings)
 
     @property
     def names(self) -> tuple[str, ...]:

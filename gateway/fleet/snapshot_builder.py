@@ -23,7 +23,6 @@ from gateway.snapshot.snapshot import (
     Budget,
     Claims,
     Clients,
-    CostSettings,
     Issuer,
     Key,
     Limits,
@@ -130,7 +129,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         aliases=model.aliases,
         mounts=model.mounts,
         balance=model.balance,
-        cost=_cost(model),
+        policy=model.policy,
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
         queue=_queue(config, model),
         max_inflight=model.max_inflight,
@@ -150,14 +149,6 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         split=tuple((config.model_ids[name], weight) for name, weight in (model.split or {}).items()),
         sticky=model.sticky,
     )
-
-
-def _cost(model: conf.Model) -> CostSettings | None:
-    """Return the settings of the policy ``cost``; None with another policy."""
-    if model.balance != "cost":
-        return None
-    settings = model.cost_policy or conf.CostPolicy()
-    return CostSettings(settings.kv_cache_tokens, settings.explain)
 
 
 def _mirror(config: Config, model: conf.Model) -> Mirror | None:

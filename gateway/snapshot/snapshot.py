@@ -205,18 +205,6 @@ class LimitsStore:
 
 
 @dataclass(frozen=True, slots=True)
-class CostSettings:
-    """The settings of the policy ``cost``.
-
-    ``kv_cache_tokens``: the size of each server's KV cache; None: from the engines' metrics. ``explain``: the access log explains each
-    choice.
-    """
-
-    kv_cache_tokens: int | None = None
-    explain: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Model:
     """A model as clients see it, and its servers.
 
@@ -241,8 +229,8 @@ class Model:
     aliases: tuple[str, ...] = ()
     mounts: tuple[str, ...] = ()
     balance: str = policies.DEFAULT
-    cost: CostSettings | None = None
-    """The settings of the policy ``cost``; None with another policy."""
+    policy: Mapping[str, Any] = field(default_factory=dict)
+    """The settings of this balance policy by name. A missing setting has its default."""
     timeouts: Timeouts = field(default_factory=Timeouts)
     queue: Queue | None = None
     max_inflight: int | None = None

@@ -27,6 +27,8 @@ from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
 from gateway.worker.query_requests import UsageRequests
 from upstream.balancing.cost_model import CostModel
+from upstream.balancing.policies import POLICIES
+from upstream.balancing.policies.cost import Cost, CostSettings
 from upstream.balancing.pool import LiveServers
 from upstream.balancing.server import Progress
 from upstream.http.deadlines import TICK, check_all
@@ -98,9 +100,9 @@ class Worker:
         if self._catalog is not None:
             self._catalog.retire()
         self.costs = {
-            model.id: self.costs.get(model.id) or CostModel(model.cost.kv_cache_tokens, peers=self._peers)
+            model.id: self.costs.get(model.id) or CostModel(CostSettings(**model.policy).kv_cache_tokens, peers=self._peers)
             for model in snapshot.bases
-            if model.cost is not None
+            if POLICIES[model.balance] is Cost
         }
         context.engine_caches = {model: costs.engines for model, costs in self.costs.items()}
         self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs)

@@ -13,7 +13,7 @@ import pytest
 
 from gateway.prompts.token_keys import MOST_BYTES
 from gateway.snapshot.link import BlockChanges, CachedBlocks
-from gateway.snapshot.snapshot import BodyRules, CostSettings
+from gateway.snapshot.snapshot import BodyRules
 from tests.support.running import KEY, Served, model, serving
 from tests.support.scripted import Conversation, Scripted, scripted
 from upstream.vllm.kv_events.keys import prompt_keys
@@ -74,7 +74,7 @@ async def routed() -> AsyncIterator[Routed]:
     async with AsyncExitStack() as stack:
         servers = [await stack.enter_async_context(scripted(respond)) for _ in range(3)]
         ports = [server.port for server in servers]
-        settings = model(*ports, balance="cost", cost=CostSettings(explain=True), body=BodyRules(("cache_salt",)))
+        settings = model(*ports, balance="cost", policy={"explain": True}, body=BodyRules(("cache_salt",)))
         yield Routed(await stack.enter_async_context(serving([settings])), servers)
 
 

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from gateway.snapshot.link import Health
-from gateway.snapshot.snapshot import BodyRules, CostSettings
+from gateway.snapshot.snapshot import BodyRules
 from tests.support.ports import refusing
 from tests.support.running import KEY, Served, model, serving, until
 from tests.support.scripted import Conversation, scripted
@@ -36,7 +36,7 @@ async def worker() -> AsyncIterator[Served]:
     async with AsyncExitStack() as stack:
         ports = [(await stack.enter_async_context(scripted(responding(number)))).port for number in range(3)]
         yield await stack.enter_async_context(
-            serving([model(*ports, balance="cost", cost=CostSettings(explain=True), body=BodyRules(("cache_salt",)))])
+            serving([model(*ports, balance="cost", policy={"explain": True}, body=BodyRules(("cache_salt",)))])
         )
 
 
@@ -98,7 +98,7 @@ async def test_a_request_that_a_fallback_serves_leaves_nothing_on_its_servers() 
     """The two servers refuse connections. They stay in the cost model, where no request may remain in flight."""
     with refusing() as port:
         async with scripted(responding(0)) as spare:
-            requested = model(port, port, balance="cost", cost=CostSettings(), fallbacks=("other",))
+            requested = model(port, port, balance="cost", fallbacks=("other",))
             async with serving([requested, model(spare.port, identity="other")]) as served:
                 for _ in range(3):
                     assert (await request_once(served.port, request())).headers["x-vllm-gateway-fallback"] == "other"

@@ -13,7 +13,7 @@ from typing import Any
 from gateway.control.serve import listen
 from gateway.limits.buckets import Buckets
 from gateway.snapshot.link import BlockChanges, CachedBlocks, Health
-from gateway.snapshot.snapshot import CostSettings, Snapshot
+from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.shared_counters import SharedCounters
 from gateway.worker.supervisor import WorkerEvents, running_workers
 from tests.support.running import key, model, until
@@ -40,7 +40,7 @@ async def respond(talk: Conversation) -> None:
 
 async def test_requests_reach_the_server_that_has_their_blocks_by_its_events() -> None:
     async with scripted(respond) as one, scripted(respond) as other:
-        served = model(one.port, other.port, balance="cost", cost=CostSettings(explain=True))
+        served = model(one.port, other.port, balance="cost", policy={"explain": True})
         with closing(listen("127.0.0.1", 0, "server.port")) as listener:
             async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
                 health = Health({spec.name: Condition.UP for spec in served.servers}, {})

@@ -1,10 +1,10 @@
 """Balance policies: they decide which available server of a pool gets a request.
 
-Each policy is a class in a separate module, which states the facts of a request that it requires. It must not change a server, and it
-sees only servers that are up and have capacity. Start with ``policy``.
+Each policy is a class in a separate module, with its description, its settings and the facts of a request that it requires. It must not
+change a server, and it sees only servers that are up and have capacity. Start with ``policy``.
 
-To add a policy, write its module and its test, and add a line here and a row to the table of policies in docs/configuration.md. Allowed
-values, schema and reference are derived from the table below.
+To add a policy, write its module and its test, and add a line to the table below. Allowed values, the section with its settings, schema
+and documents are derived from this table.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ turn.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 from upstream.balancing.cost_model import BLOCK_BYTES, CostModel, Prompt
@@ -57,17 +58,34 @@ SESSION = 0.02
 CONSIDERED = 32
 
 
+@dataclass(frozen=True, slots=True)
+class CostSettings:
+    """The settings of the policy."""
+
+    kv_cache_tokens: int | None = field(
+        default=None,
+        metadata={"description": "tokens in each server's KV cache; default: from the engines' metrics", "ge": 1, "lt": 2**63},
+    )
+    explain: bool = field(default=False, metadata={"description": "explain each choice in the access log"})
+
+
 class Cost(Policy[C]):
     """Choose the server with the smallest cost. ``model`` keeps what was learned when the pool is replaced."""
 
+    description = (
+        "the server on which the request costs the least time: its waiting prompts, the tokens that it has not "
+        "[cached](prefix-cache.md#route-by-cost), its speed"
+    )
     requires = frozenset({"prompt"})
+    settings = CostSettings
+    uses_idle_pool_evenly = True
 
-    def __init__(self, servers: Sequence[C], model: CostModel | None = None, *, explain: bool = False) -> None:
-        super().__init__(servers)
+    def __init__(self, servers: Sequence[C], settings: CostSettings | None = None, model: CostModel | None = None) -> None:
+        super().__init__(servers, settings)
         self.model = model or CostModel()
         self.model.set_servers(server.name for server in servers)
         self._by_name = {server.name: server for server in servers}
-        self._explain = explain
+        self._explain = settings is not None and settings.explain
         self._choices = 0
         self._weight = sum(server.weight for server in servers)
         self._homes: Prefix[C] = Prefix(servers)

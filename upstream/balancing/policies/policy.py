@@ -2,13 +2,18 @@
 
 The rule: ``Policy.choose`` does no I/O and returns one of the candidates. In a policy for large pools, the cost must not grow with the
 number of servers; a ranking keeps the candidates sorted by load.
+
+A policy with settings has a frozen dataclass of them. A field's ``metadata`` has its ``description`` and bounds such as ``ge``, from which
+the section ``<policy>_policy`` of the configuration and its reference are derived. ``__post_init__`` raises ValueError, with a message for
+the operator, for settings that contradict each other.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from upstream.balancing.cost_model import Prompt
 
@@ -65,14 +70,25 @@ class RequestFacts(NamedTuple):
 NO_FACTS = RequestFacts()
 
 
+@dataclass(frozen=True, slots=True)
+class NoSettings:
+    """The settings of a policy that has none."""
+
+
 class Policy(ABC, Generic[C]):
     """A way to choose a server, for one pool. An instance lives as long as its pool and is called for each request."""
 
+    description: ClassVar[str]
+    """The server that gets a request, for the table in docs/configuration.md."""
     requires: ClassVar[frozenset[Fact]] = frozenset()
     """The facts that ``choose`` reads. Only these are computed."""
+    settings: ClassVar[type[Any]] = NoSettings
+    """The dataclass of its settings, each with a default."""
+    uses_idle_pool_evenly: ClassVar[bool] = False
+    """Whether each of n servers without requests gets one of the next n requests. A random policy cannot promise this."""
 
-    def __init__(self, servers: Sequence[C]) -> None:
-        """Prepare for the servers of a pool, among them those that are down."""
+    def __init__(self, servers: Sequence[C], settings: Any = None) -> None:
+        """Prepare for the servers of a pool, among them those that are down. ``settings``: those of the policy; None: its defaults."""
 
     @abstractmethod
     def choose(self, candidates: Candidates[C], request: RequestFacts) -> C:

@@ -22,6 +22,7 @@ import math
 from collections.abc import Sequence
 from hashlib import blake2b
 from heapq import nlargest
+from typing import Any
 
 from upstream.balancing.policies.policy import C, Candidate, Candidates, Policy, RequestFacts
 
@@ -37,10 +38,12 @@ FREE = 4
 class Prefix(Policy[C]):
     """Choose the same server for the same affinity key, and the least busy server for a request without a key."""
 
+    description = "the server that has the [prefix of the prompt](prefix-cache.md) cached, unless it is too busy; otherwise as `least_busy`"
     requires = frozenset({"affinity_key"})
+    uses_idle_pool_evenly = True
 
-    def __init__(self, servers: Sequence[C]) -> None:
-        super().__init__(servers)
+    def __init__(self, servers: Sequence[C], settings: Any = None) -> None:
+        super().__init__(servers, settings)
         self._servers = tuple(servers)
         self._orders: dict[int, tuple[C, ...]] = {}
 

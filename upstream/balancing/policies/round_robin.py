@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from upstream.balancing.policies.policy import C, Candidates, Policy, RequestFacts
 
@@ -10,8 +11,11 @@ from upstream.balancing.policies.policy import C, Candidates, Policy, RequestFac
 class RoundRobin(Policy[C]):
     """Choose the servers in rotation."""
 
-    def __init__(self, servers: Sequence[C]) -> None:
-        super().__init__(servers)
+    description = "the next server in rotation; load and `weight` have no effect"
+    uses_idle_pool_evenly = True
+
+    def __init__(self, servers: Sequence[C], settings: Any = None) -> None:
+        super().__init__(servers, settings)
         self._choices = 0
 
     def choose(self, candidates: Candidates[C], request: RequestFacts) -> C:  # noqa: ARG002  every request counts the same

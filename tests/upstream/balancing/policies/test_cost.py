@@ -6,7 +6,7 @@ from collections import Counter
 
 from tests.upstream.balancing.policies.servers import FakeServer, candidates, named
 from upstream.balancing.cost_model import CostModel, EngineLoad, Placement, Prompt
-from upstream.balancing.policies.cost import CONSIDERED, FOUND, Cost
+from upstream.balancing.policies.cost import CONSIDERED, FOUND, Cost, CostSettings
 from upstream.balancing.policies.policy import RequestFacts
 
 BLOCK = 512
@@ -28,7 +28,7 @@ class Router:
         self.clock = Clock()
         self.model = CostModel(clock=self.clock)
         self.servers = named(names)
-        self.policy: Cost[FakeServer] = Cost(self.servers, self.model, explain=explain)
+        self.policy: Cost[FakeServer] = Cost(self.servers, CostSettings(explain=explain), self.model)
         self._requests = 0
 
     def send(self, first: int, blocks: int = LONG, *, own: int = 0, session: int | None = None, adapter: int | None = None) -> Placement:
@@ -219,7 +219,7 @@ def test_what_was_learned_survives_a_reload() -> None:
     router = Router("a", "b")
     home = router.serve(1000).server
     servers = named(["a", "b", "c"])
-    reloaded: Cost[FakeServer] = Cost(servers, router.model)
+    reloaded: Cost[FakeServer] = Cost(servers, model=router.model)
     router.clock.now += 10
     prompt = Prompt(range(1000, 1000 + LONG), LONG * BLOCK, stream=True)
     assert reloaded.choose(candidates(servers), RequestFacts(prompt=prompt)).name == home

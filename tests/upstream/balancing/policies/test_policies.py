@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.config import schema
+from gateway.config import Model, schema
 from tests.upstream.balancing.policies.servers import FakeServer, candidates
 from upstream.balancing.policies import DEFAULT, POLICIES
 from upstream.balancing.policies.policy import NO_FACTS, RequestFacts
@@ -24,7 +26,7 @@ def test_a_policy_chooses_a_candidate(balance: str, known: list[tuple[float, int
         assert policy.choose(candidates(available, offset), RequestFacts(key)) in available
 
 
-@pytest.mark.parametrize("balance", POLICIES)
+@pytest.mark.parametrize("balance", [name for name, policy in POLICIES.items() if policy.uses_idle_pool_evenly])
 @settings(deadline=None)
 @given(count=st.integers(1, 6), first=st.integers(0, 1000))
 def test_an_idle_pool_is_used_evenly(balance: str, count: int, first: int) -> None:
@@ -36,3 +38,18 @@ def test_an_idle_pool_is_used_evenly(balance: str, count: int, first: int) -> No
 def test_the_configuration_takes_the_policies_of_the_table() -> None:
     balance = schema()["$defs"]["Model"]["properties"]["balance"]
     assert (balance["enum"], balance["default"]) == (list(POLICIES), DEFAULT)
+
+
+@pytest.mark.parametrize("balance", POLICIES)
+def test_the_settings_of_a_policy_are_those_of_its_section(balance: str) -> None:
+    """Each setting has a default and a description."""
+    policy = POLICIES[balance]
+    model = {"id": "m", "servers": [{"url": "http://127.0.0.1:1"}], "balance": balance}
+    if not fields(policy.settings):
+        assert f"{balance}_policy" not in Model.model_fields
+        return
+    assert policy.settings(**Model.model_validate({**model, f"{balance}_policy": {}}).policy) == policy.settings()
+    section = schema()["$defs"]["Model"]["properties"][f"{balance}_policy"]["anyOf"][0]["$ref"].rpartition("/")[2]
+    settings = schema()["$defs"][section]["properties"]
+    assert list(settings) == [each.name for each in fields(policy.settings)]
+    assert all(each["description"] for each in settings.values())

@@ -1,0 +1,46 @@
+"""The base of all sections, and sections whose settings are declared where they are used.
+
+A worker has no pydantic, so the packages that it loads declare their settings as plain dataclasses, as the balance policies do. The
+``metadata`` of a field has its ``description`` and bounds such as ``ge``. The rule: the configuration reads the same annotations
+with its own types, so ``bool`` is strictly true or false, and ``str`` is not empty.
+"""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, asdict, fields
+from typing import Annotated, Any, get_type_hints
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, PlainSerializer, Strict, create_model
+
+from gateway.config import values
+
+
+class Section(BaseModel):
+    """A section of the configuration. Unknown keys are errors, and a section is immutable after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+_TYPES = vars(values) | {
+    "bool": values.Flag,
+    "int": Annotated[int, Strict()],
+    "float": Annotated[float, Strict()],
+    "str": values.Text,
+}
+"""The types of the annotations of a declaration, by their text."""
+
+
+def declared(declaration: type) -> dict[str, Any]:
+    """Return the settings that a dataclass declares, as fields for ``create_model``."""
+    types = get_type_hints(declaration, _TYPES, include_extras=True)
+    made: dict[str, Any] = {}
+    for each in fields(declaration):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        made[each.name] = types[each.name], Field(default=default, **each.metadata)
+    return made
+
+
+def section_of(name: str, declaration: type, about: str) -> Any:
+    """Return the type of a section that has these settings, and whose value is the dataclass. ``about``: its description."""
+    section = create_model(name, __base__=Section, __doc__=about, **declared(declaration))
+    return Annotated[section, AfterValidator(lambda written: declaration(**written.model_dump())), PlainSerializer(asdict)]
