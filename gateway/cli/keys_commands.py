@@ -14,17 +14,16 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
 
 import typer
 
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import DEFAULT, ConfigArgument, ConfigOption, config_file, named_config
 from gateway.cli.output import BAD_USAGE, FAILED, print_problems, say_error
+from gateway.snapshot.key_properties import OPTIONS, KeyProperties
 
 if TYPE_CHECKING:
-    from pydantic.fields import FieldInfo
-
     from gateway.config import Config, Key
     from gateway.key_management.key_file import KeyFiles
     from gateway.key_management.key_list import LastUse
@@ -42,11 +41,10 @@ def new(
     models: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help='A model that it may use, e.g. "Qwen/*"; can be repeated.', show_default=False)
     ] = None,
-    team: Annotated[str | None, typer.Option(metavar="ID", help="The team it belongs to.", show_default=False)] = None,
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Add it to this configuration.", show_default=False)] = None,
     write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
     config: ConfigOption = None,
-    **limits: float | None,
+    **further: Any,
 ) -> int:
     """Create a key.
 
@@ -55,8 +53,9 @@ def new(
     from gateway.auth import keys
     from gateway.key_management.yaml_edit import stanza
 
-    limited = {name: value for name, value in limits.items() if value is not None}
-    given = {"models": models or None, "expires": expires, "limits": limited or None, "team": team}
+    properties = {name: further.pop(name) for name in OPTIONS}
+    limited = {name: value for name, value in further.items() if value is not None}
+    given = {"models": models or None, "expires": expires, "limits": limited or None} | properties
     entry: dict[str, Any] = {"id": id} | {name: value for name, value in given.items() if value is not None}
     if wrong := _wrong(entry):
         return say_error(f"--{wrong}", BAD_USAGE)
@@ -384,15 +383,16 @@ def _print_table(listed: list[dict[str, Any]]) -> None:
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("id", "team", "state", "models", "expires", "last used", "hashes", "limits"):
-        table.add_column(title, overflow="fold")
+    for title in ("id", *OPTIONS, "state", "models", "expires", "last used", "hashes", "limits"):
+        table.add_column(title.replace("_", " "), overflow="fold")
     for one in listed:
         until = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
         limits = ", ".join(_limit_texts(one["limits"]))
         hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{until}"
         state = Text(one["state"], _COLORS.get(one["state"], ""))
         cells = (", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
-        table.add_row(Text(one["id"]), Text(one["team"] or "-"), state, *map(Text, cells))
+        properties = ("-" if (value := one.get(name)) is None else str(value) for name in OPTIONS)
+        table.add_row(Text(one["id"]), *map(Text, properties), state, *map(Text, cells))
     Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
 
 
@@ -413,7 +413,7 @@ _COLORS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
 def commands() -> dict[str, Callable[..., int]]:
     """Return the commands by name."""
     return {
-        "new": _with_limits(new),
+        "new": _with_derived_options(new),
         "rotate": rotate,
         "revoke": revoke,
         "restore": restore,
@@ -424,15 +424,20 @@ def commands() -> dict[str, Callable[..., int]]:
     }
 
 
-def _with_limits(command: Callable[..., int]) -> Callable[..., int]:
-    """Return the command with an option for each limit of a key instead of ``**limits``."""
+def _with_derived_options(command: Callable[..., int]) -> Callable[..., int]:
+    """Return the command with an option for each property and each limit of a key instead of ``**further``."""
     from gateway.config import Limits
 
     @functools.wraps(command)
     def run(**given: Any) -> int:
         return command(**given)
 
-    options = [_option(name, field) for name, field in Limits.model_fields.items() if name not in _NOT_AMOUNTS]
+    types = get_type_hints(KeyProperties)
+    options = [_option(name, types[name], **texts) for name, texts in OPTIONS.items()]
+    for name, field in Limits.model_fields.items():
+        if name not in _NOT_AMOUNTS:
+            kind, parse = (float, _amount) if name.startswith("cost_") else (int, _whole_number)
+            options.append(_option(name, kind | None, "N", f"Limit: {field.description}.", parse))
     signature = inspect.signature(command, eval_str=True)
     plain = [parameter for parameter in signature.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD]
     run.__signature__ = signature.replace(parameters=[*plain, *options])  # type: ignore[attr-defined]
@@ -442,10 +447,9 @@ def _with_limits(command: Callable[..., int]) -> Callable[..., int]:
 _NOT_AMOUNTS = ("models", "budgets", "session")
 
 
-def _option(name: str, field: FieldInfo) -> inspect.Parameter:
-    kind, parse = (float, _amount) if name.startswith("cost_") else (int, _whole_number)
-    option = typer.Option(metavar="N", help=f"Limit: {field.description}.", show_default=False, parser=parse)
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option])
+def _option(name: str, kind: Any, metavar: str, help: str, parser: Callable[[str], Any] | None = None) -> inspect.Parameter:
+    option = typer.Option(metavar=metavar, help=help, show_default=False, parser=parser)
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
 
 def _whole_number(text: str) -> int:

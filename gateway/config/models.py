@@ -10,7 +10,7 @@ from dataclasses import asdict, fields
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -26,7 +26,7 @@ from pydantic import (
 
 from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Window, parse_duration, parse_size
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
-from gateway.config.section import Section, section_of
+from gateway.config.section import Section, declared, section_of
 from gateway.config.values import (
     Balance,
     BodyFields,
@@ -60,6 +60,7 @@ from gateway.config.values import (
     exists,
     installed,
 )
+from gateway.snapshot.key_properties import KeyProperties
 from gateway.snapshot.money import MAX_COST_LIMIT, MAX_PRICE
 from gateway.system.logs import PARTS
 from gateway.system.tls import CertificateError, Pair
@@ -468,7 +469,7 @@ class Limits(_Amounts):
     models: tuple[ModelLimits, ...] = Field(default=(), description="additional limits for some models")
 
 
-class Key(Section):
+class _Key(Section):
     """A principal that may use the gateway, with the hashes of its keys."""
 
     id: Name = Field(description="name of the principal in metrics and usage records")
@@ -477,19 +478,15 @@ class Key(Section):
         alias="hash",
         description="hash of its key, or a list of hashes; {hash: sha256:…, expires: 2027-01-01} for a key that expires",
     )
-    revoked: Flag = Field(default=False, description="refuse its keys")
-    anonymous: Flag = Field(default=False, description="use this entry for requests without a key")
     models: Annotated[tuple[Name, ...], Field(min_length=1)] = Field(
         default=("*",), description="models that it may use: IDs or patterns with *"
     )
     expires: Instant | None = Field(default=None, description="time from which it is refused; a date means 00:00 UTC")
     limits: Limits | None = Field(default=None, description="limits of its use")
-    team: Name | None = Field(default=None, description="team of the principal")
     priority: Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)] | None = Field(
         default=None,
         description="priority in the gateway's queues (as a share) and in vLLM's scheduler; lower is sooner",
     )
-    labels: dict[Name, Text] = Field(default={}, description='labels for its usage records, e.g. {cost_center: "17"}')
     user_header: HeaderName | None = Field(
         default=None, description="header that names the end user in its usage records, e.g. X-OpenWebUI-User-Id; only for trusted clients"
     )
@@ -497,6 +494,14 @@ class Key(Section):
     def expired(self, now: datetime) -> bool:
         """Return whether it has expired at the aware datetime ``now``."""
         return self.expires is not None and self.expires <= now
+
+
+if TYPE_CHECKING:
+
+    class Key(_Key, KeyProperties):  # type: ignore[misc]  # its configuration freezes it, which mypy does not see
+        """An entry of `keys`: the settings above, and the properties that a worker reads as they are written."""
+else:
+    Key = create_model("Key", __base__=_Key, __doc__=_Key.__doc__, __module__=__name__, **declared(KeyProperties))
 
 
 class Team(Section):

@@ -1,7 +1,7 @@
 """The base of all sections, and sections whose settings are declared where they are used.
 
-A worker has no pydantic, so the packages that it loads declare their settings as plain dataclasses, as the balance policies do. The
-``metadata`` of a field has its ``description`` and bounds such as ``ge``. The rule: the configuration reads the same annotations
+A worker has no pydantic, so the packages that it loads declare their settings as plain dataclasses: the balance policies, the properties of
+keys. The ``metadata`` of a field has its ``description`` and bounds such as ``ge``. The rule: the configuration reads the same annotations
 with its own types, so ``bool`` is strictly true or false, and ``str`` is not empty.
 """
 
@@ -36,7 +36,8 @@ def declared(declaration: type) -> dict[str, Any]:
     made: dict[str, Any] = {}
     for each in fields(declaration):
         default = each.default if each.default_factory is MISSING else each.default_factory()
-        made[each.name] = types[each.name], Field(default=default, **each.metadata)
+        described = {key: value for key, value in each.metadata.items() if key != "option"}
+        made[each.name] = types[each.name], Field(default=default, **described)
     return made
 
 

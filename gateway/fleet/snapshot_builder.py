@@ -16,6 +16,7 @@ from gateway.config.quantities import window_seconds
 from gateway.config.redis_url import limits_store
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
 from gateway.fleet.observed_servers import ObservedServers, api_key_of
+from gateway.snapshot.key_properties import PROPERTIES
 from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import (
     Allowance,
@@ -254,14 +255,11 @@ def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None, of_team: tu
         digest_expiries={_digest(one.text): one.expires.timestamp() for one in key.hashes if one.expires is not None},
         models=None if key.models == ("*",) else key.models,
         expires=key.expires.timestamp() if key.expires is not None else None,
-        anonymous=key.anonymous,
         fields=_fields(key, isolation),
-        team=key.team,
-        labels=key.labels,
-        revoked=key.revoked,
         weight=weight_of(key.priority),
         allowances=(*_allowances(f"key {key.id}", key.limits), *of_team),
         user_header=None if key.user_header is None else key.user_header.encode(),
+        **{name: getattr(key, name) for name in PROPERTIES},
     )
 
 

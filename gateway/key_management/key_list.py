@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from gateway.config import Config, Key
+from gateway.snapshot.key_properties import OPTIONS
 
 SOON = timedelta(days=14)
 """An entry that expires within this time is shown as ending soon."""
@@ -41,7 +42,7 @@ def _shown(key: Key, use: LastUse, now: datetime, of_tokens: bool) -> dict[str, 
     return {
         "id": key.id,
         "state": state(key, now),
-        "team": key.team,
+        **{name: getattr(key, name) for name in OPTIONS},
         "models": list(key.models),
         "expires": instant(key.expires) if key.expires else None,
         "hashes": len(key.hashes),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
 
+from gateway.snapshot.key_properties import KeyProperties
 from gateway.snapshot.money import Price
 from gateway.system.logs import LogSettings
 from gateway.system.tls import Tls
@@ -89,13 +90,13 @@ class Allowance:
 
 
 @dataclass(frozen=True, slots=True)
-class Key:
+class Key(KeyProperties):
     """A principal.
 
     ``digests`` are the SHA-256 of its keys. ``digest_expiries`` gives the expiry of single keys by digest, and ``expires`` that of the
-    entry, in seconds since the epoch. ``models`` are globs over model IDs, None for all. All keys of a ``revoked`` entry are refused.
-    ``fields`` are set on the body of each request. ``team`` and ``labels`` are written into ledger rows. ``weight`` is its share in queues.
-    ``allowances`` are its own limits and its team's. ``user_header`` is the name, in lowercase, of the header that names the end user.
+    entry, in seconds since the epoch. ``models`` are globs over model IDs, None for all. ``fields`` are set on the body of each request.
+    ``weight`` is its share in queues. ``allowances`` are its own limits and its team's. ``user_header`` is the name, in lowercase, of the
+    header that names the end user.
 
     The subject of a token is a separate principal. ``entry`` is then the ID of the configured key that it counts as, under which metrics
     show it. ``within`` are globs that narrow its models further, None for no narrowing.
@@ -105,12 +106,8 @@ class Key:
     digests: tuple[bytes, ...] = field(default=(), repr=False)
     models: tuple[str, ...] | None = None
     expires: float | None = None
-    anonymous: bool = False
     fields: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    team: str | None = None
-    labels: dict[str, str] = field(default_factory=dict)
     digest_expiries: Mapping[bytes, float] = field(default_factory=dict, repr=False)
-    revoked: bool = False
     weight: float = 1.0
     allowances: tuple[Allowance, ...] = ()
     entry: str | None = None

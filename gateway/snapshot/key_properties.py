@@ -1,0 +1,35 @@
+"""The properties of a key that a worker reads as the operator has written them.
+
+The rule: a property is declared here once, as a field. The setting of a key in the configuration, its reference and the chart's schema, the
+key in the snapshot, and for a property with an ``option`` also the option of ``keys new`` and the column of ``keys list`` are derived from
+the field. A property that a worker needs in another form than it is written, for example an expiry in seconds, is declared in
+``config/models`` and in ``snapshot``, and ``fleet/snapshot_builder`` converts it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+Name = str
+"""An ID or an alias. The configuration reads it as ``Name`` of ``config/values``, which has no spaces."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyProperties:
+    """The properties, each with a default. ``metadata``: its description, bounds such as ``ge``, and metavar and help of its option."""
+
+    revoked: bool = field(default=False, metadata={"description": "refuse its keys"})
+    anonymous: bool = field(default=False, metadata={"description": "use this entry for requests without a key"})
+    team: Name | None = field(
+        default=None, metadata={"description": "team of the principal", "option": {"metavar": "ID", "help": "The team it belongs to."}}
+    )
+    labels: dict[Name, str] = field(
+        default_factory=dict, metadata={"description": 'labels for its usage records, e.g. {cost_center: "17"}'}
+    )
+
+
+PROPERTIES = tuple(each.name for each in fields(KeyProperties))
+"""The names of all properties."""
+OPTIONS: dict[str, dict[str, Any]] = {each.name: each.metadata["option"] for each in fields(KeyProperties) if "option" in each.metadata}
+"""The properties that ``keys new`` sets and ``keys list`` shows, with metavar and help of the option."""
