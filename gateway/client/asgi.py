@@ -10,21 +10,15 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 from urllib.parse import unquote
 
 import httptools
 
 from gateway.api.errors import Refusal, draining, internal_error
+from gateway.client.connection_context import Application, Connection, Message
 from gateway.client.http.head import RequestHead
 from gateway.client.http.status_lines import STATUS_LINES
-
-if TYPE_CHECKING:
-    from gateway.client.connection import ClientConnection
-
-Message = MutableMapping[str, Any]
-Application = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
 
 _NOT_IN_A_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
 _NOT_IN_A_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -40,7 +34,7 @@ class AsgiRequest:
 
     is_awaited = False
 
-    def __init__(self, connection: ClientConnection, head: RequestHead, keep_alive: bool) -> None:
+    def __init__(self, connection: Connection, head: RequestHead, keep_alive: bool) -> None:
         self.head = head
         self.keep_alive = keep_alive
         self.size = 0
@@ -186,7 +180,7 @@ class AsgiRequest:
         self._connection.response_finished(keep_alive=self.keep_alive, body_complete=self.body_complete)
 
 
-def _scope(connection: ClientConnection, head: RequestHead) -> Message:
+def _scope(connection: Connection, head: RequestHead) -> Message:
     """Return the connection scope of a request. Raises Refusal if its target is not a path."""
     if not head.url.startswith((b"/", b"*")):  # in absolute form two parsers could read two hosts
         raise Refusal("invalid_request", "The target of a request is a path.")

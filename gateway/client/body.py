@@ -7,17 +7,13 @@ server reads it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from gateway.admission.body_memory import FREE
 from gateway.api.errors import Refusal
+from gateway.client.connection_context import Connection
 from gateway.client.http.head import RequestHead
 from upstream.http.inline_task import Signal
-
-if TYPE_CHECKING:
-    from gateway.client.connection import ClientConnection
 
 _UPLOAD_AHEAD = 256 * 1024  # bytes of a form that may wait for the server
 _PIECE = 16 * 1024  # bytes of a form that are processed in one event-loop iteration
@@ -27,7 +23,7 @@ _MORE = 4  # the part of the received bytes for which memory is reserved in adva
 class RequestBody(msgspec.Struct, eq=False):
     """The body of one request."""
 
-    connection: ClientConnection
+    connection: Connection
     head: RequestHead
     limit: int
     """Bytes that the body may have."""

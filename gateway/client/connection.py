@@ -26,13 +26,13 @@ from gateway.api.errors import Refusal, render
 from gateway.client.addresses import counted_client, shown_address
 from gateway.client.asgi import AsgiRequest
 from gateway.client.body import RequestBody
+from gateway.client.connection_context import ConnectionContext
 from gateway.client.flow_control import FlowControl
 from gateway.client.http.head import FORWARDED, MAX_HEAD, RequestHead
 from gateway.client.http.parser import BodyReceiver, HttpParser, Reading
 from gateway.client.http.status_lines import STATUS_LINES
-from gateway.client.request import ClientRequest
+from gateway.client.request import ClientRequest, Handler
 from gateway.client.timeouts import Wait, WaitTimer
-from gateway.client.worker_context import WorkerContext
 from upstream.http.inline_task import InlineTask
 from upstream.http.write_batching import BatchingTransport
 
@@ -64,14 +64,15 @@ class ClientConnection(asyncio.Protocol):
     """One connection of a client."""
 
     __slots__ = (
-        "_counted_client", "_inference", "_lingering", "_sends_ahead", "_timer", "address", "client", "current", "deferred", "flow",
-        "parser", "proxied", "scheme", "transport", "worker",
+        "_counted_client", "_handle_request", "_inference", "_lingering", "_sends_ahead", "_timer", "address", "client", "current",
+        "deferred", "flow", "parser", "proxied", "scheme", "transport", "worker",
     )  # fmt: skip
     transport: BatchingTransport
     flow: FlowControl
 
-    def __init__(self, worker: WorkerContext) -> None:
+    def __init__(self, worker: ConnectionContext, handle_request: Handler) -> None:
         self.worker = worker
+        self._handle_request = handle_request
         self.parser = HttpParser(self)
         self.deferred: Callable[[], None] | None = None
         """Starts or resumes a handler after the parser has returned: handlers never run inside the parser."""
@@ -243,10 +244,9 @@ class ClientConnection(asyncio.Protocol):
             asyncio.get_running_loop().call_soon(self._parse_stored)
 
     def _start_inference(self, request: ClientRequest) -> None:
-        worker, self.current = self.worker, request
-        self._inference = request
-        request.handler = handler = InlineTask(worker.handle_request(request, worker))
-        worker.handlers.add(handler)
+        self.current = self._inference = request
+        request.handler = handler = InlineTask(self._handle_request(request))
+        self.worker.handlers.add(handler)
         self.deferred = handler.step
 
     def _start_other(self, request: AsgiRequest) -> None:

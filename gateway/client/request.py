@@ -6,44 +6,29 @@ disconnects, in any state, the request's handler is cancelled immediately.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from time import monotonic, time
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Coroutine
+from time import monotonic
+from typing import Any
 
 import msgspec
 from msgspec import field
 
 from gateway.auth.catalog import Target
 from gateway.client.body import RequestBody
+from gateway.client.connection_context import Connection
 from gateway.client.http.head import RequestHead
 from gateway.client.http.status_lines import STATUS_LINES
-from gateway.telemetry.tracing import Trace
+from gateway.limits import Reservation
+from gateway.telemetry.trace import Trace
 from upstream.http.inline_task import InlineTask
 
-if TYPE_CHECKING:
-    from gateway.client.connection import ClientConnection
-    from gateway.limits import Reservation
-
 _SENT_WITHOUT_COPY = 256 * 1024  # bytes of a response from which its body is not appended to its headers
-
-
-def request_ids() -> Iterator[str]:
-    """Generate request IDs: ``req_`` and 24 hexadecimal digits.
-
-    Each ID starts with the second in which it was generated, like a UUID of version 7, so that a database's index grows at its end. The
-    other 64 bits are random; they are generated for many IDs together.
-    """
-    while True:
-        second, digits = f"req_{int(time()):08x}", os.urandom(8 * 256).hex()
-        for start in range(0, len(digits), 16):
-            yield second + digits[start : start + 16]
 
 
 class ClientRequest(msgspec.Struct, eq=False):
     """One inference request and its response."""
 
-    connection: ClientConnection
+    connection: Connection
     target: Target
     id: str
     head: RequestHead
@@ -186,3 +171,7 @@ class ClientRequest(msgspec.Struct, eq=False):
                 self.handler.cancel()
             else:
                 self.body.release()
+
+
+Handler = Callable[[ClientRequest], Coroutine[Any, Any, None]]
+"""Serves one inference request to its end."""

@@ -17,14 +17,15 @@ from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.messages import limit_text
 from gateway.limits.redis.leases import LeasedHolders, leased
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
-from gateway.limits.reservation import ARRIVAL, Reservation
-from gateway.limits.rules import RATES, Holder
+from gateway.limits.rules import RATES, Amounts, Holder
 from gateway.limits.states import HolderRates, LimitState, limit_states
 from gateway.limits.windows import BudgetState, Capacity, Window, hard_capacity, moment, session_window, windows_of
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from upstream.http.write_batching import WriteBatch
 
+ARRIVAL = Amounts(requests=1, slots=1)
+"""Reserved before the body is read."""
 Holders = tuple[Holder, ...]
 _Counts = Sequence[tuple[HolderRates, Sequence[BudgetState]]]
 _log = logging.getLogger("vllm_gateway.limits")
@@ -150,11 +151,6 @@ class Limiter:
         if settings is not None and snapshot.uses_store:
             self.store = RedisStore(settings, self._name, self._on_store, self._write_batch)
 
-    def reservation(self, key: Key, identity: str, fields: Mapping[bytes, bytes]) -> Reservation:
-        """Return the reservation for a request, by its id, of a key with limits. ``fields`` are the headers of the request."""
-        limits = self._limits_of(key)
-        return Reservation(self, limits, identity, fields, moment(monotonic(), time()), limits.for_all_models, limits.layout)
-
     def note_budgets(self, states: Sequence[tuple[Holder, BudgetState]]) -> None:
         """Remember the use of budgets that the store has reported."""
         reported, now = self._reported, monotonic()
@@ -184,7 +180,7 @@ class Limiter:
         """Return the state of each limit that a key is subject to, for a request by its id. Raises Refusal if it cannot be known."""
         if not key.allowances:
             return []
-        limits, now = self._limits_of(key), monotonic()
+        limits, now = self.limits_of(key), monotonic()
         counts = await self._counts_in_store(limits, identity) or self._counts_in_memory(limits, now)
         found = [
             state
@@ -213,7 +209,8 @@ class Limiter:
         at, buckets = moment(now, time()), self.buckets
         return [(buckets.rates(holder), buckets.budget_states(holder, at)) for _, holder in limits.holders]
 
-    def _limits_of(self, key: Key) -> KeyLimits:
+    def limits_of(self, key: Key) -> KeyLimits:
+        """Return the limits of a key that has some."""
         return self._by_key[key.id] if key.entry is None else self._limits_of_subject(key, key.entry)
 
     def _limits_of_subject(self, key: Key, entry: str) -> KeyLimits:

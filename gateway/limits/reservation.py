@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Generator, Mapping, Sequence
 from math import inf
 from operator import itemgetter
 from time import monotonic, time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -23,19 +23,16 @@ from gateway.limits.buckets import BucketsFullError
 from gateway.limits.estimate import HardBudgets, TokenEstimate
 from gateway.limits.headers import Layout
 from gateway.limits.lease import Known, Lease
+from gateway.limits.limiter import KeyLimits, Limiter
 from gateway.limits.messages import refusal
 from gateway.limits.redis.leases import LeasedHolders
-from gateway.limits.redis.store import StoreResult, StoreUnavailableError
+from gateway.limits.redis.result import StoreResult
+from gateway.limits.redis.store import StoreUnavailableError
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
 from gateway.limits.sessions import session_of
 from gateway.limits.windows import BudgetState, Moment, moment
-from gateway.snapshot.snapshot import Model
+from gateway.snapshot.snapshot import Key, Model
 
-if TYPE_CHECKING:
-    from gateway.limits.limiter import KeyLimits, Limiter
-
-ARRIVAL = Amounts(requests=1, slots=1)
-"""Reserved before the body is read."""
 _STATE = itemgetter(1)  # of a holder and the state of its budget
 _NOTHING, _UNWEIGHED, _NO_TOKENS = Amounts(), TokenEstimate(), Usage()
 
@@ -311,3 +308,9 @@ class Reservation(msgspec.Struct, eq=False):
         if self._limits.has_soft_budgets:
             limiter.report_soft_budgets(states)
         return lines + headers.budget_lines(map(_STATE, states), limiter.warn_at)
+
+
+def reservation_of(limiter: Limiter, key: Key, request_id: str, fields: Mapping[bytes, bytes]) -> Reservation:
+    """Return the reservation for a request of a key with limits. ``fields``: the headers of the request."""
+    limits = limiter.limits_of(key)
+    return Reservation(limiter, limits, request_id, fields, moment(monotonic(), time()), limits.for_all_models, limits.layout)

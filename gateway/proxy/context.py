@@ -25,8 +25,8 @@ from gateway.api.usage import Usage
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.keepalive import Keepalive
 from gateway.client.request import ClientRequest
-from gateway.client.worker_context import WorkerContext
 from gateway.limits import Reservation
+from gateway.proxy.request_services import RequestServices
 from gateway.proxy.response import NoResponse, ResponseRelay, end_truncated, is_stream
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.snapshot.link import ChoiceExplained
@@ -69,7 +69,7 @@ class RequestContext(msgspec.Struct, eq=False):
     """
 
     request: ClientRequest
-    worker: WorkerContext
+    worker: RequestServices
     started_at: float = field(default_factory=time)
     key: Key | None = None
     model: CatalogEntry | None = None

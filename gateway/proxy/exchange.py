@@ -21,7 +21,7 @@ from gateway.auth.catalog import CatalogEntry, named_model
 from gateway.auth.split import Split
 from gateway.client.http.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.request import ClientRequest
-from gateway.client.worker_context import WorkerContext
+from gateway.limits.reservation import reservation_of
 from gateway.limits.sessions import session_of
 from gateway.prompts.balancing_facts import balancing_facts
 from gateway.prompts.token_keys import TokenRequest, add_token_keys, token_request
@@ -30,6 +30,7 @@ from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
 from gateway.proxy.mirror import mirrored
 from gateway.proxy.prompt_count import count_prompt
+from gateway.proxy.request_services import RequestServices
 from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key
@@ -45,7 +46,7 @@ _ERROR_BODY_TIMEOUT = 5.0  # seconds
 _SERIALIZED_EARLY = 8 * 1024  # bytes of a body from which only its bytes are stored: its document takes up to thirty times as much memory
 
 
-async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
+async def handle_request(request: ClientRequest, worker: RequestServices) -> None:
     """Serve one request, from its headers to the last byte of its response."""
     active = worker.active
     if active.sampler is not None:
@@ -63,7 +64,7 @@ async def handle_request(request: ClientRequest, worker: WorkerContext) -> None:
             active.concurrency_limit.admit(request.requests_in_flight, inflight.in_flight, monotonic())
         with inflight:
             if key.allowances:
-                request.reservation = worker.limiter.reservation(key, request.id, request.head.headers)
+                request.reservation = reservation_of(worker.limiter, key, request.id, request.head.headers)
                 if (pending := request.reservation.reserve_request()) is not None:
                     await pending
             # Read the body, resolve its model and apply the model's policy.

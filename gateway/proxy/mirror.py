@@ -23,8 +23,8 @@ from gateway.api.strict_json import Document
 from gateway.api.usage import Usage, merged
 from gateway.api.vllm.errors import server_failure
 from gateway.auth.catalog import CatalogEntry, MirrorTarget
-from gateway.client.worker_context import WorkerContext
 from gateway.proxy.body import JsonBody
+from gateway.proxy.request_services import RequestServices
 from gateway.proxy.response import EVENT_LIMIT, is_binary, is_stream
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.telemetry.metrics import InflightGauge
@@ -52,7 +52,7 @@ class MirroredRequest(UpstreamRequest, frozen=True, kw_only=True):
 
 
 def mirrored(
-    upstream: UpstreamRequest, model: CatalogEntry, mirror: MirrorTarget, worker: WorkerContext, document: Document
+    upstream: UpstreamRequest, model: CatalogEntry, mirror: MirrorTarget, worker: RequestServices, document: Document
 ) -> UpstreamRequest:
     """Return the request with its copy, if the share of the mirror includes it. ``document``: the merged body."""
     request, body = upstream.request, upstream.body
@@ -76,7 +76,7 @@ def mirrored(
 class RequestCopy(msgspec.Struct, eq=False, kw_only=True):
     """A copy of one request. ``source`` is the ID of the request's model, ``choices`` its ``n``."""
 
-    worker: WorkerContext
+    worker: RequestServices
     source: str
     mirror: MirrorTarget
     id: str

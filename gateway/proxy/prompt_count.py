@@ -12,8 +12,8 @@ import orjson
 
 from gateway.api.strict_json import parse_in_steps
 from gateway.api.vllm.prompt_count import Document, exact_request, read_count, tokenize_request
-from gateway.client.worker_context import WorkerContext
 from gateway.proxy.body import JsonBody
+from gateway.proxy.request_services import RequestServices
 from gateway.proxy.upstream_request import UpstreamRequest
 from upstream.balancing.server import Server
 from upstream.balancing.side_requests import SideRequests
@@ -25,7 +25,7 @@ LARGEST = 4 * 1024 * 1024
 """Bytes of a body whose prompt is counted. A larger one, mostly of media, is estimated."""
 
 
-async def count_prompt(upstream: UpstreamRequest, server: Server, worker: WorkerContext) -> int | None:
+async def count_prompt(upstream: UpstreamRequest, server: Server, worker: RequestServices) -> int | None:
     """Return the tokens of the prompt as this server counts them; None if it cannot count this body, or not in time."""
     expires = monotonic() + SECONDS
     messages = await _count_messages(upstream, server, worker)
@@ -42,7 +42,7 @@ async def count_prompt(upstream: UpstreamRequest, server: Server, worker: Worker
     return counted
 
 
-async def _count_messages(upstream: UpstreamRequest, server: Server, worker: WorkerContext) -> list[tuple[str, bytes]]:
+async def _count_messages(upstream: UpstreamRequest, server: Server, worker: RequestServices) -> list[tuple[str, bytes]]:
     """Return the requests that may count the prompt, the most exact first: each with its path and its bytes."""
     body, side_requests = upstream.body, worker.side_requests
     if not isinstance(body, JsonBody) or len(body.content) > LARGEST:

@@ -15,7 +15,7 @@ from gateway.api.settlement import Method
 from gateway.api.usage import Usage
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.body_shape import field_path
-from gateway.telemetry.tracing import Trace
+from gateway.telemetry.trace import Trace
 
 USER_LIMIT = 256
 """Characters of a client's ``user`` field that are logged and stored."""

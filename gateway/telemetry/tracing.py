@@ -1,40 +1,32 @@
-"""Make a span for each traced request: its trace, the header for its server, and what the collector receives.
+"""Make a span for each traced request, and send it to the collector.
 
 The rules: while a request is served, only ids are generated; a thread makes the span from the ``RequestRecord`` afterwards, and no
-request waits for a collector. A client's trace is continued (W3C Trace Context), but the trace id decides here whether a request is
-traced. All participants with the same share therefore make the same decision.
+request waits for a collector.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import queue
-import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gateway import __version__
-from gateway.snapshot.snapshot import Tracing
+from gateway.telemetry.request_record import RequestRecord
+from gateway.telemetry.trace import Trace
 
 if TYPE_CHECKING:  # OpenTelemetry is optional: only the exporting thread imports it
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.export import SpanExporter
 
-    from gateway.telemetry.request_record import RequestRecord
-
 _MAX_WAITING = 16  # batches that may wait for a slow collector; a batch is what one tick gathered
 _MAX_SPANS = 2048  # that one batch may have
 _TIMEOUT = 2.0  # seconds
 _DEADLINE = 10.0  # seconds for one batch
-_TRACEPARENT = re.compile(rb"(?!ff)([0-9a-f]{2})-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-[0-9a-f]{2}(-.*)?")
-_SHARE_OF = 1 << 64
 _log = logging.getLogger("vllm_gateway.tracing")
 
 OPERATIONS: Mapping[str, str] = MappingProxyType(
@@ -47,38 +39,6 @@ OPERATIONS: Mapping[str, str] = MappingProxyType(
     }
 )
 """The operation of a route in the semantic conventions; for other routes, the end of the path is used."""
-
-
-class Trace(msgspec.Struct, frozen=True, gc=False):
-    """A request's place in its trace: ids in hexadecimal digits. ``parent``: the client's span."""
-
-    trace_id: str
-    span_id: str
-    parent: str | None
-    sampled: bool
-
-    @property
-    def header(self) -> bytes:
-        """The header line for the server. A request that is not traced here tells the server not to trace it either."""
-        span = self.span_id if self.sampled or self.parent is None else self.parent
-        return f"traceparent: 00-{self.trace_id}-{span}-0{int(self.sampled)}\r\n".encode()
-
-
-class Sampler:
-    """Decides which requests are traced, as TraceIdRatioBased of OpenTelemetry's SDKs does."""
-
-    def __init__(self, settings: Tracing) -> None:
-        self._bound = round(settings.sample * _SHARE_OF)
-
-    def start_trace(self, traceparent: bytes | None) -> Trace:
-        """Return the trace of a request with this header from its client; an invalid header is ignored (Trace Context, 4.3)."""
-        given = _TRACEPARENT.fullmatch(traceparent) if traceparent is not None else None
-        if given is not None and given[1] == b"00" and given[4]:
-            given = None
-        digits = os.urandom(24).hex()
-        trace_id = given[2].decode() if given else digits[16:]
-        sampled = int(trace_id[16:], 16) < self._bound
-        return Trace(trace_id, digits[:16], given[3].decode() if given else None, sampled)
 
 
 class Spans:

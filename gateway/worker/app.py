@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -25,7 +25,8 @@ from gateway.api.unserved import unserved
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.addresses import shown_address
 from gateway.client.http.head import FORWARDED
-from gateway.client.worker_context import WorkerContext
+from gateway.proxy.request_services import RequestServices
+from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
 from gateway.telemetry.request_record import RequestRecord, explained
@@ -42,8 +43,11 @@ _log = logging.getLogger("vllm_gateway.worker")
 class WorkerApp:
     """The ASGI application of one worker. A path that it does not serve gets an error."""
 
-    def __init__(self, worker: WorkerContext, usage_requests: UsageRequests) -> None:
+    def __init__(self, worker: RequestServices, request_ids: Iterator[str], usage_requests: UsageRequests) -> None:
         self._worker = worker
+        self._request_ids = request_ids
+        self.health = Health({}, {})
+        """Control's last report about servers and models. ``Worker`` assigns it."""
         self._usage_requests = usage_requests
         self._reference = api_reference.ApiReference()
         self._pages: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
@@ -60,7 +64,7 @@ class WorkerApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         origin = next((value for name, value in scope["headers"] if name == b"origin"), None)
         cors = self._worker.active.cors.headers(None if origin is None else origin.decode("latin-1"))
-        identity, started, sent = next(self._worker.request_ids), time.perf_counter(), {"status": 500, "bytes": 0}
+        identity, started, sent = next(self._request_ids), time.perf_counter(), {"status": 500, "bytes": 0}
         scope["state"]["request_id"] = identity
 
         async def send_with_id(message: Any) -> None:
@@ -179,8 +183,7 @@ class WorkerApp:
         return JSONResponse(card(entry.model, self._reported(entry)))
 
     def _reported(self, entry: CatalogEntry) -> Reported:
-        health = self._worker.health
-        return Reported(health.max_model_len.get(entry.model.id), health.tasks.get(entry.model.id))
+        return Reported(self.health.max_model_len.get(entry.model.id), self.health.tasks.get(entry.model.id))
 
     def _authenticate(self, request: Request) -> Key:
         """Return the key of a request, also from ``x-api-key``: Anthropic's clients list models too. Raises Refusal."""

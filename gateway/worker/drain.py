@@ -28,14 +28,14 @@ class Closable(Protocol):
 
 async def drain(worker: Worker, acceptor: Closable | None, listener: socket.socket, seconds: float) -> None:
     """Accept no new connections, let requests finish within ``seconds``, and cancel the others."""
-    context = worker.context
-    context.mirrors.close()
-    context.queues.close()
-    context.limiter.stop_leases()
+    requests = worker.requests
+    requests.mirrors.close()
+    requests.queues.close()
+    requests.limiter.stop_leases()
     await _stop_accepting(worker, acceptor, listener)
-    connections, handlers = context.connections, context.handlers
+    connections, handlers = worker.connections.connections, worker.connections.handlers
     await _wait_until(lambda: not handlers, seconds)
-    context.draining = True
+    requests.draining = True
     for handler in tuple(handlers):
         handler.cancel()
     await _wait_until(lambda: not handlers, _CANCEL_TIMEOUT)
@@ -44,9 +44,8 @@ async def drain(worker: Worker, acceptor: Closable | None, listener: socket.sock
 
 async def _stop_accepting(worker: Worker, acceptor: Closable | None, listener: socket.socket) -> None:
     """Serve one request on each accepted connection that has sent no request yet; close the idle connections."""
-    context, is_tls = worker.context, worker.certificate is not None
-    connections = context.connections
-    context.keep_alive = False
+    connections, is_tls = worker.connections.connections, worker.certificate is not None
+    worker.connections.keep_alive = False
     await asyncio.sleep(HANDSHAKE)
     await _wait_until(lambda: not has_backlog(listener), _FIRST_REQUEST)
     if acceptor is not None:

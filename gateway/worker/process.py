@@ -21,11 +21,11 @@ from typing import Any
 import uvloop
 
 from gateway.client.connection import LINGER
-from gateway.client.worker_context import WorkerContext
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.limits.buckets import Buckets
 from gateway.proxy.exchange import handle_request
+from gateway.proxy.request_services import RequestServices
 from gateway.snapshot.link import (
     READ_AHEAD,
     ApplySnapshot,
@@ -114,8 +114,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
         if not isinstance(first, ApplySnapshot):
             return True
         logs.configure(first.snapshot.log, f"worker {arguments.number}")
-        context = WorkerContext(
-            handle_request,
+        requests = RequestServices(
             metrics=WorkerMetrics(SharedCounters(arguments.counters_fd)),
             log=log,
             write_batch=servers.write_batch,
@@ -128,7 +127,8 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
         )
         worker = Worker(
             first.snapshot,
-            context,
+            requests,
+            functools.partial(handle_request, worker=requests),
             fleet=servers,
             number=arguments.number,
             peers=PeerPlacements(PlacementLog(arguments.placements_fd, arguments.number)),
@@ -181,7 +181,7 @@ class WorkerProcess:
                 case CachedBlocks():
                     self.worker.apply_cached_blocks(message)
                 case StopKeepAlive():
-                    self.worker.context.keep_alive = False
+                    self.worker.connections.keep_alive = False
                 case Ping():
                     self.link.send(message)
                 case UsageReported():
@@ -191,7 +191,7 @@ class WorkerProcess:
                     return
 
     async def _tick(self, collections: FullCollections) -> None:
-        lag = self.worker.context.metrics.cells("worker_event_loop_lag_seconds", str(self.worker.number))
+        lag = self.worker.requests.metrics.cells("worker_event_loop_lag_seconds", str(self.worker.number))
         count, buckets = 0, FAMILIES["worker_event_loop_lag_seconds"].buckets
         while True:
             for _ in range(_LAG_SAMPLES):
@@ -204,7 +204,7 @@ class WorkerProcess:
                 logs.report_suppressed(monotonic())
                 if self.worker.progress:
                     self.link.send(ServerProgress(self.worker.progress))
-                collections.tick(idle=not self.worker.context.handlers)
+                collections.tick(idle=not self.worker.connections.handlers)
 
 
 async def start_accepting(worker: Worker, listener: socket.socket, seats: Seats | None = None) -> Closable:
@@ -215,7 +215,7 @@ async def start_accepting(worker: Worker, listener: socket.socket, seats: Seats 
         return await loop.create_server(worker.connection, sock=listener, backlog=_BACKLOG, **_tls(worker))
     accept = functools.partial(loop.connect_accepted_socket, worker.connection, **_tls(worker))
     acceptor = Acceptor(listener, accept, seats)
-    worker.context.connection_closed = acceptor.connection_closed
+    worker.connections.connection_closed = acceptor.connection_closed
     return acceptor
 
 

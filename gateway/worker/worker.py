@@ -8,21 +8,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from gateway.admission.body_memory import FREE
 from gateway.admission.inflight import ConcurrencyLimit, worker_share
 from gateway.auth.catalog import Catalog
 from gateway.auth.keyring import Keyring
+from gateway.client.active_snapshot import ActiveSnapshot
 from gateway.client.addresses import Proxies
 from gateway.client.connection import ClientConnection
+from gateway.client.connection_context import ConnectionContext
 from gateway.client.http.cors import Cors
-from gateway.client.worker_context import ActiveSnapshot, WorkerContext
+from gateway.client.request import Handler
+from gateway.proxy.request_services import RequestServices
 from gateway.snapshot.link import CachedBlocks, Health, UsageRequested
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
-from gateway.telemetry.tracing import Sampler
+from gateway.telemetry.trace import Sampler
 from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
 from gateway.worker.query_requests import UsageRequests
@@ -44,16 +48,17 @@ def _ignore(_: object) -> None:
 
 
 class Worker:
-    """Applies snapshots to a ``WorkerContext`` and its servers. ``number`` is the number of this worker.
+    """The connections and the requests of one worker, and its servers. ``number`` is the number of this worker.
 
-    ``on_unknown_token`` is called with the issuer of a token that no known JWKS key has signed. ``request_usage`` asks control for a key's
-    usage.
+    ``handle_request`` serves one inference request to its end. ``on_unknown_token`` is called with the issuer of a token that no known
+    JWKS key has signed. ``request_usage`` asks control for a key's usage.
     """
 
     def __init__(
         self,
         snapshot: Snapshot,
-        context: WorkerContext,
+        requests: RequestServices,
+        handle_request: Handler,
         *,
         fleet: LiveServers,
         number: int = 0,
@@ -61,7 +66,10 @@ class Worker:
         on_unknown_token: Callable[[str], None] = _ignore,
         request_usage: Callable[[UsageRequested], None] = _ignore,
     ) -> None:
-        self.context = context
+        self.requests = requests
+        self.connections = ConnectionContext(requests.metrics, fleet.write_batch, requests.memory, requests.steps)
+        self.connection = partial(ClientConnection, self.connections, handle_request)
+        """Creates the protocol of a connection that has been accepted on the data port."""
         self.fleet = fleet
         self.number = number
         self._peers = peers
@@ -75,17 +83,17 @@ class Worker:
         self.progress: Mapping[str, Progress] = {}
         """The progress of the servers whose responses were awaited in the last tick."""
         self.usage_requests = UsageRequests(request_usage)
-        context.other_routes = WorkerApp(context, self.usage_requests)
+        self._app = self.connections.other_routes = WorkerApp(requests, self.connections.request_ids, self.usage_requests)
         self.apply_snapshot(snapshot)
 
     @property
     def snapshot(self) -> Snapshot:
         """The current snapshot."""
-        return self.context.active.snapshot
+        return self.requests.active.snapshot
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
         """Serve requests by this snapshot from now on. A request in flight keeps its model and its limits."""
-        context, metrics = self.context, self.context.metrics
+        requests, metrics = self.requests, self.requests.metrics
         servers = self.fleet.reconcile(spec for model in snapshot.bases for spec in model.servers)
         metrics.create_series(snapshot)
         for model in snapshot.bases:
@@ -104,11 +112,11 @@ class Worker:
             for model in snapshot.bases
             if POLICIES[model.balance] is Cost
         }
-        context.engine_caches = {model: costs.engines for model, costs in self.costs.items()}
+        requests.engine_caches = {model: costs.engines for model, costs in self.costs.items()}
         self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs)
         if self._peers is not None:
             self._peers.set_models(self.costs)
-        context.active = ActiveSnapshot(
+        self.connections.active = requests.active = ActiveSnapshot(
             snapshot=snapshot,
             keyring=Keyring(snapshot.keys, self._token_verifier(snapshot)),
             catalog=catalog,
@@ -120,12 +128,12 @@ class Worker:
             shape_sample=ShapeSample(snapshot.log_sample) if snapshot.log_sample else None,
         )
         if tracing is not None:
-            context.spans.endpoint, context.spans.scheme = tracing.endpoint, "http" if self.certificate is None else "https"
-        context.memory.limit = snapshot.clients.body_memory
-        context.limiter.apply_snapshot(snapshot)
-        if context.ledger is not None:
-            context.ledger.apply_snapshot(snapshot)
-        context.queues.set_models((entry.model, entry.pool) for entry in catalog.entries if entry.model.has_own_servers)
+            requests.spans.endpoint, requests.spans.scheme = tracing.endpoint, "http" if self.certificate is None else "https"
+        requests.memory.limit = snapshot.clients.body_memory
+        requests.limiter.apply_snapshot(snapshot)
+        if requests.ledger is not None:
+            requests.ledger.apply_snapshot(snapshot)
+        requests.queues.set_models((entry.model, entry.pool) for entry in catalog.entries if entry.model.has_own_servers)
 
     def _token_verifier(self, snapshot: Snapshot) -> TokenVerifier | None:
         """Return what verifies the tokens of this snapshot's issuers; None without issuers."""
@@ -145,9 +153,9 @@ class Worker:
                 self._apply_placements()  # of the earlier process
                 for costs in self.costs.values():
                     costs.restarted(name)  # the cache of a new process is empty
-        self.context.health = health
-        self.context.limiter.max_model_len = health.max_model_len
-        self.context.queues.set_expected(health.expected)
+        self._app.health = health
+        self.requests.limiter.max_model_len = health.max_model_len
+        self.requests.queues.set_expected(health.expected)
 
     def apply_cached_blocks(self, message: CachedBlocks) -> None:
         """Apply what the KV cache events of servers have changed."""
@@ -160,19 +168,19 @@ class Worker:
 
     def tick(self) -> None:
         """Run the periodic work for all requests, a few times a second."""
-        context = self.context
-        context.update_date()
+        connections, requests = self.connections, self.requests
+        connections.update_date()
         self.progress = self.fleet.take_progress()
-        context.deadlines.tick()
-        context.unauthenticated.relieve()
-        context.queues.tick()
-        context.limiter.tick()
-        if context.ledger is not None:
-            context.ledger.tick()
+        requests.deadlines.tick()
+        connections.unauthenticated.relieve()
+        requests.queues.tick()
+        requests.limiter.tick()
+        if requests.ledger is not None:
+            requests.ledger.tick()
         self._apply_placements()
-        context.log.flush()
-        context.metrics.count_dropped_lines(context.log.newly_dropped())
-        context.spans.flush()
+        requests.log.flush()
+        requests.metrics.count_dropped_lines(requests.log.newly_dropped())
+        requests.spans.flush()
         self._ticks += 1
         if self._ticks % _SWEEP_EVERY == 0:
             self._sweep()
@@ -186,11 +194,7 @@ class Worker:
         """Run the periodic work for all connections to servers and clients, about once a second."""
         self.fleet.expire()
         for model, costs in self.costs.items():
-            self.context.metrics.cells("prefix_index_blocks", model, str(self.number))[0] = costs.index.size
-        check_all(self.context.connections, _SWEEP_EVERY * TICK)
+            self.requests.metrics.cells("prefix_index_blocks", model, str(self.number))[0] = costs.index.size
+        check_all(self.connections.connections, _SWEEP_EVERY * TICK)
         if self.certificate is not None and self.snapshot.tls is not None:
             self.certificate.reload(self.snapshot.tls)
-
-    def connection(self) -> ClientConnection:
-        """Return the protocol of a connection that has been accepted on the data port."""
-        return ClientConnection(self.context)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from gateway.api.errors import Refusal
 from gateway.client.http.head import MAX_HEAD
 from gateway.client.request import ClientRequest
-from gateway.client.worker_context import WorkerContext
+from gateway.proxy.request_services import RequestServices
 from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.metrics import WorkerMetrics
@@ -352,7 +352,7 @@ class Bodies:
     def __init__(self) -> None:
         self.received: list[bytes] = []
 
-    async def handle(self, request: ClientRequest, _: WorkerContext) -> None:
+    async def handle(self, request: ClientRequest) -> None:
         try:
             self.received.append(bytes(await request.body.read()))
             request.respond(200, b"", b"{}")
@@ -374,8 +374,8 @@ def runner() -> Iterator[asyncio.Runner]:
 def bodies() -> Iterator[tuple[Worker, Bodies]]:
     with shared_counters() as counts, live_servers() as servers:
         handler = Bodies()
-        context = WorkerContext(handler.handle, metrics=WorkerMetrics(counts), log=AccessLog(-1), write_batch=servers.write_batch)
-        yield Worker(Snapshot(1, (key(),), (model(1),)), context, fleet=servers), handler
+        context = RequestServices(metrics=WorkerMetrics(counts), log=AccessLog(-1), write_batch=servers.write_batch)
+        yield Worker(Snapshot(1, (key(),), (model(1),)), context, handler.handle, fleet=servers), handler
 
 
 async def taken_by_the_gateway(bodies: tuple[Worker, Bodies], data: bytes, pieces: list[int]) -> list[bytes]:

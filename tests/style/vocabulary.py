@@ -54,7 +54,7 @@ WHOLE_NAMES: dict[str, str] = {
     "Call": "ClientRequest",
     "Account account": "RequestContext, context",
     "Outbound outbound": "UpstreamRequest",
-    "Gate gate": "WorkerContext",
+    "Gate gate": "ConnectionContext, RequestServices",
     "Relay relay Relays relays": "Worker, worker",
     "Found": "the name of what was found",
     "ends": "finishes, expires; end",

@@ -11,13 +11,14 @@ import os
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from gateway.client.connection import ClientConnection
-from gateway.client.worker_context import WorkerContext
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.proxy.exchange import handle_request
+from gateway.proxy.request_services import RequestServices
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
 from gateway.telemetry.access_log import access_log
@@ -85,14 +86,15 @@ class Exchange(NamedTuple):
     server: Connection
     server_wire: Wire
     worker: Worker
-    context: WorkerContext
+    context: RequestServices
+    write_batch: WriteBatch
 
     def serve(self, sent: bytes = REQUEST) -> None:
         self.client.data_received(sent)
-        self.context.write_batch.flush()
+        self.write_batch.flush()
         assert self.server_wire.take().endswith(b"}")
         self.server_wire.receive(RESPONSE)
-        self.context.write_batch.flush()
+        self.write_batch.flush()
         assert self.client_wire.take().endswith(COMPLETION)
 
     def stream(self, chunks: Sequence[bytes] = CHUNKS) -> None:
@@ -100,12 +102,12 @@ class Exchange(NamedTuple):
         self.server_wire.receive(STREAM_HEAD)
         for chunk in chunks:
             self.server_wire.receive(chunk)
-            self.context.write_batch.flush()
+            self.write_batch.flush()
         assert self.client_wire.take().endswith(b"".join(CHUNKS))
 
     def finish_stream(self) -> None:
         self.server_wire.receive(STREAM_END)
-        self.context.write_batch.flush()
+        self.write_batch.flush()
         assert self.client_wire.take().endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
     def limit(self, limits: Limits) -> None:
@@ -128,7 +130,7 @@ class Exchange(NamedTuple):
         """Receive the next chunk of the server. The iterator yields this chunk, and the chunk that the client gets."""
         chunk, sent = next(chunks)
         self.server_wire.receive(chunk)
-        self.context.write_batch.flush()
+        self.write_batch.flush()
         assert self.client_wire.take() == sent
 
 
@@ -140,13 +142,13 @@ async def exchange() -> AsyncIterator[Exchange]:
     batch = ManualWriteBatch(math.inf)
     batch.batching = True
     with live_servers(batch) as servers, access_log(nowhere) as log:
-        context = WorkerContext(handle_request, metrics=WorkerMetrics(counters), log=log, write_batch=batch)
-        worker = Worker(Snapshot(1, keys, (Model("tiny", (spec,)),)), context, fleet=servers)
+        context = RequestServices(metrics=WorkerMetrics(counters), log=log, write_batch=batch)
+        worker = Worker(Snapshot(1, keys, (Model("tiny", (spec,)),)), context, partial(handle_request, worker=context), fleet=servers)
         worker.apply_health(Health({spec.name: Condition.UP}, {}, {}))
         client = worker.connection()
         (server,) = servers
         connection = Connection(spec.name, server.add_idle_connection, servers.write_batch)
-        made = Exchange(client, Wire(), connection, Wire(), worker, context)
+        made = Exchange(client, Wire(), connection, Wire(), worker, context, batch)
         client.connection_made(made.client_wire)
         made.server_wire.set_protocol(connection)
         connection.connection_made(made.server_wire)

@@ -13,9 +13,9 @@ from typing import Any
 
 from gateway.client.connection import ClientConnection
 from gateway.client.request import ClientRequest
-from gateway.client.worker_context import WorkerContext
 from gateway.ledger.recorder import Recorder
 from gateway.proxy.exchange import handle_request
+from gateway.proxy.request_services import RequestServices
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.access_log import AccessLog
@@ -46,17 +46,17 @@ def model(*ports: int, identity: str = MODEL, served: str | None = None, **more:
     return Model(identity, specs, **more)
 
 
-class WatchedContext(WorkerContext):
-    """A worker context that counts the requests that were started, and stores the record of each finished request."""
+class WatchedRequests(RequestServices):
+    """The services of a worker. They count the requests that were started, and store the record of each finished request."""
 
     def __init__(self, **parts: Any) -> None:
-        super().__init__(self._count, **parts)
+        super().__init__(**parts)
         self.started = 0
         self.records: list[RequestRecord] = []
 
-    def _count(self, request: ClientRequest, worker: WorkerContext) -> Coroutine[Any, Any, None]:
+    def handle(self, request: ClientRequest) -> Coroutine[Any, Any, None]:
         self.started += 1
-        return handle_request(request, worker)
+        return handle_request(request, self)
 
     def record_request(self, record: RequestRecord) -> None:
         self.records.append(record)
@@ -68,7 +68,7 @@ class Served:
     """A worker under test and its recorded data."""
 
     worker: Worker
-    context: WatchedContext
+    context: WatchedRequests
     port: int
     counters: SharedCounters
     log: AccessLog
@@ -78,12 +78,12 @@ class Served:
     @property
     def connections(self) -> set[ClientConnection]:
         """The open connections of clients."""
-        return self.context.connections
+        return {each for each in self.worker.connections.connections if isinstance(each, ClientConnection)}
 
     @property
     def inline_tasks(self) -> set[Any]:
         """The running handlers of requests."""
-        return self.context.handlers
+        return self.worker.connections.handlers
 
     @property
     def url(self) -> str:
@@ -131,7 +131,7 @@ async def serving(
     with shared_counters() as counts, live_servers() as servers, _nowhere() as nowhere, spans() as traced:
         log = AccessLog(nowhere)
         received: list[tuple[str, float | None]] = []
-        context = WatchedContext(
+        context = WatchedRequests(
             metrics=WorkerMetrics(counts),
             log=log,
             write_batch=servers.write_batch,
@@ -139,7 +139,7 @@ async def serving(
             ledger=ledger,
             spans=traced,
         )
-        worker = Worker(Snapshot(1, tuple(keys or [key()]), tuple(models), **settings), context, fleet=servers)
+        worker = Worker(Snapshot(1, tuple(keys or [key()]), tuple(models), **settings), context, context.handle, fleet=servers)
         if up:
             worker.apply_health(Health({spec.name: Condition.UP for each in models for spec in each.servers}, {}))
         listener = socket.create_server(("127.0.0.1", 0))
@@ -149,15 +149,16 @@ async def serving(
             yield Served(worker, context, port, counts, log, received)
         finally:
             acceptor.close()
-            for connection in tuple(context.connections):
+            for connection in tuple(worker.connections.connections):
                 connection.transport.abort()
             await asyncio.sleep(0)  # the connections end, and cancel their handlers
-            for handler in tuple(context.handlers):
+            for handler in tuple(worker.connections.handlers):
                 handler.cancel()  # it is counting a prompt
             ticking.cancel()
             context.mirrors.close()
             context.limiter.close()
-            await asyncio.gather(ticking, *(each for each in context.handlers if isinstance(each, asyncio.Task)), return_exceptions=True)
+            tasks = [each for each in worker.connections.handlers if isinstance(each, asyncio.Task)]
+            await asyncio.gather(ticking, *tasks, return_exceptions=True)
 
 
 async def _ticking(worker: Worker) -> None:

@@ -16,7 +16,7 @@ from gateway.telemetry.access_log import access_log
 from gateway.telemetry.metrics import WorkerMetrics
 from gateway.telemetry.shared_counters import SharedCounters
 from gateway.worker.worker import Worker
-from tests.support.running import WatchedContext, key, model, shared_counters
+from tests.support.running import WatchedRequests, key, model, shared_counters
 from tests.support.wire import chat, request
 from upstream.balancing.pool import live_servers
 from upstream.balancing.server import Condition
@@ -83,11 +83,11 @@ class Wire(asyncio.Transport):
 class Way:
     """A client's connection and a server's connection with fake transports."""
 
-    def __init__(self, worker: Worker, context: WatchedContext, counters: SharedCounters) -> None:
-        self.worker, self.context, self.write_batch, self.counters = worker, context, context.write_batch, counters
+    def __init__(self, worker: Worker, context: WatchedRequests, counters: SharedCounters) -> None:
+        self.worker, self.context, self.write_batch, self.counters = worker, context, worker.fleet.write_batch, counters
         (server,) = worker.fleet
         self.client, self.client_wire = worker.connection(), Wire()
-        self.server, self.server_wire = Connection(server.spec.name, server.add_idle_connection, context.write_batch), Wire()
+        self.server, self.server_wire = Connection(server.spec.name, server.add_idle_connection, self.write_batch), Wire()
         self.client.connection_made(self.client_wire)
         self.server_wire.set_protocol(self.server)
         self.server.connection_made(self.server_wire)
@@ -114,8 +114,8 @@ class Way:
 def way(client_key: Key | None = None, served: Model | None = None) -> Iterator[Way]:
     nowhere, served = os.open(os.devnull, os.O_WRONLY), served or model(1)
     with shared_counters() as counts, live_servers() as servers, access_log(nowhere) as log:
-        context = WatchedContext(metrics=WorkerMetrics(counts), log=log, write_batch=servers.write_batch)
-        worker = Worker(Snapshot(1, (client_key or key(),), (served,)), context, fleet=servers)
+        context = WatchedRequests(metrics=WorkerMetrics(counts), log=log, write_batch=servers.write_batch)
+        worker = Worker(Snapshot(1, (client_key or key(),), (served,)), context, context.handle, fleet=servers)
         worker.apply_health(Health({spec.name: Condition.UP for spec in served.servers}, {}))
         made = Way(worker, context, counts)
         yield made

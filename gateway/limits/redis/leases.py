@@ -9,23 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING
 
 from gateway.limits.lease import DURATION, LEAST, Known, Lease, can_lease, next_amounts, seconds_of_lease
+from gateway.limits.redis.result import OnResult, StoreResult
 from gateway.limits.rules import Amounts, Holder
-
-if TYPE_CHECKING:
-    from gateway.limits.redis.store import RedisStore, StoreResult
 
 _RETRY = DURATION / 4
 """Seconds after a lease was too small or refused until the next one is tried."""
 
 
 class Leases:
-    """The open leases of a worker."""
+    """The open leases of a worker. ``reserve`` and ``settle``: those of the store."""
 
-    def __init__(self, store: RedisStore, names: Iterator[str]) -> None:
-        self._store = store
+    def __init__(
+        self,
+        reserve: Callable[[str, Sequence[tuple[Holder, Amounts]], OnResult], None],
+        settle: Callable[[str, Sequence[tuple[Holder, Amounts]], Amounts, Sequence[str]], None],
+        names: Iterator[str],
+    ) -> None:
+        self._reserve = reserve
+        self._settle = settle
         self._names = names
         self._open: dict[str, Lease] = {}
         self._by_holder: dict[str, dict[str, Lease]] = {}
@@ -51,7 +54,7 @@ class Leases:
         if self._stopped:
             on_lease(None)
         else:
-            self._store.reserve_in_background(identity, wanted, on_result)
+            self._reserve(identity, wanted, on_result)
 
     def end(self, lease: Lease) -> None:
         """End a lease and return what is left of it. A second call does nothing."""
@@ -63,7 +66,7 @@ class Leases:
             if not others:
                 del self._by_holder[holder.name]
         ended = lease.end()
-        self._store.settle(lease.identity, [(holder, ended.reserved) for holder in lease.holders], ended.used, ended.open_requests)
+        self._settle(lease.identity, [(holder, ended.reserved) for holder in lease.holders], ended.used, ended.open_requests)
 
     def end_those_of(self, holders: Iterable[Holder]) -> bool:
         """End the leases of any of these holders. Returns whether there were any."""

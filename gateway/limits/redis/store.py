@@ -31,6 +31,7 @@ from typing import NamedTuple, cast
 from gateway.limits import rules, windows
 from gateway.limits.redis.leases import Leases
 from gateway.limits.redis.resp import Parser, ProtocolError, Reply, ReplyError, argument, array, command
+from gateway.limits.redis.result import OnResult, StoreResult
 from gateway.limits.redis.scripts import Script, Scripts, load_scripts
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
 from gateway.limits.windows import BudgetState, Window
@@ -57,23 +58,6 @@ _log = logging.getLogger("vllm_gateway.limits")
 
 class StoreUnavailableError(Exception):
     """The limits store cannot be reached, or its reply did not come in time."""
-
-
-class StoreResult(NamedTuple):
-    """Result of an admission.
-
-    It has the holder and limit that refuse it, if any, when the buckets of each holder are full, and the state of each budget.
-    """
-
-    exceeded: tuple[Holder, ExceededLimit] | None
-    full_times: Sequence[tuple[Limits, float, float]]
-    budgets: Sequence[tuple[Holder, BudgetState]] = ()
-    evicted: int = 0
-    """Sessions that the store has forgotten for a new one."""
-
-
-OnResult = Callable[[StoreResult | None, float, float], None]
-"""Called with a result, None if nothing was reserved, the ``monotonic`` time of the command, and the store's time, since the epoch."""
 
 
 class _Settlement(NamedTuple):
@@ -236,7 +220,7 @@ class RedisStore:
         self._unacknowledged: dict[int, _Settlement] = {}
         self._settled = 0
         token = token_hex(4)
-        self.leases = Leases(self, (f"{token}-{number}" for number in count()))
+        self.leases = Leases(self.reserve_in_background, self.settle, (f"{token}-{number}" for number in count()))
         self._slot_leases: dict[str, tuple[str, ...]] = {}
         self._renewed = self._written = 0.0
         self._cached_refusals: dict[str, tuple[float, StoreResult]] = {}

@@ -96,7 +96,7 @@ async def test_connections_of_one_address_are_bounded() -> None:
             assert server.requests[3:] == []
             assert served.value("client_faults_total", "too_many") == 2
             assert (await held[0].request(request())).status == 200
-        await until(lambda: not len(served.context.addresses))
+        await until(lambda: not len(served.worker.connections.addresses))
         assert (await request_once(served.port, request())).status == 200
 
 

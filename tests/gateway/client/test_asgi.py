@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.client.asgi import Message
-from gateway.client.connection import ClientConnection
+from gateway.client.connection_context import Message
 from tests.gateway.client.test_connection import lazy, only
 from tests.support.running import Served, model, serving, until
 from tests.support.wire import Client, client
@@ -34,7 +33,7 @@ def part(body: bytes, *, last: bool = True) -> Message:
 async def application(run: Callable[[Message, Receive, Send], Awaitable[None]]) -> AsyncIterator[tuple[Served, Client]]:
     """Serve an application on every route that is not inference, and connect a client."""
     async with serving([model(1)]) as served:
-        served.context.other_routes = run
+        served.worker.connections.other_routes = run
         async with client(served.port) as one:
             yield served, one
 
@@ -75,8 +74,8 @@ async def test_a_client_on_a_unix_socket_has_no_address(tmp_path: Path) -> None:
 
     path = str(tmp_path / "socket")
     async with serving([model(1)]) as served:
-        served.context.other_routes = run
-        async with await asyncio.get_running_loop().create_unix_server(lambda: ClientConnection(served.context), path):
+        served.worker.connections.other_routes = run
+        async with await asyncio.get_running_loop().create_unix_server(served.worker.connection, path):
             one = Client(*await asyncio.open_unix_connection(path))
             assert (await one.request(GET)).body == b"ok"
             one.disconnect()
@@ -154,7 +153,7 @@ async def test_an_application_learns_of_a_disconnect() -> None:
         one.send(GET)
         await one.reader.readuntil(b"1\r\na\r\n")
         one.disconnect()
-        await until(lambda: not served.context.handlers and not served.connections)
+        await until(lambda: not served.worker.connections.handlers and not served.connections)
         assert [each["type"] for each in received] == ["http.request", "http.disconnect"]
 
 
@@ -171,7 +170,7 @@ async def test_an_application_waits_for_a_slow_client() -> None:
         finished = True
 
     async with serving([model(1)]) as served, lazy(served) as (one, connection):
-        served.context.other_routes = run
+        served.worker.connections.other_routes = run
         one.send(GET)
         await until(lambda: connection.flow.write_paused)
         assert sent < 8 << 20 and not finished
@@ -188,11 +187,11 @@ async def test_an_application_that_waits_for_a_slow_client_resumes_when_it_disco
         await send(part(b""))
 
     async with serving([model(1)]) as served, lazy(served) as (one, connection):
-        served.context.other_routes = run
+        served.worker.connections.other_routes = run
         one.send(GET)
         await until(lambda: connection.flow.write_paused)
         one.disconnect()
-        await until(lambda: not served.context.handlers)
+        await until(lambda: not served.worker.connections.handlers)
 
 
 # Applications that fail
@@ -228,7 +227,7 @@ async def test_an_application_that_fails_before_its_response_gets_500(run: Any) 
         reply = await one.request(GET)
         assert (reply.status, reply.error["code"], reply.headers["connection"]) == (500, "internal_error", "close")
         assert await one.closed()
-        await until(lambda: not served.context.handlers)
+        await until(lambda: not served.worker.connections.handlers)
 
 
 async def test_the_error_of_a_head_request_has_no_body() -> None:
@@ -264,7 +263,7 @@ async def test_an_application_that_fails_in_its_response_does_not_seem_to_be_fin
             assert version == b"HTTP/1.0", "to this client the end of the connection is the end of the body"
         else:
             assert version == b"HTTP/1.1" and not data.endswith(b"0\r\n\r\n")
-        await until(lambda: not served.context.handlers and not served.connections)
+        await until(lambda: not served.worker.connections.handlers and not served.connections)
 
 
 async def test_an_error_behind_the_response_changes_nothing() -> None:
@@ -287,7 +286,7 @@ async def test_an_application_that_is_cancelled_gets_503() -> None:
         one.send(GET)
         await until(lambda: only(served).current is not None and not only(served).is_idle)
         await asyncio.sleep(0)
-        for handler in tuple(served.context.handlers):
+        for handler in tuple(served.worker.connections.handlers):
             handler.cancel()
         assert (await one.reply()).status == 503
         assert await one.closed()

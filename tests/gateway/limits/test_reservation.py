@@ -23,6 +23,7 @@ from gateway.limits import Reservation
 from gateway.limits.buckets import Buckets
 from gateway.limits.estimate import DEFAULT_COMPLETION, SHARES
 from gateway.limits.limiter import Limiter
+from gateway.limits.reservation import reservation_of
 from gateway.limits.windows import moment
 from gateway.snapshot.link import Health
 from gateway.snapshot.money import Price
@@ -198,7 +199,7 @@ def test_no_requests_use_more_than_a_hard_budget(
         limiter.max_model_len = {} if context is None else {served.id: context}
         running: list[tuple[Reservation, Usage]] = []
         for number, (path, fields, stays) in enumerate(requests):
-            reservation = limiter.reservation(client_key, f"req_{number}", {b"x-session-id": b"one"})
+            reservation = reservation_of(limiter, client_key, f"req_{number}", {b"x-session-id": b"one"})
             try:
                 reservation.reserve_request()
                 document = dict(fields)
@@ -212,7 +213,7 @@ def test_no_requests_use_more_than_a_hard_budget(
             if not stays:
                 finish(running)
         finish(running)
-        known = limiter.reservation(client_key, "req_x", {b"x-session-id": b"one"})
+        known = reservation_of(limiter, client_key, "req_x", {b"x-session-id": b"one"})
         known.estimate_usage({}, CHAT, b"", served)
         left, whole = buckets.hard_capacity(known.holders(served), moment(monotonic(), time()))
         assert left.tokens >= 0 and left.cost >= 0, (left, whole)

@@ -21,6 +21,7 @@ from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
 from gateway.limits.limiter import KeyLimits
 from gateway.limits.redis.store import RedisStore
+from gateway.limits.reservation import reservation_of
 from gateway.limits.rules import Amounts
 from gateway.limits.sessions import CELLS, IDLE, SETS_OF_HOLDER, WAYS, find_entry, session_of
 from gateway.limits.windows import moment
@@ -219,7 +220,7 @@ async def test_without_space_for_the_table_a_session_is_refused() -> None:
     with shared_counters() as counts:
         limiter = Limiter(WorkerMetrics(counts), Buckets(memory), lambda _: None)
         limiter.apply_snapshot(Snapshot(1, (one,), ()))
-        reservation = limiter.reservation(one, "req_1", {b"x-session-id": b"run-1"})
+        reservation = reservation_of(limiter, one, "req_1", {b"x-session-id": b"run-1"})
         with pytest.raises(Refusal) as refused:
             reservation.estimate_usage(chat(), "/v1/chat/completions", b"{}", Model("tiny", ()))
     assert refused.value.code == "overloaded"

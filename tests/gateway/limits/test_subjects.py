@@ -11,6 +11,7 @@ import pytest
 from gateway.api.errors import Refusal
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
+from gateway.limits.reservation import reservation_of
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.running import shared_counters
@@ -42,7 +43,7 @@ async def admitted(limiter: Limiter, key: Key, times: int) -> list[str | None]:
 
 async def refusal_of(limiter: Limiter, key: Key, identity: str) -> str | None:
     try:
-        assert limiter.reservation(key, identity, {}).reserve_request() is None
+        assert reservation_of(limiter, key, identity, {}).reserve_request() is None
     except Refusal as refusal:
         return refusal.code
     return None

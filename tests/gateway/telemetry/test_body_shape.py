@@ -9,7 +9,7 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.client.request import request_ids
+from gateway.client.request_ids import request_ids
 from gateway.telemetry.body_shape import KEYWORDS, PARTS, SETTINGS, ShapeSample, shape
 from tests.support.process import configuration, gateway, launched, wait_for, write
 

@@ -26,7 +26,8 @@ from gateway.api.routes import ENDPOINTS
 from gateway.api.usage import Usage
 from gateway.config import load
 from gateway.snapshot.snapshot import Tracing
-from gateway.telemetry.tracing import Sampler, Spans, Trace, attributes, operation, spans
+from gateway.telemetry.trace import Sampler, Trace
+from gateway.telemetry.tracing import Spans, attributes, operation, spans
 from tests.gateway.telemetry.test_metrics import record
 from tests.support.collector import Collector, collector
 from tests.support.collector import attributes as plain

@@ -9,7 +9,6 @@ import orjson
 import pytest
 
 from gateway import __version__
-from gateway.client.connection import ClientConnection
 from tests.support.running import KEY, key, model, serving, until
 from tests.support.wire import Client, request, request_once
 
@@ -55,7 +54,7 @@ async def test_a_method_that_no_route_has_is_a_405() -> None:
 async def test_a_client_on_a_unix_socket_has_no_address_in_the_log(tmp_path: Path) -> None:
     path = str(tmp_path / "socket")
     async with serving([model(1)]) as served:
-        async with await asyncio.get_running_loop().create_unix_server(lambda: ClientConnection(served.context), path):
+        async with await asyncio.get_running_loop().create_unix_server(served.worker.connection, path):
             one = Client(*await asyncio.open_unix_connection(path))
             assert (await one.request(request(b"", "/health", method="GET"))).status == 200
             one.disconnect()

@@ -56,7 +56,7 @@ async def test_requests_that_finish_in_time_are_served_and_their_connections_clo
         one.send(request())
         await until(lambda: server.requests)
         draining = asyncio.create_task(drained(served, 60))
-        await until(lambda: not served.context.keep_alive)
+        await until(lambda: not served.worker.connections.keep_alive)
         release.set()
         reply = await one.reply()
         assert (reply.status, reply.body) == (200, COMPLETION)

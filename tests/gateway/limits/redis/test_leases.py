@@ -23,6 +23,7 @@ from gateway.limits import Limiter, Reservation
 from gateway.limits.buckets import Buckets
 from gateway.limits.lease import DURATION, LEAST, PARTS
 from gateway.limits.redis.store import RedisStore
+from gateway.limits.reservation import reservation_of
 from gateway.snapshot.snapshot import Allowance, Key, Limits, LimitsStore, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics, sum_series
 from gateway.telemetry.shared_counters import SharedCounters
@@ -64,7 +65,7 @@ class One:
 
     async def start(self, tokens: int = 10, key: int = 0, model: int = 0) -> Open | None:
         """Start a request that reserves this many tokens. Returns None if it is refused."""
-        reservation = self.limiter.reservation(self.snapshot.keys[key], f"req-{id(self)}-{next(self.names)}", {})
+        reservation = reservation_of(self.limiter, self.snapshot.keys[key], f"req-{id(self)}-{next(self.names)}", {})
         try:
             if (waiting := reservation.reserve_request()) is not None:
                 await waiting
