@@ -8,32 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+
+from tests.mutants.area import Tested
 
 _DIFFERENTIAL = "tests/fuzz/test_differential.py::test_a_target_finds_no_difference[{}-0]"
 _CLIENT, _SERVER, _STREAMS, _FORMS = map(_DIFFERENTIAL.format, ("client", "server", "streams", "forms"))
 _FORM = "tests/gateway/proxy/test_form.py"
 
 
-class Trusted(NamedTuple):
-    """A module of the trusted core."""
-
-    tests: tuple[str, ...]
-    """Arguments of pytest, the fastest tests first: the first failure ends a trial."""
-    only: tuple[str, ...] = ()
-    """The definitions that are changed, if the module has others."""
-
-
-CORE: Mapping[str, Trusted] = MappingProxyType(
+CORE: Mapping[str, Tested] = MappingProxyType(
     {
-        "gateway/client/http/head.py": Trusted(
+        "gateway/client/http/head.py": Tested(
             ("tests/gateway/client/http/test_head.py", "tests/gateway/client/http/test_parser.py", _CLIENT)
         ),
-        "gateway/client/http/parser.py": Trusted(("tests/gateway/client/http/test_parser.py", _CLIENT)),
-        "upstream/http/repeated_headers.py": Trusted(("tests/upstream/http/test_repeated_headers.py",)),
-        "upstream/http/chunked.py": Trusted(("tests/upstream/http/test_chunked.py", _CLIENT, _SERVER)),
-        "upstream/http/response_head.py": Trusted(("tests/upstream/http/test_response_head.py", _SERVER)),
-        "upstream/http/connection.py": Trusted(
+        "gateway/client/http/parser.py": Tested(("tests/gateway/client/http/test_parser.py", _CLIENT)),
+        "upstream/http/repeated_headers.py": Tested(("tests/upstream/http/test_repeated_headers.py",)),
+        "upstream/http/chunked.py": Tested(("tests/upstream/http/test_chunked.py", _CLIENT, _SERVER)),
+        "upstream/http/response_head.py": Tested(("tests/upstream/http/test_response_head.py", _SERVER)),
+        "upstream/http/connection.py": Tested(
             (_SERVER, "tests/upstream/http/test_connection.py"),
             (
                 "Connection.send",
@@ -53,14 +45,14 @@ CORE: Mapping[str, Trusted] = MappingProxyType(
                 "IdleConnections.pop",
             ),
         ),
-        "gateway/proxy/form.py": Trusted(
+        "gateway/proxy/form.py": Tested(
             (_FORMS, _FORM, f"--deselect={_FORM}::test_a_large_file_streams_through", f"--deselect={_FORM}::test_what_a_form_costs")
         ),
-        "gateway/proxy/event_template.py": Trusted(("tests/gateway/proxy/test_event_template.py", _STREAMS)),
-        "gateway/proxy/fast_path.py": Trusted(("tests/gateway/proxy/test_fast_path.py", _STREAMS)),
-        "gateway/auth/keyring.py": Trusted(("tests/gateway/auth/test_keyring.py",)),
-        "gateway/snapshot/identity.py": Trusted(("tests/gateway/snapshot/test_identity.py",)),
-        "gateway/auth/catalog.py": Trusted(
+        "gateway/proxy/event_template.py": Tested(("tests/gateway/proxy/test_event_template.py", _STREAMS)),
+        "gateway/proxy/fast_path.py": Tested(("tests/gateway/proxy/test_fast_path.py", _STREAMS)),
+        "gateway/auth/keyring.py": Tested(("tests/gateway/auth/test_keyring.py",)),
+        "gateway/snapshot/identity.py": Tested(("tests/gateway/snapshot/test_identity.py",)),
+        "gateway/auth/catalog.py": Tested(
             ("tests/gateway/auth/test_catalog.py",),
             (
                 "Catalog.mounted",

@@ -196,5 +196,69 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ): "The clock would have to show the very microsecond of the expiry.",
             ("_bearer", "b'Bearer'", "b'Bearerx'"): "A shortcut: the next comparison ignores the case.",
         },
+        "upstream/balancing/ejection.py": {
+            ("EjectionState.expire", "return False", "return None"): "Both are false.",
+        },
+        "upstream/backoff.py": {
+            ("", "32", "33"): "A longest pause is less than four billion first ones.",
+        },
+        "upstream/balancing/attempt.py": {
+            ("", "16 * 1024", "16 // 1024"): "Only whether the body is copied behind the headers.",
+            ("", "16", "17"): "Only whether the body is copied behind the headers.",
+            ("", "1024", "1025"): "A bound on memory, or whether a body is copied. The bytes are the same.",
+            ("UpstreamResponse", "0", "1"): "Set before it is read.",
+            ("UpstreamResponse", "b''", "b'x'"): "Set before it is read.",
+            ("UpstreamResponse.on_body", "len(self.pending) > 1", "len(self.pending) >= 1"): "One read is smaller than the bound.",
+            ("UpstreamResponse.on_body", "1", "2"): "Two reads are smaller than the bound.",
+            (
+                "UpstreamResponse.on_body",
+                "sum(map(len, self.pending)) > _MAX_PENDING",
+                "sum(map(len, self.pending)) >= _MAX_PENDING",
+            ): "A bound on memory: one byte more or less.",
+            (
+                "UpstreamResponse._wake",
+                "self._writable is not None and (not self._is_wanted)",
+                "self._writable is not None or not self._is_wanted",
+            ): "`_drained` waits again if the connection is still paused.",
+            ("UpstreamResponse.check", "now > self._deadline", "now >= self._deadline"): "The clock has more digits than the bound.",
+            (
+                "UpstreamResponse._overdue",
+                "now - self.sent_at > limits.total",
+                "now - self.sent_at >= limits.total",
+            ): "The clock has more digits than the bound.",
+            (
+                "UpstreamResponse._overdue",
+                "now - self.sent_at > limits.first_byte",
+                "now - self.sent_at >= limits.first_byte",
+            ): "The clock has more digits than the bound.",
+            (
+                "UpstreamResponse._overdue",
+                "now - self.last_byte_at > limits.idle",
+                "now - self.last_byte_at >= limits.idle",
+            ): "The clock has more digits than the bound.",
+            ("Attempt.__init__", "False", "True"): "Only whether the bytes leave at once or at the end of the event-loop iteration.",
+            ("Attempt._start", "len(body) < _JOIN", "len(body) <= _JOIN"): "Only whether the body is copied behind the headers.",
+            ("Attempt._start", "True", "False"): "The body follows in the same event-loop iteration, and nothing is read between.",
+            ("Attempt._release", "self._response = None", "pass"): "A response is released twice, which changes nothing.",
+            ("Attempt._may_retry", "return False", "return None"): "Both are false.",
+        },
+        "upstream/balancing/retry_budget.py": {
+            ("RetryBudget.try_spend", "(now - self._since) / INTERVAL", "(now - self._since) * INTERVAL"): "The interval is one second.",
+        },
+        "gateway/api/settlement.py": {
+            ("Settlement", "False", "True"): "Only whether the garbage collector follows the object.",
+        },
+        "gateway/proxy/response.py": {
+            ("ResponseRelay.lacks_prompt", "return False", "return None"): "Both are false.",
+            ("ResponseRelay._delivery", "return Delivery(status, self.usage)", "return None"): "Each relay with a response has its own.",
+            (
+                "EventRelay.estimate_prompt",
+                "self.usage is None and self.gaps is not None",
+                "self.usage is None or self.gaps is not None",
+            ): "With a usage, or without an event, the estimate is not read.",
+        },
+        "gateway/proxy/context.py": {
+            ("RequestContext.needs_prompt_count", "return False", "return None"): "Both are false.",
+        },
     }
 )

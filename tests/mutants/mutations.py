@@ -38,13 +38,16 @@ _REMOVED = (ast.Assign, ast.AugAssign, ast.Raise, ast.Delete, ast.Continue, ast.
 
 
 class Mutant(NamedTuple):
-    """One change: its line and definition (``Catalog.resolve``), the source before and after, and the changed module."""
+    """One change: its line and definition (``Catalog.resolve``), the source before and after, and the changed module.
+
+    The changed module is a syntax tree; a text if it is no Python.
+    """
 
     line: int
     where: str
     before: str
     after: str
-    tree: ast.Module
+    changed: ast.Module | str
 
 
 def mutants(source: str, only: Sequence[str] = ()) -> Iterator[Mutant]:

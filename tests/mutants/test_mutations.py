@@ -10,15 +10,21 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import report
-from tests.mutants.core import CORE
+from tests.mutants.areas import AREAS
 from tests.mutants.equivalent import EQUIVALENT
-from tests.mutants.mutations import mutants
+from tests.mutants.lua import lua_mutants
+from tests.mutants.mutations import Mutant, mutants
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def unparsed(mutant: Mutant) -> str:
+    assert isinstance(mutant.changed, ast.Module)
+    return ast.unparse(mutant.changed)
+
+
 def changes(source: str) -> list[str]:
-    return [ast.unparse(mutant.tree) for mutant in mutants(source)]
+    return [unparsed(mutant) for mutant in mutants(source)]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +62,7 @@ def test_the_tree_of_a_mutant_has_one_change() -> None:
     source = (ROOT / "gateway/auth/keyring.py").read_text()
     original = ast.unparse(ast.parse(source)).splitlines()
     for mutant in mutants(source):
-        changed = ast.unparse(mutant.tree).splitlines()
+        changed = unparsed(mutant).splitlines()
         assert changed != original and abs(len(changed) - len(original)) <= 3
 
 
@@ -66,7 +72,7 @@ from tests.mutants.mutations import mutants
 from tests.mutants.trial import ROOT, tried
 module, tests = "gateway/auth/keys.py", ["tests/gateway/auth/test_keys.py"]
 source = (ROOT / module).read_text()
-print(tried(module, ast.parse(source), tests, 300).killed, tried(module, next(mutants(source)).tree, tests, 300).killed)
+print(tried(module, ast.parse(source), tests, 300).killed, tried(module, next(mutants(source)).changed, tests, 300).killed)
 """
 
 
@@ -76,9 +82,10 @@ def test_a_trial_notices_what_a_test_notices() -> None:
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_the_core_and_its_tests_exist() -> None:
-    tests = [test.removeprefix("--deselect=").partition("::")[0] for trusted in CORE.values() for test in trusted.tests]
-    assert [each for each in (*CORE, *tests) if not (ROOT / each).is_file()] == []
+def test_the_modules_of_the_areas_and_their_tests_exist() -> None:
+    modules = [(module, tested) for area in AREAS.values() for module, tested in area.modules.items()]
+    tests = [test.removeprefix("--deselect=").partition("::")[0] for _, tested in modules for test in tested.tests]
+    assert [each for each in (*dict(modules), *tests) if not (ROOT / each).is_file()] == []
 
 
 def test_the_report_has_the_stored_figures() -> None:
@@ -87,16 +94,45 @@ def test_the_report_has_the_stored_figures() -> None:
 
 def test_each_survivor_is_explained() -> None:
     """An explanation of a mutant that is noticed now is outdated. A sample may leave out explained mutants."""
-    for module, row in report.stored().items():
-        survivors, explained = {tuple(survivor[1:]) for survivor in row["survivors"]}, EQUIVALENT.get(module, {}).keys()
-        if row["tried"] == row["mutants"]:
-            assert survivors == explained, module
-        else:
-            changes = {each[1:4] for each in mutants((ROOT / module).read_text(), CORE[module].only)}
-            assert survivors <= explained <= changes, module
+    for area, rows in report.stored().items():
+        for module, row in rows.items():
+            survivors, changes = {tuple(each[1:]) for each in row["survivors"]}, {each[1:4] for each in report.mutants_of(area, module)}
+            explained = EQUIVALENT.get(module, {}).keys() & changes
+            assert survivors == explained if row["tried"] == row["mutants"] else survivors <= explained, module
+
+
+def test_each_explanation_is_of_a_mutant() -> None:
+    changes: dict[str, set[tuple[str, str, str]]] = {}
+    for name, area in AREAS.items():
+        for module in area.modules:
+            changes.setdefault(module, set()).update(each[1:4] for each in report.mutants_of(name, module))
+    assert [(module, each) for module, rows in EQUIVALENT.items() for each in rows if each not in changes[module]] == []
 
 
 def test_the_changes_of_some_definitions() -> None:
     source = "x = 1\nclass A:\n    def f(self):\n        g()\n    def fg(self):\n        h()\ndef f():\n    i()"
     assert [each[:4] for each in mutants(source, ("A.f", "f"))] == [(4, "A.f", "g()", "pass"), (8, "f", "i()", "pass")]
     assert [each.where for each in mutants(source, ("A",))] == ["A.f", "A.fg"]
+
+
+@pytest.mark.parametrize(
+    ("source", "changed"),
+    [
+        ("if a < 1 then b() end", ["if a <= 1 then b() end", "if a < 2 then b() end"]),
+        ("if a.b then c() end", ["if not a.b then c() end"]),
+        ("  redis.call('DEL', key)", [""]),
+        ("x = a and b or -1", ["x = a or b or -1", "x = a and b and -1", "x = a and b or -2"]),
+        ("if wait > 0.000001 then", ["if wait >= 0.000001 then", "if wait > 1e-05 then"]),
+        ("x = math.min(a, 'b < 1') .. c -- 2", ["x = math.max(a, 'b < 1') .. c -- 2"]),
+    ],
+)
+def test_each_kind_of_change_of_a_script(source: str, changed: list[str]) -> None:
+    assert [mutant.after for mutant in lua_mutants(source)] == changed
+
+
+def test_the_text_of_a_changed_script_has_one_change() -> None:
+    source = (ROOT / "gateway/limits/redis/common.lua").read_text()
+    for mutant in lua_mutants(source):
+        assert isinstance(mutant.changed, str)
+        pairs = zip(source.splitlines(), mutant.changed.splitlines(), strict=True)
+        assert [number for number, (before, after) in enumerate(pairs, 1) if before != after] == [mutant.line]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from gateway.api.settlement import NOTHING, Delivery, Method, Settlement, settle
+import pytest
+
+from gateway.api.settlement import BYTES_PER_TOKEN, NOTHING, Delivery, Method, Settlement, settle
 from gateway.api.usage import Usage
 from tests.support.rows import each_row
 
@@ -35,3 +37,26 @@ def test_settlements(delivery: Delivery, settlement: Settlement) -> None:
 def test_nothing_is_estimated_if_nothing_needs_it() -> None:
     assert settle(Delivery(499, events=6), None) == settle(Delivery(200, estimated=0), None) == NOTHING
     assert settle(Delivery(499, None, RUNNING, events=6), None) == Settlement(RUNNING)
+
+
+@each_row(
+    ("events", "settlement"),
+    [(6, Settlement(Usage(41, 6), Method.EVENTS)), (0, Settlement(Usage(41), Method.TOKENIZE))],
+)
+def test_a_prompt_that_the_server_counted_afterwards(events: int, settlement: Settlement) -> None:
+    assert settle(Delivery(499, events=events), 100, 41) == settlement
+
+
+def test_the_methods_are_those_of_the_ledger() -> None:
+    assert [str(method) for method in Method] == ["events", "journal", "bytes", "tokenize"]
+
+
+def test_a_settlement_never_changes() -> None:
+    settlement = Settlement(FINAL)
+    with pytest.raises(AttributeError):
+        settlement.usage = None  # type: ignore[misc]
+
+
+def test_a_token_is_four_bytes() -> None:
+    """As docs/accounting.md states."""
+    assert len(b"sixteen bytes ..") // BYTES_PER_TOKEN == 4

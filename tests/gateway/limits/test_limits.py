@@ -470,3 +470,15 @@ async def test_a_key_without_limits_gets_no_ratelimit_headers() -> None:
         reply = await request_once(served.port, request(chat()))
         assert reply.status == 200 and ratelimits(reply) == {}
         assert served.total("limited_total") == 0
+
+
+async def test_a_fallback_shows_the_limits_that_count_it() -> None:
+    first = Allowance("key team-a for tiny", Limits(requests_per_minute=5), ("tiny",))
+    second = Allowance("key team-a for other", Limits(requests_per_minute=9, tokens_per_day=50_000), ("other",))
+    with refusing() as closed_port:
+        async with scripted(respond) as server:
+            models = [model(closed_port, fallbacks=("other",)), model(server.port, identity="other")]
+            async with serving(models, [key(allowances=(first, second))]) as served:
+                reply = await request_once(served.port, request(chat()))
+                assert (reply.status, ratelimits(reply)["limit-requests"]) == (200, "9")
+                assert ratelimits(reply)["limit-tokens-day"] == "50000"

@@ -223,3 +223,25 @@ def finish(running: list[tuple[Reservation, Usage]]) -> None:
     for reservation, usage in running:
         reservation.settle(Settlement(usage), 200)
     running.clear()
+
+
+@pytest.mark.parametrize(("limits", "counts"), [(Limits(tokens_per_day=10**6), True), (Limits(requests_per_minute=10), False)], ids=str)
+def test_a_prompt_is_estimated_if_a_limit_counts_tokens(limits: Limits, counts: bool) -> None:
+    client_key, served = Key("team-a", allowances=(Allowance("key team-a", limits),)), model(1)
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        limiter = Limiter(WorkerMetrics(counters), buckets, lambda _: None)
+        limiter.apply_snapshot(Snapshot(1, (client_key,), (served,)))
+        reservation = limiter.reservation(client_key, "req_1", {})
+        assert not reservation.is_unsettled
+        reservation.reserve_request()
+        assert reservation.is_unsettled
+        reservation.estimate_usage({}, CHAT, b"x" * 40, served)
+        reservation.reserve_tokens()
+        assert (reservation.counts_tokens, reservation.estimated_prompt) == (counts, 10 if counts else None)
+        assert reservation.is_unsettled
+        reservation.settle(Settlement(Usage(7, 3)), 200)
+        assert not reservation.is_unsettled
+        left, _ = buckets.hard_capacity(reservation.holders(served), moment(monotonic(), time()))
+        reservation.settle(Settlement(Usage(7, 3)), 200)
+        again, _ = buckets.hard_capacity(reservation.holders(served), moment(monotonic(), time()))
+        assert left == again and (not counts or left.tokens == 10**6 - 10)

@@ -329,3 +329,26 @@ async def test_the_prompt_of_a_stream_without_usage_is_estimated_without_parsing
         (row,) = [decode(payload) for payload in frames(journal.read().data)]
     assert (row.status, row.incomplete, row.estimated_by) == (200, None, Method.EVENTS)
     assert row.prompt is not None and least <= row.prompt <= most
+
+
+async def test_an_event_without_counts_is_added_to_the_running_usage() -> None:
+    with closing(Journal.create("test", 1 << 16, 8)) as journal, way() as one:
+        ledger = one.context.ledger = Recorder(journal)
+        ledger.apply_snapshot(one.worker.snapshot)
+        sent = [token(0, Usage(50, 0)), token(0, Usage(50, 1)), token(0, None), token(0, None)]
+        one.streamed([STREAM_HEAD, *(b"%x\r\n%b\r\n" % (len(each), each) for each in sent)], include_usage=False)
+        one.client.eof_received()
+        (row,) = [decode(payload) for payload in frames(journal.read().data)]
+    assert (row.status, row.incomplete, row.prompt, row.completion, row.estimated_by) == (499, "client", 50, 3, Method.EVENTS)
+
+
+async def test_a_request_without_a_model_is_charged_for_nothing() -> None:
+    async with scripted(sends_a_stream_without_usage) as server, serving([model(server.port)], [LIMITED]) as served:
+        reply = await request_once(served.port, request(chat(model="nothing")))
+        assert reply.status == 404
+        await until(lambda: len(served.context.records) == 1)
+        (record,) = served.context.records
+        assert (record.status, record.usage, record.estimated_by) == (404, None, None)
+        assert (await request_once(served.port, request(chat(stream=True)))).status == 200
+        await until(lambda: len(served.context.records) == 2)
+        assert served.context.records[1].usage is not None

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 import pytest
 
-from gateway.api.settlement import Method
+from gateway.api.settlement import BYTES_PER_TOKEN, Method
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import UsageRow, decode, frames
@@ -20,7 +20,8 @@ from gateway.proxy.prompt_count import LARGEST
 from gateway.snapshot.snapshot import Allowance, Limits, Queue
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
-from tests.support.wire import HELLO, ROLE, Client, chat, client, request
+from tests.support.wire import DONE, HELLO, ROLE, STOP, Client, chat, client, request
+from upstream.balancing.attempt import UpstreamResponse
 from upstream.balancing.side_requests import AT_ONCE
 
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
@@ -382,3 +383,103 @@ async def test_a_drained_stream_is_counted_before_its_client_gets_the_error(jour
         await settled(served)
     (row,) = rows(journal)
     assert (row.incomplete, row.prompt, row.completion) == ("drain", 41, 2)
+
+
+@pytest.mark.parametrize("bills", [False, True])
+async def test_a_stream_without_tokens_is_a_prompt_that_may_not_be_computed(journal: Journal, bills: bool) -> None:
+    engine = Engine(OPENING)
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port)], ledger=Recorder(journal), bill_cancelled_prefill=bills) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, BODY)
+        await settled(served)
+        assert bool(engine.counted) is bills
+    (row,) = rows(journal)
+    assert (row.prompt, row.completion, row.estimated_by) == ((41, 0, Method.TOKENIZE) if bills else (None, None, None))
+
+
+async def test_a_prompt_that_the_stream_has_reported_is_not_counted_again(journal: Journal) -> None:
+    engine = Engine(THINKING[:1])
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port)], ledger=Recorder(journal), bill_cancelled_prefill=True) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, {**chat(stream=True), "max_tokens": 9}, MESSAGES)
+        await settled(served)
+        assert not engine.counted
+    (row,) = rows(journal)
+    assert (row.prompt, row.completion, row.estimated_by) == (9, 0, None)
+
+
+@pytest.mark.parametrize("bills", [False, True])
+@pytest.mark.parametrize("translated", [False, True])
+async def test_a_part_of_a_body_counts_for_the_client_that_was_sent_it(journal: Journal, translated: bool, bills: bool) -> None:
+    """A response that is translated is sent as a whole. So its client has received nothing."""
+    text = b'{"choices":[{"message":{"content":"' + b"x" * 100
+    engine = Engine([], {f"{CHAT}/render": ("403 Forbidden", FORBIDDEN), TOKENIZE: ("200 OK", COUNTED)})
+
+    async def script(talk: Conversation) -> None:
+        if talk.request.head.startswith(b"POST %b " % CHAT.encode()):
+            await talk.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 5000\r\n\r\n" + text)
+            await talk.closed_by_peer()
+        else:
+            await engine(talk)
+
+    def is_relayed() -> bool:
+        watched = [each for each in served.context.deadlines._watched if isinstance(each, UpstreamResponse)]
+        return any(each._sink is not None for each in watched)
+
+    async with (
+        scripted(script) as server,
+        serving([model(server.port)], ledger=Recorder(journal), bill_cancelled_prefill=bills) as served,
+        client(served.port) as one,
+    ):
+        body = chat(functions=[{"name": "f", "parameters": {}}]) if translated else chat()
+        one.send(request(body, CHAT))
+        await until(is_relayed)
+        one.disconnect()
+        await until(lambda: not served.connections)
+        server.hang_up()  # otherwise the rest of the body would be awaited for its usage
+        await settled(served)
+        assert bool(engine.counted) is (translated and bills)
+    (row,) = rows(journal)
+    if not translated:
+        assert (row.completion, row.estimated_by) == (len(text) // BYTES_PER_TOKEN, Method.BYTES) and row.prompt
+    else:
+        assert (row.prompt, row.estimated_by) == ((41, Method.TOKENIZE) if bills else (None, None))
+
+
+async def test_a_limited_key_without_a_ledger_is_counted_too() -> None:
+    engine = Engine([*OPENING, DELTA, DELTA])
+    async with scripted(engine) as server, serving([model(server.port)], [LIMITED]) as served, client(served.port) as one:
+        await disconnect_after(one, engine, BODY)
+        await settled(served)
+        assert used(served) == 43 and engine.paths == [RENDER, TOKENIZE]
+
+
+async def test_a_key_without_limits_and_a_ledger_needs_no_count() -> None:
+    engine = Engine([*OPENING, DELTA])
+    async with scripted(engine) as server, serving([model(server.port)]) as served, client(served.port) as one:
+        await disconnect_after(one, engine, BODY)
+        await settled(served)
+        (record,) = served.context.records
+        assert (record.status, record.incomplete, record.detail) == (499, "client", None) and not engine.counted
+
+
+async def test_a_stream_that_its_client_has_received_completely_needs_no_count(journal: Journal) -> None:
+    """The server has not ended its body when the client disconnects."""
+    engine = Engine([ROLE, HELLO, STOP, DONE])
+    engine.counts[f"{CHAT}/render"] = engine.counts[RENDER]
+    async with (
+        scripted(engine) as server,
+        serving([model(server.port, running_usage=False)], ledger=Recorder(journal)) as served,
+        client(served.port) as one,
+    ):
+        await disconnect_after(one, engine, chat(stream=True), CHAT)
+        await settled(served)
+        assert not engine.counted
+    (row,) = rows(journal)
+    assert (row.status, row.incomplete, row.completion, row.estimated_by) == (200, None, 3, Method.EVENTS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import socket
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -17,12 +19,19 @@ from tests.support.ports import refusing, silent
 from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.balancing.attempt import Attempt, Upload, UpstreamResponse
+from upstream.balancing.cost_model import BLOCK_BYTES, Prompt
+from upstream.balancing.policies.cost import Cost
+from upstream.balancing.policies.policy import RequestFacts
 from upstream.balancing.pool import NoServerError, Pool
 from upstream.balancing.retry_budget import MINIMUM, SHARE
 from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.address import Address
-from upstream.http.deadlines import Deadlines, Timeouts
+from upstream.http.chunked import ChunkedDecoder
+from upstream.http.connection import Connection
+from upstream.http.deadlines import TICK, Deadlines, Timeouts
 from upstream.http.errors import (
+    Aborted,
+    BadResponse,
     ConnectFailed,
     ConnectTimeout,
     Disconnected,
@@ -646,3 +655,533 @@ async def test_a_server_that_exits_during_an_upload_ends_it() -> None:
                 with pytest.raises(Disconnected):
                     await attempt.send(compose_upload(1 << 20), upload_of(1 << 20))
         assert other.requests == []
+
+
+# The bytes of a response, and its deadlines, at times that the test chooses
+
+
+class Stepwise:
+    """A server that sends the headers of a stream, then one chunk for each text that the test adds. An empty text ends the stream."""
+
+    def __init__(self, kind: bytes = b"text/event-stream") -> None:
+        self._headers = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\ntransfer-encoding: chunked\r\n\r\n" % kind
+        self.texts: asyncio.Queue[bytes] = asyncio.Queue()
+
+    async def __call__(self, talk: Conversation) -> None:
+        await talk.write(self._headers)
+        sending, gone = asyncio.create_task(self._send(talk)), asyncio.create_task(talk.closed_by_peer())
+        await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+        for task in (sending, gone):
+            task.cancel()
+        await asyncio.gather(sending, gone, return_exceptions=True)
+        if sending.cancelled():
+            talk.writer.close()
+        else:
+            await talk.end_stream()
+
+    async def _send(self, talk: Conversation) -> None:
+        while text := await self.texts.get():
+            await talk.chunk(text)
+
+
+def composer(size: int) -> Callable[[Server], tuple[bytes, bytes]]:
+    return lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size, b"?" * size)
+
+
+@asynccontextmanager
+async def waiting(one: Way, size: int = 1) -> AsyncIterator[tuple[Attempt, UpstreamResponse, asyncio.Task[UpstreamResponse]]]:
+    """Send a request, and yield its response when the server has sent the headers and no body."""
+    with one.attempt() as attempt:
+        sending = asyncio.create_task(attempt.send(composer(size)))
+        await until(lambda: any(watched.status for watched in one.deadlines._watched if isinstance(watched, UpstreamResponse)))
+        (response,) = one.deadlines._watched
+        assert isinstance(response, UpstreamResponse)
+        try:
+            yield attempt, response, sending
+        finally:
+            sending.cancel()
+            await asyncio.gather(sending, return_exceptions=True)
+
+
+async def test_the_bytes_that_servers_wait_for_are_reported() -> None:
+    script = Stepwise()
+    async with scripted(script) as server, way(server.port, tick=FOR_EVER) as one:
+        (only,) = one.servers
+        assert only.take_progress() is None
+        async with waiting(one, 8192) as (_, response, sending):
+            response.check(monotonic())
+            progress = only.take_progress()
+            assert progress is not None and progress.last_byte_at == 0.0 and progress.prefill > 1
+            assert only.take_progress() is None, "nothing was checked since"
+            for _ in range(2):
+                response.check(monotonic())
+            twice = only.take_progress()
+            assert twice is not None and twice.prefill == 2 * progress.prefill, "the bytes of each check are added"
+            script.texts.put_nowait(b"data: a\n\n")
+            await sending
+            response.check(monotonic())
+            then = only.take_progress()
+            assert then is not None and (then.last_byte_at, then.prefill) == (response.last_byte_at, 0.0)
+
+
+@pytest.mark.parametrize("kind", [b"text/event-stream", b"application/json"])
+async def test_the_speed_of_the_prefill_is_learned_once_from_each_stream(kind: bytes) -> None:
+    script = Stepwise(kind)
+    size = 1 << 20
+
+    async def predicted() -> float:
+        async with waiting(one, size) as (_, response, _):
+            response.check(monotonic())
+            progress = only.take_progress()
+            assert progress is not None
+            return progress.prefill
+
+    async with scripted(script) as server, way(server.port, tick=FOR_EVER) as one:
+        (only,) = one.servers
+        before = await predicted()
+        script.texts = asyncio.Queue()
+        async with waiting(one, size) as (_, response, sending):
+            script.texts.put_nowait(b"data: a\n\n")
+            await sending
+            for _ in range(3):
+                response.check(monotonic())
+            seconds = max(response.last_byte_at - response.sent_at, TICK)
+        script.texts = asyncio.Queue()
+        speed = size / before
+        learned = speed + 0.2 * (max(size / seconds, 500.0) - speed) if kind.startswith(b"text") else speed
+        assert await predicted() == pytest.approx(size / learned)
+
+
+async def test_a_response_that_its_client_does_not_read_counts_as_progress() -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"data: a\n\n")
+    async with scripted(script) as server, way(server.port, tick=FOR_EVER) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            response.pause()
+            response.check(response.last_byte_at + 50)
+            assert one.servers[0].last_byte_at == response.last_byte_at + 50
+
+
+async def test_an_upload_counts_as_progress() -> None:
+    async with scripted(respond) as server, way(server.port, tick=FOR_EVER) as one:
+        later = monotonic() + 50
+
+        def check() -> None:
+            for each in tuple(one.deadlines._watched):
+                each.check(later)
+
+        with one.attempt() as attempt:
+            response = await attempt.send(compose_upload(1), upload_of(1, check))
+            assert await response.read_body(10) == b"ok"
+        assert one.servers[0].last_byte_at == later
+
+
+async def test_a_response_before_its_deadlines_is_left_alone() -> None:
+    script = Stepwise()
+    async with (
+        scripted(script) as server,
+        way(server.port, tick=FOR_EVER, first_byte=100, idle=100, total=1000) as one,
+        waiting(one) as (_, response, sending),
+    ):
+        response.check(response.sent_at + 99)
+        assert response.error is None
+        script.texts.put_nowait(b"x")
+        await sending
+        response.check(response.last_byte_at + 99)
+        assert response.error is None
+        response.check(response.sent_at + 1001)
+        assert type(response.error) is TotalTimeout
+        response.check(response.sent_at + 5000)
+        with pytest.raises(TotalTimeout):
+            await response.wait_complete()
+        await until(lambda: server.open == 0)
+
+
+async def test_a_complete_response_has_no_deadline() -> None:
+    async with scripted(respond) as server, way(server.port, tick=FOR_EVER) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            await response.wait_complete()
+            response.check(response.sent_at + 1e6)
+            assert response.error is None
+        assert one.servers[0].take_progress() is None
+
+
+async def test_the_deadlines_of_a_response_begin_behind_its_upload() -> None:
+    arrived = asyncio.Event()
+    sent_at = list[float]()
+
+    async def script(talk: Conversation) -> None:
+        arrived.set()
+        await talk.closed_by_peer()
+
+    async def upload(send: Callable[[bytes, bool], None], drained: Callable[[], Awaitable[bool]]) -> None:
+        (response,) = one.deadlines._watched
+        assert isinstance(response, UpstreamResponse)
+        await asyncio.sleep(0.01)
+        before = monotonic()
+        send(b"x" * 65536, False)
+        sent_at.extend((before, response.sent_at))
+        assert await drained()
+        await asyncio.sleep(0.01)
+        sent_at.append(monotonic())
+
+    async with scripted(script) as server, way(server.port, tick=FOR_EVER, first_byte=100) as one:
+        with one.attempt() as attempt:
+            sending = asyncio.create_task(attempt.send(compose_upload(1), upload))
+            await arrived.wait()
+            await until(lambda: len(sent_at) == 3)
+            (response,) = one.deadlines._watched
+            assert isinstance(response, UpstreamResponse)
+            before, sent, ended = sent_at
+            assert before <= sent, "each piece extends the total timeout"
+            await until(lambda: response.sent_at >= ended)
+            response.check(response.sent_at + 101)
+            with pytest.raises(FirstByteTimeout):
+                await sending
+
+
+async def test_read_body_returns_what_has_arrived_at_its_timeout() -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"abc")
+    async with scripted(script) as server, way(server.port, tick=FOR_EVER) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            reading = asyncio.create_task(response.read_body(100, timeout=50))
+            await asyncio.sleep(0)
+            response.check(monotonic() + 49)
+            assert not response.complete
+            response.check(monotonic() + 51)
+            assert await reading == b"abc"
+            await until(lambda: server.open == 0)
+
+
+async def test_read_body_ends_with_the_byte_that_fills_it() -> None:
+    script = Stepwise()
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            script.texts.put_nowait(b"0123456789")
+            response = await attempt.send(compose)
+            reading = asyncio.create_task(response.read_body(15))
+            await asyncio.sleep(0)
+            script.texts.put_nowait(b"01234")
+            async with asyncio.timeout(10):
+                assert await reading == b"012345678901234"
+            await until(lambda: server.open == 0)
+    script = Stepwise()
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            script.texts.put_nowait(b"0123456789")
+            response = await attempt.send(compose)
+            reading = asyncio.create_task(response.read_body(15))
+            await asyncio.sleep(0)
+            script.texts.put_nowait(b"0123456789")
+            async with asyncio.timeout(10):
+                assert await reading == b"012345678901234"
+
+
+async def test_the_bytes_of_one_read_are_one_piece() -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"a")
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            assert (response.wants_read_events, response.pending) == (False, [b"a"])
+            taken = list[bytes]()
+            response.stream_to(taken.append)
+            assert response.wants_read_events
+            for pieces in ((b"b", b"c", b"d"), (b"e",), (b"f", b"g")):
+                for piece in pieces:
+                    response.on_body(piece)
+                response.on_read()
+            response.on_read()
+            assert taken == [b"a", b"bcd", b"e", b"fg"]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+async def test_the_last_bytes_reach_the_reader_before_the_end(fails: bool) -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"a")
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            taken = list[bytes]()
+            response.stream_to(taken.append)
+            response.on_body(b"b")
+            if fails:
+                response.on_failure(Disconnected("s0", "closed"))
+            else:
+                response.on_end()
+            assert taken == [b"a", b"b"]
+            last = response.last_byte_at
+            assert last > 0
+
+
+async def test_an_error_that_the_reader_finds_in_the_last_bytes_is_raised() -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"a")
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            response.stream_to(lambda data: response.fail(BadResponse("s0", "no event")) if data == b"b" else None)
+            response.on_body(b"b")
+            response.on_end()
+            with pytest.raises(BadResponse):
+                await response.wait_complete()
+
+
+async def test_a_body_without_bytes_has_a_time() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    async with scripted(script) as server, way(server.port) as one:
+        before = monotonic()
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            assert response.complete and response.last_byte_at >= before
+
+
+async def test_the_end_of_a_body_is_not_its_last_byte() -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"a")
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            last = response.last_byte_at
+            await asyncio.sleep(0.01)
+            script.texts.put_nowait(b"")
+            await response.wait_complete()
+            assert response.last_byte_at == last
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"), [(b"", b"application/json"), (b"content-type: text/plain\r\n", b"text/plain")], ids=["without", "with"]
+)
+async def test_the_content_type_of_a_response(line: bytes, expected: bytes) -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.write(b"HTTP/1.1 200 OK\r\n%bcontent-length: 2\r\n\r\nok" % line)
+
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            assert (await attempt.send(compose)).content_type == expected
+
+
+async def test_only_a_pause_is_resumed() -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"a")
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            last = response.last_byte_at
+            await asyncio.sleep(0.01)
+            response.stream_to(lambda _: None)
+            assert response.last_byte_at == last, "it was not paused"
+            response.pause()
+            response.resume()
+            assert response.last_byte_at >= last + 0.01 and not response.paused
+
+
+async def test_a_response_that_fails_closes_its_connection_at_once() -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"a")
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            response.fail(Disconnected("s0", "an event is too long"))
+            with pytest.raises(Disconnected, match="too long"):
+                await response.wait_complete()
+            await until(lambda: server.open == 0)
+
+
+async def test_a_stream_that_is_kept_close_reads_little_ahead() -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"a")
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            wide = receive_buffer(response)
+            response.keep_close()
+            assert receive_buffer(response) < wide
+            script.texts.put_nowait(b"")
+            await response.wait_complete()
+    async with scripted(respond) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            await response.wait_complete()
+            wide = receive_buffer(response)
+            response.keep_close()
+            assert receive_buffer(response) == wide, "its connection may carry another response"
+
+
+def receive_buffer(response: UpstreamResponse) -> int:
+    transport = response._connection._transport
+    assert transport is not None
+    size = transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
+    assert isinstance(size, int)
+    return size
+
+
+async def test_reads_are_diverted_while_a_body_in_chunks_arrives() -> None:
+    read = list[bytes]()
+
+    def make_reader(connection: Connection, chunks: ChunkedDecoder) -> Callable[[bytes], None]:
+        def reader(data: bytes) -> None:
+            read.append(data)
+            connection.data_received(data)
+
+        return reader
+
+    script = Stepwise()
+    script.texts.put_nowait(b"a")
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            response.divert(make_reader)
+            script.texts.put_nowait(b"b")
+            await until(lambda: bool(read))
+            script.texts.put_nowait(b"")
+            await response.wait_complete()
+            assert b"".join(response.pending) == b"ab" and b"".join(read).startswith(b"1\r\nb\r\n")
+        script.texts.put_nowait(b"c")
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            response.fail(Disconnected("s0", "closed"))
+            response.divert(make_reader)
+        assert not response._connection._diverted
+        script.texts = asyncio.Queue()
+        script.texts.put_nowait(b"d")
+        script.texts.put_nowait(b"")
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            await response.wait_complete()
+            response.divert(make_reader)
+            assert not response._connection._diverted, "its connection may carry another response"
+    async with scripted(pauses_inside) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            response.divert(make_reader)
+            assert not response._connection._diverted, "its length is known"
+
+
+async def pauses_inside(talk: Conversation) -> None:
+    await talk.write(OK[:-1])
+    await talk.closed_by_peer()
+
+
+async def test_a_response_is_freed_with_its_reader() -> None:
+    """Without the garbage collector: each request would leave work for it."""
+
+    class Reader:
+        def __init__(self, response: UpstreamResponse) -> None:
+            self.response = response
+
+        def __call__(self, data: bytes) -> None: ...
+
+    async with scripted(respond) as server, way(server.port) as one:
+        gc.disable()
+        try:
+            with one.attempt() as attempt:
+                response = await attempt.send(compose)
+                reader = Reader(response)
+                response.stream_to(reader)
+                await response.wait_complete()
+            freed = weakref.ref(reader)
+            del reader, response, attempt
+            assert freed() is None
+        finally:
+            gc.enable()
+
+
+# What an attempt records
+
+
+async def test_a_large_body_reaches_the_server() -> None:
+    async with scripted(respond) as server, way(server.port) as one:
+        for size in (100, 16 * 1024, 300_000):
+            with one.attempt() as attempt:
+                response = await attempt.send(composer(size))
+                assert (await response.read_body(10), response.size) == (b"ok", size)
+        assert [len(each.body) for each in server.requests] == [100, 16 * 1024, 300_000]
+        assert server.accepted == 1
+
+
+@pytest.mark.parametrize("reported", [True, False])
+async def test_a_failure_that_a_complete_response_reports_counts(reported: bool) -> None:
+    async with scripted(respond) as server, way(server.port) as one:
+        fault = Aborted("s0", "its engine stopped the request")
+        with one.attempt() as attempt:
+            response = await attempt.send(compose)
+            await response.wait_complete()
+            response.fault = fault if reported else None
+        assert attempt.failures == ([fault] if reported else [])
+        assert one.servers[0].recently_failed is reported
+
+
+async def test_a_failure_that_the_reader_finds_counts() -> None:
+    async with scripted(respond) as server, way(server.port) as one:
+        (only,) = one.servers
+        found = BadResponse("s0", "this is no JSON")
+        for error in (ValueError("a defect"), found):
+            attempt = one.attempt()
+
+            async def read(attempt: Attempt = attempt, error: Exception = error) -> None:
+                with attempt:
+                    await (await attempt.send(compose)).wait_complete()
+                    raise error
+
+            with pytest.raises(type(error)):
+                await read()
+            assert attempt.failures == ([found] if error is found else [])
+            assert only.recently_failed is (error is found)
+
+
+async def test_a_response_that_its_client_leaves_is_not_a_success() -> None:
+    script = Stepwise()
+    script.texts.put_nowait(b"a")
+    async with scripted(script) as server, way(server.port) as one:
+        (only,) = one.servers
+        only.record_failure(Disconnected("s0", "closed"))
+        with one.attempt() as attempt:
+            await attempt.send(compose)
+        assert only.recently_failed
+        script.texts = asyncio.Queue()
+        script.texts.put_nowait(b"a")
+        script.texts.put_nowait(b"")
+        with one.attempt() as attempt:
+            await (await attempt.send(compose)).wait_complete()
+        assert not only.recently_failed
+
+
+async def test_a_queued_request_uses_the_pool_of_a_reload() -> None:
+    async with scripted(respond) as old, scripted(respond) as new, way(old.port) as one, way(new.port) as other:
+        with one.attempt() as attempt:
+            attempt.use_pool(other.pool)
+            await (await attempt.send(compose)).wait_complete()
+        assert (len(old.requests), len(new.requests)) == (0, 1)
+
+
+async def test_a_request_is_composed_at_its_first_attempt() -> None:
+    ran: list[bytes] = []
+    async with scripted(closes_idle_connections(ran)) as server, way(server.port) as one:
+        await one.request()
+        before = monotonic()
+        with one.attempt() as attempt:
+            assert attempt.composed_at is None
+            response = await attempt.send(compose)
+            assert attempt.retries == 1 and attempt.composed_at is not None
+            assert before <= attempt.composed_at < response.sent_at
+
+
+async def test_the_policy_learns_when_the_response_begins() -> None:
+    script = Stepwise()
+    async with scripted(script) as a, scripted(script) as b, way(a.port, b.port) as two:
+        policy: Cost[Server] = Cost(two.servers)
+        pool, prompt = Pool(two.servers, "cost", policy), Prompt([1, 2, 3], 3 * BLOCK_BYTES, stream=True)
+        with Attempt(pool, two.timeouts, two.deadlines, RequestFacts(prompt=prompt)) as attempt:
+            sending = asyncio.create_task(attempt.send(compose))
+            await until(lambda: len(two.deadlines) == 1)
+            assert sum(each.waiting for each in policy.model.servers.values()) > 0
+            script.texts.put_nowait(b"a")
+            await sending
+            assert sum(each.waiting for each in policy.model.servers.values()) == 0

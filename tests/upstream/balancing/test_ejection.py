@@ -120,3 +120,46 @@ def test_what_is_saved_up_is_bounded() -> None:
     budget = RetryBudget()
     assert budget.try_spend(1_000_000, 1000.0)
     assert sum(budget.try_spend(1_000_000, 1000.0) for _ in range(10_000)) == LARGEST - 1
+
+
+# Exact counts
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if weight(an(kind)) == 1])
+def test_the_third_failure_ejects(kind: type[UpstreamError]) -> None:
+    state = EjectionState()
+    assert [state.record_failure(an(kind), 1.0) for _ in range(4)] == [False, False, True, False]
+
+
+def test_a_single_failure_is_known_until_a_success() -> None:
+    state = EjectionState()
+    state.record_failure(an(Disconnected), 1.0)
+    assert state.has_failures
+    state.reset()
+    assert not state.has_failures
+
+
+def test_an_error_that_does_not_count_ejects_no_server_that_was_ejected_before() -> None:
+    state = EjectionState()
+    state.record_failure(an(ConnectFailed), 0.0)
+    assert state.expire(FIRST_PAUSE)
+    assert not state.record_failure(an(ServerError), FIRST_PAUSE)
+    assert state.record_failure(an(Disconnected), FIRST_PAUSE)
+
+
+def test_the_kinds_of_failures() -> None:
+    """A failure that one server causes counts once. Only a refused connection ejects at once."""
+    assert {kind.__name__ for kind in KINDS if weight(an(kind)) == 1} == {
+        "Disconnected",
+        "FirstByteTimeout",
+        "IdleTimeout",
+        "BadResponse",
+        "EngineDead",
+        "Aborted",
+    }
+    assert {kind for kind in KINDS if weight(an(kind)) > 1} == {ConnectFailed, ConnectTimeout}
+
+
+def test_each_request_adds_its_share_to_the_budget() -> None:
+    budget = RetryBudget()
+    assert sum(budget.try_spend(10, 1000.0) for _ in range(100)) == MINIMUM + 1

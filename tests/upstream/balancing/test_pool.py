@@ -11,6 +11,7 @@ import pytest
 from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.balancing.attempt import Attempt
+from upstream.balancing.ejection import FIRST_PAUSE
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.policy import RequestFacts
 from upstream.balancing.pool import LiveServers, NoServerError, Pool, live_servers
@@ -268,3 +269,69 @@ async def test_a_full_server_is_not_chosen_for_a_second_attempt() -> None:
     assert {pool.choose([a]) for _ in range(3)} == {a}, "it was tried, and is the only one with room"
     c.finish_exchange()
     assert {pool.choose([a]) for _ in range(3)} == {c}
+
+
+# Ejection
+
+
+class Clock:
+    """A clock that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+async def test_an_ejection_ends_at_its_time_and_the_pool_uses_the_server_again() -> None:
+    clock = Clock()
+    first, second = Server(spec("s0"), UP, clock=clock), Server(spec("s1"), UP, clock=clock)
+    pool = Pool([first, second], "least_busy")
+    first.record_failure(REFUSED)
+    assert (first.is_ejected, first.available, first.ejected_cells[0]) == (True, False, 1.0)
+    first.expire()
+    assert (first.is_ejected, first.ejected_cells[0]) == (True, 1.0), "it has not expired"
+    assert {pool.choose() for _ in range(4)} == {second}
+    clock.now += FIRST_PAUSE
+    assert (first.is_ejected, first.available) == (False, True)
+    assert {pool.choose() for _ in range(4)} == {second}, "the ranking follows when the ejection is found to have expired"
+    first.expire()
+    assert first.ejected_cells[0] == 0.0
+    assert {pool.choose() for _ in range(4)} == {first, second}
+
+
+async def test_only_a_server_that_comes_up_forgets_its_failures() -> None:
+    clock = Clock()
+    one = Server(spec("s0"), UP, clock=clock)
+    one.record_failure(REFUSED)
+    for condition, is_ejected in ((UP, True), (LOADING, True), (DOWN, True), (UP, False)):
+        one.condition = condition
+        assert one.is_ejected is is_ejected, condition
+
+
+async def test_a_retired_server_no_longer_shows_its_ejection() -> None:
+    one, cells = Server(spec("s0"), UP), [0.0]
+    one.ejected_cells = cells
+    one.record_failure(REFUSED)
+    assert cells == [1.0]
+    one.retire()
+    assert cells == [0.0]
+    cells[0] = 5.0  # of another server with this name
+    one.record_success()
+    assert cells == [5.0]
+
+
+async def test_an_expired_idle_connection_is_closed() -> None:
+    async def script(talk: Conversation) -> None:
+        await talk.respond(b"{}")
+
+    async with scripted(script) as upstream:
+        one = Server(spec("a", upstream.port, keep_idle=0.01), UP)
+        with Attempt(Pool([one], "least_busy"), Timeouts(), Deadlines()) as attempt:
+            response = await attempt.send(lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b""))
+            await response.wait_complete()
+        await asyncio.sleep(0.02)
+        assert upstream.open == 1
+        one.expire()
+        await until(lambda: upstream.open == 0)

@@ -1,0 +1,144 @@
+"""The areas whose mutants are tried. Each module with the tests that notice its mutants.
+
+The rule: the tests of a module are the fewest that can notice its mutants, and take two seconds of the processor at most. They run in this
+process. Only those of a store start another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from tests.mutants.area import Area, Tested
+from tests.mutants.core import CORE
+
+_ALONE = ("--noconftest", "-ptests.conftest")
+"""For tests without fixtures: the conftest.py of their folders would import the whole gateway."""
+
+
+def _some(file: str, *names: str) -> tuple[str, ...]:
+    """Return the arguments for some tests of a file."""
+    return tuple(f"{file}::{name}" for name in names)
+
+
+def _without(file: str, *names: str) -> tuple[str, ...]:
+    """Return the arguments for all tests of a file but these, which wait longer than a trial should."""
+    return (file, *(f"--deselect={file}::{name}" for name in names))
+
+
+_EJECTION = "tests/upstream/balancing/test_ejection.py"
+
+RETRY = {
+    "upstream/balancing/attempt.py": Tested(
+        (
+            *_ALONE,
+            *_without(
+                "tests/upstream/balancing/test_attempt.py",
+                "test_the_connect_deadline",
+                "test_a_server_that_keeps_failing_is_ejected_and_tried_again_later",
+            ),
+        )
+    ),
+    "upstream/balancing/retry_budget.py": Tested((*_ALONE, _EJECTION)),
+}
+
+EJECTION = {
+    "upstream/balancing/ejection.py": Tested((*_ALONE, _EJECTION)),
+    "upstream/backoff.py": Tested((*_ALONE, _EJECTION, "tests/upstream/test_backoff.py")),
+    "upstream/balancing/server.py": Tested(
+        (*_ALONE, "tests/upstream/balancing/test_pool.py", "tests/upstream/balancing/test_attempt.py::test_a_success_resets_the_failures"),
+        (
+            "Server.condition",
+            "Server.is_ejected",
+            "Server.available",
+            "Server.record_failure",
+            "Server.record_success",
+            "Server.expire",
+            "Server.retire",
+        ),
+    ),
+}
+
+_LIMITS = _without(
+    "tests/gateway/limits/test_limits.py",
+    "test_a_client_that_waits_for_retry_after_is_admitted",
+    "test_a_client_that_disconnects_pays_for_the_received_tokens",
+    "test_a_number_in_another_type_reserves_the_same_tokens",
+    "test_refusals_by_a_minute_and_by_a_cost",
+)
+_STORE, _LEASES = "tests/gateway/limits/redis/test_store.py", "tests/gateway/limits/redis/test_leases.py"
+_SETTLED_IN_STORE = (
+    *_some(
+        _STORE,
+        "test_tokens_are_settled_in_the_store",
+        "test_a_fallback_is_counted_as_itself",
+        "test_a_store_that_stops_before_a_fallback_delays_it_by_nothing",
+        "test_a_reload_removes_the_store_before_a_fallback",
+    ),
+    *_some(
+        _LEASES,
+        "test_most_requests_of_a_busy_key_need_no_call",
+        "test_requests_that_outlive_their_lease_are_settled_by_their_usage",
+        "test_usage_beyond_a_lease_is_charged_at_once",
+        "test_a_fallback_ends_the_lease_of_the_former_model",
+    ),
+)
+_RELAYED = (
+    "tests/gateway/proxy/test_prompt_count.py",
+    "--deselect=tests/gateway/proxy/test_prompt_count.py::test_a_server_that_does_not_count_in_time_ends_the_wait",
+    *_without("tests/gateway/proxy/test_context.py", "TestSettlements"),
+)
+
+SETTLEMENT = {
+    "gateway/api/settlement.py": Tested(("tests/gateway/api/test_settlement.py",)),
+    "gateway/limits/estimate.py": Tested(("tests/gateway/limits/test_estimate.py",), ("used_amounts", "counts_as_request")),
+    "gateway/limits/reservation.py": Tested(
+        ("tests/gateway/limits/test_reservation.py", *_LIMITS, *_SETTLED_IN_STORE),
+        (
+            "Reservation._change_model",
+            "Reservation.is_unsettled",
+            "Reservation.counts_tokens",
+            "Reservation.estimated_prompt",
+            "Reservation.settle",
+            "Reservation._settle",
+        ),
+    ),
+    "gateway/proxy/response.py": Tested(
+        (*_RELAYED, "tests/gateway/proxy/test_response.py"),
+        (
+            "ResponseRelay.settle",
+            "ResponseRelay._delivery",
+            "ResponseRelay._settle_limits",
+            "ResponseRelay.lacks_prompt",
+            "ResponseRelay.is_empty",
+            "NoResponse.settle",
+            "BodyRelay._needs_estimate",
+            "BodyRelay.estimate_prompt",
+            "BodyRelay._delivery",
+            "BodyRelay.is_empty",
+            "EventRelay.estimate_prompt",
+            "EventRelay.lacks_prompt",
+            "EventRelay.is_empty",
+            "EventRelay._has_count",
+            "EventRelay._token_events",
+            "EventRelay._delivery",
+        ),
+    ),
+    "gateway/proxy/context.py": Tested(
+        _RELAYED, ("RequestContext.needs_prompt_count", "RequestContext._settle", "RequestContext._estimated_prompt")
+    ),
+}
+
+AREAS: Mapping[str, Area] = MappingProxyType(
+    {
+        "core": Area("The trusted core", CORE),
+        "retry": Area("Retry", RETRY),
+        "ejection": Area("Ejection", EJECTION),
+        "settlement": Area("Settlement", SETTLEMENT),
+    }
+)
+
+
+def is_tried(module: str) -> bool:
+    """Return whether all mutants of a module belong to an area, or those of its definitions in the trusted core."""
+    return module in CORE or any(module in area.modules and not area.modules[module].only for area in AREAS.values())
