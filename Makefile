@@ -107,7 +107,7 @@ fuzz: $(READY)  ## random input for the gateway's parsers: each target for SECON
 fuzz-full: $(READY)  ## the parsers against independent ones at full size, and docs/fuzzing.md; an hour on two cores; TARGETS="client" for some of them
 	$(BIN)/python -m tests.fuzz.report $(TARGETS)
 
-mutants: $(READY)  ## small changes of the trusted core, each of which a test must notice, and docs/mutants.md; FILES="gateway/auth/keyring.py" for some files
+mutants: $(READY)  ## small changes of the trusted core and other areas, each of which a test must notice, and docs/mutants.md; FILES="retry gateway/auth/keyring.py" for some areas or files
 	$(BIN)/python -m tests.mutants $(FILES)
 
 audit: $(READY)  ## the locked packages against the known advisories; needs the network

@@ -1,4 +1,4 @@
-"""``python -m tests.mutants [MODULE …]``: try the mutants of these modules of the trusted core, or of all, and write docs/mutants.md."""
+"""``python -m tests.mutants [AREA … MODULE …]``: try the mutants of these areas and modules, or of all, and write docs/mutants.md."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ _SETTLED_IN_STORE = (
     ),
     *_some(
         _LEASES,
-        "test_most_requests_of_a_busy_key_need_no_call",
+        "test_a_lease_continues_after_its_requests",
         "test_requests_that_outlive_their_lease_are_settled_by_their_usage",
         "test_usage_beyond_a_lease_is_charged_at_once",
         "test_a_fallback_ends_the_lease_of_the_former_model",
@@ -129,12 +129,87 @@ SETTLEMENT = {
     ),
 }
 
+_FOLDER = "tests/gateway/limits"
+_RULES, _WINDOWS = f"{_FOLDER}/test_rules.py", f"{_FOLDER}/test_windows.py"
+_EARLIER_USE, _HEADERS, _RESERVATION = f"{_FOLDER}/test_earlier_use.py", f"{_FOLDER}/test_headers.py", f"{_FOLDER}/test_reservation.py"
+_SESSIONS = _without(f"{_FOLDER}/test_sessions.py", "test_all_workers_count_a_session_together")
+
+LIMITS = {
+    "gateway/limits/rules.py": Tested((_RULES, _HEADERS, *_LIMITS)),
+    "gateway/limits/buckets.py": Tested((f"{_FOLDER}/test_buckets.py", _RULES, _EARLIER_USE, *_SESSIONS)),
+    "gateway/limits/windows.py": Tested((_WINDOWS, _RULES, _EARLIER_USE, _HEADERS)),
+    "gateway/limits/limiter.py": Tested((_RESERVATION, f"{_FOLDER}/test_subjects.py", *_SESSIONS, *_LIMITS, *_SETTLED_IN_STORE)),
+    "gateway/limits/reservation.py": Tested(
+        (_RESERVATION, *_LIMITS, *_SESSIONS, *_SETTLED_IN_STORE),
+        (
+            "Reservation.reserve_request",
+            "Reservation.estimate_usage",
+            "Reservation.estimate_usage_in_steps",
+            "Reservation.estimate_form",
+            "Reservation._bound_response",
+            "Reservation._bound_form",
+            "Reservation.holders",
+            "Reservation._hard_budgets",
+            "Reservation._find_session",
+            "Reservation.reserve_tokens",
+            "Reservation._now",
+            "Reservation._reserve_in_memory",
+            "Reservation._reserve_from_lease",
+            "Reservation._reserve_in_store",
+            "Reservation._apply_result",
+            "Reservation._refusal",
+            "Reservation.header_lines",
+        ),
+    ),
+    "gateway/limits/states.py": Tested((_RESERVATION, f"{_FOLDER}/test_states.py::test_a_cost_is_shown_with_all_of_its_digits")),
+    "gateway/limits/lease.py": Tested((f"{_FOLDER}/test_lease.py", *_SETTLED_IN_STORE)),
+}
+
+_SCRIPTS = (
+    *_some(
+        _STORE,
+        "test_the_calendar_of_the_store",
+        "test_a_request_that_is_too_late_gets_the_time_of_the_store",
+        "test_the_store_replies_with_the_time_until_its_buckets_are_full",
+        "test_counts_are_stored_for_longer_than_their_window",
+        "test_a_rolling_window_without_use_needs_no_time",
+        "test_slots_of_a_gateway_that_has_died_are_released_for_each_holder",
+        "test_a_renewal_extends_the_leases_by_their_seconds",
+        "test_earlier_use_is_added_once",
+        "test_earlier_use_of_another_day_is_remembered",
+        "test_the_store_decides_as_the_memory_does",
+        "test_a_wait_of_any_length_refuses",
+        "test_tokens_refilled_by_time_are_not_released_again",
+        "test_the_latest_other_day_is_remembered",
+        "test_costs_are_exact",
+        "test_costs_that_an_earlier_version_has_counted_are_continued",
+        "test_large_costs_are_exact",
+        "test_replies_of_the_store",
+        "test_an_abandoned_request_that_was_refused_releases_nothing",
+        "test_leases_are_renewed_after_the_clock_is_set_forward",
+        "test_two_workers_count_together",
+    ),
+    *_some(
+        f"{_FOLDER}/test_sessions.py",
+        "test_the_store_counts_sessions_as_the_memory_does",
+        "test_the_store_forgets_the_session_that_was_used_least_recently",
+    ),
+    *_some(_LEASES, "test_requests_that_outlive_their_lease_are_settled_by_their_usage", "test_shown_limits_are_without_the_lease"),
+)
+
+LIMITS_IN_REDIS = {
+    f"gateway/limits/redis/{name}.lua": Tested(_SCRIPTS)
+    for name in ("admit", "settle", "common", "calendar", "open", "read", "renew", "restore")
+}
+
 AREAS: Mapping[str, Area] = MappingProxyType(
     {
         "core": Area("The trusted core", CORE),
         "retry": Area("Retry", RETRY),
         "ejection": Area("Ejection", EJECTION),
         "settlement": Area("Settlement", SETTLEMENT),
+        "limits": Area("Limits in memory", LIMITS, 250),
+        "scripts": Area("Limits in Redis", LIMITS_IN_REDIS, 60),
     }
 )
 

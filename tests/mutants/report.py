@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from random import Random
 from time import monotonic
@@ -85,8 +86,18 @@ def run(area: str, module: str, processes: int, former: Row | None = None) -> Ro
         "survivors": survivors,
         "day": datetime.now(UTC).date().isoformat(),
         "commit": _commit(module),
+        "source": _digest(module),
         "seconds": round(seconds + (former["seconds"] if former is not None else 0)),
     }
+
+
+def _digest(module: str) -> str:
+    return sha256((ROOT / module).read_bytes()).hexdigest()[:12]
+
+
+def is_current(module: str, row: Row) -> bool:
+    """Return whether figures are those of the module as it is now. Those of the trusted core always have to be."""
+    return row.get("source", _digest(module)) == _digest(module)
 
 
 def _commit(module: str) -> str:
@@ -186,6 +197,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     for area, module in _selected(options.names):
         former = stored().get(area, {}).get(module) if options.survivors else None
+        if former is not None and not is_current(module, former):
+            raise ValueError(f"{module} has changed: try all of its mutants")
         row = run(area, module, options.processes, former)
         figures = stored()  # again: another process may have written the figures of other modules
         _store({**figures, area: {**figures.get(area, {}), module: row}})

@@ -466,3 +466,41 @@ class Limiting(RuleBasedStateMachine):
 
 Limiting.TestCase.settings = settings(max_examples=examples(150), stateful_step_count=40, deadline=None)
 TestLimiting = Limiting.TestCase
+
+
+def test_amounts_are_nothing_by_default() -> None:
+    assert Amounts() == Amounts(0, 0, 0, 0)
+
+
+def test_of_two_equal_waits_that_for_requests_is_reported() -> None:
+    limits, bucket = Limits(requests_per_minute=1, tokens_per_minute=60), HolderBuckets()
+    assert bucket.admit(limits, Amounts(1, 1, 60)) is None
+    refused = bucket.admit(limits, Amounts(1, 1, 60))
+    assert refused is not None and (refused.reason, refused.wait) == ("requests_per_minute", pytest.approx(60))
+
+
+def test_a_longer_wait_for_requests_is_reported() -> None:
+    limits, bucket = Limits(requests_per_minute=1, tokens_per_minute=60), HolderBuckets()
+    assert bucket.admit(limits, Amounts(1, 1, 30)) is None
+    refused = bucket.admit(limits, Amounts(1, 1, 45))
+    assert refused is not None and (refused.reason, refused.wait) == ("requests_per_minute", pytest.approx(60))
+
+
+def test_a_refusal_by_tokens_reports_what_is_left() -> None:
+    limits, bucket = Limits(tokens_per_minute=600), HolderBuckets()
+    assert bucket.admit(limits, Amounts(1, 1, 400)) is None
+    refused = bucket.admit(limits, Amounts(1, 1, 300))
+    assert refused is not None and (refused.left, refused.requested) == (pytest.approx(200), 300)
+
+
+def test_workers_share_a_limit_on_concurrent_requests() -> None:
+    holder = Holder.placed("one", Limits(concurrent=3))
+    cells = [0.0] * (SIZE + 2)
+
+    def admits(worker: int) -> bool:
+        return rules.admit([(holder, REQUEST)], cells, AT, {}, worker, 2) is None
+
+    assert [admits(1), admits(1), admits(0), admits(0), admits(1)] == [True, True, True, False, False]
+    assert cells[SIZE:] == [1, 2]
+    rules.settle([(holder, REQUEST)], cells, REQUEST, {}, AT.now, AT, 1)
+    assert cells[SIZE:] == [1, 1] and admits(0) and not admits(1)

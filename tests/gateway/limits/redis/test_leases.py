@@ -437,3 +437,12 @@ async def test_usage_is_exact_wherever_a_connection_is_cut(server: RedisServer) 
     with server.client() as client:
         assert [used_today(client, holder) for holder, _, _ in found] == [used for _, used, _ in found]
         assert [name for name in counted(client) if name.startswith(b"vllm-gateway:reserved")] == []
+
+
+async def test_a_lease_continues_after_its_requests(server: RedisServer) -> None:
+    async with worker(server.store_config(), Allowance("key a", PLENTY)) as one:
+        running = await one.lease()
+        (lease,) = one.store.leases._open.values()
+        for each in running:
+            each.finish(5)
+        assert list(one.store.leases._open.values()) == [lease]

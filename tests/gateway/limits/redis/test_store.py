@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.limits.buckets import Buckets
-from gateway.limits.redis.scripts import source
+from gateway.limits.redis.scripts import Script, load_scripts, source
 from gateway.limits.redis.store import RedisStore, StoreClock, StoreUnavailableError
 from gateway.limits.rules import Amounts, Holder
 from gateway.limits.windows import SLICES, BudgetState, moment, month_of
@@ -874,3 +874,114 @@ async def test_a_stall_of_the_store_loses_no_counts(server: RedisServer, refuses
                 await until(lambda: counted(each) == [holder.encode()], 60)  # the settlements have arrived
                 assert float(each.hget(holder, "dt") or 0) == 3 * 5
             assert await statuses(served, 1) == [200]
+
+
+# The scripts themselves
+
+
+def replied(server: RedisServer, script: Script, keys: list[str], *arguments: str) -> list[float]:
+    """Run a script, and return the numbers of its reply."""
+    with server.client() as each:
+        text = each.eval(script.text, len(keys), *keys, *arguments)
+    assert isinstance(text, bytes)
+    return [float(number) for number in text.split()]
+
+
+def admitted(server: RedisServer, limits: str = "10 1000 0", amounts: str = "5 1 0 0", name: str = "key a") -> list[float]:
+    """Reserve amounts of one holder, given as the script has them. See admit.lua."""
+    keys = [f"vllm-gateway:{name}", f"vllm-gateway:{name} slots", "vllm-gateway:reserved"]
+    return replied(server, load_scripts().admit, keys, "r1", f"30 {time() + 60}", limits, amounts)
+
+
+def test_a_request_that_is_too_late_gets_the_time_of_the_store(server: RedisServer) -> None:
+    before = time()
+    code, _, _, now = replied(server, load_scripts().admit, ["vllm-gateway:reserved"], "r1", "30 1.5")
+    assert code == -1 and before - 1 <= now / 1e6 <= time() + 1
+
+
+def test_the_store_replies_with_the_time_until_its_buckets_are_full(server: RedisServer) -> None:
+    refused, _, _, _, _, _, requests, tokens = admitted(server)
+    assert refused == 0 and 30_000 <= requests <= 30_001 and tokens == 0
+    refused, _, _, _, _, _, _, tokens = admitted(server, amounts="0 0 500 0")
+    assert refused == 0 and 30_000 <= tokens <= 30_001
+    began, requests, tokens = replied(server, load_scripts().read, ["vllm-gateway:key a"], "")
+    assert began == 0 and 0 < requests <= 30_000 and 0 < tokens <= 30_001
+
+
+@pytest.mark.parametrize(("window", "days"), [("day", 2), ("week", 14), ("month", 62)])
+def test_counts_are_stored_for_longer_than_their_window(server: RedisServer, window: str, days: int) -> None:
+    assert admitted(server, f"0 0 0 {window} 0 100 0 100 0", "1 1 5 0")[0] == 0
+    with server.client() as each:
+        assert each.ttl("vllm-gateway:key a") > days * 86400
+
+
+def test_a_rolling_window_without_use_needs_no_time(server: RedisServer) -> None:
+    for amounts, used in (("1 1 0 0", False), ("1 1 0 0", False), ("1 1 5 0", True), ("1 1 0 0", True)):
+        *_, tokens, cost, wait = admitted(server, "0 0 0 7d 25200 100 0 100 0", amounts)
+        assert (tokens, cost, wait > 0) == (5 if used else 0, 0, used)
+
+
+def test_slots_of_a_gateway_that_has_died_are_released_for_each_holder(server: RedisServer) -> None:
+    names = ["one", "two", "three"]
+    with server.client() as each:
+        for name in names:
+            each.zadd(f"vllm-gateway:{name} slots", {"of a dead gateway": 1.0})
+    keys = [key for name in names for key in (f"vllm-gateway:{name}", f"vllm-gateway:{name} slots")]
+    arguments = [text for _ in names for text in ("0 0 1", "1 1 0 0")]
+    found = replied(server, load_scripts().admit, [*keys, "vllm-gateway:reserved"], "r1", f"30 {time() + 60}", *arguments)
+    assert found[0] == 0
+
+
+def test_a_renewal_extends_the_leases_by_their_seconds(server: RedisServer) -> None:
+    with server.client() as each:
+        before = time()
+        (now,) = [int(each.eval(load_scripts().renew.text, 2, "one", "two", "30", f"{before + 60}", "r1", "r2"))]
+        scores = each.zscore("one", "r1"), each.zscore("two", "r2")
+        assert scores == (pytest.approx(now / 1e6 + 30, abs=1e-3),) * 2
+        assert 30 <= each.ttl("one") <= 31
+        each.eval(load_scripts().renew.text, 1, "one", "3000", f"{before - 60}", "r1")
+        assert each.zscore("one", "r1") == scores[0], "it is too late"
+
+
+_WINDOWS_OF_DAY_AND_RING = "day 0 7d 25200"
+
+
+def restored(server: RedisServer, word: str, *used: str) -> None:
+    with server.client() as each:
+        assert each.eval(load_scripts().restore.text, 1, "vllm-gateway:key a", _WINDOWS_OF_DAY_AND_RING, word, *used) == b"OK"
+
+
+def used_of(server: RedisServer) -> list[float]:
+    """The tokens and the cost of the day and of the ring, behind whether earlier use was added."""
+    found = replied(server, load_scripts().read, ["vllm-gateway:key a"], _WINDOWS_OF_DAY_AND_RING)
+    return [found[0], *found[3:5], *found[6:8]]
+
+
+def test_earlier_use_is_added_once(server: RedisServer) -> None:
+    now = time()
+    day, slot = int(now // 86400), int(now // 25200)
+    limits = "0 0 0 day 0 100 0 100 100 7d 25200 100 0 100 100"
+    assert admitted(server, limits, "1 1 5 2")[0] == 0
+    found = [used_of(server)]
+    for _ in range(2):
+        restored(server, "part", f"1 {day} 10 4", f"2 {slot} 10 4", f"2 {slot - 3} 7 1", f"2 {slot - 30} 7 1")
+        found.append(used_of(server))
+    restored(server, "all", f"1 {day} 12 4", f"2 {slot} 11 3")
+    found.append(used_of(server))
+    restored(server, "part", f"1 {day} 50 50")
+    found.append(used_of(server))
+    if (int(time() // 86400), int(time() // 25200)) == (day, slot):  # otherwise midnight or a slice passed during the test
+        assert found[0] == [0, 5, 2, 5, 2]
+        assert found[1:3] == [[1, 15, 6, 22, 7]] * 2, "what counts no longer is forgotten"
+        assert found[3] == [1, 17, 6, 23, 7], "only the difference to what was added is added"
+        assert found[4] == found[3], "the store has counted everything since"
+
+
+def test_earlier_use_of_another_day_is_remembered(server: RedisServer) -> None:
+    day = int(time() // 86400)
+    with server.client() as each:
+        restored(server, "part", f"1 {day - 1} 3 0", f"1 {day} 4 0", f"1 {day - 2} 9 0")
+        assert [float(value) for value in each.hmget("vllm-gateway:key a", "d", "dt", "od", "odt")] == [day, 4, day - 1, 3]
+        restored(server, "part", f"1 {day - 1} 5 0")
+        assert [float(value) for value in each.hmget("vllm-gateway:key a", "dt", "odt")] == [4, 5]
+        assert each.ttl("vllm-gateway:key a") > 86400
