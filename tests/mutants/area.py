@@ -1,4 +1,4 @@
-"""What an area of the mutants is: modules, each with the tests that notice its mutants. Pure."""
+"""An area of the mutants: modules, each with the tests that notice its mutants. Pure."""
 
 from __future__ import annotations
 

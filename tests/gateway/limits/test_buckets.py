@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,8 +13,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from gateway.limits.buckets import Buckets
-from gateway.limits.rules import DAY, Amounts
+from gateway.limits.buckets import Buckets, BucketsFullError
+from gateway.limits.rules import DAY, SIZE, Amounts
 from gateway.limits.windows import USED, moment
 from gateway.snapshot.snapshot import Budget, Limits
 
@@ -204,3 +206,69 @@ def test_nothing_is_lost_while_control_and_the_only_worker_write() -> None:
             control.cells[holder.offset] = 1.0
             passes = int(process.stdout.readline())
         assert control.cells[holder.offset + DAY + USED] == passes + added
+
+
+def test_rates_are_those_of_the_holder() -> None:
+    limits = Limits(requests_per_minute=6, tokens_per_minute=600, concurrent=5)
+    with shared(1) as control, closing(Buckets.inherited(os.dup(control.fd), 0)) as worker:
+        holder = worker.holder("key a", limits)
+        assert worker.reserve([(holder, Amounts(1, 1, 100))], moment(1000.0, WALL), {}) is None
+        rates = worker.rates(holder)
+        assert (rates.requests, rates.tokens, rates.in_flight) == (1010.0, 1010.0, 1)
+        assert control.shown_rates("key a") == rates
+        assert worker.reserve([(holder, Amounts(1, 1, 200))], moment(1000.0, WALL), {}) is None
+        rates = worker.rates(holder)
+        assert (rates.requests, rates.tokens, rates.in_flight) == (1020.0, 1030.0, 2)
+
+
+def test_the_capacity_of_hard_budgets() -> None:
+    buckets, at = Buckets.private(), moment(0.0, WALL)
+    holder = buckets.holder("key a", Limits(tokens_per_day=1000, cost_per_week=90))
+    assert buckets.reserve([(holder, Amounts(1, 1, 400, 30))], at, {}) is None
+    left, whole = buckets.hard_capacity([holder], at)
+    assert (left, whole) == ((600, 60), (1000, 90))
+    later = moment(0.0, WALL + 30 * 86400)
+    assert buckets.hard_capacity([holder], later)[0] == (1000, 90), "another day and another week"
+
+
+def test_control_may_write_until_it_announces_it() -> None:
+    with shared(1) as control, closing(Buckets.inherited(os.dup(control.fd), 0)):
+        assert control.may_write
+
+
+def test_the_only_worker_waits_for_no_lock_after_the_writes_of_control() -> None:
+    with shared(1) as control, closing(Buckets.inherited(os.dup(control.fd), 0)) as worker:
+        holder, at = worker.holder("key a", LIMITS), moment(0.0, WALL)
+        control.announce_writes()
+        worker.tick()
+        control.end_writes()
+        worker.tick()
+        with locked_elsewhere(control):
+            assert worker.reserve([(holder, Amounts(tokens=1))], at, {}) is None
+
+
+def test_closing_closes_the_file() -> None:
+    control = Buckets.create("test", 1)
+    control.close()
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(control.fd)
+
+
+def test_a_holder_may_use_the_last_byte_of_the_memory() -> None:
+    def memory(size: int) -> mmap.mmap:
+        made = mmap.mmap(-1, size)
+        struct.pack_into("<QQ", made, 0, 1, 0)
+        return made
+
+    def fits(size: int) -> bool:
+        try:
+            Buckets(memory(size)).holder("key a", LIMITS)
+        except BucketsFullError:
+            return False
+        return True
+
+    sizes = range(64, 4096, 8)
+    least = next(size for size in sizes if fits(size))
+    buckets = Buckets(memory(least))
+    holder = buckets.holder("key a", LIMITS)
+    assert holder.offset + SIZE + 1 == len(buckets.cells), "the requests in flight of its worker are in the last cell"

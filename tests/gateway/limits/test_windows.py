@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.limits import windows
+from gateway.limits.buckets import Buckets
+from gateway.limits.rules import Amounts
 from gateway.limits.windows import RING_CELLS, SLICES, Moment, Window, moment, period_of, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
 
@@ -136,3 +138,23 @@ def test_a_soft_budget_refuses_nothing_and_is_counted() -> None:
         windows.reserve(placed, cells, 8, 0, at(1e9))
     (state,) = windows.budget_states(map(windows.flattened, placed), cells, at(1e9))
     assert (state.used, state.remaining, state.share, state.budget.soft) == (24, 0, 2.4, True)
+
+
+def test_a_request_above_a_budget_is_refused_once_something_is_spent() -> None:
+    limits = Limits(budgets=(Budget("7d", 7 * 86400, tokens=100, cost=100),))
+    now = at(WEDNESDAY.timestamp())
+    for first, second in ((Amounts(1, 1, 10, 0), Amounts(1, 1, 200, 0)), (Amounts(1, 1, 0, 10), Amounts(1, 1, 0, 200))):
+        buckets = Buckets.private()
+        holder = buckets.holder("key a", limits)
+        assert buckets.reserve([(holder, first)], now, {}) is None
+        assert buckets.reserve([(holder, second)], now, {}) is not None
+        unused = buckets.holder("key b", limits)
+        assert buckets.reserve([(unused, second)], now, {}) is None, "a request may use a whole budget"
+
+
+def test_the_seconds_that_are_left_in_a_period() -> None:
+    noon = WEDNESDAY.timestamp()
+    assert windows.seconds_left_in_period(only(Limits(tokens_per_day=1)), noon) == 12 * HOUR
+    assert windows.seconds_left_in_period(only(Limits(tokens_per_week=1)), noon) == 4.5 * 24 * HOUR
+    rolling = only(Limits(budgets=(Budget("24h", 86400, tokens=1),)))
+    assert windows.seconds_left_in_period(rolling, noon + 600) == HOUR - 600

@@ -994,7 +994,7 @@ async def test_a_response_that_fails_closes_its_connection_at_once() -> None:
             await until(lambda: server.open == 0)
 
 
-async def test_a_stream_that_is_kept_close_reads_little_ahead() -> None:
+async def test_a_stream_limits_how_far_its_server_is_ahead() -> None:
     script = Stepwise()
     script.texts.put_nowait(b"a")
     async with scripted(script) as server, way(server.port) as one:
@@ -1093,7 +1093,7 @@ async def test_a_response_is_freed_with_its_reader() -> None:
             gc.enable()
 
 
-# What an attempt records
+# Recorded by an attempt
 
 
 async def test_a_large_body_reaches_the_server() -> None:
@@ -1136,7 +1136,7 @@ async def test_a_failure_that_the_reader_finds_counts() -> None:
             assert only.recently_failed is (error is found)
 
 
-async def test_a_response_that_its_client_leaves_is_not_a_success() -> None:
+async def test_a_response_whose_client_disconnects_is_not_a_success() -> None:
     script = Stepwise()
     script.texts.put_nowait(b"a")
     async with scripted(script) as server, way(server.port) as one:

@@ -946,9 +946,9 @@ def test_a_renewal_extends_the_leases_by_their_seconds(server: RedisServer) -> N
 _WINDOWS_OF_DAY_AND_RING = "day 0 7d 25200"
 
 
-def restored(server: RedisServer, word: str, *used: str) -> None:
+def restored(server: RedisServer, extent: str, *used: str) -> None:
     with server.client() as each:
-        assert each.eval(load_scripts().restore.text, 1, "vllm-gateway:key a", _WINDOWS_OF_DAY_AND_RING, word, *used) == b"OK"
+        assert each.eval(load_scripts().restore.text, 1, "vllm-gateway:key a", _WINDOWS_OF_DAY_AND_RING, extent, *used) == b"OK"
 
 
 def used_of(server: RedisServer) -> list[float]:
