@@ -250,7 +250,11 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         },
         "gateway/proxy/response.py": {
             ("ResponseRelay.lacks_prompt", "return False", "return None"): "Both are false.",
-            ("ResponseRelay._delivery", "return Delivery(status, self.usage)", "return None"): "All subclasses that have a response override it.",
+            (
+                "ResponseRelay._delivery",
+                "return Delivery(status, self.usage)",
+                "return None",
+            ): "All subclasses that have a response override it.",
             (
                 "EventRelay.estimate_prompt",
                 "self.usage is None and self.gaps is not None",

@@ -97,7 +97,7 @@ def _digest(module: str) -> str:
 
 def is_current(module: str, row: Row) -> bool:
     """Return whether figures are those of the module as it is now. The figures of the trusted core always have to be."""
-    return row.get("source", _digest(module)) == _digest(module)
+    return bool(row.get("source", _digest(module)) == _digest(module))
 
 
 def _commit(module: str) -> str:

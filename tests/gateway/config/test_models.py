@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from gateway.config import Config, ConfigurationError, load, plain_variables, schema
-from gateway.config.models import Section
 from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, parse_duration, parse_size
+from gateway.config.section import Section
 from gateway.config.values import MAX_WORKERS, KeyHash, installed
 from gateway.system.cpus import usable_cpus
 from tests.support.certificates import certificate

@@ -214,11 +214,11 @@ def test_rates_are_those_of_the_holder() -> None:
         holder = worker.holder("key a", limits)
         assert worker.reserve([(holder, Amounts(1, 1, 100))], moment(1000.0, WALL), {}) is None
         rates = worker.rates(holder)
-        assert (rates.requests, rates.tokens, rates.in_flight) == (1010.0, 1010.0, 1)
+        assert (rates.requests_full, rates.tokens_full, rates.in_flight) == (1010.0, 1010.0, 1)
         assert control.shown_rates("key a") == rates
         assert worker.reserve([(holder, Amounts(1, 1, 200))], moment(1000.0, WALL), {}) is None
         rates = worker.rates(holder)
-        assert (rates.requests, rates.tokens, rates.in_flight) == (1020.0, 1030.0, 2)
+        assert (rates.requests_full, rates.tokens_full, rates.in_flight) == (1020.0, 1030.0, 2)
 
 
 def test_the_capacity_of_hard_budgets() -> None:

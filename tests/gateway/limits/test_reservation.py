@@ -231,16 +231,16 @@ def test_a_prompt_is_estimated_if_a_limit_counts_tokens(limits: Limits, counts: 
     with shared_counters() as counters, closing(Buckets.private()) as buckets:
         limiter = Limiter(WorkerMetrics(counters), buckets, lambda _: None)
         limiter.apply_snapshot(Snapshot(1, (client_key,), (served,)))
-        reservation = limiter.reservation(client_key, "req_1", {})
-        assert not reservation.is_unsettled
+        reservation = reservation_of(limiter, client_key, "req_1", {})
+        unsettled = [reservation.is_unsettled]
         reservation.reserve_request()
-        assert reservation.is_unsettled
+        unsettled.append(reservation.is_unsettled)
         reservation.estimate_usage({}, CHAT, b"x" * 40, served)
         reservation.reserve_tokens()
         assert (reservation.counts_tokens, reservation.estimated_prompt) == (counts, 10 if counts else None)
-        assert reservation.is_unsettled
+        unsettled.append(reservation.is_unsettled)
         reservation.settle(Settlement(Usage(7, 3)), 200)
-        assert not reservation.is_unsettled
+        assert [*unsettled, reservation.is_unsettled] == [False, True, True, False]
         left, _ = buckets.hard_capacity(reservation.holders(served), moment(monotonic(), time()))
         reservation.settle(Settlement(Usage(7, 3)), 200)
         again, _ = buckets.hard_capacity(reservation.holders(served), moment(monotonic(), time()))
