@@ -134,12 +134,17 @@ _RULES, _WINDOWS = f"{_FOLDER}/test_rules.py", f"{_FOLDER}/test_windows.py"
 _EARLIER_USE, _HEADERS, _RESERVATION = f"{_FOLDER}/test_earlier_use.py", f"{_FOLDER}/test_headers.py", f"{_FOLDER}/test_reservation.py"
 _SESSIONS = _without(f"{_FOLDER}/test_sessions.py", "test_all_workers_count_a_session_together")
 
-_SHOWN = _some(_LEASES, "test_shown_limits_are_without_the_lease")
+_SHOWN = (
+    f"{_FOLDER}/test_limiter.py::test_a_bounded_number_of_reported_budgets_is_remembered",
+    f"{_LEASES}::test_shown_limits_are_without_the_lease",
+)
 
 LIMITS = {
     "gateway/limits/rules.py": Tested((_RULES, _HEADERS, *_LIMITS)),
     "gateway/limits/buckets.py": Tested((f"{_FOLDER}/test_buckets.py", _RULES, _EARLIER_USE, *_SESSIONS)),
-    "gateway/limits/windows.py": Tested((_WINDOWS, _RULES, _EARLIER_USE, _HEADERS)),
+    "gateway/limits/windows.py": Tested(
+        (_WINDOWS, _RULES, _EARLIER_USE, _HEADERS, f"{_FOLDER}/test_buckets.py::test_the_capacity_of_hard_budgets")
+    ),
     "gateway/limits/limiter.py": Tested((_RESERVATION, f"{_FOLDER}/test_subjects.py", *_SESSIONS, *_LIMITS, *_SHOWN, *_SETTLED_IN_STORE)),
     "gateway/limits/reservation.py": Tested(
         (_RESERVATION, *_LIMITS, *_SESSIONS, *_SETTLED_IN_STORE),

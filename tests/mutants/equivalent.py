@@ -264,5 +264,74 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         "gateway/proxy/context.py": {
             ("RequestContext.needs_prompt_count", "return False", "return None"): "Both are false.",
         },
+        "gateway/limits/redis/admit.lua": {
+            (
+                "",
+                "redis.call('EXPIRE', KEYS[2 * i], math.ceil(lease_seconds) + 1)",
+                "redis.call('EXPIRE', KEYS[2 * i], math.ceil(lease_seconds) + 2)",
+            ): "Only when a set without leases is freed.",
+            (
+                "",
+                "append(reply, math.ceil(math.max(holders[i].r - now, 0) * 1000), math.ceil(math.max(holders[i].t - now, 0) * 1000))",
+                "append(reply, math.floor(math.max(holders[i].r - now, 0) * 1000), math.ceil(math.max(holders[i].t - now, 0) * 1000))",
+            ): "A rounding error of a millisecond, in a time that is shown in seconds.",
+        },
+        "gateway/limits/redis/common.lua": {
+            (
+                "read_period",
+                "local cost, nano = tonumber(values[i + 2] or 0), tonumber(values[i + 3] or 0)",
+                "local cost, nano = tonumber(values[i + 2] or 1), tonumber(values[i + 3] or 0)",
+            ): "A period without a cost has no number, and counts for nothing.",
+            (
+                "write_holder",
+                "local values, lifetime = {}, math.ceil(math.max(holder.r - now, holder.t - now, 0)) + 120",
+                "local values, lifetime = {}, math.ceil(math.max(holder.r - now, holder.t - now, 1)) + 120",
+            ): "Only when an unused hash is freed.",
+            (
+                "write_holder",
+                "local values, lifetime = {}, math.ceil(math.max(holder.r - now, holder.t - now, 0)) + 120",
+                "local values, lifetime = {}, math.ceil(math.max(holder.r - now, holder.t - now, 0)) + 121",
+            ): "Only when an unused hash is freed.",
+        },
+        "gateway/limits/redis/open.lua": {
+            (
+                "",
+                "redis.call('EXPIRE', set, 60)",
+                "redis.call('EXPIRE', set, 61)",
+            ): "Only when a set that is deleted two lines later would be freed.",
+        },
+        "gateway/limits/redis/renew.lua": {
+            (
+                "",
+                "redis.call('EXPIRE', key, math.ceil(tonumber(ARGV[1])) + 1)",
+                "redis.call('EXPIRE', key, math.floor(tonumber(ARGV[1])) + 1)",
+            ): "Only when a set without leases is freed.",
+        },
+        "gateway/limits/rules.py": {
+            ("admit", "in_flight <= at_once", "in_flight < at_once"): "A shortcut: `exceeded_limit` decides.",
+            ("admit", "tokens < tokens_ahead", "tokens <= tokens_ahead"): "Both branches have the same number then.",
+            ("settle", "tokens < tokens_ahead", "tokens <= tokens_ahead"): "Both branches have the same number then.",
+            ("_settle_bucket", "full > now", "full >= now"): "Both branches have the same number then.",
+            ("_settle_bucket", "given > 0", "given >= 0"): "Nothing is given then.",
+            ("BucketState", "True", "False"): "No code changes one.",
+        },
+        "gateway/limits/buckets.py": {
+            ("Buckets.rates", "offset + REQUESTS", "offset - REQUESTS"): "`REQUESTS` is 0.",
+            ("Buckets.close", "self.fd >= 0", "self.fd > 0"): "The descriptor 0 is the standard input.",
+        },
+        "gateway/limits/windows.py": {
+            ("", "1", "2"): "One more slot of a ring, which stays empty.",
+            ("Moment", "True", "False"): "No code changes one.",
+            ("settle", "total > 0", "total >= 0"): "Both branches have the same number then.",
+            ("BudgetState", "False", "True"): "Only whether the garbage collector follows the object.",
+        },
+        "gateway/limits/limiter.py": {
+            ("Limiter.states", "True", "False"): "Both have the same length.",
+            (
+                "Limiter._limits_of_subject",
+                "self._subjects[key.id, key.team] = known",
+                "pass",
+            ): "A shortcut: the holders are found again by their names.",
+        },
     }
 )

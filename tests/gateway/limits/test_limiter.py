@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
+from time import monotonic, time
 
+import msgspec
 import pytest
 
 from gateway.auth import keys
+from gateway.limits import Limiter
+from gateway.limits.buckets import Buckets
+from gateway.limits.rules import Holder
+from gateway.limits.windows import moment
+from gateway.snapshot.snapshot import Limits
+from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.redis_server import redis_server
-from tests.support.running import KEY
+from tests.support.running import KEY, shared_counters
 
 MODEL = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 0}) | {"price": {"prompt": 1000, "completion": 3000}}
 BUDGETS = {"tokens_per_day": 100_000, "budgets": [{"window": "168h", "cost": 0.5}, {"window": "week", "tokens": 40, "soft": True}]}
@@ -38,3 +46,22 @@ def test_the_used_share_of_each_budget_is_a_metric(tmp_path: Path, in_store: boo
         assert share(one, "key team-a", "tokens_per_week", "true") == pytest.approx(tokens / 40)
         assert share(one, "key team-a", "cost_per_7d") == pytest.approx(cost / 500_000)
         assert share(one, "team lab", "cost_per_month") == pytest.approx(cost / 5_000_000)
+
+
+def test_a_bounded_number_of_reported_budgets_is_remembered() -> None:
+    limits = Limits(tokens_per_day=100)
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        limiter = Limiter(WorkerMetrics(counters), buckets, lambda _: None)
+        (state,) = buckets.budget_states(buckets.holder("key a", limits), moment(monotonic(), time()))
+        reported = msgspec.structs.replace(state, used=40.0, reset=1000.0)
+        holders = [Holder.placed(f"key {number}", limits) for number in range(10_001)]
+
+        def left(number: int) -> float:
+            return limiter.reported_capacity([holders[number]])[0].tokens
+
+        limiter.note_budgets([(holders[0], reported)])
+        assert (left(0), left(1)) == (60, 100), "without a report, it counts as unused"
+        limiter.note_budgets([(holder, reported) for holder in holders])
+        assert (left(0), left(1), left(10_000)) == (100, 60, 60)
+        limiter.note_budgets([(holders[10_000], msgspec.structs.replace(reported, used=70.0))])
+        assert (left(1), left(10_000)) == (60, 30), "a new report replaces the earlier one"
