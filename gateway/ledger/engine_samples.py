@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, func, select
@@ -21,6 +22,13 @@ from gateway.ledger.schema import ENGINE_SAMPLES
 SAMPLES_PER_SLOT = 40
 """The length of a slot, in intervals between two samples."""
 _MOST_PENDING = 10_000  # samples in memory while the database accepts none
+COUNTERS: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: f"{name}_tokens" for name in ("prompt", "completion", "finished_prompt", "finished_completion")},
+        "responses": "responses",
+    }
+)
+"""The counters of an engine, and the column of each."""
 _KEY = ("server", "started", "slot", "quiet")
 
 
@@ -56,8 +64,8 @@ class EngineSample:
 
     def at_start(self, time: float) -> EngineSample:
         """Return the sample of this engine at its start: all counters are zero."""
-        responses = None if self.responses is None else 0
-        return EngineSample(self.server, self.model, self.started, time, True, 0, 0, 0, 0, responses, is_first=True)
+        zero: dict[str, Any] = {name: 0 for name in COUNTERS if getattr(self, name) is not None}
+        return replace(self, time=time, quiet=True, is_first=True, **zero)
 
 
 def slot_length(interval: float) -> int:
@@ -117,11 +125,7 @@ class PendingSamples:
             **dict(zip(_KEY, self.key(sample), strict=True)),
             "time": datetime.fromtimestamp(sample.time, UTC),
             "model": sample.model,
-            "prompt_tokens": sample.prompt,
-            "completion_tokens": sample.completion,
-            "finished_prompt_tokens": sample.finished_prompt,
-            "finished_completion_tokens": sample.finished_completion,
-            "responses": sample.responses,
+            **{column: getattr(sample, name) for name, column in COUNTERS.items()},
         }
 
 
@@ -159,10 +163,6 @@ def _sample(row: Row[Any]) -> EngineSample:
         row.started,
         time.timestamp(),
         row.quiet,
-        row.prompt_tokens,
-        row.completion_tokens,
-        row.finished_prompt_tokens,
-        row.finished_completion_tokens,
-        row.responses,
+        **{name: getattr(row, column) for name, column in COUNTERS.items()},
         is_first=row.slot == 0,
     )

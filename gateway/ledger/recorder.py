@@ -28,7 +28,6 @@ from upstream.http.deadlines import TICK, visit_in_slices
 
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; after another backslash it is six characters of text
 _METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
-_NOTHING = Usage()
 _ENDPOINTS = frozenset(ENDPOINTS)
 _WITH_CHOICES = frozenset({"/v1/chat/completions", "/v1/completions"})  # elsewhere `n` is ignored
 _MOST_CHOICES = 2**31 - 1  # of an integer column
@@ -42,13 +41,11 @@ class OpenStream(Protocol):
 
 
 class _OpenRequest(msgspec.Struct, frozen=True, gc=False):
-    """An open request: its slot, the prices of its snapshot, and the values of its body for the ledger."""
+    """An open request: its slot, the prices of its snapshot, and its row."""
 
     slot: int | None
     prices: Mapping[str, Price | None]
-    user: str | None
-    metadata: dict[str, Any] | None
-    choices: int | None
+    row: UsageRow
 
 
 class Recorder:
@@ -88,13 +85,11 @@ class Recorder:
         slot = self._journal.open_slot(encode(row))
         if slot is None and user is not None:  # a slot may be too small for the name of the user as well
             slot = self._journal.open_slot(encode(replace(row, user=None)))
-        self._open[id] = _OpenRequest(
-            slot,
-            self._prices,
-            user,
-            _metadata(body.get("metadata")) if self._with_metadata else None,
-            _choices(body["n"]) if "n" in body and endpoint in _WITH_CHOICES else None,
-        )
+        if self._with_metadata:  # not in the slot, for which it may be too large
+            row.metadata = _metadata(body.get("metadata"))
+        if "n" in body and endpoint in _WITH_CHOICES:
+            row.choices = _choices(body["n"])
+        self._open[id] = _OpenRequest(slot, self._prices, row)
 
     def _end_user(self, key: Key, body: Mapping[str, Any], headers: Mapping[bytes, bytes]) -> str | None:
         """Return the end user: the key's header names it, or the body if the configuration allows that."""
@@ -165,37 +160,29 @@ class Recorder:
         self._journal.append(encode(row))
 
     def _row(self, record: RequestRecord, key: Key, open_request: _OpenRequest | None) -> UsageRow:
-        usage = record.usage
-        counts = usage or _NOTHING
-        prices = self._prices if open_request is None else open_request.prices
-        row = UsageRow(
-            record.id,
-            record.started,
-            record.endpoint,
-            key.id,
-            key.team,
-            record.model,
-            record.server,
-            record.stream,
-            record.status,
-            record.code,
-            record.incomplete,
-            counts.prompt if usage else None,
-            counts.completion if usage else None,
-            counts.cached if usage else None,
-            counts.reasoning if usage else None,
-            0,
-            record.duration,
-            record.first_token,
-            record.queued,
-            prices.get(record.model) if record.model else None,
-            key.labels,
-            open_request.user if open_request else None,
-            open_request.metadata if open_request else None,
-            record.estimated_by,
-            choices=open_request.choices if open_request else None,
-        )
-        return row if record.code is None else replace(row, param=record.param, requested_model=requested_model(record))
+        """Return the row of a finished request: the row that it had when it started, or else a new one, with what is known now."""
+        if open_request is None:
+            prices, row = self._prices, UsageRow(record.id, record.started, record.endpoint, key.id, key.team, labels=key.labels)
+        else:
+            prices, row = open_request.prices, open_request.row
+        row.model = record.model
+        row.server = record.server
+        row.stream = record.stream
+        row.status = record.status
+        row.incomplete = record.incomplete
+        if (usage := record.usage) is not None:
+            row.prompt = usage.prompt
+            row.completion = usage.completion
+            row.cached = usage.cached
+            row.reasoning = usage.reasoning
+        row.duration = record.duration
+        row.first_token = record.first_token
+        row.queued = record.queued
+        row.price = prices.get(record.model) if record.model else None
+        row.estimated_by = record.estimated_by
+        if record.code is not None:
+            row.code, row.param, row.requested_model = record.code, record.param, requested_model(record)
+        return row
 
     def save(self, folder: Path, stream: TextIO) -> None:
         """Save the unread and open rows for the next gateway, because control has exited.

@@ -32,7 +32,7 @@ MIRRORED = "mirrored requests"
 """``key`` of the copy of a request that was sent to another model. No key has an ID with a space."""
 
 
-class UsageRow(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class UsageRow(msgspec.Struct, array_like=True, gc=False):
     """One request of a known key, with the columns that store it. None: not known.
 
     Durations are in seconds, ``started`` is since the epoch. The tokens are those of the settlement. ``price`` is the model's price when

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 from gateway.admin.engine_metrics import Engine
 from gateway.config import Config
 from gateway.fleet.configured_servers import configured_servers
-from gateway.ledger.engine_samples import EngineSample
+from gateway.ledger.engine_samples import COUNTERS, EngineSample
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.writer import Ledger
 from gateway.telemetry.metrics import CounterSums
@@ -124,11 +124,7 @@ class EngineSampler:
             counters.started,
             now,
             is_idle and not counters.unfinished,
-            counters.prompt,
-            counters.completion,
-            counters.finished_prompt,
-            counters.finished_completion,
-            counters.responses,
+            **{name: getattr(counters, name) for name in COUNTERS},
         )
         if counters.started != self._started.get(server):
             started = counters.started / 1000

@@ -1,6 +1,6 @@
-"""The facts about a finished request: one frozen value for metrics, log, ledger and traces.
+"""The facts about a finished request: one value for metrics, log, ledger and traces.
 
-The rule: every report of a request is made from its record, and nothing changes a record.
+The rule: every report of a request is made from its record, and nothing changes a record that is complete.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class ReadGapCounts(Protocol):
         """In seconds."""
 
 
-class RequestRecord(msgspec.Struct, frozen=True, eq=False, gc=False):
+class RequestRecord(msgspec.Struct, eq=False, gc=False):
     """One finished request. Times are in seconds; ``started`` is since the epoch.
 
     ``status`` is the HTTP status sent, or 499 if the client disconnected before the end of the response; ``code`` is the code of
@@ -49,23 +49,25 @@ class RequestRecord(msgspec.Struct, frozen=True, eq=False, gc=False):
     ``path`` are set only for a path that is not served. ``param`` is the path of the invalid field, with names of the tables in
     ``body_shape`` only. ``unknown_model`` is the name in the request if no model was found: a client's text, and never a label.
 
-    A Struct without garbage collection, because a frozen dataclass of this size takes three times as long to create. It refers to
-    nothing that refers to it.
+    Every request has the first eight fields. The others are set as far as they are known.
+
+    A Struct without garbage collection, because a dataclass of this size takes three times as long to create. It refers to nothing that
+    refers to it.
     """
 
     id: str
     started: float
     endpoint: str
     status: int
-    code: str | None = None
     key: Key | None = None
+    stream: bool = False
+    request_bytes: int = 0
+    response_bytes: int = 0
+    code: str | None = None
     model: str | None = None
     requested_model: str | None = None
     split: str | None = None
     server: str | None = None
-    stream: bool = False
-    request_bytes: int = 0
-    response_bytes: int = 0
     usage: Usage | None = None
     estimated_by: Method | None = None
     incomplete: str | None = None

@@ -17,7 +17,8 @@ from gateway.config import Config
 from gateway.key_management.key_list import LastUse, token_entries
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.schema import USAGE
-from gateway.ledger.store import create_database_engine, database_url, reason
+from gateway.ledger.store import reason
+from gateway.usage.database import open_ledger
 from gateway.usage.queries import rows_of
 
 
@@ -49,11 +50,8 @@ def known_last_use(engine: Engine, config: Config) -> LastUse:
 def read_last_use(config: Config, beside: Path) -> LastUse:
     """Do the same for a configuration with a ledger, in the folder ``beside``."""
     assert config.ledger is not None, "there is no ledger"
-    url = database_url(config.ledger.url.get_secret_value(), beside)
-    if url.get_backend_name() == "sqlite" and not Path(url.database or "").exists():
-        return LastUse(unknown="the ledger's database does not exist yet")  # a query would create the file
-    engine = create_database_engine(url)
     try:
-        return known_last_use(engine, config)
-    finally:
-        engine.dispose()
+        with open_ledger(config.ledger, beside) as engine:
+            return known_last_use(engine, config)
+    except DatabaseUnavailableError:
+        return LastUse(unknown="the ledger's database does not exist yet")

@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from gateway.snapshot.money import decimal_of, decimal_text
-from gateway.usage.queries import UsageReport, UsageSum
+from gateway.usage.queries import MEASURES, UsageReport, UsageSum
+from gateway.usage.reconciliation_queries import Reconciliation
 
 _BAR = 24  # columns
 _MIN_DECIMALS = 2
-_MEASURES = ("requests", "incomplete", "estimated", "prompt_tokens", "completion_tokens", "cached_tokens", "reasoning_tokens")
 
 
-def as_json(report: UsageReport, console: Console) -> None:
+def as_json(report: UsageReport | Reconciliation, console: Console) -> None:
     """Print the report as JSON."""
     console.file.write(msgspec.json.format(msgspec.json.encode(report.document()), indent=2).decode() + "\n")
 
@@ -29,10 +29,10 @@ def as_csv(report: UsageReport, console: Console) -> None:
     """Print a line for each sum; unknown values are empty. Costs have no exponent, which not every program reads."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*report.query.by, *_MEASURES, "cost"])
+    writer.writerow([*report.query.by, *MEASURES, "cost"])
     for each in report.sums:
         cost = None if each.cost is None else decimal_text(each.cost)
-        writer.writerow([*each.group, *(getattr(each, name) for name in _MEASURES), cost])
+        writer.writerow([*each.group, *(getattr(each, name) for name in MEASURES), cost])
     console.file.write(text.getvalue())
 
 
@@ -69,7 +69,7 @@ def as_table(report: UsageReport, console: Console) -> None:
 
 def _total(sums: Sequence[UsageSum], columns: int) -> UsageSum:
     """Return the sum of all rows. Its cost is that of the rows that have one."""
-    counts = {name: sum(getattr(each, name) for each in sums) for name in _MEASURES}
+    counts = {name: sum(getattr(each, name) for each in sums) for name in MEASURES}
     costs = [each.cost for each in sums if each.cost is not None]
     return UsageSum(("total", *[""] * (columns - 1)), cost=sum(costs) if costs else None, **counts)
 

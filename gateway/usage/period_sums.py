@@ -17,7 +17,7 @@ from gateway.ledger.schema import USAGE
 from gateway.ledger.store import reason
 from gateway.limits.budget_holders import Budgets, UsedSince
 from gateway.usage.database import time_limited
-from gateway.usage.queries import HALF, subjects_of
+from gateway.usage.queries import HALF, cost_parts, subjects_of
 
 _MOST_STARTS = 100  # of periods and slices in one query
 _MOST_NAMES = 500  # more keys and teams are not named in the query, which then reads all rows of the time
@@ -48,9 +48,8 @@ def _sums(engine: Engine, budgets: Budgets, starts: Sequence[float], before: flo
             USAGE.c.team,
             USAGE.c.model,
             slot,
-            func.sum(tokens),
-            func.sum(USAGE.c.cost_nano // HALF),  # in two parts: SQLite's integer sums overflow at 64 bits
-            func.sum(USAGE.c.cost_nano % HALF),
+            func.sum(tokens).label("tokens"),
+            *cost_parts(),
         )
         .where(USAGE.c.time >= moments[0], USAGE.c.time < datetime.fromtimestamp(before, UTC), *_holders(budgets))
         .group_by(USAGE.c.key, USAGE.c.team, USAGE.c.model, "slot")
@@ -62,8 +61,8 @@ def _sums(engine: Engine, budgets: Budgets, starts: Sequence[float], before: flo
             rows = connection.execute(statement).all()
     except SQLAlchemyError as error:
         raise DatabaseUnavailableError(reason(error)) from error
-    for key, team, model, number, total, high, low in rows:
-        yield UsedSince(key, team, model, number, int(total or 0), int(high or 0) * HALF + int(low or 0))
+    for row in rows:
+        yield UsedSince(row.key, row.team, row.model, row.slot, int(row.tokens or 0), int(row.high or 0) * HALF + int(row.low or 0))
 
 
 def _holders(budgets: Budgets) -> list[ColumnElement[bool]]:

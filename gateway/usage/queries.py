@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, Integer, Select, cast, func, inspect, or_, select
+from sqlalchemy import ColumnElement, Engine, Integer, Row, Select, cast, func, inspect, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import config as conf
@@ -74,6 +74,10 @@ class UsageSum:
     cached_tokens: int
     reasoning_tokens: int
     cost: int | None
+
+
+MEASURES = tuple(each.name for each in fields(UsageSum) if each.name not in ("group", "cost"))
+"""The names of the sums in a line, except its cost. A column of the ledger with the name of one is summed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +185,7 @@ def run_query(engine: Engine, query: UsageQuery, seconds: float = _LONGEST_QUERY
     except SQLAlchemyError as error:
         raise DatabaseUnavailableError(reason(error)) from error
     width = len(groups)
-    sums = [_sum(tuple(_text(part) for part in row[:width]), [*row[width:]]) for row in found[:max_groups]]
+    sums = [_sum(tuple(_text(part) for part in row[:width]), row) for row in found[:max_groups]]
     estimates = {method or UNKNOWN_METHOD: count for estimated, method, count in methods if estimated}
     requests = sum(count for _, _, count in methods)
     return UsageReport(query, sorted(sums, key=lambda each: _order(query, each)), len(found) > max_groups, requests, estimates)
@@ -194,15 +198,19 @@ def _group(part: str) -> ColumnElement[Any]:
 
 
 def _totals() -> tuple[ColumnElement[Any], ...]:
-    count = func.count()
-    return (
-        count,
-        func.count(USAGE.c.incomplete),
-        func.sum(cast(USAGE.c.estimated, Integer)),
-        *(func.sum(USAGE.c[f"{kind}_tokens"]) for kind in ("prompt", "completion", "cached", "reasoning")),
-        func.sum(USAGE.c.cost_nano // HALF),  # in two parts: SQLite's integer sums overflow at 64 bits
-        func.sum(USAGE.c.cost_nano % HALF),
-    )
+    """Return the expressions of a line's measures by their names, and of the two parts of its cost."""
+    counts: dict[str, ColumnElement[Any]] = {
+        "requests": func.count(),
+        "incomplete": func.count(USAGE.c.incomplete),
+        "estimated": func.sum(cast(USAGE.c.estimated, Integer)),
+    }
+    measures = ((counts[name] if name in counts else func.sum(USAGE.c[name])).label(name) for name in MEASURES)
+    return *measures, *cost_parts()
+
+
+def cost_parts() -> tuple[ColumnElement[Any], ...]:
+    """Return the expressions ``high`` and ``low`` of a sum of costs: in two parts, because SQLite's integer sums overflow at 64 bits."""
+    return func.sum(USAGE.c.cost_nano // HALF).label("high"), func.sum(USAGE.c.cost_nano % HALF).label("low")
 
 
 def _methods(query: UsageQuery) -> Select[Any]:
@@ -234,11 +242,9 @@ def _text(value: object) -> str | None:
     return value.isoformat() if isinstance(value, date) else None if value is None else str(value)
 
 
-def _sum(group: tuple[str | None, ...], totals: Sequence[Any]) -> UsageSum:
-    *counts, high, low = totals
-    requests, incomplete, estimated, prompt, completion, cached, reasoning = (int(count or 0) for count in counts)
-    cost = None if high is None else int(high) * HALF + int(low)
-    return UsageSum(group, requests, incomplete, estimated, prompt, completion, cached, reasoning, cost)
+def _sum(group: tuple[str | None, ...], totals: Row[Any]) -> UsageSum:
+    cost = None if totals.high is None else int(totals.high) * HALF + int(totals.low)
+    return UsageSum(group, **{name: int(getattr(totals, name) or 0) for name in MEASURES}, cost=cost)
 
 
 def _order(query: UsageQuery, each: UsageSum) -> tuple[Any, ...]:

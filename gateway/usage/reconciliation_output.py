@@ -7,22 +7,17 @@ import io
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from gateway.usage.output import as_json
 from gateway.usage.reconciliation import KINDS, Classes, ReconciledServer
 from gateway.usage.reconciliation_queries import Reconciliation
 
 _CLASSES = tuple(Classes.__dataclass_fields__)
 _ALWAYS_SHOWN = ("engine", "ledger", "difference")
 _COUNTERS_ONLY = "in_progress", "unsampled"
-
-
-def as_json(result: Reconciliation, console: Console) -> None:
-    """Print the result as JSON."""
-    console.file.write(msgspec.json.format(msgspec.json.encode(result.document()), indent=2).decode() + "\n")
 
 
 def as_csv(result: Reconciliation, console: Console) -> None:

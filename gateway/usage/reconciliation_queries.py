@@ -5,7 +5,7 @@ Nothing is written. A row belongs to the window in which its response ended: the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
@@ -111,9 +111,9 @@ def _servers(connection: Connection, query: ReconciliationQuery) -> Iterator[Rec
         prompt, completion = (reduce(Classes.__add__, kind, Classes()) for kind in zip(*sums, strict=True))
         in_progress = _total(_in_flight(connection, rows, window) for window in found if not window.is_quiet)
         unsampled = _total(_tokens(_ledger_sums(connection, rows, *gap)) for gap in gaps(found, since, until))
-        yield ReconciledServer(
-            found[-1].model, server, found[0].begin, found[-1].end, len(found), prompt, completion, *in_progress, *unsampled
-        )
+        tokens = {"in_progress": in_progress, "unsampled": unsampled}
+        further = {f"{kind}_{name}": count for name, pair in tokens.items() for kind, count in zip(KINDS, pair, strict=True)}
+        yield ReconciledServer(found[-1].model, server, found[0].begin, found[-1].end, len(found), prompt, completion, **further)
 
 
 def _rows_of(server: str, model: str, *, is_only: bool) -> ColumnElement[bool]:
@@ -179,19 +179,19 @@ def _sums(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> 
     def total(value: Any, condition: ColumnElement[bool]) -> ColumnElement[Any]:
         return func.coalesce(func.sum(case((condition, func.coalesce(value, 0)), else_=0)), 0)
 
-    columns = (
-        *(total(usage.prompt_tokens, part) for part in (complete, truncated, lost)),
-        *(total(again, part) for part in (complete, truncated)),
-        total(usage.prompt_tokens, is_estimated),
-        total(usage.prompt_tokens, is_mirrored),
-        *(total(usage.completion_tokens, part) for part in (complete, truncated, lost)),
-        total(usage.completion_tokens, is_estimated),
-        total(usage.completion_tokens, is_mirrored),
-        total(1, was_sent),
-        total(1, is_uncounted),
-    )
-    sums = [int(value) for value in connection.execute(select(*columns).where(*conditions)).one()]
-    return LedgerSums(RowSums(*sums[:7]), RowSums(sums[7], sums[8], sums[9], estimated=sums[10], mirrored=sums[11]), *sums[12:])
+    parts = {"complete": complete, "truncated": truncated, "lost": lost, "estimated": is_estimated, "mirrored": is_mirrored}
+    columns = {
+        **{f"{kind} {name}": total(usage[f"{kind}_tokens"], part) for kind in KINDS for name, part in parts.items()},
+        "prompt choices": total(again, complete),
+        "prompt truncated_choices": total(again, truncated),
+        "rows requests": total(1, was_sent),
+        "rows uncounted": total(1, is_uncounted),
+    }
+    sums: dict[str, dict[str, int]] = defaultdict(dict)
+    for label, value in zip(columns, connection.execute(select(*columns.values()).where(*conditions)).one(), strict=True):
+        subject, name = label.split()
+        sums[subject][name] = int(value)
+    return LedgerSums(RowSums(**sums["prompt"]), RowSums(**sums["completion"]), **sums["rows"])
 
 
 def _parts() -> tuple[ColumnElement[bool], ...]:

@@ -1,7 +1,8 @@
 """Find words and phrases of the vocabulary in files. Pure functions: text in, findings out.
 
 Python is read twice: identifiers come from the syntax tree, where only definitions count, because a use follows its definition;
-docstrings, comments and messages come from a small lexer, which keeps their positions in the source.
+docstrings, comments and messages come from a small lexer, which keeps their positions in the source. Calls of the program with many
+positional arguments are found, too: their order cannot be read.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from tests.style.vocabulary import DOCSTRING_OPENINGS, IN_SENTENCES, NAMES, OPEN
 
 
 class Finding(NamedTuple):
-    """A word or phrase at a line (from 1). ``kind`` is ``name``, ``heading``, ``phrase`` or ``docstring``; ``within`` the whole name."""
+    """A word or phrase at a line (from 1). ``kind`` is ``name``, ``heading``, ``phrase``, ``docstring`` or ``call``.
+
+    ``within`` is the whole name.
+    """
 
     path: str
     line: int
@@ -56,6 +60,8 @@ _PYTHON = re.compile(
     |(?P<prefix>\b[rRbBuUfF]{1,2})?(?:(?P<long>\"{3}(?:[^\\]|\\.)*?\"{3}|'{3}(?:[^\\]|\\.)*?'{3})|(?P<short>"(?:[^"\\\n]|\\.)*"|'(?:[^'\\\n]|\\.)*'))""",
     re.VERBOSE | re.DOTALL,
 )
+MAX_POSITIONAL = 8
+"""Positional arguments that a call may have."""
 _MESSAGE = re.compile(r"\S \S+ \S")
 """What a string needs to be read as prose: three words."""
 
@@ -112,6 +118,14 @@ def _defined(tree: ast.AST) -> Iterator[tuple[str, int]]:
                 yield name, node.lineno
 
 
+def in_calls(path: str, tree: ast.AST) -> Iterator[Finding]:
+    """Find calls with too many positional arguments, by the name of the function."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and len(node.args) > MAX_POSITIONAL:
+            name = ast.unparse(node.func).rpartition(".")[2]
+            yield Finding(path, node.lineno, "call", name, "", f"at most {MAX_POSITIONAL} arguments by position, the others by name")
+
+
 def _documentation(tree: ast.AST) -> Iterator[tuple[int, ast.AST | None]]:
     """Yield the first line of every docstring, with its function if it has one."""
     for node in ast.walk(tree):
@@ -136,6 +150,8 @@ def in_python(path: str, text: str) -> Iterator[Finding]:
         yield from in_name(path, name, line)
     documentation = dict(_documentation(tree))
     of_program = path.startswith(("gateway/", "upstream/"))
+    if of_program:
+        yield from in_calls(path, tree)
     starts, comments = [0, *(match.end() for match in re.finditer("\n", text))], Prose()
     line = 1
     for match in _PYTHON.finditer(text):

@@ -55,6 +55,19 @@ def test_ordinary_python_passes(text: str) -> None:
     assert found("gateway/x.py", text) == []
 
 
+@pytest.mark.parametrize(
+    ("path", "call", "expected"),
+    [
+        ("gateway/x.py", "a.f(1, 2, 3, 4, 5, 6, 7, 8, 9)", [(1, "f")]),
+        ("upstream/x.py", "Record(1, 2, 3, 4, 5, 6, 7, 8, *more)", [(1, "Record")]),
+        ("gateway/x.py", "f(1, 2, 3, 4, 5, 6, 7, 8, ninth=9)", []),
+        ("tests/x.py", "f(1, 2, 3, 4, 5, 6, 7, 8, 9)", []),
+    ],
+)
+def test_a_call_has_at_most_eight_positional_arguments(path: str, call: str, expected: list[tuple[int, str]]) -> None:
+    assert found(path, call) == expected
+
+
 def test_a_docstring_of_several_lines_has_the_phrase_at_its_line() -> None:
     text = '"""Serve requests.\n\nA client disconnects, and\nnobody\nwaits."""\n\n# It is\n# told of it. It goes\n# on.\nx = 1\n'
     assert found("gateway/x.py", text) == [(4, "nobody"), (7, "is told"), (8, "goes on")]
