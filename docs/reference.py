@@ -1,12 +1,13 @@
-"""Generates the tables of balance policies and settings in configuration.md, of the ledger's columns in usage.md, and api.md.
+"""Generates api.md, and the tables of balance policies and settings, of the ledger's columns, and of its migrations in other pages.
 
 Run it as ``.venv/bin/python docs/reference.py``. The rule: descriptions and defaults of settings come from ``gateway.config``, those of
-policies from ``upstream.balancing.policies``, the API from ``gateway.api.reference``, and columns from ``gateway.ledger.row``. A test
-compares the pages with the output.
+policies from ``upstream.balancing.policies``, the API from ``gateway.api.reference``, columns from ``gateway.ledger.row``, and migrations
+from their docstrings. A test compares the pages with the output.
 """
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -228,10 +229,20 @@ def ledger() -> str:
     return "\n".join(["| column | content | `usage --by` |", "|---|---|---|", *rows])
 
 
+def migrations() -> str:
+    """Return the steps of the ledger's table as Markdown."""
+    rows = []
+    for file in sorted((ROOT / "gateway" / "ledger" / "migrations" / "versions").glob("step_*.py")):
+        change, _, since = (ast.get_docstring(ast.parse(file.read_text())) or "").partition(".\n\nSince: ")
+        rows.append(f"| {file.stem.removeprefix('step_')} | {since} | {change[:1].lower()}{change[1:]} |")
+    return "\n".join(["| migration | since | change |", "|---|---|---|", *rows])
+
+
 PAGES: dict[Path, tuple[Callable[[], str], ...]] = {
     ROOT / "docs" / "configuration.md": (balance_policies, reference),
     ROOT / "docs" / "api.md": (api,),
     ROOT / "docs" / "usage.md": (ledger,),
+    ROOT / "docs" / "operators" / "upgrades.md": (migrations,),
 }
 
 

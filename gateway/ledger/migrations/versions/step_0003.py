@@ -1,4 +1,7 @@
-"""The tables: a row for each request, and the engines' token counters."""
+"""The tables: a row for each request, and the engines' token counters.
+
+Since: 0.1.0
+"""
 
 from __future__ import annotations
 

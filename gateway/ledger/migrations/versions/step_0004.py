@@ -1,4 +1,7 @@
-"""The invalid field of a refused request, and the name of the requested model."""
+"""The invalid field of a refused request, and the requested model.
+
+Since: 0.1.0
+"""
 
 from __future__ import annotations
 
