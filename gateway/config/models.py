@@ -297,14 +297,14 @@ class Price(Section):
 
 _POLICIES_WITH_SETTINGS = tuple(name for name, policy in policies.POLICIES.items() if fields(policy.settings))
 S = TypeVar("S", bound=Section)
+B = TypeVar("B", "Budget", "SessionBudget")
 
 
 def _with_policy_settings(model: type[S]) -> type[S]:
     """Return the section of a model with a section for each balance policy that has settings."""
     sections: dict[str, Any] = {}
     for name in _POLICIES_WITH_SETTINGS:
-        title = f"{name.title().replace('_', '')}Policy"
-        section = section_of(title, policies.POLICIES[name].settings, f"Settings of the balance policy `{name}`.")
+        section = section_of(f"{name}_policy", policies.POLICIES[name].settings, f"Settings of the balance policy `{name}`.")
         sections[f"{name}_policy"] = (section | None, Field(default=None, description=f"settings of `balance: {name}`"))
     return create_model(model.__name__, __base__=model, __doc__=model.__doc__, __module__=__name__, **sections)
 
@@ -403,6 +403,12 @@ class Group(Section):
 _Cost = Annotated[int, Money(above=0, most=MAX_COST_LIMIT)]
 
 
+def _counts_something(budget: B) -> B:
+    if budget.tokens is None and budget.cost is None:
+        raise ValueError("contains no budget: set tokens, cost, or both")
+    return budget
+
+
 class Budget(Section):
     """A budget of tokens, of cost, or of both in a window of time."""
 
@@ -411,11 +417,7 @@ class Budget(Section):
     cost: _Cost | None = Field(default=None, description="cost, by the models' prices")
     soft: Flag = Field(default=False, description="only warn: in a header, a metric and the log; no request is refused")
 
-    @model_validator(mode="after")
-    def _counts_something(self) -> Budget:
-        if self.tokens is None and self.cost is None:
-            raise ValueError("contains no budget: set tokens, cost, or both")
-        return self
+    _check = model_validator(mode="after")(_counts_something)
 
 
 class SessionBudget(Section):
@@ -424,11 +426,7 @@ class SessionBudget(Section):
     tokens: Count | None = Field(default=None, description="prompt and completion tokens of a session")
     cost: _Cost | None = Field(default=None, description="cost of a session, by the models' prices")
 
-    @model_validator(mode="after")
-    def _counts_something(self) -> SessionBudget:
-        if self.tokens is None and self.cost is None:
-            raise ValueError("contains no budget: set tokens, cost, or both")
-        return self
+    _check = model_validator(mode="after")(_counts_something)
 
 
 class _Amounts(Section):

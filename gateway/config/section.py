@@ -1,8 +1,8 @@
 """The base of all sections, and sections whose settings are declared where they are used.
 
 A worker has no pydantic, so the packages that it loads declare their settings as plain dataclasses: the balance policies, the properties of
-keys. The ``metadata`` of a field has its ``description`` and bounds such as ``ge``. The rule: the configuration reads the same annotations
-with its own types, so ``bool`` is strictly true or false, and ``str`` is not empty.
+keys. Each field is a ``setting`` (upstream/settings.py). The rule: the configuration reads the same annotations with its own types, so
+``bool`` is strictly true or false, and ``str`` is not empty.
 """
 
 from __future__ import annotations
@@ -42,6 +42,6 @@ def declared(declaration: type) -> dict[str, Any]:
 
 
 def section_of(name: str, declaration: type, about: str) -> Any:
-    """Return the type of a section that has these settings, and whose value is the dataclass. ``about``: its description."""
-    section = create_model(name, __base__=Section, __doc__=about, **declared(declaration))
+    """Return the type of the section ``name``, whose value is the dataclass of its settings. ``about``: its description."""
+    section = create_model(name.title().replace("_", ""), __base__=Section, __doc__=about, **declared(declaration))
     return Annotated[section, AfterValidator(lambda written: declaration(**written.model_dump())), PlainSerializer(asdict)]

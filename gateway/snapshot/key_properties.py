@@ -8,8 +8,10 @@ the field. A property that a worker needs in another form than it is written, fo
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
+
+from upstream.settings import setting
 
 Name = str
 """An ID or an alias. The configuration reads it as ``Name`` of ``config/values``, which has no spaces."""
@@ -17,16 +19,12 @@ Name = str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyProperties:
-    """The properties, each with a default. ``metadata``: its description, bounds such as ``ge``, and metavar and help of its option."""
+    """The properties, each with a default. ``option``: metavar and help of its option."""
 
-    revoked: bool = field(default=False, metadata={"description": "refuse its keys"})
-    anonymous: bool = field(default=False, metadata={"description": "use this entry for requests without a key"})
-    team: Name | None = field(
-        default=None, metadata={"description": "team of the principal", "option": {"metavar": "ID", "help": "The team it belongs to."}}
-    )
-    labels: dict[Name, str] = field(
-        default_factory=dict, metadata={"description": 'labels for its usage records, e.g. {cost_center: "17"}'}
-    )
+    revoked: bool = setting("refuse its keys", default=False)
+    anonymous: bool = setting("use this entry for requests without a key", default=False)
+    team: Name | None = setting("team of the principal", option={"metavar": "ID", "help": "The team it belongs to."})
+    labels: dict[Name, str] = setting('labels for its usage records, e.g. {cost_center: "17"}', make=dict)
 
 
 PROPERTIES = tuple(each.name for each in fields(KeyProperties))

@@ -26,12 +26,13 @@ turn.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 
 from upstream.balancing.cost_model import BLOCK_BYTES, CostModel, Prompt
 from upstream.balancing.policies.policy import C, Candidates, Policy, RequestFacts
 from upstream.balancing.policies.prefix import Prefix
+from upstream.settings import setting
 
 BUSY = 4.0
 RUNNING = 0.005
@@ -62,11 +63,8 @@ CONSIDERED = 32
 class CostSettings:
     """The settings of the policy."""
 
-    kv_cache_tokens: int | None = field(
-        default=None,
-        metadata={"description": "tokens in each server's KV cache; default: from the engines' metrics", "ge": 1, "lt": 2**63},
-    )
-    explain: bool = field(default=False, metadata={"description": "explain each choice in the access log"})
+    kv_cache_tokens: int | None = setting("tokens in each server's KV cache; default: from the engines' metrics", ge=1, lt=2**63)
+    explain: bool = setting("explain each choice in the access log", default=False)
 
 
 class Cost(Policy[C]):

@@ -3,9 +3,9 @@
 The rule: ``Policy.choose`` does no I/O and returns one of the candidates. In a policy for large pools, the cost must not grow with the
 number of servers; a ranking keeps the candidates sorted by load.
 
-A policy with settings has a frozen dataclass of them. A field's ``metadata`` has its ``description`` and bounds such as ``ge``, from which
-the section ``<policy>_policy`` of the configuration and its reference are derived. ``__post_init__`` raises ValueError, with a message for
-the operator, for settings that contradict each other.
+A policy with settings has a frozen dataclass of them. Each field is a ``setting`` with its description and bounds such as ``ge``. The
+section ``<policy>_policy`` of the configuration and its reference are derived from it. ``__post_init__`` raises ValueError, with a message
+for the operator, for settings that contradict each other.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ import math
 from collections.abc import Sequence
 from hashlib import blake2b
 from heapq import nlargest
-from typing import Any
 
 from upstream.balancing.policies.policy import C, Candidate, Candidates, Policy, RequestFacts
 
@@ -42,7 +41,7 @@ class Prefix(Policy[C]):
     requires = frozenset({"affinity_key"})
     uses_idle_pool_evenly = True
 
-    def __init__(self, servers: Sequence[C], settings: Any = None) -> None:
+    def __init__(self, servers: Sequence[C], settings: object = None) -> None:
         super().__init__(servers, settings)
         self._servers = tuple(servers)
         self._orders: dict[int, tuple[C, ...]] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from upstream.balancing.policies.policy import C, Candidates, Policy, RequestFacts
 
@@ -14,7 +13,7 @@ class RoundRobin(Policy[C]):
     description = "the next server in rotation; load and `weight` have no effect"
     uses_idle_pool_evenly = True
 
-    def __init__(self, servers: Sequence[C], settings: Any = None) -> None:
+    def __init__(self, servers: Sequence[C], settings: object = None) -> None:
         super().__init__(servers, settings)
         self._choices = 0
 
