@@ -17,9 +17,9 @@ from gateway.client.active_snapshot import ActiveSnapshot
 from gateway.client.addresses import ConnectionCounts
 from gateway.client.eviction import Unauthenticated
 from gateway.client.flow_control import FlowControl
-from gateway.client.request_ids import request_ids
 from gateway.system.steps import Steps
 from gateway.telemetry.metrics import WorkerMetrics
+from gateway.telemetry.request_ids import request_ids
 from upstream.http.inline_task import InlineTask
 from upstream.http.write_batching import BatchingTransport, WriteBatch
 
@@ -72,10 +72,6 @@ class Connection(Protocol):
         """Close immediately, in the middle of a response."""
 
 
-def _do_nothing() -> None:
-    """Do nothing: the listening socket has one worker."""
-
-
 class ConnectionContext:
     """The objects that the connections of a worker share. All of it but ``active`` lives as long as the worker."""
 
@@ -90,8 +86,8 @@ class ConnectionContext:
         self.memory = memory
         self.steps = steps
         self.connections: set[Connection] = set()
-        self.connection_closed: Callable[[], None] = _do_nothing
-        """Called after each connection. Workers that share a listening socket count their connections with it."""
+        self.connection_closed: Callable[[], None] = lambda: None
+        """Called after each connection, if workers share a listening socket: they count their connections with it."""
         self.handlers: set[InlineTask | asyncio.Task[None]] = set()
         """The running handlers of requests."""
         self.keep_alive = True

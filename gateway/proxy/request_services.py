@@ -30,10 +30,6 @@ from upstream.http.write_batching import WriteBatch
 from upstream.vllm.tokenize import Tokenization
 
 
-def _ignore(_: object) -> None:
-    """Do nothing: there is no control process to report to."""
-
-
 class RequestServices:
     """The objects that the requests of a worker share. All of it but ``active`` lives as long as the worker."""
 
@@ -50,8 +46,8 @@ class RequestServices:
         buckets: Buckets | None = None,
         spans: Spans | None = None,
         report_demand: ReportDemand = report_nothing,
-        report_store: Callable[[str | None], None] = _ignore,
-        report_choice: Callable[[ChoiceExplained], None] = _ignore,
+        report_store: Callable[[str | None], None] = lambda _: None,
+        report_choice: Callable[[ChoiceExplained], None] = lambda _: None,
     ) -> None:
         self.draining = False
         """The drain timeout has expired: requests are refused."""

@@ -54,6 +54,6 @@ async def add_earlier_use(store: RedisStore, holder: Holder, used: PeriodUse) ->
 
 async def upgrade_counts(store: RedisStore) -> None:
     """Upgrade what gateways of commit 3c1fad8 have counted. Raises StoreUnavailableError."""
-    cursor = await store.run(store.scripts.upgrade, [], [b"0"])
+    cursor = await store.run(store.scripts.upgrade, [], [argument(b"0")])
     while cursor != b"0":
-        cursor = await store.run(store.scripts.upgrade, [], [cursor])
+        cursor = await store.run(store.scripts.upgrade, [], [argument(cursor)])

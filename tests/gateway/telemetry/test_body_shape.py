@@ -9,8 +9,8 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.client.request_ids import request_ids
 from gateway.telemetry.body_shape import KEYWORDS, PARTS, SETTINGS, ShapeSample, shape
+from gateway.telemetry.request_ids import request_ids
 from tests.support.process import configuration, gateway, launched, wait_for, write
 
 CANARY = "canary"
