@@ -35,6 +35,7 @@ _TOKEN = re.compile(
     r"|(?P<number>(?<![\w.])\d+(?:\.\d+)?(?:e\d+)?)"
     r"|(?P<operator>math\.\w+|[<>=~]=|(?<!\.)[-+*/%<>](?!\.)|\b(?:and|or)\b)"
 )
+_OPERAND = re.compile(r"(?:[)\]]|\b(?!(?:and|or|not|return)\b)\w+)\s*$")
 _COMMAND = re.compile(r"\s*(?P<command>redis\.call\(.*\))\s*")
 _CONDITION = re.compile(r"\s*(?:else)?if (?P<condition>[\w.]+) then\b")
 _FUNCTION = re.compile(r"(?:local )?function (?P<name>\w+)")
@@ -74,7 +75,7 @@ def _next(number: str) -> str:
 
 def _is_sign(line: str, token: re.Match[str]) -> bool:
     """Return whether a minus is the sign of a number."""
-    return token["operator"] == "-" and re.search(r"[\w)\]]\s*$", line[: token.start()]) is None
+    return token["operator"] == "-" and _OPERAND.search(line[: token.start()]) is None
 
 
 def _with(line: str, token: re.Match[str], text: str) -> str:

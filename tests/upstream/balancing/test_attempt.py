@@ -796,7 +796,6 @@ async def test_a_response_before_its_deadlines_is_left_alone() -> None:
         response.check(response.last_byte_at + 99)
         assert not _has_failed(response)
         response.check(response.sent_at + 1001)
-        assert type(response.error) is TotalTimeout
         response.check(response.sent_at + 5000)
         with pytest.raises(TotalTimeout):
             await response.wait_complete()
