@@ -374,7 +374,7 @@ class Model(Section):
     @property
     def policy(self) -> dict[str, Any]:
         """The settings of its balance policy; empty if none is written."""
-        settings = getattr(self, f"{self.balance}_policy", None)
+        settings = getattr(self, f"{self.balance}_policy") if self.balance in _POLICIES_WITH_SETTINGS else None
         return {} if settings is None else asdict(settings)
 
     @property

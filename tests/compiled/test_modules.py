@@ -11,6 +11,7 @@ from tests.gateway.test_cost import BOUNDS, ROOT
 
 INTERPRETED = {
     "gateway.auth.keyring": "a request calls two functions of it, which look a digest up: 49 steps of 3,600",
+    "gateway.telemetry.request_ids": "a request takes one step of its generator, and the random bytes are those of 256 requests",
     "gateway.system.steps": "a request calls one function of it, which compares two numbers: 10 steps of 3,600",
 }
 """Modules on the data path that stay interpreted, and why."""

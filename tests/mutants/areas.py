@@ -131,7 +131,7 @@ SETTLEMENT = {
 
 _FOLDER = "tests/gateway/limits"
 _RULES, _WINDOWS = f"{_FOLDER}/test_rules.py", f"{_FOLDER}/test_windows.py"
-_EARLIER_USE, _HEADERS, _RESERVATION = f"{_FOLDER}/test_earlier_use.py", f"{_FOLDER}/test_headers.py", f"{_FOLDER}/test_reservation.py"
+_EARLIER_USE, _HEADERS, _RESERVATION = f"{_FOLDER}/test_budget_holders.py", f"{_FOLDER}/test_headers.py", f"{_FOLDER}/test_reservation.py"
 _SESSIONS = _without(f"{_FOLDER}/test_sessions.py", "test_all_workers_count_a_session_together")
 
 _SHOWN = (
@@ -189,7 +189,6 @@ _SCRIPTS = (
         "test_tokens_refilled_by_time_are_not_released_again",
         "test_the_latest_other_day_is_remembered",
         "test_costs_are_exact",
-        "test_costs_that_an_earlier_version_has_counted_are_continued",
         "test_large_costs_are_exact",
         "test_replies_of_the_store",
         "test_an_abandoned_request_that_was_refused_releases_nothing",

@@ -158,3 +158,10 @@ def test_the_seconds_that_are_left_in_a_period() -> None:
     assert windows.seconds_left_in_period(only(Limits(tokens_per_week=1)), noon) == 4.5 * 24 * HOUR
     rolling = only(Limits(budgets=(Budget("24h", 86400, tokens=1),)))
     assert windows.seconds_left_in_period(rolling, noon + 600) == HOUR - 600
+
+
+def test_what_is_left_is_that_of_the_tightest_hard_budget() -> None:
+    day, week = only(Limits(tokens_per_day=100, cost_per_day=10)), only(Limits(tokens_per_week=500, cost_per_week=20))
+    left, whole = windows.hard_capacity([(day, 40, 2), (week, 450, 15)])
+    assert (left.tokens, left.cost) == (50, 5)
+    assert (whole.tokens, whole.cost) == (100, 10)

@@ -946,9 +946,9 @@ def test_a_renewal_extends_the_leases_by_their_seconds(server: RedisServer) -> N
 _WINDOWS_OF_DAY_AND_RING = "day 0 7d 25200"
 
 
-def restored(server: RedisServer, extent: str, *used: str) -> None:
+def restored(server: RedisServer, *used: str) -> None:
     with server.client() as each:
-        assert each.eval(load_scripts().restore.text, 1, "vllm-gateway:key a", _WINDOWS_OF_DAY_AND_RING, extent, *used) == b"OK"
+        assert each.eval(load_scripts().restore.text, 1, "vllm-gateway:key a", _WINDOWS_OF_DAY_AND_RING, *used) == b"OK"
 
 
 def used_of(server: RedisServer) -> list[float]:
@@ -964,11 +964,13 @@ def test_earlier_use_is_added_once(server: RedisServer) -> None:
     assert admitted(server, limits, "1 1 5 2")[0] == 0
     found = [used_of(server)]
     for _ in range(2):
-        restored(server, "part", f"1 {day} 10 4", f"2 {slot} 10 4", f"2 {slot - 3} 7 1", f"2 {slot - 30} 7 1")
+        restored(server, f"1 {day} 10 4", f"2 {slot} 10 4", f"2 {slot - 3} 7 1", f"2 {slot - 30} 7 1")
         found.append(used_of(server))
-    restored(server, "all", f"1 {day} 12 4", f"2 {slot} 11 3")
+    restored(server, f"1 {day} 12 4", f"2 {slot} 11 3")
     found.append(used_of(server))
-    restored(server, "part", f"1 {day} 50 50")
+    with server.client() as each:
+        each.hset("vllm-gateway:key a", "e", "all")
+    restored(server, f"1 {day} 50 50")
     found.append(used_of(server))
     if (int(time() // 86400), int(time() // 25200)) == (day, slot):  # otherwise midnight or a slice passed during the test
         assert found[0] == [0, 5, 2, 5, 2]
@@ -980,8 +982,8 @@ def test_earlier_use_is_added_once(server: RedisServer) -> None:
 def test_earlier_use_of_another_day_is_remembered(server: RedisServer) -> None:
     day = int(time() // 86400)
     with server.client() as each:
-        restored(server, "part", f"1 {day - 1} 3 0", f"1 {day} 4 0", f"1 {day - 2} 9 0")
+        restored(server, f"1 {day - 1} 3 0", f"1 {day} 4 0", f"1 {day - 2} 9 0")
         assert [float(value) for value in each.hmget("vllm-gateway:key a", "d", "dt", "od", "odt")] == [day, 4, day - 1, 3]
-        restored(server, "part", f"1 {day - 1} 5 0")
+        restored(server, f"1 {day - 1} 5 0")
         assert [float(value) for value in each.hmget("vllm-gateway:key a", "dt", "odt")] == [4, 5]
         assert each.ttl("vllm-gateway:key a") > 86400
