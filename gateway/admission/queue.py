@@ -19,6 +19,7 @@ from gateway.admission.fair_queue import FairQueue
 from gateway.api.errors import Refusal, draining, duration, none_healthy
 from gateway.snapshot.snapshot import Key, Model, Queue
 from gateway.telemetry.shared_counters import SharedCells
+from upstream.balancing.policies.least_busy import LeastBusy
 from upstream.balancing.pool import Pool
 from upstream.http.deadlines import Deadlines
 from upstream.http.inline_task import Signal
@@ -97,7 +98,7 @@ class ModelQueue:
         self.deadlines = deadlines
         self.bounds = NO_QUEUE
         self.eta: float | None = None
-        self._pool = Pool((), "least_busy")
+        self._pool = Pool((), LeastBusy(()))
         self._closing = False
         self._model = model
         self._gauge = gauge

@@ -100,7 +100,7 @@ class Catalog:
             kind, costs = POLICIES[model.balance], self._costs.get(model.base)
             settings = kind.settings(**model.policy)
             policy = kind(pooled, settings) if costs is None else Cost(pooled, settings, costs)
-            found = self._pools[model.base] = Pool(pooled, model.balance, policy)
+            found = self._pools[model.base] = Pool(pooled, policy)
         return found
 
     def retire(self) -> None:

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
 
-from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.policy import NO_FACTS, Fact, Policy, RequestFacts
 from upstream.balancing.ranking import BoundedRanking, CandidateList, Ranking
 from upstream.balancing.retry_budget import RetryBudget
@@ -33,14 +32,11 @@ class NoServerError(Exception):
 
 
 class Pool:
-    """The servers of one model.
+    """The servers of one model, and the policy that chooses among them."""
 
-    ``balance``: the name of the policy that chooses among them. ``policy``: the policy itself, if it exists already.
-    """
-
-    def __init__(self, servers: Sequence[Server], balance: str, policy: Policy[Server] | None = None) -> None:
+    def __init__(self, servers: Sequence[Server], policy: Policy[Server]) -> None:
         self.servers = tuple(servers)
-        self._policy = policy = policy or POLICIES[balance](self.servers)
+        self._policy = policy
         self.required_facts: frozenset[Fact] = policy.requires if len(servers) > 1 else frozenset()
         """Facts of a request that ``choose`` requires. Empty if the pool has one server."""
         bounded = any(server.limit < math.inf for server in self.servers)

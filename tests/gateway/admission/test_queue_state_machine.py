@@ -13,9 +13,10 @@ from gateway.admission.queue import ModelQueues
 from gateway.api.errors import Refusal
 from gateway.snapshot.snapshot import Key, Model, Queue
 from tests.support.examples import examples
+from tests.support.pools import pool_of
 from upstream.balancing.ejection import LONGEST_PAUSE
 from upstream.balancing.policies import POLICIES
-from upstream.balancing.pool import NoServerError, Pool
+from upstream.balancing.pool import NoServerError
 from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.address import Address
 from upstream.http.deadlines import Deadlines
@@ -79,7 +80,7 @@ class World(RuleBasedStateMachine):
         self.visitors: list[Visitor] = []
         self.served: list[Visitor] = []
         self.expected = False
-        self.pool = Pool((), "least_busy")
+        self.pool = pool_of((), "least_busy")
         self.reload([1, 1], 4, "least_busy")
 
     def _report_demand(self, _: str, since: float | None) -> None:
@@ -115,7 +116,7 @@ class World(RuleBasedStateMachine):
         for server, limit in zip(self.servers, limits, strict=True):
             server.limit = limit
         self.pool.retire()
-        self.pool = Pool(self.servers, balance)
+        self.pool = pool_of(self.servers, balance)
         self.queues.set_models([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)])
 
     @rule(up=st.lists(st.booleans(), min_size=2, max_size=2), expected=st.booleans())

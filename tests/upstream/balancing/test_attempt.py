@@ -15,9 +15,10 @@ from time import monotonic
 import pytest
 import uvloop
 
+from tests.support.pools import pool_of
 from tests.support.ports import refusing, silent
 from tests.support.running import until
-from tests.support.scripted import Conversation, scripted
+from tests.support.scripted import Conversation, Scripted, scripted
 from upstream.balancing.attempt import Attempt, Upload, UpstreamResponse
 from upstream.balancing.cost_model import BLOCK_BYTES, Prompt
 from upstream.balancing.policies.cost import Cost
@@ -66,7 +67,7 @@ class Way:
     timeouts: Timeouts
 
     def __post_init__(self) -> None:
-        self.pool = Pool(self.servers, "round_robin")
+        self.pool = pool_of(self.servers, "round_robin")
 
     def attempt(self) -> Attempt:
         return Attempt(self.pool, self.timeouts, self.deadlines)
@@ -703,6 +704,16 @@ async def waiting(one: Way, size: int = 1) -> AsyncIterator[tuple[Attempt, Upstr
             await asyncio.gather(sending, return_exceptions=True)
 
 
+@asynccontextmanager
+async def begun(first: bytes) -> AsyncIterator[tuple[Scripted, Stepwise, UpstreamResponse]]:
+    """Yield a server, its script, and a response whose first chunk was sent."""
+    script = Stepwise()
+    script.texts.put_nowait(first)
+    async with scripted(script) as server, way(server.port) as one:
+        with one.attempt() as attempt:
+            yield server, script, await attempt.send(compose)
+
+
 async def test_the_bytes_that_servers_wait_for_are_reported() -> None:
     script = Stepwise()
     async with scripted(script) as server, way(server.port, tick=FOR_EVER) as one:
@@ -796,6 +807,7 @@ async def test_a_response_before_its_deadlines_is_left_alone() -> None:
         response.check(response.last_byte_at + 99)
         assert not _has_failed(response)
         response.check(response.sent_at + 1001)
+        assert type(response.error) is TotalTimeout
         response.check(response.sent_at + 5000)
         with pytest.raises(TotalTimeout):
             await response.wait_complete()
@@ -812,7 +824,7 @@ async def test_a_complete_response_has_no_deadline() -> None:
         assert one.servers[0].take_progress() is None
 
 
-async def test_the_deadlines_of_a_response_begin_behind_its_upload() -> None:
+async def test_the_deadlines_of_a_response_begin_after_its_upload() -> None:
     arrived = asyncio.Event()
     sent_at = list[float]()
 
@@ -862,77 +874,57 @@ async def test_read_body_returns_what_has_arrived_at_its_timeout() -> None:
 
 
 async def test_read_body_ends_with_the_byte_that_fills_it() -> None:
-    script = Stepwise()
-    async with scripted(script) as server, way(server.port) as one:
-        with one.attempt() as attempt:
-            script.texts.put_nowait(b"0123456789")
-            response = await attempt.send(compose)
-            reading = asyncio.create_task(response.read_body(15))
-            await asyncio.sleep(0)
-            script.texts.put_nowait(b"01234")
-            async with asyncio.timeout(10):
-                assert await reading == b"012345678901234"
-            await until(lambda: server.open == 0)
-    script = Stepwise()
-    async with scripted(script) as server, way(server.port) as one:
-        with one.attempt() as attempt:
-            script.texts.put_nowait(b"0123456789")
-            response = await attempt.send(compose)
-            reading = asyncio.create_task(response.read_body(15))
-            await asyncio.sleep(0)
-            script.texts.put_nowait(b"0123456789")
-            async with asyncio.timeout(10):
-                assert await reading == b"012345678901234"
+    async with begun(b"0123456789") as (server, script, response):
+        reading = asyncio.create_task(response.read_body(15))
+        await asyncio.sleep(0)
+        script.texts.put_nowait(b"01234")
+        async with asyncio.timeout(10):
+            assert await reading == b"012345678901234"
+        await until(lambda: server.open == 0)
+    async with begun(b"0123456789") as (_, script, response):
+        reading = asyncio.create_task(response.read_body(15))
+        await asyncio.sleep(0)
+        script.texts.put_nowait(b"0123456789")
+        async with asyncio.timeout(10):
+            assert await reading == b"012345678901234"
 
 
 async def test_the_bytes_of_one_read_are_one_piece() -> None:
-    script = Stepwise()
-    script.texts.put_nowait(b"a")
-    async with scripted(script) as server, way(server.port) as one:
-        with one.attempt() as attempt:
-            response = await attempt.send(compose)
-            assert (response.wants_read_events, response.pending) == (False, [b"a"])
-            taken = list[bytes]()
-            response.stream_to(taken.append)
-            assert response.wants_read_events
-            for pieces in ((b"b", b"c", b"d"), (b"e",), (b"f", b"g")):
-                for piece in pieces:
-                    response.on_body(piece)
-                response.on_read()
+    async with begun(b"a") as (_, _, response):
+        assert (response.wants_read_events, response.pending) == (False, [b"a"])
+        taken = list[bytes]()
+        response.stream_to(taken.append)
+        assert response.wants_read_events
+        for pieces in ((b"b", b"c", b"d"), (b"e",), (b"f", b"g")):
+            for piece in pieces:
+                response.on_body(piece)
             response.on_read()
-            assert taken == [b"a", b"bcd", b"e", b"fg"]
+        response.on_read()
+        assert taken == [b"a", b"bcd", b"e", b"fg"]
 
 
 @pytest.mark.parametrize("fails", [True, False])
 async def test_the_last_bytes_reach_the_reader_before_the_end(fails: bool) -> None:
-    script = Stepwise()
-    script.texts.put_nowait(b"a")
-    async with scripted(script) as server, way(server.port) as one:
-        with one.attempt() as attempt:
-            response = await attempt.send(compose)
-            taken = list[bytes]()
-            response.stream_to(taken.append)
-            response.on_body(b"b")
-            if fails:
-                response.on_failure(Disconnected("s0", "closed"))
-            else:
-                response.on_end()
-            assert taken == [b"a", b"b"]
-            last = response.last_byte_at
-            assert last > 0
+    async with begun(b"a") as (_, _, response):
+        taken = list[bytes]()
+        response.stream_to(taken.append)
+        response.on_body(b"b")
+        if fails:
+            response.on_failure(Disconnected("s0", "closed"))
+        else:
+            response.on_end()
+        assert taken == [b"a", b"b"]
+        last = response.last_byte_at
+        assert last > 0
 
 
 async def test_an_error_that_the_reader_finds_in_the_last_bytes_is_raised() -> None:
-    script = Stepwise()
-    script.texts.put_nowait(b"a")
-    async with scripted(script) as server, way(server.port) as one:
-        with one.attempt() as attempt:
-            response = await attempt.send(compose)
-            response.stream_to(lambda data: response.fail(BadResponse("s0", "no event")) if data == b"b" else None)
-            response.on_body(b"b")
-            response.on_end()
-            with pytest.raises(BadResponse):
-                await response.wait_complete()
+    async with begun(b"a") as (_, _, response):
+        response.stream_to(lambda data: response.fail(BadResponse("s0", "no event")) if data == b"b" else None)
+        response.on_body(b"b")
+        response.on_end()
+        with pytest.raises(BadResponse):
+            await response.wait_complete()
 
 
 async def test_a_body_without_bytes_has_a_time() -> None:
@@ -947,16 +939,12 @@ async def test_a_body_without_bytes_has_a_time() -> None:
 
 
 async def test_the_end_of_a_body_is_not_its_last_byte() -> None:
-    script = Stepwise()
-    script.texts.put_nowait(b"a")
-    async with scripted(script) as server, way(server.port) as one:
-        with one.attempt() as attempt:
-            response = await attempt.send(compose)
-            last = response.last_byte_at
-            await asyncio.sleep(0.01)
-            script.texts.put_nowait(b"")
-            await response.wait_complete()
-            assert response.last_byte_at == last
+    async with begun(b"a") as (_, script, response):
+        last = response.last_byte_at
+        await asyncio.sleep(0.01)
+        script.texts.put_nowait(b"")
+        await response.wait_complete()
+        assert response.last_byte_at == last
 
 
 @pytest.mark.parametrize(
@@ -972,43 +960,31 @@ async def test_the_content_type_of_a_response(line: bytes, expected: bytes) -> N
 
 
 async def test_only_a_pause_is_resumed() -> None:
-    script = Stepwise()
-    script.texts.put_nowait(b"a")
-    async with scripted(script) as server, way(server.port) as one:
-        with one.attempt() as attempt:
-            response = await attempt.send(compose)
-            last = response.last_byte_at
-            await asyncio.sleep(0.01)
-            response.stream_to(lambda _: None)
-            assert response.last_byte_at == last, "it was not paused"
-            response.pause()
-            response.resume()
-            assert response.last_byte_at >= last + 0.01 and not response.paused
+    async with begun(b"a") as (_, _, response):
+        last = response.last_byte_at
+        await asyncio.sleep(0.01)
+        response.stream_to(lambda _: None)
+        assert response.last_byte_at == last, "it was not paused"
+        response.pause()
+        response.resume()
+        assert response.last_byte_at >= last + 0.01 and not response.paused
 
 
 async def test_a_response_that_fails_closes_its_connection_at_once() -> None:
-    script = Stepwise()
-    script.texts.put_nowait(b"a")
-    async with scripted(script) as server, way(server.port) as one:
-        with one.attempt() as attempt:
-            response = await attempt.send(compose)
-            response.fail(Disconnected("s0", "an event is too long"))
-            with pytest.raises(Disconnected, match="too long"):
-                await response.wait_complete()
-            await until(lambda: server.open == 0)
+    async with begun(b"a") as (server, _, response):
+        response.fail(Disconnected("s0", "an event is too long"))
+        with pytest.raises(Disconnected, match="too long"):
+            await response.wait_complete()
+        await until(lambda: server.open == 0)
 
 
 async def test_a_stream_limits_how_far_its_server_is_ahead() -> None:
-    script = Stepwise()
-    script.texts.put_nowait(b"a")
-    async with scripted(script) as server, way(server.port) as one:
-        with one.attempt() as attempt:
-            response = await attempt.send(compose)
-            wide = receive_buffer(response)
-            response.keep_close()
-            assert receive_buffer(response) < wide
-            script.texts.put_nowait(b"")
-            await response.wait_complete()
+    async with begun(b"a") as (_, script, response):
+        wide = receive_buffer(response)
+        response.keep_close()
+        assert receive_buffer(response) < wide
+        script.texts.put_nowait(b"")
+        await response.wait_complete()
     async with scripted(respond) as server, way(server.port) as one:
         with one.attempt() as attempt:
             response = await attempt.send(compose)
@@ -1181,7 +1157,7 @@ async def test_the_policy_learns_when_the_response_begins() -> None:
     script = Stepwise()
     async with scripted(script) as a, scripted(script) as b, way(a.port, b.port) as two:
         policy: Cost[Server] = Cost(two.servers)
-        pool, prompt = Pool(two.servers, "cost", policy), Prompt([1, 2, 3], 3 * BLOCK_BYTES, stream=True)
+        pool, prompt = Pool(two.servers, policy), Prompt([1, 2, 3], 3 * BLOCK_BYTES, stream=True)
         with Attempt(pool, two.timeouts, two.deadlines, RequestFacts(prompt=prompt)) as attempt:
             sending = asyncio.create_task(attempt.send(compose))
             await until(lambda: len(two.deadlines) == 1)

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 
+from tests.support.pools import pool_of
 from tests.support.running import until
 from tests.support.scripted import Conversation, scripted
 from upstream.balancing.attempt import Attempt
 from upstream.balancing.ejection import FIRST_PAUSE
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.policy import RequestFacts
-from upstream.balancing.pool import LiveServers, NoServerError, Pool, live_servers
+from upstream.balancing.pool import LiveServers, NoServerError, live_servers
 from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.address import Address
 from upstream.http.deadlines import Deadlines, Timeouts
@@ -37,13 +38,13 @@ UP, DOWN, LOADING = Condition.UP, Condition.DOWN, Condition.LOADING
 @pytest.mark.parametrize("balance", POLICIES)
 async def test_only_those_that_are_up(balance: str) -> None:
     each = servers(UP, DOWN, LOADING, UP)
-    pool = Pool(each, balance)
+    pool = pool_of(each, balance)
     assert {pool.choose().spec.name for _ in range(10)} == {"s0", "s3"}
 
 
 @pytest.mark.parametrize(("conditions", "loading"), [((), False), ((DOWN,), False), ((LOADING,), True), ((DOWN, LOADING), True)])
 async def test_none_is_up(conditions: tuple[Condition, ...], loading: bool) -> None:
-    pool = Pool(servers(*conditions), "least_busy")
+    pool = pool_of(servers(*conditions), "least_busy")
     with pytest.raises(NoServerError) as caught:
         pool.choose()
     assert caught.value.loading is loading
@@ -52,19 +53,19 @@ async def test_none_is_up(conditions: tuple[Condition, ...], loading: bool) -> N
 
 async def test_an_ejected_or_tried_server_is_chosen_only_if_no_other_is_left() -> None:
     a, b = servers(UP, UP)
-    pool = Pool([a, b], "least_busy")
+    pool = pool_of([a, b], "least_busy")
     a.record_failure(REFUSED)
     assert {pool.choose() for _ in range(4)} == {b}
     assert pool.choose([b]) is a, "it refused a moment ago, but the other was tried"
     b.record_failure(REFUSED)
     assert {pool.choose() for _ in range(4)} == {a, b}
     assert pool.choose([a, b]) in (a, b)
-    assert Pool([a], "least_busy").choose([a]) is a
+    assert pool_of([a], "least_busy").choose([a]) is a
 
 
 async def test_busyness_goes_by_weight() -> None:
     light, heavy = Server(spec("light"), UP), Server(spec("heavy", weight=3.0), UP)
-    pool = Pool([light, heavy], "least_busy")
+    pool = pool_of([light, heavy], "least_busy")
     for _ in range(40):
         pool.choose().start_exchange()
     assert (light.in_flight, heavy.in_flight) == (10, 30)
@@ -112,7 +113,7 @@ async def test_a_removed_server_has_no_idle_connections() -> None:
             one.condition = UP
 
             async def request() -> None:
-                with Attempt(Pool([one], "least_busy"), Timeouts(), Deadlines()) as attempt:
+                with Attempt(pool_of([one], "least_busy"), Timeouts(), Deadlines()) as attempt:
                     response = await attempt.send(lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b""))
                     await response.wait_complete()
 
@@ -140,8 +141,12 @@ async def test_a_key_is_not_shown() -> None:
 
 async def test_requests_with_one_affinity_key_go_to_one_server_while_it_is_available() -> None:
     each = servers(UP, UP, UP)
-    pool = Pool(each, "prefix")
-    assert [one.required_facts for one in (pool, Pool(each, "least_busy"), Pool(each[:1], "prefix"))] == [{"affinity_key"}, set(), set()]
+    pool = pool_of(each, "prefix")
+    assert [one.required_facts for one in (pool, pool_of(each, "least_busy"), pool_of(each[:1], "prefix"))] == [
+        {"affinity_key"},
+        set(),
+        set(),
+    ]
     chosen = {key: pool.choose(request=RequestFacts(key)) for key in range(50)}
     assert set(chosen.values()) == set(each)
     assert all(pool.choose(request=RequestFacts(key)) is server for key, server in chosen.items())
@@ -157,12 +162,12 @@ async def test_requests_with_one_affinity_key_go_to_one_server_while_it_is_avail
 async def test_a_request_without_an_affinity_key_goes_to_the_least_busy_server() -> None:
     busy, idle = servers(UP, UP)
     busy.start_exchange()
-    assert {Pool([busy, idle], "prefix").choose() for _ in range(10)} == {idle}
+    assert {pool_of([busy, idle], "prefix").choose() for _ in range(10)} == {idle}
 
 
 async def test_a_frequent_affinity_key_does_not_fill_one_server() -> None:
     each = servers(UP, UP, UP, UP)
-    pool = Pool(each, "prefix")
+    pool = pool_of(each, "prefix")
     for _ in range(100):
         pool.choose(request=SHARED).start_exchange()
     assert sorted(server.in_flight for server in each)[-1] <= 32
@@ -182,7 +187,7 @@ def bounded(*limits: float) -> list[Server]:
 @pytest.mark.parametrize("limits", [(2,), (2, 3), (1, 2, 4)])
 async def test_none_has_more_than_it_is_given_and_all_of_it_is_used(balance: str, limits: tuple[int, ...]) -> None:
     each = bounded(*limits)
-    pool = Pool(each, balance)
+    pool = pool_of(each, balance)
     for _ in range(sum(limits)):
         assert pool.has_capacity()
         pool.choose(request=SHARED).start_exchange()
@@ -196,7 +201,7 @@ async def test_none_has_more_than_it_is_given_and_all_of_it_is_used(balance: str
 
 async def test_queued_requests_are_notified_of_capacity() -> None:
     a, b = bounded(1, 1)
-    pool, notified = Pool([a, b], "least_busy"), []
+    pool, notified = pool_of([a, b], "least_busy"), []
     pool.on_capacity(lambda: notified.append(pool.has_capacity()))
     for server in (a, b):
         server.start_exchange()
@@ -217,7 +222,7 @@ async def test_queued_requests_are_notified_of_capacity() -> None:
 
 async def test_a_queued_request_is_resumed_when_the_last_server_is_ejected_too() -> None:
     ejected, full = bounded(1, 1)
-    pool, reported = Pool([ejected, full], "least_busy"), []
+    pool, reported = pool_of([ejected, full], "least_busy"), []
     ejected.record_failure(REFUSED)
     full.start_exchange()
     assert not pool.has_capacity()
@@ -228,7 +233,7 @@ async def test_a_queued_request_is_resumed_when_the_last_server_is_ejected_too()
 
 async def test_an_ejected_server_is_not_chosen_because_the_others_are_full() -> None:
     a, b = bounded(2, 1)
-    pool = Pool([a, b], "least_busy")
+    pool = pool_of([a, b], "least_busy")
     b.start_exchange()
     a.record_failure(REFUSED)
     assert not pool.has_capacity()
@@ -244,7 +249,7 @@ async def test_an_ejected_server_is_not_chosen_because_the_others_are_full() -> 
 @pytest.mark.parametrize("balance", POLICIES)
 async def test_if_all_servers_are_ejected_those_with_capacity_are_used(balance: str) -> None:
     each = bounded(1, 1, 1, 1)
-    pool = Pool(each, balance)
+    pool = pool_of(each, balance)
     each[0].start_exchange()
     for server in each:
         server.record_failure(REFUSED)
@@ -263,7 +268,7 @@ async def test_if_all_servers_are_ejected_those_with_capacity_are_used(balance: 
 
 async def test_a_full_server_is_not_chosen_for_a_second_attempt() -> None:
     a, b, c = bounded(2, 1, 1)
-    pool = Pool([a, b, c], "round_robin")
+    pool = pool_of([a, b, c], "round_robin")
     b.start_exchange()
     c.start_exchange()
     assert {pool.choose([a]) for _ in range(3)} == {a}, "it was tried, and is the only one with room"
@@ -287,7 +292,7 @@ class Clock:
 async def test_an_ejection_ends_at_its_time_and_the_pool_uses_the_server_again() -> None:
     clock = Clock()
     first, second = Server(spec("s0"), UP, clock=clock), Server(spec("s1"), UP, clock=clock)
-    pool = Pool([first, second], "least_busy")
+    pool = pool_of([first, second], "least_busy")
     first.record_failure(REFUSED)
     assert (first.is_ejected, first.available, first.ejected_cells[0]) == (True, False, 1.0)
     first.expire()
@@ -328,7 +333,7 @@ async def test_an_expired_idle_connection_is_closed() -> None:
 
     async with scripted(script) as upstream:
         one = Server(spec("a", upstream.port, keep_idle=0.01), UP)
-        with Attempt(Pool([one], "least_busy"), Timeouts(), Deadlines()) as attempt:
+        with Attempt(pool_of([one], "least_busy"), Timeouts(), Deadlines()) as attempt:
             response = await attempt.send(lambda _: (b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n", b""))
             await response.wait_complete()
         await asyncio.sleep(0.02)
