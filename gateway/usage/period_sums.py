@@ -17,7 +17,7 @@ from gateway.ledger.schema import USAGE
 from gateway.ledger.store import reason
 from gateway.limits.budget_holders import Budgets, UsedSince
 from gateway.usage.database import time_limited
-from gateway.usage.queries import HALF, cost_parts, subjects_of
+from gateway.usage.queries import cost_parts, subjects_of, summed_cost
 
 _MOST_STARTS = 100  # of periods and slices in one query
 _MOST_NAMES = 500  # more keys and teams are not named in the query, which then reads all rows of the time
@@ -62,7 +62,7 @@ def _sums(engine: Engine, budgets: Budgets, starts: Sequence[float], before: flo
     except SQLAlchemyError as error:
         raise DatabaseUnavailableError(reason(error)) from error
     for row in rows:
-        yield UsedSince(row.key, row.team, row.model, row.slot, int(row.tokens or 0), int(row.high or 0) * HALF + int(row.low or 0))
+        yield UsedSince(row.key, row.team, row.model, row.slot, int(row.tokens or 0), summed_cost(row) or 0)
 
 
 def _holders(budgets: Budgets) -> list[ColumnElement[bool]]:

@@ -38,7 +38,7 @@ _MONTH = re.compile(r"\d{4}-\d{2}")
 _LONGEST_QUERY = 3600.0  # seconds
 UNKNOWN_METHOD = "unknown"
 """The method of an estimate in a row of commit 3c1fad8."""
-HALF = 2**32
+_HALF = 2**32
 """Costs are summed in two parts, because SQLite's integer sums overflow at 64 bits."""
 
 
@@ -209,8 +209,13 @@ def _totals() -> tuple[ColumnElement[Any], ...]:
 
 
 def cost_parts() -> tuple[ColumnElement[Any], ...]:
-    """Return the expressions ``high`` and ``low`` of a sum of costs: in two parts, because SQLite's integer sums overflow at 64 bits."""
-    return func.sum(USAGE.c.cost_nano // HALF).label("high"), func.sum(USAGE.c.cost_nano % HALF).label("low")
+    """Return the expressions ``high`` and ``low`` of a sum of costs, which ``summed_cost`` puts together."""
+    return func.sum(USAGE.c.cost_nano // _HALF).label("high"), func.sum(USAGE.c.cost_nano % _HALF).label("low")
+
+
+def summed_cost(totals: Row[Any]) -> int | None:
+    """Return a sum of costs, in nano-units, from its ``cost_parts``; None if no row had a cost."""
+    return None if totals.high is None else int(totals.high) * _HALF + int(totals.low)
 
 
 def _methods(query: UsageQuery) -> Select[Any]:
@@ -243,8 +248,7 @@ def _text(value: object) -> str | None:
 
 
 def _sum(group: tuple[str | None, ...], totals: Row[Any]) -> UsageSum:
-    cost = None if totals.high is None else int(totals.high) * HALF + int(totals.low)
-    return UsageSum(group, **{name: int(getattr(totals, name) or 0) for name in MEASURES}, cost=cost)
+    return UsageSum(group, **{name: int(getattr(totals, name) or 0) for name in MEASURES}, cost=summed_cost(totals))
 
 
 def _order(query: UsageQuery, each: UsageSum) -> tuple[Any, ...]:
