@@ -472,29 +472,29 @@ def test_amounts_are_nothing_by_default() -> None:
     assert Amounts() == Amounts(0, 0, 0, 0)
 
 
-def test_of_two_equal_waits_that_for_requests_is_reported() -> None:
-    limits, bucket = Limits(requests_per_minute=1, tokens_per_minute=60), HolderBuckets()
-    assert bucket.admit(limits, Amounts(1, 1, 60)) is None
-    refused = bucket.admit(limits, Amounts(1, 1, 60))
+def second_refused(limits: Limits, first: Amounts, second: Amounts) -> ExceededLimit:
+    """Return the refusal of the second of two requests."""
+    bucket = HolderBuckets()
+    assert bucket.admit(limits, first) is None
+    refused = bucket.admit(limits, second)
     assert refused is not None
+    return refused
+
+
+def test_of_two_equal_waits_that_for_requests_is_reported() -> None:
+    refused = second_refused(Limits(requests_per_minute=1, tokens_per_minute=60), Amounts(1, 1, 60), Amounts(1, 1, 60))
     assert refused.reason == "requests_per_minute"
     assert refused.wait == pytest.approx(60)
 
 
 def test_a_longer_wait_for_requests_is_reported() -> None:
-    limits, bucket = Limits(requests_per_minute=1, tokens_per_minute=60), HolderBuckets()
-    assert bucket.admit(limits, Amounts(1, 1, 30)) is None
-    refused = bucket.admit(limits, Amounts(1, 1, 45))
-    assert refused is not None
+    refused = second_refused(Limits(requests_per_minute=1, tokens_per_minute=60), Amounts(1, 1, 30), Amounts(1, 1, 45))
     assert refused.reason == "requests_per_minute"
     assert refused.wait == pytest.approx(60)
 
 
 def test_a_refusal_by_tokens_reports_what_is_left() -> None:
-    limits, bucket = Limits(tokens_per_minute=600), HolderBuckets()
-    assert bucket.admit(limits, Amounts(1, 1, 400)) is None
-    refused = bucket.admit(limits, Amounts(1, 1, 300))
-    assert refused is not None
+    refused = second_refused(Limits(tokens_per_minute=600), Amounts(1, 1, 400), Amounts(1, 1, 300))
     assert refused.left == pytest.approx(200)
     assert refused.requested == 300
 

@@ -290,9 +290,8 @@ async def test_a_running_usage_or_a_reported_prompt_needs_no_count(journal: Jour
         assert [row.prompt for row in rows(journal)] == [9]
 
 
-async def test_a_stream_without_running_usage_has_the_exact_prompt(journal: Journal) -> None:
-    engine = Engine([ROLE, HELLO, HELLO])
-    engine.counts["/v1/chat/completions/render"] = engine.counts[RENDER]
+async def row_without_running_usage(engine: Engine, journal: Journal) -> UsageRow:
+    """Return the row of a stream whose server sends no running usage, after its client has disconnected."""
     async with (
         scripted(engine) as server,
         serving([model(server.port, running_usage=False)], ledger=Recorder(journal)) as served,
@@ -301,6 +300,13 @@ async def test_a_stream_without_running_usage_has_the_exact_prompt(journal: Jour
         await disconnect_after(one, engine, chat(stream=True), CHAT)
         await settled(served)
     (row,) = rows(journal)
+    return row
+
+
+async def test_a_stream_without_running_usage_has_the_exact_prompt(journal: Journal) -> None:
+    engine = Engine([ROLE, HELLO, HELLO])
+    engine.counts["/v1/chat/completions/render"] = engine.counts[RENDER]
+    row = await row_without_running_usage(engine, journal)
     assert (row.prompt, row.completion, row.estimated_by) == (41, 2, Method.EVENTS)
 
 
@@ -473,13 +479,6 @@ async def test_a_stream_that_its_client_has_received_completely_needs_no_count(j
     """The server has not ended its body when the client disconnects."""
     engine = Engine([ROLE, HELLO, STOP, DONE])
     engine.counts[f"{CHAT}/render"] = engine.counts[RENDER]
-    async with (
-        scripted(engine) as server,
-        serving([model(server.port, running_usage=False)], ledger=Recorder(journal)) as served,
-        client(served.port) as one,
-    ):
-        await disconnect_after(one, engine, chat(stream=True), CHAT)
-        await settled(served)
-        assert not engine.counted
-    (row,) = rows(journal)
+    row = await row_without_running_usage(engine, journal)
+    assert not engine.counted
     assert (row.status, row.incomplete, row.completion, row.estimated_by) == (200, None, 3, Method.EVENTS)
