@@ -210,7 +210,7 @@ def status(
 def usage(
     file: ConfigArgument = None,
     config: ConfigOption = None,
-    by: Annotated[str, typer.Option(metavar="WHAT", help=f"What to group by, a list with commas of {', '.join(CHOICES)}.")] = "key,model",
+    by: Annotated[str, typer.Option(metavar="WHAT", help=f"What to group by, separated by commas: {', '.join(CHOICES)}.")] = "key,model",
     since: Annotated[
         str,
         typer.Option(

@@ -3,7 +3,7 @@
 --
 -- KEYS: the hash of the holder. ARGV: the windows as in read.lua; then for each period or slice the number of its window, its own number,
 -- and the tokens and the cost that were used in it. In the hash, the field e is `part`, or `all` if the store has counted everything
--- (upgrade.lua). The field of e and the name and number of a period is what was added to it.
+-- (upgrade.lua). A field `e NAME NUMBER` is what was added to the period with this name and number.
 local key, holder = KEYS[1], read_holder(KEYS[1], windows_of(ARGV[1]))
 if redis.call('HGET', key, 'e') == 'all' then return 'OK' end
 

@@ -952,7 +952,7 @@ def restored(server: RedisServer, *used: str) -> None:
 
 
 def used_of(server: RedisServer) -> list[float]:
-    """The tokens and the cost of the day and of the ring, behind whether earlier use was added."""
+    """Return whether earlier use was added, then the tokens and the cost of the day and of the ring."""
     found = replied(server, load_scripts().read, ["vllm-gateway:key a"], _WINDOWS_OF_DAY_AND_RING)
     return [found[0], *found[3:5], *found[6:8]]
 
