@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from pydantic import BeforeValidator, PlainValidator, SecretStr, ValidationInfo, WithJsonSchema
 
 from gateway.config.database_url import database_url
-from gateway.config.redis_url import limits_store
+from gateway.config.redis_url import SCHEMES, limits_store
 from gateway.config.source import reason
 
 MAX_SECRET_BYTES = 65_536
@@ -141,9 +141,9 @@ Secret = Annotated[SecretStr, PlainValidator(resolve), WithJsonSchema(REFERENCE_
 
 _REDIS, _SQLITE = "redis://localhost:6379/0", "sqlite:///usage.db"
 LimitsStore = Annotated[
-    Annotated[SecretStr, PlainValidator(_store_url(("redis", "rediss", "unix"), _REDIS, limits_store))] | None,
+    Annotated[SecretStr, PlainValidator(_store_url(SCHEMES, _REDIS, limits_store))] | None,
     BeforeValidator(_no_memory),
-    _url_schema("^(memory$|rediss?:|unix:)", _REDIS),
+    _url_schema(r"^(memory$|rediss?(\+sentinel)?:|unix:)", _REDIS),
 ]
 """The store in which several gateways count together.
 

@@ -176,14 +176,15 @@ class BodyRules:
 
 @dataclass(frozen=True, slots=True)
 class LimitsStore:
-    """A Redis in which several gateways count together, at a host and port or at the socket ``path``.
+    """A Redis in which several gateways count together: at the socket ``path``, or at the first of ``hosts`` that accepts writes.
 
+    ``primary``: the name by which the hosts, which are Sentinels then, know the primary.
     ``refuses``: requests are refused while it is unreachable, instead of being counted by each gateway alone. ``timeout`` is the timeout
     of a reply in seconds. It is checked four times a second, so a reply may take up to twice as long.
     """
 
-    host: str = "localhost"
-    port: int = 6379
+    hosts: tuple[tuple[str, int], ...] = (("localhost", 6379),)
+    primary: str | None = None
     path: str | None = None
     tls: bool = False
     user: str | None = None
@@ -193,7 +194,8 @@ class LimitsStore:
     timeout: float = 0.25
 
     def __str__(self) -> str:
-        return self.path or f"{self.host}:{self.port}"
+        hosts = ",".join(f"{host}:{port}" for host, port in self.hosts)
+        return self.path or (f"{hosts}/{self.primary}" if self.primary else hosts)
 
     @property
     def counts(self) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Run a real Redis on a separate port and in a temporary folder. A test can stop, freeze and restart it."""
+"""Run a real Redis, or a Sentinel, on a separate port and in a temporary folder. A test can stop, freeze and restart it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,11 @@ from tests.support.process import wait_for
 
 @dataclass
 class RedisServer:
-    """A server that loses all data when it is restarted."""
+    """A server that loses all data when it is restarted. ``options`` are of redis-server."""
 
     port: int
     folder: Path
+    options: Sequence[str] = ()
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -40,7 +41,7 @@ class RedisServer:
 
     def store_config(self, **more: Any) -> LimitsStore:
         """Return a configuration with this server's address and a timeout that suits a busy machine. ``more``: further fields."""
-        return LimitsStore(**{"host": "127.0.0.1", "port": self.port, "timeout": 30.0, **more})
+        return store_at(self.port, **{"timeout": 30.0, **more})
 
     def client(self) -> redis.Redis:
         return redis.Redis(port=self.port)
@@ -49,7 +50,7 @@ class RedisServer:
         program = shutil.which("redis-server")
         if program is None:
             pytest.skip("redis-server is not installed (Debian: redis-server)")
-        command = [program, "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(self.folder)]
+        command = [program, *self.options, "--bind", "127.0.0.1", "--port", str(self.port), "--save", "", "--dir", str(self.folder)]
         command += ["--unixsocket", str(self.socket_path)]
         user = _user()
         self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL, user=user, extra_groups=[] if user is not None else None)
@@ -80,13 +81,18 @@ def _user() -> int | None:
     return pwd.getpwnam("nobody").pw_uid if os.geteuid() == 0 else None
 
 
+def store_at(port: int, **more: Any) -> LimitsStore:
+    """Return the configuration of a store at a port of the loopback interface. ``more``: further fields."""
+    return LimitsStore((("127.0.0.1", port),), **more)
+
+
 @contextmanager
-def redis_server() -> Iterator[RedisServer]:
-    """Run a server."""
+def redis_server(options: Callable[[Path], Sequence[str]] = lambda _: ()) -> Iterator[RedisServer]:
+    """Run a server. ``options`` may write files into the server's folder and returns options of redis-server."""
     with tempfile.TemporaryDirectory(prefix="redis-") as name, reserved() as port:
         folder = Path(name)
         folder.chmod(0o777)
-        server = RedisServer(port, folder)
+        server = RedisServer(port, folder, options(folder))
         try:
             server.start()
             yield server
@@ -97,3 +103,17 @@ def redis_server() -> Iterator[RedisServer]:
 def counted(client: redis.Redis) -> list[bytes]:
     """Return the names of what is counted in a server. The gateway's hash about the store itself is not."""
     return sorted(name for name in client.scan_iter() if name != b"vllm-gateway:store")
+
+
+@pytest.fixture(scope="module")
+def redis_of_module() -> Iterator[RedisServer]:
+    with redis_server() as server:
+        yield server
+
+
+@pytest.fixture
+def server(redis_of_module: RedisServer) -> RedisServer:
+    """Return the module's server, emptied."""
+    with redis_of_module.client() as each:
+        each.flushall()
+    return redis_of_module

@@ -2,5 +2,5 @@
 
 The scripts repeat the decisions of ``gateway.limits.rules`` and ``gateway.limits.windows`` in Lua; a change in one needs the same change
 in the other, and only ``gateway.limits.limiter`` opens a store.
-Start with ``store``, then ``admit.lua`` and ``settle.lua``; ``leases`` spares the requests of busy keys their calls.
+Start with ``store`` and ``connection``, then ``admit.lua`` and ``settle.lua``; ``leases`` spares the requests of busy keys their calls.
 """

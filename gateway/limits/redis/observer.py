@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from gateway.limits import windows
 from gateway.limits.budget_holders import PeriodUse
-from gateway.limits.redis.resp import argument
 from gateway.limits.redis.store import RedisStore, encoded_windows, holder_key, parse_usage
 from gateway.limits.rules import Holder
 from gateway.limits.states import HolderRates
@@ -34,7 +33,7 @@ async def read_counts(store: RedisStore, holders: Sequence[Holder]) -> dict[str,
     found: dict[str, StoredCounts] = {}
     for start in range(0, len(holders), _AT_ONCE):
         some = holders[start : start + _AT_ONCE]
-        keys, arguments = [argument(holder_key(each)) for each in some], [encoded_windows(each) for each in some]
+        keys, arguments = [holder_key(each) for each in some], [encoded_windows(each) for each in some]
         numbers, now = map(int, (await store.run(store.scripts.read, keys, arguments)).split()), monotonic()
         for holder in some:
             is_restored = bool(next(numbers))
@@ -48,12 +47,12 @@ async def add_earlier_use(store: RedisStore, holder: Holder, used: PeriodUse) ->
     """Add what a holder used before the store counted. Raises StoreUnavailableError."""
     numbers = {window.name: number for number, (window, _) in enumerate(holder.windows, 1)}
     periods = ((numbers[name], period, *amounts) for (name, period), amounts in sorted(used.items()))
-    arguments = [encoded_windows(holder), *(argument(" ".join(map(str, each))) for each in periods)]
-    await store.run(store.scripts.restore, [argument(holder_key(holder))], arguments)
+    arguments = [encoded_windows(holder), *(" ".join(map(str, each)) for each in periods)]
+    await store.run(store.scripts.restore, [holder_key(holder)], arguments)
 
 
 async def upgrade_counts(store: RedisStore) -> None:
     """Upgrade what gateways of commit 3c1fad8 have counted. Raises StoreUnavailableError."""
-    cursor = await store.run(store.scripts.upgrade, [], [argument(b"0")])
-    while cursor != b"0":
-        cursor = await store.run(store.scripts.upgrade, [], [argument(cursor)])
+    cursor = "0"
+    while (cursor := (await store.run(store.scripts.upgrade, [], [cursor])).decode()) != "0":
+        pass

@@ -19,29 +19,29 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import ssl
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from math import inf
 from secrets import token_hex
 from time import monotonic
-from typing import NamedTuple, cast
+from typing import NamedTuple
+
+from hiredis import ReplyError
 
 from gateway.limits import rules, windows
+from gateway.limits.redis.commands import authentication, packed_command
+from gateway.limits.redis.connection import PendingCommand, Reply, ReplyLostError, StoreConnection, connect
 from gateway.limits.redis.leases import Leases
-from gateway.limits.redis.resp import Parser, ProtocolError, Reply, ReplyError, argument, array, command
 from gateway.limits.redis.result import OnResult, StoreResult
 from gateway.limits.redis.scripts import Script, Scripts, load_scripts
 from gateway.limits.rules import Amounts, ExceededLimit, Holder
 from gateway.limits.windows import BudgetState, Window
 from gateway.snapshot.snapshot import Limits, LimitsStore
 from upstream.http.inline_task import Signal
-from upstream.http.write_batching import LeadingTransport, WriteBatch
+from upstream.http.write_batching import WriteBatch
 
 LEASE = 10.0
 """Seconds after which the slots of a gateway that died are free again."""
-_READING = 0.001  # seconds in which the event loop reads what has arrived
 _RENEW_EVERY = LEASE / 3
 _WRITE_EVERY = 5.0  # seconds after which a failure is noticed without requests
 _RETRY_EVERY = 1.0  # longer than a reply may take, so earlier commands have finished
@@ -68,10 +68,6 @@ class _Settlement(NamedTuple):
     holders: tuple[Holder, ...]
 
 
-class ReplyLostError(ReplyError):
-    """The connection was closed before the reply came. The command has run, will run, or never runs."""
-
-
 class StoreClock:
     """Estimate the store's clock from this process's monotonic clock.
 
@@ -94,92 +90,6 @@ class StoreClock:
     def time_at(self, moment: float) -> float:
         """Return the store's time, in seconds since the epoch, at a ``monotonic`` moment."""
         return moment + self._ahead
-
-
-class PendingCommand:
-    """A command that waits for its reply. ``with_script`` makes the bytes for a store that has lost the script."""
-
-    __slots__ = ("on_reply", "reply", "sent", "signal", "with_script")
-
-    def __init__(self, again: Callable[[], bytes] | None) -> None:
-        self.signal = Signal()
-        self.reply: Reply = None
-        self.with_script = again
-        self.on_reply: Callable[[Reply], None] | None = None
-        self.sent = monotonic()
-
-    def resolve(self, reply: Reply) -> None:
-        """Set the reply and resume the waiting request."""
-        self.reply = reply
-        if self.on_reply is not None:
-            self.on_reply(reply)
-        self.signal.set()
-
-
-class StoreConnection(asyncio.Protocol):
-    """One connection to the store. Replies are matched to commands in order.
-
-    The requests of a busy event-loop iteration share one write, and so one round trip. It precedes the writes to clients, because a
-    settlement must be on its way before the client gets the end of its response.
-    """
-
-    transport: LeadingTransport
-
-    def __init__(self, timeout: float, on_lost: Callable[[StoreConnection, str], None], write_batch: WriteBatch) -> None:
-        self._write_batch = write_batch
-        self._timeout = timeout
-        self._on_lost = on_lost
-        self._parser = Parser()
-        self._pending: deque[PendingCommand] = deque()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = LeadingTransport(cast(asyncio.Transport, transport), self._write_batch)
-
-    def send(self, data: bytes, again: Callable[[], bytes] | None = None) -> PendingCommand:
-        """Send a command and return it as pending."""
-        pending = PendingCommand(again)
-        self._pending.append(pending)
-        self.transport.write(data)
-        return pending
-
-    def data_received(self, data: bytes) -> None:
-        try:
-            for reply in self._parser.feed(data):
-                self._receive(reply)
-        except (ProtocolError, IndexError) as error:
-            self.fail(f"it sent an invalid reply: {error}")
-
-    def _receive(self, reply: Reply) -> None:
-        pending = self._pending.popleft()
-        if isinstance(reply, ReplyError) and pending.with_script is not None and str(reply).startswith("NOSCRIPT"):
-            self._pending.append(pending)
-            self.transport.write(pending.with_script())
-            pending.with_script = None
-            return
-        pending.resolve(reply)
-        if isinstance(reply, ReplyError):
-            self.fail(str(reply))
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.fail(f"it closed the connection{f': {error}' if error else ''}")
-
-    def check(self, now: float) -> None:
-        """Close the connection if a reply is overdue, unless it has arrived and was not read yet."""
-        if self._pending and now - self._pending[0].sent > self._timeout:
-            asyncio.get_running_loop().call_later(_READING, self._give_up, self._pending[0])
-
-    def _give_up(self, oldest: PendingCommand) -> None:
-        if self._pending and self._pending[0] is oldest:
-            self.fail("it does not respond")
-
-    def fail(self, reason: str) -> None:
-        """Close the connection and resolve all pending commands with ReplyLostError."""
-        self.transport.mark_closed()
-        self.transport.abort()
-        lost, self._pending = self._pending, deque()
-        self._on_lost(self, reason)
-        for pending in lost:
-            pending.resolve(ReplyLostError(reason))
 
 
 class RedisStore:
@@ -209,7 +119,7 @@ class RedisStore:
         self.has_just_begun = False
         """Whether no gateway has used the store before, or it was emptied."""
         self._reason: str | None = None
-        self._reserved = argument(f"{_PREFIX}reserved {worker}")
+        self._reserved = f"{_PREFIX}reserved {worker}"
         self._by_holder: dict[str, _Encoded] = {}
         self._clock = StoreClock()
         self._open_connection: StoreConnection | None = None
@@ -327,35 +237,35 @@ class RedisStore:
 
     # Commands
 
-    async def run(self, script: Script, keys: Sequence[bytes], arguments: Sequence[bytes]) -> bytes:
+    async def run(self, script: Script, keys: Sequence[str], arguments: Sequence[str]) -> bytes:
         """Run a script, and return its reply. Raises StoreUnavailableError."""
         line = self._open_connection or await self._connection()
-        pending = line.send(*_command(script, len(keys), keys, arguments))
+        pending = line.send(*_command(script, keys, arguments))
         await pending.signal
         if not isinstance(pending.reply, bytes):
             raise StoreUnavailableError
         return pending.reply
 
     def _admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> tuple[bytes, Callable[[], bytes]]:
-        keys: list[bytes] = []
-        arguments = [argument(identity), argument(f"{LEASE} {self._not_after()!r}")]
+        keys: list[str] = []
+        arguments = [identity, f"{LEASE} {self._not_after()!r}"]
         for holder, amounts in wanted:
             encoded = self._encoded(holder)
-            keys.append(encoded.keys)
-            arguments += encoded.limits, argument(f"{amounts.requests} {amounts.slots} {amounts.tokens} {amounts.cost}")
-        return _command(self.scripts.admit, 2 * len(wanted) + 1, [*keys, self._reserved], arguments)
+            keys += encoded.keys
+            arguments += encoded.limits, f"{amounts.requests} {amounts.slots} {amounts.tokens} {amounts.cost}"
+        return _command(self.scripts.admit, (*keys, self._reserved), arguments)
 
     def _settlement(self, identity: str, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> tuple[bytes, Callable[[], bytes]]:
-        keys: list[bytes] = []
-        arguments = [argument(identity)]
+        keys: list[str] = []
+        arguments = [identity]
         for holder, amounts in reserved:
             encoded = self._encoded(holder)
-            keys.append(encoded.keys)
+            keys += encoded.keys
             added: list[float] = [*rules.settlement_of_buckets(holder.limits, amounts, used)]
             for window, _ in holder.windows:
                 added += windows.settlement(window, (amounts.tokens, amounts.cost), (used.tokens, used.cost))
-            arguments += encoded.windows, argument(" ".join(map(repr, added)))
-        return _command(self.scripts.settle, 2 * len(reserved) + 1, [*keys, self._reserved], arguments)
+            arguments += encoded.windows, " ".join(map(repr, added))
+        return _command(self.scripts.settle, (*keys, self._reserved), arguments)
 
     def _encoded(self, holder: Holder) -> _Encoded:
         found = self._by_holder.get(holder.name)
@@ -410,16 +320,15 @@ class RedisStore:
         if self._opening is not None and self._is_available is None and now - self._opened_at > self.settings.timeout:
             self._mark_unavailable("it does not respond")
             self._resume_waiting()
-        if self._open_connection is None and now - self._opened_at > _RETRY_EVERY:
+        if self._open_connection is None and self._opening is None and now - self._opened_at > _RETRY_EVERY:
             self._open()
 
     def _renew_slots(self, line: StoreConnection, now: float) -> None:
         self._renewed = now
         held = [(key, identity) for identity, keys in self._slot_leases.items() for key in keys]
         if held:
-            keys = [argument(key) for key, _ in held]
-            arguments = [argument(LEASE), argument(self._not_after()), *(argument(identity) for _, identity in held)]
-            pending = line.send(*_command(self.scripts.renew, len(keys), keys, arguments))
+            arguments = [str(LEASE), repr(self._not_after()), *(identity for _, identity in held)]
+            pending = line.send(*_command(self.scripts.renew, [key for key, _ in held], arguments))
             pending.on_reply = lambda reply: self._slots_renewed(reply, pending.sent)
 
     def _slots_renewed(self, store_time: Reply, sent: float) -> None:
@@ -440,41 +349,21 @@ class RedisStore:
         return self._open_connection
 
     def _open(self) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
         self._opened_at = monotonic()
         self._opening = asyncio.get_running_loop().create_task(self._try_to_open())
 
     async def _try_to_open(self) -> None:
         try:
-            line = await self._connect()
+            line, trial = await connect(self.settings, self._new_connection, _greeting(self.settings, self.scripts))
         except (OSError, ReplyError) as error:
             self._opening = None
             self._mark_unavailable(str(error))
         else:
             self._opening = None
+            self._apply_trial(trial.reply, trial.sent)
+            self._written = monotonic()
             self._mark_available(line)
         self._resume_waiting()
-
-    async def _connect(self) -> StoreConnection:
-        """Open a connection, load the scripts, and write. Raises OSError and ReplyError."""
-        settings, loop = self.settings, asyncio.get_running_loop()
-        if settings.path is not None:
-            _, line = await loop.create_unix_connection(self._new_connection, settings.path)
-        else:
-            context = ssl.create_default_context() if settings.tls else None
-            _, line = await loop.create_connection(self._new_connection, settings.host, settings.port, ssl=context)
-        try:
-            for pending in [line.send(each) for each in _greeting(settings, self.scripts)]:
-                await pending.signal
-                if isinstance(pending.reply, ReplyError):
-                    raise pending.reply
-            self._apply_trial(pending.reply, pending.sent)
-            self._written = monotonic()
-        except BaseException:
-            line.transport.abort()
-            raise
-        return line
 
     def _apply_trial(self, reply: Reply, sent: float) -> None:
         """Synchronize the clock, and remember since when the store counts."""
@@ -538,38 +427,29 @@ class RedisStore:
 
 def _greeting(settings: LimitsStore, scripts: Scripts) -> list[bytes]:
     """Return the first commands of a connection. The last one returns the time."""
-    auth = [] if settings.password is None else [command("AUTH", *([settings.user] if settings.user else []), settings.password)]
-    select = [command("SELECT", settings.database)] if settings.database else []
-    load = (command("SCRIPT", "LOAD", each.text) for each in (scripts.open, scripts.admit, scripts.settle, scripts.renew))
-    return [*auth, *select, *load, _trial(scripts)[0]]
+    select = [packed_command("SELECT", settings.database)] if settings.database else []
+    load = (packed_command("SCRIPT", "LOAD", each.text) for each in (scripts.open, scripts.admit, scripts.settle, scripts.renew))
+    return [*authentication(settings), *select, *load, _trial(scripts)[0]]
 
 
 def _trial(scripts: Scripts) -> tuple[bytes, Callable[[], bytes]]:
     """Return a command that writes in the store, as the commands of requests do, and its writer (see ``_command``)."""
-    keys = [argument(f"{_PREFIX}{name}") for name in ("store", "trial", "trial leases")]
-    return _command(scripts.open, len(keys), keys, ())
+    return _command(scripts.open, [f"{_PREFIX}{name}" for name in ("store", "trial", "trial leases")], ())
 
 
-_EVALSHA, _EVAL = argument("EVALSHA"), argument("EVAL")
-
-
-def _command(script: Script, key_count: int, keys: Sequence[bytes], arguments: Sequence[bytes]) -> tuple[bytes, Callable[[], bytes]]:
-    """Return the bytes that run a script by its digest, and a function that makes the bytes with its text.
-
-    The keys and arguments were written before; an item of ``keys`` may have several keys.
-    """
-    rest = b"".join((argument(key_count), *keys, *arguments))
-    count = 3 + key_count + len(arguments)
-    return array((_EVALSHA, argument(script.digest), rest), count), lambda: array((_EVAL, argument(script.text), rest), count)
+def _command(script: Script, keys: Sequence[str], arguments: Sequence[str]) -> tuple[bytes, Callable[[], bytes]]:
+    """Return the bytes that run a script by its digest, and a function that makes the bytes with its text."""
+    rest: tuple[str | int, ...] = len(keys), *keys, *arguments
+    return packed_command("EVALSHA", script.digest, *rest), lambda: packed_command("EVAL", script.text, *rest)
 
 
 class _Encoded(NamedTuple):
-    """The parts of commands that are the same for all requests of a holder, written: its two keys, its limits, its windows."""
+    """The parts of commands that are the same for all requests of a holder: its two keys, its limits, its windows."""
 
     holder: Holder
-    keys: bytes
-    limits: bytes
-    windows: bytes
+    keys: tuple[str, str]
+    limits: str
+    windows: str
 
 
 def _encoded(holder: Holder) -> _Encoded:
@@ -579,8 +459,7 @@ def _encoded(holder: Holder) -> _Encoded:
         names += (window.name, window.slice_seconds)
         limits += (window.name, window.slice_seconds, _limit(window.tokens), _limit(window.cost))
         limits += (min(window.tokens_ahead, _NO_LIMIT), min(window.cost_ahead, _NO_LIMIT))
-    keys = b"".join(map(argument, _keys(holder)))
-    return _Encoded(holder, keys, argument(" ".join(map(str, limits))), argument(" ".join(map(str, names))))
+    return _Encoded(holder, _keys(holder), " ".join(map(str, limits)), " ".join(map(str, names)))
 
 
 def _keys(holder: Holder) -> tuple[str, str]:
@@ -595,7 +474,7 @@ def holder_key(holder: Holder) -> str:
     return _keys(holder)[0]
 
 
-def encoded_windows(holder: Holder) -> bytes:
+def encoded_windows(holder: Holder) -> str:
     """Return the argument that names the windows of a holder."""
     return _encoded(holder).windows
 

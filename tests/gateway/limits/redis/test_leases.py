@@ -29,7 +29,7 @@ from gateway.telemetry.metrics import WorkerMetrics, sum_series
 from gateway.telemetry.shared_counters import SharedCounters
 from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.examples import examples
-from tests.support.redis_server import RedisServer, counted
+from tests.support.redis_server import RedisServer, counted, store_at
 from tests.support.running import model, shared_counters, until
 
 CHAT = "/v1/chat/completions"
@@ -408,7 +408,7 @@ async def test_usage_is_exact_wherever_a_connection_is_cut(server: RedisServer) 
     async def one(network: Chaos, number: int) -> tuple[str, int, float]:
         """Return the holder, the tokens that its requests used, and the requests that were admitted from leases."""
         holder = f"key {number}"
-        limits_store = server.store_config(port=network.port, timeout=0.9, refuses=True)
+        limits_store = store_at(network.port, timeout=0.9, refuses=True)
         async with worker(limits_store, Allowance(holder, PLENTY)) as each:
             finished = 0
             running = list[Open]()

@@ -30,7 +30,7 @@ from tests.faults.chaos import CLEAR, Chaos, End, Weather, chaos
 from tests.support.examples import examples
 from tests.support.ports import refusing, silent
 from tests.support.process import wait_for
-from tests.support.redis_server import RedisServer, counted
+from tests.support.redis_server import RedisServer, counted, store_at
 from tests.support.running import Served, key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import COMPLETION, COUNT, DONE, HELLO, ROLE, STOP, Client, Reply, chat, client, request, request_once
@@ -328,7 +328,7 @@ async def test_a_store_that_has_forgotten_the_scripts_gets_them_again(server: Re
 
 async def test_requests_do_not_wait_for_an_unavailable_store() -> None:
     holder = Holder.placed("key a", Limits(requests_per_minute=100))
-    async with opened(LimitsStore("127.0.0.1", 1)) as store:
+    async with opened(store_at(1)) as store:
         for number in range(3):
             with pytest.raises(StoreUnavailableError):
                 await store.admit(f"r{number}", [(holder, Amounts(1, 1))])
@@ -355,7 +355,7 @@ async def test_a_server_that_is_no_store_is_unavailable() -> None:
     reported: list[str | None] = []
     async with (
         await asyncio.start_server(respond, "127.0.0.1", 0) as other,
-        opened(LimitsStore("127.0.0.1", other.sockets[0].getsockname()[1]), on_change=reported.append) as store,
+        opened(store_at(other.sockets[0].getsockname()[1]), on_change=reported.append) as store,
     ):
         with pytest.raises(StoreUnavailableError):
             await store.admit("r1", [(Holder.placed("key a", Limits(requests_per_minute=100)), Amounts(1, 1))])
@@ -365,7 +365,7 @@ async def test_a_server_that_is_no_store_is_unavailable() -> None:
 async def test_a_store_that_accepts_no_connection_is_unavailable_after_its_timeout() -> None:
     reported: list[str | None] = []
     with silent() as port:
-        async with opened(LimitsStore("127.0.0.1", port, timeout=0.05), on_change=reported.append) as store:
+        async with opened(store_at(port, timeout=0.05), on_change=reported.append) as store:
             admission = asyncio.create_task(store.admit("r1", [(Holder.placed("key a", Limits(requests_per_minute=100)), Amounts(1, 1))]))
 
             def responded() -> bool:
@@ -380,7 +380,7 @@ async def test_a_store_that_accepts_no_connection_is_unavailable_after_its_timeo
 async def test_what_is_retained_for_an_unavailable_store_is_bounded() -> None:
     """Settle more requests than are retained, each of another holder: the latest stay."""
     buckets, limits = Buckets.private(), Limits(tokens_per_day=100)
-    async with opened(LimitsStore("127.0.0.1", 1)) as store:
+    async with opened(store_at(1)) as store:
         for number in range(10_001):
             store.settle(f"r{number}", [(buckets.holder(f"key {number}", limits), Amounts(1, 1))], Amounts(1, 0, 7))
         holders = [settlement.holders[0].name for settlement in store._unacknowledged.values()]
@@ -403,7 +403,7 @@ async def test_a_change_of_state_is_reported_once_and_without_the_password(serve
 
     reported.clear()
     async with await asyncio.start_server(refuse, "127.0.0.1", 0) as odd:
-        limits_store = LimitsStore("127.0.0.1", odd.sockets[0].getsockname()[1], password="a-password")
+        limits_store = store_at(odd.sockets[0].getsockname()[1], password="a-password")
         async with opened(limits_store, on_change=reported.append) as store:
             for number in range(3):
                 with pytest.raises(StoreUnavailableError):
@@ -481,7 +481,7 @@ async def test_counts_are_right_wherever_a_connection_is_cut(server: RedisServer
     async def one(network: Chaos, number: int) -> tuple[str, float]:
         """Return the holder and its used tokens after the store has received them."""
         wanted = [(Holder.placed(f"key {number}", Limits(tokens_per_day=1000, concurrent=1)), Amounts(1, 1, 900))]
-        async with opened(server.store_config(port=network.port, timeout=0.9), f"worker {number}") as store:
+        async with opened(store_at(network.port, timeout=0.9), f"worker {number}") as store:
             try:
                 assert (await store.admit("r1", wanted)).exceeded is None
             except StoreUnavailableError:
@@ -601,7 +601,7 @@ async def test_a_settlement_that_the_store_rejects_is_sent_once(server: RedisSer
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_limits_are_shown_from_memory_or_not_at_all_without_the_store(refuses: bool) -> None:
     with refusing() as port:
-        async with gateway(LimitsStore("127.0.0.1", port, refuses=refuses), tokens_per_day=500) as served:
+        async with gateway(store_at(port, refuses=refuses), tokens_per_day=500) as served:
             reply = await request_once(served.port, request(b"", "/v1/limits").replace(b"POST", b"GET"))
     if refuses:
         assert (reply.status, reply.error["code"]) == (503, "overloaded")
@@ -807,7 +807,7 @@ async def test_a_store_that_hangs_delays_only_one_request(server: RedisServer) -
 
 async def test_a_client_that_disconnects_during_admission_releases_its_reservation(server: RedisServer) -> None:
     async with chaos(server.port, Weather(delay=0.05)) as network:
-        limits_store = LimitsStore("127.0.0.1", network.port)
+        limits_store = store_at(network.port)
         async with gateway(limits_store, requests_per_minute=10, concurrent=2) as served:
             assert await statuses(served, 1) == [200]
             passed = network.passed
