@@ -2,22 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.support.redis_server import redis_of_module, server
 
-import pytest
-
-from tests.support.redis_server import RedisServer, redis_server
-
-
-@pytest.fixture(scope="module")
-def shared() -> Iterator[RedisServer]:
-    with redis_server() as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared: RedisServer) -> RedisServer:
-    """Return the shared server, emptied."""
-    with shared.client() as each:
-        each.flushall()
-    return shared
+__all__ = ["redis_of_module", "server"]
