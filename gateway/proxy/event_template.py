@@ -101,29 +101,22 @@ def _template(event: bytes, document: Mapping[str, Any], path: Path, text: str, 
     """Return the template of an event with this text; None if it is not written as vLLM writes it."""
     written = orjson.dumps(text)
     at = event.find(written) + 1
-    end = event[at + len(written) - 2 :]
-    if at == 0 or TEXT.fullmatch(written, 1) is None or not end.endswith(EVENT_END) or not _is_at(event[:at], end, document, path, text):
+    quote = at + len(written) - 2  # the one behind the text
+    start, end = event[:at], event[quote:]
+    if at == 0 or TEXT.fullmatch(written, 1) is None or not end.endswith(EVENT_END) or not _is_at(start, end, document, path, text):
         return None
     hidden = -1
-    if shown != event:
-        hidden = len(shown) - len(EVENT_END) - at - (len(written) - 2)
-        usage = event[len(shown) - len(EVENT_END) :]
-        if (
-            hidden < 0
-            or not usage.startswith(USAGE_START)
-            or shown[-len(EVENT_END) :] != EVENT_END
-            or event[: len(shown) - 3] != shown[:-3]
-        ):
+    if shown != event:  # without its running usage, which must be the last field
+        hidden = len(shown) - len(EVENT_END) - quote
+        if hidden < 0 or shown != event[: quote + hidden] + EVENT_END or not end.startswith(USAGE_START, hidden):
             return None
-    first = _NUMBER.search(end)
-    if first is None:
-        end += _FRAME_END
-        return EventTemplate(event[:at], end, None, hidden, at, len(end))
-    if hidden > first.start():
+    literal, *others = _NUMBER.split(end + _FRAME_END)
+    if not others:
+        return EventTemplate(start, literal, None, hidden, at, len(literal))
+    if hidden > len(literal):
         return None
-    literals = _NUMBER.split(end)
-    numbers = re.compile(_NUMBER_PATTERN.join((b"", *map(re.escape, literals[1:]))) + _FRAME_END)
-    return EventTemplate(event[:at], literals[0], numbers, hidden, at, first.start())
+    numbers = re.compile(_NUMBER_PATTERN.join((b"", *map(re.escape, others))))
+    return EventTemplate(start, literal, numbers, hidden, at, len(literal))
 
 
 def _is_at(before: bytes, after: bytes, document: Mapping[str, Any], path: Path, text: str) -> bool:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any, TypeVar
 
 import orjson
@@ -40,7 +39,7 @@ from gateway.api.usage import Usage, merged, usage_tail
 from gateway.api.vllm.errors import event_status, from_event, server_failure
 from gateway.client.request import ClientRequest
 from gateway.proxy.event_template import TemplateLearner
-from gateway.proxy.fast_path import fast_path
+from gateway.proxy.fast_path import FastPath
 from gateway.proxy.running_usage import RunningUsage
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.system.steps import MEDIUM
@@ -382,7 +381,7 @@ class EventRelay(ResponseRelay):
         if not left:
             request.write(self._behind_waiting(events))
             return
-        # The accounting of a read. ``fast_path`` does the same for an ordinary chunk (tests/gateway/proxy/test_fast_path.py).
+        # The accounting of a read. ``FastPath`` does the same for an ordinary chunk (tests/gateway/proxy/test_fast_path.py).
         now = self._response.last_byte_at
         if self.gaps is None:
             self.first_token = now
@@ -419,9 +418,9 @@ class EventRelay(ResponseRelay):
             request.start_response(self._response.status, lines, None, events, event_stream=True)
             write = request.chunk_writer()
             if write is not None and self._translation is None and self._name is None:
-                # From now on ordinary chunks take the fast path.
                 held = self._splitter.held
-                self._response.divert(partial(fast_path, self._response, request, self.gaps, held, write, self._learner, self._running))
+                fast_path = FastPath(self._response, request, self.gaps, held, write, self._learner, self._running)
+                self._response.divert(fast_path.reader)
 
     def _renamed(self, events: bytes) -> bytes:
         """Return events with the name of the model that the client knows."""

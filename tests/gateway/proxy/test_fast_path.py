@@ -20,7 +20,7 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.ledger.row import decode
 from gateway.proxy.event_template import TemplateLearner
-from gateway.proxy.fast_path import fast_path
+from gateway.proxy.fast_path import FastPath
 from gateway.proxy.running_usage import RunningUsage
 from gateway.telemetry.metrics import CHUNK_GAPS, ReadGaps
 from gateway.telemetry.request_record import RequestRecord
@@ -241,9 +241,8 @@ class Reader:
         self.gaps, self.chunks, self.learner = ReadGaps(monotonic()), ChunkedDecoder(1000), TemplateLearner(dialect)
         self.response = UpstreamResponse(nothing, nothing, nothing)
         self.request = ClientRequest(nothing, nothing, "req_1", nothing, nothing, keep_alive=True)
-        self.read = fast_path(
-            self.response, self.request, self.gaps, self.held, self.sent.append, self.learner, running, general_path, self.chunks
-        )
+        fast_path = FastPath(self.response, self.request, self.gaps, self.held, self.sent.append, self.learner, running)
+        self.read = fast_path.reader(general_path, self.chunks)
 
     def learn(self, event: bytes, shown: bytes | None = None) -> None:
         self.learner.learn(event, orjson.loads(data_of(event)), event if shown is None else shown)
