@@ -83,20 +83,24 @@ class Receiver(Protocol):
         """Continue to send: enough bytes of the request have left the buffer."""
 
 
-class Framing(Enum):
-    """The part of a response that comes next, and how it ends."""
+class Expects(Enum):
+    """What the next bytes of a connection are."""
 
+    RESPONSE = auto()
+    """The first bytes of a response. Nothing of it has been received."""
     HEAD = auto()
-    """A status line and headers."""
+    """The rest of a status line and headers, or the next ones after an interim response."""
     LENGTH = auto()
     """A body of a known length."""
     CHUNKS = auto()
-    UNTIL_CLOSE = auto()
+    """A body in chunks."""
+    CLOSE = auto()
     """A body that ends with the connection."""
 
 
 # Module names of our own: looking up an enum's member costs a call with CPython 3.11.
-_HEAD, _LENGTH, _CHUNKS, _UNTIL_CLOSE = Framing.HEAD, Framing.LENGTH, Framing.CHUNKS, Framing.UNTIL_CLOSE
+_RESPONSE, _HEAD = Expects.RESPONSE, Expects.HEAD
+_LENGTH, _CHUNKS, _CLOSE = Expects.LENGTH, Expects.CHUNKS, Expects.CLOSE
 
 
 class Connection(asyncio.Protocol):
@@ -124,8 +128,7 @@ class Connection(asyncio.Protocol):
         # Per-exchange state
         self._receiver: Receiver | None = None
         self._sent = 0.0
-        self._response_started = False
-        self._framing = _HEAD
+        self._expects = _RESPONSE
         self._held = bytearray()
         """The received part of a status line and headers."""
         self._interim_bytes = 0
@@ -151,8 +154,7 @@ class Connection(asyncio.Protocol):
     def send(self, data: bytes, receiver: Receiver, *, more: bool = False, at_once: bool = False) -> None:
         """Start an exchange with these bytes. ``more``: ``send_more`` will follow. ``at_once``: do not wait for the writes of others."""
         assert self._receiver is None and self._transport is not None
-        self._receiver = receiver
-        self._response_started = False
+        self._receiver, self._expects = receiver, _RESPONSE
         self._request_open = more
         self._sent = monotonic()
         self.uses += 1
@@ -213,12 +215,10 @@ class Connection(asyncio.Protocol):
         if receiver is None:
             self.close()  # bytes without a request: this connection cannot be trusted
             return
-        self._response_started = True
         try:
-            if self._held:
-                data = self._take_held(data)
-            at = self._read_head(data, receiver) if self._framing is _HEAD else 0
-            is_complete = at >= 0 and self._read_body(data, at, receiver)
+            begins = self._expects is _RESPONSE or self._expects is _HEAD
+            body = self._read_head(data, receiver) if begins else data
+            is_complete = body is not None and self._read_body(body, receiver)
         except (ResponseHeadError, ChunkedError, FramingTooLargeError) as error:
             self._fail(BadResponse(self._server, str(error)))
             return
@@ -228,6 +228,37 @@ class Connection(asyncio.Protocol):
             self._finish()
         elif receiver.wants_read_events:
             receiver.on_read()
+
+    def _read_head(self, data: bytes, receiver: Receiver) -> bytes | None:
+        """Read a status line and headers, after interim responses (1xx). Returns the bytes behind them.
+
+        If the headers are not complete, the bytes are stored. Returns None then. Raises ResponseHeadError.
+        """
+        self._expects = _HEAD
+        if self._held:
+            data = self._take_held(data)
+        start = 0
+        while (found := data.find(_HEAD_END, start)) >= 0:
+            end = found + 4
+            if self._interim_bytes + end > MAX_HEADER_BYTES:
+                break
+            head = self._headers.parse(data[start:end])
+            if head.status >= 200:
+                self._interim_bytes, self._keep_alive = 0, head.keep_alive
+                if head.chunked:
+                    self._expects, self.chunks = _CHUNKS, ChunkedDecoder(MAX_HEADER_BYTES)
+                elif head.length is not None:
+                    self._expects, self._left = _LENGTH, head.length
+                else:
+                    self._expects = _CLOSE
+                receiver.on_headers(head.status, head.headers)
+                return data[end:]
+            start = end
+        self._interim_bytes += start
+        if start < len(data):
+            self._held += data[start:]
+            self._check_held()
+        return None
 
     def _take_held(self, data: bytes) -> bytes:
         """Return the stored bytes with these ones if they contain the end of the headers, otherwise nothing. Raises ResponseHeadError."""
@@ -246,50 +277,22 @@ class Connection(asyncio.Protocol):
         if self._interim_bytes + len(self._held) > MAX_HEADER_BYTES:
             raise ResponseHeadError(f"more than {MAX_HEADER_BYTES} bytes of headers")
 
-    def _read_head(self, data: bytes, receiver: Receiver) -> int:
-        """Read a status line and headers, after interim responses (1xx). Returns the index of the body's first byte.
-
-        If the headers are not complete, the bytes are stored. Returns -1 then. Raises ResponseHeadError.
-        """
-        start = 0
-        while (found := data.find(_HEAD_END, start)) >= 0:
-            end = found + 4
-            if self._interim_bytes + end > MAX_HEADER_BYTES:
-                break
-            head = self._headers.parse(data[start:end])
-            if head.status >= 200:
-                self._interim_bytes, self._keep_alive = 0, head.keep_alive
-                if head.chunked:
-                    self._framing, self.chunks = _CHUNKS, ChunkedDecoder(MAX_HEADER_BYTES)
-                elif head.length is not None:
-                    self._framing, self._left = _LENGTH, head.length
-                else:
-                    self._framing = _UNTIL_CLOSE
-                receiver.on_headers(head.status, head.headers)
-                return end
-            start = end
-        self._interim_bytes += start
-        if start < len(data):
-            self._held += data[start:]
-            self._check_held()
-        return -1
-
-    def _read_body(self, data: bytes, at: int, receiver: Receiver) -> bool:
+    def _read_body(self, data: bytes, receiver: Receiver) -> bool:
         """Pass on the next bytes of a body. Returns whether it is complete. Raises ChunkedError and FramingTooLargeError."""
-        if self._framing is _LENGTH:
-            piece = data[at : at + self._left]
-            at += len(piece)
-            self._left -= len(piece)
+        if self._expects is _LENGTH:
+            piece = data[: self._left]
+            end = len(piece)
+            self._left -= end
             if piece:
                 receiver.on_body(piece)
             is_complete = not self._left
         elif self.chunks is not None:
-            at = self.chunks.feed(data, at, receiver.on_body)
+            end = self.chunks.feed(data, 0, receiver.on_body)
             is_complete = self.chunks.finished
         else:
-            receiver.on_body(data[at:])
-            is_complete = False
-        if is_complete and at < len(data):
+            receiver.on_body(data)
+            return False
+        if is_complete and end < len(data):
             self._keep_alive = False  # bytes without a request: this connection cannot be trusted
         return is_complete
 
@@ -305,13 +308,13 @@ class Connection(asyncio.Protocol):
         receiver, self._receiver = self._receiver, None
         if receiver is None:
             return
-        if exc is None and self._framing is _UNTIL_CLOSE:
+        if exc is None and self._expects is _CLOSE:
             receiver.on_end()  # a body without a length ends with the connection (RFC 9112, section 6.3)
-        elif self.uses > 1 and not self._response_started and monotonic() - self._sent < STALE_WITHIN:
+        elif self.uses > 1 and self._expects is _RESPONSE and monotonic() - self._sent < STALE_WITHIN:
             receiver.on_failure(StaleConnection(self._server, "closed an idle connection as it was used again"))
         else:
             receiver.on_failure(
-                Disconnected(self._server, f"closed the connection {'in' if self._response_started else 'before'} its response")
+                Disconnected(self._server, f"closed the connection {'before' if self._expects is _RESPONSE else 'in'} its response")
             )
 
     def pause_writing(self) -> None:
@@ -325,7 +328,7 @@ class Connection(asyncio.Protocol):
     def _finish(self) -> None:
         """End the exchange after a complete response, and make the connection idle if it can carry another one."""
         receiver, self._receiver = self._receiver, None
-        self._framing, self.chunks = _HEAD, None
+        self.chunks = None
         if self._diverted:
             self._stop_diverting()
         if self._request_open or self.write_paused or not self._keep_alive or self._transport is None or self._transport.is_closing():
