@@ -53,9 +53,11 @@ class RepeatedHeaders(Generic[Head]):
     def _remember(self, head: Head, data: bytes) -> None:
         """Remember parsed headers, if their bytes around the digits of the length are certain. Each line is one header."""
         self._head = None
+        if len(data) > _MAX_SIZE:
+            return
         lower = data.lower()
         name, end, digits = lower.find(_LENGTH), len(data) - 1, b""
-        if len(data) > _MAX_SIZE or lower.find(_LENGTH, name + 1) > name >= 0:
+        if lower.find(_LENGTH, name + 1) > name >= 0:
             return
         if name >= 0:
             end = data.find(b"\r\n", name + len(_LENGTH))

@@ -42,6 +42,13 @@ def may_begin_response(data: bytes | bytearray) -> bool:
     return any(version.startswith(start) for version in _VERSIONS)
 
 
+def trimmed(headers: dict[bytes, bytes], data: bytes) -> dict[bytes, bytes]:
+    """Return the headers of these bytes without white space behind their values (RFC 9110, section 5.5)."""
+    if data.find(b" \r\n") < 0 and data.find(b"\t\r\n") < 0:
+        return headers
+    return {name: value.rstrip(b" \t") for name, value in headers.items()}
+
+
 def _all_values(data: bytes, name: bytes) -> list[bytes]:
     """Return the values of all headers with this name in valid bytes: each line is one header."""
     fields = (line.partition(b":") for line in data.split(b"\r\n"))
@@ -70,8 +77,7 @@ def parse_response_head(data: bytes) -> ResponseHead:
         mixed, headers = headers, {}
         for name, value in mixed.items():
             headers.setdefault(name.lower(), value)
-    if data.find(b" \r\n") >= 0 or data.find(b"\t\r\n") >= 0:  # white space behind a value (RFC 9110, section 5.5)
-        headers = {name: value.rstrip(b" \t") for name, value in headers.items()}
+    headers = trimmed(headers, data)
     is_repeated = len(headers) + 2 < lines
     if is_repeated and len(_all_values(data, b"transfer-encoding")) > 1:
         raise ResponseHeadError("its transfer encoding is not 'chunked' alone")

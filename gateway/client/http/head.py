@@ -18,6 +18,7 @@ import httptools
 import msgspec
 
 from gateway.api.errors import Refusal
+from upstream.http.response_head import trimmed
 
 MAX_HEAD = 64 * 1024
 """Bytes of a request line with its headers."""
@@ -103,16 +104,17 @@ def parse_head(data: bytes) -> RequestHead:
         raise invalid_request()  # llhttp accepts a bare line feed in some places, where it may see the end of the headers
     if number > MAX_HEADERS:
         raise head_too_large()
-    headers = {name.lower(): value for name, value in events.headers.items()}
-    if data.find(b" \r\n") >= 0 or data.find(b"\t\r\n") >= 0:  # white space behind a value (RFC 9110, section 5.5)
-        headers = {name: value.rstrip(b" \t") for name, value in headers.items()}
+    headers = trimmed({name.lower(): value for name, value in events.headers.items()}, data)
     fields = list(headers.items())
     if len(headers) < number:
         fields = _all_fields(data)
         headers = _by_name(fields)
     if b"transfer-encoding" in headers and (http10 or headers[b"transfer-encoding"].lower() != b"chunked"):
         raise Refusal("invalid_request", "The only transfer encoding is 'chunked', and with HTTP/1.1 only.")
-    _check_host(headers.get(b"host"), http10)
+    host = headers.get(b"host")
+    if not http10 if host is None else not is_host(host):
+        # The gateway does not use it, but a proxy in front of it may (RFC 9112, section 3.2).
+        raise Refusal("invalid_request", "The header 'host' is missing or no valid host.")
     length, chunked = headers.get(b"content-length"), b"transfer-encoding" in headers
     keep_alive = events.keep_alive
     if method == _CONNECT:
@@ -155,12 +157,6 @@ def _is_ipv6(text: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _check_host(host: bytes | None, http10: bool) -> None:
-    """Require one valid host: the gateway does not use it, but a proxy in front of it may (RFC 9112, section 3.2). Raises Refusal."""
-    if not http10 if host is None else not is_host(host):
-        raise Refusal("invalid_request", "The header 'host' is missing or no valid host.")
 
 
 class _FieldEvents:
