@@ -100,38 +100,28 @@ class HttpParser:
     def feed(self, data: bytes) -> None:
         """Parse the next bytes. Raises Refusal for bytes that are not a valid request; nothing may be fed after it."""
         if self.stored:
-            stored = self.stored
-            if type(stored) is bytes:
-                stored = bytearray(stored)
-            stored += data
-            if (self.is_blocked and self.reading is not _BODY) or (self.reading is _HEAD and self._is_incomplete(stored, data)):
-                self.stored = stored
-                return
-            data, self.stored = bytes(stored), b""
+            data = self._with_stored(data)
         at, size = 0, len(data)
         while at < size:
             if self.reading is _BODY:
                 at = self._feed_body(data, at)
-                if at < size and self.reading is _BODY:  # there are many chunks: other connections are served in between
-                    self.stored = data[at:]
-                    self._handler.body_stored()
-                    return
             elif self.is_last:
                 return
             elif self.is_blocked:
                 self.stored = data[at:]
                 return
-            elif data[at] == _CR and data.startswith(_LINE_END, at):
-                at += len(_LINE_END)
-                self._blank += len(_LINE_END)
-                if self._blank > MAX_HEAD:
-                    raise head_too_large()
             else:
-                end = data.find(_HEAD_END, at)
-                if end < 0:
-                    self._store_start(data[at:])
-                    return
-                at = self._receive_request(data, at, end + 4)
+                at = self._begin_request(data, at)
+
+    def _with_stored(self, data: bytes) -> bytes:
+        """Return the stored bytes with these ones; nothing if all of them have to wait. Raises Refusal."""
+        stored = self.stored if isinstance(self.stored, bytearray) else bytearray(self.stored)
+        stored += data
+        if (self.is_blocked and self.reading is not _BODY) or (self.reading is _HEAD and self._is_incomplete(stored, data)):
+            self.stored = stored
+            return b""
+        self.stored = b""
+        return bytes(stored)
 
     def stop(self) -> None:
         """Parse nothing more."""
@@ -144,26 +134,21 @@ class HttpParser:
 
     # Request lines and headers
 
-    def _store_start(self, start: bytes) -> None:
-        """Store the first part of a request line and headers. Raises Refusal if it cannot become valid."""
-        self.stored = start
-        if start != b"\r":  # perhaps an empty line before the request
-            self.reading = _HEAD
-            self.number += 1
-            self._is_incomplete(start, start)
+    def _begin_request(self, data: bytes, start: int) -> int:
+        """Read an empty line, or a whole request line with its headers. Returns the index of the first byte that was not read.
 
-    def _is_incomplete(self, stored: bytes | bytearray, data: bytes) -> bool:
-        """Return whether the end of the headers is not among the stored bytes, of which ``data`` is the new part. Raises Refusal."""
-        if stored.find(_HEAD_END, max(len(stored) - len(data) - len(_HEAD_END) + 1, 0)) >= 0:
-            return False
-        if stored.find(b"\n", 0, len(stored) - len(data)) < 0:  # the request line was not complete before
-            check_start(stored if data.find(b"\n") >= 0 else stored[max(len(stored) - len(data) - 1, 0) :])
-        if len(stored) > MAX_HEAD:
-            raise head_too_large()
-        return True
-
-    def _receive_request(self, data: bytes, start: int, end: int) -> int:
-        """Pass on the request whose line and headers are between two indexes. Returns the index of the first byte that was not read."""
+        Incomplete headers are stored. If no more than ``AHEAD`` bytes of body follow, and that is all of it, they are passed on too.
+        """
+        if data[start] == _CR and data.startswith(_LINE_END, start):
+            self._blank += len(_LINE_END)
+            if self._blank > MAX_HEAD:
+                raise head_too_large()
+            return start + len(_LINE_END)
+        end = data.find(_HEAD_END, start)
+        if end < 0:
+            self._store_start(data[start:])
+            return len(data)
+        end += 4  # behind them
         if self.reading is not _HEAD:
             self.number += 1
         self._blank = 0
@@ -185,10 +170,31 @@ class HttpParser:
             self._handler.body_follows()
         return end
 
+    def _store_start(self, start: bytes) -> None:
+        """Store the first part of a request line and headers. Raises Refusal if it cannot become valid."""
+        self.stored = start
+        if start != b"\r":  # perhaps an empty line before the request
+            self.reading = _HEAD
+            self.number += 1
+            self._is_incomplete(start, start)
+
+    def _is_incomplete(self, stored: bytes | bytearray, data: bytes) -> bool:
+        """Return whether the end of the headers is not among the stored bytes, of which ``data`` is the new part. Raises Refusal."""
+        if stored.find(_HEAD_END, max(len(stored) - len(data) - len(_HEAD_END) + 1, 0)) >= 0:
+            return False
+        if stored.find(b"\n", 0, len(stored) - len(data)) < 0:  # the request line was not complete before
+            check_start(stored if data.find(b"\n") >= 0 else stored[max(len(stored) - len(data) - 1, 0) :])
+        if len(stored) > MAX_HEAD:
+            raise head_too_large()
+        return True
+
     # Bodies
 
     def _feed_body(self, data: bytes, at: int) -> int:
-        """Pass on the next bytes of a body. Returns the index of the first byte after them. Raises Refusal."""
+        """Pass on the next bytes of a body. Returns the index of the first byte after them. Raises Refusal.
+
+        The rest of a body in many chunks is stored: other connections are served in between.
+        """
         receiver, chunks = self.receiver, self._chunks
         assert receiver is not None
         if chunks is None:
@@ -205,7 +211,13 @@ class HttpParser:
             except FramingTooLargeError:
                 raise head_too_large() from None
             is_complete = chunks.finished
-        if is_complete and self.receiver is not None:
+        if self.receiver is None:  # the receiver has stopped this parser
+            return len(data)
+        if is_complete:
             self.receiver, self.reading = None, _NEXT_REQUEST
             receiver.finish()
+        elif at < len(data):
+            self.stored = data[at:]
+            self._handler.body_stored()
+            return len(data)
         return at
