@@ -4,8 +4,16 @@
 waits for its body and for its response, and these objects cost more than relaying it (docs/performance.md). An ``InlineTask`` runs its
 first step where it is started, and each further step inside ``Signal.set``.
 
-The rule: an inline task may await a ``Signal``, an asyncio future or an asyncio task. It must not await anything that needs the current
-task (``asyncio.timeout``): such code runs in an asyncio task.
+Who resumes a waiting coroutine, and how its wait is cancelled:
+
+| coroutine of | awaits | resumed by | cancelled by |
+|---|---|---|---|
+| an inline task | a ``Signal`` | ``Signal.set``, before it returns | ``InlineTask.cancel``, before it returns |
+| an inline task | a future or task of asyncio | the event loop, after it is done | ``InlineTask.cancel``: it is cancelled first |
+| an asyncio task | a ``Signal`` | the event loop, after ``Signal.set`` | ``Task.cancel``, by ``Signal.cancel`` |
+| an inline task | nothing: it runs, or was not started | its own code, or ``step`` | its next wait |
+
+The rule: an inline task must not await anything that needs the current task (``asyncio.timeout``): such code runs in an asyncio task.
 """
 
 from __future__ import annotations
@@ -19,7 +27,7 @@ from typing import Any
 class Signal:
     """An event that one coroutine awaits and that is set once. ``set`` runs the waiting inline task's next step before it returns.
 
-    A signal has the methods of an asyncio future, so an asyncio task can await it too.
+    It has the methods of a future that ``asyncio.Task`` calls.
     """
 
     __slots__ = ("_asyncio_future_blocking", "_cancelled", "_is_set", "waiter")
@@ -43,7 +51,7 @@ class Signal:
             yield self
         self.result()
 
-    # The part of a future's interface that asyncio.Task uses
+    # What asyncio.Task calls
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
@@ -74,58 +82,57 @@ class InlineTask:
     An exception of the coroutine is raised in the code that caused the step, so the coroutine should raise none.
     """
 
-    __slots__ = ("_cancelled", "_coroutine", "_future", "_signal", "done")
+    __slots__ = ("_awaited", "_cancelled", "_coroutine", "done")
 
     def __init__(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._coroutine = coroutine
-        self._signal: Signal | None = None
-        self._future: asyncio.Future[Any] | None = None
+        self._awaited: Any = None
+        """The signal, or the future or task of asyncio, that the coroutine awaits."""
         self._cancelled = False
+        """CancelledError is to be raised at the current or next wait."""
         self.done = False
 
     def step(self) -> None:
         """Run until the next wait. The first call starts the task. Later calls come from the object that it awaited."""
-        self._signal = self._future = None
+        self._awaited = None
         try:
             self._wait_for(self._coroutine.send(None))
         except StopIteration:
             self.done = True
 
     def cancel(self, msg: object = None) -> bool:
-        """Raise CancelledError immediately at the point where the task waits. A running or unstarted task is cancelled at its next wait."""
+        """Cancel the wait as the table of this module states. Returns whether the task was not done."""
         if self.done:
             return False
         self._cancelled = True
-        if self._future is not None:
-            self._future.cancel(msg)
-        elif self._signal is not None:
-            self._signal.waiter = None
+        awaited = self._awaited
+        if type(awaited) is Signal:
+            awaited.waiter = None
             self._throw()
+        elif awaited is not None:
+            awaited.cancel(msg)
         return True
 
-    def _throw(self) -> None:
-        self._cancelled = False
-        self._signal = self._future = None
-        try:
-            self._wait_for(self._coroutine.throw(asyncio.CancelledError()))
-        except StopIteration:
-            self.done = True
-
     def _wait_for(self, awaited: Any) -> None:
+        self._awaited = awaited
         if type(awaited) is Signal:
-            self._signal = awaited
             awaited.waiter = self.step
-            if self._cancelled:
-                self.cancel()
-            return
-        awaited._asyncio_future_blocking = False
-        awaited.add_done_callback(self._on_future_done)
-        self._future = awaited
+        else:
+            awaited._asyncio_future_blocking = False
+            awaited.add_done_callback(self._on_future_done)
         if self._cancelled:
-            awaited.cancel()
+            self.cancel()
 
     def _on_future_done(self, _: asyncio.Future[Any]) -> None:
         if self._cancelled:
             self._throw()
         else:
             self.step()
+
+    def _throw(self) -> None:
+        """Run until the next wait, from a CancelledError at the current one."""
+        self._cancelled, self._awaited = False, None
+        try:
+            self._wait_for(self._coroutine.throw(asyncio.CancelledError()))
+        except StopIteration:
+            self.done = True
