@@ -2,10 +2,16 @@
 
 A write to a sleeping process wakes it, and under load the wake-up costs more than the write. A worker that wrote immediately would wake its
 clients and servers for every event and request. With batching they wake once for each iteration (docs/performance.md). If an iteration has
-bytes for one connection only, there is nothing to batch, and the reader can work while the worker does its accounting. Then bytes are
-written immediately. Owns the buffered bytes. The rules: the order of writes does not change, apart from those of ``write_at_once``, and
-bytes wait at most until the end of the iteration. Close and abort send the buffered bytes first. A very busy iteration sends in several
-batches.
+bytes for one connection only, there is nothing to batch, and the reader can work while the worker does its accounting. So there are two
+modes:
+
+| mode | a write | changes to the other mode |
+|---|---|---|
+| immediate | is sent at once | if an iteration has several writes; only every ``_SAMPLED``-th write looks for others |
+| batching | is sent at the end of the iteration | after ``max_single_flushes`` iterations in a row with bytes for one connection |
+
+Owns the buffered bytes. The rules: the order of writes does not change, apart from those of ``write_at_once``, and bytes wait at most until
+the end of the iteration. Close and abort send the buffered bytes first. A very busy iteration sends in several batches.
 """
 
 from __future__ import annotations
@@ -21,38 +27,36 @@ _SMALL = 64 * 1024
 _MOST_PENDING = 32
 """Transports with buffered bytes that do not wait for the end of the iteration: the first of them would wait for too long."""
 _SAMPLED = 8
-"""Immediate writes until the next iteration whose writes are counted."""
+"""Immediate writes for each one whose iteration is examined."""
 
 
 class WriteBatch:
-    """The transports with buffered bytes, which are sent at the end of the running loop's current iteration.
+    """The transports with buffered bytes, and the mode of the running loop. ``batching``: whether writes are buffered."""
 
-    ``batching``: whether writes are buffered, which depends on the previous iterations. After ``max_single_flushes`` flushes in a row that
-    had one transport each, the loop is not busy any more.
-    """
-
-    __slots__ = ("_max_single_flushes", "_single_flushes", "batching", "immediate_writes", "pending")
+    __slots__ = ("_immediate_writes", "_max_single_flushes", "_single_flushes", "batching", "pending")
 
     def __init__(self, max_single_flushes: float = 8.0) -> None:
         self.pending: list[BatchingTransport] = []
         self._max_single_flushes = max_single_flushes
         self.batching = False
-        self.immediate_writes = 0
+        self._immediate_writes = 0
         self._single_flushes = 0
 
     def schedule_flush(self) -> None:
         """Schedule ``flush`` for the end of this event-loop iteration."""
         asyncio.get_running_loop().call_soon(self.flush)
 
-    def start_sample(self) -> None:
-        """Count whether more is written in this event-loop iteration than the last write."""
-        self.immediate_writes = _SAMPLED + 1  # later writes are counted and do not start another sample
-        asyncio.get_running_loop().call_soon(self._finish_sample)
+    def count_immediate_write(self) -> None:
+        """Count a write that was sent at once."""
+        self._immediate_writes += 1
+        if self._immediate_writes == _SAMPLED:
+            asyncio.get_running_loop().call_soon(self._finish_sample)
 
     def _finish_sample(self) -> None:
-        if self.immediate_writes > _SAMPLED + 1:
+        """End the iteration of the sampled write. If more was written in it, the loop is busy."""
+        if self._immediate_writes > _SAMPLED:
             self.batching, self._single_flushes = True, 0
-        self.immediate_writes = 0
+        self._immediate_writes = 0
 
     def flush(self) -> None:
         """Send all buffered bytes."""
@@ -81,25 +85,23 @@ class BatchingTransport:
         self.send: Callable[[bytes], None] = transport.write
 
     def write(self, data: Any) -> None:
-        if self.buffered is None:
-            batch = self._write_batch
-            if batch.batching:
-                self.buffered, pending = data, batch.pending
-                if not pending:
-                    batch.schedule_flush()
-                pending.append(self)
-                if len(pending) >= _MOST_PENDING:
-                    batch.flush()
+        batch = self._write_batch
+        if self.buffered is not None:
+            if len(data) < _SMALL:
+                self.buffered += data
             else:
+                self.flush()
                 self.send(data)
-                batch.immediate_writes += 1
-                if batch.immediate_writes == _SAMPLED:
-                    batch.start_sample()
-        elif len(data) < _SMALL:
-            self.buffered += data
+        elif batch.batching:
+            self.buffered, pending = data, batch.pending
+            if not pending:
+                batch.schedule_flush()
+            pending.append(self)
+            if len(pending) >= _MOST_PENDING:
+                batch.flush()
         else:
-            self.flush()
             self.send(data)
+            batch.count_immediate_write()
 
     def write_at_once(self, data: bytes) -> None:
         """Write without waiting for the end of the iteration: the first byte of a stream is awaited at the other end."""
