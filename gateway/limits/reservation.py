@@ -8,6 +8,7 @@ sequential requests of a client never block each other, whichever worker gets th
 from __future__ import annotations
 
 from collections.abc import Awaitable, Generator, Mapping, Sequence
+from itertools import repeat
 from math import inf
 from operator import itemgetter
 from time import monotonic, time
@@ -160,15 +161,15 @@ class Reservation(msgspec.Struct, eq=False):
         if self._has_reserved_tokens:
             return self._change_model(for_model, holders, all_amounts)
         self._has_reserved_tokens = True
-        reserved = [(holder, all_amounts) for holder in holders]
+        reserved = list(zip(holders, repeat(all_amounts)))
         store = self._limiter.store
         if store is not None and not self._reserved:
             return self._reserve_from_lease(reserved, None if self._sessions else limits.leased(store, model))
         self._shown_holders, self._layout, tokens = holders, layout, Amounts(0, 0, all_amounts.tokens, all_amounts.cost)
         if self._reserved:
-            more = [(holder, tokens) for holder in limits.counting_tokens]
+            more = list(zip(limits.counting_tokens, repeat(tokens)))
             if for_model:
-                more += [(holder, all_amounts) for holder in for_model]
+                more += zip(for_model, repeat(all_amounts))
         else:
             more = reserved  # nothing was reserved on arrival: all limits are for models, or there was a store
         self._reserve_in_memory(more, self._now())

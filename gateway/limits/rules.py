@@ -2,7 +2,8 @@
 
 The rules: amounts are reserved from every limit or from none. Unused amounts are returned to the limits that they were reserved
 from, as far as they are still missing there. A holder never gets more than its limits, even if a clock is changed.
-redis/admit.lua and redis/settle.lua make the same decisions in a Redis; a change here needs the same change there.
+redis/admit.lua and redis/settle.lua make the same decisions as ``admit`` and ``settle`` in a Redis; a change here needs the same change
+there, and tests/gateway/limits/redis/test_store.py compares them.
 
 Per-minute limits are token buckets, not fixed windows: a bucket holds the limit and refills evenly, so in ``t`` seconds no more
 than ``limit * (1 + t / 60)`` pass. A bucket stores the time at which it will be full, by a monotonic clock. That may be more than a
@@ -110,39 +111,6 @@ RATES = ("requests_per_minute", "tokens_per_minute", "concurrent")
 """The limits that are not budgets. They are also reasons in the metrics."""
 
 
-def exceeded_limit(holder: Holder, cells: Cells, in_flight: float, amounts: Amounts, at: Moment) -> ExceededLimit | None:
-    """Return the exceeded limit with the longest wait; None if the amounts can be reserved."""
-    limits, offset = holder.limits, holder.offset
-    if amounts.slots and limits.concurrent is not None and in_flight + amounts.slots > limits.concurrent:
-        return ExceededLimit("concurrent", limits.concurrent, None)
-    worst: ExceededLimit | None = None
-    if amounts.requests and limits.requests_per_minute is not None:
-        wait = _wait(cells[offset + REQUESTS] - at.now, limits.requests_per_minute, amounts.requests)
-        if wait:
-            worst = ExceededLimit("requests_per_minute", limits.requests_per_minute, wait)
-    if amounts.tokens and limits.tokens_per_minute is not None:
-        behind = cells[offset + TOKENS] - at.now
-        wait = _wait(behind, limits.tokens_per_minute, amounts.tokens)
-        if wait and (worst is None or wait > (worst.wait or 0)):
-            left = limits.tokens_per_minute * (1 - behind / _MINUTE)
-            worst = ExceededLimit("tokens_per_minute", limits.tokens_per_minute, wait, left, amounts.tokens)
-    for budget in windows.exceeded_budgets(holder.windows, cells, amounts.tokens, amounts.cost, at):
-        found = ExceededLimit(*budget)
-        worst = found if worst is None or is_longer(found, worst) else worst
-    return worst
-
-
-def is_longer(one: ExceededLimit, other: ExceededLimit) -> bool:
-    """Check whether a limit is reported instead of another: its wait is longer or unknown."""
-    return other.wait is not None and (one.wait is None or one.wait > other.wait)
-
-
-def _wait(behind: float, limit: float, amount: float) -> float:
-    """Return the seconds until a bucket, which is full in ``behind`` seconds, holds an amount or is full."""
-    wait = behind - _MINUTE * (1 - amount / limit) if amount < limit else behind
-    return wait if wait > _ROUNDING else 0.0
-
-
 def admit(
     wanted: Sequence[tuple[Holder, Amounts]],
     cells: Cells,
@@ -154,68 +122,85 @@ def admit(
     """Reserve all amounts and return None; or reserve nothing, and return the holder that refuses for the longest time and its limit.
 
     ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it for the buckets of what was
-    reserved, and ignores others, such as those of a refused attempt. One pass over the flat terms of the holders collects the new counts,
-    and they are written if all of them fit. ``exceeded_limit`` is called only if they seem not to.
+    reserved, and ignores others, such as those of a refused attempt. One pass over the flat terms of the holders collects the refusals and
+    the new counts, which are written if there is no refusal.
     """
-    now, periods = at.now, at.periods
-    latest = now + _MINUTE
+    now = at.now
+    latest = now + _MINUTE + _ROUNDING
     changes: dict[int, float] = {}
     other_windows: list[tuple[PlacedWindow, Amounts]] = []
+    refusals: list[tuple[Holder, ExceededLimit]] = []
     for holder, amounts in wanted:
-        bucket, first_slot, request_seconds, token_seconds, at_once, flat_windows = holder.terms
-        requests, slots, tokens, cost, fits = amounts.requests, amounts.slots, amounts.tokens, amounts.cost, True
-        if requests and request_seconds:
-            full = cells[bucket]
-            changes[bucket] = full = (full if full > now else now) + requests * request_seconds
-            reservation_ends[bucket] = full + cells[bucket + _BACK]
-            fits = full <= latest
-        if slots and first_slot:
-            in_flight = changes[first_slot + worker] = cells[first_slot + worker] + slots
+        first, first_slot, request_seconds, token_seconds, at_once, flat_windows = holder.terms
+        if first_slot and amounts.slots:
+            in_flight = changes[first_slot + worker] = cells[first_slot + worker] + amounts.slots
             if workers > 1 and at_once != inf:
-                in_flight = in_flight_of(holder, cells, workers) + slots
-            fits = fits and in_flight <= at_once
-        if tokens and token_seconds:
-            bucket += TOKENS
-            full, seconds = cells[bucket], tokens * token_seconds
-            changes[bucket] = full = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
-            reservation_ends[bucket] = full + cells[bucket + _BACK]
-            fits = fits and full <= latest
-        if flat_windows and (tokens or cost):
-            for placed, calendar, start, token_limit, cost_limit, tokens_ahead, cost_ahead in flat_windows:
-                if cells[start] == periods[calendar]:
-                    changes[start + USED] = total = cells[start + USED] + (tokens if tokens < tokens_ahead else tokens_ahead)
-                    if cost and cost_ahead:
-                        changes[start + SPENT] = spent = cells[start + SPENT] + (cost if cost < cost_ahead else cost_ahead)
-                        fits = fits and spent <= cost_limit
-                    fits = fits and total <= token_limit
-                else:
-                    other_windows.append((placed, amounts))
-                    fits = fits and windows.fits((placed,), cells, tokens, cost, at)
-        if not fits and exceeded_limit(holder, cells, in_flight_of(holder, cells, workers), amounts, at) is not None:
-            return _longest_refusal(wanted, cells, workers, at)
+                in_flight = in_flight_of(holder, cells, workers) + amounts.slots
+            if in_flight > at_once:
+                refusals.append((holder, exceeded_rate(holder, amounts, "concurrent", 0.0, 0.0)))
+        for bucket, seconds in ((first, amounts.requests * request_seconds), (first + TOKENS, amounts.tokens * token_seconds)):
+            if seconds:
+                full = cells[bucket]
+                full = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
+                changes[bucket], reservation_ends[bucket] = full, full + cells[bucket + _BACK]
+                if full > latest:
+                    left = (_MINUTE - cells[bucket] + now) / (request_seconds if bucket == first else token_seconds)
+                    refusals.append((holder, exceeded_rate(holder, amounts, RATES[bucket - first], full - now - _MINUTE, left)))
+        if flat_windows and (amounts.tokens or amounts.cost):
+            _add_to_windows(holder, amounts, cells, at, changes, other_windows, refusals)
+    if refusals:
+        return max(refusals, key=lambda refusal: inf if refusal[1].wait is None else refusal[1].wait)
     for offset, count in changes.items():
         cells[offset] = count
     for placed, amounts in other_windows:
-        windows.reserve((placed,), cells, amounts.tokens, amounts.cost, at)
+        windows.reserve(placed, cells, amounts.tokens, amounts.cost, at)
     return None
+
+
+def _add_to_windows(
+    holder: Holder,
+    amounts: Amounts,
+    cells: Cells,
+    at: Moment,
+    changes: dict[int, float],
+    other_windows: list[tuple[PlacedWindow, Amounts]],
+    refusals: list[tuple[Holder, ExceededLimit]],
+) -> None:
+    """Collect the new counts and the refusals of a holder's windows, and the windows whose first cells are not the current period."""
+    tokens, cost, periods = amounts.tokens, amounts.cost, at.periods
+    for placed, calendar, start, token_limit, cost_limit, tokens_ahead, cost_ahead in holder.terms[-1]:
+        is_current = cells[start] == periods[calendar]
+        if is_current:
+            used, spent = cells[start + USED], cells[start + SPENT]
+        else:
+            used, spent = windows.used_in(placed[0], cells, start, at)
+            other_windows.append((placed, amounts))
+        if tokens:
+            total = used + (tokens if tokens < tokens_ahead else tokens_ahead)
+            if is_current:
+                changes[start + USED] = total
+            if total > token_limit:
+                refusals.append((holder, ExceededLimit(*windows.exceeded(placed, False, used, total, tokens, cells, at))))
+        if cost:
+            total = spent + (cost if cost < cost_ahead else cost_ahead)
+            if is_current:
+                changes[start + SPENT] = total
+            if total > cost_limit:
+                refusals.append((holder, ExceededLimit(*windows.exceeded(placed, True, spent, total, cost, cells, at))))
+
+
+def exceeded_rate(holder: Holder, amounts: Amounts, reason: str, wait: float, left: float) -> ExceededLimit:
+    """Return the exceeded limit with a name of ``RATES``."""
+    limit: int = getattr(holder.limits, reason)
+    if reason == "tokens_per_minute":
+        return ExceededLimit(reason, limit, wait, left, amounts.tokens)
+    return ExceededLimit(reason, limit, None if reason == "concurrent" else wait)
 
 
 def in_flight_of(holder: Holder, cells: Cells, workers: int) -> float:
     """Return a holder's requests in flight in all workers."""
     first = holder.offset + SIZE
     return cells[first] if workers == 1 else sum(cells[each] for each in range(first, first + workers))
-
-
-def _longest_refusal(
-    wanted: Sequence[tuple[Holder, Amounts]], cells: Cells, workers: int, at: Moment
-) -> tuple[Holder, ExceededLimit] | None:
-    """Return the holder that refuses for the longest time."""
-    worst: tuple[Holder, ExceededLimit] | None = None
-    for holder, amounts in wanted:
-        refusal = exceeded_limit(holder, cells, in_flight_of(holder, cells, workers), amounts, at)
-        if refusal is not None and (worst is None or is_longer(refusal, worst[1])):
-            worst = holder, refusal
-    return worst
 
 
 def settle(

@@ -212,17 +212,6 @@ def _counted_slices(cells: Cells, ring: int, period: int) -> Iterator[tuple[int,
             yield number, start
 
 
-def fits(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: float, at: Moment) -> bool:
-    """Check whether the amounts fit into all windows."""
-    for window, offset in windows:
-        used, spent = used_in(window, cells, offset, at)
-        if tokens and used + tokens > window.tokens and (used or tokens <= window.tokens):
-            return False
-        if cost and spent + cost > window.cost and (spent or cost <= window.cost):
-            return False
-    return True
-
-
 class Capacity(NamedTuple):
     """Tokens and cost: of each the smallest of several hard budgets. Infinite without a budget."""
 
@@ -255,20 +244,17 @@ class ExceededBudget(NamedTuple):
     requested: float
 
 
-def exceeded_budgets(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: float, at: Moment) -> Iterator[ExceededBudget]:
-    """Yield each budget without capacity for the amounts. A request may use a whole budget."""
-    for window, offset in windows:
-        used, spent = used_in(window, cells, offset, at)
-        for is_cost, amount, taken, limit in ((False, tokens, used, window.tokens), (True, cost, spent, window.cost)):
-            missing = taken + min(amount, limit) - limit
-            if amount and missing > 0:
-                wait = _seconds_until_free(window, cells, offset, at, SPENT if is_cost else USED, missing)
-                yield exceeded_budget(window, is_cost, wait, limit - taken, tokens, cost)
+def exceeded(placed: PlacedWindow, is_cost: bool, used: float, total: float, amount: float, cells: Cells, at: Moment) -> ExceededBudget:
+    """Return the exceeded budget of a window. ``used`` counts now, ``total`` with what a request for this amount would reserve."""
+    window, offset = placed
+    limit = window.cost if is_cost else window.tokens
+    wait = _seconds_until_free(window, cells, offset, at, SPENT if is_cost else USED, total - limit)
+    return exceeded_budget(window, is_cost, wait, limit - used, amount)
 
 
-def exceeded_budget(window: Window, is_cost: bool, wait: float, left: float, tokens: float, cost: float) -> ExceededBudget:
-    """Return the exceeded budget of tokens or of cost of a window, for a request with these amounts."""
-    limit, amount, kind = (window.cost, cost, "cost") if is_cost else (window.tokens, tokens, "tokens")
+def exceeded_budget(window: Window, is_cost: bool, wait: float, left: float, amount: float) -> ExceededBudget:
+    """Return the exceeded budget of tokens or of cost of a window, for a request with this amount."""
+    limit, kind = (window.cost, "cost") if is_cost else (window.tokens, "tokens")
     return ExceededBudget(f"{kind}_per_{window.name}", limit, None if window.name == "session" else wait, left, amount)
 
 
@@ -298,23 +284,15 @@ def seconds_left_in_period(window: Window, wall: float) -> float:
 # Changes
 
 
-def reserve(windows: Sequence[PlacedWindow], cells: Cells, tokens: float, cost: float, at: Moment) -> None:
-    """Add what a request reserves to the windows of a moment."""
-    for window, offset in windows:
-        period = period_of(window, at)
-        if window.slice_seconds:
-            start = _start_slice(cells, offset, period)
-        elif cells[offset] == period:
-            start = offset
-        elif window.number:
-            continue  # another session has the entry now
-        else:
-            start = _start_period(cells, offset, period)
-        ahead = window.tokens_ahead
-        cells[start + USED] += tokens if tokens < ahead else ahead
-        if cost:
-            ahead = window.cost_ahead
-            cells[start + SPENT] += cost if cost < ahead else ahead
+def reserve(placed: PlacedWindow, cells: Cells, tokens: float, cost: float, at: Moment) -> None:
+    """Add what a request reserves to a window."""
+    window, offset = placed
+    period = period_of(window, at)
+    if window.number and cells[offset] != period:
+        return  # another session has the entry now
+    start = _start_slice(cells, offset, period) if window.slice_seconds else _start_period(cells, offset, period)
+    cells[start + USED] += min(tokens, window.tokens_ahead)
+    cells[start + SPENT] += min(cost, window.cost_ahead)
 
 
 def settle(windows: Sequence[PlacedWindow], cells: Cells, reserved: tuple[float, float], used: tuple[float, float], then: Moment) -> None:

@@ -528,11 +528,8 @@ def _parse_result(wanted: Sequence[tuple[Holder, Amounts]], reply: bytes, now: f
 
 def _exceeded(holder: Holder, amounts: Amounts, number: int, wait: float, left: float) -> ExceededLimit:
     """Return the limit with a number of admit.lua."""
-    if number > len(rules.RATES):
-        index, is_cost = divmod(number - len(rules.RATES) - 1, 2)
-        return ExceededLimit(*windows.exceeded_budget(holder.windows[index][0], bool(is_cost), wait, left, amounts.tokens, amounts.cost))
-    reason = rules.RATES[number - 1]
-    limit = getattr(holder.limits, reason)
-    if reason == "tokens_per_minute":
-        return ExceededLimit(reason, limit, wait, left, amounts.tokens)
-    return ExceededLimit(reason, limit, None if reason == "concurrent" else wait)
+    if number <= len(rules.RATES):
+        return rules.exceeded_rate(holder, amounts, rules.RATES[number - 1], wait, left)
+    index, is_cost = divmod(number - len(rules.RATES) - 1, 2)
+    amount = amounts.cost if is_cost else amounts.tokens
+    return ExceededLimit(*windows.exceeded_budget(holder.windows[index][0], bool(is_cost), wait, left, amount))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -16,24 +17,37 @@ from gateway.limits import rules, windows
 from gateway.limits.buckets import Buckets
 from gateway.limits.rules import (
     DAY,
+    MONTH,
     REQUESTS,
     SIZE,
     TOKENS,
+    WEEK,
     Amounts,
     BucketState,
     ExceededLimit,
     Holder,
     bucket_state,
 )
-from gateway.limits.windows import USED, Moment, moment, month_of
+from gateway.limits.windows import SPENT, USED, Moment, moment, month_of
 from gateway.snapshot.snapshot import Budget, Limits
 from tests.support.examples import examples
+from upstream.cells import Cells
 
 LAST_DAY_OF_MAY = datetime(2027, 5, 31, 23, 30, tzinfo=UTC).timestamp()
 AT = moment(1000.0, LAST_DAY_OF_MAY)
 """A Monday."""
 WEEK_OF_AT = (AT.day + 3) // 7
 REQUEST = Amounts(requests=1, slots=1)
+
+
+class Copied(dict[int, float]):
+    """Cells that read through to others, and change none of them."""
+
+    def __init__(self, cells: Cells) -> None:
+        self._cells = cells
+
+    def __missing__(self, index: int) -> float:
+        return self._cells[index]
 
 
 def later(at: Moment, seconds: float) -> Moment:
@@ -240,6 +254,25 @@ bucket_cells = st.builds(
 amounts = st.builds(Amounts, st.integers(0, 1), st.integers(0, 1), st.integers(0, 250), st.integers(0, 4))
 
 
+def exceeded_limits(limits: Limits, cells: list[float], flying: int, requested: Amounts) -> dict[str, tuple[float, float]]:
+    """Return the exceeded limits by name: the seconds to wait, and what is left of tokens or cost. One by one, as documented."""
+    found = {}
+    if requested.slots and limits.concurrent is not None and flying + requested.slots > limits.concurrent:
+        found["concurrent"] = inf, 0.0
+    for reason, bucket, amount in (("requests_per_minute", REQUESTS, requested.requests), ("tokens_per_minute", TOKENS, requested.tokens)):
+        limit = getattr(limits, reason)
+        left = 0 if limit is None else limit * (1 - (cells[bucket] - AT.now) / 60)
+        if limit and amount and min(amount, limit) > left + 1e-6:
+            found[reason] = (min(amount, limit) - left) * 60 / limit, left if bucket == TOKENS else 0.0
+    for name, window, period, end in zip(("day", "week", "month"), (DAY, WEEK, MONTH), AT.periods, AT.period_ends, strict=False):
+        known = next((each for each in (window, window + 3) if cells[each] == period), None)
+        for kind, column, amount in (("tokens", USED, requested.tokens), ("cost", SPENT, requested.cost)):
+            limit, used = getattr(limits, f"{kind}_per_{name}"), 0.0 if known is None else cells[known + column]
+            if limit and amount and used + min(amount, limit) > limit:
+                found[f"{kind}_per_{name}"] = end - AT.wall, limit - used
+    return found
+
+
 @given(limits_of_all_kinds, bucket_cells, st.integers(0, 4), amounts)
 def test_a_request_is_admitted_or_refused_and_a_refusal_changes_nothing(
     limits: Limits, cells: list[float], flying: int, requested: Amounts
@@ -247,10 +280,16 @@ def test_a_request_is_admitted_or_refused_and_a_refusal_changes_nothing(
     assert len(cells) == SIZE
     holder = Holder.placed("one", limits)
     cells = [*cells, flying]
-    before, expected = list(cells), rules.exceeded_limit(holder, cells, flying, requested, AT)
-    end_times: dict[int, float] = {}
-    assert rules.admit([(holder, requested)], cells, AT, end_times) == (None if expected is None else (holder, expected))
-    assert expected is None or cells == before
+    before, exceeded = list(cells), exceeded_limits(limits, cells, flying, requested)
+    refused = rules.admit([(holder, requested)], cells, AT, {})
+    assert (refused is None) == (not exceeded)
+    if refused is not None:
+        reason, limit, wait, left, amount = refused[1]
+        assert refused[0] is holder and limit == getattr(limits, reason)
+        assert (inf if wait is None else wait, left) == pytest.approx(exceeded[reason])
+        assert exceeded[reason][0] == pytest.approx(max(each for each, _ in exceeded.values())), "the longest wait is reported"
+        assert amount == (requested.cost if "cost" in reason else requested.tokens if "tokens" in reason else 0)
+        assert cells == before
 
 
 @given(limits_of_all_kinds, bucket_cells, amounts, amounts, st.floats(0, 90))
@@ -342,7 +381,8 @@ class Limiting(RuleBasedStateMachine):
         return list(self.control.cells[holder.offset : holder.offset + SIZE])
 
     def _refusal(self, holder: Holder, requested: Amounts, at: Moment) -> ExceededLimit | None:
-        return rules.exceeded_limit(holder, self.control.cells, self.control.in_flight(holder), requested, at)
+        refused = rules.admit([(holder, requested)], Copied(self.control.cells), at, {}, 1, 3)
+        return None if refused is None else refused[1]
 
     def _of(self, holder: Holder) -> list[Request]:
         return [each for each in self.all if holder is self.team or each.key == holder.name]

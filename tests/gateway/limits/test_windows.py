@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.limits import windows
+from gateway.limits import rules, windows
 from gateway.limits.buckets import Buckets
-from gateway.limits.rules import Amounts
+from gateway.limits.rules import SIZE, Amounts, ExceededLimit, Holder
 from gateway.limits.windows import RING_CELLS, SLICES, Moment, Window, moment, period_of, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
 
@@ -57,22 +57,33 @@ class Rolling:
     """A rolling window of a day, with a list of what it counts."""
 
     limit: int
-    cells: list[float] = field(default_factory=lambda: [0.0] * RING_CELLS)
+    soft: bool = False
+    cells: list[float] = field(default_factory=lambda: [0.0] * (RING_CELLS + SIZE))
     counted: list[Use] = field(default_factory=list)
 
     @property
+    def holder(self) -> Holder:
+        return Holder.placed("one", Limits(budgets=(Budget("1d", 86400, self.limit, soft=self.soft),)), RING_CELLS, {"1d": 0})
+
+    @property
     def placed(self) -> tuple[tuple[Window, int], ...]:
-        return ((only(Limits(budgets=(Budget("1d", 86400, self.limit),))), 0),)
+        return self.holder.windows
 
     def admit(self, wall: float, tokens: int) -> float | None:
         """Count tokens and return None, or return the seconds to wait."""
-        exceeded = [*windows.exceeded_budgets(self.placed, self.cells, tokens, 0, at(wall))]
-        assert windows.fits(self.placed, self.cells, tokens, 0, at(wall)) == (not exceeded)
-        if exceeded:
-            return exceeded[0].wait
-        windows.reserve(self.placed, self.cells, tokens, 0, at(wall))
-        self.counted.append(Use(wall, min(tokens, self.limit)))
-        return None
+        refused = self._refusal(wall, tokens, self.cells)
+        if refused is None:
+            self.counted.append(Use(wall, min(tokens, self.limit)))
+            return None
+        assert refused.wait is not None
+        return refused.wait
+
+    def fits(self, wall: float, tokens: int) -> bool:
+        return self._refusal(wall, tokens, list(self.cells)) is None
+
+    def _refusal(self, wall: float, tokens: int, cells: list[float]) -> ExceededLimit | None:
+        refused = rules.admit([(self.holder, Amounts(tokens=tokens))], cells, at(wall), {})
+        return None if refused is None else refused[1]
 
     def within(self, wall: float, seconds: float) -> int:
         return sum(each.tokens for each in self.counted if wall - seconds < each.wall <= wall)
@@ -93,8 +104,8 @@ def test_a_rolling_window_never_lets_more_than_its_budget_pass(steps: list[tuple
             continue
         assert rolling.cells == before, "a refusal changes nothing"
         assert rolling.within(wall, 25 * HOUR) + min(tokens, 100) > 100, "refused only if a slice more is used up"
-        assert windows.fits(rolling.placed, rolling.cells, tokens, 0, at(wall + seconds + 0.01))
-        assert not windows.fits(rolling.placed, rolling.cells, tokens, 0, at(wall + seconds - 1))
+        assert rolling.fits(wall + seconds + 0.01, tokens)
+        assert not rolling.fits(wall + seconds - 1, tokens)
 
 
 def test_a_rolling_window_shows_what_it_counts() -> None:
@@ -131,12 +142,10 @@ def test_earlier_use_is_added_to_the_slices_that_still_count() -> None:
 
 
 def test_a_soft_budget_refuses_nothing_and_is_counted() -> None:
-    limits = Limits(budgets=(Budget("7d", 7 * 86400, tokens=10, soft=True),))
-    placed, cells = ((only(limits), 0),), [0.0] * RING_CELLS
+    rolling = Rolling(10, soft=True)
     for _ in range(3):
-        assert windows.fits(placed, cells, 8, 0, at(1e9))
-        windows.reserve(placed, cells, 8, 0, at(1e9))
-    (state,) = windows.budget_states(map(windows.flattened, placed), cells, at(1e9))
+        assert rolling.admit(1e9, 8) is None
+    (state,) = windows.budget_states(map(windows.flattened, rolling.placed), rolling.cells, at(1e9))
     assert (state.used, state.remaining, state.share, state.budget.soft) == (24, 0, 2.4, True)
 
 

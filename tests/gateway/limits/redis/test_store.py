@@ -19,10 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.limits import rules
 from gateway.limits.buckets import Buckets
 from gateway.limits.redis.scripts import Script, load_scripts, source
 from gateway.limits.redis.store import RedisStore, StoreClock, StoreUnavailableError
-from gateway.limits.rules import Amounts, Holder
+from gateway.limits.rules import SIZE, Amounts, Holder
 from gateway.limits.windows import SLICES, BudgetState, moment, month_of
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Allowance, Budget, Limits, LimitsStore, Queue
@@ -187,19 +188,48 @@ def _without_reset(one: tuple[Holder, BudgetState]) -> tuple[Holder, BudgetState
     return one[0], msgspec.structs.replace(one[1], reset=0.0)
 
 
-@pytest.mark.parametrize("wait", [0.3, 2.0, 30.0])
-async def test_a_wait_of_any_length_refuses(server: RedisServer, wait: float) -> None:
+_SIZES = st.floats(0, 9).map(lambda exponent: round(10**exponent))
+"""Rates and amounts, of each order of magnitude alike."""
+_WAITS = st.builds(lambda exponent, sign: sign * 10**exponent, st.floats(-2.5, 2), st.sampled_from([1, 1, -1]))
+"""Seconds until a request is admitted; negative: since when it is."""
+_RATES = st.lists(st.tuples(_SIZES, _SIZES, _SIZES, _WAITS, _WAITS), min_size=1, max_size=20)
+
+
+def test_the_store_and_the_memory_decide_alike_about_rates_and_waits_of_all_sizes(server: RedisServer) -> None:
+    @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(_RATES)
+    def check(rates: list[tuple[int, int, int, float, float]]) -> None:
+        with server.client() as each:
+            each.flushall()
+        asyncio.run(_compare_rates(server, rates))
+
+    check()
+
+
+async def _compare_rates(server: RedisServer, rates: list[tuple[int, int, int, float, float]]) -> None:
+    """Compare the store's decision with those of the memory at a moment before and at a moment after it, by the store's own clock."""
     async with opened(server.store_config()) as store:
-        for number in range(50):
-            holder = Buckets.private().holder(f"key {number}", Limits(tokens_per_minute=6000))
-            began = monotonic()
-            assert (await store.admit(f"all {number}", [(holder, Amounts(1, 1, 6000, 0))])).exceeded is None
-            exceeded = (await store.admit(f"more {number}", [(holder, Amounts(1, 1, round(100 * wait), 0))])).exceeded
-            if exceeded is not None:
-                assert exceeded[1].wait is not None and wait - (monotonic() - began) <= exceeded[1].wait <= wait + 0.1
-                return
-            assert monotonic() - began > wait, "it was admitted before its tokens were there"
-        pytest.fail("the machine was too slow to send two commands in time")
+        with server.client() as each:
+            for number, (requests, tokens, amount, *waits) in enumerate(rates):
+                holder = Holder.placed(f"key {number}", Limits(requests_per_minute=requests, tokens_per_minute=tokens))
+                wanted, before = [(holder, Amounts(1, 1, amount))], _now(each)
+                needed = 60 / requests, 60 * min(amount / tokens, 1)
+                full = [before + 60 - seconds + wait for seconds, wait in zip(needed, waits, strict=True)]
+                each.hset(f"vllm-gateway:key {number}", mapping=dict(zip("rt", map(repr, full), strict=True)))
+                decision = (await store.admit(str(number), wanted)).exceeded
+                early, late = (rules.admit(wanted, [*full, *[0.0] * (SIZE - 1)], moment(now, now), {}) for now in (before, _now(each)))
+                if early is None or decision is None:
+                    assert late is None and decision is None, "time only refills"
+                elif late is not None and early[1].reason == late[1].reason:
+                    assert early[1].wait is not None and late[1].wait is not None and decision[1].wait is not None
+                    assert decision[1].reason == early[1].reason and decision[1].requested == early[1].requested
+                    assert late[1].wait - 1e-3 <= decision[1].wait <= early[1].wait + 2e-3
+                    assert early[1].left * (1 - 1e-6) - 1 <= decision[1].left <= late[1].left * (1 + 1e-6) + 1
+
+
+def _now(client: Any) -> float:
+    seconds, microseconds = client.time()
+    return float(seconds + microseconds / 1e6)
 
 
 @pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
