@@ -28,9 +28,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from math import inf
 
-from upstream.balancing.cost_model import BLOCK_BYTES, CostModel, Prompt
-from upstream.balancing.policies.policy import C, Candidates, Policy, RequestFacts
+from upstream.balancing.cost_model import BLOCK_BYTES, CostModel, Prompt, ServerCost
+from upstream.balancing.policies.policy import C, Candidate, Candidates, Policy, RequestFacts
 from upstream.balancing.policies.prefix import Prefix
 from upstream.settings import setting
 
@@ -67,6 +68,75 @@ class CostSettings:
     explain: bool = setting("explain each choice in the access log", default=False)
 
 
+class _Terms:
+    """The terms of the costs of one request, in seconds, and what they have in common. ``weight``: of all servers."""
+
+    def __init__(self, model: CostModel, prompt: Prompt, weight: float) -> None:
+        now = self._now = model.clock()
+        per_token = 1 / model.bytes_per_token
+        self._model = model
+        self._per_block = BLOCK_BYTES * per_token
+        self.tokens: float = prompt.tokens or prompt.size * per_token
+        self.matched = model.index.matched(prompt.keys) if prompt.keys else {}
+        """The blocks of the prompt that each server has cached, by its name."""
+        self.reported = model.engines.cached_tokens(prompt.token_keys) if prompt.token_keys else None
+        self.others = model.others(now)
+        """The requests in flight that other gateways have sent."""
+        self._crowd = max(FREE, FACTOR * (model.in_flight + self.others) / weight)
+        self._average = max(model.recent.at(now, model.in_flight) / weight, FREE)
+        self._adapter, self._session = self._owners(prompt.adapter), self._owners(prompt.session)
+
+    def _owners(self, key: int | None) -> Mapping[str, int] | None:
+        """Return the servers that have used a session or an adapter lately; None for a request without one."""
+        return None if key is None else self._model.index.matched((key,))
+
+    def is_reported(self, name: str) -> bool:
+        """Return whether the events of a server report all that it has cached."""
+        return self.reported is not None and name in self.reported and name not in self._model.engines.incomplete
+
+    def cached(self, name: str) -> float:
+        """Return the tokens of the prompt that a server has cached, as far as it is known."""
+        indexed = self.matched.get(name, 0) * self._per_block
+        if self.reported is None or name not in self.reported:
+            return indexed
+        return self.reported[name] if self.is_reported(name) else max(indexed, self.reported[name])
+
+    def expected(self) -> float:
+        """Return the tokens of the prompt that its home is assumed to have cached, because other gateways sent them there."""
+        share = OTHERS * self.others / (self.others + self._model.in_flight)
+        return min(share, 1.0) * min(self._model.found / FOUND, 1.0) * self.tokens
+
+    def cost(self, server: Candidate, state: ServerCost, uncached: float, speed: float) -> float:
+        """Return the cost of the request on a server: it computes ``uncached`` tokens of its prompt, each in ``speed`` seconds."""
+        others, others_waiting = state.others(self._now)
+        requests = (state.in_flight + others) / server.weight
+        return (
+            uncached * speed * (1 + BUSY * min(state.utilization(self._now), 1.0))
+            + self._backlog(state, others_waiting, speed)
+            + RUNNING * requests
+            + self._crowding(server, state, requests)
+            + FULL * state.fullness(self._now)
+            + self._loading(server.name)
+        )
+
+    def _backlog(self, state: ServerCost, others_waiting: float, speed: float) -> float:
+        """Return the time that a server still needs for earlier prompts."""
+        backlog = state.ready_at - self._now
+        own = backlog if backlog > 0.0 else state.waiting * speed  # what is overdue takes longer than expected
+        return own + others_waiting * self._model.mean_uncached * speed
+
+    def _crowding(self, server: Candidate, state: ServerCost, requests: float) -> float:
+        """Return the term of a server that has, or had for some time, more than its share of the requests."""
+        above = requests + 1 / server.weight - self._crowd
+        ratio = state.recent.at(self._now, state.in_flight) / server.weight / self._average - FACTOR
+        return (CROWDED * above if above > 0.0 else 0.0) + (UNEVEN * ratio if ratio > 0.0 else 0.0)
+
+    def _loading(self, name: str) -> float:
+        """Return the time that a server needs for an adapter or a session that it has not used lately."""
+        adapter = ADAPTER if self._adapter is not None and name not in self._adapter else 0.0
+        return adapter + SESSION if self._session is not None and name not in self._session else adapter
+
+
 class Cost(Policy[C]):
     """Choose the server with the smallest cost. ``model`` keeps what was learned when the pool is replaced."""
 
@@ -91,87 +161,52 @@ class Cost(Policy[C]):
     def choose(self, candidates: Candidates[C], request: RequestFacts) -> C:
         """Return the candidate with the smallest cost, and note the request's placement on it."""
         best = candidates.least_busy()
-        prompt = request.prompt
+        prompt, model = request.prompt, self.model
         if prompt is None:
             return best
-        model = self.model
         if model.peers is not None:
             model.peers.catch_up()
-        matched = model.index.matched(prompt.keys) if prompt.keys else {}
-        reported = model.engines.cached_tokens(prompt.token_keys) if prompt.token_keys else None
-        incomplete = model.engines.incomplete
-        members = candidates.members
-        considered: Iterable[C] = members if len(members) <= CONSIDERED else self._considered(candidates, matched)
-        adapter, session = self._owners(prompt.adapter), self._owners(prompt.session)
-        now, pace, states = model.clock(), model.pace, model.servers
-        per_token = 1 / model.bytes_per_token
-        tokens, per_block = prompt.tokens or prompt.size * per_token, BLOCK_BYTES * per_token
-        all_others = model.others(now)
-        mean = (model.in_flight + all_others) / self._weight
-        crowd, average = max(FREE, FACTOR * mean), max(model.recent.at(now, model.in_flight) / self._weight, FREE)
-        home, expected = None, 0.0
-        if all_others and prompt.keys:
-            home = self._home(prompt, matched, candidates, reported)
-            expected = min(OTHERS * all_others / (all_others + model.in_flight), 1.0) * min(model.found / FOUND, 1.0) * tokens
-        lowest, best_cached = None, 0.0
-        explained: list[tuple[str, float, float]] | None = [] if self._explain else None
-        compared = (best, *considered) if home is None else (best, *considered, home)
-        # A reload may have removed servers after this pool was made.
-        for server in [server for server in compared if server.name in states]:
-            name = server.name
-            state = states[name]
-            speed = state.seconds_per_token or pace
-            cached = matched.get(name, 0) * per_block
-            if reported is not None and name in reported:
-                cached = max(cached, reported[name]) if name in incomplete else reported[name]
-            uncached = tokens - (max(cached, expected) if server is home else cached)
-            weight, compute = server.weight, uncached * speed
-            if lowest is not None and explained is None and compute + RUNNING * state.in_flight / weight >= lowest:
+        terms = _Terms(model, prompt, self._weight)
+        home = self._home(prompt, terms, candidates) if terms.others and prompt.keys else None
+        expected = 0.0 if home is None else terms.expected()
+        lowest, best_cached = inf, 0.0
+        explained: list[tuple[str, float, float]] = []
+        for server in (best, *self._considered(candidates, terms.matched), *(() if home is None else (home,))):
+            state = model.servers.get(server.name)
+            if state is None:
+                continue  # a reload has removed it after this pool was made
+            cached = terms.cached(server.name)
+            uncached = terms.tokens - (max(cached, expected) if server is home else cached)
+            speed = state.seconds_per_token or model.pace
+            if not self._explain and uncached * speed + RUNNING * state.in_flight / server.weight >= lowest:
                 continue  # all other terms only add to this
-            others, others_waiting = state.others(now)
-            requests = (state.in_flight + others) / weight
-            backlog = state.ready_at - now
-            cost = compute * (1 + BUSY * min(state.utilization(now), 1.0)) + RUNNING * requests
-            cost += backlog if backlog > 0.0 else state.waiting * speed  # what is overdue takes longer than expected
-            cost += others_waiting * model.mean_uncached * speed + FULL * state.fullness(now)
-            if (above := requests + 1 / weight - crowd) > 0.0:
-                cost += CROWDED * above
-            if (ratio := state.recent.at(now, state.in_flight) / weight / average - FACTOR) > 0.0:
-                cost += UNEVEN * ratio
-            if adapter is not None and name not in adapter:
-                cost += ADAPTER
-            if session is not None and name not in session:
-                cost += SESSION
-            if explained is not None:
-                explained.append((name, cost, cached))
-            if lowest is None or cost < lowest:
+            cost = terms.cost(server, state, uncached, speed)
+            if self._explain:
+                explained.append((server.name, cost, cached))
+            if cost < lowest:
                 best, lowest, best_cached = server, cost, cached
-        if lowest is None:
+        if lowest == inf:
             return best
         placement = model.start(best.name, prompt, best_cached)
         placement.assumed = expected if best is home else 0.0
-        if explained is not None:
-            placement.candidates = tuple(explained[1:])
+        placement.candidates = tuple(explained[1:])
         return best
 
-    def _owners(self, key: int | None) -> Mapping[str, int] | None:
-        """Return the servers that have used a session or an adapter lately; None for a request without one."""
-        return None if key is None else self.model.index.matched((key,))
-
-    def _home(self, prompt: Prompt, matched: dict[str, int], candidates: Candidates[C], reported: Mapping[str, float] | None) -> C | None:
+    def _home(self, prompt: Prompt, terms: _Terms, candidates: Candidates[C]) -> C | None:
         """Return the server on which all gateways expect a prompt that they do not know.
 
         Returns None if this server is down, or its events report what it has cached.
         """
-        few = max(len(candidates.members) // POPULAR, 1)
+        matched, few = terms.matched, max(len(candidates.members) // POPULAR, 1)
         depth = sorted(matched.values(), reverse=True)[few] if len(matched) > few else 0
         home = self._homes.order(prompt.keys[min(depth, len(prompt.keys) - 1)])[0]
-        is_reported = reported is not None and home.name in reported and home.name not in self.model.engines.incomplete
-        return home if home in candidates and not is_reported else None
+        return home if home in candidates and not terms.is_reported(home.name) else None
 
-    def _considered(self, candidates: Candidates[C], matched: dict[str, int]) -> Iterable[C]:
-        """Return the servers to compare in a large pool."""
+    def _considered(self, candidates: Candidates[C], matched: Mapping[str, int]) -> Iterable[C]:
+        """Return the servers to compare: of a large pool some."""
         members, count = candidates.members, len(candidates.members)
+        if count <= CONSIDERED:
+            return members
         self._choices += 1
         first = self._choices * CONSIDERED // 4 % count
         others = [members[(first + step) % count] for step in range(CONSIDERED // 4)]
