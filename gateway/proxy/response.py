@@ -373,39 +373,40 @@ class EventRelay(ResponseRelay):
 
     def _forward(self, events: bytes) -> None:
         """Send a run of complete events to the client. Raises BadResponse for events that cannot be translated; none of them is sent."""
-        request, received = self._request, events
+        received = events
         if self._lacks_line_feed:
             events, self._lacks_line_feed = events.removeprefix(b"\n"), False
+        if self.gaps is None:
+            events = events.lstrip(b"\r\n")  # the response has not started, and the first event may be an error with a status of its own
         separate = split(events)
-        left = sum(not event.isspace() for event in separate)  # blank lines behind an event are not an event
-        if not left:
-            request.write(self._behind_waiting(events))
-            return
-        # The accounting of a read. ``FastPath`` does the same for an ordinary chunk (tests/gateway/proxy/test_fast_path.py).
+        left = sum(not event.isspace() for event in separate)
+        if left:
+            self._last = received
+            self._count_read(left)
+        shown = []
+        for event in separate:
+            if event.isspace():  # blank lines behind an event are not an event
+                shown.append(self._behind_waiting(event))
+                continue
+            shown.append(self._process(event, left))
+            left -= 1
+            if self.failure is not None and not self._request.response_started and len(shown) == 1:
+                self._first_error, self.gaps, self.first_token = self.failure, None, None
+                return
+        events = self._renamed(b"".join(shown))
+        if self._request.reservation is not None and self._has_ended():
+            self._settle_limits()
+        self._write(events)
+
+    def _count_read(self, events: int) -> None:
+        """Note the time of a read with these events. ``FastPath`` does the same for one (tests/gateway/proxy/test_fast_path.py)."""
         now = self._response.last_byte_at
         if self.gaps is None:
             self.first_token = now
             self.gaps = ReadGaps(now)
         else:
             self.gaps.mark(now)
-        self.gaps.more += left - 1
-        # Each event as the client gets it
-        shown = []
-        for event in separate:
-            if event.isspace():
-                shown.append(self._behind_waiting(event))
-                continue
-            shown.append(self._process(event, left))
-            left -= 1
-            if self.failure is not None and not request.response_started and len(shown) == 1:
-                self._first_error, self.gaps, self.first_token = self.failure, None, None
-                return
-        events = b"".join(shown)
-        self._last = received
-        events = self._renamed(events)
-        if request.reservation is not None and self._has_ended():
-            self._settle_limits()
-        self._write(events)
+        self.gaps.more += events - 1
 
     def _write(self, events: bytes) -> None:
         """Send events to the client. The first ones start the response."""
@@ -434,15 +435,7 @@ class EventRelay(ResponseRelay):
         return b""
 
     def _process(self, event: bytes, left: int) -> bytes:
-        """Return what the client gets of the event that has waited, and of this event unless it waits. ``left`` is as in ``_read``."""
-        if self._waiting is None:
-            return self._read(event, left)
-        document = _json(data_of(event))
-        is_final = document.get("choices") == [] and isinstance(document.get("usage"), dict)
-        return self._release(document if is_final else {}) + self._read(event, left)
-
-    def _read(self, event: bytes, left: int) -> bytes:
-        """Read the fields of an event that the gateway acts on, and return what the client gets of the event.
+        """Return what the client gets of the event that has waited, and of this event unless it waits.
 
         ``left``: how many events of the run are still to be processed, this one included.
         """
@@ -450,6 +443,13 @@ class EventRelay(ResponseRelay):
         document = _json(data) if data.startswith(b"{") else {}
         if not document and data.startswith(b"{"):
             document = _json(data.decode(errors="replace").encode())  # invalid characters in a text
+        if self._waiting is None:
+            return self._read(event, data, document, left)
+        is_final = document.get("choices") == [] and isinstance(document.get("usage"), dict)
+        return self._release(document if is_final else {}) + self._read(event, data, document, left)
+
+    def _read(self, event: bytes, data: bytes, document: dict[str, Any], left: int) -> bytes:
+        """Read the fields of an event that the gateway acts on, and return what the client gets of it. ``left``: as in ``_process``."""
         error = _error_in(document)
         if error is not None:
             return self._server_error(error, self.events - left)
