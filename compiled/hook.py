@@ -52,6 +52,7 @@ MODULES = (
     "gateway.proxy.event_template",
     "gateway.proxy.exchange",
     "gateway.proxy.fast_path",
+    "gateway.proxy.json_body",
     "gateway.proxy.mirror",
     "gateway.proxy.request_services",
     "gateway.proxy.response",

@@ -151,7 +151,7 @@ def unknown_model(model: str) -> Refusal:
     return refusal
 
 
-def invalid_value(message: str, *, param: str, detail: str | None = None) -> Refusal:
+def invalid_value(message: str, *, param: str | None = None, detail: str | None = None) -> Refusal:
     """Return the error for a field that the gateway itself refuses. ``detail``: the message without the client's values, if it has any."""
     refusal = Refusal("invalid_value", message, param=param)
     refusal.detail = detail or message

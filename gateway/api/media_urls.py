@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
+
+import msgspec
 
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_-]*[A-Za-z0-9])?"
 _NAME = rf"(?:{_LABEL}\.)*[A-Za-z](?:[A-Za-z0-9_-]*[A-Za-z0-9])?"  # the last label starts with a letter, as no number in any base does
@@ -68,6 +70,9 @@ class MediaHosts:
 _NAME_LENGTH = 64  # characters of a client's field name in a path
 _MAX_SEARCHED = 16_384  # values that are searched for the path of a refused URL
 _TOGETHER = 4096  # items of a list that are searched together; the budget is exceeded by that many at most
+_BASE64 = ";base64,"
+_TYPE = 256  # characters that a media type may have
+_ARGUMENTS = ("arguments", "input")
 _SHORT = 32  # items that are examined one by one just as quickly
 SCALARS = frozenset({str, int, float, bool, type(None)})
 """Types of JSON values without nested values."""
@@ -75,8 +80,21 @@ CONTAINERS = frozenset({dict, list})
 """Types of JSON values with nested values."""
 
 
-def refused_url_field(pending: list[Any], hosts: MediaHosts, budget: int = sys.maxsize) -> tuple[dict[str, Any], str] | None:
-    """Search for a refused URL in the objects and lists in ``pending``, which is emptied.
+class InlineMedia(msgspec.Struct):
+    """The media that a body contains as base64: their number, and the characters of their URLs.
+
+    ``in_arguments``: some may be in a list of arguments, where they are text for the model.
+    """
+
+    count: int = 0
+    size: int = 0
+    in_arguments: bool = False
+
+
+def refused_url_field(
+    pending: list[Any], hosts: MediaHosts, media: InlineMedia, budget: int = sys.maxsize
+) -> tuple[dict[str, Any], str] | None:
+    """Search for a refused URL in the objects and lists in ``pending``, which is emptied. ``media`` counts those that are found.
 
     Returns the object that contains it and the name of its field, or None. Stops after about ``budget`` values; the rest stays in
     ``pending``.
@@ -89,7 +107,7 @@ def refused_url_field(pending: list[Any], hosts: MediaHosts, budget: int = sys.m
             continue
         budget -= size + 1
         if type(node) is dict:
-            name = _refused_of(node, hosts, pending)
+            name = _refused_of(node, hosts, media, pending)
             if name is not None:
                 return node, name
         elif size <= _SHORT or not SCALARS.issuperset(map(type, node)):  # otherwise it is a prompt of tokens, or a batch of texts
@@ -104,17 +122,24 @@ def refused_url_field(pending: list[Any], hosts: MediaHosts, budget: int = sys.m
     return None
 
 
-def _refused_of(node: dict[str, Any], hosts: MediaHosts, pending: list[Any]) -> str | None:
+def _refused_of(node: dict[str, Any], hosts: MediaHosts, media: InlineMedia, pending: list[Any]) -> str | None:
     """Search one object. Its nested values are added to ``pending``."""
     if not URL_FIELDS.isdisjoint(node):
         for name in URL_FIELDS & node.keys():
             url = _url(name, node[name])
-            if url is not None and not (type(url) is str and hosts.allows(url)):
+            if url is None:
+                continue
+            if type(url) is not str or not hosts.allows(url):
                 return name
+            if _BASE64 in url[:_TYPE] and _is_data(url):
+                media.count += 1
+                media.size += len(url)
     for name, value in node.items():
         kind = type(value)
         if kind is list or (kind is dict and not _is_a_tools(name, node)):
             pending.append(value)
+            if kind is list and name in _ARGUMENTS:
+                media.in_arguments = media.in_arguments or _is_a_tools(name, node)
     return None
 
 
@@ -140,31 +165,6 @@ def _dotted(link: Any) -> str:
         name, link = link
         names.append(str(name)[:_NAME_LENGTH] + ".")
     return "".join(reversed(names))
-
-
-def data_urls(pending: list[Any], budget: int = sys.maxsize) -> Iterator[str]:
-    """Yield the ``data:`` URLs of media in the objects and lists in ``pending``, which is emptied.
-
-    Stops after about ``budget`` values; the rest stays in ``pending``.
-    """
-    while pending and budget > 0:
-        node = pending.pop()
-        size = len(node)
-        if size > _TOGETHER and type(node) is list:
-            pending += [node[start : start + _TOGETHER] for start in range(0, size, _TOGETHER)]
-            continue
-        budget -= size + 1
-        if type(node) is dict:
-            if not URL_FIELDS.isdisjoint(node):
-                for name in URL_FIELDS & node.keys():
-                    url = _url(name, node[name])
-                    if type(url) is str and _is_data(url):
-                        yield url
-            for name, value in node.items():
-                if type(value) in CONTAINERS and not _is_a_tools(name, node):
-                    pending.append(value)
-        elif size <= _SHORT or not SCALARS.issuperset(map(type, node)):
-            pending += [value for value in node if type(value) in CONTAINERS and value]
 
 
 def _is_a_tools(name: str, value: Mapping[str, Any]) -> bool:

@@ -1,7 +1,7 @@
 """Strict JSON: the body of a request, parsed so that its text has one meaning. Pure.
 
 The rule: what is refused here would be sent with another value, or take too long: integers beyond 64 bits, deep nesting, too many values.
-``parse`` processes a small body in one call, and ``parse_in_steps`` does the same for a large one, as a generator (see ``steps``).
+``parse`` is a generator, because a large body is parsed in steps (see ``steps``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from gateway.api.errors import Refusal
 from gateway.api.media_urls import CONTAINERS
 from gateway.api.vllm.validation import dotted
 from gateway.system.garbage_collector import collector_paused
-from gateway.system.steps import finished
 
 Document = dict[str, Any]
 
@@ -39,23 +38,23 @@ _HUGE = 2.0**63
 _BYTES_PER_CHECK = 256  # checking one value takes as long as searching so many bytes
 
 
-def parse(body: bytes | bytearray, most_values: int = sys.maxsize) -> Document:
+def parse(body: bytes | bytearray, most_values: int = sys.maxsize) -> Generator[None, None, Document]:
     """Parse strict UTF-8 JSON: an object, at most MAX_DEPTH deep, with at most about ``most_values`` values (see ``_check_values``).
 
     Raises Refusal invalid_json, and request_too_large for too many values.
     """
     if len(body) >= _SHORT:
-        return finished(parse_in_steps(body, most_values))
+        return (yield from _parse_long(body, most_values))
     document = _loaded(body)
     if body.count(b"{") + body.count(b"[") > MAX_DEPTH:
-        finished(_check_depth(body))
+        yield from _check_depth(body)
     if body[::6].translate(_DIGITS).find(b"000") >= 0 and _has_long_numbers(body):
-        finished(_check_integers(body))
+        yield from _check_integers(body)
     return document
 
 
-def parse_in_steps(body: bytes | bytearray, most_values: int = sys.maxsize) -> Generator[None, None, Document]:
-    """Do the same as ``parse`` for a large body, in steps."""
+def _parse_long(body: bytes | bytearray, most_values: int) -> Generator[None, None, Document]:
+    """Do the same for a body in which searching is faster than counting."""
     if len(body) > most_values:
         yield from _check_values(body, most_values)
     with collector_paused():

@@ -12,12 +12,12 @@ from itertools import islice, takewhile
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from gateway.api.errors import Refusal
-from gateway.system.steps import finished
+from gateway.api.errors import Refusal, invalid_value
 
 Document = dict[str, Any]
 _MESSAGES_PER_STEP = 2_000
 _MESSAGES_SCANNED = 10_000  # in one step
+_OLD_ROLES = ("developer", "function")  # not a set: a client may send a value without a hash
 
 
 class Translation(Protocol):
@@ -33,33 +33,36 @@ class Translation(Protocol):
 Translated = tuple[Document, str | None, Translation | None]
 
 
-def translate(document: Document) -> Translated:
+def translate(document: Document, *, large: bool) -> Generator[None, None, Translated]:
     """Translate a chat request: returns the body, another path at the server if needed, and the response's translation.
 
-    Raises Refusal if both or neither of ``messages`` and ``prompt`` are given, and for functions together with tools.
+    ``large``: the messages are scanned in steps. Raises Refusal if both or neither of ``messages`` and ``prompt`` are given, and for
+    functions together with tools.
     """
     messages = document.get("messages")
-    if messages is not None and "functions" not in document and "prompt" not in document and not _may_need_translation(messages):
-        return document, None, None
-    return finished(translate_in_steps(document))
-
-
-def translate_in_steps(document: Document) -> Generator[None, None, Translated]:
-    """Do the same as ``translate`` for a large body, in steps."""
-    raw, chat = document.get("prompt") is not None, document.get("messages") is not None
-    if raw and chat:
-        raise Refusal("invalid_value", "Only one of 'messages' and 'prompt' can be given.", param="prompt")
-    if not raw and not chat:
-        raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
-    if raw:
+    if "prompt" in document and document["prompt"] is not None:
+        if messages is not None:
+            raise invalid_value("Only one of 'messages' and 'prompt' can be given.", param="prompt")
         return _completion(document), "/v1/completions", RawPrompt()
-    developer, functions = yield from _deprecated_messages(document["messages"])
-    yield
+    if messages is None:
+        raise Refusal("missing_required_parameter", "One of 'messages' and 'prompt' must be given.", param="messages")
+    developer = functions = False
+    parts = [messages] if type(messages) is list else []
+    if large and parts:
+        parts = [messages[start : start + _MESSAGES_SCANNED] for start in range(0, len(messages), _MESSAGES_SCANNED)]
+    for some in parts:
+        if large:
+            yield
+        for message in some:
+            if type(message) is dict and ("function_call" in message or message.get("role") in _OLD_ROLES):
+                developer = developer or message.get("role") == "developer"
+                functions = functions or message.get("role") == "function" or bool(message.get("function_call"))
     if developer:
-        document = {**document, "messages": (yield from _collect(_as_system(document["messages"])))}
-    if functions or document.get("functions") is not None:
-        body, translation = _tools(document), None if document.get("functions") is None else Functions()
         yield
+        document = {**document, "messages": (yield from _collect(_as_system(messages)))}
+    if functions or ("functions" in document and document["functions"] is not None):
+        yield
+        body, translation = _tools(document), None if document.get("functions") is None else Functions()
         if isinstance(body["messages"], list):
             body["messages"] = yield from _collect(_with_tool_calls(body["messages"]))
         return body, None, translation
@@ -75,41 +78,13 @@ def _collect(messages: Iterator[Any]) -> Generator[None, None, list[Any]]:
     return collected
 
 
-_OLD_ROLES = ("developer", "function")  # not a set: a client may send a value without a hash
-
-
-def _may_need_translation(messages: Any) -> bool:
-    """Return whether a message may be in a deprecated form."""
-    if type(messages) is not list:
-        return False
-    for message in messages:  # noqa: SIM110  a generator takes twice as long
-        if type(message) is dict and ("function_call" in message or message.get("role") in _OLD_ROLES):
-            return True
-    return False
-
-
-def _deprecated_messages(messages: Any) -> Generator[None, None, tuple[bool, bool]]:
-    """Return whether a conversation has ``developer`` messages, and whether it has function calls or their results. In steps."""
-    developer = functions = False
-    for start in range(0, len(messages) if isinstance(messages, list) else 0, _MESSAGES_SCANNED):
-        for message in messages[start : start + _MESSAGES_SCANNED]:
-            if isinstance(message, dict):
-                role = message.get("role")
-                if role == "developer":
-                    developer = True
-                elif role == "function" or (message.get("function_call")):
-                    functions = True
-        yield
-    return developer, functions
-
-
 # A raw prompt
 
 
 def _completion(document: Document) -> Document:
     """Return the body for /v1/completions. Two settings have other names there, and null is not always accepted as absent."""
     if not isinstance(document["prompt"], str):
-        raise Refusal("invalid_value", "The field 'prompt' must be a string.", param="prompt")
+        raise invalid_value("The field 'prompt' must be a string.", param="prompt")
     others = ("messages", "max_completion_tokens", "logprobs", "top_logprobs")
     body = {name: value for name, value in document.items() if value is not None and name not in others}
     limit = document.get("max_completion_tokens")
@@ -227,9 +202,9 @@ def _tools(document: Document) -> Document:
     functions = document.get("functions")
     if functions is not None:
         if document.get("tools") is not None:
-            raise Refusal("invalid_value", "Only one of 'functions' and 'tools' can be given.", param="functions")
+            raise invalid_value("Only one of 'functions' and 'tools' can be given.", param="functions")
         if not isinstance(functions, list):
-            raise Refusal("invalid_value", "The field 'functions' must be a list.", param="functions")
+            raise invalid_value("The field 'functions' must be a list.", param="functions")
         body["tools"] = [{"type": "function", "function": function} for function in functions]
         body["parallel_tool_calls"] = False  # the deprecated form has one call
         body |= _choice(document.get("function_call"))
@@ -243,7 +218,7 @@ def _choice(call: Any) -> Document:
         return {"tool_choice": call}
     if isinstance(call, dict) and isinstance(call.get("name"), str):
         return {"tool_choice": {"type": "function", "function": {"name": call["name"]}}}
-    raise Refusal("invalid_value", "The field 'function_call' must be 'auto', 'none' or an object with a name.", param="function_call")
+    raise invalid_value("The field 'function_call' must be 'auto', 'none' or an object with a name.", param="function_call")
 
 
 def _with_tool_calls(messages: Iterable[Any]) -> Iterator[Any]:

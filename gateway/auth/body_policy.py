@@ -13,9 +13,8 @@ from typing import Any
 import orjson
 
 from gateway.api.errors import Refusal, invalid_value
-from gateway.api.media_urls import CONTAINERS, MediaHosts, path_to, refused_url_field
+from gateway.api.media_urls import CONTAINERS, InlineMedia, MediaHosts, path_to, refused_url_field
 from gateway.snapshot.snapshot import BodyRules, Model
-from gateway.system.steps import SMALL, finished
 
 Document = dict[str, Any]
 
@@ -86,6 +85,7 @@ BATCHES = frozenset({"data_1", "data_2", "documents", "inputs", "items", "prompt
 ECHO = "echo"
 """With this field, vLLM treats ``logprobs`` as ``prompt_logprobs`` (``to_sampling_params`` in its protocol.py of chat and completions)."""
 
+_TEMPLATE = "chat_template_kwargs"
 IN_TEMPLATE = frozenset({"chat_template", "tokenize"})
 """Fields that ``chat_template_kwargs`` may not contain, in addition to the table (vLLM's advisory on CVE-2025-62426)."""
 
@@ -117,12 +117,14 @@ class BodyPolicy:
         "defaults",
         "max_tokens",
         "overrides",
+        "sets_fields",
     )
 
     def __init__(self, rules: BodyRules, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
         allowed, refused = frozenset(rules.allow), _with_old_names(rules.refuse)
         self.defaults = defaults
         self.overrides = overrides
+        self.sets_fields = bool(defaults or overrides)
         self.max_tokens = rules.max_tokens
         self._refused = (REFUSED - allowed) | refused
         maximum = {name: value for name, value in MAXIMA.items() if name not in allowed}
@@ -133,7 +135,7 @@ class BodyPolicy:
         self._maxima = {name: value for name, value in maximum.items() if name not in refused}
         stripped = STRIPPED - allowed
         self._forbidden = stripped | self._refused
-        self._watched = self._forbidden | self._maxima.keys() | ({ECHO} if "prompt_logprobs" in self._refused else set())
+        self._watched = self._forbidden | self._maxima.keys() | {_TEMPLATE} | ({ECHO} if "prompt_logprobs" in self._refused else set())
         self._in_template = (IN_TEMPLATE - allowed) | self._forbidden
         self._sizes = {name: size for name, size in SIZES.items() if name not in allowed}
         self._allowed = allowed
@@ -144,43 +146,30 @@ class BodyPolicy:
         """Return the policy of a model of the snapshot."""
         return cls(model.body, model.defaults, model.overrides)
 
-    def apply(self, document: Document, size: int) -> None:
-        """Strip and check a client's merged body of ``size`` bytes. Raises Refusal for a forbidden field or value."""
-        if size > SMALL:
-            finished(self.apply_in_steps(document, size))
-            return
-        if not self._watched.isdisjoint(document):
-            self._check_fields(document)
-        if "chat_template_kwargs" in document:
-            self._check_template(document["chat_template_kwargs"])
-        for name, value in document.items():
-            if type(value) in CONTAINERS and name not in NO_MEDIA:
-                if name in BATCHES or len(value) > MAX_BATCH:
-                    self._check_batch(name, value)
-                if (found := refused_url_field([value], self._media)) is not None:
-                    raise self._refused_url(name, value, *found)
+    def apply(self, document: Document, size: int, *, large: bool) -> Generator[None, None, InlineMedia]:
+        """Strip and check a client's merged body of ``size`` bytes. Returns the media in it. Raises Refusal for a forbidden field or value.
 
-    def apply_in_steps(self, document: Document, size: int) -> Generator[None, None, None]:
-        """Do the same for a large body, in steps."""
+        ``large``: the work is interrupted often, also between two fields.
+        """
         if not self._watched.isdisjoint(document):
             self._check_fields(document)
-        yield
         if size > _SMALLEST_SIZE:
             for name in self._sizes.keys() & document.keys():
-                self._check_size(name, document[name])
                 yield
-        if "chat_template_kwargs" in document:
-            self._check_template(document["chat_template_kwargs"])
-        yield
+                self._check_size(name, document[name])
+            yield
+        media = InlineMedia()
         for name, value in document.items():
             if type(value) in CONTAINERS and name not in NO_MEDIA:
                 if name in BATCHES or len(value) > MAX_BATCH:
                     self._check_batch(name, value)
                 pending = [value]
                 while pending:
-                    if (found := refused_url_field(pending, self._media, _VALUES_PER_STEP)) is not None:
+                    if (found := refused_url_field(pending, self._media, media, _VALUES_PER_STEP)) is not None:
                         raise self._refused_url(name, value, *found)
-                    yield
+                    if large:
+                        yield
+        return media
 
     def forbidden_field(self, names: Set[str]) -> str | None:
         """Return a forbidden field of a form; None if all are allowed. Nothing is stripped from a form, which is streamed on."""
@@ -206,6 +195,9 @@ class BodyPolicy:
     def _check_fields(self, document: Document) -> None:
         for name in self._watched & document.keys():
             value = document[name]
+            if name == _TEMPLATE and name not in self._refused:
+                self._check_template(value)
+                continue
             if name in self._maxima:
                 if value is not None:
                     self._check_number(name, value, document)

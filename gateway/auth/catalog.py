@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from gateway.api.errors import Refusal, invalid_value, unknown_model
 from gateway.api.routes import ROUTES, Route
@@ -31,10 +30,6 @@ class MirrorTarget:
     entry: CatalogEntry
     max_inflight: int
     below: int
-
-    def includes(self, request_id: str) -> bool:
-        """Return whether a request is copied. Its ID decides, which clients cannot choose."""
-        return int(request_id[-8:], 16) < self.below
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +107,13 @@ class Catalog:
         """Return the model whose mount, followed by ``suffix``, is this path."""
         return self._mounts.get(path.removesuffix(suffix)) if path.endswith(suffix) else None
 
-    def resolve(self, name: str, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
-        """Return the model that a name means for a key. ``mounted`` may belong to the previous snapshot. Raises Refusal model_not_found."""
+    def resolve(self, name: object, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
+        """Return the model that a request names in its field ``model``. None and an empty text name no model.
+
+        ``mounted`` may belong to the previous snapshot. Raises Refusal: model_not_found, or invalid_value for anything but a string.
+        """
+        if type(name) is not str or not name:
+            return self._resolve_unnamed(name, key, mounted)
         entry = self._by_name.get(name)
         if entry is None or (mounted is not None and entry.model.id != mounted.model.id):
             raise unknown_model(name)
@@ -122,12 +122,14 @@ class Catalog:
             raise unknown_model(name)
         return entry
 
-    def resolve_unnamed(self, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
+    def _resolve_unnamed(self, name: object, key: Key, mounted: CatalogEntry | None) -> CatalogEntry:
         """Return the model of a request without a name: the model of its mount, the default, or the only model that the key may use.
 
         A LoRA adapter does not count if its base may be used, since vLLM then serves the base. Raises Refusal model_not_found if the key
-        may not use the default, and missing_required_parameter if several models are left.
+        may not use the default, missing_required_parameter if several models are left, and invalid_value if ``name`` is not a text.
         """
+        if name is not None and not isinstance(name, str):
+            raise invalid_value("The field 'model' must be the ID of a model, as a string.", param="model")
         if mounted is not None:
             return self.resolve(mounted.model.id, key, mounted)
         if self._default is not None:
@@ -178,11 +180,3 @@ def _with_mirror(entry: CatalogEntry, mirror: Mirror, entries: Mapping[str, Cata
 def _with_split(entry: CatalogEntry, entries: Mapping[str, CatalogEntry]) -> CatalogEntry:
     model = entry.model
     return replace(entry, split=Split([(identity, entries[identity], weight) for identity, weight in model.split], model.sticky))
-
-
-def named_model(body: Mapping[str, Any]) -> str | None:
-    """Return the model name in a body; None if it is missing, null or empty. Raises Refusal for anything but a string."""
-    name = body.get("model")
-    if name is not None and not isinstance(name, str):
-        raise invalid_value("The field 'model' must be the ID of a model, as a string.", param="model")
-    return name or None

@@ -220,7 +220,11 @@ class ClientConnection(asyncio.Protocol):
         too_large = (head.content_length or 0) > limit
         body = RequestBody(self, head, limit, active.body_allowance, target.route.takes_form, too_large)
         self.parser.is_blocked = True
-        self._start_inference(ClientRequest(self, target, next(worker.request_ids), head, body, keep_alive))
+        request = ClientRequest(self, target, next(worker.request_ids), head, body, keep_alive)
+        self.current = self._inference = request
+        request.handler = handler = InlineTask(self._handle_request(request))
+        worker.handlers.add(handler)
+        self.deferred = handler.step
         return body
 
     def body_follows(self) -> None:
@@ -242,12 +246,6 @@ class ClientConnection(asyncio.Protocol):
                 self.linger()
         elif self.parser.stored or self.flow.write_paused:
             asyncio.get_running_loop().call_soon(self._parse_stored)
-
-    def _start_inference(self, request: ClientRequest) -> None:
-        self.current = self._inference = request
-        request.handler = handler = InlineTask(self._handle_request(request))
-        self.worker.handlers.add(handler)
-        self.deferred = handler.step
 
     def _start_other(self, request: AsgiRequest) -> None:
         self.current = request

@@ -5,23 +5,21 @@ The rule: an estimate is only reserved; the final count is the settlement of the
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from math import inf
 from typing import Any, NamedTuple
 
 import msgspec
 
 from gateway.api.errors import invalid_value
-from gateway.api.media_urls import CONTAINERS, data_urls
+from gateway.api.media_urls import InlineMedia
 from gateway.api.routes import OUTPUTS, Output
 from gateway.api.settlement import BYTES_PER_TOKEN
 from gateway.api.vllm.choices import choices_and_prompts
 from gateway.api.vllm.lax_int import MAX_INT, lax_int
-from gateway.auth.body_policy import NO_MEDIA
 from gateway.limits.rules import Amounts
 from gateway.limits.windows import Capacity
 from gateway.snapshot.money import Price, TokenCounts, completion_within, cost_of, highest_cost
-from gateway.system.steps import finished
 
 DEFAULT_COMPLETION = 1024
 """Tokens of a response whose request sets no limit. With a hard budget: the least that it gets, if they are left."""
@@ -29,11 +27,6 @@ SHARES = 32
 """With a hard budget, a request that does not limit its response gets one of these equal shares of what is left."""
 MEDIA_TOKENS = 1024
 """Tokens for an image, audio or video in the body, as a ``data:`` URL."""
-
-_MEDIA, _IN_URL = b";base64,", ";base64,"
-_TYPE = 256  # characters that a media type may have
-_BYTES_PER_MESSAGE = 4096  # bytes that are searched in the time that one message takes
-_VALUES_PER_STEP = 4_000
 
 
 class TokenEstimate(msgspec.Struct, frozen=True, gc=False):
@@ -45,16 +38,15 @@ class TokenEstimate(msgspec.Struct, frozen=True, gc=False):
     """Number of choices that ``completion`` covers."""
 
 
-def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, prompt: int | None = None) -> TokenEstimate:
+def estimate(document: Mapping[str, Any], path: str, size: int, media: InlineMedia) -> TokenEstimate:
     """Estimate the maximum use of a request.
 
-    ``path`` is the path at the server; ``body`` is what the client sent; ``prompt``: its tokens, if they are known.
+    ``path`` is the path at the server. ``size`` and ``media``: of the body as the client sent it.
     """
     output = OUTPUTS.get(path)
-    size = len(body)
-    if prompt is None:
-        may_have_media = (size >= _BYTES_PER_MESSAGE and _is_faster_by_messages(document, size)) or _MEDIA in body
-        prompt = finished(_with_media(document, size)) if may_have_media else size // BYTES_PER_TOKEN
+    prompt = size // BYTES_PER_TOKEN
+    if media.count and not media.in_arguments:
+        prompt = max(size - media.size, 0) // BYTES_PER_TOKEN + media.count * MEDIA_TOKENS
     choices = 1
     if "n" in document or "prompt" in document:
         each, prompts = choices_and_prompts(document)
@@ -64,30 +56,6 @@ def estimate(document: Mapping[str, Any], path: str, body: bytes | bytearray, pr
     if output.batch is not None and isinstance(conversations := document.get(output.batch), list):
         choices *= len(conversations)
     return TokenEstimate(prompt or 1, (_stated_limit(document, output) or DEFAULT_COMPLETION) * choices, choices)
-
-
-def estimate_in_steps(document: Mapping[str, Any], path: str, body: bytes | bytearray) -> Generator[None, None, TokenEstimate]:
-    """Do the same for a large body, in steps."""
-    return estimate(document, path, body, (yield from _with_media(document, len(body))))
-
-
-def _is_faster_by_messages(document: Mapping[str, Any], size: int) -> bool:
-    """Check whether examining the messages is faster than searching the whole body."""
-    messages = document.get("messages")
-    return type(messages) is list and len(messages) * _BYTES_PER_MESSAGE < size
-
-
-def _with_media(document: Mapping[str, Any], size: int) -> Generator[None, None, int]:
-    """Return the prompt tokens of a body of ``size`` bytes that may contain media. Ordinary text is not searched."""
-    pending = [value for name, value in document.items() if type(value) in CONTAINERS and name not in NO_MEDIA]
-    count = total = 0
-    while pending:
-        for url in data_urls(pending, _VALUES_PER_STEP):
-            if _IN_URL in url[:_TYPE]:
-                count += 1
-                total += len(url)
-        yield
-    return max(size - total, 0) // BYTES_PER_TOKEN + count * MEDIA_TOKENS
 
 
 def _stated_limit(document: Mapping[str, Any], output: Output) -> int | None:

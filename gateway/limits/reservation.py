@@ -7,7 +7,7 @@ sequential requests of a client never block each other, whichever worker gets th
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from itertools import repeat
 from math import inf
 from operator import itemgetter
@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.errors import Refusal
+from gateway.api.media_urls import InlineMedia
 from gateway.api.settlement import Settlement
 from gateway.api.usage import Usage
 from gateway.limits import estimate, headers
@@ -71,28 +72,17 @@ class Reservation(msgspec.Struct, eq=False):
             self._apply_result(store.cached_refusal(limits.for_all_models, monotonic()))
         return None
 
-    def estimate_usage(self, document: dict[str, Any], path: str, body: bytes | bytearray, model: Model) -> None:
-        """Estimate what a request will use, and apply the limit on its response. Raises Refusal."""
-        self._model = model
-        if self._limits.max_tokens_limits:
-            estimate.apply_max_tokens(document, path, self._limits.max_tokens(model))
-        if self._limits.session_owners:
-            self._find_session(document)
-        before, self._estimate = self._estimate, estimate.estimate(document, path, body)
-        if self._limits.has_hard_budgets:
-            self._bound_response(document, path, model, before)
+    def estimate_usage(self, document: dict[str, Any], path: str, size: int, media: InlineMedia, model: Model) -> None:
+        """Estimate what a request will use, and apply the limit on its response. Raises Refusal.
 
-    def estimate_usage_in_steps(
-        self, document: dict[str, Any], path: str, body: bytes | bytearray, model: Model
-    ) -> Generator[None, None, None]:
-        """Do the same for a large body, in steps."""
+        ``size`` and ``media``: of the body as the client sent it.
+        """
         self._model = model
         if self._limits.max_tokens_limits:
             estimate.apply_max_tokens(document, path, self._limits.max_tokens(model))
         if self._limits.session_owners:
             self._find_session(document)
-        before = self._estimate
-        self._estimate = yield from estimate.estimate_in_steps(document, path, body)
+        before, self._estimate = self._estimate, estimate.estimate(document, path, size, media)
         if self._limits.has_hard_budgets:
             self._bound_response(document, path, model, before)
 

@@ -1,77 +1,129 @@
-"""Convert a client's JSON body to the body for the server. Pure functions, in the order in which a request calls them.
+"""Prepare a JSON body for the servers of its model, downward: parse, resolve the model, apply the policy, reserve, serialize.
 
-The rule: every check runs on the merged document, and the gateway sends that document, serialized again. The client's own bytes are never
-sent. So the server gets exactly the authorized content, whatever the text contains (duplicate keys, escapes, byte order marks).
-
-``prepare`` processes a small body in one call. ``prepare_in_steps`` does the same for a large one, as a generator (see ``steps``). Both
-call the same checks, and the tests compare their results.
+``prepare_request`` is one generator. A small body exhausts it in one call; for a large one, it is run in steps (see ``steps``). The rule:
+every check runs on the merged document, and that document is sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Set
+from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar
+from typing import Any
 
-import msgspec
-import orjson
 from msgspec.structs import replace
 
-from gateway.api.errors import Refusal
+from gateway.api.errors import invalid_value
 from gateway.api.routes import OUTPUTS, Dialect, Route
-from gateway.api.strict_json import Document
-from gateway.api.translation import Translated, Translation, translate, translate_in_steps
+from gateway.api.strict_json import Document, parse
+from gateway.api.translation import translate
 from gateway.api.vllm.choices import choices_and_prompts
 from gateway.auth.body_policy import BodyPolicy
+from gateway.auth.catalog import CatalogEntry
+from gateway.prompts.balancing_facts import balancing_facts
+from gateway.prompts.token_keys import TokenRequest, token_request
+from gateway.proxy.context import Fallbacks, RequestContext
+from gateway.proxy.json_body import JsonBody
+from gateway.proxy.mirror import mirrored
+from gateway.proxy.upstream_request import UpstreamRequest
+from gateway.snapshot.snapshot import Key
+from gateway.system.steps import finished
+from gateway.telemetry.body_shape import shape
+from upstream.balancing.policies.policy import NO_FACTS, Fact, RequestFacts
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
+_SERIALIZED_EARLY = 8 * 1024  # bytes of a body from which only its bytes are stored: its document takes up to thirty times as much memory
 
 
-class JsonBody(msgspec.Struct, frozen=True):
-    """A JSON body that may be sent; only the model's name at the server is still to be set.
+def prepare_request(
+    body: bytes | bytearray, context: RequestContext, key: Key, *, large: bool = False
+) -> Generator[None, None, UpstreamRequest]:
+    """Parse a body, resolve its model, and make the request for its servers. ``large``: the body is processed in steps."""
+    request, worker = context.request, context.worker
+    active, target = worker.active, request.target
+    document = merge((yield from parse(body, active.snapshot.body_values)))
+    context.user = document.get("user")
+    if (sample := active.shape_sample) is not None and sample.includes(request.id):
+        context.shape = shape(document)
+    name = document.get("model")
+    named = active.catalog.resolve(name, key, target.mounted)
+    name = name or named.model.id
+    context.model = model = named if named.split is None else context.choose_from_split(named, named.split, key, document)
+    upstream = yield from _for_model(document, body, context, key, name, model, large)
+    if model.mirror is not None:
+        upstream = mirrored(upstream, model, model.mirror, worker, document)
+    if (ledger := worker.ledger) is not None:
+        ledger.start_request(
+            request.id, context.started_at, target.route.endpoint, key, model.model, context.stream, document, request.head.headers
+        )
+    if model.model.fallbacks and target.mounted is None:
+        again = partial(_prepare_again, body, context, key, name, large)
+        context.fallbacks = Fallbacks(model, active.catalog.fallbacks(model, key, named), again)
+    return upstream
 
-    ``hides_usage``: the usage event of the stream is for the gateway alone. ``choices`` and ``prompts``: of a stream with running usage,
-    the number of choices for each prompt and of prompts, otherwise 0; ``hides_running_usage``: that usage is for the gateway alone.
-    ``path``: the path at the server. ``input_field``: the field that holds the text. ``translation``: translates the response to a request
-    in an older form. ``headers``: header lines of this request.
+
+async def _prepare_again(
+    body: bytes | bytearray, context: RequestContext, key: Key, name: str, large: bool, model: CatalogEntry
+) -> UpstreamRequest:
+    """Make the request for a fallback. The body was parsed and checked before."""
+    work = _parse_again(body, context, key, name, model, large)
+    return await context.worker.steps.run(work, len(body)) if large else finished(work)
+
+
+def _parse_again(
+    body: bytes | bytearray, context: RequestContext, key: Key, name: str, model: CatalogEntry, large: bool
+) -> Generator[None, None, UpstreamRequest]:
+    document = merge((yield from parse(body)))
+    return (yield from _for_model(document, body, context, key, name, model, large))
+
+
+def _for_model(
+    document: Document, body: bytes | bytearray, context: RequestContext, key: Key, name: str, model: CatalogEntry, large: bool
+) -> Generator[None, None, UpstreamRequest]:
+    """Apply a model's policy and the key's limits to a merged document, and make the request of it.
+
+    ``body``: as received. ``name``: the model's name as the client sent it.
     """
+    request, size = context.request, len(body)
+    reservation = request.reservation
+    prepared = yield from prepare(document, model.policy, request.target.route, size, key.fields, large=large)
+    if reservation is not None:
+        reservation.estimate_usage(prepared.document, prepared.path, size, prepared.media, model.model)
+    if prepared.stream:
+        context.stream = True
+        counts_tokens = context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens)
+        if counts_tokens and model.model.running_usage:
+            prepared = with_running_usage(prepared)
+    facts, tokens = NO_FACTS, None
+    if required := model.pool.required_facts:
+        facts, tokens = yield from _facts(required, prepared, size, context, model, large)
+    if size > _SERIALIZED_EARLY:
+        if large:
+            yield
+        servers = model.pool.servers
+        prepared = prepared.serialized(model.model.served or (servers[0].spec.model if servers else model.model.id))
+        written = len(prepared.content)
+        request.body.reserve(written + size if model.model.fallbacks else written)
+        if large:
+            yield
+    return UpstreamRequest(request, model, name, prepared, facts, tokens)
 
-    document: Document
-    """Empty once the body is serialized."""
-    stream: bool
-    hides_usage: bool
-    path: str
-    input_field: str
-    translation: Translation | None = None
-    headers: bytes = b""
-    choices: int = 0
-    prompts: int = 0
-    hides_running_usage: bool = False
-    content: bytes = b""
-    """The serialized body of a large request, with ``model`` as its first field."""
-    content_model: str = ""
-    """The model's name in ``content``."""
-    content_type: ClassVar[bytes] = b"application/json"
-    upload: ClassVar[None] = None
 
-    def encode(self, served_model: str) -> bytes:
-        """Return the bytes for a server that knows the model by this name."""
-        if not self.content:
-            self.document["model"] = served_model
-            return orjson.dumps(self.document)
-        if served_model == self.content_model:
-            return self.content
-        old, new = (orjson.dumps({"model": name})[:-1] for name in (self.content_model, served_model))
-        return b"".join((new, memoryview(self.content)[len(old) :]))
+def _facts(
+    required: Set[Fact], prepared: JsonBody, size: int, context: RequestContext, model: CatalogEntry, large: bool
+) -> Generator[None, None, tuple[RequestFacts, TokenRequest | None]]:
+    """Return the facts that the model's balance policy requires, and how to get the token IDs of the prompt."""
+    if large:
+        yield
+    session, adapter = context.request.head.headers.get(b"x-session-id"), model.model.id if model.model.parent is not None else None
+    facts = yield from balancing_facts(required, prepared.document, session, adapter)
+    if facts.prompt is None:
+        return facts, None
+    caches = context.worker.engine_caches.get(model.model.base)
+    return facts, token_request(caches, prepared.document, prepared.path, size, model)
 
-    def serialized(self, served_model: str) -> JsonBody:
-        """Return the same body with its bytes in place of the document, which takes many times as much memory."""
-        rest = {name: value for name, value in self.document.items() if name != "model"}
-        return replace(self, document={}, content=orjson.dumps({"model": served_model, **rest}), content_model=served_model)
 
-    def sent_document(self) -> Document:
-        """Return the document of the request. Parses a serialized body again."""
-        return orjson.loads(self.content) if self.content else self.document
+# The document. These functions are pure.
 
 
 def merge(document: Document) -> Document:
@@ -85,52 +137,29 @@ def merge(document: Document) -> Document:
     if extra is None:
         extra = {}
     if not isinstance(extra, dict):
-        raise Refusal("invalid_value", "The field 'extra_body' must be an object.", param="extra_body")
+        raise invalid_value("The field 'extra_body' must be an object.", param="extra_body")
     merged = {**document, **extra}
     del merged["extra_body"]  # a nested one has no meaning, and a server would ignore it
     return merged
 
 
-def prepare(document: Document, policy: BodyPolicy, route: Route, size: int, key_fields: Mapping[str, Any] = _NOTHING) -> JsonBody:
+def prepare(
+    document: Document, policy: BodyPolicy, route: Route, size: int, key_fields: Mapping[str, Any] = _NOTHING, *, large: bool = False
+) -> Generator[None, None, JsonBody]:
     """Apply a model's policy to a merged document, which may be modified. Raises Refusal for a document that may not be sent.
 
-    ``size``: bytes of the body as received. ``key_fields``: the fields that the request's key sets.
+    ``size``: bytes of the body as received. ``key_fields``: the fields that the request's key sets. ``large``: see ``BodyPolicy.apply``.
     """
-    policy.apply(document, size)
-    document = _with_configured_fields(document, policy, route)
-    return _prepared(document, translate(document) if route.translated else None, policy, route, key_fields)
-
-
-def prepare_in_steps(
-    document: Document, policy: BodyPolicy, route: Route, size: int, key_fields: Mapping[str, Any] = _NOTHING
-) -> Generator[None, None, JsonBody]:
-    """Do the same as ``prepare`` for a large body, in steps."""
-    yield from policy.apply_in_steps(document, size)
-    yield
-    document = _with_configured_fields(document, policy, route)
-    yield
-    translated = (yield from translate_in_steps(document)) if route.translated else None
-    yield
-    return _prepared(document, translated, policy, route, key_fields)
-
-
-def _with_configured_fields(document: Document, policy: BodyPolicy, route: Route) -> Document:
-    """Return the document with the configured defaults and overrides, and with current names in place of older ones."""
+    media = yield from policy.apply(document, size, large=large)
     if route.dialect is Dialect.RESPONSES:
         document.pop("store", None)  # true is OpenAI's default value: a client that sends it need not rely on it
-    if policy.defaults or policy.overrides:
+    if policy.sets_fields:
         document = {**policy.defaults, **document, **policy.overrides}  # the operator may set what clients may not
     if route.guided and not _GUIDED_ALL.isdisjoint(document):
         _translate_guided(document)
-    return document
-
-
-def _prepared(
-    document: Document, translated: Translated | None, policy: BodyPolicy, route: Route, key_fields: Mapping[str, Any]
-) -> JsonBody:
     path, input_field, translation = route.upstream, route.input_field, None
-    if translated is not None:
-        document, other, translation = translated
+    if route.translated:
+        document, other, translation = yield from translate(document, large=large)
         if other is not None:
             path, input_field = other, "prompt"
     elif route.dialect is Dialect.RESPONSES:
@@ -140,12 +169,12 @@ def _prepared(
         policy.check_images(document.get("images"))
     if policy.max_tokens is not None:
         _set_max_tokens(document, policy.max_tokens, path)
-    stream = False
+    stream = hides_usage = False
     if "stream" in document and document["stream"] is not None:
         stream = document["stream"] = _flag(document, "stream")  # the server gets what was understood here
-    hides_usage = stream and route.injects and _inject_usage(document)
+        hides_usage = stream and route.injects and _inject_usage(document)
     headers = _set_key_fields(document, key_fields, route) if key_fields else b""
-    return JsonBody(document, stream, hides_usage, path, input_field, translation, headers)
+    return JsonBody(document, stream, hides_usage, path, input_field, translation, headers, media=media)
 
 
 # Configured fields
@@ -181,7 +210,7 @@ def _refuse_state(document: Document) -> None:
     """Refuse fields that need a stored response. Servers store none, since a server would return it to any client that knows its ID."""
     for name in _STATE:
         if document.get(name) not in (None, False):
-            raise Refusal("invalid_value", f"Responses are not stored here, so '{name}' can't be used.", param=name)
+            raise invalid_value(f"Responses are not stored here, so '{name}' can't be used.", param=name)
 
 
 # Guided decoding by its former field names, which vLLM has removed and ignores
@@ -201,7 +230,7 @@ def _translate_guided(document: Document) -> None:
         return
     names = sorted(constraints) + [name for name in ("structured_outputs", "response_format") if _constrains(document.get(name))]
     if len(names) > 1:
-        raise Refusal("invalid_value", f"Only one constraint can be given, not {' and '.join(names)}.", param=names[0])
+        raise invalid_value(f"Only one constraint can be given, not {' and '.join(names)}.", param=names[0])
     options = {_GUIDED_OPTIONS[name]: value for name, value in values.items() if name in _GUIDED_OPTIONS and value is not None}
     document["structured_outputs"] = {_GUIDED[name]: value for name, value in constraints.items()} | options
 
@@ -218,7 +247,7 @@ def _inject_usage(document: Document) -> bool:
     """Request the usage event if the client did not. Returns whether it must be hidden from the client."""
     options = document.get("stream_options")
     if options is not None and not isinstance(options, dict):
-        raise Refusal("invalid_value", "The field 'stream_options' must be an object.", param="stream_options")
+        raise invalid_value("The field 'stream_options' must be an object.", param="stream_options")
     options = options or {}
     if _flag(options, "include_usage", "stream_options.include_usage"):
         return False
@@ -259,4 +288,4 @@ def _flag(document: Mapping[str, Any], name: str, path: str | None = None) -> bo
         return bool(value)
     if isinstance(value, str | int | float) and (found := _BOOLEANS.get(value.lower() if isinstance(value, str) else value)) is not None:
         return found
-    raise Refusal("invalid_value", f"The field '{path or name}' must be true or false.", param=path or name)
+    raise invalid_value(f"The field '{path or name}' must be true or false.", param=path or name)

@@ -23,17 +23,19 @@ from gateway.api.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_fa
 from gateway.api.settlement import NOTHING, Settlement
 from gateway.api.usage import Usage
 from gateway.auth.catalog import CatalogEntry
+from gateway.auth.split import Split
 from gateway.client.keepalive import Keepalive
 from gateway.client.request import ClientRequest
 from gateway.limits import Reservation
+from gateway.limits.sessions import session_of
 from gateway.proxy.request_services import RequestServices
-from gateway.proxy.response import NoResponse, ResponseRelay, end_truncated, is_stream
+from gateway.proxy.response import NoResponse, ResponseRelay, end_truncated
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.snapshot.link import ChoiceExplained
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
 from gateway.telemetry.request_record import USER_LIMIT, RequestRecord, explained
-from upstream.balancing.attempt import Attempt, UpstreamResponse
+from upstream.balancing.attempt import Attempt
 from upstream.balancing.cost_model import Placement
 from upstream.balancing.pool import NoServerError
 from upstream.http.errors import ConnectFailed, UpstreamError
@@ -119,12 +121,6 @@ class RequestContext(msgspec.Struct, eq=False):
         if self.keepalive is None:
             self.keepalive = Keepalive(self.request, interval, self.worker.deadlines)
 
-    def note_response(self, response: UpstreamResponse) -> None:
-        """Note the first bytes of a response. Keep-alive comments end, unless it is a stream."""
-        self.handover = monotonic() - response.last_byte_at
-        if self.keepalive is not None and not is_stream(response):
-            self.keepalive.end()
-
     def end_attempt(self, fallbacks: Fallbacks) -> None:
         """Note what the attempt has met, before the request is sent to a fallback."""
         if (attempt := self.attempt) is not None:
@@ -134,6 +130,20 @@ class RequestContext(msgspec.Struct, eq=False):
             if (prompt := attempt.facts.prompt) is not None and prompt.placement is not None:
                 prompt.placement.finished()
             self.attempt = None
+
+    def choose_from_split(self, named: CatalogEntry, split: Split[CatalogEntry], key: Key, document: Mapping[str, Any]) -> CatalogEntry:
+        """Choose the model that serves a request for a split, and use it. ``document``: empty for a form.
+
+        The ID of a request is random: it draws the model if the split is not sticky, or if the request belongs to no session.
+        """
+        text = self.request.id
+        if split.sticky == "key":
+            text = key.id
+        elif split.sticky == "session":
+            text = session_of(self.request.head.headers, document) or text
+        self.split, model = named.model.id, split.choose(text)
+        self.use_model(model, model)
+        return model
 
     def use_model(self, model: CatalogEntry, requested: CatalogEntry) -> None:
         """Serve the request by this model. ``requested``: the model that a fallback replaces.

@@ -15,35 +15,28 @@ from time import monotonic
 
 from gateway.api.errors import Refusal, draining
 from gateway.api.routes import Body, Dialect
-from gateway.api.strict_json import Document, parse, parse_in_steps
+from gateway.api.strict_json import Document
 from gateway.api.vllm.errors import from_server, server_failure
-from gateway.auth.catalog import CatalogEntry, named_model
-from gateway.auth.split import Split
+from gateway.auth.catalog import CatalogEntry
 from gateway.client.http.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.request import ClientRequest
 from gateway.limits.reservation import reservation_of
-from gateway.limits.sessions import session_of
-from gateway.prompts.balancing_facts import balancing_facts
-from gateway.prompts.token_keys import TokenRequest, add_token_keys, token_request
-from gateway.proxy.body import merge, prepare, prepare_in_steps, with_running_usage
+from gateway.prompts.token_keys import TokenRequest, add_token_keys
+from gateway.proxy.body import prepare_request
 from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
-from gateway.proxy.mirror import mirrored
 from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.request_services import RequestServices
 from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key
-from gateway.system.steps import Pace, finished, is_small
-from gateway.telemetry.body_shape import shape
+from gateway.system.steps import finished, is_small
 from upstream.balancing.attempt import Attempt, UpstreamResponse
-from upstream.balancing.policies.policy import NO_FACTS
 from upstream.balancing.pool import NoServerError
 from upstream.http.errors import BadResponse, ConnectFailed, UpstreamError
 
 _ERROR_BODY_LIMIT = 64 * 1024
 _ERROR_BODY_TIMEOUT = 5.0  # seconds
-_SERIALIZED_EARLY = 8 * 1024  # bytes of a body from which only its bytes are stored: its document takes up to thirty times as much memory
 
 
 async def handle_request(request: ClientRequest, worker: RequestServices) -> None:
@@ -74,10 +67,9 @@ async def handle_request(request: ClientRequest, worker: RequestServices) -> Non
             else:
                 body = request.body.take() if encoding is None and request.body.complete else await _read_body(context, key, encoding)
                 if is_small(body):
-                    upstream = await _prepare_json(body, context, key)
+                    upstream = finished(prepare_request(body, context, key))
                 else:
-                    async with worker.steps.admit(len(body)) as pace:
-                        upstream = await _prepare_json(body, context, key, pace)
+                    upstream = await worker.steps.run(prepare_request(body, context, key, large=True), len(body))
                 del body  # the response may take long
             # Send it and relay the response; again for each fallback.
             while True:
@@ -120,9 +112,6 @@ def _check_media_type(request: ClientRequest) -> str | None:
     return encoding
 
 
-# JSON bodies
-
-
 async def _read_body(context: RequestContext, key: Key, encoding: str | None) -> bytes | bytearray:
     """Read the whole body of a JSON route, and decode it."""
     request_body, since = context.request.body, monotonic()
@@ -131,99 +120,7 @@ async def _read_body(context: RequestContext, key: Key, encoding: str | None) ->
     if encoding is None:
         return body
     request_body.owner = key.id
-    async with context.worker.steps.admit(len(body)) as pace:
-        return await pace.run(decoded(body, encoding, request_body.limit, request_body.reserve))
-
-
-async def _prepare_json(body: bytes | bytearray, context: RequestContext, key: Key, pace: Pace | None = None) -> UpstreamRequest:
-    """Parse a body, resolve its model, and make the request for the model's servers. ``pace``: of a large body, processed in steps."""
-    request, worker = context.request, context.worker
-    active, target = worker.active, request.target
-    most_values = active.snapshot.body_values
-    document = merge(parse(body, most_values) if pace is None else await pace.run(parse_in_steps(body, most_values)))
-    context.user = document.get("user")
-    if (sample := active.shape_sample) is not None and sample.includes(request.id):
-        context.shape = shape(document)
-    name, catalog = named_model(document), active.catalog
-    named = catalog.resolve_unnamed(key, target.mounted) if name is None else catalog.resolve(name, key, target.mounted)
-    name = name or named.model.id
-    context.model = model = named if named.split is None else _choose_from_split(named, named.split, context, key, document)
-    upstream = await _apply_policy(document, body, context, key, name, model, pace)
-    if model.mirror is not None:
-        upstream = mirrored(upstream, model, model.mirror, worker, document)
-    if (ledger := worker.ledger) is not None:
-        ledger.start_request(
-            request.id, context.started_at, target.route.endpoint, key, model.model, context.stream, document, request.head.headers
-        )
-    if model.model.fallbacks and target.mounted is None:
-        context.fallbacks = Fallbacks(model, catalog.fallbacks(model, key, named), partial(_prepare_json_again, body, context, key, name))
-    return upstream
-
-
-def _choose_from_split(
-    named: CatalogEntry, split: Split[CatalogEntry], context: RequestContext, key: Key, document: Document
-) -> CatalogEntry:
-    """Choose the model that serves a request for a split. ``document``: empty for a form.
-
-    The ID of a request is random: it draws the model if the split is not sticky, or if the request belongs to no session.
-    """
-    request = context.request
-    text = request.id
-    if split.sticky == "key":
-        text = key.id
-    elif split.sticky == "session":
-        text = session_of(request.head.headers, document) or text
-    context.split, model = named.model.id, split.choose(text)
-    context.use_model(model, model)
-    return model
-
-
-async def _prepare_json_again(
-    body: bytes | bytearray, context: RequestContext, key: Key, name: str, model: CatalogEntry
-) -> UpstreamRequest:
-    """Make the request for a fallback. The body was parsed and checked before."""
-    if is_small(body):
-        return await _apply_policy(merge(parse(body)), body, context, key, name, model, None)
-    async with context.worker.steps.admit(len(body)) as pace:
-        return await _apply_policy(merge(await pace.run(parse_in_steps(body))), body, context, key, name, model, pace)
-
-
-async def _apply_policy(
-    document: Document, body: bytes | bytearray, context: RequestContext, key: Key, name: str, model: CatalogEntry, pace: Pace | None
-) -> UpstreamRequest:
-    """Apply a model's policy and the key's limits to a merged document, and make the request of it. ``body``: as received."""
-    request, size = context.request, len(body)
-    route, reservation = request.target.route, request.reservation
-    if pace is None:
-        prepared = prepare(document, model.policy, route, size, key.fields)
-        if reservation is not None:
-            reservation.estimate_usage(prepared.document, prepared.path, body, model.model)
-    else:
-        prepared = await pace.run(prepare_in_steps(document, model.policy, route, size, key.fields))
-        if reservation is not None:
-            await pace.run(reservation.estimate_usage_in_steps(prepared.document, prepared.path, body, model.model))
-    if prepared.stream:
-        context.stream = True
-        counts_tokens = context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens)
-        if counts_tokens and model.model.running_usage:
-            prepared = with_running_usage(prepared)
-    facts, tokens = NO_FACTS, None
-    if required := model.pool.required_facts:
-        session, adapter = request.head.headers.get(b"x-session-id"), model.model.id if model.model.parent is not None else None
-        work = balancing_facts(required, prepared.document, session, adapter)
-        facts = finished(work) if pace is None else await pace.run(work)
-        if facts.prompt is not None:
-            tokens = token_request(context.worker.engine_caches.get(model.model.base), prepared.document, prepared.path, size, model)
-    if size > _SERIALIZED_EARLY:
-        if pace is not None:
-            await pace.rest()
-        servers = model.pool.servers
-        prepared = prepared.serialized(model.model.served or (servers[0].spec.model if servers else model.model.id))
-        written = len(prepared.content)
-        request.body.reserve(written + size if model.model.fallbacks else written)
-        if pace is not None:
-            await pace.rest()
-    return UpstreamRequest(request, model, name, prepared, facts, tokens)
+    return await context.worker.steps.run(decoded(body, encoding, request_body.limit, request_body.reserve), len(body))
 
 
 # Forms
@@ -239,9 +136,9 @@ async def _prepare_form(context: RequestContext, key: Key) -> UpstreamRequest:
     if request.body.consumed:
         form.check_end()
     catalog = worker.active.catalog  # the newest: the configuration may have changed while the form was received
-    named = catalog.resolve(name, key, target.mounted) if name else catalog.resolve_unnamed(key, target.mounted)
+    named = catalog.resolve(name, key, target.mounted)
     name = name or named.model.id
-    context.model = model = named if named.split is None else _choose_from_split(named, named.split, context, key, {})
+    context.model = model = named if named.split is None else context.choose_from_split(named, named.split, key, {})
     upstream = await _prepare_form_for(form, request, name, model)
     if (ledger := worker.ledger) is not None:
         ledger.start_request(request.id, context.started_at, target.route.endpoint, key, model.model, False, {}, request.head.headers)
@@ -274,8 +171,13 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
             response = await attempt.send(upstream.compose, upstream.body.upload)
         except NoServerError as error:
             response = await _send_from_queue(error, attempt, upstream, context, key)
-        context.note_response(response)
-        await _relay_response(response, upstream, context)
+        context.handover = monotonic() - response.last_byte_at
+        if context.keepalive is not None and not is_stream(response):
+            context.keepalive.end()
+        if not 200 <= response.status < 300:
+            raise await _server_error(response, upstream, context)
+        context.response_relay = response_relay = _choose_relay(response, upstream, context)
+        await response_relay.run()
 
 
 async def _add_token_keys(upstream: UpstreamRequest, tokens: TokenRequest, context: RequestContext) -> None:
@@ -344,33 +246,33 @@ async def _count_prompt(upstream: UpstreamRequest, context: RequestContext) -> N
 # The response
 
 
-async def _relay_response(response: UpstreamResponse, upstream: UpstreamRequest, context: RequestContext) -> None:
-    """Relay the response, or raise the error that the client gets for the server's. Raises Refusal and UpstreamError."""
+async def _server_error(response: UpstreamResponse, upstream: UpstreamRequest, context: RequestContext) -> Refusal:
+    """Return the error that the client gets for a server's error response."""
+    content = await response.read_body(_ERROR_BODY_LIMIT, _ERROR_BODY_TIMEOUT)
+    response.fault = server_failure(response.server.name, response.status, content.decode("latin-1"))
+    retry_after, document = response.headers.get(b"retry-after"), await _sent_document(upstream, context)
+    return from_server(response.status, content, upstream.name, upstream.body.input_field, retry_after, document)
+
+
+def _choose_relay(response: UpstreamResponse, upstream: UpstreamRequest, context: RequestContext) -> BodyRelay | EventRelay:
+    """Return the object that relays a successful response. Raises BadResponse."""
     request, body = upstream.request, upstream.body
-    if not 200 <= response.status < 300:
-        content = await response.read_body(_ERROR_BODY_LIMIT, _ERROR_BODY_TIMEOUT)
-        response.fault = server_failure(response.server.name, response.status, content.decode("latin-1"))
-        retry_after, document = response.headers.get(b"retry-after"), await _sent_document(upstream, context)
-        raise from_server(response.status, content, upstream.name, body.input_field, retry_after, document)
     if b"content-encoding" in response.headers and response.headers[b"content-encoding"].lower() != b"identity":
         raise BadResponse(response.server.name, "its response has a content encoding that the gateway did not request")
-    response_relay: BodyRelay | EventRelay
     if is_stream(response):
         if isinstance(body, FormBody):
             context.stream = True  # a form says so somewhere behind its model
-        response_relay = EventRelay(response, upstream)
+        events = EventRelay(response, upstream)
         if (ledger := context.worker.ledger) is not None:
-            ledger.watch(request.id, response_relay)
-    elif request.response_started:
+            ledger.watch(request.id, events)
+        return events
+    if request.response_started:
         raise BadResponse(response.server.name, "its response is not a stream, and a stream has been started")
-    elif body.translation is not None:
-        response_relay = TranslatedRelay(response, upstream, body.translation)
-    elif request.target.route.dialect is Dialect.PLAIN and is_binary(response):
-        response_relay = EmbeddingsRelay(response, upstream)
-    else:
-        response_relay = BodyRelay(response, upstream)
-    context.response_relay = response_relay
-    await response_relay.run()
+    if body.translation is not None:
+        return TranslatedRelay(response, upstream, body.translation)
+    if request.target.route.dialect is Dialect.PLAIN and is_binary(response):
+        return EmbeddingsRelay(response, upstream)
+    return BodyRelay(response, upstream)
 
 
 async def _sent_document(upstream: UpstreamRequest, context: RequestContext) -> Document | None:

@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Set
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, MultipartState, parse_options_header
 
-from gateway.api.errors import Refusal
+from gateway.api.errors import invalid_value
 from gateway.auth.body_policy import NUMBERS, BodyPolicy, check_number
 
 _MODEL_LIMIT = 512  # bytes that the name of a model may have
@@ -90,7 +90,7 @@ class Form:
         """Create a form from its Content-Type. Raises Refusal if that has no boundary."""
         boundary = _options(content_type).get(b"boundary")
         if boundary is None or not _BOUNDARY.fullmatch(boundary):
-            raise Refusal("invalid_value", "The content type of a form names its boundary, of at most 70 characters.")
+            raise invalid_value("The content type of a form names its boundary, of at most 70 characters.")
         return cls(boundary)
 
     def apply_policy(self, policy: BodyPolicy, key_max_tokens: int | None = None) -> None:
@@ -129,7 +129,7 @@ class Form:
         try:
             return self._model.decode()
         except UnicodeDecodeError:
-            raise Refusal("invalid_value", "The field 'model' is not valid UTF-8.", param="model") from None
+            raise invalid_value("The field 'model' is not valid UTF-8.", param="model") from None
 
     def check_end(self) -> None:
         """Check, once all has been read, that the form is complete. Raises Refusal.
@@ -137,7 +137,7 @@ class Form:
         The parser's result for bytes after a missing last boundary depends on how they are split into reads.
         """
         if not self.ended:
-            raise Refusal("invalid_value", "The form does not end with its boundary.")
+            raise invalid_value("The form does not end with its boundary.")
 
     def opening(self, served_model: str) -> bytes:
         """Return what has been read, with the model's name at the server: the whole form if it has ended."""
@@ -179,13 +179,14 @@ class Form:
         try:
             self._parser.write(data)
         except FormParserError as error:
-            message = f"The form is not valid: {error}." if self._parts else "The form does not begin with its boundary."
-            raise Refusal("invalid_value", message) from None
+            if not self._parts:
+                raise invalid_value("The form does not begin with its boundary.") from None
+            raise invalid_value(f"The form is not valid: {error}.", detail="The form is not valid.") from None
 
     def _count_parts(self, count: int) -> None:
         self._parts += count
         if self._parts > MAX_PARTS:
-            raise Refusal("invalid_value", f"The form has more than {MAX_PARTS} parts.")
+            raise invalid_value(f"The form has more than {MAX_PARTS} parts.")
 
     # Called by the parser
 
@@ -203,7 +204,7 @@ class Form:
     def _header_end(self) -> None:
         name = self._header.lower()
         if name in self._headers:
-            raise Refusal("invalid_value", f"The form has a part with two {name.decode().title()} headers.")
+            raise invalid_value(f"The form has a part with two {name.decode().title()} headers.")
         if name in (_DISPOSITION, _TYPE):
             self._headers[name] = self._value
         self._header = self._value = b""
@@ -216,12 +217,12 @@ class Form:
             b'; %b="%b"' % (option, value.replace(b"\\", b"\\\\").replace(b'"', b'\\"')) for option, value in options.items()
         )
         if b"name" not in options or _options(disposition) != options:
-            raise Refusal("invalid_value", "The form has a part without a plain name.")
+            raise invalid_value("The form has a part without a plain name.")
         lines = [b"--" + self._boundary, b"Content-Disposition: " + disposition]
         if b"filename" in options and _TYPE in self._headers:  # of a text, vLLM's framework reads no other header
             lines.append(b"Content-Type: " + self._headers[_TYPE])
         if not all(map(_FIELD_VALUE.fullmatch, lines)):
-            raise Refusal("invalid_value", "The form has a header with a control character.")
+            raise invalid_value("The form has a header with a control character.")
         self._name = name = options[b"name"].decode("latin-1")
         if self._policy is None:
             self._names.add(name)
@@ -230,14 +231,14 @@ class Form:
         if name != "model":
             self._written += b"\r\n".join((*lines, b"", b""))
         elif self._before_model is not None:
-            raise Refusal("invalid_value", "The field 'model' was sent more than once.", param="model")
+            raise invalid_value("The field 'model' was sent more than once.", param="model")
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         self._count_parts(data.count(self._delimiter, start, end))  # a delimiter inside data costs the parser as much as a part
         if self._name == "model":
             self._model += data[start:end]
             if len(self._model) > _MODEL_LIMIT:
-                raise Refusal("invalid_value", "The field 'model' is too long.", param="model")
+                raise invalid_value("The field 'model' is too long.", param="model")
             return
         self._written += data[start:end]
         if self._name in _READ:
@@ -267,13 +268,13 @@ class Form:
         if most is not None or number is None:
             check_number(name, number, most or 0)
         if key_most is not None and number is not None and number > key_most:
-            raise Refusal("invalid_value", f"The field '{name}' may be {key_most} at most for this key.", param=name)
+            raise invalid_value(f"The field '{name}' may be {key_most} at most for this key.", param=name)
 
 
 def _options(value: bytes) -> dict[bytes, bytes]:
     """Return the options of a header. Raises Refusal for more options than a client needs."""
     if len(value) > _LONGEST_OPTIONS or value.count(b";") > _MAX_OPTIONS:
-        raise Refusal("invalid_value", f"A form's header is longer than {_LONGEST_OPTIONS} bytes or has more than {_MAX_OPTIONS} options.")
+        raise invalid_value(f"A form's header is longer than {_LONGEST_OPTIONS} bytes or has more than {_MAX_OPTIONS} options.")
     options: dict[bytes, bytes] = parse_options_header(value)[1]
     return options
 
@@ -281,4 +282,4 @@ def _options(value: bytes) -> dict[bytes, bytes]:
 def _check_names(names: Set[str], policy: BodyPolicy) -> None:
     refused = policy.forbidden_field(names)
     if refused is not None:
-        raise Refusal("invalid_value", f"The field '{refused}' is not allowed here.", param=refused)
+        raise invalid_value(f"The field '{refused}' is not allowed here.", param=refused)

@@ -23,7 +23,7 @@ from gateway.api.strict_json import Document
 from gateway.api.usage import Usage, merged
 from gateway.api.vllm.errors import server_failure
 from gateway.auth.catalog import CatalogEntry, MirrorTarget
-from gateway.proxy.body import JsonBody
+from gateway.proxy.json_body import JsonBody
 from gateway.proxy.request_services import RequestServices
 from gateway.proxy.response import EVENT_LIMIT, is_binary, is_stream
 from gateway.proxy.upstream_request import UpstreamRequest
@@ -56,7 +56,8 @@ def mirrored(
 ) -> UpstreamRequest:
     """Return the request with its copy, if the share of the mirror includes it. ``document``: the merged body."""
     request, body = upstream.request, upstream.body
-    if not mirror.includes(request.id) or not isinstance(body, JsonBody):
+    is_included = int(request.id[-8:], 16) < mirror.below  # clients cannot choose the ID
+    if not is_included or not isinstance(body, JsonBody):
         return upstream
     route = request.target.route
     copy = RequestCopy(

@@ -10,9 +10,9 @@ from time import monotonic
 
 import orjson
 
-from gateway.api.strict_json import parse_in_steps
+from gateway.api.strict_json import parse
 from gateway.api.vllm.prompt_count import Document, exact_request, read_count, tokenize_request
-from gateway.proxy.body import JsonBody
+from gateway.proxy.json_body import JsonBody
 from gateway.proxy.request_services import RequestServices
 from gateway.proxy.upstream_request import UpstreamRequest
 from upstream.balancing.server import Server
@@ -51,7 +51,7 @@ async def _count_messages(upstream: UpstreamRequest, server: Server, worker: Req
     if not body.content:
         return _serialized(body.path, body.document, name, server, side_requests)
     async with worker.steps.admit(len(body.content)) as pace:
-        document = await pace.run(parse_in_steps(body.content))
+        document = await pace.run(parse(body.content))
         return _serialized(body.path, document, name, server, side_requests)
 
 

@@ -13,14 +13,14 @@ from typing import ClassVar
 import msgspec
 import orjson
 
-from gateway.api.settlement import BYTES_PER_TOKEN
+from gateway.api.media_urls import InlineMedia
 from gateway.api.translation import Translation
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.request import ClientRequest
 from gateway.limits.estimate import estimate
 from gateway.prompts.token_keys import TokenRequest
-from gateway.proxy.body import JsonBody
 from gateway.proxy.form import Form, NextBytes
+from gateway.proxy.json_body import JsonBody
 from gateway.system.steps import MEDIUM
 from upstream.balancing.attempt import Upload
 from upstream.balancing.policies.policy import NO_FACTS, RequestFacts
@@ -100,10 +100,8 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
         body = self.body
         if isinstance(body, FormBody):
             return 1
-        content = body.content or orjson.dumps(body.document)
-        if len(content) > MEDIUM:
-            return len(content) // BYTES_PER_TOKEN  # parsing it again would delay other clients
-        return estimate(body.sent_document(), body.path, content).prompt
+        size = len(body.content or orjson.dumps(body.document))
+        return estimate({}, body.path, size, body.media if size <= MEDIUM else InlineMedia()).prompt
 
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Return the headers and the body, or the first part of a body that is uploaded, for one server."""

@@ -5,8 +5,7 @@ steps. Large bodies are processed one at a time, in the order of their arrival. 
 on one body pauses once it has used ``SLICE``. A step is the code between two ``yield`` of a generator; the module that owns the generator
 keeps each step below 100 ms of CPU for a body of 20 MiB.
 
-A function ``x_in_steps`` is a generator that does the same as ``x``. ``x`` is for small bodies, as most bodies are: it runs the same checks
-in one call, or runs ``x_in_steps`` to its end with ``finished``.
+Small bodies, as most bodies are, pass through the same generators in one call (``finished``).
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ def is_small(body: bytes | bytearray) -> bool:
 
 def finished(work: Generator[None, None, T]) -> T:
     """Run all steps in one call. Raises the exceptions of the work."""
-    while True:
-        try:
+    try:
+        while True:
             next(work)
-        except StopIteration as end:
-            value: T = end.value
-            return value
+    except StopIteration as end:
+        value: T = end.value
+        return value
 
 
 class Steps:
@@ -70,6 +69,11 @@ class Steps:
             asyncio.get_running_loop().call_soon(self._resume_next)
         signal.set()
 
+    async def run(self, work: Generator[None, None, T], size: int) -> T:
+        """Run the work on a body of ``size`` bytes when it may be processed, with pauses. Raises the exceptions of the work."""
+        async with self.admit(size) as pace:
+            return await pace.run(work)
+
     @asynccontextmanager
     async def admit(self, size: int) -> AsyncIterator[Pace]:
         """Wait until a body of ``size`` bytes may be processed. The collector is paused while its document exists."""
@@ -85,19 +89,14 @@ class Pace:
         self._steps = steps
         self._since = monotonic()
 
-    async def rest(self) -> None:
-        """Pause if the slice is used up."""
-        if monotonic() - self._since >= SLICE:
-            await self._steps.pause()
-            self._since = monotonic()
-
     async def run(self, work: Generator[None, None, T]) -> T:
-        """Run a generator to its end, with pauses between its steps. Raises the exceptions of the generator."""
-        await self.rest()
+        """Run a generator to its end, with a pause before a step if the slice is used up. Raises the exceptions of the generator."""
         while True:
+            if monotonic() - self._since >= SLICE:
+                await self._steps.pause()
+                self._since = monotonic()
             try:
                 next(work)
             except StopIteration as end:
                 value: T = end.value
                 return value
-            await self.rest()

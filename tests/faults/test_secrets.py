@@ -143,7 +143,7 @@ def test_no_canary_is_in_any_output(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 class _Broken(Catalog):
     """A catalog that fails with an error whose message contains secrets."""
 
-    def resolve(self, name: str, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
+    def resolve(self, name: object, key: Key, mounted: CatalogEntry | None = None) -> CatalogEntry:
         try:
             raise KeyError(name, GOOD)
         except KeyError:

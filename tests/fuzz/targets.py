@@ -26,7 +26,7 @@ from gateway.api.json_scan import ELEMENT, Scanner, Wanted
 from gateway.api.media_urls import MediaHosts
 from gateway.api.response_fields import WHOLE_SIZE, Fields, Observer, of_body, of_event
 from gateway.api.routes import ENDPOINTS, OUTPUTS, ROUTES, Body, Dialect
-from gateway.api.strict_json import parse, parse_in_steps
+from gateway.api.strict_json import parse
 from gateway.api.usage import Usage
 from gateway.api.vllm.errors import from_server
 from gateway.auth import keys
@@ -41,7 +41,8 @@ from gateway.fleet.configured_servers import launches
 from gateway.fleet.observed_servers import ObservedServers
 from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.prompts.prefix import affinity_key
-from gateway.proxy.body import JsonBody, merge, prepare, prepare_in_steps
+from gateway.proxy.body import merge, prepare
+from gateway.proxy.json_body import JsonBody
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import BodyRules, Issuer, Key, Snapshot
 from gateway.system.steps import finished
@@ -139,11 +140,11 @@ def _prepared(body: bytes, route: Any, policy: BodyPolicy) -> JsonBody:
     """A body that is prepared at once and in steps, which must not differ. Raises Refusal."""
     own = {"cache_salt": "salt"} if route.takes and b"user" in body else {}
 
-    def in_steps() -> JsonBody:
-        return finished(prepare_in_steps(merge(finished(parse_in_steps(body, _VALUES))), policy, route, len(body), own))
+    def prepared(*, large: bool) -> JsonBody:
+        return finished(prepare(merge(finished(parse(body, _VALUES))), policy, route, len(body), own, large=large))
 
-    at_once = _outcome(lambda: prepare(merge(parse(body, _VALUES)), policy, route, len(body), own))
-    assert _alike_prepared(at_once) == _alike_prepared(_outcome(in_steps))
+    at_once = _outcome(lambda: prepared(large=False))
+    assert _alike_prepared(at_once) == _alike_prepared(_outcome(lambda: prepared(large=True)))
     if isinstance(at_once, JsonBody):
         assert orjson.loads(at_once.serialized("x").encode("inside")) == orjson.loads(at_once.encode("inside"))
         return at_once

@@ -57,12 +57,11 @@ CORE: Mapping[str, Tested] = MappingProxyType(
             (
                 "Catalog.mounted",
                 "Catalog.resolve",
-                "Catalog.resolve_unnamed",
+                "Catalog._resolve_unnamed",
                 "Catalog.fallbacks",
                 "Catalog.visible",
                 "Catalog._allows",
                 "Catalog._scope",
-                "named_model",
             ),
         ),
     }

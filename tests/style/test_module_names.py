@@ -95,6 +95,7 @@ TESTED_BY = {
     "upstream/discovery/sources": "upstream/discovery/test_kubernetes",
     "gateway/config/section": "gateway/config/test_models",
     "gateway/limits/redis/result": "gateway/limits/redis/test_store",
+    "gateway/proxy/json_body": "gateway/proxy/test_body",
     "gateway/proxy/request_services": "gateway/proxy/test_context",
     "gateway/telemetry/request_ids": "gateway/telemetry/test_body_shape",
     "gateway/telemetry/trace": "gateway/telemetry/test_tracing",

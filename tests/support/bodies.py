@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES
-from gateway.api.strict_json import parse_in_steps
+from gateway.api.strict_json import parse
 from gateway.auth.body_policy import BodyPolicy
-from gateway.limits.estimate import estimate_in_steps
+from gateway.limits.estimate import estimate
 from gateway.prompts.prefix import affinity_key
-from gateway.proxy.body import merge, prepare_in_steps
+from gateway.proxy.body import merge, prepare
 from gateway.snapshot.snapshot import BodyRules
 from gateway.system.garbage_collector import collector_paused
 from gateway.telemetry.body_shape import shape
@@ -143,10 +143,10 @@ def processed(path: str, body: bytes) -> dict[str, Cost]:
     gc.collect()
     with collector_paused():
         try:
-            document: dict[str, Any] = merge(measured.steps("parse", parse_in_steps(body, VALUES)))
+            document: dict[str, Any] = merge(measured.steps("parse", parse(body, VALUES)))
             measured.step("shape", lambda: shape(document))
-            prepared = measured.steps("prepare", prepare_in_steps(document, POLICY, route, len(body)))
-            measured.steps("estimate", estimate_in_steps(prepared.document, prepared.path, body))
+            prepared = measured.steps("prepare", prepare(document, POLICY, route, len(body), large=True))
+            measured.step("estimate", lambda: estimate(prepared.document, prepared.path, len(body), prepared.media))
             measured.step("affinity_key", lambda: affinity_key(prepared.document))
             measured.step("encode", lambda: prepared.serialized("m"))
         except Refusal as refusal:

@@ -17,10 +17,10 @@ from pydantic_core import from_json
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Route
-from gateway.api.strict_json import parse, parse_in_steps
+from gateway.api.strict_json import parse
 from gateway.auth.body_policy import BodyPolicy
-from gateway.auth.catalog import named_model
-from gateway.proxy.body import JsonBody, merge, prepare, with_running_usage
+from gateway.proxy.body import merge, prepare, with_running_usage
+from gateway.proxy.json_body import JsonBody
 from gateway.snapshot.snapshot import BodyRules
 from gateway.system.steps import finished
 from tests.fuzz.differential.cases import Case, check, choose, mutated
@@ -61,10 +61,10 @@ def _refuse(name: str) -> Any:
 def compare(text: bytes, route: Route, policy: BodyPolicy, *, counted: bool) -> None:
     """Compare one body on one route. ``counted``: the gateway requests the running usage of its stream."""
     try:
-        document = merge(parse(text))
-        named = named_model(document)
+        document = merge(finished(parse(text)))
+        named = document.get("model") or None
         checked = dict(document)
-        prepared = prepare(document, policy, route, len(text))
+        prepared = finished(prepare(document, policy, route, len(text)))
         if counted and prepared.stream:
             prepared = with_running_usage(prepared)
     except Refusal as refusal:
@@ -75,7 +75,6 @@ def compare(text: bytes, route: Route, policy: BodyPolicy, *, counted: bool) -> 
     expected = expected or {}
     check(_same(checked, expected), "json reads another document than was checked", text, checked, expected)
     check(named == (expected.get("model") or None), "json reads another model than was checked", text, named, expected)
-    check(finished(parse_in_steps(text)) == parse(text), "a large body is read differently", text)
     _check_sent(prepared, expected, route, policy, text)
 
 

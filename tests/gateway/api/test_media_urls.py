@@ -10,7 +10,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from gateway.api.media_urls import URL_FIELDS, MediaHosts, is_entry, path_to, refused_url_field
+from gateway.api.media_urls import URL_FIELDS, InlineMedia, MediaHosts, is_entry, path_to, refused_url_field
 from tests.support.rows import each_row
 
 NONE, LISTED, ANY = (
@@ -190,11 +190,11 @@ INSIDE: list[Any] = [
 
 
 def forbidden(value: Any, hosts: MediaHosts) -> str | None:
-    pending, found = [value], None
+    pending, media, found = [value], InlineMedia(), None
     while pending and found is None:
-        found = refused_url_field(pending, hosts, budget=1)
-    whole = refused_url_field([value], hosts)
-    assert found == whole, "in one step as in many"
+        found = refused_url_field(pending, hosts, media, budget=1)
+    whole = refused_url_field([value], hosts, at_once := InlineMedia())
+    assert (found, media) == (whole, at_once), "in one step as in many"
     return None if whole is None else path_to(value, whole[0]) + whole[1]
 
 

@@ -12,21 +12,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.api import strict_json
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES, Body
-from gateway.api.strict_json import parse
 from gateway.auth.body_policy import BATCHES, FORBIDDEN, MAX_BATCH, MAXIMA, OLD_NAMES, REFUSED, SIZES, STRIPPED, TOKEN_LIMITS, BodyPolicy
-from gateway.proxy.body import JsonBody, prepare
+from gateway.proxy import body as proxy_body
+from gateway.proxy.json_body import JsonBody
 from gateway.snapshot.snapshot import BodyRules
+from gateway.system.steps import finished
 from tests.support.rows import each_row
 
 CHAT, COMPLETIONS, RESPONSES, MESSAGES = (ROUTES[f"/v1/{name}"] for name in ("chat/completions", "completions", "responses", "messages"))
 MESSAGE = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
+def parse(body: bytes) -> dict[str, Any]:
+    return finished(strict_json.parse(body))
+
+
+def prepare(*arguments: Any) -> JsonBody:
+    return finished(proxy_body.prepare(*arguments))
+
+
 def applied(document: dict[str, Any], **rules: Any) -> dict[str, Any]:
     """Return the body after the policy was applied."""
-    BodyPolicy(BodyRules(**rules), {}, {}).apply(document, len(orjson.dumps(document)))
+    finished(BodyPolicy(BodyRules(**rules), {}, {}).apply(document, len(orjson.dumps(document)), large=False))
     return document
 
 
@@ -51,6 +61,7 @@ def test_operators_may_refuse_a_field() -> None:
     assert refused({"chat_template_kwargs": {"x": 1}}, refuse=("x",)) == "chat_template_kwargs.x"
     assert refused({"priority": 1}, refuse=("priority",)) == "priority", "it is stripped otherwise"
     assert refused({"n": 1}, refuse=("n",)) == "n"
+    assert refused({"chat_template_kwargs": {"x": 1}}, refuse=("chat_template_kwargs",)) == "chat_template_kwargs"
     for name, older in OLD_NAMES.items():
         for each in (name, *older):
             assert refused({each: "x"}, refuse=(name,)) == each

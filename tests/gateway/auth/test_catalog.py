@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
 from gateway.api.routes import ROUTES
-from gateway.auth.catalog import Catalog, named_model
+from gateway.auth.catalog import Catalog
 from gateway.snapshot.snapshot import Key, Model
 from tests.support.running import key, model, serving
 from tests.support.scripted import Conversation, scripted
@@ -60,8 +60,8 @@ def test_what_a_key_may_use(globs: tuple[str, ...] | None, visible: list[str]) -
 @settings(deadline=None)
 @given(st.text(max_size=10) | st.sampled_from(["qwen ", " qwen", "QWEN", "Qwen/big\x00", "qwen/big", "Qwen/*", "meta/Small"]))
 def test_names_are_exact(name: str) -> None:
-    if name in ("Qwen/big", "qwen", "default", "meta/small", "llama", "meta/SMALL"):
-        return
+    if name in ("Qwen/big", "qwen", "default", "meta/small", "llama", "meta/SMALL", ""):
+        return  # an empty text names no model
     with pytest.raises(Refusal) as caught:
         CATALOG.resolve(name, Key("k"))
     assert caught.value.code == "model_not_found"
@@ -110,7 +110,7 @@ def test_an_instance_serves_its_model_alone() -> None:
     assert CATALOG.mounted("/i-1/1/v1/models", "/v1/models") is mounted
     assert CATALOG.mounted("/i-1/3/v1/models", "/v1/models") is None
     assert CATALOG.mounted("/i-1/1", "/v1/models") is None
-    assert CATALOG.resolve_unnamed(Key("k"), mounted) is mounted
+    assert CATALOG.resolve(None, Key("k"), mounted) is mounted
     assert CATALOG.resolve("qwen", Key("k"), mounted) is mounted
     with pytest.raises(Refusal):
         CATALOG.resolve("meta/small", Key("k"), mounted)
@@ -118,20 +118,20 @@ def test_an_instance_serves_its_model_alone() -> None:
     assert len(CATALOG.targets) == 2 * 3 * len(ROUTES), "each with and without a slash at its end"
 
 
-@pytest.mark.parametrize(("body", "name"), [({}, None), ({"model": None}, None), ({"model": ""}, None), ({"model": "tiny"}, "tiny")])
-def test_a_body_names_its_model_or_none(body: dict[str, object], name: str | None) -> None:
-    assert named_model(body) == name
-
-
 @pytest.mark.parametrize("value", [["tiny"], 5, False, {}])
 def test_a_model_that_is_no_text_is_refused(value: object) -> None:
     with pytest.raises(Refusal) as caught:
-        named_model({"model": value})
+        CATALOG.resolve(value, Key("k"))
     assert (caught.value.code, caught.value.param) == ("invalid_value", "model")
 
 
 LORAS = [Model("base", ()), Model("adapter", (), parent="base", served="adapter")]
 TWO = [Model("one", (), aliases=("first",)), Model("two", ())]
+
+
+@pytest.mark.parametrize(("name", "found"), [(None, "two"), ("", "two"), ("first", "one")])
+def test_null_and_an_empty_text_name_no_model(name: str | None, found: str) -> None:
+    assert Catalog(TWO, {}, "two").resolve(name, Key("k")).model.id == found
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ TWO = [Model("one", (), aliases=("first",)), Model("two", ())]
 def test_the_model_of_a_request_that_names_none(
     models: list[Model], default: str | None, globs: tuple[str, ...] | None, expected: str
 ) -> None:
-    assert Catalog(models, {}, default).resolve_unnamed(Key("k", models=globs)).model.id == expected
+    assert Catalog(models, {}, default).resolve(None, Key("k", models=globs)).model.id == expected
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_request_that_names_no_model_is_refused(
     models: list[Model], default: str | None, globs: tuple[str, ...] | None, code: str
 ) -> None:
     with pytest.raises(Refusal) as caught:
-        Catalog(models, {}, default).resolve_unnamed(Key("k", models=globs))
+        Catalog(models, {}, default).resolve(None, Key("k", models=globs))
     assert (caught.value.code, caught.value.param) == (code, "model")
     assert not any(f"'{each.id}'" in caught.value.message or f"`{each.id}`" in caught.value.message for each in models)
 

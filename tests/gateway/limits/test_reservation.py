@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
+from gateway.api.media_urls import InlineMedia
 from gateway.api.routes import OUTPUTS
 from gateway.api.settlement import BYTES_PER_TOKEN, Settlement
 from gateway.api.usage import Usage
@@ -204,7 +205,7 @@ def test_no_requests_use_more_than_a_hard_budget(
                 reservation.reserve_request()
                 document = dict(fields)
                 body = orjson.dumps(document)
-                reservation.estimate_usage(document, path, body, served)
+                reservation.estimate_usage(document, path, len(body), InlineMedia(), served)
                 reservation.reserve_tokens()
             except Refusal:
                 reservation.settle(Settlement(), 429)
@@ -214,7 +215,7 @@ def test_no_requests_use_more_than_a_hard_budget(
                 finish(running)
         finish(running)
         known = reservation_of(limiter, client_key, "req_x", {b"x-session-id": b"one"})
-        known.estimate_usage({}, CHAT, b"", served)
+        known.estimate_usage({}, CHAT, 0, InlineMedia(), served)
         left, whole = buckets.hard_capacity(known.holders(served), moment(monotonic(), time()))
         assert left.tokens >= 0 and left.cost >= 0, (left, whole)
 
@@ -235,7 +236,7 @@ def test_a_prompt_is_estimated_if_a_limit_counts_tokens(limits: Limits, counts: 
         unsettled = [reservation.is_unsettled]
         reservation.reserve_request()
         unsettled.append(reservation.is_unsettled)
-        reservation.estimate_usage({}, CHAT, b"x" * 40, served)
+        reservation.estimate_usage({}, CHAT, 40, InlineMedia(), served)
         reservation.reserve_tokens()
         assert (reservation.counts_tokens, reservation.estimated_prompt) == (counts, 10 if counts else None)
         unsettled.append(reservation.is_unsettled)

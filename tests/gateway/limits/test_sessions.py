@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
+from gateway.api.media_urls import InlineMedia
 from gateway.auth import keys
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
@@ -222,7 +223,7 @@ async def test_without_space_for_the_table_a_session_is_refused() -> None:
         limiter.apply_snapshot(Snapshot(1, (one,), ()))
         reservation = reservation_of(limiter, one, "req_1", {b"x-session-id": b"run-1"})
         with pytest.raises(Refusal) as refused:
-            reservation.estimate_usage(chat(), "/v1/chat/completions", b"{}", Model("tiny", ()))
+            reservation.estimate_usage(chat(), "/v1/chat/completions", 2, InlineMedia(), Model("tiny", ()))
     assert refused.value.code == "overloaded"
 
 

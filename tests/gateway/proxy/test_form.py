@@ -96,6 +96,20 @@ async def test_a_form_is_sent_in_chunks_unless_it_was_read_to_its_end() -> None:
         assert server.requests[0].header("transfer-encoding") == "chunked" and written(server.requests[0]) == MODEL + FILE + END
 
 
+@pytest.mark.parametrize(
+    ("data", "message", "detail"),
+    [
+        (b"--x\r\ncontent-type: a\r\ncontent-type: b\r\n\r\n", "two Content-Type", "The form has a part with two Content-Type headers."),
+        (b"--x\r\nsecret\xff: 1\r\n\r\n", "The form is not valid: ", "The form is not valid."),
+        (b"hello", "does not begin with its boundary", "The form does not begin with its boundary."),
+    ],
+)
+def test_the_log_gets_the_reason_without_the_clients_text(data: bytes, message: str, detail: str) -> None:
+    with pytest.raises(Refusal, match=message) as caught:
+        Form.of(b"multipart/form-data; boundary=x").feed(data)
+    assert (caught.value.code, caught.value.detail) == ("invalid_value", detail)
+
+
 MANY = part("n", b"129")
 REFUSED = {
     "something before the first boundary": (form(b"\r\n", MODEL), 400, "invalid_value"),

@@ -43,7 +43,10 @@ QUESTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"n": 5000},
         {"code": "invalid_value", "param": "n", "detail": "The field 'n' must be between 1 and 128."},
     ),
-    "which field has the wrong type": ({"stream": "maybe"}, {"code": "invalid_value", "param": "stream", "model": "sim/one"}),
+    "which field has the wrong type": (
+        {"stream": "maybe"},
+        {"code": "invalid_value", "param": "stream", "model": "sim/one", "detail": "The field 'stream' must be true or false."},
+    ),
     "which field is out of range for the server": ({"temperature": -1}, {"code": "invalid_value", "param": "temperature"}),
     "where in the messages": (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "file:///etc/passwd"}}]}]},

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.api.errors import Refusal
+from gateway.api.media_urls import InlineMedia
 from gateway.api.settlement import Settlement
 from gateway.api.usage import Usage
 from gateway.limits import Limiter, Reservation
@@ -69,7 +70,7 @@ class One:
         try:
             if (waiting := reservation.reserve_request()) is not None:
                 await waiting
-            reservation.estimate_usage({"max_tokens": tokens - 1}, CHAT, b"", self.snapshot.models[model])
+            reservation.estimate_usage({"max_tokens": tokens - 1}, CHAT, 0, InlineMedia(), self.snapshot.models[model])
             if (waiting := reservation.reserve_tokens()) is not None:
                 await waiting
         except Refusal:
@@ -299,7 +300,7 @@ async def test_a_fallback_ends_the_lease_of_the_former_model(server: RedisServer
         running = await one.lease()
         await one.acknowledged()
         moved = running[-1].reservation
-        moved.estimate_usage({"max_tokens": 9}, CHAT, b"", MODELS[1])
+        moved.estimate_usage({"max_tokens": 9}, CHAT, 0, InlineMedia(), MODELS[1])
         waiting = moved.reserve_tokens()
         assert waiting is not None
         await waiting
