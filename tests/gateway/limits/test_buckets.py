@@ -227,6 +227,9 @@ def test_the_capacity_of_hard_budgets() -> None:
     assert buckets.reserve([(holder, Amounts(1, 1, 400, 30))], at, {}) is None
     left, whole = buckets.hard_capacity([holder], at)
     assert (left, whole) == ((600, 60), (1000, 90))
+    other = buckets.holder("team", Limits(cost_per_week=70))
+    assert buckets.reserve([(other, Amounts(1, 1, 0, 20))], at, {}) is None
+    assert buckets.hard_capacity([holder, other], at) == ((600, 50), (1000, 70)), "the smallest of each kind"
     later = moment(0.0, WALL + 30 * 86400)
     assert buckets.hard_capacity([holder], later)[0] == (1000, 90), "another day and another week"
 

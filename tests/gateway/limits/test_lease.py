@@ -152,3 +152,35 @@ def test_what_is_left_of_a_lease_is_shown_as_unused() -> None:
     now = one.current()
     assert [full for _, *full in now.full_times] == [[pytest.approx(0.001), pytest.approx(0.001)]]
     assert {state.budget.name: state.used for _, state in now.budgets} == {"tokens_per_day": 10, "cost_per_month": 5}
+
+
+def test_the_demand_for_requests_alone_is_remembered() -> None:
+    one = lease(Amounts(100, 0, 0, 0))
+    for number in range(3):
+        assert one.admit(f"r{number}", Amounts(1))
+    for number in range(3):
+        assert one.settle(f"r{number}", Amounts())
+    assert (one.requests, one.demand) == (100, Amounts(3))
+
+
+@pytest.mark.parametrize(
+    ("used", "overdrawn"), [(Amounts(1, 0, 10, 10), False), (Amounts(1, 0, 11, 0), True), (Amounts(1, 0, 0, 11), True)], ids=str
+)
+def test_a_lease_of_which_everything_is_used_is_not_overdrawn(used: Amounts, overdrawn: bool) -> None:
+    one = lease(Amounts(1, 0, 10, 10))
+    assert one.admit("r1", Amounts(1, 0, 10, 10)) and one.settle("r1", used)
+    assert one.is_overdrawn is overdrawn
+
+
+@pytest.mark.parametrize(
+    ("amounts", "small"), [(Amounts(1, 0, 25, 25), True), (Amounts(1, 0, 26, 25), False), (Amounts(1, 0, 25, 26), False)], ids=str
+)
+def test_a_small_request_is_a_quarter_of_a_lease_at_most(amounts: Amounts, small: bool) -> None:
+    assert lease(Amounts(100, 0, 100, 100)).is_small(amounts) is small
+
+
+def test_a_lease_that_is_used_up_is_shown_as_used() -> None:
+    reported = known(0.5, 0.5, 1000, 500)
+    one = Lease.of("lease", (HOLDER,), Amounts(1, 0, 10, 5), 0.0, DURATION, reported)
+    assert one.admit("r1", Amounts(1, 0, 10, 5))
+    assert one.current() == reported

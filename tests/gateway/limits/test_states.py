@@ -168,3 +168,11 @@ def test_a_cost_is_shown_with_all_of_its_digits() -> None:
     shown = second.document()
     assert [bytes(shown[name]) for name in ("amount", "used", "remaining")] == [b"5", b"4.999999999", b"0.000000001"]
     assert (shown["holder"], shown["models"], shown["reset_seconds"]) == ("key a", ("m*",), 12.346)
+
+
+@pytest.mark.parametrize(
+    ("rates", "used", "left"), [(HolderRates(0.0, 0.0, 2), 2, 3), (HolderRates(0.0, 0.0, 7), 7, 0), (None, None, None)]
+)
+def test_concurrent_requests_are_shown(rates: HolderRates | None, used: int | None, left: int | None) -> None:
+    (shown,) = limit_states(Allowance("key a", Limits(concurrent=5)), rates, [], 0.0)
+    assert (shown.limit, shown.amount, shown.used, shown.remaining, shown.soft) == ("concurrent", 5, used, left, False)

@@ -447,3 +447,11 @@ async def test_a_lease_continues_after_its_requests(server: RedisServer) -> None
         for each in running:
             each.finish(5)
         assert list(one.store.leases._open.values()) == [lease]
+
+
+async def test_headers_show_the_requests_that_the_store_has_counted(server: RedisServer) -> None:
+    async with worker(server.store_config(), Allowance("key a", Limits(requests_per_minute=3, tokens_per_minute=1000))) as one:
+        each = await one.start(10)
+        assert each is not None
+        lines = dict(line.split(b": ") for line in each.reservation.header_lines().splitlines())
+        assert (lines[b"x-ratelimit-limit-requests"], lines[b"x-ratelimit-remaining-requests"]) == (b"3", b"2")
