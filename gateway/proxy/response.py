@@ -377,11 +377,11 @@ class EventRelay(ResponseRelay):
         if self._lacks_line_feed:
             events, self._lacks_line_feed = events.removeprefix(b"\n"), False
         if self.gaps is None:
-            events = events.lstrip(b"\r\n")  # the response has not started, and the first event may be an error with a status of its own
+            events = events.lstrip(b"\r\n")  # the response has not started, and the first event may be an error with its own status
         separate = split(events)
         left = sum(not event.isspace() for event in separate)
-        if left:
-            self._last = received
+        has_event = left > 0
+        if has_event:
             self._count_read(left)
         shown = []
         for event in separate:
@@ -393,6 +393,8 @@ class EventRelay(ResponseRelay):
             if self.failure is not None and not self._request.response_started and len(shown) == 1:
                 self._first_error, self.gaps, self.first_token = self.failure, None, None
                 return
+        if has_event:
+            self._last = received  # not before: a stream whose last events cannot be translated has not ended
         events = self._renamed(b"".join(shown))
         if self._request.reservation is not None and self._has_ended():
             self._settle_limits()

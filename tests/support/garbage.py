@@ -1,4 +1,4 @@
-"""What a block of code leaves for the garbage collector."""
+"""A check that a block of code leaves nothing for the garbage collector."""
 
 from __future__ import annotations
 

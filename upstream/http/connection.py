@@ -84,7 +84,7 @@ class Receiver(Protocol):
 
 
 class Expects(Enum):
-    """What the next bytes of a connection are."""
+    """The part of a response that the next bytes of a connection belong to."""
 
     RESPONSE = auto()
     """The first bytes of a response. Nothing of it has been received."""

@@ -4,7 +4,7 @@
 waits for its body and for its response, and these objects cost more than relaying it (docs/performance.md). An ``InlineTask`` runs its
 first step where it is started, and each further step inside ``Signal.set``.
 
-Who resumes a waiting coroutine, and how its wait is cancelled:
+The code that resumes a waiting coroutine, and how its wait is cancelled:
 
 | coroutine of | awaits | resumed by | cancelled by |
 |---|---|---|---|
@@ -51,7 +51,7 @@ class Signal:
             yield self
         self.result()
 
-    # What asyncio.Task calls
+    # The methods that asyncio.Task calls
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
         return asyncio.get_running_loop()
