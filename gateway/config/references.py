@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Set
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from dataclasses import dataclass
+from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 from gateway.config.models import MAX_REPLICAS, matches
@@ -55,6 +55,11 @@ class ConfigValue(NamedTuple):
     def each(self, key: str) -> Iterator[ConfigValue]:
         return self.get(key).items()
 
+    def one_or_each(self, key: str) -> Iterator[ConfigValue]:
+        """Yield the entries of a list, or a single value."""
+        value = self.get(key)
+        return value.items() if isinstance(value.value, list) else iter((value,))
+
     def problem(self, message: str) -> Problem:
         return self.source.problem(Finding(self.path, message))
 
@@ -65,10 +70,11 @@ class Draft:
 
     main: Source
     keys_file: Source | None = None
-    top: ConfigValue = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.top = ConfigValue(self.main, (), self.main.value)
+    @cached_property
+    def top(self) -> ConfigValue:
+        """The main file's document."""
+        return ConfigValue(self.main, (), self.main.value)
 
     @cached_property
     def models(self) -> list[ConfigValue]:
@@ -89,11 +95,7 @@ class Draft:
     @cached_property
     def names(self) -> list[ConfigValue]:
         """Every ID and alias of models and LoRA adapters."""
-        return [name for model in self.models for name in _names(model) if isinstance(name.value, str)]
-
-    @cached_property
-    def known(self) -> set[str]:
-        return {name.value for name in self.names}
+        return [name for model in self.models for name in _names(model) if _is_text(name)]
 
     @cached_property
     def has_all_names(self) -> bool:
@@ -103,7 +105,7 @@ class Draft:
     @cached_property
     def owners(self) -> dict[str, int]:
         """The number of the model that each name means. The names of LoRA adapters are those of their model."""
-        return {name.value: number for number, model in enumerate(self.models) for name in _names(model) if isinstance(name.value, str)}
+        return {name: number for number, model in enumerate(self.models) for name in texts(_names(model))}
 
     @cached_property
     def split_names(self) -> set[str]:
@@ -111,24 +113,56 @@ class Draft:
         return {name for name, number in self.owners.items() if self.models[number].get("split").value is not None}
 
 
+def texts(settings: Iterable[ConfigValue]) -> list[str]:
+    """Return the values that are texts."""
+    return [setting.value for setting in settings if _is_text(setting)]
+
+
+def _is_text(setting: ConfigValue) -> bool:
+    return isinstance(setting.value, str)
+
+
+def own_names(entry: ConfigValue) -> tuple[ConfigValue, ...]:
+    """Return the ID and the aliases of a model or an adapter."""
+    return (entry.get("id"), *entry.each("aliases"))
+
+
+def _entries(model: ConfigValue) -> tuple[ConfigValue, ...]:
+    return (model, *model.each("loras"))
+
+
 def _names(model: ConfigValue) -> Iterator[ConfigValue]:
-    yield model.get("id")
-    yield from model.each("aliases")
-    for lora in model.each("loras"):
-        yield lora.get("id")
-        yield from lora.each("aliases")
+    return chain.from_iterable(map(own_names, _entries(model)))
 
 
 def _is_named(model: ConfigValue) -> bool:
     """Return whether the IDs and aliases of a model and of its adapters are texts in lists."""
-    entries = (model, *model.each("loras"))
-    lists = [model.get("loras").value, *(entry.get("aliases").value for entry in entries)]
-    return all(value is None or isinstance(value, list) for value in lists) and all(map(_is_text, _names(model)))
+    lists = [model.get("loras").value, *(entry.get("aliases").value for entry in _entries(model))]
+    return all(isinstance(value, list | None) for value in lists) and all(map(_is_text, _names(model)))
 
 
-def _no_such_model(draft: Draft, setting: ConfigValue, name: str, own: Set[str] = frozenset()) -> Iterator[Problem]:
-    if draft.has_all_names:
-        yield setting.problem(f"there is no such model{did_you_mean(name, draft.known - own)}")
+def _known_model(draft: Draft, setting: ConfigValue, hidden: Set[str] = frozenset()) -> Iterator[Problem]:
+    """Report a text that names no model. ``hidden`` are names that the message does not propose."""
+    if _is_text(setting) and setting.value not in draft.owners and draft.has_all_names:
+        yield setting.problem(f"there is no such model{did_you_mean(setting.value, draft.owners.keys() - hidden)}")
+
+
+def _another_model(
+    draft: Draft, setting: ConfigValue, own: Collection[str], itself: str, split: str, hidden: Set[str] = frozenset()
+) -> Iterator[Problem]:
+    """Report a reference of a model to itself, to a split, or to no model. ``itself`` and ``split``: the messages."""
+    if setting.value in own:
+        yield setting.problem(itself)
+    elif setting.value in draft.split_names:
+        yield setting.problem(split)
+    yield from _known_model(draft, setting, hidden)
+
+
+def _known(settings: Iterable[ConfigValue], known: Collection[str], what: str) -> Iterator[Problem]:
+    """Report each text that is not in ``known``."""
+    for setting in settings:
+        if _is_text(setting) and setting.value not in known:
+            yield setting.problem(f"there is no such {what}{did_you_mean(setting.value, known)}")
 
 
 def problems(draft: Draft) -> Iterator[Problem]:
@@ -140,9 +174,7 @@ def problems(draft: Draft) -> Iterator[Problem]:
 def _repeated(settings: Iterable[ConfigValue], what: str, also: str = "") -> Iterator[Problem]:
     """Yield a problem for every repeated text. ``also`` is appended to the message."""
     first: dict[str, ConfigValue] = {}
-    for setting in settings:
-        if not isinstance(setting.value, str):
-            continue
+    for setting in filter(_is_text, settings):
         before = first.setdefault(setting.value, setting)
         if before is not setting:
             where = f"line {before.source.line(before.path)}"
@@ -179,88 +211,78 @@ def _unique_mounts(draft: Draft) -> Iterator[Problem]:
     yield from _repeated((mount for model in draft.models for mount in model.each("mounts")), "mount")
 
 
-def _unique_servers(draft: Draft) -> Iterator[Problem]:
-    for model in draft.models:
-        urls = [server for server in model.each("servers") if isinstance(server.get("url").value, str)]
-        seen = Counter((server.value["url"], str(server.value.get("model"))) for server in urls)
-        yield from _repeated((s.get("url") for s in urls if seen[s.value["url"], str(s.value.get("model"))] > 1), "server")
+def _unique_servers(model: ConfigValue) -> Iterator[Problem]:
+    urls = [server for server in model.each("servers") if _is_text(server.get("url"))]
+    seen = Counter((server.value["url"], str(server.value.get("model"))) for server in urls)
+    yield from _repeated((s.get("url") for s in urls if seen[s.value["url"], str(s.value.get("model"))] > 1), "server")
 
 
-def _one_origin(draft: Draft) -> Iterator[Problem]:
-    for model in draft.models:
-        given = [name for name in _ORIGINS if model.get(name).value is not None] if isinstance(model.value, dict) else ["?"]
-        if not given:
-            yield model.problem("has no servers: write one of launch ({} for the defaults), servers, discover, split")
-        for extra in given[1:]:
-            yield model.get(extra).problem(f"a model has only one of launch, servers, discover and split; this one already has {given[0]}")
+def _one_origin(model: ConfigValue) -> Iterator[Problem]:
+    given = [name for name in _ORIGINS if model.get(name).value is not None] if isinstance(model.value, dict) else ["?"]
+    if not given:
+        yield model.problem("has no servers: write one of launch ({} for the defaults), servers, discover, split")
+    for extra in given[1:]:
+        yield model.get(extra).problem(f"a model has only one of launch, servers, discover and split; this one already has {given[0]}")
 
 
-def _one_discovery(draft: Draft) -> Iterator[Problem]:
-    for model in draft.models:
-        discover = model.get("discover")
-        given = [name for name in ("kubernetes", "dns") if discover.get(name).value is not None]
-        if isinstance(discover.value, dict) and len(given) != 1:
-            yield discover.problem("expected one of kubernetes and dns")
+def _one_discovery(model: ConfigValue) -> Iterator[Problem]:
+    discover = model.get("discover")
+    given = [name for name in ("kubernetes", "dns") if discover.get(name).value is not None]
+    if isinstance(discover.value, dict) and len(given) != 1:
+        yield discover.problem("expected one of kubernetes and dns")
 
 
-def _gpus(draft: Draft) -> Iterator[Problem]:
-    for model in draft.models:
-        gpus, replicas = model.get("launch", "gpus"), model.get("launch", "replicas").value
-        count = 1 if replicas is None else replicas
-        if isinstance(gpus.value, list) and type(count) is int and 1 <= count <= MAX_REPLICAS and len(gpus.value) != count:
-            yield gpus.problem(
-                f"has GPUs for {len(gpus.value)} replicas, but replicas is {count}; write one list of GPUs for each, e.g. [[0, 1]]"
-            )
-        for replica in gpus.items():
-            yield from _replica(replica)
-
-
-def _replica(replica: ConfigValue) -> Iterator[Problem]:
-    """Check one replica's GPUs: at least one, and each once."""
-    if isinstance(replica.value, list) and (not replica.value or len({str(gpu) for gpu in replica.value}) < len(replica.value)):
-        yield replica.problem("expected the numbers of this replica's GPUs, each once")
-
-
-def _launch_settings(draft: Draft) -> Iterator[Problem]:
-    """Check what the builder of the server's command line would reject."""
-    for model in draft.models:
-        launch = model.get("launch")
-        args, env = (value if isinstance(value, dict) else {} for value in (launch.get("args").value, launch.get("env").value))
-        gpus = next((replica.value for replica in launch.each("gpus") if isinstance(replica.value, list)), [])
-        sleeps = launch.get("idle_sleep").value is not None
-        adapters = tuple(command_line.Adapter("-", "-") for _ in model.each("loras"))
-        settings = command_line.LaunchSettings(
-            model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), sleeps=sleeps, adapters=adapters
+def _gpus(model: ConfigValue) -> Iterator[Problem]:
+    gpus, replicas = model.get("launch", "gpus"), model.get("launch", "replicas").value
+    count = 1 if replicas is None else replicas
+    if isinstance(gpus.value, list) and type(count) is int and 1 <= count <= MAX_REPLICAS and len(gpus.value) != count:
+        yield gpus.problem(
+            f"has GPUs for {len(gpus.value)} replicas, but replicas is {count}; write one list of GPUs for each, e.g. [[0, 1]]"
         )
-        for wrong in command_line.problems(settings):
-            path, message = wrong.split(": ", 1)
-            section, _, name = path.partition(".")
-            written = next((key for key in launch.get(section).value if key.replace("_", "-") == name.replace("_", "-")), None)
-            yield launch.get(*((section, written) if written else (section,))).problem(message)
+    for replica in gpus.items():
+        if isinstance(replica.value, list) and (not replica.value or len(set(map(str, replica.value))) < len(replica.value)):
+            yield replica.problem("expected the numbers of this replica's GPUs, each once")
+
+
+def _launch_settings(model: ConfigValue) -> Iterator[Problem]:
+    """Check what the builder of the server's command line would reject."""
+    launch = model.get("launch")
+    args, env = (value if isinstance(value, dict) else {} for value in (launch.get("args").value, launch.get("env").value))
+    gpus = next((replica.value for replica in launch.each("gpus") if isinstance(replica.value, list)), [])
+    sleeps = launch.get("idle_sleep").value is not None
+    adapters = tuple(command_line.Adapter("-", "-") for _ in model.each("loras"))
+    settings = command_line.LaunchSettings(
+        model="-", served_names=("-",), args=args, env=env, gpus=tuple(gpus), sleeps=sleeps, adapters=adapters
+    )
+    for wrong in command_line.problems(settings):
+        path, message = wrong.split(": ", 1)
+        section, _, name = path.partition(".")
+        written = next((key for key in launch.get(section).value if key.replace("_", "-") == name.replace("_", "-")), None)
+        yield launch.get(*((section, written) if written else (section,))).problem(message)
 
 
 def _never_overlap(draft: Draft, one: ConfigValue, other: ConfigValue) -> bool:
     """Return whether two launched models never run at the same time: they share a GPU, or a group that runs one model."""
     group = one.get("launch", "group").value
-    bounds = {entry.get("id").value: entry.get("max_running").value for entry in draft.top.each("groups") if _is_text(entry.get("id"))}
-    alone = isinstance(group, str) and group == other.get("launch", "group").value and bounds.get(group) in (None, 1)
+    alone = isinstance(group, str) and group == other.get("launch", "group").value and _group_bounds(draft).get(group, 1) == 1
     return alone or bool(_gpu_numbers(one) & _gpu_numbers(other))
+
+
+def _group_bounds(draft: Draft) -> dict[str, Any]:
+    """Return how many models of each group run at the same time."""
+    bounds = ((group.get("id").value, group.get("max_running").value) for group in draft.top.each("groups"))
+    return {str(group): 1 if bound is None else bound for group, bound in bounds}
 
 
 def _gpu_numbers(model: ConfigValue) -> set[int]:
     return {gpu.value for replica in model.get("launch").each("gpus") for gpu in replica.items() if isinstance(gpu.value, int)}
 
 
-def _is_text(setting: ConfigValue) -> bool:
-    return isinstance(setting.value, str)
-
-
 def _launch_ports(draft: Draft) -> Iterator[Problem]:
     """Check fixed ports of launched servers: unique among those that run at the same time, and not the gateway's own."""
     before: list[tuple[ConfigValue, _Listening]] = []
     for model in draft.models:
-        args = model.get("launch", "args")
-        mine = _Listening.at(args.get("host").value, args.get("port"), "127.0.0.1")
+        mine = _Listening.at(model.get("launch", "args"), "127.0.0.1")
         if mine is None:
             continue
         own = next((one for one in _own_ports(draft) if one.clashes(mine)), None)
@@ -299,48 +321,44 @@ class _Listening(NamedTuple):
     setting: ConfigValue
 
     @classmethod
-    def at(cls, host: object, setting: ConfigValue, default_host: str, default_port: int | None = None) -> _Listening | None:
-        """Return the address, None if no port is fixed."""
+    def at(cls, section: ConfigValue, default_host: str, default_port: int | None = None) -> _Listening | None:
+        """Return the address in a section, None if no port is fixed."""
+        host, setting = section.get("host").value, section.get("port")
         value = default_port if setting.value is None else setting.value
         fixed = not isinstance(value, bool) and re.fullmatch("[0-9]{1,5}", str(value)) is not None and int(str(value)) > 0
         return cls(str(host or default_host), int(str(value)), setting) if fixed else None
 
     def clashes(self, other: _Listening) -> bool:
-        together = self.host == other.host or any(host in _WILDCARD_HOSTS for host in (self.host, other.host))
-        return self.port == other.port and together
+        hosts = {self.host, other.host}
+        return self.port == other.port and (len(hosts) == 1 or not hosts.isdisjoint(_WILDCARD_HOSTS))
 
 
 def _own_ports(draft: Draft) -> Iterator[_Listening]:
     """Yield the data port and the admin port, with their defaults."""
     server = draft.top.get("server")
-    admin = server.get("admin")
-    data_port = _Listening.at(server.get("host").value, server.get("port"), "0.0.0.0", 8000)  # noqa: S104  the default
-    yield from filter(None, (data_port, _Listening.at(admin.get("host").value, admin.get("port"), "127.0.0.1", 9090)))
+    data_port = _Listening.at(server, "0.0.0.0", 8000)  # noqa: S104  the default
+    yield from filter(None, (data_port, _Listening.at(server.get("admin"), "127.0.0.1", 9090)))
 
 
-def _replica_addresses(draft: Draft) -> Iterator[Problem]:
+def _replica_addresses(model: ConfigValue) -> Iterator[Problem]:
     """Replicas cannot share an address."""
-    for model in draft.models:
-        launch = model.get("launch")
-        replicas, args = launch.get("replicas").value, launch.get("args")
-        if type(replicas) is int and replicas > 1:
-            for name in [name for name in ("port", "uds") if args.get(name).value is not None]:
-                yield args.get(name).problem(f"{replicas} replicas cannot share one {name}; omit it, and each gets its own socket")
+    launch = model.get("launch")
+    replicas, args = launch.get("replicas").value, launch.get("args")
+    if type(replicas) is int and replicas > 1:
+        for name in [name for name in ("port", "uds") if args.get(name).value is not None]:
+            yield args.get(name).problem(f"{replicas} replicas cannot share one {name}; omit it, and each gets its own socket")
 
 
 def _groups(draft: Draft) -> Iterator[Problem]:
     groups = [group.get("id") for group in draft.top.each("groups")]
     yield from _repeated(groups, "group")
-    known = {group.value for group in groups if isinstance(group.value, str)}
-    for model in draft.models:
-        group = model.get("launch", "group")
-        if known and isinstance(group.value, str) and group.value not in known:
-            yield group.problem(f"there is no such group{did_you_mean(group.value, known)}")
+    if known := texts(groups):
+        yield from _known((model.get("launch", "group") for model in draft.models), known, "group")
 
 
 def _eager_in_groups(draft: Draft) -> Iterator[Problem]:
     """Check that a group can run all its eager models."""
-    bounds = {str(group.get("id").value): group.get("max_running").value for group in draft.top.each("groups")}
+    bounds = _group_bounds(draft)
     eager = Counter[str]()
     for model in draft.models:
         launch = model.get("launch")
@@ -348,18 +366,16 @@ def _eager_in_groups(draft: Draft) -> Iterator[Problem]:
         if not isinstance(group, str) or start.value not in (None, "eager"):
             continue
         eager[group] += 1
-        bound = bounds.get(group)
-        bound = 1 if bound is None else bound
+        bound = bounds.get(group, 1)
         if isinstance(bound, int) and eager[group] > bound:
             yield start.problem(f"the group `{group}` runs {bound} at once, and more of its models are eager; write on_demand")
 
 
-def _idle_order(draft: Draft) -> Iterator[Problem]:
-    for model in draft.models:
-        launch = model.get("launch")
-        stop, sleep = (_seconds(launch.get(name)) for name in ("idle_stop", "idle_sleep"))
-        if stop is not None and sleep is not None and stop <= sleep:
-            yield launch.get("idle_sleep").problem("the servers would stop before they sleep: idle_stop must be longer")
+def _idle_order(model: ConfigValue) -> Iterator[Problem]:
+    launch = model.get("launch")
+    stop, sleep = (_seconds(launch.get(name)) for name in ("idle_stop", "idle_sleep"))
+    if stop is not None and sleep is not None and stop <= sleep:
+        yield launch.get("idle_sleep").problem("the servers would stop before they sleep: idle_stop must be longer")
 
 
 def _seconds(setting: ConfigValue) -> float | None:
@@ -369,46 +385,32 @@ def _seconds(setting: ConfigValue) -> float | None:
         return None
 
 
-def _launched_loras(draft: Draft) -> Iterator[Problem]:
-    for model in draft.models:
-        for lora in model.each("loras"):
-            if model.get("launch").value is not None and isinstance(lora.value, dict) and lora.get("path").value is None:
-                yield lora.problem("path is missing: where the launched server loads the adapter from")
+def _launched_loras(model: ConfigValue) -> Iterator[Problem]:
+    for lora in model.each("loras"):
+        if model.get("launch").value is not None and isinstance(lora.value, dict) and lora.get("path").value is None:
+            yield lora.problem("path is missing: where the launched server loads the adapter from")
 
 
-def _body_fields(draft: Draft) -> Iterator[Problem]:
-    for model in draft.models:
-        refused = [setting.value for setting in model.get("body").each("refuse")]
-        for setting in model.get("body").each("allow"):
-            if setting.value in refused:
-                yield setting.problem("is also in body.refuse; write the field in one list only")
+def _body_fields(model: ConfigValue) -> Iterator[Problem]:
+    body = model.get("body")
+    refused = [setting.value for setting in body.each("refuse")]
+    for setting in body.each("allow"):
+        if setting.value in refused:
+            yield setting.problem("is also in body.refuse; write the field in one list only")
 
 
 def _fallbacks(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
-        own = {name.value for name in _names(model) if isinstance(name.value, str)}
-        for setting in model.each("fallbacks"):
-            if not isinstance(setting.value, str):
-                continue
-            if setting.value in own:
-                yield setting.problem("a model cannot be its own fallback")
-            elif setting.value not in draft.known:
-                yield from _no_such_model(draft, setting, setting.value)
-            elif setting.value in draft.split_names:
-                yield setting.problem("is a split; write one of its models")
+        own = texts(_names(model))
+        for setting in filter(_is_text, model.each("fallbacks")):
+            yield from _another_model(draft, setting, own, "a model cannot be its own fallback", "is a split; write one of its models")
 
 
 def _mirrors(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
-        to = model.get("mirror", "to")
-        if not _is_text(to):
-            continue
-        if to.value in (model.get("id").value, *(alias.value for alias in model.each("aliases"))):
-            yield to.problem("is the model itself; name another model")
-        elif to.value not in draft.known:
-            yield from _no_such_model(draft, to, str(to.value))
-        elif to.value in draft.split_names:
-            yield to.problem("is a split; write one of its models")
+        to, own = model.get("mirror", "to"), texts(own_names(model))
+        if _is_text(to):
+            yield from _another_model(draft, to, own, "is the model itself; name another model", "is a split; write one of its models")
 
 
 def _splits(draft: Draft) -> Iterator[Problem]:
@@ -427,32 +429,21 @@ def _splits(draft: Draft) -> Iterator[Problem]:
 
 def _targets(draft: Draft, model: ConfigValue, split: ConfigValue) -> Iterator[Problem]:
     """Check the models of a split and their weights."""
-    own = {name.value for name in _names(model) if _is_text(name)}
-    for name in filter(lambda name: isinstance(name, str), split.value):
-        if name in own:
-            yield split.get(name).problem("a split cannot contain itself")
-        elif name not in draft.known:
-            yield from _no_such_model(draft, split.get(name), name, own)
-        elif name in draft.split_names:
-            yield split.get(name).problem("is a split itself; write its models")
-    yield from _repeated_targets(draft, split)
+    own = set(texts(_names(model)))
+    for name in split.value:
+        target = split.get(name)._replace(value=name)
+        if _is_text(target):
+            yield from _another_model(draft, target, own, "a split cannot contain itself", "is a split itself; write its models", own)
+    for entry in chain.from_iterable(map(_entries, draft.models)):
+        first, *others = [name for name in texts(own_names(entry)) if name in split.value] or [None]
+        for name in others:
+            yield split.get(name).problem(f"is the same model as {first}")
     if split.value and all(weight == 0 for weight in split.value.values()):
         yield split.problem("all weights are 0, so no model would get a request")
 
 
-def _repeated_targets(draft: Draft, split: ConfigValue) -> Iterator[Problem]:
-    """Report names of one split that mean the same model or LoRA adapter."""
-    groups = [entry for model in draft.models for entry in (model, *model.each("loras"))]
-    for entry in groups:
-        named = [name.value for name in (entry.get("id"), *entry.each("aliases")) if _is_text(name) and name.value in split.value]
-        for name in named[1:]:
-            yield split.get(name).problem(f"is the same model as {named[0]}")
-
-
 def _default_model(draft: Draft) -> Iterator[Problem]:
-    setting = draft.top.get("default_model")
-    if isinstance(setting.value, str) and setting.value not in draft.known:
-        yield from _no_such_model(draft, setting, setting.value)
+    yield from _known_model(draft, draft.top.get("default_model"))
 
 
 def _fallback_loops(draft: Draft) -> Iterator[Problem]:
@@ -471,10 +462,8 @@ def _some_keys(draft: Draft) -> Iterator[Problem]:
     keys, other = draft.top.get("keys"), draft.top.get("keys_file")
     readable = draft.keys_file is None or draft.keys_file.whole
     if not draft.keys and readable and keys.value in (None, []):
-        setting = keys if other.value is None else other
-        yield setting.problem(
-            "no keys are configured, so no client could use the gateway; create a key with `vllm-gateway keys new --id NAME`"
-        )
+        message = "no keys are configured, so no client could use the gateway; create a key with `vllm-gateway keys new --id NAME`"
+        yield (keys if other.value is None else other).problem(message)
 
 
 def _unique_keys(draft: Draft) -> Iterator[Problem]:
@@ -483,17 +472,15 @@ def _unique_keys(draft: Draft) -> Iterator[Problem]:
 
 
 def _hashes(key: ConfigValue) -> Iterator[ConfigValue]:
-    given = key.get("hash")
-    for one in given.items() if isinstance(given.value, list) else [given]:
+    for one in key.one_or_each("hash"):
         setting = one.get("hash") if isinstance(one.value, dict) else one
-        if isinstance(setting.value, str):
-            yield ConfigValue(setting.source, setting.path, setting.value.lower())
+        if _is_text(setting):
+            yield setting._replace(value=setting.value.lower())
 
 
 def _of_tokens(draft: Draft) -> list[ConfigValue]:
     """Return the IDs of key entries as which tokens count."""
-    named = (issuer.get("keys") for issuer in draft.top.each("jwt"))
-    return [setting for each in named for setting in (each.items() if isinstance(each.value, list) else [each]) if _is_text(setting)]
+    return [setting for issuer in draft.top.each("jwt") for setting in issuer.one_or_each("keys") if _is_text(setting)]
 
 
 def _user_headers(draft: Draft) -> Iterator[Problem]:
@@ -550,28 +537,14 @@ def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
 
 
 def _scopes(draft: Draft) -> Iterator[Problem]:
-    """Check the patterns of keys. Each pattern is evaluated once, however many keys share it."""
-    dangling: dict[str, bool] = {}
-    for key in draft.keys if draft.has_all_names else ():
-        for setting in key.each("models"):
-            pattern = setting.value
-            if not isinstance(pattern, str):
-                continue
-            if pattern not in dangling:
-                dangling[pattern] = not any(matches(pattern, name) for name in draft.known)
-            if dangling[pattern]:
-                yield setting.problem(f"matches no model{did_you_mean(pattern, draft.known)}")
+    yield from _patterns(draft, draft.keys, draft.owners)
 
 
 def _teams(draft: Draft) -> Iterator[Problem]:
     teams = [team.get("id") for team in draft.top.each("teams")]
     yield from _repeated(teams, "team")
-    known = {team.value for team in teams if isinstance(team.value, str)}
-    is_readable = isinstance(draft.top.get("teams").value, list | None) and all(map(_is_text, teams))
-    for key in draft.keys if is_readable else ():
-        team = key.get("team")
-        if isinstance(team.value, str) and team.value not in known:
-            yield team.problem(f"there is no such team{did_you_mean(team.value, known)}")
+    if isinstance(draft.top.get("teams").value, list | None) and all(map(_is_text, teams)):
+        yield from _known((key.get("team") for key in draft.keys), texts(teams), "team")
 
 
 def _ports(draft: Draft) -> Iterator[Problem]:
@@ -581,15 +554,24 @@ def _ports(draft: Draft) -> Iterator[Problem]:
 
 
 def _limited_models(draft: Draft) -> Iterator[Problem]:
-    served = draft.known - draft.split_names
-    for limits in draft.limits if draft.has_all_names else ():
-        for setting in limits.each("models"):
-            if not isinstance(setting.value, str) or any(matches(setting.value, name) for name in served):
-                continue
-            if any(matches(setting.value, name) for name in draft.split_names):
-                yield setting.problem("matches only a split, whose requests count for the models that serve them; write these")
-            else:
-                yield setting.problem(f"matches no model{did_you_mean(setting.value, draft.known)}")
+    yield from _patterns(draft, draft.limits, draft.owners.keys() - draft.split_names)
+
+
+def _patterns(draft: Draft, holders: Iterable[ConfigValue], served: Collection[str]) -> Iterator[Problem]:
+    """Check that patterns match one of these models. Each pattern is evaluated once, however many holders share it."""
+
+    @cache
+    def wrong(pattern: str) -> str:
+        if any(matches(pattern, name) for name in served):
+            return ""
+        if any(matches(pattern, name) for name in draft.split_names):
+            return "matches only a split, whose requests count for the models that serve them; write these"
+        return f"matches no model{did_you_mean(pattern, draft.owners)}"
+
+    for holder in holders if draft.has_all_names else ():
+        for setting in filter(_is_text, holder.each("models")):
+            if reason := wrong(setting.value):
+                yield setting.problem(reason)
 
 
 def _empty_limits(draft: Draft) -> Iterator[Problem]:
@@ -629,24 +611,22 @@ def _divided_bounds(draft: Draft) -> Iterator[Problem]:
             yield most.problem(message)
 
 
+def _of_each_model(check: Callable[[ConfigValue], Iterator[Problem]]) -> Callable[[Draft], Iterator[Problem]]:
+    return lambda draft: chain.from_iterable(map(check, draft.models))
+
+
 _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _unexpanded,
     _some_models,
     _unique_names,
     _unique_mounts,
-    _unique_servers,
-    _one_origin,
-    _one_discovery,
-    _gpus,
-    _launch_settings,
+    *map(_of_each_model, (_unique_servers, _one_origin, _one_discovery, _gpus, _launch_settings)),
     _launch_ports,
     _launch_sockets,
-    _replica_addresses,
+    _of_each_model(_replica_addresses),
     _groups,
     _eager_in_groups,
-    _idle_order,
-    _launched_loras,
-    _body_fields,
+    *map(_of_each_model, (_idle_order, _launched_loras, _body_fields)),
     _fallbacks,
     _mirrors,
     _splits,
