@@ -26,7 +26,7 @@ from pydantic import (
 
 from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Window, parse_duration, parse_size
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
-from gateway.config.section import Section, declared, section_of
+from gateway.config.section import Section, declared, section_of, setting
 from gateway.config.values import (
     Balance,
     BodyFields,
@@ -72,24 +72,24 @@ from upstream.vllm.command_line import takes_vllms_flags
 from upstream.vllm.installed_vllm import runs_vllm_itself
 
 
-def _quantity(text: str, description: str) -> Any:
-    """Return a field for a size or duration. ``text`` is its default, as written in YAML."""
+def quantity(description: str, text: str) -> Any:
+    """Return a setting for a size or duration. ``text`` is its default, as written in YAML."""
     parse = parse_size if text.endswith("B") else parse_duration
-    return Field(default=parse(text), description=description, json_schema_extra={"default": text})
+    return setting(description, parse(text), json_schema_extra={"default": text})
 
 
 class Admin(Section):
     """The admin port for operators and Prometheus: /metrics, /livez, /readyz, /status."""
 
-    host: ListenHost = Field(default="127.0.0.1", description="address of the admin port; `::` is all addresses, IPv6 and IPv4")
-    port: Port = Field(default=9090, description="admin port; 0 selects a free port")
-    token: Secret | None = Field(default=None, description="bearer token that the admin port requires")
+    host: ListenHost = setting("address of the admin port; `::` is all addresses, IPv6 and IPv4", "127.0.0.1")
+    port: Port = setting("admin port; 0 selects a free port", 9090)
+    token: Secret | None = setting("bearer token that the admin port requires")
 
 
 class Cors(Section):
     """Origins from which browsers may call the gateway. None by default."""
 
-    origins: tuple[Origin, ...] = Field(default=(), description="origins such as https://app.example.com, or *")
+    origins: tuple[Origin, ...] = setting("origins such as https://app.example.com, or *", ())
 
 
 class Tls(Section):
@@ -110,32 +110,32 @@ class Tls(Section):
 class ServerSection(Section):
     """The gateway's ports and limits."""
 
-    host: ListenHost = Field(default="0.0.0.0", description="address of the data port; `::` is all addresses, IPv6 and IPv4")  # noqa: S104  clients are on other machines
-    port: Port = Field(default=8000, description="data port; 0 selects a free port")
-    workers: Workers = Field(default=1, description="worker processes on the data port; `auto`: one for each usable CPU")
-    admin: Admin = Field(default=Admin(), description="the admin port")
-    tls: Tls | None = Field(default=None, description="TLS on the data port")
-    cors: Cors = Field(default=Cors(), description="origins from which browsers may call the gateway")
-    docs: Flag = Field(default=False, description="serve the API reference on the data port without a key: /docs and /openapi.json")
-    trusted_proxies: tuple[Network, ...] = Field(default=(), description="networks of the proxies whose X-Forwarded-For is trusted")
-    max_connections_per_address: Count | None = Field(
-        default=None, description="maximum connections of one client address to each worker, not counting those of trusted proxies"
+    host: ListenHost = setting("address of the data port; `::` is all addresses, IPv6 and IPv4", "0.0.0.0")  # noqa: S104  clients are on other machines
+    port: Port = setting("data port; 0 selects a free port", 8000)
+    workers: Workers = setting("worker processes on the data port; `auto`: one for each usable CPU", 1)
+    admin: Admin = setting("the admin port", Admin())
+    tls: Tls | None = setting("TLS on the data port")
+    cors: Cors = setting("origins from which browsers may call the gateway", Cors())
+    docs: Flag = setting("serve the API reference on the data port without a key: /docs and /openapi.json", False)
+    trusted_proxies: tuple[Network, ...] = setting("networks of the proxies whose X-Forwarded-For is trusted", ())
+    max_connections_per_address: Count | None = setting(
+        "maximum connections of one client address to each worker, not counting those of trusted proxies"
     )
-    body_limit: Size = _quantity("20MiB", "maximum size of a request body")
-    body_values: Annotated[int, Strict(), Field(ge=2048)] = Field(
-        default=500_000, description="maximum number of JSON values in a request body, counted by commas, colons and opening brackets"
+    body_limit: Size = quantity("maximum size of a request body", "20MiB")
+    body_values: Annotated[int, Strict(), Field(ge=2048)] = setting(
+        "maximum number of JSON values in a request body, counted by commas, colons and opening brackets", 500_000
     )
-    body_memory: Size = _quantity(
-        "256MiB", "maximum size of all request bodies in memory, for all workers together; further requests are rejected"
+    body_memory: Size = quantity(
+        "maximum size of all request bodies in memory, for all workers together; further requests are rejected", "256MiB"
     )
-    headers_timeout: Duration = _quantity("10s", "time in which a client must send the headers of a request")
-    body_timeout: Duration = _quantity("60s", "time for which a client may send its body slower than 1 KiB/s")
-    write_timeout: Duration = _quantity("60s", "time for which a client may not read its response")
-    max_inflight: Count | None = Field(
-        default=None, description="maximum concurrent requests of the whole gateway, including queued ones; further requests are rejected"
+    headers_timeout: Duration = quantity("time in which a client must send the headers of a request", "10s")
+    body_timeout: Duration = quantity("time for which a client may send its body slower than 1 KiB/s", "60s")
+    write_timeout: Duration = quantity("time for which a client may not read its response", "60s")
+    max_inflight: Count | None = setting(
+        "maximum concurrent requests of the whole gateway, including queued ones; further requests are rejected"
     )
-    linger: DurationOrZero = _quantity("0s", "time between the stop signal and the drain, in which /readyz fails and requests are served")
-    drain: DurationOrZero = _quantity("30s", "time in which open requests may finish when the gateway stops")
+    linger: DurationOrZero = quantity("time between the stop signal and the drain, in which /readyz fails and requests are served", "0s")
+    drain: DurationOrZero = quantity("time in which open requests may finish when the gateway stops", "30s")
 
 
 MAX_REPLICAS = 1024
@@ -144,32 +144,23 @@ MAX_REPLICAS = 1024
 class Launch(Section):
     """A model whose servers the gateway launches."""
 
-    command: Annotated[tuple[Text, ...], Field(min_length=1)] = Field(default=("vllm", "serve"), description="command that starts a server")
-    model: WeightsSource | None = Field(
-        default=None, description="model that the server loads: a name on the hub or a folder; default: the model's ID"
+    command: Annotated[tuple[Text, ...], Field(min_length=1)] = setting("command that starts a server", ("vllm", "serve"))
+    model: WeightsSource | None = setting("model that the server loads: a name on the hub or a folder; default: the model's ID")
+    preset: Preset | None = setting("model family; sets the parsers for tool calls and reasoning that `args` does not set")
+    replicas: Annotated[int, Strict(), Field(ge=1, le=MAX_REPLICAS)] = setting("number of servers", 1)
+    gpus: tuple[tuple[Annotated[int, Strict(), Field(ge=0)], ...], ...] | None = setting(
+        "GPU numbers of each replica, e.g. [[0, 1], [2, 3]]"
     )
-    preset: Preset | None = Field(
-        default=None, description="model family; sets the parsers for tool calls and reasoning that `args` does not set"
+    args: Options = setting(
+        "options of the command without dashes; true and false for flags, a list for a repeated option, a mapping for JSON", {}
     )
-    replicas: Annotated[int, Strict(), Field(ge=1, le=MAX_REPLICAS)] = Field(default=1, description="number of servers")
-    gpus: tuple[tuple[Annotated[int, Strict(), Field(ge=0)], ...], ...] | None = Field(
-        default=None, description="GPU numbers of each replica, e.g. [[0, 1], [2, 3]]"
-    )
-    args: Options = Field(
-        default={},
-        description="options of the command without dashes; true and false for flags, a list for a repeated option, a mapping for JSON",
-    )
-    env: Variables = Field(default={}, description="environment variables of the server; secrets as {env: NAME} or {file: PATH}")
-    start: Literal["eager", "on_demand"] = Field(
-        default="eager", description="when the servers start: with the gateway, or on the first request"
-    )
-    idle_stop: Duration | None = Field(default=None, description="stop the servers after this time without requests")
-    idle_sleep: Duration | None = Field(default=None, description="put the servers to sleep after this time without requests")
-    sleep_level: Literal[1, 2] = Field(
-        default=1, description="sleep level: 1 moves the weights to main memory, 2 loads them again on wake-up"
-    )
-    group: Name | None = Field(default=None, description="group that limits how many of its models run at the same time; see `groups`")
-    startup_timeout: Duration = _quantity("20m", "time in which a server must become healthy after its start")
+    env: Variables = setting("environment variables of the server; secrets as {env: NAME} or {file: PATH}", {})
+    start: Literal["eager", "on_demand"] = setting("when the servers start: with the gateway, or on the first request", "eager")
+    idle_stop: Duration | None = setting("stop the servers after this time without requests")
+    idle_sleep: Duration | None = setting("put the servers to sleep after this time without requests")
+    sleep_level: Literal[1, 2] = setting("sleep level: 1 moves the weights to main memory, 2 loads them again on wake-up", 1)
+    group: Name | None = setting("group that limits how many of its models run at the same time; see `groups`")
+    startup_timeout: Duration = quantity("time in which a server must become healthy after its start", "20m")
 
     @field_validator("command")
     @classmethod
@@ -195,11 +186,9 @@ class Server(Section):
     """A server that the gateway does not launch."""
 
     url: ServerUrl = Field(description="address: http://host:port, https://… or unix:/path/to.sock")
-    model: Name | None = Field(default=None, description="name under which it serves the model; default: the model's ID")
-    api_key: Secret | None = Field(default=None, description="API key that it requires")
-    weight: Annotated[int, Strict(), Field(ge=1, le=1000)] = Field(
-        default=1, description="share of the requests relative to the other servers"
-    )
+    model: Name | None = setting("name under which it serves the model; default: the model's ID")
+    api_key: Secret | None = setting("API key that it requires")
+    weight: Annotated[int, Strict(), Field(ge=1, le=1000)] = setting("share of the requests relative to the other servers", 1)
 
     @property
     def address(self) -> Address:
@@ -210,49 +199,49 @@ class Kubernetes(Section):
     """The servers of a Kubernetes service, from its EndpointSlices."""
 
     service: Name = Field(description="name of the service")
-    namespace: Name | None = Field(default=None, description="namespace of the service; default: the gateway's own")
-    port: NamedPort | None = Field(default=None, description="number or name of the port; default: the service's only port")
+    namespace: Name | None = setting("namespace of the service; default: the gateway's own")
+    port: NamedPort | None = setting("number or name of the port; default: the service's only port")
 
 
 class Dns(Section):
     """The servers behind a DNS name that resolves to all their addresses."""
 
     name: Name = Field(description="name to resolve")
-    port: Annotated[int, Strict(), Field(ge=1, le=65535)] = Field(default=8000, description="port of every server")
-    interval: Duration = _quantity("10s", "time between two lookups")
+    port: Annotated[int, Strict(), Field(ge=1, le=65535)] = setting("port of every server", 8000)
+    interval: Duration = quantity("time between two lookups", "10s")
 
 
 class Discover(Section):
     """Servers that are discovered at runtime, with Kubernetes or DNS."""
 
-    kubernetes: Kubernetes | None = Field(default=None, description="a Kubernetes service")
-    dns: Dns | None = Field(default=None, description="a DNS name")
-    model: Name | None = Field(default=None, description="name under which they serve the model; default: the model's ID")
-    api_key: Secret | None = Field(default=None, description="API key that they require")
+    kubernetes: Kubernetes | None = setting("a Kubernetes service")
+    dns: Dns | None = setting("a DNS name")
+    model: Name | None = setting("name under which they serve the model; default: the model's ID")
+    api_key: Secret | None = setting("API key that they require")
 
 
 class Timeouts(Section):
     """The timeouts of a model's servers."""
 
-    connect: Duration = _quantity("2s", "from the connection attempt to the connection")
-    first_byte: Duration = _quantity("120s", "from the request to the first byte of the response")
-    idle: Duration = _quantity("60s", "between two reads of a response")
-    total: Duration = _quantity("1h", "for the whole request")
+    connect: Duration = quantity("from the connection attempt to the connection", "2s")
+    first_byte: Duration = quantity("from the request to the first byte of the response", "120s")
+    idle: Duration = quantity("between two reads of a response", "60s")
+    total: Duration = quantity("for the whole request", "1h")
 
 
 class Queue(Section):
     """The queue for requests while no server of the model is up, or all are at `max_inflight`."""
 
-    size: Count = Field(default=128, description="maximum number of queued requests; further requests are rejected")
-    wait: Duration = _quantity("30s", "maximum time in the queue")
+    size: Count = setting("maximum number of queued requests; further requests are rejected", 128)
+    wait: Duration = quantity("maximum time in the queue", "30s")
 
 
 class Lora(Section):
     """A LoRA adapter of the model, which clients request by its own ID."""
 
     id: Name = Field(description="ID that clients send in `model`")
-    aliases: tuple[Name, ...] = Field(default=(), description="further names for clients")
-    path: WeightsSource | None = Field(default=None, description="what a launched server loads: a name on the hub or a folder")
+    aliases: tuple[Name, ...] = setting("further names for clients", ())
+    path: WeightsSource | None = setting("what a launched server loads: a name on the hub or a folder")
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -263,15 +252,14 @@ class Lora(Section):
 class Body(Section):
     """The fields that a request body may contain."""
 
-    allow: tuple[Name, ...] = Field(default=(), description="fields to pass on that are refused, removed or limited by default")
-    refuse: tuple[Name, ...] = Field(default=(), description="fields to refuse in addition to the default ones")
-    max_n: Count | None = Field(default=None, description="maximum of n and best_of; default: 128")
-    max_tokens: Count | None = Field(
-        default=None,
-        description="maximum of max_tokens, max_completion_tokens and max_output_tokens; also set on requests without any of them",
+    allow: tuple[Name, ...] = setting("fields to pass on that are refused, removed or limited by default", ())
+    refuse: tuple[Name, ...] = setting("fields to refuse in addition to the default ones", ())
+    max_n: Count | None = setting("maximum of n and best_of; default: 128")
+    max_tokens: Count | None = setting(
+        "maximum of max_tokens, max_completion_tokens and max_output_tokens; also set on requests without any of them"
     )
-    media_hosts: tuple[MediaHost, ...] = Field(
-        default=(), description="hosts for image, audio and video URLs, e.g. *.example.com, or * for any; default: data: URLs only"
+    media_hosts: tuple[MediaHost, ...] = setting(
+        "hosts for image, audio and video URLs, e.g. *.example.com, or * for any; default: data: URLs only", ()
     )
 
 
@@ -280,7 +268,7 @@ class Mirror(Section):
 
     to: Name = Field(description="model that gets the copies")
     share: Share = Field(description="share of the requests that are copied")
-    max_inflight: Count = Field(default=16, description="maximum copies in flight; without capacity, a request is not copied")
+    max_inflight: Count = setting("maximum copies in flight; without capacity, a request is not copied", 16)
 
 
 _Price = Annotated[int, Money(least=0, most=MAX_PRICE)]
@@ -289,10 +277,10 @@ _Price = Annotated[int, Money(least=0, most=MAX_PRICE)]
 class Price(Section):
     """Prices of tokens, in one currency for all models, with up to 9 decimals."""
 
-    prompt: _Price = Field(default=0, description="price of a million prompt tokens")
-    completion: _Price = Field(default=0, description="price of a million completion tokens")
-    cached: _Price | None = Field(default=None, description="price of a million prompt tokens from the prefix cache; default: as `prompt`")
-    reasoning: _Price | None = Field(default=None, description="price of a million reasoning tokens; default: as `completion`")
+    prompt: _Price = setting("price of a million prompt tokens", 0)
+    completion: _Price = setting("price of a million completion tokens", 0)
+    cached: _Price | None = setting("price of a million prompt tokens from the prefix cache; default: as `prompt`")
+    reasoning: _Price | None = setting("price of a million reasoning tokens; default: as `completion`")
 
 
 _POLICIES_WITH_SETTINGS = tuple(name for name, policy in policies.POLICIES.items() if fields(policy.settings))
@@ -305,7 +293,7 @@ def _with_policy_settings(model: type[S]) -> type[S]:
     sections: dict[str, Any] = {}
     for name in _POLICIES_WITH_SETTINGS:
         section = section_of(f"{name}_policy", policies.POLICIES[name].settings, f"Settings of the balance policy `{name}`.")
-        sections[f"{name}_policy"] = (section | None, Field(default=None, description=f"settings of `balance: {name}`"))
+        sections[f"{name}_policy"] = (section | None, setting(f"settings of `balance: {name}`"))
     return create_model(model.__name__, __base__=model, __doc__=model.__doc__, __module__=__name__, **sections)
 
 
@@ -319,50 +307,35 @@ class Model(Section):
     """A model and its servers."""
 
     id: Name = Field(description="ID that clients send in `model`")
-    aliases: tuple[Name, ...] = Field(default=(), description="further names for clients")
-    mounts: tuple[Mount, ...] = Field(default=(), description="path prefixes that serve only this model, e.g. /team/model")
-    launch: Launch | None = Field(default=None, description="servers that the gateway launches; {} for the defaults")
-    servers: Annotated[tuple[Server, ...], Field(min_length=1)] | None = Field(
-        default=None, description="servers that the gateway does not launch"
+    aliases: tuple[Name, ...] = setting("further names for clients", ())
+    mounts: tuple[Mount, ...] = setting("path prefixes that serve only this model, e.g. /team/model", ())
+    launch: Launch | None = setting("servers that the gateway launches; {} for the defaults")
+    servers: Annotated[tuple[Server, ...], Field(min_length=1)] | None = setting("servers that the gateway does not launch")
+    discover: Discover | None = setting("servers that are discovered at runtime")
+    split: Annotated[dict[Name, Weight], Field(min_length=1)] | None = setting(
+        "models between which the requests for this name are divided, with their weights, e.g. {model-a: 95, model-b: 5}"
     )
-    discover: Discover | None = Field(default=None, description="servers that are discovered at runtime")
-    split: Annotated[dict[Name, Weight], Field(min_length=1)] | None = Field(
-        default=None,
-        description="models between which the requests for this name are divided, with their weights, e.g. {model-a: 95, model-b: 5}",
+    sticky: Literal["key", "session"] | None = setting("with `split`: requests of one key, or of one session, always go to the same model")
+    loras: tuple[Lora, ...] = setting("LoRA adapters of the model", ())
+    balance: Balance = setting("how a server is selected", policies.DEFAULT)
+    timeouts: Timeouts = setting("timeouts of the servers", Timeouts())
+    queue: Queue | None = setting(
+        "queue for requests that wait for a server; default: {} for `servers`, with `max_inflight`, and for launched models that may stop"
     )
-    sticky: Literal["key", "session"] | None = Field(
-        default=None, description="with `split`: requests of one key, or of one session, always go to the same model"
+    max_inflight: Count | None = setting("maximum concurrent requests on each server; further requests wait in `queue`")
+    keepalive: Duration | None = setting("interval of SSE comments on an idle stream, so that proxies do not close it")
+    defaults: BodyFields = setting("body fields for requests that do not set them", {})
+    overrides: BodyFields = setting("body fields that replace the request's", {})
+    body: Body = setting("fields that a request body may contain", Body())
+    fallbacks: tuple[Name, ...] = setting("models to try in this order when no server of this model can take the request", ())
+    mirror: Mirror | None = setting("copies of a share of the requests for another model, for tests of that model")
+    rewrite_model: Flag = setting("replace the model name in responses by this ID", False)
+    running_usage: Flag = setting(
+        "count truncated streams exactly, if a ledger or a limit counts their tokens; false: by their events", True
     )
-    loras: tuple[Lora, ...] = Field(default=(), description="LoRA adapters of the model")
-    balance: Balance = Field(default=policies.DEFAULT, description="how a server is selected")
-    timeouts: Timeouts = Field(default=Timeouts(), description="timeouts of the servers")
-    queue: Queue | None = Field(
-        default=None,
-        description="queue for requests that wait for a server; default: {} for `servers`, with `max_inflight`, and for launched models "
-        "that may stop",
-    )
-    max_inflight: Count | None = Field(
-        default=None, description="maximum concurrent requests on each server; further requests wait in `queue`"
-    )
-    keepalive: Duration | None = Field(
-        default=None, description="interval of SSE comments on an idle stream, so that proxies do not close it"
-    )
-    defaults: BodyFields = Field(default={}, description="body fields for requests that do not set them")
-    overrides: BodyFields = Field(default={}, description="body fields that replace the request's")
-    body: Body = Field(default=Body(), description="fields that a request body may contain")
-    fallbacks: tuple[Name, ...] = Field(
-        default=(), description="models to try in this order when no server of this model can take the request"
-    )
-    mirror: Mirror | None = Field(default=None, description="copies of a share of the requests for another model, for tests of that model")
-    rewrite_model: Flag = Field(default=False, description="replace the model name in responses by this ID")
-    running_usage: Flag = Field(
-        default=True, description="count truncated streams exactly, if a ledger or a limit counts their tokens; false: by their events"
-    )
-    price: Price | None = Field(default=None, description="prices of its tokens")
-    task: Task | None = Field(default=None, description="task in the model list; default: from the launch arguments and the servers")
-    capabilities: tuple[Capability, ...] | None = Field(
-        default=None, description="capabilities in the model list; default: from the launch arguments"
-    )
+    price: Price | None = setting("prices of its tokens")
+    task: Task | None = setting("task in the model list; default: from the launch arguments and the servers")
+    capabilities: tuple[Capability, ...] | None = setting("capabilities in the model list; default: from the launch arguments")
 
     @model_validator(mode="after")
     def _has_settings_of_its_policy(self) -> Model:
@@ -397,7 +370,7 @@ class Group(Section):
     """Launched models of which a limited number runs at the same time."""
 
     id: Name = Field(description="name of the group, for `launch.group`")
-    max_running: Count = Field(default=1, description="maximum number of models that run at the same time")
+    max_running: Count = setting("maximum number of models that run at the same time", 1)
 
 
 _Cost = Annotated[int, Money(above=0, most=MAX_COST_LIMIT)]
@@ -413,9 +386,9 @@ class Budget(Section):
     """A budget of tokens, of cost, or of both in a window of time."""
 
     window: Window = Field(description="`day`, `week` (from Monday) or `month` of UTC, or the length of a rolling window, e.g. `7d`")
-    tokens: Count | None = Field(default=None, description="prompt and completion tokens")
-    cost: _Cost | None = Field(default=None, description="cost, by the models' prices")
-    soft: Flag = Field(default=False, description="only warn: in a header, a metric and the log; no request is refused")
+    tokens: Count | None = setting("prompt and completion tokens")
+    cost: _Cost | None = setting("cost, by the models' prices")
+    soft: Flag = setting("only warn: in a header, a metric and the log; no request is refused", False)
 
     _check = model_validator(mode="after")(_counts_something)
 
@@ -423,27 +396,25 @@ class Budget(Section):
 class SessionBudget(Section):
     """The budget of each session: of all requests with the same `x-session-id` or `metadata.session_id`."""
 
-    tokens: Count | None = Field(default=None, description="prompt and completion tokens of a session")
-    cost: _Cost | None = Field(default=None, description="cost of a session, by the models' prices")
+    tokens: Count | None = setting("prompt and completion tokens of a session")
+    cost: _Cost | None = setting("cost of a session, by the models' prices")
 
     _check = model_validator(mode="after")(_counts_something)
 
 
 class _Amounts(Section):
-    requests_per_minute: Count | None = Field(default=None, description="requests per minute")
-    tokens_per_minute: Count | None = Field(default=None, description="prompt and completion tokens per minute")
-    tokens_per_day: Count | None = Field(default=None, description="prompt and completion tokens per day (UTC)")
-    tokens_per_week: Count | None = Field(default=None, description="prompt and completion tokens per week (UTC, from Monday)")
-    tokens_per_month: Count | None = Field(default=None, description="prompt and completion tokens per month (UTC)")
-    cost_per_day: _Cost | None = Field(default=None, description="cost per day (UTC), by the models' prices")
-    cost_per_week: _Cost | None = Field(default=None, description="cost per week (UTC, from Monday), by the models' prices")
-    cost_per_month: _Cost | None = Field(default=None, description="cost per month (UTC), by the models' prices")
-    concurrent: Count | None = Field(default=None, description="concurrent requests")
-    max_tokens: Count | None = Field(
-        default=None, description="maximum tokens of one response; also the max_tokens of a request without one"
-    )
-    budgets: Annotated[tuple[Budget, ...], Field(max_length=8)] = Field(
-        default=(), description="further budgets: of rolling windows, and soft budgets, which only warn"
+    requests_per_minute: Count | None = setting("requests per minute")
+    tokens_per_minute: Count | None = setting("prompt and completion tokens per minute")
+    tokens_per_day: Count | None = setting("prompt and completion tokens per day (UTC)")
+    tokens_per_week: Count | None = setting("prompt and completion tokens per week (UTC, from Monday)")
+    tokens_per_month: Count | None = setting("prompt and completion tokens per month (UTC)")
+    cost_per_day: _Cost | None = setting("cost per day (UTC), by the models' prices")
+    cost_per_week: _Cost | None = setting("cost per week (UTC, from Monday), by the models' prices")
+    cost_per_month: _Cost | None = setting("cost per month (UTC), by the models' prices")
+    concurrent: Count | None = setting("concurrent requests")
+    max_tokens: Count | None = setting("maximum tokens of one response; also the max_tokens of a request without one")
+    budgets: Annotated[tuple[Budget, ...], Field(max_length=8)] = setting(
+        "further budgets: of rolling windows, and soft budgets, which only warn", ()
     )
 
     @field_validator("budgets")
@@ -463,30 +434,25 @@ class ModelLimits(_Amounts):
 class Limits(_Amounts):
     """The limits of a key or a team."""
 
-    session: SessionBudget | None = Field(default=None, description="budget of each session")
-    models: tuple[ModelLimits, ...] = Field(default=(), description="additional limits for some models")
+    session: SessionBudget | None = setting("budget of each session")
+    models: tuple[ModelLimits, ...] = setting("additional limits for some models", ())
 
 
 class _Key(Section):
     """A principal that may use the gateway, with the hashes of its keys."""
 
     id: Name = Field(description="name of the principal in metrics and usage records")
-    hashes: Hashes = Field(
-        default=(),
-        alias="hash",
-        description="hash of its key, or a list of hashes; {hash: sha256:…, expires: 2027-01-01} for a key that expires",
+    hashes: Hashes = setting(
+        "hash of its key, or a list of hashes; {hash: sha256:…, expires: 2027-01-01} for a key that expires", (), alias="hash"
     )
-    models: Annotated[tuple[Name, ...], Field(min_length=1)] = Field(
-        default=("*",), description="models that it may use: IDs or patterns with *"
+    models: Annotated[tuple[Name, ...], Field(min_length=1)] = setting("models that it may use: IDs or patterns with *", ("*",))
+    expires: Instant | None = setting("time from which it is refused; a date means 00:00 UTC")
+    limits: Limits | None = setting("limits of its use")
+    priority: Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)] | None = setting(
+        "priority in the gateway's queues (as a share) and in vLLM's scheduler; lower is sooner"
     )
-    expires: Instant | None = Field(default=None, description="time from which it is refused; a date means 00:00 UTC")
-    limits: Limits | None = Field(default=None, description="limits of its use")
-    priority: Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)] | None = Field(
-        default=None,
-        description="priority in the gateway's queues (as a share) and in vLLM's scheduler; lower is sooner",
-    )
-    user_header: HeaderName | None = Field(
-        default=None, description="header that names the end user in its usage records, e.g. X-OpenWebUI-User-Id; only for trusted clients"
+    user_header: HeaderName | None = setting(
+        "header that names the end user in its usage records, e.g. X-OpenWebUI-User-Id; only for trusted clients"
     )
 
     def expired(self, now: datetime) -> bool:
@@ -506,17 +472,17 @@ class Team(Section):
     """Keys that share limits."""
 
     id: Name = Field(description="name of the team")
-    limits: Limits | None = Field(default=None, description="limits that its keys share")
+    limits: Limits | None = setting("limits that its keys share")
 
 
 class Claims(Section):
     """The claims of a token to use. A name with dots leads into a claim, e.g. realm_access.roles."""
 
-    subject: Name = Field(default="sub", description="subject; each one has the limits of its key's entry")
-    key: Name | None = Field(default=None, description="key entry, one of `keys`; required if there are several")
-    team: Name | None = Field(default=None, description="team: an ID, or a list of which the first entry in `teams` counts")
-    models: Name | None = Field(default=None, description="models that it may use, of those of its entry: a list, or a text with spaces")
-    priority: Name | None = Field(default=None, description="priority, a whole number, instead of its entry's")
+    subject: Name = setting("subject; each one has the limits of its key's entry", "sub")
+    key: Name | None = setting("key entry, one of `keys`; required if there are several")
+    team: Name | None = setting("team: an ID, or a list of which the first entry in `teams` counts")
+    models: Name | None = setting("models that it may use, of those of its entry: a list, or a text with spaces")
+    priority: Name | None = setting("priority, a whole number, instead of its entry's")
 
 
 Algorithm = Literal[
@@ -530,17 +496,17 @@ class Jwt(Section):
     issuer: Text = Field(description="issuer in the `iss` claim of its tokens")
     audience: Texts = Field(description="audience that the `aud` claim must contain, or a list of which it must contain one")
     jwks: KeySet = Field(description="JWKS: a URL or a file")
-    ca: ReadableFile | None = Field(default=None, description="file with the certificate authorities for the URL, PEM")
-    refresh: Duration = _quantity("10m", "time between two requests to the URL")
+    ca: ReadableFile | None = setting("file with the certificate authorities for the URL, PEM")
+    refresh: Duration = quantity("time between two requests to the URL", "10m")
     keys: Texts = Field(description="entries of `keys` as which its tokens count, one or a list")
-    claims: Claims = Field(default=Claims(), description="claims to use")
-    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = Field(
-        default=("RS256", "ES256", "EdDSA"), description="accepted signature algorithms"
+    claims: Claims = setting("claims to use", Claims())
+    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = setting(
+        "accepted signature algorithms", ("RS256", "ES256", "EdDSA")
     )
-    leeway: DurationOrZero = _quantity("30s", "accepted difference between the clocks of issuer and gateway")
-    token_limit: Size = _quantity("8KiB", "maximum size of a token")
-    subjects: Annotated[int, Strict(), Field(ge=1, le=100_000)] = Field(
-        default=10_000, description="subjects that each worker counts separately; further ones share the limits of their entry"
+    leeway: DurationOrZero = quantity("accepted difference between the clocks of issuer and gateway", "30s")
+    token_limit: Size = quantity("maximum size of a token", "8KiB")
+    subjects: Annotated[int, Strict(), Field(ge=1, le=100_000)] = setting(
+        "subjects that each worker counts separately; further ones share the limits of their entry", 10_000
     )
 
     @field_validator("issuer")
@@ -554,11 +520,9 @@ class Jwt(Section):
 class LimitsSection(Section):
     """General settings of limits."""
 
-    on_store_failure: Literal["allow", "refuse"] = Field(
-        default="allow", description="what happens to requests while the limits store is unreachable"
-    )
-    warn_at: Annotated[float, Strict(), Field(gt=0, le=1)] = Field(
-        default=0.8, description="used share of a budget from which on responses have a warning header"
+    on_store_failure: Literal["allow", "refuse"] = setting("what happens to requests while the limits store is unreachable", "allow")
+    warn_at: Annotated[float, Strict(), Field(gt=0, le=1)] = setting(
+        "used share of a budget from which on responses have a warning header", 0.8
     )
 
 
@@ -574,15 +538,12 @@ LogLevel = Literal["debug", "info", "warning", "error"]
 class Log(Section):
     """The log on standard error, and the access log on standard output."""
 
-    level: LogLevel = Field(default="info", description="lowest level that is written")
-    levels: dict[LogPart, LogLevel] = Field(
-        default={}, description=f"levels of single parts, e.g. {{fleet: debug}}; the parts are {', '.join(PARTS)}"
-    )
-    format: Literal["text", "json"] = Field(default="text", description="text lines, or JSON lines")
-    user: Flag = Field(default=False, description="write a request's `user` to the access log")
-    sample: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(
-        default=0.0,
-        description="share of requests whose body shape is written to the access log: names and sizes without text; 0 to 1",
+    level: LogLevel = setting("lowest level that is written", "info")
+    levels: dict[LogPart, LogLevel] = setting(f"levels of single parts, e.g. {{fleet: debug}}; the parts are {', '.join(PARTS)}", {})
+    format: Literal["text", "json"] = setting("text lines, or JSON lines", "text")
+    user: Flag = setting("write a request's `user` to the access log", False)
+    sample: Annotated[float, Strict(), Field(ge=0, le=1)] = setting(
+        "share of requests whose body shape is written to the access log: names and sizes without text; 0 to 1", 0.0
     )
 
 
@@ -590,7 +551,7 @@ class Tracing(Section):
     """The export of traces with OTLP over HTTP."""
 
     endpoint: HttpUrl = Field(description="base URL of the collector, e.g. http://otel-collector:4318")
-    sample: Annotated[float, Strict(), Field(ge=0, le=1)] = Field(default=1.0, description="share of requests that are traced, 0 to 1")
+    sample: Annotated[float, Strict(), Field(ge=0, le=1)] = setting("share of requests that are traced, 0 to 1", 1.0)
 
     @field_validator("endpoint")
     @classmethod
@@ -604,13 +565,11 @@ class Ledger(Section):
     """The usage ledger, with a row for each request. A URL alone is short for `{url: …}`."""
 
     url: LedgerStore = Field(description="database: sqlite:///FILE, relative to this file, or postgresql://USER@HOST/NAME")
-    retention: Duration | None = Field(default=None, description="age after which rows are deleted; default: never")
-    user: Flag = Field(default=False, description="store a request's `user`")
-    metadata: Flag = Field(default=False, description="store a request's `metadata`")
-    bill_cancelled_prefill: Flag = Field(
-        default=False, description="charge the prompt of a request that its client cancels before the first event"
-    )
-    sample_interval: Duration = _quantity("15s", "time between two samples of the servers' token counters, for `usage --reconcile`")
+    retention: Duration | None = setting("age after which rows are deleted; default: never")
+    user: Flag = setting("store a request's `user`", False)
+    metadata: Flag = setting("store a request's `metadata`", False)
+    bill_cancelled_prefill: Flag = setting("charge the prompt of a request that its client cancels before the first event", False)
+    sample_interval: Duration = quantity("time between two samples of the servers' token counters, for `usage --reconcile`", "15s")
 
 
 def _ledger(value: object, info: ValidationInfo) -> object:
@@ -622,32 +581,30 @@ def _ledger(value: object, info: ValidationInfo) -> object:
 class KeysFile(Section):
     """A file with keys only, e.g. a mounted Secret."""
 
-    keys: tuple[Key, ...] = Field(default=(), description="principals that may use the gateway")
+    keys: tuple[Key, ...] = setting("principals that may use the gateway", ())
 
 
 class Config(Section):
     """The configuration of vllm-gateway."""
 
-    server: ServerSection = Field(default=ServerSection(), description="the gateway's ports and limits")
-    models: tuple[Model, ...] = Field(default=(), description="models that are served")
-    default_model: Name | None = Field(
-        default=None, description="model for requests without a model; default: the only model that the key may use"
+    server: ServerSection = setting("the gateway's ports and limits", ServerSection())
+    models: tuple[Model, ...] = setting("models that are served", ())
+    default_model: Name | None = setting("model for requests without a model; default: the only model that the key may use")
+    groups: tuple[Group, ...] = setting("launched models of which a limited number runs at the same time", ())
+    keys: tuple[Key, ...] = setting("principals that may use the gateway; after loading also those of keys_file", ())
+    keys_file: FilePath | None = setting("file with further keys, e.g. a mounted Secret")
+    teams: tuple[Team, ...] = setting("keys that share limits", ())
+    jwt: tuple[Jwt, ...] = setting("identity providers whose tokens are accepted as keys", ())
+    limits: LimitsSection = setting("general settings of limits", LimitsSection())
+    limits_store: LimitsStore = setting(
+        "where limits are counted: redis://… for several gateways together; default: memory of this gateway"
     )
-    groups: tuple[Group, ...] = Field(default=(), description="launched models of which a limited number runs at the same time")
-    keys: tuple[Key, ...] = Field(default=(), description="principals that may use the gateway; after loading also those of keys_file")
-    keys_file: FilePath | None = Field(default=None, description="file with further keys, e.g. a mounted Secret")
-    teams: tuple[Team, ...] = Field(default=(), description="keys that share limits")
-    jwt: tuple[Jwt, ...] = Field(default=(), description="identity providers whose tokens are accepted as keys")
-    limits: LimitsSection = Field(default=LimitsSection(), description="general settings of limits")
-    limits_store: LimitsStore = Field(
-        default=None, description="where limits are counted: redis://… for several gateways together; default: memory of this gateway"
+    ledger: Annotated[Ledger, BeforeValidator(_ledger, json_schema_input_type=LedgerStore | Ledger)] | None = setting(
+        "usage ledger: a URL or a section; default: none"
     )
-    ledger: Annotated[Ledger, BeforeValidator(_ledger, json_schema_input_type=LedgerStore | Ledger)] | None = Field(
-        default=None, description="usage ledger: a URL or a section; default: none"
-    )
-    isolate_prefix_cache: PrefixCacheIsolation | None = Field(default=None, description="isolate keys in vLLM's prefix cache")
-    log: Log = Field(default=Log(), description="the log")
-    tracing: Tracing | None = Field(default=None, description="export of traces")
+    isolate_prefix_cache: PrefixCacheIsolation | None = setting("isolate keys in vLLM's prefix cache")
+    log: Log = setting("the log", Log())
+    tracing: Tracing | None = setting("export of traces")
 
     @property
     def served_models(self) -> tuple[Model, ...]:

@@ -435,9 +435,9 @@ def _targets(draft: Draft, model: ConfigValue, split: ConfigValue) -> Iterator[P
         if _is_text(target):
             yield from _another_model(draft, target, own, "a split cannot contain itself", "is a split itself; write its models", own)
     for entry in chain.from_iterable(map(_entries, draft.models)):
-        first, *others = [name for name in texts(own_names(entry)) if name in split.value] or [None]
-        for name in others:
-            yield split.get(name).problem(f"is the same model as {first}")
+        same = [name for name in texts(own_names(entry)) if name in split.value]
+        for name in same[1:]:
+            yield split.get(name).problem(f"is the same model as {same[0]}")
     if split.value and all(weight == 0 for weight in split.value.values()):
         yield split.problem("all weights are 0, so no model would get a request")
 

@@ -21,6 +21,11 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+def setting(description: str, default: Any = None, **details: Any) -> Any:
+    """Return a setting with a default, as ``upstream.settings.setting`` does. ``details`` are those of pydantic's ``Field``."""
+    return Field(default=default, description=description, **details)
+
+
 _TYPES = vars(values) | {
     "bool": values.Flag,
     "int": Annotated[int, Strict()],
