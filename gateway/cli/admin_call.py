@@ -20,13 +20,11 @@ if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
 
 AdminUrl = Annotated[
-    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, instead of a FILE.",
-                             show_default=False)
-]  # fmt: skip
+    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, instead of a FILE.")
+]
 TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway.",
-                              show_default=False)
-]  # fmt: skip
+    Path | None, typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway.")
+]
 
 
 class Where(NamedTuple):

@@ -10,24 +10,23 @@ from typing import Annotated
 
 import typer
 
-from gateway.cli.output import BAD_USAGE, say_error
+from gateway.cli.output import BadUsageError
 
 DEFAULT = Path("gateway.yaml")
 
 ConfigArgument = Annotated[
-    Path | None, typer.Argument(metavar="FILE", help="The configuration; default: gateway.yaml in the current folder.", show_default=False)
+    Path | None, typer.Argument(metavar="FILE", help="The configuration; default: gateway.yaml in the current folder.")
 ]
-ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The same as FILE.", show_default=False)]
+ConfigOption = Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The same as FILE.")]
 
 
 def named_config(argument: Path | None, option: Path | None) -> Path | None:
-    """Return the configuration that a command line names, or None. Ends the command if it names two."""
+    """Return the configuration that a command line names, or None. Raises BadUsageError if it names two."""
     if argument is not None and option is not None:
-        say_error(f"the configuration is given twice: {argument} and --config {option}", BAD_USAGE)
-        raise typer.Exit(BAD_USAGE)
+        raise BadUsageError(f"the configuration is given twice: {argument} and --config {option}")
     return option if argument is None else argument
 
 
 def config_file(argument: Path | None, option: Path | None) -> Path:
-    """Return the configuration that a command is to use. Ends the command if the command line names two."""
+    """Return the configuration that a command is to use. Raises BadUsageError if the command line names two."""
     return named_config(argument, option) or DEFAULT

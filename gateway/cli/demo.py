@@ -26,10 +26,10 @@ def run() -> int:
     key = keys.mint("demo")
     with tempfile.TemporaryDirectory(prefix="vllm-gateway-demo-") as folder:
         file = Path(folder) / "gateway.yaml"
-        data, admin = _free_ports()
+        data, admin = map(_free, _PORTS)
         file.write_text(yaml.safe_dump(configuration(key, data, admin), sort_keys=False))
         os.environ["XDG_STATE_HOME"] = folder  # so that the launched server's log is removed with the folder
-        return serve(file, _DemoAnnouncer(key, data, admin))
+        return serve(file, _DemoAnnouncer(_HELP.format(port=data, admin=admin, key=key, model=MODEL)))
 
 
 def configuration(key: str, data: int, admin: int) -> dict[str, object]:
@@ -58,16 +58,14 @@ def configuration(key: str, data: int, admin: int) -> dict[str, object]:
 class _DemoAnnouncer(Announcer):
     """Prints a curl command when the model is up."""
 
-    def __init__(self, key: str, port: int, admin: int) -> None:
+    def __init__(self, text: str) -> None:
         super().__init__()
-        self._key = key
-        self._port = port
-        self._admin = admin
+        self._text = text
 
     def serving(self, up: int, total: int) -> None:
         super().serving(up, total)
         if up:
-            print(_HELP.format(port=self._port, admin=self._admin, key=self._key, model=MODEL), flush=True)
+            print(self._text, flush=True)
 
 
 _HELP = """
@@ -82,13 +80,8 @@ curl -sN http://127.0.0.1:{port}/v1/chat/completions -H "Authorization: Bearer {
 Press Ctrl-C to stop."""
 
 
-def _free_ports() -> tuple[int, int]:
-    """Return the default ports, or other free ports if they are in use."""
-    first, second = (_free(port) for port in _PORTS)
-    return first, second
-
-
 def _free(port: int) -> int:
+    """Return a port if it is free, else another free port."""
     for wish in (port, 0):
         try:
             with socket.create_server(("127.0.0.1", wish)) as probe:

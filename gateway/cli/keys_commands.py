@@ -14,13 +14,13 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import DEFAULT, ConfigArgument, ConfigOption, config_file, named_config
-from gateway.cli.output import BAD_USAGE, FAILED, print_problems, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, console, say_error
 from gateway.snapshot.key_properties import OPTIONS, KeyProperties
 
 if TYPE_CHECKING:
@@ -30,18 +30,16 @@ if TYPE_CHECKING:
     from gateway.key_management.keys_import import ImportedKey
 
 _ONCE = "This key is not stored and not shown again: save it now."
-Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key's entry.", show_default=False)]
+Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key's entry.")]
 
 
 def new(
-    id: Annotated[str, typer.Option("--id", help="The ID of the key's entry, e.g. team-a.", show_default=False)],
-    expires: Annotated[
-        str | None, typer.Option(metavar="DATE", help="The key expires on this date, e.g. 2027-01-01.", show_default=False)
-    ] = None,
+    id: Annotated[str, typer.Option("--id", help="The ID of the key's entry, e.g. team-a.")],
+    expires: Annotated[str | None, typer.Option(metavar="DATE", help="The key expires on this date, e.g. 2027-01-01.")] = None,
     models: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help='A model that it may use, e.g. "Qwen/*"; can be repeated.', show_default=False)
+        list[str] | None, typer.Option(metavar="GLOB", help='A model that it may use, e.g. "Qwen/*"; can be repeated.')
     ] = None,
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Add it to this configuration.", show_default=False)] = None,
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Add it to this configuration.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
     config: ConfigOption = None,
     **further: Any,
@@ -51,6 +49,7 @@ def new(
     Prints the key once, and the entry to add below `keys:` in the configuration. With --write or FILE, adds the entry itself.
     """
     from gateway.auth import keys
+    from gateway.key_management.key_file import KeyFiles
     from gateway.key_management.yaml_edit import stanza
 
     properties = {name: further.pop(name) for name in OPTIONS}
@@ -68,14 +67,11 @@ def new(
         typer.echo(f"{key}\n\n{stanza(entry, 2)}")
         typer.echo(_ONCE, err=True)
         return 0
-
-    def act() -> None:
-        key_files = _key_files(written or DEFAULT)
-        if id in key_files.ids:
-            raise _refusal(f"{id} exists already; `vllm-gateway keys rotate {id}` gives it a new key")
-        _show_new(key, f"{id} is in {key_files.add([entry])}")
-
-    return _written(act)
+    key_files = KeyFiles(written or DEFAULT)
+    if id in key_files.ids:
+        return say_error(f"{id} exists already; `vllm-gateway keys rotate {id}` gives it a new key", FAILED)
+    _show_new(key, f"{id} is in {key_files.add([entry])}")
+    return 0
 
 
 def rotate(
@@ -90,6 +86,7 @@ def rotate(
     """
     from gateway.auth import keys
     from gateway.config.quantities import parse_duration
+    from gateway.key_management.key_file import KeyFiles
     from gateway.key_management.key_list import instant
 
     now = datetime.now(UTC)
@@ -99,21 +96,17 @@ def rotate(
         return say_error(f"--overlap: {error}", BAD_USAGE)
     except OverflowError:
         return say_error("--overlap: the end is after the year 9999", BAD_USAGE)
-    key, configured = keys.mint(id), config_file(file, config)
-
-    def act() -> None:
-        key_files = _key_files(configured)
-        entry = _principal(key_files.entry(id).value)
-        if entry.revoked or entry.expired(now):
-            raise _refusal(f"{id} {'is revoked' if entry.revoked else 'has expired'}, which would apply to its new key")
-        former = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
-        good = [one for one in former if datetime.fromisoformat(one["expires"]) > now]
-        file = key_files.change(id, "hash", [*good, keys.hash_of(key)])
-        last = min(max((one["expires"] for one in good), default=""), instant(entry.expires or end))
-        until = f"; the former {'key is' if len(good) == 1 else 'keys are'} valid until {last}" if good else ""
-        _show_new(key, f"{id} has a new key in {file}{until}")
-
-    return _written(act)
+    key, key_files = keys.mint(id), KeyFiles(config_file(file, config))
+    entry = _principal(key_files.entry(id).value)
+    if entry.revoked or entry.expired(now):
+        return say_error(f"{id} {'is revoked' if entry.revoked else 'has expired'}, which would apply to its new key", FAILED)
+    former = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
+    good = [one for one in former if datetime.fromisoformat(one["expires"]) > now]
+    changed = key_files.change(id, "hash", [*good, keys.hash_of(key)])
+    last = min(max((one["expires"] for one in good), default=""), instant(entry.expires or end))
+    until = f"; the former {'key is' if len(good) == 1 else 'keys are'} valid until {last}" if good else ""
+    _show_new(key, f"{id} has a new key in {changed}{until}")
+    return 0
 
 
 def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = None) -> int:
@@ -121,33 +114,25 @@ def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = Non
 
     The entry stays in the file with `revoked: true`, so that its keys are rejected even if requests without a key are served.
     """
-    configured = config_file(file, config)
+    from gateway.key_management.key_file import KeyFiles
 
-    def act() -> None:
-        key_files = _key_files(configured)
-        entry = key_files.entry(id).value
-        if entry.get("anonymous") is True:
-            raise _refusal(f"{id} is for requests without a key; remove it from the file to refuse them")
-        if entry.get("revoked") is True:
-            typer.echo(f"{id} is already revoked")
-            return
-        typer.echo(f"{id} is revoked in {key_files.change(id, 'revoked', True)}")
-
-    return _written(act)
+    key_files = KeyFiles(config_file(file, config))
+    entry = key_files.entry(id).value
+    if entry.get("anonymous") is True:
+        return say_error(f"{id} is for requests without a key; remove it from the file to refuse them", FAILED)
+    was_revoked = entry.get("revoked") is True
+    typer.echo(f"{id} is already revoked" if was_revoked else f"{id} is revoked in {key_files.change(id, 'revoked', True)}")
+    return 0
 
 
 def restore(id: Identity, file: ConfigArgument = None, config: ConfigOption = None) -> int:
     """Restore the keys of a revoked entry."""
-    configured = config_file(file, config)
+    from gateway.key_management.key_file import KeyFiles
 
-    def act() -> None:
-        key_files = _key_files(configured)
-        if key_files.entry(id).value.get("revoked") is not True:
-            typer.echo(f"{id} is not revoked")
-            return
-        typer.echo(f"{id} is restored in {key_files.change(id, 'revoked', False)}")
-
-    return _written(act)
+    key_files = KeyFiles(config_file(file, config))
+    was_revoked = key_files.entry(id).value.get("revoked") is True
+    typer.echo(f"{id} is restored in {key_files.change(id, 'revoked', False)}" if was_revoked else f"{id} is not revoked")
+    return 0
 
 
 def show(
@@ -161,16 +146,13 @@ def show(
 
     Reads the configuration and the ledger, whether the gateway runs or not, or with --admin a gateway elsewhere.
     """
-    from gateway.config import ConfigurationError, load
+    from gateway.config import load
     from gateway.key_management.key_list import list_keys
 
     configured = config_file(file, config)
     if admin is not None or token_file is not None:
         return call_gateway(Where(configured, admin, token_file), lambda gateway: _print_listed(gateway.keys(), as_json))
-    try:
-        known = load(configured)
-    except ConfigurationError as error:
-        return print_problems(error.problems, err=True)
+    known = load(configured)
     _print_listed(list_keys(known, _last_use(known, configured), datetime.now(UTC)), as_json)
     return 0
 
@@ -196,39 +178,33 @@ def _last_use(known: Config, file: Path) -> LastUse:
 
 
 def take_over(
-    source: Annotated[Path, typer.Argument(metavar="KEYS", help="The keys: one per line, id,key per line, or LiteLLM's list as JSON.",
-                                           show_default=False)],
+    source: Annotated[Path, typer.Argument(metavar="KEYS", help="The keys: one per line, id,key per line, or LiteLLM's list as JSON.")],
     file: ConfigArgument = None,
     config: ConfigOption = None,
-) -> int:  # fmt: skip
+) -> int:
     """Add the keys of another gateway to the configuration, as hashes.
 
     Clients keep their keys. Keys that the configuration already has are skipped.
     """
     from gateway.config.source import reason
     from gateway.key_management import keys_import
+    from gateway.key_management.key_file import KeyFiles
 
     configured = config_file(file, config)
     try:
         found = keys_import.read_keys(source.read_bytes().decode("utf-8-sig"))
+        key_files = KeyFiles(configured)
+        listed = keys_import.sort_keys(keys_import.without_unknown_teams(found, key_files.teams), key_files.hashes, key_files.ids)
     except (OSError, ValueError) as error:
         return say_error(f"{source} cannot be read: {reason(error) if isinstance(error, OSError) else 'it is not UTF-8 text'}", FAILED)
     except keys_import.BadLineError as error:
         return say_error(f"{source}: {error}", FAILED)
-
-    def act() -> None:
-        key_files = _key_files(configured)
-        try:
-            listed = keys_import.sort_keys(keys_import.without_unknown_teams(found, key_files.teams), key_files.hashes, key_files.ids)
-        except keys_import.BadLineError as error:
-            raise _refusal(f"{source}: {error}") from error
-        changed = _add_all(key_files, listed.fresh, source) if listed.fresh else configured
-        for message in (*listed.again, *(f"{one.position}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
-            say_error(f"{source}: {message}", 0)
-        also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} already known" if listed.known else ""
-        typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {changed}{also}")
-
-    return _written(act)
+    changed = _add_all(key_files, listed.fresh, source) if listed.fresh else configured
+    for message in (*listed.again, *(f"{one.position}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
+        say_error(f"{source}: {message}", 0)
+    also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} already known" if listed.known else ""
+    typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {changed}{also}")
+    return 0
 
 
 def _add_all(key_files: KeyFiles, fresh: Sequence[ImportedKey], file: Path) -> Path:
@@ -237,14 +213,14 @@ def _add_all(key_files: KeyFiles, fresh: Sequence[ImportedKey], file: Path) -> P
 
     for one in fresh:
         if wrong := _wrong(one.entry):
-            raise _refusal(f"{file}: {one.position}, {wrong}")
+            raise typer.TyperException(f"{file}: {one.position}, {wrong}")
     try:
         return key_files.add([one.entry for one in fresh])
     except InvalidResultError as error:
         for problem in error.problems:
             if of_one := key_files.added_entry(problem):
                 number, path = of_one
-                raise _refusal(f"{file}: {fresh[number].position}, {path}: {problem.message}") from error
+                raise typer.TyperException(f"{file}: {fresh[number].position}, {path}: {problem.message}") from error
         raise
 
 
@@ -265,13 +241,10 @@ def verify(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     Exits with 1 if the configuration does not have the key, or if it has expired.
     """
     from gateway.auth import keys
-    from gateway.config import ConfigurationError, load
+    from gateway.config import load
 
     configured = config_file(file, config)
-    try:
-        known = load(configured)
-    except ConfigurationError as error:
-        return print_problems(error.problems, err=True)
+    known = load(configured)
     token = _read_key()
     found = _holder(known, keys.hash_of(token))
     if found is None:
@@ -303,44 +276,11 @@ def _read_key() -> str:
         try:
             text = sys.stdin.buffer.read(65_536).decode()
         except UnicodeDecodeError:
-            _refuse("stdin is not UTF-8 text")
+            raise BadUsageError("stdin is not UTF-8 text") from None
     token = text.strip("\r\n")
     if not token or "\n" in token:
-        _refuse("expected one key, on one line, on stdin")
+        raise BadUsageError("expected one key, on one line, on stdin")
     return token
-
-
-def _refuse(message: str) -> NoReturn:
-    say_error(message, BAD_USAGE)
-    raise typer.Exit(BAD_USAGE)
-
-
-# Changes of the configuration
-
-
-def _key_files(config: Path) -> KeyFiles:
-    from gateway.key_management.key_file import KeyFiles
-
-    return KeyFiles(config)
-
-
-def _refusal(message: str) -> Exception:
-    from gateway.key_management.key_file import KeyFileError
-
-    return KeyFileError(message)
-
-
-def _written(act: Callable[[], None]) -> int:
-    """Run a change of the configuration's files, and return the exit code."""
-    from gateway.key_management.key_file import InvalidResultError, KeyFileError
-
-    try:
-        act()
-    except InvalidResultError as error:
-        return print_problems(error.problems, err=True)
-    except KeyFileError as error:
-        return say_error(str(error), FAILED)
-    return 0
 
 
 def _show_new(key: str, message: str) -> None:
@@ -371,14 +311,13 @@ def _principal(entry: Any) -> Key:
     try:
         return Key.model_validate(entry)
     except ValidationError as error:
-        raise _refusal(f"the entry of {entry.get('id')} is invalid; run `vllm-gateway check` for its problems") from error
+        raise typer.TyperException(f"the entry of {entry.get('id')} is invalid; run `vllm-gateway check` for its problems") from error
 
 
 # Output
 
 
 def _print_table(listed: list[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -393,7 +332,7 @@ def _print_table(listed: list[dict[str, Any]]) -> None:
         cells = (", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
         properties = ("-" if (value := one.get(name)) is None else str(value) for name in OPTIONS)
         table.add_row(Text(one["id"]), *map(Text, properties), state, *map(Text, cells))
-    Console(highlight=False, width=None if sys.stdout.isatty() else 200).print(table)
+    console().print(table)
 
 
 def _limit_texts(limits: Mapping[str, Any]) -> Iterator[str]:
@@ -448,7 +387,7 @@ _NOT_AMOUNTS = ("models", "budgets", "session")
 
 
 def _option(name: str, kind: Any, metavar: str, help: str, parser: Callable[[str], Any] | None = None) -> inspect.Parameter:
-    option = typer.Option(metavar=metavar, help=help, show_default=False, parser=parser)
+    option = typer.Option(metavar=metavar, help=help, parser=parser)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
 

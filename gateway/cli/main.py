@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ from gateway import __version__
 from gateway.cli import keys_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
-from gateway.cli.output import BAD_USAGE, FAILED, NAME, print_problem, print_problems, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, print_problem, print_problems, say_error
 from gateway.system.core import core
 from gateway.usage.dimensions import CHOICES
 
@@ -34,9 +34,8 @@ _HELP = """One URL and one key in front of your vLLM servers.
 
 `vllm-gateway demo` shows it at work; otherwise write a gateway.yaml, `check` it and `serve` it."""
 
-_WIDE = 200
-Server = Annotated[str, typer.Argument(metavar="SERVER", help="The name of the server in `status`.", show_default=False)]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="The ID of the model.", show_default=False)]
+Server = Annotated[str, typer.Argument(metavar="SERVER", help="The name of the server in `status`.")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="The ID of the model.")]
 
 
 def main() -> None:
@@ -57,17 +56,25 @@ def run(arguments: Sequence[str]) -> int:
         sys.stdout = None  # the reader has exited, so nothing is flushed at exit
         return FAILED
     except Exception as error:  # noqa: BLE001
-        return say_error(f"{type(error).__name__}: {error}", FAILED)
+        return _reported(error)
+
+
+def _reported(error: Exception) -> int:
+    """Print an error of a command, and return the exit code. Only here it is imported what the error may be."""
+    from gateway.config import ConfigurationError
+    from gateway.key_management.key_file import InvalidResultError, KeyFileError
+
+    match error:
+        case ConfigurationError() | InvalidResultError():
+            return print_problems(error.problems, err=True)
+        case KeyFileError():
+            return say_error(str(error), FAILED)
+    return say_error(f"{type(error).__name__}: {error}", FAILED)
 
 
 def application(*, with_keys: bool) -> typer.Typer:
     """Build the command line. The commands below ``keys`` must import the settings, so they are added only if needed."""
-    app = typer.Typer(
-        help=_HELP,
-        add_completion=False,
-        pretty_exceptions_enable=False,
-        rich_markup_mode=None,
-    )
+    app = typer.Typer(help=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_root)
     for name, command in _COMMANDS.items():
         app.command(name)(command)
@@ -101,14 +108,11 @@ def _root(
 
 def serve(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     """Run the gateway until SIGTERM or Ctrl-C."""
-    from gateway.config import ConfigurationError
     from gateway.control.serve import StartError
     from gateway.control.serve import serve as control
 
     try:
         return control(config_file(file, config))
-    except ConfigurationError as error:
-        return print_problems(error.problems, err=True)
     except StartError as error:
         return say_error(str(error), FAILED)
 
@@ -141,6 +145,7 @@ def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     launches with this machine: vLLM's options, GPUs, files. Exits with 2 if there are problems.
     """
     from gateway.config import ConfigurationError, Note, load
+    from gateway.config.problems import in_order
     from gateway.config.source import read
 
     checked = config_file(file, config)
@@ -150,7 +155,7 @@ def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
         known = load(checked, instead=once)
     except ConfigurationError as error:
         found += error.problems
-    for problem in _in_order(found, checked):
+    for problem in in_order(found, str(checked)):
         print_problem(problem, "yellow" if isinstance(problem, Note) else "red")
     if known is None or not all(isinstance(problem, Note) for problem in found):
         return BAD_USAGE
@@ -172,11 +177,6 @@ def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
     return [*launches.problems(draft), *lint.notes(draft, datetime.now(UTC))]
 
 
-def _in_order(problems: Iterable[Problem], first: Path) -> list[Problem]:
-    """Sort problems by file and line. Problems of the configuration file itself come first."""
-    return sorted(problems, key=lambda problem: (problem.file != str(first), problem.file, problem.line))
-
-
 def schema() -> int:
     """Print the configuration's JSON Schema, for editors."""
     from gateway.config import schema as json_schema
@@ -193,18 +193,17 @@ def status(
     token_file: TokenFile = None,
 ) -> int:
     """Show the state of the running gateway and of its models."""
-    from rich.console import Console
-
     from gateway.admin.status_terminal import show
     from gateway.admin.status_view import status_view
 
-    def shown(known: dict[str, Any]) -> None:
+    def act(gateway: AdminClient) -> None:
+        known = gateway.status()
         if as_json:
             typer.echo(json.dumps(known, indent=2))
-        else:  # without a terminal there is no width, and nothing is wrapped
-            show(status_view(known), Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+        else:
+            show(status_view(known), console())
 
-    return call_gateway(Where(config_file(file, config), admin, token_file), lambda gateway: shown(gateway.status()))
+    return call_gateway(Where(config_file(file, config), admin, token_file), act)
 
 
 def usage(
@@ -214,21 +213,17 @@ def usage(
     since: Annotated[
         str,
         typer.Option(
-            metavar="WHEN",
-            help="Count from 2027-01-31, 2027-01, 2027-01-31T12:00, today, yesterday, this-month, or for a duration (12h).",
+            metavar="WHEN", help="Count from 2027-01-31, 2027-01, 2027-01-31T12:00, today, yesterday, this-month, or for a duration (12h)."
         ),
     ] = "30d",
     until: Annotated[
-        str | None,
-        typer.Option(metavar="WHEN", help="Count to the beginning of this date, month or time; default: now.", show_default=False),
+        str | None, typer.Option(metavar="WHEN", help="Count to the beginning of this date, month or time; default: now.")
     ] = None,
-    key: Annotated[
-        str | None, typer.Option(metavar="ID", help="Only this key, with the subjects of its tokens.", show_default=False)
-    ] = None,
-    team: Annotated[str | None, typer.Option(metavar="ID", help="Only this team.", show_default=False)] = None,
-    model: Annotated[str | None, typer.Option(metavar="ID", help="Only this model.", show_default=False)] = None,
+    key: Annotated[str | None, typer.Option(metavar="ID", help="Only this key, with the subjects of its tokens.")] = None,
+    team: Annotated[str | None, typer.Option(metavar="ID", help="Only this team.")] = None,
+    model: Annotated[str | None, typer.Option(metavar="ID", help="Only this model.")] = None,
     reconcile: Annotated[
-        bool, typer.Option("--reconcile", help="Compare with the servers' own token counters, by model and server.", show_default=False)
+        bool, typer.Option("--reconcile", help="Compare with the servers' own token counters, by model and server.")
     ] = False,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
     admin: AdminUrl = None,
@@ -240,9 +235,7 @@ def usage(
 
     With --reconcile, it compares the ledger's tokens with those that the servers have counted, and explains the difference.
     """
-    from rich.console import Console
-
-    from gateway.config import ConfigurationError, load
+    from gateway.config import load
     from gateway.config.problems import did_you_mean
     from gateway.ledger.errors import DatabaseUnavailableError
     from gateway.usage.errors import QueryError
@@ -251,16 +244,14 @@ def usage(
     from gateway.usage.reconciliation_output import FORMATS as RECONCILIATION_FORMATS
     from gateway.usage.reconciliation_queries import parse_reconciliation, parse_reconciliation_query, reconcile_ledger
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
-
     def show_usage(report: UsageReport) -> None:
-        FORMATS[form](report, console)
+        FORMATS[form](report, console())
         if report.truncated:
             say_error(f"only the {len(report.sums):,} groups with the most tokens are shown; narrow the query", 0)
 
     def shown(document: Mapping[str, Any]) -> None:
         if reconcile:
-            RECONCILIATION_FORMATS[form](parse_reconciliation(document), console)
+            RECONCILIATION_FORMATS[form](parse_reconciliation(document), console())
         else:
             show_usage(parse_report(document))
 
@@ -278,15 +269,13 @@ def usage(
             return say_error(f"{configured} has no ledger", FAILED)
         folder = Path(os.path.abspath(configured)).parent
         if reconcile:
-            RECONCILIATION_FORMATS[form](reconcile_ledger(known.ledger, folder, parameters), console)
+            RECONCILIATION_FORMATS[form](reconcile_ledger(known.ledger, folder, parameters), console())
         else:
             report = query_ledger(known.ledger, folder, parameters)
             show_usage(report)
             ids = [each.id for each in known.keys]
             if not report.sums and key is not None and key not in ids:
                 say_error(f"{configured} has no key {key}{did_you_mean(key, ids)}", 0)
-    except ConfigurationError as error:
-        return print_problems(error.problems, err=True)
     except QueryError as error:
         return say_error(str(error), BAD_USAGE)
     except DatabaseUnavailableError as error:
@@ -297,8 +286,8 @@ def usage(
 def limits(
     file: ConfigArgument = None,
     config: ConfigOption = None,
-    key: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits that this key is subject to.", show_default=False)] = None,
-    team: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits of this team.", show_default=False)] = None,
+    key: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits that this key is subject to.")] = None,
+    team: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits of this team.")] = None,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
     admin: AdminUrl = None,
     token_file: TokenFile = None,
@@ -307,8 +296,6 @@ def limits(
 
     Shows the use in the running gateway, the remaining amounts, and when they are available again.
     """
-    from rich.console import Console
-
     from gateway.admin.limits_output import FORMATS
 
     if form not in FORMATS:
@@ -316,7 +303,7 @@ def limits(
     query = {name: value for name, value in (("key", key), ("team", team)) if value is not None}
 
     def show(gateway: AdminClient) -> None:
-        FORMATS[form](gateway.limits(query)["limits"], Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE))
+        FORMATS[form](gateway.limits(query)["limits"], console())
 
     return call_gateway(Where(config_file(file, config), admin, token_file), show)
 
@@ -328,14 +315,11 @@ def command(model: Model, file: ConfigArgument = None, config: ConfigOption = No
     key are shown as ***. XXXXXXXX stands for the private folder that each run creates.
     """
     from gateway.cli.launch_command import shown_launches
-    from gateway.config import ConfigurationError, load
+    from gateway.config import load
     from gateway.config.problems import did_you_mean
 
     configured = config_file(file, config)
-    try:
-        known = load(configured)
-    except ConfigurationError as error:
-        return print_problems(error.problems, err=True)
+    known = load(configured)
     found = next((each for each in known.models if each.id == model), None)
     if found is None:
         return say_error(f"there is no model {model} in {configured}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
@@ -345,11 +329,11 @@ def command(model: Model, file: ConfigArgument = None, config: ConfigOption = No
     return 0
 
 
-def _operation(name: str, about: str) -> Callable[..., int]:
-    """Return a command that performs an operation on a model of the running gateway."""
+def _operation(name: str, about: str, *, of_server: bool = False) -> Callable[..., int]:
+    """Return a command that performs an operation on a model of the running gateway, or on one server."""
 
     def run(
-        model: Model,
+        target: str,
         file: ConfigArgument = None,
         config: ConfigOption = None,
         admin: AdminUrl = None,
@@ -357,31 +341,13 @@ def _operation(name: str, about: str) -> Callable[..., int]:
     ) -> int:
         from gateway.admin.status_view import in_a_line
 
-        return call_gateway(
-            Where(config_file(file, config), admin, token_file), lambda gateway: typer.echo(in_a_line(gateway.operate(name, model)))
-        )
+        def act(gateway: AdminClient) -> None:
+            operate = gateway.operate_server if of_server else gateway.operate
+            typer.echo(in_a_line(operate(name, target), with_servers=of_server))
 
-    run.__doc__ = about
-    return run
+        return call_gateway(Where(config_file(file, config), admin, token_file), act)
 
-
-def _server_operation(name: str, about: str) -> Callable[..., int]:
-    """Return a command that performs an operation on one server of the running gateway."""
-
-    def run(
-        server: Server,
-        file: ConfigArgument = None,
-        config: ConfigOption = None,
-        admin: AdminUrl = None,
-        token_file: TokenFile = None,
-    ) -> int:
-        from gateway.admin.status_view import in_a_line
-
-        return call_gateway(
-            Where(config_file(file, config), admin, token_file),
-            lambda gateway: typer.echo(in_a_line(gateway.operate_server(name, server), with_servers=True)),
-        )
-
+    run.__annotations__["target"] = Server if of_server else Model
     run.__doc__ = about
     return run
 
@@ -443,8 +409,8 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. Waits until they have stopped."),
     "restart": _operation("restart", "Replace a model's servers, one after the other. Does not wait for the new ones."),
     "wake": _operation("wake", "Start a model as a request for it would. Does not wait until it is ready."),
-    "cordon": _server_operation("cordon", "Take one server out of rotation until `uncordon`. Its open requests finish."),
-    "uncordon": _server_operation("uncordon", "Return a server to rotation."),
+    "cordon": _operation("cordon", "Take one server out of rotation until `uncordon`. Its open requests finish.", of_server=True),
+    "uncordon": _operation("uncordon", "Return a server to rotation.", of_server=True),
     "command": command,
     "schema": schema,
     "demo": demo,

@@ -12,10 +12,26 @@ from typing import TYPE_CHECKING
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from gateway.config import Problem
 
 FAILED, BAD_USAGE = 1, 2
 NAME = "vllm-gateway"
+_WIDE = 200
+
+
+class BadUsageError(typer.TyperException):
+    """The command line is invalid."""
+
+    exit_code = BAD_USAGE
+
+
+def console() -> Console:
+    """Return the console for tables. Without a terminal there is no width, and nothing is wrapped."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
 
 
 def say_error(message: str, code: int) -> int:

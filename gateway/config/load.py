@@ -6,7 +6,7 @@ The rule: whatever the files contain, the result is a ``Config`` or one ``Config
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from gateway.config import explain, references
 from gateway.config.models import Config, KeysFile
-from gateway.config.problems import ConfigurationError, Finding, Problem
+from gateway.config.problems import ConfigurationError, Finding, Problem, in_order
 from gateway.config.references import Draft
 from gateway.config.secret import Surroundings
 from gateway.config.section import Section
@@ -48,7 +48,7 @@ def _loaded(path: str | os.PathLike[str], around: Surroundings, instead: Mapping
     more = _validated(draft.keys_file, KeysFile, around) if draft.keys_file else KeysFile()
     problems = [*main.problems, *(draft.keys_file.problems if draft.keys_file else ()), *references.problems(draft)]
     if problems or config is None or more is None:
-        raise ConfigurationError(_in_order(problems, main.file), around.files)
+        raise ConfigurationError(in_order(dict.fromkeys(problems), main.file), around.files)
     return _assembled(config, more, around)
 
 
@@ -118,8 +118,3 @@ def _corrected(source: Source, found: list[Finding]) -> list[Problem]:
             written, lines = finding.path[-1], source.lines[id(parent)]
             parent[name], lines[name] = parent.pop(written), lines.pop(written)
     return problems
-
-
-def _in_order(problems: list[Problem], first: str) -> Iterator[Problem]:
-    """Return each problem once, sorted by file and line, those of the main file first."""
-    return iter(sorted(dict.fromkeys(problems), key=lambda problem: (problem.file != first, problem.file, problem.line)))

@@ -60,6 +60,11 @@ class ConfigurationError(Exception):
         super().__init__("\n".join(map(str, self.problems)))
 
 
+def in_order(problems: Iterable[Problem], first: str) -> list[Problem]:
+    """Sort problems by file and line. Those of the file ``first`` come first."""
+    return sorted(problems, key=lambda problem: (problem.file != first, problem.file, problem.line))
+
+
 def spelled(path: Path) -> str:
     """Return ``("models", 0, "launch")`` as ``models[0].launch``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
