@@ -41,7 +41,6 @@ from gateway.config.values import (
     ListenHost,
     LogPart,
     MediaHost,
-    Money,
     Mount,
     Name,
     NamedPort,
@@ -59,6 +58,7 @@ from gateway.config.values import (
     Workers,
     exists,
     installed,
+    money,
 )
 from gateway.snapshot.key_properties import KeyProperties
 from gateway.snapshot.money import MAX_COST_LIMIT, MAX_PRICE
@@ -271,7 +271,7 @@ class Mirror(Section):
     max_inflight: Count = setting("maximum copies in flight; without capacity, a request is not copied", 16)
 
 
-_Price = Annotated[int, Money(least=0, most=MAX_PRICE)]
+_Price = Annotated[int, money(least=0, most=MAX_PRICE)]
 
 
 class Price(Section):
@@ -373,7 +373,7 @@ class Group(Section):
     max_running: Count = setting("maximum number of models that run at the same time", 1)
 
 
-_Cost = Annotated[int, Money(above=0, most=MAX_COST_LIMIT)]
+_Cost = Annotated[int, money(above=0, most=MAX_COST_LIMIT)]
 
 
 def _counts_something(budget: B) -> B:

@@ -61,7 +61,7 @@ class ConfigurationError(Exception):
 
 
 def in_order(problems: Iterable[Problem], first: str) -> list[Problem]:
-    """Sort problems by file and line. Those of the file ``first`` come first."""
+    """Sort problems by file and line. The problems of the file ``first`` come first."""
     return sorted(problems, key=lambda problem: (problem.file != first, problem.file, problem.line))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from importlib.util import find_spec
@@ -19,7 +20,7 @@ from pydantic import (
     AfterValidator,
     BeforeValidator,
     Field,
-    GetCoreSchemaHandler,
+    GetPydanticSchema,
     PlainSerializer,
     PlainValidator,
     SecretStr,
@@ -27,7 +28,6 @@ from pydantic import (
     ValidationInfo,
     WithJsonSchema,
 )
-from pydantic_core import CoreSchema
 from pydantic_core.core_schema import (
     float_schema,
     literal_schema,
@@ -138,35 +138,18 @@ def _one_text_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-@dataclass(frozen=True, slots=True)
-class OneOf:
-    """Accept one of these texts, like a ``Literal`` with the values of a table."""
+def money(*, most: float, least: float | None = None, above: float | None = None) -> GetPydanticSchema:
+    """Return the type of an amount in units of the currency within bounds. Its value is in whole nano-units.
 
-    names: tuple[str, ...]
-
-    def __get_pydantic_core_schema__(self, _source: type[str], _handler: GetCoreSchemaHandler) -> CoreSchema:
-        return literal_schema(list(self.names))
-
-
-@dataclass(frozen=True, slots=True)
-class Money:
-    """Accept an amount in units of the currency within bounds. Its value is in whole nano-units."""
-
-    most: float
-    least: float | None = None
-    above: float | None = None
-
-    def __get_pydantic_core_schema__(self, _source: type[int], _handler: GetCoreSchemaHandler) -> CoreSchema:
-        number = float_schema(strict=True, ge=self.least, gt=self.above, le=self.most, allow_inf_nan=False)
-        return no_info_after_validator_function(nano_units, number, serialization=plain_serializer_function_ser_schema(_in_units))
+    An amount of the configuration has so few digits that its text is exact when it is written again.
+    """
+    number = float_schema(strict=True, ge=least, gt=above, le=most, allow_inf_nan=False)
+    in_units = plain_serializer_function_ser_schema(lambda nano: nano / NANO)
+    amount = no_info_after_validator_function(nano_units, number, serialization=in_units)
+    return GetPydanticSchema(lambda _source, _handler: amount)
 
 
-def _in_units(nano: int) -> float:
-    """Return nano-units in units of the currency. An amount of the configuration has so few digits that its text is exact."""
-    return nano / NANO
-
-
-Balance = Annotated[str, OneOf(tuple(POLICIES))]
+Balance = Annotated[str, GetPydanticSchema(lambda _source, _handler: literal_schema(list(POLICIES)))]
 """The name of a balance policy."""
 
 
@@ -198,7 +181,8 @@ def _hash_text(value: object) -> str:
 
 def _instant(value: object) -> datetime:
     if isinstance(value, str):
-        value = _iso(value)
+        with suppress(ValueError):  # the text is reported below
+            value = datetime.fromisoformat(value)
     if isinstance(value, date) and not isinstance(value, datetime):
         value = datetime.combine(value, time())
     if not isinstance(value, datetime):
@@ -209,13 +193,6 @@ def _instant(value: object) -> datetime:
     except OverflowError:
         raise ValueError("expected a time within the years 1 to 9999 in UTC") from None
     return made
-
-
-def _iso(text: str) -> datetime | None:
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:
-        return None
 
 
 def _log_part(value: str) -> str:
