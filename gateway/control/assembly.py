@@ -9,24 +9,24 @@ import logging
 import socket
 import time
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.check.launch_check import LaunchCheck
 from gateway.config import Config
-from gateway.control.budgets import budget_restorer
+from gateway.control.budgets import BudgetRestorer
 from gateway.control.control import Control
-from gateway.control.ledger_queries import key_usage
+from gateway.control.ledger_queries import KeyUsage
 from gateway.control.publisher import FirstResults, Publisher
 from gateway.control.readiness import Readiness
 from gateway.control.reload import Reloader, ReloadHistory
 from gateway.control.startup_messages import Announcer
-from gateway.control.store_counts import store_counts
+from gateway.control.store_counts import StoreCounts
 from gateway.fleet.fleet import Fleet
 from gateway.monitoring.discovery import Discovery
-from gateway.monitoring.jwks_fetch import jwks_fetcher
+from gateway.monitoring.jwks_fetch import JwksFetcher
 from gateway.monitoring.kv_events import kv_events
 from gateway.monitoring.monitor import Monitor
 from gateway.monitoring.server_observer import ServerObserver
@@ -96,12 +96,12 @@ async def assembled(
         )
         sources = await stack.enter_async_context(Sources(lambda: control.servers_discovered(), environment.cluster, environment.resolve))
         discovery = Discovery(sources)
-        key_sets = await stack.enter_async_context(jwks_fetcher(lambda: control.key_set_changed()))
-        usage = await stack.enter_async_context(key_usage(reader))
+        key_sets = await stack.enter_async_context(aclosing(JwksFetcher(lambda: control.key_set_changed())))
+        usage = await stack.enter_async_context(aclosing(KeyUsage(reader)))
         worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request)
         workers = await stack.enter_async_context(running_workers(data, config.server.workers, worker_events, ledger))
-        budgets = await stack.enter_async_context(budget_restorer(ledger, reader, workers.buckets, started))
-        stored = await stack.enter_async_context(store_counts(lambda: workers.snapshot, ledger, reader))
+        budgets = await stack.enter_async_context(aclosing(BudgetRestorer(ledger, reader, workers.buckets, started)))
+        stored = await stack.enter_async_context(aclosing(StoreCounts(lambda: workers.snapshot, ledger, reader)))
 
         async def before_start(snapshot: Snapshot) -> None:
             await budgets.start(snapshot)

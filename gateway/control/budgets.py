@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
@@ -22,6 +22,7 @@ from gateway.limits.limiter import PART_FOR_SUBJECTS
 from gateway.limits.rules import Holder
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Snapshot
+from gateway.system.tasks import cancel, wait_at_most
 from upstream.backoff import Backoff
 
 if TYPE_CHECKING:
@@ -35,30 +36,23 @@ _HOLDERS_PER_ITERATION = 500  # restored in one iteration of the event loop
 _log = logging.getLogger("vllm_gateway.control")
 
 
+@dataclass(eq=False, slots=True)
 class BudgetRestorer:
     """Restores the budgets of a gateway that started at ``before``, in seconds since the epoch.
 
     ``ledger`` and ``reader`` are None if no ledger is configured. ``clock`` returns seconds since the epoch.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger | None,
-        reader: UsageReader | None,
-        buckets: Buckets,
-        before: float,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self._ledger = ledger
-        self._reader = reader
-        self._buckets = buckets
-        self._before = before
-        self._clock = clock
-        self._added: dict[str, PeriodUse] = {}  # by the name of the holder
-        self._attempted = asyncio.Event()
-        self._task: asyncio.Task[None] | None = None
-        self._restored_at: float | None = None
-        self._error: str | None = None
+    _ledger: Ledger | None
+    _reader: UsageReader | None
+    _buckets: Buckets
+    _before: float
+    clock: Callable[[], float] = time.time
+    _added: dict[str, PeriodUse] = field(default_factory=dict)  # by the name of the holder
+    _attempted: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: asyncio.Task[None] | None = None
+    _restored_at: float | None = None
+    _error: str | None = None
 
     async def start(self, snapshot: Snapshot) -> None:
         """Start to restore the limits of a snapshot. Waits for the first attempt to finish, up to a timeout."""
@@ -66,9 +60,7 @@ class BudgetRestorer:
         if self._ledger is None or self._reader is None or snapshot.uses_store or not budgets:
             return
         self._task = asyncio.create_task(self._run(self._ledger, self._reader, budgets), name="budgets")
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_LONGEST_WAIT):
-                await self._attempted.wait()
+        await wait_at_most(_LONGEST_WAIT, self._attempted.wait())
         if self._restored_at is None:
             why = self._error or "the ledger's database has not responded yet"
             _log.warning("budgets are not restored yet: requests are counted from zero until the ledger's database responds (%s)", why)
@@ -79,11 +71,10 @@ class BudgetRestorer:
             return None
         return {"restored": self._restored_at is not None, "restored_at": self._restored_at, "last_error": self._error}
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Stop restoring."""
         if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+            await cancel(self._task)
 
     async def _run(self, ledger: Ledger, reader: UsageReader, budgets: Budgets) -> None:
         """Restore once the rows of former gateways are in the database, and again when more rows have arrived."""
@@ -117,7 +108,7 @@ class BudgetRestorer:
 
     async def _restore(self, reader: UsageReader, budgets: Budgets) -> None:
         """Add the use from before the start to the counts, as far as it was not added yet. Raises DatabaseUnavailableError."""
-        at = moment(0.0, self._clock())
+        at = moment(0.0, self.clock())
         starts = budgets.counted_starts(at)
         found = budgets.use_by_holder(await reader.earlier_use(budgets, starts, self._before), starts, at)
         self._buckets.announce_writes()
@@ -133,7 +124,7 @@ class BudgetRestorer:
         if self._restored_at is None:
             late = " The workers have counted from zero until now." if self._attempted.is_set() else ""
             _log.info("the ledger has restored the budgets of %d keys and teams.%s", len(found), late)
-        self._restored_at, self._error = self._clock(), None
+        self._restored_at, self._error = self.clock(), None
         self._attempted.set()
 
     def _add(self, name: str, one: HolderUse) -> None:
@@ -151,19 +142,3 @@ class BudgetRestorer:
             return self._buckets.holder(own.holder, own.limits, PART_FOR_SUBJECTS)
         except BucketsFullError:
             return self._buckets.holder(one.entry.holder, one.entry.limits)
-
-
-@asynccontextmanager
-async def budget_restorer(
-    ledger: Ledger | None,
-    reader: UsageReader | None,
-    buckets: Buckets,
-    before: float,
-    clock: Callable[[], float] = time.time,
-) -> AsyncIterator[BudgetRestorer]:
-    """Yield a restorer, which stops at the end of the block."""
-    restorer = BudgetRestorer(ledger, reader, buckets, before, clock)
-    try:
-        yield restorer
-    finally:
-        await restorer.close()

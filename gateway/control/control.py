@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
 
 from gateway.config import Config
 from gateway.control.budgets import BudgetRestorer
@@ -44,51 +45,34 @@ def configure_logging(config: Config) -> None:
     logs.configure(log_settings(config), "control")
 
 
+@dataclass(kw_only=True, eq=False)
 class Control:
     """The running gateway without its ports: its parts and their connections."""
 
-    def __init__(
-        self,
-        *,
-        started: float,
-        announcer: Announcer,
-        manager: ServiceManager,
-        launcher: Launcher,
-        discovery: Discovery,
-        key_sets: JwksFetcher,
-        observer: ServerObserver,
-        workers: WorkerSupervisor,
-        publisher: Publisher,
-        fleet: Fleet,
-        monitor: Monitor,
-        kv_events: KvEvents,
-        budgets: BudgetRestorer,
-        store_counts: StoreCounts,
-        readiness: Readiness,
-        history: ReloadHistory,
-    ) -> None:
-        self.started = started
-        self.announcer = announcer
-        self.manager = manager
-        self.launcher = launcher
-        self.discovery = discovery
-        self.key_sets = key_sets
-        self.observer = observer
-        self.workers = workers
-        self.publisher = publisher
-        self.fleet = fleet
-        self.monitor = monitor
-        self.kv_events = kv_events
-        self.budgets = budgets
-        self.store_counts = store_counts
-        self.readiness = readiness
-        self.history = history
-        self.launch_counts = LaunchCounts()
-        self.launch_counts.expect(observer.config)
-        self._is_draining = False
-        self._changed = asyncio.Event()
-        self.after_drain: Callable[[], Awaitable[None]] | None = None
-        """Runs when all requests have finished, before the launched servers are stopped."""
+    started: float
+    announcer: Announcer
+    manager: ServiceManager
+    launcher: Launcher
+    discovery: Discovery
+    key_sets: JwksFetcher
+    observer: ServerObserver
+    workers: WorkerSupervisor
+    publisher: Publisher
+    fleet: Fleet
+    monitor: Monitor
+    kv_events: KvEvents
+    budgets: BudgetRestorer
+    store_counts: StoreCounts
+    readiness: Readiness
+    history: ReloadHistory
+    launch_counts: LaunchCounts = field(default_factory=LaunchCounts)
+    after_drain: Callable[[], Awaitable[None]] | None = None
+    """Runs when all requests have finished, before the launched servers are stopped."""
+    _is_draining: bool = False
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.launch_counts.expect(self.config)
 
     @property
     def config(self) -> Config:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import UsageReported, UsageRequested
+from gateway.system.tasks import cancel
 from gateway.usage.errors import QueryError
 
 if TYPE_CHECKING:
@@ -93,18 +93,6 @@ class KeyUsage:
             return UsageReported(message.number, body)
         return UsageReported(message.number, error="overloaded", text=_UNAVAILABLE)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End all queries."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-
-@asynccontextmanager
-async def key_usage(reader: UsageReader | None) -> AsyncIterator[KeyUsage]:
-    """Yield an object that runs the queries. Its tasks are cancelled when the block ends."""
-    usage = KeyUsage(reader)
-    try:
-        yield usage
-    finally:
-        await usage.close()
+        await cancel(*self._tasks)

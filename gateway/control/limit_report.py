@@ -16,9 +16,7 @@ from gateway.limits.buckets import Buckets
 from gateway.limits.states import LimitState, limit_states
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Allowance, Snapshot
-from gateway.usage.errors import QueryError
-
-_PARAMETERS = ("key", "team")
+from gateway.usage.errors import QueryError, check_parameters
 
 
 def limit_report(snapshot: Snapshot, buckets: Buckets, stored: StoreCounts, parameters: Mapping[str, str]) -> dict[str, Any]:
@@ -26,9 +24,7 @@ def limit_report(snapshot: Snapshot, buckets: Buckets, stored: StoreCounts, para
 
     Raises QueryError.
     """
-    for name in parameters:
-        if name not in _PARAMETERS:
-            raise QueryError(f"there is no parameter {name}{did_you_mean(name, _PARAMETERS)}")
+    check_parameters(parameters, ("key", "team"))
     states = [state for each in _chosen(snapshot, parameters) for state in _states(snapshot, buckets, stored, each)]
     return {"limits": [state.document() for state in states]}
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from gateway import config as conf
 from gateway.admin.status_view import counted
@@ -20,41 +22,21 @@ from upstream.launcher.schedule import ModelPhase
 _INACTIVE = frozenset({ModelPhase.STOPPED, ModelPhase.SLEEPING, ModelPhase.DRAINING})
 
 
-class CriticalTasks:
-    """The tasks that run as long as the gateway serves."""
-
-    def __init__(self) -> None:
-        self._tasks: list[asyncio.Task[None]] = []
-
-    def add(self, *tasks: asyncio.Task[None]) -> None:
-        self._tasks += tasks
-
-    def failure(self) -> str | None:
-        """Return the name of a task that has ended, or None if all are running."""
-        ended = next((task for task in self._tasks if task.done()), None)
-        return None if ended is None else f"{ended.get_name()} has ended"
-
-
+@dataclass(eq=False, slots=True)
 class Readiness:
-    """Judges the state of the gateway. ``is_stopping`` is set when the gateway accepts no more requests."""
+    """Judges the state of the gateway. ``is_stopping`` is set when the gateway accepts no more requests.
 
-    def __init__(
-        self,
-        observer: ServerObserver,
-        workers: WorkerSupervisor,
-        fleet: Fleet,
-        monitor: Monitor,
-        history: ReloadHistory,
-        first_results: FirstResults,
-    ) -> None:
-        self._observer = observer
-        self._workers = workers
-        self._fleet = fleet
-        self._monitor = monitor
-        self._history = history
-        self._first_results = first_results
-        self.critical_tasks = CriticalTasks()
-        self.is_stopping = False
+    ``critical_tasks`` run as long as the gateway serves.
+    """
+
+    _observer: ServerObserver
+    _workers: WorkerSupervisor
+    _fleet: Fleet
+    _monitor: Monitor
+    _history: ReloadHistory
+    _first_results: FirstResults
+    critical_tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    is_stopping: bool = False
 
     def not_ready(self) -> str | None:
         """Return why the gateway is not ready for traffic, or None if it is ready."""
@@ -91,7 +73,7 @@ class Readiness:
 
     def broken(self) -> str | None:
         """Return what has failed and will not recover without a restart, or None."""
-        return self.critical_tasks.failure() or self._workers.failure(time.monotonic())
+        return task_failure(self.critical_tasks) or self._workers.failure(time.monotonic())
 
     def headline(self) -> str:
         """Summarize the state of the gateway in one line."""
@@ -99,3 +81,9 @@ class Readiness:
         rejected = "" if self._history.last.successful else "; the last configuration was rejected"
         down = "".join(f"; {name} is down" for name in self._monitor.dependencies.down())
         return f"{self.broken() or self.not_ready() or servers}{down}{rejected}"
+
+
+def task_failure(tasks: Iterable[asyncio.Task[None]]) -> str | None:
+    """Return the name of a task that has ended, or None if all are running."""
+    ended = next((task for task in tasks if task.done()), None)
+    return None if ended is None else f"{ended.get_name()} has ended"

@@ -15,8 +15,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -26,6 +25,7 @@ from gateway.config.source import Source, read
 from gateway.fleet.configured_servers import relaunched
 from gateway.fleet.operations import ReloadResult
 from gateway.system.file_stat import FileStat, file_stat
+from gateway.system.tasks import wait_at_most
 
 POLL_INTERVAL = 0.2
 """Seconds between two checks of the files."""
@@ -34,7 +34,6 @@ SETTLE = 0.1
 RECENT = 60.0
 """Seconds for which a reload without changes names the changes that were applied before it."""
 _log = logging.getLogger("vllm_gateway.control")
-FileStats = Mapping[Path, FileStat]
 
 
 class ReloadHistory:
@@ -86,13 +85,11 @@ class Reloader:
         path: Path,
         config: Config,
         gateway: Reloadable,
-        environ: Mapping[str, str] | None = None,
         launches: LaunchCheck | None = None,
     ) -> None:
         self._path = path
         self._config = config
         self._gateway = gateway
-        self._environ = environ
         self._launches = launches
         self._is_half_applied = False
         """Whether applying a configuration has failed, so that it may be applied in part until the next one is applied."""
@@ -104,9 +101,7 @@ class Reloader:
     async def run(self) -> None:
         """Watch the files until cancelled."""
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(POLL_INTERVAL):
-                    await self._requested.wait()
+            await wait_at_most(POLL_INTERVAL, self._requested.wait())
             requested = self._requested.is_set()
             self._requested.clear()
             if requested or await asyncio.to_thread(file_stats, self._files) != self._seen:
@@ -145,13 +140,10 @@ class Reloader:
     def _loaded(self) -> Config:
         """Load the configuration. Raises ConfigurationError, also if a launch that it changes cannot start."""
         once: dict[Path, Source] = {Path(os.path.abspath(self._path)): read(self._path)}
-        config = load(self._path, self._environ, once)
-        changed = relaunched(self._config, config)
-        draft = drafted(self._path, once)
-        if changed and self._launches is not None and draft is not None:
-            problems = self._launches.certain_failures(draft, changed)
-            if problems:
-                raise ConfigurationError(sorted(problems, key=lambda problem: problem.line), config.files)
+        config = load(self._path, instead=once)
+        changed, draft = relaunched(self._config, config), drafted(self._path, once)
+        if changed and self._launches is not None and draft is not None and (problems := self._launches.certain_failures(draft, changed)):
+            raise ConfigurationError(sorted(problems, key=lambda problem: problem.line), config.files)
         return config
 
     async def _wait_for_writers(self) -> None:
@@ -168,8 +160,9 @@ class Reloader:
         before, config = self._config, diff.without_restart(self._config, read)
         await self._watch(read.files)
         changes, needs_restart = diff.changes(before, config), diff.needs_restart(config, read)
-        result = ReloadResult(time.time(), changes=changes, needs_restart=needs_restart)
-        result = replace(result, earlier=None if changes else self._gateway.history.recent_changes(result.when))
+        now = time.time()
+        earlier = None if changes else self._gateway.history.recent_changes(now)
+        result = ReloadResult(now, changes=changes, needs_restart=needs_restart, earlier=earlier)
         if diff.are_equal(before, config) and not self._is_half_applied:
             self._config = config
             self._gateway.reloaded(result)
@@ -189,6 +182,6 @@ class Reloader:
         self._seen = {file: before.get(file, stat) for file, stat in now.items()}
 
 
-def file_stats(files: Iterable[Path]) -> FileStats:
+def file_stats(files: Iterable[Path]) -> Mapping[Path, FileStat]:
     """Return the state of each file."""
     return {file: file_stat(file) for file in files}

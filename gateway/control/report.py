@@ -213,11 +213,9 @@ class GatewayReport:
 
     def _last_choice(self, model: str) -> dict[str, Any]:
         """Return the last explained choice of a server, if the model's choices are explained."""
-        choice = self._control.workers.last_choice(model)
-        if choice is None:
+        if (choice := self._control.workers.last_choice(model)) is None:
             return {}
-        shown = {"request_id": choice.request_id, "time": choice.time, "server": choice.server, **choice.explanation}
-        return {"last_choice": shown}
+        return {"last_choice": {"request_id": choice.request_id, "time": choice.time, "server": choice.server, **choice.explanation}}
 
     def _traffic(self, model: str, series: SeriesValues) -> dict[str, Any]:
         in_flight = int(series.get(Series("inflight_requests", (model,)), (0,))[0])
@@ -244,13 +242,13 @@ class GatewayReport:
             or wrong_models(server, observed)
             or _operated(server, is_cordoned=is_cordoned, is_held=of_model.is_held),
         }
-        if is_cordoned:
-            shown |= {"cordoned": True}
-        if (events := control.kv_events.as_json(server.name)) is not None:
-            shown |= {"kv_events": events}
         endpoint = control.discovery.endpoint_state(server.name)
-        if endpoint is not None:
-            shown |= {"endpoint": endpoint.value}
+        occasional = {
+            "cordoned": is_cordoned or None,
+            "kv_events": control.kv_events.as_json(server.name),
+            "endpoint": endpoint and endpoint.value,
+        }
+        shown |= {name: value for name, value in occasional.items() if value is not None}
         if status is None:
             shown |= {"hint": probe_hint(shown["reason"]) or None}
         else:

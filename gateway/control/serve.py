@@ -15,14 +15,13 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, closing, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
-from gateway import config as conf
 from gateway.admin import unix_socket
 from gateway.admin.app import application
 from gateway.admin.connection import AdminConnections, AdminProtocol
@@ -47,12 +46,12 @@ from gateway.system.file_descriptors import open_missing_standard_streams, raise
 from gateway.system.listener_drain import refuse_new_connections
 from gateway.system.service_manager import VARIABLES, ServiceManager
 from gateway.system.signals import on_hangup, stop_signals
+from gateway.system.tasks import cancel, wait_at_most
 from upstream.discovery import Cluster
 from upstream.vllm.command_line import inherited
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
-    from gateway.monitoring.engine_sampler import EngineSampler
     from gateway.usage.reader import UsageReader
 
 _BACKLOG = 4096
@@ -95,8 +94,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         commands = _admin_socket(path, stack)
         manager = ServiceManager.of(os.environ, os.getpid())
         environment = Environment(log_folder(), _launch_environment(config), Cluster.of(os.environ))
-        ledger = _ledger(config, path, stack)
-        reader = _reader(ledger)
+        ledger, reader = _ledger(config, path, stack)
         parts = assembled(config, path, data, environment, announcer, manager, ledger, reader)
         control, reloader = await stack.enter_async_context(parts)
         critical = control.readiness.critical_tasks
@@ -106,7 +104,10 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         await stack.enter_async_context(_background(manager.run(control.readiness)))
         report = GatewayReport(control, ledger, reader)
         if config.ledger is not None and ledger is not None and reader is not None:
-            sampler = _sampler(config.ledger, control, report, ledger, reader)
+            from gateway.monitoring.engine_sampler import EngineSampler  # it loads SQLAlchemy
+
+            boards, interval = control.workers.boards, config.ledger.sample_interval
+            sampler = EngineSampler(report.engines, lambda: control.config, boards, ledger, reader, interval)
             control.after_drain = sampler.sample_last
             await stack.enter_async_context(_background(sampler.run()))
         loads = EngineLoads(report.engines, lambda: control.config, control.workers.placements)
@@ -117,11 +118,11 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         shown = application(report, AdminOperations(control, reloader, stop_requests))
         token = config.server.admin.token
         guarded = Guard(shown, None if token is None else token.get_secret_value(), config.server.admin.host)
-        critical.add(await stack.enter_async_context(_served(guarded, admin, control)))
+        critical.append(await stack.enter_async_context(_served(guarded, admin, control)))
         if commands is not None:
-            critical.add(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
+            critical.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
         for work in (control.monitor.run(), control.workers.watch()):
-            critical.add(await stack.enter_async_context(_background(work)))
+            critical.append(await stack.enter_async_context(_background(work)))
         announcer.summary(config, data, admin)
         if token is None and not is_loopback(config.server.admin.host):
             _log.warning(OPEN_ADMIN_PORT)
@@ -131,7 +132,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         fleet = await stack.enter_async_context(_background(control.fleet.run()))
         progress = await stack.enter_async_context(_background(control.report_progress()))
         files = await stack.enter_async_context(_background(reloader.run()))
-        critical.add(fleet, files)
+        critical += fleet, files
         await stop_requests.get()
 
         # Stop: first no reloads, then no requests, then no servers.
@@ -152,9 +153,7 @@ async def _linger(control: Control, stop_requests: asyncio.Queue[int]) -> None:
     seconds = control.config.server.linger
     if seconds:
         control.announcer.lingering(seconds)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await stop_requests.get()
+        await wait_at_most(seconds, stop_requests.get())
 
 
 async def _stop(control: Control, stop_requests: asyncio.Queue[int]) -> None:
@@ -163,9 +162,7 @@ async def _stop(control: Control, stop_requests: asyncio.Queue[int]) -> None:
     stopping = asyncio.create_task(control.stop())
     second_signal = asyncio.create_task(stop_requests.get())
     await asyncio.wait((stopping, second_signal), return_when=asyncio.FIRST_COMPLETED)
-    for task in (stopping, second_signal):
-        task.cancel()
-    await asyncio.gather(stopping, second_signal, return_exceptions=True)
+    await cancel(stopping, second_signal)
 
 
 def _launch_environment(config: Config) -> dict[str, str]:
@@ -196,35 +193,21 @@ def log_folder() -> Path:
     return state_folder() / "logs"
 
 
-def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> Ledger | None:
-    """Start the ledger if it is configured. The stack stops it. Raises StartError if its spool cannot be opened."""
+def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> tuple[Ledger, UsageReader] | tuple[None, None]:
+    """Start the ledger and its reader, if a ledger is configured. The stack stops it. Raises StartError if its spool cannot be opened."""
     if config.ledger is None:
-        return None
+        return None, None
     from gateway.ledger.spool_folders import owner_of, spool_of  # SQLAlchemy and alembic are loaded only where a ledger is configured
     from gateway.ledger.writer import running
+    from gateway.usage.reader import UsageReader
 
     owner = owner_of(config.ledger.url.get_secret_value(), path)
     try:
         opened = spool_of(owner, state_folder() / "ledger")
-        return stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, opened, config.server.workers))
+        ledger = stack.enter_context(running(config.ledger, Path(os.path.abspath(path)).parent, opened, config.server.workers))
     except OSError as error:
         raise StartError(f"the ledger's spool cannot be opened: {error}") from error
-
-
-def _reader(ledger: Ledger | None) -> UsageReader | None:
-    """Return what reads from the ledger's database, None without a ledger."""
-    if ledger is None:
-        return None
-    from gateway.usage.reader import UsageReader  # it loads SQLAlchemy
-
-    return UsageReader(ledger.engine)
-
-
-def _sampler(settings: conf.Ledger, control: Control, report: GatewayReport, ledger: Ledger, reader: UsageReader) -> EngineSampler:
-    """Compose what samples the servers' token counters for the ledger."""
-    from gateway.monitoring.engine_sampler import EngineSampler  # it loads SQLAlchemy
-
-    return EngineSampler(report.engines, lambda: control.config, control.workers.boards, ledger, reader, settings.sample_interval)
+    return ledger, UsageReader(ledger.engine)
 
 
 def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:
@@ -270,5 +253,4 @@ async def _background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
     try:
         yield task
     finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
+        await cancel(task)

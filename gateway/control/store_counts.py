@@ -10,18 +10,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.limits.budget_holders import Budgets, HolderUse
+from gateway.limits.budget_holders import Budgets
 from gateway.limits.redis.observer import StoredCounts, add_earlier_use, read_counts, upgrade_counts
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.rules import Holder
 from gateway.limits.windows import BudgetState, moment, windows_of
 from gateway.snapshot.snapshot import Allowance, Snapshot
+from gateway.system.tasks import cancel, wait_at_most
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
@@ -82,15 +82,11 @@ class StoreCounts:
         """Start. With a store, wait for the first attempt to read it and to restore its budgets, up to a timeout."""
         self._tasks = [asyncio.create_task(work, name="store-counts") for work in (self._tick(), self._run())]
         if snapshot.uses_store:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_LONGEST_WAIT):
-                    await self._attempted.wait()
+            await wait_at_most(_LONGEST_WAIT, self._attempted.wait())
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Stop, and close the connection to the store."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
         if self._store is not None:
             self._store.close()
 
@@ -124,9 +120,7 @@ class StoreCounts:
 
     async def _run(self) -> None:
         while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(_INTERVAL):
-                    await self._due.wait()
+            await wait_at_most(_INTERVAL, self._due.wait())
             self._due.clear()
             try:
                 await self._poll()
@@ -163,17 +157,14 @@ class StoreCounts:
         starts = budgets.counted_starts(at)
         found = budgets.use_by_holder(await reader.earlier_use(budgets, starts, store.since), starts, at)
         for one in found.values():
-            await add_earlier_use(store, _holder(one), one.used)
-        await self._mark(store, (name for name in missing if name not in found))
+            await add_earlier_use(store, _holder(one.allowance), one.used)
+        holders = self._holders()
+        for name in missing:
+            if name not in found:
+                await add_earlier_use(store, holders[name], {})  # marks it as restored
         if missing and found:
             _log.warning("the limits store had no budgets: the ledger has restored those of %d keys and teams", len(found))
         self._may_have_more = bool(missing)  # rows that other gateways deliver meanwhile
-
-    async def _mark(self, store: RedisStore, names: Iterable[str]) -> None:
-        """Mark holders as restored without adding anything. Raises StoreUnavailableError."""
-        holders = self._holders()
-        for name in names:
-            await add_earlier_use(store, holders[name], {})
 
     def _holders(self) -> dict[str, Holder]:
         """Return the configured holders with counts, by their names."""
@@ -181,25 +172,9 @@ class StoreCounts:
         if snapshot is None:
             return {}
         allowances = (*(each for key in snapshot.keys for each in key.allowances), *(each for of in snapshot.teams.values() for each in of))
-        return {each.holder: Holder.placed(each.holder, each.limits, 0, _no_rings(each)) for each in allowances}
+        return {each.holder: _holder(each) for each in allowances}
 
 
-def _holder(one: HolderUse) -> Holder:
-    return Holder.placed(one.allowance.holder, one.allowance.limits, 0, _no_rings(one.allowance))
-
-
-def _no_rings(allowance: Allowance) -> dict[str, int]:
-    """Return offsets of rolling windows, which a store does not use."""
-    return {window.name: 0 for window in windows_of(allowance.limits)}
-
-
-@asynccontextmanager
-async def store_counts(
-    snapshot: Callable[[], Snapshot | None], ledger: Ledger | None, reader: UsageReader | None
-) -> AsyncIterator[StoreCounts]:
-    """Yield the counts; the connection and the tasks end with the block."""
-    counts = StoreCounts(snapshot, ledger, reader)
-    try:
-        yield counts
-    finally:
-        await counts.close()
+def _holder(allowance: Allowance) -> Holder:
+    """Return a holder in the form of a store, which does not use the offsets of rolling windows."""
+    return Holder.placed(allowance.holder, allowance.limits, 0, {window.name: 0 for window in windows_of(allowance.limits)})

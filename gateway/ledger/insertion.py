@@ -67,11 +67,9 @@ def _columns(
         ),
         Kind.IS_GIVEN: lambda values: [value is not None for value in values],
     }
-    return {column.name: convert.get(column.kind, _unchanged)(fields[field]) for column, field in COLUMNS.items()}
-
-
-def _unchanged(column: Sequence[Any]) -> Sequence[Any]:
-    return column
+    return {
+        column.name: convert[column.kind](fields[field]) if column.kind in convert else fields[field] for column, field in COLUMNS.items()
+    }
 
 
 def _is_empty(column: Sequence[object]) -> bool:

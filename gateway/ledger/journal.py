@@ -156,23 +156,20 @@ class Journal:
     def open_rows(self) -> list[bytes]:
         """Return the rows of open requests; after a crash, those that died with the process."""
         rows = []
-        for offset in self._slot_offsets():
-            if self._is_open(offset):
-                slot = bytes(self._view[offset : offset + SLOT])
-                size = int.from_bytes(slot[ROW_SIZE : ROW_SIZE + 2], "little")
-                tail = slot[ROW_SIZE + 2 : ROW_SIZE + 2 + size]
-                rows += [with_usage_tail(payload, tail) for payload in frames(slot[:ROW_SIZE])]
+        for offset in self._open_slots():
+            slot = bytes(self._view[offset : offset + SLOT])
+            size = int.from_bytes(slot[ROW_SIZE : ROW_SIZE + 2], "little")
+            tail = slot[ROW_SIZE + 2 : ROW_SIZE + 2 + size]
+            rows += [with_usage_tail(payload, tail) for payload in frames(slot[:ROW_SIZE])]
         return rows
 
-    def _slot_offsets(self) -> range:
-        return range(self._first_slot, self._first_slot + self._slots * SLOT, SLOT)
-
-    def _is_open(self, offset: int) -> bool:
-        return self._view[offset : offset + HEAD.size] != _EMPTY
+    def _open_slots(self) -> list[int]:
+        """Return the offsets of the slots that have a row."""
+        offsets = range(self._first_slot, self._first_slot + self._slots * SLOT, SLOT)
+        return [offset for offset in offsets if self._view[offset : offset + HEAD.size] != _EMPTY]
 
     def clear_slots(self) -> None:
         """Clear the slots of a process that has ended, for its successor."""
-        for offset in self._slot_offsets():
-            if self._is_open(offset):
-                self._view[offset : offset + HEAD.size] = _EMPTY
-                self._view[offset + ROW_SIZE : offset + ROW_SIZE + 2] = _NO_TAIL
+        for offset in self._open_slots():
+            self._view[offset : offset + HEAD.size] = _EMPTY
+            self._view[offset + ROW_SIZE : offset + ROW_SIZE + 2] = _NO_TAIL

@@ -13,7 +13,7 @@ from typing import TextIO
 
 import msgspec
 
-from gateway.ledger.row import UsageRow, decode
+from gateway.ledger.row import decode
 
 _log = logging.getLogger("vllm_gateway.ledger")
 
@@ -24,9 +24,5 @@ def write_out(payloads: Sequence[bytes], stream: TextIO) -> None:
     with suppress(OSError, ValueError):  # standard error is closed, or its disk is full as well
         for payload in payloads:
             with suppress(msgspec.DecodeError):
-                stream.write(_line(decode(payload)))
+                stream.write(msgspec.json.encode({"ledger_row": msgspec.structs.asdict(decode(payload))}).decode() + "\n")
         stream.flush()
-
-
-def _line(row: UsageRow) -> str:
-    return msgspec.json.encode({"ledger_row": msgspec.structs.asdict(row)}).decode() + "\n"

@@ -43,10 +43,6 @@ class Segment:
     size: int
     inherited: bool = False
 
-    def payloads(self) -> list[bytes]:
-        """Read its rows. Raises OSError."""
-        return list(frames(self.path.read_bytes()))
-
 
 class Spool:
     """The folder. One thread appends, another thread removes. ``rows`` and ``size`` (bytes) are what is stored; ``dropped`` are rows.
@@ -83,7 +79,7 @@ class Spool:
         with self._lock:
             before = self._open or Segment(self._next(), 0, 0)
             try:
-                _write(before.path, data, before.size)
+                write_synced(before.path, data, before.size)
             except FileNotFoundError:
                 self._close()  # the file was removed: the next rows get a new one
                 raise
@@ -102,7 +98,7 @@ class Spool:
         """Write a file and remove it, to check whether rows can be written again. Raises OSError."""
         path = self.folder / _PROBE
         try:
-            _write(path, bytes(_PROBE_SIZE), 0)
+            write_synced(path, bytes(_PROBE_SIZE))
         finally:
             with suppress(OSError):
                 path.unlink()
@@ -115,7 +111,7 @@ class Spool:
     def oldest(self) -> Segment | None:
         """Return the oldest rows; None if the spool is empty. The same segment is returned until it is removed."""
         with self._lock:
-            if not self._closed and self._open is not None:
+            if not self._closed:
                 self._close()
             if not self._closed:
                 self._adopt(sorted(self.folder.glob(_SAVED + "*" + _SUFFIX)))
@@ -134,7 +130,7 @@ class Spool:
     def payloads(self, segment: Segment) -> list[bytes] | None:
         """Read the rows of a segment. None: its file is unreadable and was quarantined. Raises OSError for a temporary error."""
         try:
-            return segment.payloads()
+            return list(frames(segment.path.read_bytes()))
         except OSError as error:
             self._raise_if_it_may_pass(error)
             with self._lock:
@@ -207,7 +203,7 @@ def _identity(folder: Path) -> tuple[int, int]:
     return found.st_dev, found.st_ino
 
 
-def _write(path: Path, data: bytes, at: int) -> None:
+def write_synced(path: Path, data: bytes, at: int = 0) -> None:
     """Write data at an offset of a file, truncate the rest, and sync. Raises OSError."""
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (0 if at else os.O_CREAT), 0o600)
     try:
@@ -237,7 +233,7 @@ def save(folder: Path, data: bytes, payloads: Sequence[bytes]) -> None:
     if not content:
         return
     name = f"{_SAVED}{time.time_ns():020}-{os.getpid()}"
-    _write(folder / name, content, 0)
+    write_synced(folder / name, content)
     (folder / name).rename(folder / (name + _SUFFIX))
     _sync(folder)
 

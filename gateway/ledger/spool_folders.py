@@ -39,7 +39,8 @@ class Owner(msgspec.Struct, frozen=True):
 
     @property
     def folder_name(self) -> str:
-        return f"{make_url(self.database).get_backend_name()}-{_digest(self.database)}"
+        digest = hashlib.sha256(self.database.encode()).hexdigest()[:16]
+        return f"{make_url(self.database).get_backend_name()}-{digest}"
 
     def owns(self, folder: Path, other: Owner | None) -> bool:
         """Return whether the rows in a folder, which ``other`` left there, belong to this owner's database."""
@@ -63,10 +64,6 @@ def owner_of(url: str, config: Path) -> Owner:
 def _without_secrets(url: URL) -> str:
     identifying = {name: value for name, value in url.query.items() if name in _IDENTIFYING}
     return URL.create(url.get_backend_name(), url.username, None, url.host, url.port, url.database, identifying).render_as_string()
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextmanager

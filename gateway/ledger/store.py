@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -106,31 +107,20 @@ class UsageStore:
 
         Raises DatabaseUnavailableError; nothing was written then, and the rows must be written again.
         """
-        try:
-            self._prepare()
+        with self._prepared():
             return sum(self._write(rows[start : start + self._batch]) for start in range(0, len(rows), self._batch))
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
 
     def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows of engine samples. Raises DatabaseUnavailableError."""
-        try:
-            self._prepare()
-            with self._writer.begin() as connection:
-                write_samples(connection, rows)
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
+        with self._prepared(), self._writer.begin() as connection:
+            write_samples(connection, rows)
 
     def prune(self, before: datetime) -> bool:
         """Delete the older samples and some of the older rows; True if there may be more rows. Raises DatabaseUnavailableError."""
         old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(_PRUNED)
-        try:
-            self._prepare()
-            with self._writer.begin() as connection:
-                connection.execute(delete(ENGINE_SAMPLES).where(ENGINE_SAMPLES.c.time < before))
-                return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _PRUNED
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
+        with self._prepared(), self._writer.begin() as connection:
+            connection.execute(delete(ENGINE_SAMPLES).where(ENGINE_SAMPLES.c.time < before))
+            return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _PRUNED
 
     def _write(self, rows: Sequence[UsageRow]) -> int:
         try:
@@ -150,8 +140,16 @@ class UsageStore:
             for start in range(0, len(rows), _STATEMENT):
                 connection.exec_driver_sql(*self._insertion.prepare(rows[start : start + _STATEMENT]))
 
-    def _prepare(self) -> None:
-        """Migrate the table to this version, once."""
+    @contextmanager
+    def _prepared(self) -> Iterator[None]:
+        """Use the database in the block, with the table of this version. Raises DatabaseUnavailableError."""
+        try:
+            self._migrate_once()
+            yield
+        except _UNAVAILABLE as error:
+            raise DatabaseUnavailableError(reason(error)) from error
+
+    def _migrate_once(self) -> None:
         with self._preparing:
             if self._ready:
                 return

@@ -6,7 +6,6 @@ The rule: an upgrade may be interrupted and repeated. The counts of that commit 
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from sqlalchemy import Connection, inspect, text
 
 from gateway.api.settlement import Method
 from gateway.ledger.row import UsageRow, encode, frame, frames
+from gateway.ledger.spool import write_synced
 from gateway.snapshot.money import rounded_nano_units
 
 _FIELDS = UsageRow.__struct_fields__
@@ -39,12 +39,8 @@ def folder_name(configuration: str) -> str:
 def upgrade_files(paths: Iterable[Path]) -> None:
     """Write files of waiting rows again, in the current format. Raises OSError."""
     for path in paths:
-        content = b"".join(frame(upgraded(payload)) for payload in frames(path.read_bytes()))
         written = path.with_suffix(".upgraded")
-        with written.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+        write_synced(written, b"".join(frame(upgraded(payload)) for payload in frames(path.read_bytes())))
         written.rename(path)
 
 

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import msgspec
-from sqlalchemy import Engine
 
 from gateway import config as conf
 from gateway.ledger import last_resort
@@ -52,12 +51,15 @@ class Ledger:
     ) -> None:
         self.journals = journals
         self.samples = samples
+        self.folder = spooled.folder
+        self.engine = store.engine
+        """The engine of the database, from which ``gateway.usage`` reads."""
         self.unbilled: dict[tuple[str, str], int] = {}
         """Tokens that engines have counted and that are not billed, by model and class, since control started."""
         self._spool = spooled
         self._store = store
         self._retention = retention
-        self._orphaned: deque[list[bytes]] = deque()  # open rows of workers that died
+        self._orphaned: deque[bytes] = deque()  # open rows of workers that died
         self._stopping = threading.Event()
         self._collected = threading.Event()
         self._new_rows = threading.Event()
@@ -76,16 +78,6 @@ class Ledger:
         self._disk: str | None = None  # why the spool accepts no rows
         self._both: str | None = None  # why the database accepts none either, while rows wait in memory
         self._probe_at = 0.0
-
-    @property
-    def folder(self) -> Path:
-        """The spool's folder."""
-        return self._spool.folder
-
-    @property
-    def engine(self) -> Engine:
-        """The engine of the database, from which ``gateway.usage`` reads."""
-        return self._store.engine
 
     @property
     def dropped(self) -> int:
@@ -107,12 +99,12 @@ class Ledger:
     @property
     def memory_rows(self) -> int:
         """Rows that are neither on disk nor in the database yet."""
-        return sum(journal.waiting_rows for journal in self.journals) + sum(map(len, tuple(self._orphaned)))
+        return sum(journal.waiting_rows for journal in self.journals) + len(self._orphaned)
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of these rows."""
-        return sum(journal.waiting_bytes for journal in self.journals) + sum(len(row) for held in tuple(self._orphaned) for row in held)
+        return sum(journal.waiting_bytes for journal in self.journals) + sum(map(len, tuple(self._orphaned)))
 
     def status(self) -> dict[str, Any]:
         """Return the state for /status; ``unavailable`` is why the database accepts no rows, or None."""
@@ -142,8 +134,7 @@ class Ledger:
         journal = self.journals[number]
         held = journal.open_rows()
         journal.clear_slots()
-        if held:
-            self._orphaned.append(held)
+        self._orphaned.extend(held)
 
     def stop(self) -> None:
         """Collect what the journals still hold, and stop."""
@@ -167,8 +158,7 @@ class Ledger:
             _log.exception("the ledger could not collect the workers' rows; it retries")
 
     def _collect_once(self) -> None:
-        bereaved = tuple(self._orphaned)  # before the rings: a row that is in both is complete in the rings
-        lost = [payload for held in bereaved for payload in held]
+        lost = tuple(self._orphaned)  # before the rings: a row that is in both is complete in the rings
         readings = [journal.read() for journal in self.journals]
         data = b"".join(reading.data for reading in readings) + b"".join(map(frame, lost))
         if not data:
@@ -180,7 +170,7 @@ class Ledger:
             return
         for journal, reading in zip(self.journals, readings, strict=True):
             journal.release(reading)
-        for _ in bereaved:
+        for _ in lost:
             self._orphaned.popleft()
         self.lost += len(lost)
         self._new_rows.set()
@@ -233,11 +223,10 @@ class Ledger:
     def write_out(self, stream: TextIO) -> None:
         """Write rows that are neither on disk nor in the database to the stream, and log how many stay in the spool."""
         rings = [payload for journal in self.journals for payload in frames(journal.read().data)]
-        left = [*rings, *(payload for held in tuple(self._orphaned) for payload in held)]
-        if left:
+        if left := [*rings, *self._orphaned]:
             last_resort.write_out(left, stream)
         if self._spool.rows:
-            _log.warning("%d rows of the ledger stay in %s until the next start", self._spool.rows, self._spool.folder)
+            _log.warning("%d rows of the ledger stay in %s until the next start", self._spool.rows, self.folder)
 
     # The second thread
 
@@ -260,10 +249,10 @@ class Ledger:
             self._tried = True
         except DatabaseUnavailableError as error:
             self.unavailable, self._tried = str(error), True
-            self._log_limited("database", f"the ledger's database accepts no rows; usage is stored in {self._spool.folder}: {error}")
+            self._log_limited("database", f"the ledger's database accepts no rows; usage is stored in {self.folder}: {error}")
             return False
         except OSError as error:
-            self._log_limited("spool", f"the ledger's spool cannot be read at the moment; usage is stored in {self._spool.folder}: {error}")
+            self._log_limited("spool", f"the ledger's spool cannot be read at the moment; usage is stored in {self.folder}: {error}")
             return False
         except Exception:  # noqa: BLE001  the outer edge: this thread must not end
             _log.exception("the ledger could not write rows; it retries")

@@ -10,12 +10,12 @@ import asyncio
 import logging
 import ssl
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Set
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from gateway import config as conf
+from gateway.system.tasks import cancel, wait_at_most
 from gateway.telemetry.dependencies import Observation
 from upstream.backoff import Backoff
 
@@ -73,7 +73,7 @@ class JwksFetcher:
         """Fetch the JWKS of this configuration's issuers, and no others. An unchanged source is not fetched again."""
         wanted = {source: issuer for issuer in config.jwt if (source := JwksSource.of(issuer)) is not None}
         for source in self._polls.keys() - wanted.keys():
-            self._polls.pop(source).cancel()
+            self._polls.pop(source).task.cancel()
         for source, issuer in wanted.items():
             if source not in self._polls:
                 self._polls[source] = _JwksPoll(source, self._on_change)
@@ -107,21 +107,9 @@ class JwksFetcher:
         statuses = {source.issuer: poll.status for source, poll in self._polls.items()}
         return [_as_json(issuer, statuses.get(issuer.issuer)) for issuer in config.jwt]
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Stop all fetches."""
-        for poll in self._polls.values():
-            poll.cancel()
-        await asyncio.gather(*(poll.task for poll in self._polls.values()), return_exceptions=True)
-
-
-@asynccontextmanager
-async def jwks_fetcher(on_change: Callable[[], None]) -> AsyncIterator[JwksFetcher]:
-    """Run a fetcher for the length of the block."""
-    fetcher = JwksFetcher(on_change)
-    try:
-        yield fetcher
-    finally:
-        await fetcher.close()
+        await cancel(*(poll.task for poll in self._polls.values()))
 
 
 def _as_json(issuer: conf.Jwt, status: JwksStatus | None) -> dict[str, Any]:
@@ -142,9 +130,6 @@ class _JwksPoll:
         self._validators: dict[str, str] = {}  # headers of a conditional request (RFC 9110, section 13.1)
         self.task = asyncio.create_task(self._run())
 
-    def cancel(self) -> None:
-        self.task.cancel()
-
     async def _run(self) -> None:
         backoff = Backoff(*_PAUSES)
         while True:
@@ -158,9 +143,7 @@ class _JwksPoll:
     async def _wait(self, seconds: float) -> None:
         """Wait until the next fetch: for ``seconds``, or until a fetch is requested and the minimum interval has passed."""
         started = time.monotonic()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self.requested.wait()
+        await wait_at_most(seconds, self.requested.wait())
         if self.requested.is_set():
             await asyncio.sleep(started + min(_MIN_INTERVAL, seconds) - time.monotonic())
         self.requested.clear()

@@ -12,21 +12,17 @@ from datetime import datetime
 import msgspec
 from sqlalchemy import Engine
 
-from gateway.config.problems import did_you_mean
 from gateway.snapshot.link import UsageRequested
-from gateway.usage.errors import QueryError
+from gateway.usage.errors import QueryError, check_parameters
 from gateway.usage.queries import UsageQuery, parse_query, run_query
 
 OWN_DIMENSIONS = ("model", "day", "endpoint", "code")
 """Dimensions by which a key's own use may be grouped."""
-_PARAMETERS = ("by", "since", "until", "model")
 
 
 def parse_own_query(request: UsageRequested, now: datetime) -> UsageQuery:
     """Parse the query of a key for its own use, by default by model for the last 30 days. Raises QueryError."""
-    for parameter in request.parameters:
-        if parameter not in _PARAMETERS:
-            raise QueryError(f"there is no parameter {parameter}{did_you_mean(parameter, _PARAMETERS)}")
+    check_parameters(request.parameters, ("by", "since", "until", "model"))
     query = parse_query({"by": "model", **request.parameters}, now)
     for dimension in query.by:
         if dimension not in OWN_DIMENSIONS:

@@ -10,7 +10,7 @@ import signal
 import sqlite3
 import struct
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing, suppress
+from contextlib import aclosing, asynccontextmanager, closing, suppress
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import pytest
 from pydantic import SecretStr
 
 from gateway import config as conf
-from gateway.control.budgets import BudgetRestorer, budget_restorer
+from gateway.control.budgets import BudgetRestorer
 from gateway.ledger.row import LOST, frame
 from gateway.ledger.spool import save, spool
 from gateway.ledger.store import UsageStore, database_url
@@ -70,7 +70,7 @@ def buckets() -> Iterator[Buckets]:
 async def restoring(url: str, folder: Path, buckets: Buckets, clock: float = NOW) -> AsyncIterator[tuple[Ledger, BudgetRestorer]]:
     settings = conf.Ledger.model_validate({"url": SecretStr(url)})
     with running(settings, folder, spool(folder / "spool"), 1) as ledger:
-        async with budget_restorer(ledger, UsageReader(ledger.engine), buckets, NOW, clock=lambda: clock) as restorer:
+        async with aclosing(BudgetRestorer(ledger, UsageReader(ledger.engine), buckets, NOW, clock=lambda: clock)) as restorer:
             yield ledger, restorer
 
 
@@ -209,7 +209,7 @@ async def test_a_month_that_has_just_begun_starts_with_nothing(url: str, tmp_pat
     store_rows(url, tmp_path, row(1, started=first - 1), row(2, started=first), row(3, started=first + 1))
     settings = conf.Ledger.model_validate({"url": SecretStr(url)})
     with running(settings, tmp_path, spool(tmp_path / "spool"), 1) as ledger:
-        async with budget_restorer(ledger, UsageReader(ledger.engine), buckets, first + 2, clock=lambda: first + 2) as restorer:
+        async with aclosing(BudgetRestorer(ledger, UsageReader(ledger.engine), buckets, first + 2, clock=lambda: first + 2)) as restorer:
             await restorer.start(SNAPSHOT)
     assert counted(buckets, "key team-a", first + 2)[::2] == (30, 30)
 

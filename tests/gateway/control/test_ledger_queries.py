@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import aclosing, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from gateway import config as conf
 from gateway.auth import keys
-from gateway.control.ledger_queries import QueryRate, key_usage
+from gateway.control.ledger_queries import KeyUsage, QueryRate
 from gateway.ledger.spool import spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import running
@@ -130,7 +130,7 @@ def reader(folder: Path) -> Iterator[UsageReader]:
 async def test_more_queries_than_the_bound_are_refused_at_once_and_the_others_are_run(tmp_path: Path) -> None:
     replies: list[UsageReported] = []
     with reader(tmp_path) as ledger:
-        async with key_usage(ledger) as queries:
+        async with aclosing(KeyUsage(ledger)) as queries:
             for number in range(66):
                 queries.request(UsageRequested(number, f"key-{number}", {}), replies.append)
             assert [(each.number, each.error) for each in replies] == [(64, "overloaded"), (65, "overloaded")]
@@ -146,7 +146,7 @@ async def test_a_row_that_no_gateway_wrote_is_an_error_for_its_key_alone(tmp_pat
     with closing(sqlite3.connect(tmp_path / "usage.db")) as connection, connection:
         connection.execute("UPDATE gateway_usage SET day = 'unknown' WHERE key = 'team-a'")
     with reader(tmp_path) as ledger:
-        async with key_usage(ledger) as queries:
+        async with aclosing(KeyUsage(ledger)) as queries:
             for number, key in enumerate(("team-a", "team-b")):
                 queries.request(UsageRequested(number, key, {"by": "day", "since": "2027-01-01", "until": "2027-02-01"}), replies.append)
             await until(lambda: len(replies) == 2)
@@ -157,7 +157,7 @@ async def test_a_row_that_no_gateway_wrote_is_an_error_for_its_key_alone(tmp_pat
 async def test_queries_end_with_the_gateway(tmp_path: Path) -> None:
     replies: list[UsageReported] = []
     with reader(tmp_path) as ledger:
-        async with key_usage(ledger) as queries:
+        async with aclosing(KeyUsage(ledger)) as queries:
             for number in range(3):
                 queries.request(UsageRequested(number, f"key-{number}", {}), replies.append)
         assert replies == []

@@ -32,7 +32,8 @@ def files_of_at_most(size: int) -> Iterator[None]:
 def drained(spooled: Spool) -> list[bytes]:
     found: list[bytes] = []
     while (segment := spooled.oldest()) is not None:
-        payloads = segment.payloads()
+        payloads = spooled.payloads(segment)
+        assert payloads is not None
         found += payloads
         spooled.remove(segment, len(payloads))
     assert (spooled.rows, spooled.size) == (0, 0)
@@ -92,7 +93,7 @@ def test_rows_that_are_being_delivered_are_not_dropped(tmp_path: Path) -> None:
     segment = spooled.oldest()
     for _ in range(10):
         append(spooled, b"a lot of rows")
-    assert segment is not None and segment.payloads() == [b"in the making"] and spooled.dropped > 0
+    assert segment is not None and spooled.payloads(segment) == [b"in the making"] and spooled.dropped > 0
 
 
 def test_a_failed_write_stores_nothing(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import httpx2
 import pytest
 
 from gateway.config import Config, ConfigurationError, load
-from gateway.monitoring.jwks_fetch import JwksFetcher, jwks_fetcher
+from gateway.monitoring.jwks_fetch import JwksFetcher
 from tests.support.certificates import certificate
 from tests.support.issuer import AUDIENCE, Issuer, Published, SigningKey, published
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
@@ -58,7 +58,7 @@ def changes() -> ChangeCounter:
 
 @pytest.fixture
 async def sets(changes: ChangeCounter) -> AsyncIterator[JwksFetcher]:
-    async with jwks_fetcher(changes) as followed:
+    async with aclosing(JwksFetcher(changes)) as followed:
         yield followed
 
 

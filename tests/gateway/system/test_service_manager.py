@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from gateway.config import Config, load
-from gateway.control.readiness import CriticalTasks
+from gateway.control.readiness import task_failure
 from gateway.fleet.observed_servers import ObservedServers
 from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.snapshot.link import Health
@@ -222,16 +222,13 @@ def test_a_control_process_that_hangs_sends_no_watchdog_messages(tmp_path: Path)
 
 
 async def test_a_critical_task_that_has_ended_is_reported() -> None:
-    critical = CriticalTasks()
-
     async def part() -> None:
         pass
 
     task = asyncio.create_task(part(), name="Reloader.run")
-    critical.add(task)
-    assert critical.failure() is None
+    assert task_failure([task]) is None
     await task
-    assert critical.failure() == "Reloader.run has ended"
+    assert task_failure([task]) == "Reloader.run has ended"
 
 
 # Workers that hang
