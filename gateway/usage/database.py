@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import config as conf
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.ledger.store import create_database_engine, database_url
+from gateway.ledger.store import create_database_engine, database_url, reason
 
 _STEPS_BETWEEN_CHECKS = 10_000  # steps of SQLite's virtual machine between two checks of a query's time
 T = TypeVar("T")
@@ -41,9 +42,19 @@ def open_ledger(settings: conf.Ledger, beside: Path) -> Iterator[Engine]:
 
 
 @contextmanager
+def connected(engine: Engine) -> Iterator[Connection]:
+    """Connect for queries. Raises DatabaseUnavailableError if one of them fails."""
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except SQLAlchemyError as error:
+        raise DatabaseUnavailableError(reason(error)) from error
+
+
+@contextmanager
 def time_limited(engine: Engine, seconds: float) -> Iterator[Connection]:
-    """Connect for queries that the database ends after ``seconds`` with an error."""
-    with engine.connect() as connection:
+    """Connect for queries that the database ends after ``seconds``. Raises DatabaseUnavailableError if one of them fails."""
+    with connected(engine) as connection:
         if connection.dialect.name == "postgresql":
             connection.exec_driver_sql(f"SET LOCAL statement_timeout = {math.ceil(seconds * 1000)}")
             yield connection

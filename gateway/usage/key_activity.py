@@ -11,27 +11,22 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import Engine, Select, func, inspect, or_, select
-from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.config import Config
 from gateway.key_management.key_list import LastUse, token_entries
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.schema import USAGE
-from gateway.ledger.store import reason
-from gateway.usage.database import open_ledger
+from gateway.usage.database import connected, open_ledger
 from gateway.usage.queries import rows_of
 
 
 def last_use(engine: Engine, keys: Iterable[str], of_tokens: frozenset[str]) -> dict[str, datetime]:
     """Return by id when each of these entries was last used; unused entries are absent. Raises DatabaseUnavailableError."""
-    try:
-        with engine.connect() as connection:
-            if not inspect(connection).has_table(USAGE.name):
-                return {}
-            found = ((key, connection.execute(_newest(key, key in of_tokens)).scalar()) for key in keys)
-            return {key: when if when.tzinfo else when.replace(tzinfo=UTC) for key, when in found if when is not None}
-    except SQLAlchemyError as error:
-        raise DatabaseUnavailableError(reason(error)) from error
+    with connected(engine) as connection:
+        if not inspect(connection).has_table(USAGE.name):
+            return {}
+        found = ((key, connection.execute(_newest(key, key in of_tokens)).scalar()) for key in keys)
+        return {key: when if when.tzinfo else when.replace(tzinfo=UTC) for key, when in found if when is not None}
 
 
 def _newest(key: str, of_tokens: bool) -> Select[Any]:

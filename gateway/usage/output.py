@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
@@ -17,6 +16,7 @@ from gateway.usage.queries import MEASURES, UsageReport, UsageSum
 from gateway.usage.reconciliation_queries import Reconciliation
 
 _BAR = 24  # columns
+_SHOWN = ("requests", "incomplete", "estimated", "prompt_tokens", "cached_tokens", "completion_tokens", "reasoning_tokens")
 _MIN_DECIMALS = 2
 
 
@@ -27,13 +27,11 @@ def as_json(report: UsageReport | Reconciliation, console: Console) -> None:
 
 def as_csv(report: UsageReport, console: Console) -> None:
     """Print a line for each sum; unknown values are empty. Costs have no exponent, which not every program reads."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(console.file, lineterminator="\n")
     writer.writerow([*report.query.by, *MEASURES, "cost"])
     for each in report.sums:
         cost = None if each.cost is None else decimal_text(each.cost)
         writer.writerow([*each.group, *(getattr(each, name) for name in MEASURES), cost])
-    console.file.write(text.getvalue())
 
 
 def as_table(report: UsageReport, console: Console) -> None:
@@ -44,22 +42,20 @@ def as_table(report: UsageReport, console: Console) -> None:
         console.print("no requests")
         return
     costs = [each.cost for each in report.sums if each.cost is not None]
-    decimals = cost_decimals(costs)
+    decimals = cost_decimals(costs) if costs else None
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in query.by:
         table.add_column(name, overflow="fold")
-    for name in ("requests", "incomplete", "estimated", "prompt", "cached", "completion", "reasoning", *(("cost",) if costs else ())):
-        table.add_column(name, justify="right", no_wrap=True)
+    for name in (*_SHOWN, *(("cost",) if costs else ())):
+        table.add_column(name.removesuffix("_tokens"), justify="right", no_wrap=True)
     table.add_column("tokens", no_wrap=True)
     largest = max(map(_tokens, report.sums)) or 1
     for each in report.sums:
-        numbers = [*_numbers(each), *([_cost(each, decimals)] if costs else [])]
+        numbers = _numbers(each, decimals)
         table.add_row(*(Text(part or "-") for part in each.group), *numbers, Bar(largest, 0, _tokens(each), width=_BAR))
     if len(report.sums) > 1:
         total = _total(report.sums, len(query.by))
-        table.add_row(
-            *(Text(part or "") for part in total.group), *_numbers(total), *([_cost(total, decimals)] if costs else []), style="bold"
-        )
+        table.add_row(*(Text(part or "") for part in total.group), *_numbers(total, decimals), style="bold")
     console.print(table)
     if costs:
         console.print("cost: in the currency of models[].price", style="dim")
@@ -80,14 +76,13 @@ def _estimates(report: UsageReport) -> str:
     return f"~ tokens of {sum(report.estimated_by.values()) / report.requests:.2%} of the requests are estimated: {', '.join(shares)}"
 
 
-def _numbers(each: UsageSum) -> list[str]:
+def _numbers(each: UsageSum, decimals: int | None) -> list[str]:
+    """Return the columns of a line, with the cost if its ``decimals`` are given. What may be an estimate has a mark."""
     mark = "~" if each.estimated else ""
-    shown = [f"{each.requests:,}", f"{each.incomplete:,}", f"{each.estimated:,}", f"{each.prompt_tokens:,}", f"{each.cached_tokens:,}"]
-    return [*shown, f"{mark}{each.completion_tokens:,}", f"{each.reasoning_tokens:,}"]
-
-
-def _cost(each: UsageSum, decimals: int) -> str:
-    return "-" if each.cost is None else f"{'~' if each.estimated else ''}{decimal_of(each.cost):,.{decimals}f}"
+    shown = [f"{mark if name == 'completion_tokens' else ''}{getattr(each, name):,}" for name in _SHOWN]
+    if decimals is not None:
+        shown.append("-" if each.cost is None else f"{mark}{decimal_of(each.cost):,.{decimals}f}")
+    return shown
 
 
 def cost_decimals(costs: Iterable[int]) -> int:

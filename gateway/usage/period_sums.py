@@ -10,11 +10,8 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 
 from sqlalchemy import ColumnElement, Engine, case, func, inspect, or_, select
-from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.schema import USAGE
-from gateway.ledger.store import reason
 from gateway.limits.budget_holders import Budgets, UsedSince
 from gateway.usage.database import time_limited
 from gateway.usage.queries import cost_parts, subjects_of, summed_cost
@@ -42,25 +39,16 @@ def _sums(engine: Engine, budgets: Budgets, starts: Sequence[float], before: flo
     moments = [datetime.fromtimestamp(start, UTC) for start in starts]
     slot = case(*((USAGE.c.time >= moment, number) for number, moment in reversed([*enumerate(moments)])), else_=-1).label("slot")
     tokens = func.coalesce(USAGE.c.prompt_tokens, 0) + func.coalesce(USAGE.c.completion_tokens, 0)
+    holder = (USAGE.c.key, USAGE.c.team, USAGE.c.model)
     statement = (
-        select(
-            USAGE.c.key,
-            USAGE.c.team,
-            USAGE.c.model,
-            slot,
-            func.sum(tokens).label("tokens"),
-            *cost_parts(),
-        )
+        select(*holder, slot, func.sum(tokens).label("tokens"), *cost_parts())
         .where(USAGE.c.time >= moments[0], USAGE.c.time < datetime.fromtimestamp(before, UTC), *_holders(budgets))
-        .group_by(USAGE.c.key, USAGE.c.team, USAGE.c.model, "slot")
+        .group_by(*holder, "slot")
     )
-    try:
-        with time_limited(engine, seconds) as connection:
-            if not inspect(connection).has_table(USAGE.name):
-                return
-            rows = connection.execute(statement).all()
-    except SQLAlchemyError as error:
-        raise DatabaseUnavailableError(reason(error)) from error
+    with time_limited(engine, seconds) as connection:
+        if not inspect(connection).has_table(USAGE.name):
+            return
+        rows = connection.execute(statement).all()
     for row in rows:
         yield UsedSince(row.key, row.team, row.model, row.slot, int(row.tokens or 0), summed_cost(row) or 0)
 

@@ -7,27 +7,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 from sqlalchemy import ColumnElement, Engine, Integer, Row, Select, cast, func, inspect, or_, select
-from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import config as conf
 from gateway.config.problems import did_you_mean
 from gateway.config.quantities import parse_duration
-from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import MIRRORED
 from gateway.ledger.schema import USAGE
-from gateway.ledger.store import reason
 from gateway.snapshot.identity import subject_prefix
 from gateway.snapshot.money import NANO, json_number
 from gateway.usage.database import open_ledger, time_limited
 from gateway.usage.dimensions import CHOICES, DIMENSIONS, LABEL, is_dimension
-from gateway.usage.errors import QueryError
+from gateway.usage.errors import QueryError, check_parameters
 
 MAX_GROUPS = 50_000
 """Lines of a report. Clients choose the values of ``user``, so their number must be bounded."""
@@ -122,24 +119,18 @@ def _nano(cost: Decimal | int | None) -> int | None:
 
 
 def _measures(each: UsageSum) -> dict[str, Any]:
-    measures = {name: value for name, value in asdict(each).items() if name != "group"}
-    return measures if each.cost is None else measures | {"cost": json_number(each.cost)}
+    return {name: getattr(each, name) for name in MEASURES} | {"cost": None if each.cost is None else json_number(each.cost)}
 
 
 def parse_query(parameters: Mapping[str, str], now: datetime) -> UsageQuery:
     """Parse a query from the parameters ``by``, ``since``, ``until``, ``key``, ``team``, ``model``. Raises QueryError."""
-    known = ("by", "since", "until", "key", "team", "model")
-    for parameter in parameters:
-        if parameter not in known:
-            raise QueryError(f"there is no parameter {parameter}{did_you_mean(parameter, known)}")
+    check_parameters(parameters, ("by", "since", "until", "key", "team", "model"))
     by = tuple(dict.fromkeys(part.strip() for part in parameters.get("by", DEFAULT_BY).split(",")))
     for part in by:
         if not is_dimension(part):
             raise QueryError(f"usage is not shown by {part or 'nothing'}{did_you_mean(part, CHOICES)}: choose from {', '.join(CHOICES)}")
-    since, until = (
-        _instant(parameters.get("since", _DEFAULT_SINCE), now),
-        _instant(parameters["until"], now) if "until" in parameters else now,
-    )
+    since = _instant(parameters.get("since", _DEFAULT_SINCE), now)
+    until = _instant(parameters["until"], now) if "until" in parameters else now
     if since >= until:
         raise QueryError("the time ends before it starts")
     names = {what: parameters.get(what) for what in ("key", "team", "model")}
@@ -176,16 +167,12 @@ def run_query(engine: Engine, query: UsageQuery, seconds: float = _LONGEST_QUERY
     statement = (
         select(*groups, *_totals()).where(*_conditions(query)).group_by(*names).order_by(tokens.desc(), *names).limit(max_groups + 1)
     )
-    try:
-        with time_limited(engine, seconds) as connection:
-            if not inspect(connection).has_table(USAGE.name):
-                return UsageReport(query, ())
-            found = connection.execute(statement).all()
-            methods = connection.execute(_methods(query)).all()
-    except SQLAlchemyError as error:
-        raise DatabaseUnavailableError(reason(error)) from error
-    width = len(groups)
-    sums = [_sum(tuple(_text(part) for part in row[:width]), row) for row in found[:max_groups]]
+    with time_limited(engine, seconds) as connection:
+        if not inspect(connection).has_table(USAGE.name):
+            return UsageReport(query, ())
+        found = connection.execute(statement).all()
+        methods = connection.execute(_methods(query)).all()
+    sums = [_sum(tuple(_text(part) for part in row[: len(groups)]), row) for row in found[:max_groups]]
     estimates = {method or UNKNOWN_METHOD: count for estimated, method, count in methods if estimated}
     requests = sum(count for _, _, count in methods)
     return UsageReport(query, sorted(sums, key=lambda each: _order(query, each)), len(found) > max_groups, requests, estimates)

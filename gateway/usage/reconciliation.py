@@ -8,13 +8,15 @@ row belongs to the window in which its response ended. If a row is an estimate, 
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
 from operator import attrgetter
+from typing import Any
 
-from gateway.ledger.engine_samples import EngineSample
+from gateway.ledger.engine_samples import COUNTERS, EngineSample
 
 QUIET_WITHIN = 3600.0
 """Seconds. A window ends at the latest sample of an engine without requests, unless it is this much older than the latest sample."""
@@ -78,13 +80,7 @@ def _window(engine: Sequence[EngineSample], since: float, until: float) -> Recon
     begin, end = _boundary(engine, since) or engine[0], _boundary(engine, until)
     if end is None or end.time <= begin.time:
         return None
-    growth = Growth(
-        end.prompt - begin.prompt,
-        end.completion - begin.completion,
-        end.finished_prompt - begin.finished_prompt,
-        end.finished_completion - begin.finished_completion,
-        None if begin.responses is None or end.responses is None else end.responses - begin.responses,
-    )
+    growth = _counters(operator.sub, end, begin)
     return ReconciledWindow(begin.server, end.model, begin.time, end.time, begin.quiet and end.quiet, growth)
 
 
@@ -106,20 +102,17 @@ def _without_overlaps(ordered: Iterable[ReconciledWindow]) -> list[ReconciledWin
         if merged and window.begin < merged[-1].end:
             before = merged.pop()
             end = max(before.end, window.end)
-            merged.append(replace(before, end=end, is_quiet=False, growth=_sum(before.growth, window.growth)))
+            merged.append(replace(before, end=end, is_quiet=False, growth=_counters(operator.add, before.growth, window.growth)))
         else:
             merged.append(window)
     return merged
 
 
-def _sum(one: Growth, other: Growth) -> Growth:
-    return Growth(
-        one.prompt + other.prompt,
-        one.completion + other.completion,
-        one.finished_prompt + other.finished_prompt,
-        one.finished_completion + other.finished_completion,
-        None if one.responses is None or other.responses is None else one.responses + other.responses,
-    )
+def _counters(combine: Callable[[int, int], int], one: EngineSample | Growth, other: EngineSample | Growth) -> Growth:
+    """Combine each counter of two values. The result is unknown if one of the two is."""
+    pairs = [(getattr(one, name), getattr(other, name)) for name in COUNTERS]
+    combined: list[Any] = [None if None in pair else combine(*pair) for pair in pairs]
+    return Growth(*combined)
 
 
 def gaps(of_server: Sequence[ReconciledWindow], since: float, until: float) -> list[tuple[float, float]]:
@@ -251,14 +244,6 @@ class ReconciledServer:
     completion_in_progress: int = 0
     prompt_unsampled: int = 0
     completion_unsampled: int = 0
-
-
-def by_server(found: Iterable[ReconciledWindow]) -> dict[str, list[ReconciledWindow]]:
-    """Group windows by server, in their order."""
-    grouped: dict[str, list[ReconciledWindow]] = defaultdict(list)
-    for window in found:
-        grouped[window.server].append(window)
-    return dict(grouped)
 
 
 def unbilled(found: Iterable[ReconciledServer]) -> dict[tuple[str, str], int]:

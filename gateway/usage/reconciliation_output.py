@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 
@@ -22,8 +21,7 @@ _COUNTERS_ONLY = "in_progress", "unsampled"
 
 def as_csv(result: Reconciliation, console: Console) -> None:
     """Print a line for each server and kind of tokens."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(console.file, lineterminator="\n")
     writer.writerow(["model", "server", "tokens", "since", "until", *_CLASSES, *_COUNTERS_ONLY])
     for each in result.servers:
         times = [datetime.fromtimestamp(time, UTC).isoformat() for time in (each.since, each.until)]
@@ -31,7 +29,6 @@ def as_csv(result: Reconciliation, console: Console) -> None:
             classes: Classes = getattr(each, kind)
             counts = [*(getattr(classes, name) for name in _CLASSES), *(getattr(each, f"{kind}_{name}") for name in _COUNTERS_ONLY)]
             writer.writerow([each.model, each.server, kind, *times, *counts])
-    console.file.write(text.getvalue())
 
 
 def as_table(result: Reconciliation, console: Console) -> None:

@@ -10,19 +10,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from functools import reduce
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from sqlalchemy import ColumnElement, Connection, Engine, and_, case, func, inspect, or_, select
-from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import config as conf
 from gateway.ledger.engine_samples import read_samples
-from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import LOST, MIRRORED
 from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
-from gateway.ledger.store import reason
-from gateway.usage.database import open_ledger
+from gateway.usage.database import connected, open_ledger
 from gateway.usage.errors import QueryError
 from gateway.usage.queries import parse_query
 from gateway.usage.reconciliation import (
@@ -32,7 +32,6 @@ from gateway.usage.reconciliation import (
     ReconciledServer,
     ReconciledWindow,
     RowSums,
-    by_server,
     classify,
     gaps,
     windows,
@@ -71,13 +70,7 @@ class Reconciliation:
 def parse_reconciliation(document: Mapping[str, Any]) -> Reconciliation:
     """Parse a gateway's JSON result."""
     query = ReconciliationQuery(datetime.fromisoformat(document["since"]), datetime.fromisoformat(document["until"]))
-    return Reconciliation(query, [_parse_server(each) for each in document["servers"]])
-
-
-def _parse_server(document: Mapping[str, Any]) -> ReconciledServer:
-    classes = {kind: Classes(**document[kind]) for kind in KINDS}
-    times = {name: float(document[name]) for name in ("since", "until")}
-    return ReconciledServer(**{**document, **classes, **times})
+    return Reconciliation(query, msgspec.convert(document["servers"], list[ReconciledServer]))
 
 
 def parse_reconciliation_query(parameters: Mapping[str, str], now: datetime) -> ReconciliationQuery:
@@ -91,28 +84,24 @@ def parse_reconciliation_query(parameters: Mapping[str, str], now: datetime) -> 
 
 def run_reconciliation(engine: Engine, query: ReconciliationQuery) -> Reconciliation:
     """Reconcile. Raises DatabaseUnavailableError."""
-    try:
-        with engine.connect() as connection:
-            if not inspect(connection).has_table(ENGINE_SAMPLES.name):
-                return Reconciliation(query, ())
-            return Reconciliation(query, list(_servers(connection, query)))
-    except SQLAlchemyError as error:
-        raise DatabaseUnavailableError(reason(error)) from error
+    with connected(engine) as connection:
+        has_samples = inspect(connection).has_table(ENGINE_SAMPLES.name)
+        return Reconciliation(query, list(_servers(connection, query)) if has_samples else ())
 
 
 def _servers(connection: Connection, query: ReconciliationQuery) -> Iterator[ReconciledServer]:
     since, until = query.since.timestamp(), query.until.timestamp()
     samples = read_samples(connection, query.since, query.until, query.model)
-    of_servers = by_server(windows(samples, since, until))
+    of_servers = {server: list(found) for server, found in groupby(windows(samples, since, until), attrgetter("server"))}
     models = Counter(found[0].model for found in of_servers.values())
     for server, found in of_servers.items():
         rows = _rows_of(server, found[0].model, is_only=models[found[0].model] == 1)
         sums = [classify(window.growth, _ledger_sums(connection, rows, window.begin, window.end)) for window in found]
         prompt, completion = (reduce(Classes.__add__, kind, Classes()) for kind in zip(*sums, strict=True))
-        in_progress = _total(_in_flight(connection, rows, window) for window in found if not window.is_quiet)
-        unsampled = _total(_tokens(_ledger_sums(connection, rows, *gap)) for gap in gaps(found, since, until))
+        in_progress = sum((_in_flight(connection, rows, window) for window in found if not window.is_quiet), Counter[str]())
+        unsampled = sum((_tokens(_ledger_sums(connection, rows, *gap)) for gap in gaps(found, since, until)), Counter[str]())
         tokens = {"in_progress": in_progress, "unsampled": unsampled}
-        further = {f"{kind}_{name}": count for name, pair in tokens.items() for kind, count in zip(KINDS, pair, strict=True)}
+        further = {f"{kind}_{name}": counts[kind] for name, counts in tokens.items() for kind in KINDS}
         yield ReconciledServer(found[-1].model, server, found[0].begin, found[-1].end, len(found), prompt, completion, **further)
 
 
@@ -123,15 +112,8 @@ def _rows_of(server: str, model: str, *, is_only: bool) -> ColumnElement[bool]:
     return or_(of_server, and_(usage.server.is_(None), usage.incomplete == LOST, usage.model == model)) if is_only else of_server
 
 
-def _total(pairs: Iterator[tuple[int, int]]) -> tuple[int, int]:
-    prompt = completion = 0
-    for pair in pairs:
-        prompt, completion = prompt + pair[0], completion + pair[1]
-    return prompt, completion
-
-
-def _tokens(sums: LedgerSums) -> tuple[int, int]:
-    return sums.prompt.total, sums.completion.total
+def _tokens(sums: LedgerSums) -> Counter[str]:
+    return Counter(prompt=sums.prompt.total, completion=sums.completion.total)
 
 
 def _ledger_sums(connection: Connection, rows: ColumnElement[bool], begin: float, end: float) -> LedgerSums:
@@ -147,14 +129,14 @@ def _ledger_sums(connection: Connection, rows: ColumnElement[bool], begin: float
     return _sums(connection, in_time)
 
 
-def _in_flight(connection: Connection, rows: ColumnElement[bool], window: ReconciledWindow) -> tuple[int, int]:
+def _in_flight(connection: Connection, rows: ColumnElement[bool], window: ReconciledWindow) -> Counter[str]:
     """Return the tokens of requests that were in flight at either end of a window."""
-    found = []
+    found = Counter[str]()
     for time in (window.begin, window.end):
         moment = datetime.fromtimestamp(time, UTC)
         conditions = (rows, USAGE.c.time > moment - LONGEST_RESPONSE, USAGE.c.time <= moment)
-        found.append(_tokens(_sums(connection, (*conditions, _ended_after(connection, moment)))))
-    return _total(iter(found))
+        found += _tokens(_sums(connection, (*conditions, _ended_after(connection, moment))))
+    return found
 
 
 def _ended_after(connection: Connection, moment: datetime) -> ColumnElement[bool]:
@@ -168,7 +150,8 @@ def _ended_after(connection: Connection, moment: datetime) -> ColumnElement[bool
 
 def _sums(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> LedgerSums:
     usage = USAGE.c
-    complete, truncated, lost = _parts()
+    lost, complete = usage.incomplete == LOST, usage.incomplete.is_(None)
+    truncated = and_(usage.incomplete.is_not(None), usage.incomplete != LOST)
     used_engine = usage.endpoint.not_in(_WITHOUT_ENGINE)
     was_sent = and_(used_engine, or_(usage.code.is_(None), usage.code.not_in(_NEVER_SENT)))
     is_estimated = or_(usage.estimated, usage.estimated_by.is_not(None))
@@ -192,12 +175,6 @@ def _sums(connection: Connection, conditions: Sequence[ColumnElement[bool]]) -> 
         subject, name = label.split()
         sums[subject][name] = int(value)
     return LedgerSums(RowSums(**sums["prompt"]), RowSums(**sums["completion"]), **sums["rows"])
-
-
-def _parts() -> tuple[ColumnElement[bool], ...]:
-    """Return the conditions of complete, truncated and lost rows."""
-    incomplete = USAGE.c.incomplete
-    return incomplete.is_(None), and_(incomplete.is_not(None), incomplete != LOST), incomplete == LOST
 
 
 def reconcile_ledger(settings: conf.Ledger, beside: Path, parameters: Mapping[str, str]) -> Reconciliation:
