@@ -20,6 +20,7 @@ ORDER = (
     "upstream.discovery",
     "upstream.simulator",
     "gateway.system",
+    "gateway.pages",
     "gateway.api",
     "gateway.snapshot",
     "gateway.auth",
@@ -124,6 +125,6 @@ def test_the_product_does_not_import_the_tests() -> None:
 
 
 def test_a_worker_does_not_load_what_only_control_needs() -> None:
-    heavy = ["pydantic", "yaml", "prometheus_client", "httpx2", "typer", "rich"]
+    heavy = ["pydantic", "yaml", "prometheus_client", "httpx2", "typer", "rich", "jinja2"]
     code = f"import sys, gateway.worker.process; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"

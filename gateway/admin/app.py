@@ -19,7 +19,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from gateway.admin import engine_metrics, openapi, status_page
@@ -144,7 +144,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     async def status(request: Request) -> Response:
         known, headers = await overview.status_with_logs(), {"cache-control": "no-store", "vary": "accept"}
         if prefers_html(request.headers.get("accept", "")):
-            return HTMLResponse(status_page.page(status_view(known)), headers=headers | status_page.HEADERS)
+            return status_page.page(status_view(known), headers)
         return JSONResponse(known, headers=headers)
 
     async def usage(request: Request) -> Response:
@@ -199,8 +199,7 @@ def _documents() -> dict[str, Handler]:
         return JSONResponse(openapi.document())
 
     async def docs(_: Request) -> Response:
-        text, headers = openapi.page()
-        return HTMLResponse(text, headers=headers)
+        return openapi.page()
 
     return {"/openapi.json": document, "/docs": docs}
 

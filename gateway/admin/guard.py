@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from hashlib import sha256
 from ipaddress import ip_address
 
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.admin import status_page
@@ -62,7 +62,7 @@ class Guard:
         if self._digest is not None:
             if self._is_valid(named.get(b"authorization", b"")):
                 return None
-            return _UNAUTHORIZED_PAGE if prefers_html(named.get(b"accept", b"").decode("latin-1")) else _UNAUTHORIZED
+            return status_page.token_page(_CHALLENGE) if prefers_html(named.get(b"accept", b"").decode("latin-1")) else _UNAUTHORIZED
         return None if not self._local or _is_local(named.get(b"host", b"").decode("latin-1")) else _MISDIRECTED
 
     def _is_valid(self, authorization: bytes) -> bool:
@@ -100,7 +100,6 @@ def _is_local(host: str) -> bool:
 _TWICE = JSONResponse({"error": TWICE}, 400)
 _CHALLENGE = {"www-authenticate": "Bearer", "vary": "accept"}
 _UNAUTHORIZED = JSONResponse({"error": "the admin port requires its token"}, 401, _CHALLENGE)
-_UNAUTHORIZED_PAGE = HTMLResponse(status_page.token_page(), 401, _CHALLENGE | status_page.HEADERS)
 _NO_TOKEN = JSONResponse(
     {"error": "operations over the admin port require server.admin.token; on the gateway's own machine, commands use its socket"},
     403,

@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from starlette.responses import Response
+
 from gateway import __version__
 from gateway.admin.guard import OPEN, TWICE
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
@@ -170,9 +172,8 @@ def _parameter(name: str, location: str) -> dict[str, Any]:
     return {"name": name, "in": location, "required": location == "path", "schema": {"type": "string", **choices}}
 
 
-def page() -> tuple[str, Mapping[str, str]]:
-    """Return the description as a self-contained page, with its response headers."""
-    from gateway.api.reference import HEADERS  # loaded with the first request for the page, since it loads the data port's schemas
-    from gateway.api.reference import page as openapi_page
+def page() -> Response:
+    """Return the description as a page."""
+    from gateway.api.reference import page as openapi_page  # loaded with the first request for it, since it loads the data port's schemas
 
-    return openapi_page(document()), HEADERS
+    return openapi_page(document())

@@ -22,7 +22,8 @@ _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 class ServerRow:
     """A server.
 
-    ``state`` is one of STATES. ``limit`` is its maximum of concurrent requests. ``percent`` is the progress of its start, if known.
+    ``state`` is one of STATES. ``load`` is the number of requests in flight, with the limit if there is one. ``restarts`` is empty without
+    restarts. ``percent`` is the progress of its start, if known.
     ``reason`` explains why it is down, with the root cause first, and ``hint`` says what to change. ``last_failure`` is the last failure
     of a server that has recovered.
     """
@@ -30,9 +31,8 @@ class ServerRow:
     name: str
     state: str
     since: str
-    in_flight: int
-    limit: int | None
-    restarts: int
+    load: str
+    restarts: str
     reason: str
     hint: str
     last_failure: str
@@ -40,11 +40,6 @@ class ServerRow:
     percent: int | None
     log: str
     lines: tuple[str, ...]
-
-    @property
-    def load(self) -> str:
-        """The number of requests in flight, with the limit if there is one."""
-        return f"{self.in_flight}" if self.limit is None else f"{self.in_flight} of {self.limit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +159,13 @@ def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> 
     lines = tuple(server.get("last_log_lines", ()))
     progress = (server.get("progress") or (lines[-1] if lines else "")) if state == "starting" else ""
     percent = _PERCENT.findall(progress)
+    limit, restarts = model.get("max_inflight"), server.get("restarts", 0)
     return ServerRow(
         name=server["name"],
         state=state,
         since=_since(server.get("since"), now),
-        in_flight=server["in_flight"],
-        limit=model.get("max_inflight"),
-        restarts=server.get("restarts", 0),
+        load=str(server["in_flight"]) if limit is None else f"{server['in_flight']} of {limit}",
+        restarts=counted(restarts, "restart") if restarts else "",
         reason=str(server.get("reason") or ""),
         hint=str(server.get("hint") or ""),
         last_failure="" if server.get("reason") else _last_failure(server, now),

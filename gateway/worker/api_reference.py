@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cached_property
 
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 
 PATHS = frozenset({"/docs", "/openapi.json"})
 
@@ -18,14 +18,11 @@ class ApiReference:
 
     async def page(self, path: str) -> Response:
         """Return the page at one of ``PATHS``."""
-        document, page, headers = await run_in_threadpool(lambda: self._pages)
-        if path == "/docs":
-            return HTMLResponse(page, headers=headers)
-        return Response(document, media_type="application/json")
+        return (await run_in_threadpool(lambda: self._pages))[path]
 
     @cached_property
-    def _pages(self) -> tuple[bytes, str, dict[str, str]]:
+    def _pages(self) -> dict[str, Response]:
         from gateway.api import reference
 
         document = reference.document()
-        return bytes(JSONResponse(document).body), reference.page(document), reference.HEADERS
+        return {"/openapi.json": JSONResponse(document), "/docs": reference.page(document)}

@@ -7,6 +7,6 @@ Start with ``document``.
 """
 
 from gateway.api.reference.document import document
-from gateway.api.reference.page import HEADERS, page
+from gateway.api.reference.page import page
 
-__all__ = ["HEADERS", "document", "page"]
+__all__ = ["document", "page"]

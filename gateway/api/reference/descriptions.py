@@ -20,6 +20,11 @@ class Ref(str):
 
     __slots__ = ()
 
+    @property
+    def href(self) -> str:
+        """The link to it within a page."""
+        return f"#{self}"
+
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
@@ -38,6 +43,11 @@ class Operation:
     method: str
     path: str
     document: Mapping[str, Any]
+
+    @property
+    def tag(self) -> str:
+        """The name of its section, empty without sections."""
+        return next(iter(self.document.get("tags", ())), "")
 
     @property
     def parameters(self) -> Iterator[TableRow]:
