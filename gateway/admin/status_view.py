@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gateway.api.errors import counted
+
 STATES = ("ready", "starting", "draining", "sleeping", "stopped", "failed")
 _BY_STAGE = {"stopping": "draining", "crashed": "failed", "backing_off": "failed"}
 _BY_CONDITION = {"up": "ready", "loading": "starting", "down": "failed"}
@@ -229,8 +231,3 @@ def _speed(tokens: Mapping[str, float]) -> str:
 
 def _rounded(number: float) -> str:
     return f"{number:.0f}" if number >= 10 or number == 0 else f"{number:.1f}"
-
-
-def counted(count: int, noun: str) -> str:
-    """Return ``1 model`` or ``2 models``."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -6,9 +6,9 @@ vLLM are mapped in ``vllm.errors``. To add an error, add a row to ``ERRORS``; a 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -70,7 +70,7 @@ ERRORS: Mapping[str, ErrorSpec] = MappingProxyType(
 )
 
 AUTH_REASONS: Mapping[str, str] = MappingProxyType(
-    {"missing_api_key": "missing", "invalid_api_key": "invalid", "expired_api_key": "expired"}
+    {code: code.removesuffix("_api_key") for code, row in ERRORS.items() if row.type == AUTHENTICATION}
 )
 """The ``reason`` label of ``vllm_gateway_auth_failures_total`` by the error's code."""
 
@@ -89,7 +89,7 @@ _RETRIED = frozenset({"request_timeout", "rate_limit_exceeded"})
 """Errors below 500 that a retry of the same request may resolve."""
 
 
-_EXPLAINED = frozenset({"missing_api_key", "invalid_api_key", "expired_api_key", "invalid_json"})
+_EXPLAINED = frozenset({*AUTH_REASONS, "invalid_json"})
 """Errors whose message is the ``detail``."""
 
 
@@ -168,19 +168,16 @@ _UNITS = (("day", 86400), ("hour", 3600), ("minute", 60), ("second", 1))
 
 def duration(seconds: int) -> str:
     """Write whole seconds in the two largest units: ``8 hours 42 minutes``. Rounded up, so that no client retries too early."""
-    for at, (name, size) in enumerate(_UNITS):
+    for (name, size), (smaller, part) in pairwise(_UNITS):
         if seconds >= size:
-            smaller = _UNITS[at + 1] if at + 1 < len(_UNITS) else None
-            if smaller is None:
-                return _counted(seconds, name)
-            parts = math.ceil(seconds / smaller[1])
-            whole, rest = divmod(parts * smaller[1], size)
-            return _counted(whole, name) + (f" {_counted(rest // smaller[1], smaller[0])}" if rest else "")
-    return "1 second"
+            whole, rest = divmod(-(-seconds // part), size // part)
+            return counted(whole, name) + (f" {counted(rest, smaller)}" if rest else "")
+    return counted(max(seconds, 1), "second")
 
 
-def _counted(number: int, unit: str) -> str:
-    return f"{number} {unit}{'' if number == 1 else 's'}"
+def counted(number: int, noun: str) -> str:
+    """Return ``1 model`` or ``2 models``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # Rendering
@@ -241,13 +238,11 @@ _FAILURES: Mapping[type[UpstreamError], tuple[str, str]] = MappingProxyType(
         FirstByteTimeout: ("upstream_timeout", "The model's server did not start to respond in time."),
         IdleTimeout: ("upstream_timeout", "The model's server stopped sending in the middle of its response."),
         TotalTimeout: ("upstream_timeout", "The response took longer than this model's limit."),
+        UpstreamError: ("upstream_disconnected", "The model's server failed."),
     }
 )
 
 
 def from_failure(error: UpstreamError) -> Refusal:
     """Map a failure of a server to the error for the client; the details are for the log."""
-    for kind in type(error).__mro__:
-        if kind in _FAILURES:
-            return Refusal(*_FAILURES[kind])
-    return Refusal("upstream_disconnected", "The model's server failed.")
+    return Refusal(*next(_FAILURES[kind] for kind in type(error).__mro__ if kind in _FAILURES))

@@ -33,7 +33,8 @@ _QUOTE, _BACKSLASH, _OPENS_OBJECT, _OPENS_ARRAY = b'"\\{['
 _OPENING, _CLOSING = frozenset(b"[{"), frozenset(b"]}")
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
 _ROUNDS = 3  # of removing balanced brackets; most documents nest no deeper
-_STEPS = tuple((byte in b"[{") - (byte in b"]}") for byte in range(256))
+DEPTH_CHANGES = tuple((byte in b"[{") - (byte in b"]}") for byte in range(256))
+"""How each character changes the depth."""
 _WINDOW = 1024  # bytes of a first search for a structural character; four times as many each time
 _FAR = 256  # bytes without a structural character above which searching is faster than reducing
 _BLOCKS = (2048, 256)  # bytes that are reduced to their brackets at once; the smaller block if the value ends in the larger one
@@ -228,7 +229,7 @@ class Scanner:
         brackets = b"".join(parts[::2]).translate(None, _NO_BRACKETS)
         for _ in range(_ROUNDS):
             brackets = brackets.replace(b"{}", b"").replace(b"[]", b"")
-        depths = list(accumulate(map(_STEPS.__getitem__, brackets), initial=self._depth))
+        depths = list(accumulate(map(DEPTH_CHANGES.__getitem__, brackets), initial=self._depth))
         if min(depths) <= 0:
             return False
         self._depth = depths[-1]

@@ -15,6 +15,7 @@ import msgspec
 import orjson
 
 from gateway.api.errors import Refusal
+from gateway.api.json_scan import DEPTH_CHANGES
 from gateway.api.media_urls import CONTAINERS
 from gateway.api.vllm.validation import dotted
 from gateway.system.garbage_collector import collector_paused
@@ -29,8 +30,6 @@ _MARKS = b",:[{"  # a body has about one value for each of these
 _NO_MARKS = bytes(byte for byte in range(256) if byte not in _MARKS + b'"')
 _RARE = 1024  # marks of a kind that are searched for; more are counted, which is slower if there are few
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in b'[]{}"')
-_CHANGES = tuple((byte in b"[{") - (byte in b"]}") for byte in range(256))
-"""How each character changes the depth."""
 _PIECE = 256 * 1024  # bytes of marks that are counted in one step
 _BRACKETS = 64 * 1024  # brackets and quotes that are checked in one step
 _LONG_NUMBER = b"0" * 19  # 2**63 has so many digits
@@ -190,7 +189,7 @@ def _check_depth(body: bytes | bytearray) -> Generator[None, None, None]:
     marks, depth, inside = (yield from _marks_and_quotes(body, _NO_BRACKETS)), 0, 0
     for start in range(0, len(marks), _BRACKETS):
         texts = marks[start : start + _BRACKETS].split(b'"')
-        depths = list(accumulate(map(_CHANGES.__getitem__, b"".join(texts[inside::2])), initial=depth))
+        depths = list(accumulate(map(DEPTH_CHANGES.__getitem__, b"".join(texts[inside::2])), initial=depth))
         if max(depths) > MAX_DEPTH:
             raise Refusal("invalid_json", f"The body is nested more than {MAX_DEPTH} levels deep.")
         depth = depths[-1]

@@ -7,9 +7,8 @@ these forms is not changed, and its response's bytes are not changed either.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator
 from itertools import islice, takewhile
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from gateway.api.errors import Refusal, invalid_value
@@ -250,13 +249,10 @@ class Functions:
         return [{**document, "choices": [_deprecated(choice, "delta", _piece_of_call) for choice in document.get("choices", ())]}]
 
 
-_FINISH: Mapping[str, str] = MappingProxyType({"tool_calls": "function_call"})
-
-
 def _deprecated(choice: Document, field: str, call: Callable[[Iterable[Document]], Document]) -> Document:
     holder = choice.get(field)
     finish = choice.get("finish_reason")
-    changed = {**choice, "finish_reason": _FINISH.get(finish, finish) if isinstance(finish, str) else finish}
+    changed = {**choice, "finish_reason": "function_call" if finish == "tool_calls" else finish}
     if isinstance(holder, dict) and holder.get("tool_calls"):
         rest = {name: value for name, value in holder.items() if name != "tool_calls"}
         changed[field] = rest | call(holder["tool_calls"])

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from gateway import config as conf
-from gateway.admin.status_view import counted
+from gateway.api.errors import counted
 from gateway.config.launches import may_be_stopped
 from gateway.control.publisher import FirstResults
 from gateway.control.reload import ReloadHistory

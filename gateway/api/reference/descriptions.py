@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,7 +129,7 @@ def kind_of(schema: Schema) -> Iterator[str]:
     if "$ref" in schema:
         yield Ref(schema["$ref"].rpartition("/")[2])
     elif "anyOf" in schema and "properties" not in schema:
-        yield from _alternatives([piece for each in schema["anyOf"] for piece in (tuple(kind_of(each)),) if piece])
+        yield from _alternatives(map(kind_of, schema["anyOf"]))
     elif "const" in schema:
         yield f"`{schema['const']}`"
     elif "enum" in schema:
@@ -138,27 +138,26 @@ def kind_of(schema: Schema) -> Iterator[str]:
         yield from _typed(schema)
 
 
-def _alternatives(pieces: list[tuple[str, ...]]) -> Iterator[str]:
-    for index, piece in enumerate(dict.fromkeys(pieces)):
+def _alternatives(kinds: Iterable[Iterable[str]]) -> Iterator[str]:
+    for index, pieces in enumerate(dict.fromkeys(map(tuple, kinds))):
         if index:
             yield " or "
-        yield from piece
+        yield from pieces
 
 
 _TYPE_NAMES = {"string": "text", "integer": "whole number", "boolean": "true or false", "array": "list", "null": "null"}
 
 
 def _typed(schema: Schema) -> Iterator[str]:
-    types = schema.get("type", [])
-    for index, name in enumerate([types] if isinstance(types, str) else types):
-        if index:
-            yield " or "
-        yield _TYPE_NAMES.get(name, name) + (_bounds(schema) if name in ("integer", "number") else "")
-        if name == "array" and "items" in schema and (inner := tuple(kind_of(schema["items"]))):
-            yield " of "
-            yield from inner
-    if not types:
-        yield "anything"
+    types = schema.get("type", "anything")
+    yield from _alternatives(_of_type(name, schema) for name in ([types] if isinstance(types, str) else types))
+
+
+def _of_type(name: str, schema: Schema) -> Iterator[str]:
+    yield _TYPE_NAMES.get(name, name) + (_bounds(schema) if name in ("integer", "number") else "")
+    if name == "array" and "items" in schema:
+        yield " of "
+        yield from kind_of(schema["items"])
 
 
 def _bounds(schema: Schema) -> str:

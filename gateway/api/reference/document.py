@@ -7,15 +7,15 @@ here.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import groupby
 from typing import Any
 
 from gateway import __version__
 from gateway.api.errors import ERRORS
 from gateway.api.reference.shapes import RouteDescription, Shapes, read
-from gateway.api.routes import ROUTES, Body, Dialect, Route
+from gateway.api.routes import ROUTES, Dialect, Route
 
 JSON, FORM, STREAM = "application/json", "multipart/form-data", "text/event-stream"
+_TEXT = {"type": "string"}
 
 _DESCRIPTION = """One URL for all models. `GET /v1/models` lists those that a key may use; a request names one in `model`. Responses are
 the model server's own bytes, so they may contain fields not documented here.
@@ -50,7 +50,6 @@ _HEADERS = {
     "allow": "the method that the route takes",
     **_LIMITS,
 }
-_ALWAYS = ("x-request-id",)
 _STATUS_HEADERS: Mapping[int, tuple[str, ...]] = {
     200: ("x-vllm-gateway-fallback", "x-vllm-gateway-model", *_LIMITS),
     **dict.fromkeys((400, 404, 413, 415, 431), ("x-should-retry",)),
@@ -89,11 +88,9 @@ def document() -> dict[str, Any]:
 def _components(shapes: Shapes) -> dict[str, Any]:
     return {
         "schemas": shapes.schemas | _errors(),
-        "headers": {name: {"description": text, "schema": {"type": "string"}} for name, text in _HEADERS.items()},
+        "headers": {name: {"description": text, "schema": _TEXT} for name, text in _HEADERS.items()},
         "responses": {
-            f"{prefix}{status}": _error_response(status, schema)
-            for prefix, schema in (("Error", "Error"), ("MessagesError", "MessagesError"))
-            for status in _STATUSES
+            f"{schema}{status}": _error_response(status, schema) for schema in ("Error", "MessagesError") for status in _STATUSES
         },
         "securitySchemes": {
             "bearer": {"type": "http", "scheme": "bearer"},
@@ -106,36 +103,36 @@ def _components(shapes: Shapes) -> dict[str, Any]:
 
 
 def _post_operation(route: Route, description: RouteDescription) -> dict[str, Any]:
-    prefix = "MessagesError" if route.anthropic else "Error"
-    refusals = {str(status): {"$ref": f"#/components/responses/{prefix}{status}"} for status in _STATUSES}
-    kind = FORM if route.body is Body.FORM else JSON
+    kind = FORM if route.takes_form else JSON
     body: dict[str, Any] = {"schema": _ref(description.request)} | ({"example": description.example} if description.example else {})
-    parameters = [
-        {"name": name, "in": "header", "description": text, "schema": {"type": "string"}} for name, text in _REQUEST_HEADERS.items()
-    ]
     security: dict[str, Any] = {"security": _BY_EITHER} if route.anthropic else {}
     return {
         **_summary(description),
         **security,
-        "parameters": parameters,
+        "parameters": _parameters("header", _REQUEST_HEADERS),
         "requestBody": {"required": True, "content": {kind: body}},
-        "responses": {"200": _response(description, route), **refusals},
+        "responses": {"200": _response(description, route), **_refusals("MessagesError" if route.anthropic else "Error", _STATUSES)},
     }
 
 
 def _get_operation(path: str, description: RouteDescription) -> dict[str, Any]:
-    named: list[Any] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}] if "{" in path else []
-    named += [{"name": name, "in": "query", "description": text, "schema": {"type": "string"}} for name, text in description.query.items()]
+    model: list[Any] = [{"name": "model", "in": "path", "required": True, "schema": _TEXT}] if "{" in path else []
     open_to_all = path == "/health"
     statuses = [status for status in _NO_BODY if not open_to_all or status not in (401, 404, 405)] + [*description.more_statuses]
-    refusals = {str(status): {"$ref": f"#/components/responses/Error{status}"} for status in statuses}
-    security: list[Any] = [] if open_to_all else _BY_EITHER
     return {
         **_summary(description),
-        "security": security,
-        "parameters": named,
-        "responses": {"200": _response(description, None), **refusals},
+        "security": [] if open_to_all else _BY_EITHER,
+        "parameters": model + _parameters("query", description.query),
+        "responses": {"200": _response(description, None), **_refusals("Error", statuses)},
     }
+
+
+def _parameters(location: str, texts: Mapping[str, str]) -> list[Any]:
+    return [{"name": name, "in": location, "description": text, "schema": _TEXT} for name, text in texts.items()]
+
+
+def _refusals(schema: str, statuses: Iterable[int]) -> dict[str, Any]:
+    return {str(status): {"$ref": f"#/components/responses/{schema}{status}"} for status in statuses}
 
 
 def _summary(description: RouteDescription) -> dict[str, Any]:
@@ -144,15 +141,13 @@ def _summary(description: RouteDescription) -> dict[str, Any]:
 
 
 def _response(description: RouteDescription, route: Route | None) -> dict[str, Any]:
-    names = _ALWAYS if route is None else (*_ALWAYS, *_STATUS_HEADERS[200])
     content: dict[str, Any] = {JSON: {"schema": _ref(description.response)}}
     if route is not None and description.event is not None:
-        content[STREAM] = {
-            "schema": {"description": "the data of each event", "anyOf": [_ref(description.event), _ref(_STREAMED[route.dialect])]}
-        }
-    if route is not None and route.body is Body.FORM:
-        content["text/plain"] = {"schema": {"type": "string"}}
-    return {"description": "the response", "headers": _headers(names), "content": content}
+        shapes = [_ref(description.event), _ref(_STREAMED[route.dialect])]
+        content[STREAM] = {"schema": {"description": "the data of each event", "anyOf": shapes}}
+    if route is not None and route.takes_form:
+        content["text/plain"] = {"schema": _TEXT}
+    return {"description": "the response", "headers": _headers(() if route is None else _STATUS_HEADERS[200]), "content": content}
 
 
 # Errors
@@ -166,13 +161,13 @@ _STREAMED = {
 
 
 def _errors() -> dict[str, Any]:
-    text, name = {"type": "string"}, {"type": ["string", "null"], "description": "the invalid field"}
+    name = {"type": ["string", "null"], "description": "the invalid field"}
     code = {"type": "string", "enum": list(ERRORS)}
     kinds = {"type": "string", "enum": sorted({row.type for row in ERRORS.values()})}
     return {
-        "Error": _closed(error=_closed(message=text, type=kinds, param=name, code=code)),
-        "ResponsesError": _closed(type={"const": "error"}, code=code, message=text, param=name, sequence_number={"type": "integer"}),
-        "MessagesError": _closed(type={"const": "error"}, error=_closed(type=text, message=text)),
+        "Error": _closed(error=_closed(message=_TEXT, type=kinds, param=name, code=code)),
+        "ResponsesError": _closed(type={"const": "error"}, code=code, message=_TEXT, param=name, sequence_number={"type": "integer"}),
+        "MessagesError": _closed(type={"const": "error"}, error=_closed(type=_TEXT, message=_TEXT)),
     }
 
 
@@ -181,18 +176,12 @@ def _closed(**properties: Any) -> dict[str, Any]:
 
 
 def _error_response(status: int, schema: str) -> dict[str, Any]:
-    names = (*_ALWAYS, *_STATUS_HEADERS.get(status, ()))
-    return {"description": _codes(status), "headers": _headers(names), "content": {JSON: {"schema": _ref(schema)}}}
-
-
-def _codes(status: int) -> str:
-    """Return the codes with a status, as text."""
-    by_status = groupby(sorted(ERRORS, key=lambda code: ERRORS[code].status), key=lambda code: ERRORS[code].status)
-    return ", ".join(f"`{code}`" for found, codes in by_status if found == status for code in codes)
+    codes = ", ".join(f"`{code}`" for code, row in ERRORS.items() if row.status == status)
+    return {"description": codes, "headers": _headers(_STATUS_HEADERS.get(status, ())), "content": {JSON: {"schema": _ref(schema)}}}
 
 
 def _headers(names: Iterable[str]) -> dict[str, Any]:
-    return {name: {"$ref": f"#/components/headers/{name}"} for name in names}
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in ("x-request-id", *names)}
 
 
 def _ref(schema: str | None) -> dict[str, str]:
