@@ -8,7 +8,8 @@ Facts come from vLLM 0.32's ``entrypoints`` and are checked against a running vL
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import orjson
@@ -199,19 +200,15 @@ def _first_of(*names: str) -> _Where:
 
 def _role(document: Mapping[str, Any], _: str) -> str | None:
     """Return the path of the first message with an unknown role."""
-    for path, message in validation.messages(document):
-        if isinstance(message, dict) and message.get("role") not in validation.KNOWN_ROLES:
-            return validation.dotted((*path, "role"))
-    return None
+    paths = (path for path, message in validation.messages(document) if message.get("role") not in validation.KNOWN_ROLES)
+    return next((validation.dotted((*path, "role")) for path in paths), None)
 
 
 def _media(document: Mapping[str, Any], _: str) -> str | None:
     """Return the path of the first part of a message that is not text."""
-    for path, message in validation.messages(document):
-        parts = message.get("content") if isinstance(message, dict) else None
-        for at, part in enumerate(parts if isinstance(parts, list) else ()):
-            if isinstance(part, dict) and not str(part.get("type", "text")).endswith(("text", "refusal", "thinking")):
-                return validation.dotted((*path, "content", str(at)))
+    for path, part in validation.parts(document, "content"):
+        if isinstance(part, dict) and not str(part.get("type", "text")).endswith(("text", "refusal", "thinking")):
+            return validation.dotted(path)
     return None
 
 
@@ -219,36 +216,28 @@ def _not_a_list(document: Mapping[str, Any], _: str) -> str | None:
     """Return the path of a value that vLLM iterates over without a check that it is a list."""
     if "messages" in document and not isinstance(document["messages"], list):
         return "messages"
-    for path, message in validation.messages(document):
-        if isinstance(message, dict) and not isinstance(message.get("tool_calls", []), list | None):
-            return validation.dotted((*path, "tool_calls"))
-    return None
+    paths = (path for path, message in validation.messages(document) if not isinstance(message.get("tool_calls"), list | None))
+    return next((validation.dotted((*path, "tool_calls")) for path in paths), None)
 
 
 _JSON_TEXTS = (("structured_outputs", "json"), ("structured_outputs", "structural_tag"))
+_ARGUMENTS = ("function", "arguments")
 
 
 def _bad_json(document: Mapping[str, Any], _: str) -> str | None:
     """Return the path of a string that vLLM parses as JSON and that is invalid: a constraint, or the arguments of a tool call."""
-    for json_path in _JSON_TEXTS:
-        text = validation.value_at(document, json_path)
-        if isinstance(text, str) and not _is_json(text):
-            return validation.dotted(json_path)
-    for path, message in validation.messages(document):
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
-        for at, call in enumerate(calls if isinstance(calls, list) else ()):
-            arguments = validation.value_at(call, ("function", "arguments"))
-            if isinstance(arguments, str) and arguments and not _is_json(arguments):
-                return validation.dotted((*path, "tool_calls", str(at), "function", "arguments"))
+    for path, text in chain(((path, validation.value_at(document, path)) for path in _JSON_TEXTS), _arguments(document)):
+        try:
+            orjson.loads(text if isinstance(text, str) else "{}")
+        except orjson.JSONDecodeError:
+            return validation.dotted(path)
     return None
 
 
-def _is_json(text: str) -> bool:
-    try:
-        orjson.loads(text)
-    except orjson.JSONDecodeError:
-        return False
-    return True
+def _arguments(document: Mapping[str, Any]) -> Iterator[tuple[validation.Path, Any]]:
+    """Yield the arguments of tool calls, except empty text, which vLLM does not parse."""
+    for path, call in validation.parts(document, "tool_calls"):
+        yield (*path, *_ARGUMENTS), validation.value_at(call, _ARGUMENTS) or "{}"
 
 
 _CONSTRAINTS = _first_of(
@@ -273,18 +262,14 @@ _SIZE = _first_of("dimensions", "output_dimension")
 class _KnownMessage(NamedTuple):
     """A message of vLLM, the field that it is about, and its replacement if it does not help the client. ``{0}`` is the pattern's group."""
 
-    pattern: re.Pattern[str]
+    pattern: str
     where: _Where
     instead: str | None = None
     code: str = "invalid_value"
 
 
-def _known_message(pattern: str, where: _Where, instead: str | None = None, code: str = "invalid_value") -> _KnownMessage:
-    return _KnownMessage(re.compile(pattern), where, instead, code)
-
-
 def _not_enabled(pattern: str, what: str, where: _Where) -> _KnownMessage:
-    return _known_message(pattern, where, f"{what} not enabled for this model; ask the operator.", "feature_not_enabled")
+    return _KnownMessage(pattern, where, f"{what} not enabled for this model; ask the operator.", "feature_not_enabled")
 
 
 _KNOWN = (
@@ -301,34 +286,34 @@ _KNOWN = (
     _not_enabled(r"--pooler-config\.task", "This task is", _at("task")),
     _not_enabled(r"No IOProcessor plugin", "Data for a plugin is", _first_of("data", "task")),
     _not_enabled(r"chat template if the tokenizer does not define one", "Chat messages are", _at("messages")),
-    _known_message(r"is not a multimodal model", _media, "This model takes text only: no images, sounds or videos."),
-    _known_message(r"At most 0 (image|audio|video)\(s\) may be provided", _media, "This model takes no {0} parts."),
-    _known_message(r"At most \d+ \w+\(s\) may be provided", _media),
-    _known_message(r"empty conversation", _empty_list, _EMPTY),
-    _known_message(r"message role|[Rr]oles must alternate|[Uu]nknown role", _role),
-    _known_message(r"'\w+' object is not iterable\Z", _not_a_list, "Input should be a valid list"),
-    _known_message(_NOT_JSON.pattern, _bad_json, "The text is not valid JSON."),
-    _known_message(r"\AToken id -?\d+ is out of vocabulary", _text_field),
-    _known_message(r"[Pp]rompt cannot be empty|at least one prompt|[Aa]t least one text element", _empty_text, _EMPTY),
-    _known_message(r"text_pair element", _first_of("documents", "text_2", "data_2", "items"), "The list needs at least one text."),
-    _known_message(r"[Mm]atryoshka embeddings", _SIZE, "This model's embeddings have one size only, so it can't be set."),
-    _known_message(r"only supports dimensions in range (\[\d+, \d+\])", _SIZE, "The number must be in the range {0}."),
-    _known_message(r"only supports Matryoshka dimensions (\[[\d, ]{1,200}\])", _SIZE, "The number must be one of {0}."),
-    _known_message(r"Requested sample logprobs of", _first_of("top_logprobs", "logprobs")),
-    _known_message(
+    _KnownMessage(r"is not a multimodal model", _media, "This model takes text only: no images, sounds or videos."),
+    _KnownMessage(r"At most 0 (image|audio|video)\(s\) may be provided", _media, "This model takes no {0} parts."),
+    _KnownMessage(r"At most \d+ \w+\(s\) may be provided", _media),
+    _KnownMessage(r"empty conversation", _empty_list, _EMPTY),
+    _KnownMessage(r"message role|[Rr]oles must alternate|[Uu]nknown role", _role),
+    _KnownMessage(r"'\w+' object is not iterable\Z", _not_a_list, "Input should be a valid list"),
+    _KnownMessage(_NOT_JSON.pattern, _bad_json, "The text is not valid JSON."),
+    _KnownMessage(r"\AToken id -?\d+ is out of vocabulary", _text_field),
+    _KnownMessage(r"[Pp]rompt cannot be empty|at least one prompt|[Aa]t least one text element", _empty_text, _EMPTY),
+    _KnownMessage(r"text_pair element", _first_of("documents", "text_2", "data_2", "items"), "The list needs at least one text."),
+    _KnownMessage(r"[Mm]atryoshka embeddings", _SIZE, "This model's embeddings have one size only, so it can't be set."),
+    _KnownMessage(r"only supports dimensions in range (\[\d+, \d+\])", _SIZE, "The number must be in the range {0}."),
+    _KnownMessage(r"only supports Matryoshka dimensions (\[[\d, ]{1,200}\])", _SIZE, "The number must be one of {0}."),
+    _KnownMessage(r"Requested sample logprobs of", _first_of("top_logprobs", "logprobs")),
+    _KnownMessage(
         r"'json_schema' field must be provided", _at("response_format.json_schema"), "Field required", "missing_required_parameter"
     ),
-    _known_message(
+    _KnownMessage(
         r"\A(?:Invalid value for `tool_choice`|tool_choice )",
         _at("tool_choice"),
         "Only named tools, 'none', 'auto' or 'required' are supported.",
     ),
-    _known_message(
+    _KnownMessage(
         r"one kind of (?:structured outputs constraint|constraints for structured outputs)",
         _at("structured_outputs"),
         "Exactly one constraint must be set.",
     ),
-    _known_message(
+    _KnownMessage(
         r"[Gg]rammar|[Rr]egex|JSON [Ss]chema|json_schema|structural.tag|jsonschema|Invalid type: |choices into|structured outputs?\b",
         _CONSTRAINTS,
     ),
@@ -354,11 +339,9 @@ def _invalid(report: validation.ErrorReport, param: str | None, document: Mappin
     found = validation.explain(report, document)
     if found is None:
         text = f"{param}: Input is not valid" if param else "The request does not have the right shape."
-        return Refusal("invalid_value" if param else "invalid_request", text, param=param)
-    message = _INSIDE.sub("…", found.message)[:_MESSAGE_LIMIT]
-    if found.missing:
-        return Refusal("missing_required_parameter", message, param=found.param)
-    return Refusal("invalid_value" if found.param else "invalid_request", message, param=found.param)
+        found = validation.Explanation(text, param, missing=False)
+    code = "missing_required_parameter" if found.missing else "invalid_value" if found.param else "invalid_request"
+    return Refusal(code, _INSIDE.sub("…", found.message)[:_MESSAGE_LIMIT], param=found.param)
 
 
 def _refused(status: int, message: str, param: str | None, input_field: str, document: Mapping[str, Any]) -> Refusal:
@@ -375,15 +358,14 @@ def _refused(status: int, message: str, param: str | None, input_field: str, doc
         return Refusal("unsupported_media_type", _helpful(message) or "The content type is not supported.")
     code, own = "invalid_value", False
     for known in _KNOWN:
-        found = known.pattern.search(message)
+        found = re.search(known.pattern, message)
         if found is not None:
-            where = known.where(document, input_field)
-            param, code = (where or param), known.code
+            param, code = known.where(document, input_field) or param, known.code
             if known.instead is not None:
                 message, own = known.instead.format(*found.groups("")), True
             break
     else:
-        param = _first_field(message, param, document)
+        param = param or _first_field(message, document)
     text = _helpful(_without_echo(message, param, document))
     if not text and message:
         return Refusal("feature_not_enabled", _ENABLE, param=param)
@@ -397,14 +379,10 @@ def _names(text: str, param: str, *, own: bool) -> bool:
     return f"'{param}'" in text or (not own and re.search(rf"(?<![\w.]){re.escape(param)}(?![\w]|\.\w)", text) is not None)
 
 
-def _first_field(message: str, param: str | None, document: Mapping[str, Any]) -> str | None:
-    """Return the field that a message starts with if vLLM does not name it, as in ``min_p must be in [0, 1]``."""
-    if param is not None:
-        return param
+def _first_field(message: str, document: Mapping[str, Any]) -> str | None:
+    """Return the field that a message starts with, as in ``min_p must be in [0, 1]``."""
     first = _FIRST.match(message)
-    if first is None:
-        return None
-    return next((name for name in (first[1], first[1].partition(".")[0]) if validation.holds(document, tuple(name.split(".")))), None)
+    return None if first is None else _first_of(first[1], first[1].partition(".")[0])(document, "")
 
 
 def _without_echo(message: str, param: str | None, document: Mapping[str, Any]) -> str:

@@ -52,22 +52,24 @@ def exact_request(path: str, document: Document) -> CountRequest | None:
 
 def tokenize_request(path: str, document: Document) -> CountRequest | None:
     """Return the request for ``/tokenize`` that counts this body exactly; None for a body that is not converted, or not valid."""
-    convert = _CONVERSIONS.get(path)
-    try:
-        body = None if convert is None else convert(document)
-    except (AttributeError, LookupError, TypeError, ValueError):  # the server has refused such a body, or reads it in another way
+    if path not in _CONVERSIONS:
         return None
-    return None if body is None else CountRequest("/tokenize", body)
+    try:
+        return CountRequest("/tokenize", _CONVERSIONS[path](document))
+    except (_NotConverted, AttributeError, LookupError, TypeError, ValueError):  # the server refuses it, or reads it in another way
+        return None
 
 
 # The conversions
 
 
-def _from_completions(document: Document) -> Document | None:
-    prompt = document["prompt"]
-    if _has_any(document, ("suffix", "prompt_embeds", "truncate_prompt_tokens", "kv_transfer_params")) or not isinstance(prompt, str):
-        return None
-    return {"prompt": prompt, **_taken(document, ("add_special_tokens",))}
+class _NotConverted(Exception):
+    """The body has something that is not converted."""
+
+
+def _from_completions(document: Document) -> Document:
+    _require_absent(document, "suffix", "prompt_embeds", "truncate_prompt_tokens", "kv_transfer_params")
+    return {"prompt": _text(document["prompt"]), **_taken(document, ("add_special_tokens",))}
 
 
 _CHAT_FIELDS = (
@@ -76,31 +78,28 @@ _CHAT_FIELDS = (
 )  # fmt: skip
 
 
-def _from_chat(document: Document) -> Document | None:
-    if _has_any(document, ("documents", "truncate_prompt_tokens", "kv_transfer_params")):
-        return None
+def _from_chat(document: Document) -> Document:
+    _require_absent(document, "documents", "truncate_prompt_tokens", "kv_transfer_params")
     if document.get("tools") and document.get("tool_choice") == "none":
-        return None  # --exclude-tools-when-tool-choice-none decides whether the prompt has the tools
+        raise _NotConverted  # --exclude-tools-when-tool-choice-none decides whether the prompt has the tools
     return {**_taken(document, _CHAT_FIELDS), **_template_fields(document, document.get("reasoning_effort"))}
 
 
-def _from_responses(document: Document) -> Document | None:
-    if _has_any(document, ("previous_input_messages", "previous_response_id", "prompt", "media_io_kwargs", "kv_transfer_params")):
-        return None
-    if document.get("truncation") not in (None, "disabled"):
-        return None
+def _from_responses(document: Document) -> Document:
+    _require_absent(document, "previous_input_messages", "previous_response_id", "prompt", "media_io_kwargs", "kv_transfer_params")
     instructions, given, tools = document.get("instructions"), document["input"], document.get("tools") or []
+    if document.get("truncation") not in (None, "disabled"):
+        raise _NotConverted
     if tools and (document.get("tool_choice") == "none" or any(tool["type"] != "function" for tool in tools)):
-        return None
+        raise _NotConverted
     messages = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         messages.append({"role": "user", "content": given})
     else:
         if given[-1].get("status") in ("in_progress", "incomplete"):
-            return None  # the model continues the item
+            raise _NotConverted  # the model continues the item
         for item in given:
-            if not _add_item(item, messages):
-                return None
+            _add_item(item, messages)
     reasoning = document.get("reasoning") or {}
     functions = [{"type": "function", "function": {name: tool[name] for name in tool if name != "type"}} for tool in tools]
     return {
@@ -111,14 +110,15 @@ def _from_responses(document: Document) -> Document | None:
     }
 
 
-_CONVERSIONS: Mapping[str, Callable[[Document], Document | None]] = MappingProxyType(
+_CONVERSIONS: Mapping[str, Callable[[Document], Document]] = MappingProxyType(
     {"/v1/chat/completions": _from_chat, "/v1/completions": _from_completions, "/v1/responses": _from_responses}
 )
 """By the path at the server."""
 
 
-def _has_any(document: Document, names: tuple[str, ...]) -> bool:
-    return any(document.get(name) is not None for name in names)
+def _require_absent(document: Document, *names: str) -> None:
+    if any(document.get(name) is not None for name in names):
+        raise _NotConverted
 
 
 def _taken(document: Document, names: tuple[str, ...]) -> Document:
@@ -135,58 +135,54 @@ def _template_fields(document: Document, effort: object) -> Document:
     return {"chat_template_kwargs": fields} if fields else {}
 
 
-def _add_item(item: Document, messages: list[Document]) -> bool:
-    """Add an item of ``input`` to the messages. Returns False for an item that is not converted.
+def _add_item(item: Document, messages: list[Document]) -> None:
+    """Add an item of ``input`` to the messages.
 
     vLLM joins the reasoning, the text and the tool calls of one turn into one message of the assistant.
     """
-    kind, role = item.get("type", "message"), item.get("role")
-    match kind:
-        case "message" if role == "assistant":
-            return _add_to_assistant(messages, "content", _only_text(item["content"]))
+    match item.get("type", "message"):
+        case "message" if item.get("role") == "assistant":
+            _add_to_assistant(messages, "content", _only_text(item["content"]))
         case "message":
-            text = _text_parts(item["content"])
-            if text is not None and isinstance(role, str):
-                messages.append({"role": role, "content": text})
-                return True
-        case "reasoning":
-            return not item.get("encrypted_content") and _add_to_assistant(messages, "reasoning", _only_text(item.get("content")))
+            messages.append({"role": _text(item.get("role")), "content": _text_parts(item["content"])})
+        case "reasoning" if not item.get("encrypted_content"):
+            _add_to_assistant(messages, "reasoning", _only_text(item.get("content")))
         case "function_call" if not item.get("namespace"):
             call = {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": item["arguments"]}}
             if messages and messages[-1]["role"] == "assistant":
                 messages[-1].setdefault("tool_calls", []).append(call)
             else:
                 messages.append({"role": "assistant", "tool_calls": [call]})
-            return True
-        case "function_call_output" if isinstance(item["output"], str):
-            messages.append({"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]})
-            return True
-    return False
+        case "function_call_output":
+            messages.append({"role": "tool", "content": _text(item["output"]), "tool_call_id": item["call_id"]})
+        case _:
+            raise _NotConverted
 
 
-def _add_to_assistant(messages: list[Document], name: str, text: str | None) -> bool:
-    if text is None:
-        return False
+def _add_to_assistant(messages: list[Document], name: str, text: str) -> None:
     if messages and messages[-1]["role"] == "assistant" and name not in messages[-1]:
         messages[-1][name] = text
     else:
         messages.append({"role": "assistant", name: text})
-    return True
 
 
-def _only_text(content: object) -> str | None:
-    """Return the text of an assistant's content with one part; None for other content."""
-    if isinstance(content, list) and len(content) == 1:
-        content = content[0]["text"]
-    return content if isinstance(content, str) else None
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise _NotConverted
+    return value
 
 
-def _text_parts(content: object) -> str | list[Document] | None:
-    """Return text, or parts of text, in the shape of chat; None for other content."""
+def _only_text(content: object) -> str:
+    """Return the text of an assistant's content with one part."""
+    return _text(content[0]["text"] if isinstance(content, list) and len(content) == 1 else content)
+
+
+def _text_parts(content: object) -> str | list[Document]:
+    """Return text, or parts of text, in the shape of chat."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or any(part["type"] not in ("input_text", "text") for part in content):
-        return None
+        raise _NotConverted
     return [{"type": "text", "text": part["text"]} for part in content]
 
 

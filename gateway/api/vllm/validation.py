@@ -184,49 +184,55 @@ def _rebased(report: ErrorReport, document: Any) -> tuple[Finding, ...]:
     if not relative or not isinstance(document, dict) or not findings:
         return findings
     in_list = findings[0].path[:1] and findings[0].path[0].isdecimal()
-    for prefix, value in islice(_lists(document) if in_list else _parts(document), MAX_SEARCHED):
+    for prefix, value in islice(_lists(document) if in_list else _separate(document), MAX_SEARCHED):
         if all(_fits(each, value) for each in findings):
             return tuple(each._replace(path=prefix + each.path) for each in findings)
-    if in_list:
-        for path, message in messages(document):
-            if isinstance(message, dict) and isinstance(message.get("content"), dict):  # vLLM iterated over the names of its fields
-                return (Finding("string_type", (*path, "content"), ""), Finding("list_type", (*path, "content"), ""))
-            if isinstance(message, dict) and isinstance(message.get("tool_calls"), dict | str):
-                return (Finding("list_type", (*path, "tool_calls"), ""),)
+    for path, message in messages(document) if in_list else ():
+        if isinstance(message.get("content"), dict):  # vLLM iterated over the names of its fields
+            return (Finding("string_type", (*path, "content"), ""), Finding("list_type", (*path, "content"), ""))
+        if isinstance(message.get("tool_calls"), dict | str):
+            return (Finding("list_type", (*path, "tool_calls"), ""),)
     return findings
 
 
-def messages(document: Any) -> Iterator[tuple[Path, Any]]:
+def messages(document: Any) -> Iterator[tuple[Path, Mapping[str, Any]]]:
     """Return the first messages and input items of a body with their paths, also of several conversations."""
-    return islice(_messages(document), MAX_SEARCHED)
+    found = islice(_messages(document), MAX_SEARCHED)
+    return ((path, message) for path, message in found if isinstance(message, dict))
 
 
 def _messages(document: Any) -> Iterator[tuple[Path, Any]]:
     for name in ("messages", "input"):
-        values = document.get(name) if isinstance(document, dict) else None
-        for at, value in enumerate(values if isinstance(values, list) else ()):
+        for path, value in _items(document, (), name):
             if isinstance(value, list):
-                yield from (((name, str(at), str(inner)), each) for inner, each in enumerate(value))
+                yield from (((*path, str(inner)), each) for inner, each in enumerate(value))
             else:
-                yield (name, str(at)), value
+                yield path, value
+
+
+def parts(document: Any, *names: str) -> Iterator[tuple[Path, Any]]:
+    """Return the items of the lists with these names in the first messages, with their paths."""
+    return (part for path, message in messages(document) for name in names for part in _items(message, path, name))
+
+
+def _items(value: Any, path: Path, name: str) -> Iterator[tuple[Path, Any]]:
+    """Return the items of the list with this name in the value at a path, with their paths."""
+    items = value.get(name) if isinstance(value, dict) else None
+    return (((*path, name, str(at)), item) for at, item in enumerate(items if isinstance(items, list) else ()))
+
+
+_LISTS = ("content", "tool_calls", "output")
 
 
 def _lists(document: Any) -> Iterator[tuple[Path, Any]]:
     for path, message in messages(document):
-        if isinstance(message, dict):
-            for name in ("content", "tool_calls", "output"):
-                if isinstance(message.get(name), list):
-                    yield (*path, name), message[name]
+        yield from (((*path, name), message[name]) for name in _LISTS if isinstance(message.get(name), list))
 
 
-def _parts(document: Any) -> Iterator[tuple[Path, Any]]:
+def _separate(document: Any) -> Iterator[tuple[Path, Any]]:
     """Yield the values that vLLM validates separately: parts of messages, tools, the tool choice, the body itself."""
-    for path, values in _lists(document):
-        for at, value in enumerate(values):
-            yield (*path, str(at)), value
-    tools = document.get("tools")
-    for at, value in enumerate(tools if isinstance(tools, list) else ()):
-        yield ("tools", str(at)), value
+    yield from parts(document, *_LISTS)
+    yield from _items(document, (), "tools")
     yield ("tool_choice",), document.get("tool_choice")
     yield (), document
 
