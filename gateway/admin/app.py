@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
@@ -96,11 +98,7 @@ def _metric(name: str, family: Family, rows: Iterable[tuple[tuple[str, ...], Seq
 
 def _cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
     """Return cumulative buckets, as Prometheus requires."""
-    total, buckets = 0.0, []
-    for bound, count in zip(bounds, counts, strict=False):
-        total += count
-        buckets.append((str(floatToGoString(bound)), total))  # type: ignore[no-untyped-call]
-    return buckets
+    return [(str(floatToGoString(bound)), total) for bound, total in zip(bounds, accumulate(counts), strict=False)]  # type: ignore[no-untyped-call]
 
 
 def registry(overview: Overview) -> CollectorRegistry:
@@ -114,11 +112,24 @@ def registry(overview: Overview) -> CollectorRegistry:
 
 def application(overview: Overview, operations: Operations) -> Starlette:
     """Return the ASGI application of the admin port and the admin socket."""
-    return Starlette(routes=_routes(_handlers(overview) | _operation_handlers(overview, operations)))
+    handlers = _handlers(overview) | _operation_handlers(overview, operations)
+    routes = [Route(route.path, handlers[route.path], methods=[route.method]) for route in openapi.ROUTES]
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys(_ERRORS, _respond_to))
 
 
-def _routes(handlers: Mapping[str, Handler]) -> list[Route]:
-    return [Route(route.path, handlers[route.path], methods=[route.method]) for route in openapi.ROUTES]
+_ERRORS: Mapping[type[Exception], tuple[int, str]] = MappingProxyType(
+    {
+        QueryError: (400, "{}"),
+        RefusedOperation: (409, "{}"),
+        DatabaseUnavailableError: (503, "the ledger's database does not respond: {}"),
+    }
+)
+"""The errors that handlers raise, each with the status and the text of its response."""
+
+
+async def _respond_to(_: Request, error: Exception) -> Response:
+    status, text = _ERRORS[type(error)]
+    return _error(text.format(error), status)
 
 
 def _handlers(overview: Overview) -> dict[str, Handler]:
@@ -148,22 +159,14 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         return JSONResponse(known, headers=headers)
 
     async def usage(request: Request) -> Response:
-        try:
-            known = await overview.usage(dict(request.query_params))
-        except QueryError as error:
-            return _error(str(error), 400)
-        except DatabaseUnavailableError as error:
-            return _error(f"the ledger's database does not respond: {error}", 503)
+        known = await overview.usage(dict(request.query_params))
         if known is None:
             return _error("no ledger is configured; add `ledger: sqlite:///usage.db` to the configuration", 404)
         # Its costs are numbers with all of their digits, which the encoder of JSONResponse cannot write.
         return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")
 
     async def limits(request: Request) -> Response:
-        try:
-            known = await overview.limits(dict(request.query_params))
-        except QueryError as error:
-            return _error(str(error), 400)
+        known = await overview.limits(dict(request.query_params))
         return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")
 
     async def keys(_: Request) -> Response:
@@ -216,10 +219,7 @@ def _operation_handlers(overview: Overview, operations: Operations) -> dict[str,
         if model is None:
             return _error(_unknown(name, status), 404)
         _log_operation(f"{operation} of {model}", request)
-        try:
-            await methods[operation](model)
-        except RefusedOperation as refused:
-            return _error(str(refused), 409)
+        await methods[operation](model)
         shown = next((each for each in (await overview.status_with_logs())["models"] if each["id"] == model), None)
         return JSONResponse(shown) if shown is not None else _error(f"{model} was removed from the configuration meanwhile", 404)
 
@@ -239,18 +239,11 @@ def _operation_handlers(overview: Overview, operations: Operations) -> dict[str,
 
     async def reload(request: Request) -> Response:
         _log_operation("reload", request)
-        try:
-            result = await operations.reload()
-        except RefusedOperation as refused:
-            return _error(str(refused), 409)
-        return JSONResponse(result.as_json())
+        return JSONResponse((await operations.reload()).as_json())
 
     async def drain(request: Request) -> Response:
         _log_operation("drain", request)
-        try:
-            await operations.drain()
-        except RefusedOperation as refused:
-            return _error(str(refused), 409)
+        await operations.drain()
         return JSONResponse({"draining": True}, 202)
 
     return {

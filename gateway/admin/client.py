@@ -90,21 +90,22 @@ def _document(response: httpx2.Response, parse_float: Callable[[str], Any]) -> d
 @contextmanager
 def admin_client(path: Path) -> Iterator[AdminClient]:
     """Connect to the socket at ``path``. Every call raises UnreachableError if no gateway responds."""
-    transport = httpx2.HTTPTransport(uds=str(path), trust_env=False, verify=False)
-    timeout = httpx2.Timeout(None, connect=_CONNECT)
-    headers = {"accept": "application/json"}
-    with httpx2.Client(transport=transport, base_url="http://gateway", timeout=timeout, headers=headers, trust_env=False) as client:
+    with _client("http://gateway", transport=httpx2.HTTPTransport(uds=str(path), trust_env=False, verify=False)) as client:
         yield AdminClient(client)
 
 
 @contextmanager
 def remote_admin_client(url: str, token: str | None) -> Iterator[AdminClient]:
     """Connect to the admin port at ``url``, as ``admin_client`` does. Raises UnreachableError for an invalid URL."""
-    headers = {"accept": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
-    timeout = httpx2.Timeout(None, connect=_CONNECT)
     try:
-        made = httpx2.Client(base_url=url, timeout=timeout, headers=headers, trust_env=False)
+        made = _client(url, token)
     except (httpx2.InvalidURL, ValueError) as error:
         raise UnreachableError(str(error)) from error
     with made as client:
         yield AdminClient(client)
+
+
+def _client(url: str, token: str | None = None, transport: httpx2.BaseTransport | None = None) -> httpx2.Client:
+    headers = {"accept": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
+    timeout = httpx2.Timeout(None, connect=_CONNECT)
+    return httpx2.Client(transport=transport, base_url=url, timeout=timeout, headers=headers, trust_env=False)

@@ -13,7 +13,7 @@ from typing import Any
 from starlette.responses import Response
 
 from gateway import __version__
-from gateway.admin.guard import OPEN, TWICE
+from gateway.admin.guard import OPEN, READING, TWICE
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
 from gateway.usage.dimensions import CHOICES
 
@@ -27,26 +27,28 @@ TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "applicat
 class Described:
     """A route.
 
-    ``responses`` describes each status. ``kinds`` are the media types of its successful response. ``is_operation``: the admin port requires
-    the token. ``queries`` are its query parameters.
+    ``responses`` describes each status. ``kinds`` are the media types of its successful response. ``queries`` are its query parameters.
     """
 
     path: str
     summary: str
     responses: Mapping[int, str]
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...] = (JSON,)
     method: str = "GET"
-    is_operation: bool = False
     queries: tuple[str, ...] = ()
+
+    @property
+    def is_operation(self) -> bool:
+        """Whether it changes something: the admin port always requires the token."""
+        return self.method not in READING
 
     @property
     def meanings(self) -> dict[int, str]:
         """The description of each status, including those of the port's guard."""
-        guards = {400: TWICE}
-        if self.path not in OPEN:
-            guards |= {401: "the token is missing or invalid"} | ({403: _FORBIDDEN} if self.is_operation else {421: _MISDIRECTED})
-        both = {400: f"{self.responses[400]}, or {TWICE}"} if 400 in self.responses else {}
-        return dict(sorted({**guards, **self.responses, **both}.items()))
+        access = {403: _FORBIDDEN} if self.is_operation else {421: _MISDIRECTED}
+        guards = {} if self.path in OPEN else {401: "the token is missing or invalid", **access}
+        invalid = f"{self.responses[400]}, or {TWICE}" if 400 in self.responses else TWICE
+        return dict(sorted({**guards, **self.responses, 400: invalid}.items()))
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
@@ -70,7 +72,6 @@ ROUTES = (
         "/metrics/targets",
         "The servers whose metrics can be scraped here, for Prometheus' HTTP service discovery.",
         {200: "a group for each server, with the labels model and server"},
-        (JSON,),
     ),
     Described(
         "/metrics/servers/{server:path}",
@@ -86,7 +87,6 @@ ROUTES = (
             200: "it does; `degraded`: a model has no ready server, a server does not list its model, or a dependency is down",
             503: "it does not: it is starting or stopping",
         },
-        (JSON,),
     ),
     Described("/status", "Models, servers and workers.", {200: "JSON, or a page for clients that prefer HTML"}, (JSON, HTML)),
     Described(
@@ -94,7 +94,6 @@ ROUTES = (
         f"Usage from the ledger. `by` is a list with commas of {', '.join(CHOICES)}. `vllm-gateway usage --help` explains the parameters. "
         "`truncated`: only the groups with the most tokens are listed.",
         {200: "the rows", 400: "invalid query", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
-        (JSON,),
         queries=("by", "since", "until", "key", "team", "model", "reconcile"),
     ),
     Described(
@@ -102,48 +101,33 @@ ROUTES = (
         "The limits of keys and teams: what is used, what remains, and the seconds until all of it is available. `vllm-gateway limits` "
         "prints them.",
         {200: "the limits: all of them, or those that a `key` or a `team` is subject to", 400: "there is no such key or team"},
-        (JSON,),
         queries=("key", "team"),
     ),
     Described(
         "/keys",
         "Keys with their models, limits, expiry and last use. Without hashes.",
         {200: "the keys; `last_use_unknown` explains why the last use is unknown"},
-        (JSON,),
     ),
-    Described("/openapi.json", "This description.", {200: "OpenAPI 3.1"}, (JSON,)),
+    Described("/openapi.json", "This description.", {200: "OpenAPI 3.1"}),
     Described("/docs", "This description as a page.", {200: "a page"}, (HTML,)),
-    Described(
-        "/reload",
-        "Read the configuration again.",
-        {200: "the result", 409: "refused; the text explains why"},
-        (JSON,),
-        method="POST",
-        is_operation=True,
-    ),
+    Described("/reload", "Read the configuration again.", {200: "the result", 409: "refused; the text explains why"}, method="POST"),
     Described(
         "/drain",
         "Stop the gateway as SIGTERM does: it accepts no more requests, gives open requests `server.drain` to finish, and stops.",
         {202: "started", 409: "the gateway is already stopping"},
-        (JSON,),
         method="POST",
-        is_operation=True,
     ),
     Described(
         "/models/{id:path}/{operation}",
         "Perform an operation on a model.",
         {200: _BEGUN, 404: "no such model or operation", 409: "refused; the text explains why"},
-        (JSON,),
         method="POST",
-        is_operation=True,
     ),
     Described(
         "/servers/{server:path}/{server_operation}",
         "Take a server out of rotation, or return it. `server` is its name in /status, percent-encoded.",
         {200: "complete and known to the workers; the entry of its model in /status", 404: "no such server or operation"},
-        (JSON,),
         method="POST",
-        is_operation=True,
     ),
 )
 

@@ -51,19 +51,12 @@ def _state(state: str) -> Text:
     return Text(state, _COLORS[state])
 
 
-def _without_name(server: ServerRow) -> str:
-    """Return the reason. For a launched server, remove the server's name at its start."""
-    return server.reason.removeprefix(f"{server.name} ")
-
-
 def _details(server: ServerRow) -> Iterator[Text]:
     """Yield the lines about a server in addition to its state."""
-    if server.progress:
-        yield Text.assemble((one_line(server.name), "bold"), f": {one_line(server.progress)}")
-    if server.reason:
-        yield Text.assemble((one_line(server.name), "bold"), ": ", (one_line(_without_name(server)), "red"))
-    if server.last_failure:
-        yield Text.assemble((one_line(server.name), "bold"), ": ", (one_line(server.last_failure), "dim"))
+    reason = server.reason.removeprefix(f"{server.name} ")  # as it starts for a launched server
+    for sentence, style in ((server.progress, ""), (reason, "red"), (server.last_failure, "dim")):
+        if sentence:
+            yield Text.assemble((one_line(server.name), "bold"), ": ", (one_line(sentence), style))
     if server.hint:
         yield Text(f"  Hint: {one_line(server.hint)}")
     if server.state == "failed" and server.lines:
