@@ -28,9 +28,9 @@ from threading import Lock
 from typing import Any
 
 from gateway.limits import rules, sessions, windows
-from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, ExceededLimit, Holder
+from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Amounts, Holder
 from gateway.limits.states import HolderRates
-from gateway.limits.windows import RING_CELLS, SPENT, USED, BudgetState, Capacity, Moment, Window, session_window, windows_of
+from gateway.limits.windows import RING_CELLS, SPENT, USED, BudgetState, Capacity, ExceededLimit, Moment, Window, session_window, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
 
 _CAPACITY = 128 * 1024 * 1024  # bytes of address space; the file is sparse, so only what is written takes memory
@@ -148,8 +148,8 @@ class Buckets:
             shared = self._record("sessions", SIZE + self._workers, is_holder=True)  # for rates, which sessions do not limit
             table = self._record("sessions\n", sessions.CELLS)
             entry = sessions.find_entry(self.cells, table, owner, name, wall)
-        window = session_window(budget, entry.number), entry.offset
-        return Holder.with_windows(f"{owner} session {name}", NO_LIMITS, shared, 0, (window,)), entry.evicted
+        window = session_window(budget, entry.number, entry.offset)
+        return Holder(f"{owner} session {name}", NO_LIMITS, shared, 0, (window,)), entry.evicted
 
     def _find_new_records(self) -> None:
         """Index the records that other workers have added."""
@@ -184,10 +184,10 @@ class Buckets:
     def add_earlier_use(self, holder: Holder, used: Mapping[tuple[str, int], tuple[int, int]]) -> None:
         """Add what a holder had used before these counts were created: tokens and cost by the name of a window and the period."""
         with self._lock:
-            for window, offset in holder.windows:
+            for window in holder.windows:
                 for (name, period), (tokens, cost) in used.items():
                     if name == window.name:
-                        windows.add_earlier_use(window, self.cells, offset, period, tokens, cost)
+                        windows.add_earlier_use(window, self.cells, period, tokens, cost)
 
     def in_flight(self, holder: Holder) -> float:
         """Return a holder's requests in flight in all workers."""
@@ -205,18 +205,19 @@ class Buckets:
 
     def budget_states(self, holder: Holder, at: Moment) -> list[BudgetState]:
         """Return the state of each budget of a holder. It takes no lock, so it may miss what another worker counts at this moment."""
-        return windows.budget_states(holder.terms[-1], self.cells, at)
+        return windows.budget_states(holder.windows, self.cells, at)
 
     def hard_capacity(self, holders: Iterable[Holder], at: Moment) -> tuple[Capacity, Capacity]:
         """Return what is left of the hard budgets of these holders, and the whole budgets. It takes no lock."""
         used: list[tuple[Window, float, float]] = []
         cells, periods = self.cells, at.periods
         for holder in holders:
-            for (window, _), calendar, start, _, _, _, _ in holder.terms[-1]:
-                if cells[start] == periods[calendar]:
+            for window in holder.windows:
+                start = window.start
+                if cells[start] == periods[window.calendar]:
                     tokens, cost = cells[start + USED], cells[start + SPENT]
                 else:
-                    tokens, cost = windows.used_in(window, cells, start, at)
+                    tokens, cost = windows.used_in(window, cells, at)
                 used.append((window, tokens, cost))
         return windows.hard_capacity(used)
 
@@ -230,7 +231,7 @@ class Buckets:
         if offset is None or None in rings.values():
             return [state for window in windows_of(limits) for state in windows.states_of(window, 0, 0, 0.0)]
         placed = Holder.placed(name, limits, offset, {window: ring for window, ring in rings.items() if ring is not None})
-        return windows.budget_states(placed.terms[-1], self.cells, at)
+        return windows.budget_states(placed.windows, self.cells, at)
 
     def shown_rates(self, name: str) -> HolderRates:
         """Return the counts of a holder that are not budgets, for an observer."""

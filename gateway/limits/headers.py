@@ -61,11 +61,12 @@ def layout_of(holders: Sequence[Holder]) -> Layout | None:
                 names.append(name)
                 lines.append(_LINES % (kind, kind, kind) % (limit, b"%d", b"%b"))
     for holder in holders:
-        for (window, _), calendar, start, *_ in holder.terms[-1]:
+        for window in holder.windows:
+            start = window.start
             for budget in window.budgets:
                 if budget.soft or window.name not in CALENDAR:
                     return None
-                budgets.append((budget.limit, start, calendar, start + (SPENT if budget.is_cost else USED), budget.is_cost))
+                budgets.append((budget.limit, start, window.calendar, start + (SPENT if budget.is_cost else USED), budget.is_cost))
                 names.append(budget.name)
                 lines.append(_budget_format(budget.name, budget.limit))
     return Layout(b"".join(lines), tuple(rates), tuple(budgets)) if len(set(names)) == len(names) else None

@@ -149,7 +149,7 @@ def _with_less(state: BudgetState, amount: int) -> BudgetState:
 def can_lease(holders: Iterable[Holder]) -> bool:
     """Check whether requests of these holders may be admitted from a lease: no limit counts requests in flight or sessions."""
     found = tuple(holders)
-    return bool(found) and all(each.limits.concurrent is None and all(not window.number for window, _ in each.windows) for each in found)
+    return bool(found) and all(each.limits.concurrent is None and not any(window.number for window in each.windows) for each in found)
 
 
 def next_amounts(demand: Amounts, seconds: float, known: Known, now: float) -> Amounts | None:
@@ -192,5 +192,5 @@ def _left(known: Known, now: float) -> tuple[float, float, float]:
 
 def seconds_of_lease(holders: Iterable[Holder], wall: float) -> float:
     """Return for how many seconds a lease admits that was reserved at ``wall`` seconds since the epoch, by the store's clock."""
-    periods = (seconds_left_in_period(window, wall) for holder in holders for window, _ in holder.windows)
+    periods = (seconds_left_in_period(window, wall) for holder in holders for window in holder.windows)
     return min([DURATION, *periods])

@@ -68,9 +68,9 @@ class KeyLimits:
         self.is_known_on_arrival = not self.counting_tokens and len(self.for_all_models) == len(holders) and not self.session_owners
         self.has_budgets = bool(self.session_owners) or any(holder.windows for _, holder in holders)
         self.has_hard_budgets = bool(self.session_owners) or any(
-            window.tokens < inf or window.cost < inf for _, holder in holders for window, _ in holder.windows
+            window.tokens < inf or window.cost < inf for _, holder in holders for window in holder.windows
         )
-        self.has_soft_budgets = any(budget.soft for _, holder in holders for window, _ in holder.windows for budget in window.budgets)
+        self.has_soft_budgets = any(budget.soft for _, holder in holders for window in holder.windows for budget in window.budgets)
         self.holders = tuple(holders)
         self.layout = headers.layout_of(self.for_all_models)
         self._for_models: dict[str, tuple[Holders, Holders, headers.Layout | None]] = {}
@@ -171,7 +171,7 @@ class Limiter:
             use, until = self._reported.get((holder.name, window.name, is_cost), (0.0, 0.0))
             return use if until > now else 0.0
 
-        windows = ((holder, window) for holder in holders for window, _ in holder.windows)
+        windows = ((holder, window) for holder in holders for window in holder.windows)
         return hard_capacity(
             (window, used(holder, window, is_cost=False), used(holder, window, is_cost=True)) for holder, window in windows
         )

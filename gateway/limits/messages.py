@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from gateway.api.errors import Refusal, duration
 from gateway.limits.estimate import TokenEstimate
-from gateway.limits.rules import ExceededLimit
+from gateway.limits.windows import ExceededLimit
 from gateway.snapshot.money import Price, completion_within, decimal_of
 
 _ROUNDING = 1e-6  # as in ``rules``
@@ -40,7 +40,7 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     ``estimated``: what the request reserves, where ``max_tokens`` bounds the completion; ``price``: the model's.
     """
     seconds = max(math.ceil(exceeded.wait or 0), 1)
-    is_cost, is_quota = exceeded.reason.startswith("cost"), exceeded.is_budget
+    is_cost, is_quota = exceeded.reason.startswith("cost"), exceeded.reason not in _RATES
     written = _cost if is_cost else _number
     limit, left = limit_text(exceeded.reason, exceeded.limit), _rounded(exceeded.left)
     reserved = f"{'a cost of ' if is_cost else ''}{written(exceeded.requested)}{'' if is_cost else ' tokens'}"

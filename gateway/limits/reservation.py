@@ -30,9 +30,9 @@ from gateway.limits.messages import refusal
 from gateway.limits.redis.leases import LeasedHolders
 from gateway.limits.redis.result import StoreResult
 from gateway.limits.redis.store import StoreUnavailableError
-from gateway.limits.rules import Amounts, ExceededLimit, Holder
+from gateway.limits.rules import Amounts, Holder
 from gateway.limits.sessions import session_of
-from gateway.limits.windows import BudgetState, Moment, moment
+from gateway.limits.windows import BudgetState, ExceededLimit, Moment, moment
 from gateway.snapshot.snapshot import Key, Model
 
 _STATE = itemgetter(1)  # of a holder and the state of its budget

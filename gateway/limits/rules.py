@@ -22,12 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf
-from typing import NamedTuple
 
 import msgspec
 
 from gateway.limits import windows
-from gateway.limits.windows import SPENT, USED, FlatWindow, Moment, PlacedWindow, windows_of
+from gateway.limits.windows import SPENT, USED, ExceededLimit, Moment, Window, windows_of
 from gateway.snapshot.snapshot import CALENDAR, Limits
 from upstream.cells import Cells
 
@@ -54,57 +53,29 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
     cost: int = 0
 
 
-Terms = tuple[int, int, float, float, float, tuple[FlatWindow, ...]]
-"""The facts about a holder that ``admit`` and ``settle`` need: the offset of its counts, the first cell of its requests in flight (0: they
-are not counted), the seconds of a request and of a token, the most requests at once, and the windows. It is a plain tuple, because
-unpacking one is the cheapest way to read several values."""
+class Holder(msgspec.Struct, frozen=True, gc=False):
+    """A holder of limits. ``offset`` is the first cell of its counts. ``windows`` have its budgets.
 
-
-class Holder(NamedTuple):
-    """A holder of limits. ``offset`` is the first cell of its counts. ``windows`` have its budgets."""
+    ``first_slot`` is the first cell of its requests in flight, 0 if they are not counted.
+    """
 
     name: str
     limits: Limits
     offset: int
-    windows: tuple[PlacedWindow, ...]
-    terms: Terms
+    first_slot: int
+    windows: tuple[Window, ...]
 
     @classmethod
     def placed(cls, name: str, limits: Limits, offset: int = 0, rings: Mapping[str, int] | None = None) -> Holder:
         """Make a holder. ``rings`` are the offsets of its rolling windows by name."""
-        offsets = {window: offset + behind for window, behind in _OFFSETS.items()} | dict(rings or {})
-        return cls.with_windows(name, limits, offset, offset + SIZE, [(each, offsets[each.name]) for each in windows_of(limits)])
-
-    @classmethod
-    def with_windows(cls, name: str, limits: Limits, offset: int, first_slot: int, placed: Iterable[PlacedWindow]) -> Holder:
-        """Make a holder with these windows. ``first_slot``: see ``Terms``."""
-        found = tuple(placed)
-        flat = tuple(windows.flattened(each) for each in found)
-        return cls(name, limits, offset, found, (offset, first_slot, limits.request_seconds, limits.token_seconds, limits.at_once, flat))
+        starts = {window: offset + behind for window, behind in _OFFSETS.items()} | dict(rings or {})
+        found = tuple(msgspec.structs.replace(each, start=starts[each.name]) for each in windows_of(limits))
+        return cls(name, limits, offset, offset + SIZE, found)
 
     @property
     def counts_tokens(self) -> bool:
         """Whether it has a limit on tokens or cost."""
         return bool(self.windows) or self.limits.tokens_per_minute is not None
-
-
-class ExceededLimit(NamedTuple):
-    """A limit without enough capacity: its name in the configuration and its size.
-
-    ``wait`` is in seconds, None if it cannot be known. Limits on tokens and cost also have what is ``left`` and what was
-    ``requested``. Costs are in nano-units.
-    """
-
-    reason: str
-    limit: float
-    wait: float | None
-    left: float = 0.0
-    requested: float = 0.0
-
-    @property
-    def is_budget(self) -> bool:
-        """Whether it is a budget, which lasts longer than a client waits."""
-        return self.reason not in RATES
 
 
 RATES = ("requests_per_minute", "tokens_per_minute", "concurrent")
@@ -122,21 +93,22 @@ def admit(
     """Reserve all amounts and return None; or reserve nothing, and return the holder that refuses for the longest time and its limit.
 
     ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it for the buckets of what was
-    reserved, and ignores others, such as those of a refused attempt. One pass over the flat terms of the holders collects the refusals and
-    the new counts, which are written if there is no refusal.
+    reserved, and ignores others, such as those of a refused attempt. One pass over the holders collects the refusals and the new counts,
+    which are written if there is no refusal.
     """
     now = at.now
     latest = now + _MINUTE + _ROUNDING
     changes: dict[int, float] = {}
-    other_windows: list[tuple[PlacedWindow, Amounts]] = []
+    other_windows: list[tuple[Window, Amounts]] = []
     refusals: list[tuple[Holder, ExceededLimit]] = []
     for holder, amounts in wanted:
-        first, first_slot, request_seconds, token_seconds, at_once, flat_windows = holder.terms
+        limits, first, first_slot = holder.limits, holder.offset, holder.first_slot
+        request_seconds, token_seconds = limits.request_seconds, limits.token_seconds
         if first_slot and amounts.slots:
             in_flight = changes[first_slot + worker] = cells[first_slot + worker] + amounts.slots
-            if workers > 1 and at_once != inf:
+            if workers > 1 and limits.at_once != inf:
                 in_flight = in_flight_of(holder, cells, workers) + amounts.slots
-            if in_flight > at_once:
+            if in_flight > limits.at_once:
                 refusals.append((holder, exceeded_rate(holder, amounts, "concurrent", 0.0, 0.0)))
         for bucket, seconds in ((first, amounts.requests * request_seconds), (first + TOKENS, amounts.tokens * token_seconds)):
             if seconds:
@@ -146,14 +118,14 @@ def admit(
                 if full > latest:
                     left = (_MINUTE - cells[bucket] + now) / (request_seconds if bucket == first else token_seconds)
                     refusals.append((holder, exceeded_rate(holder, amounts, RATES[bucket - first], full - now - _MINUTE, left)))
-        if flat_windows and (amounts.tokens or amounts.cost):
+        if holder.windows and (amounts.tokens or amounts.cost):
             _add_to_windows(holder, amounts, cells, at, changes, other_windows, refusals)
     if refusals:
         return max(refusals, key=lambda refusal: inf if refusal[1].wait is None else refusal[1].wait)
     for offset, count in changes.items():
         cells[offset] = count
-    for placed, amounts in other_windows:
-        windows.reserve(placed, cells, amounts.tokens, amounts.cost, at)
+    for window, amounts in other_windows:
+        windows.reserve(window, cells, amounts.tokens, amounts.cost, at)
     return None
 
 
@@ -163,30 +135,33 @@ def _add_to_windows(
     cells: Cells,
     at: Moment,
     changes: dict[int, float],
-    other_windows: list[tuple[PlacedWindow, Amounts]],
+    other_windows: list[tuple[Window, Amounts]],
     refusals: list[tuple[Holder, ExceededLimit]],
 ) -> None:
     """Collect the new counts and the refusals of a holder's windows, and the windows whose first cells are not the current period."""
     tokens, cost, periods = amounts.tokens, amounts.cost, at.periods
-    for placed, calendar, start, token_limit, cost_limit, tokens_ahead, cost_ahead in holder.terms[-1]:
-        is_current = cells[start] == periods[calendar]
+    for window in holder.windows:
+        start = window.start
+        is_current = cells[start] == periods[window.calendar]
         if is_current:
             used, spent = cells[start + USED], cells[start + SPENT]
         else:
-            used, spent = windows.used_in(placed[0], cells, start, at)
-            other_windows.append((placed, amounts))
+            used, spent = windows.used_in(window, cells, at)
+            other_windows.append((window, amounts))
         if tokens:
-            total = used + (tokens if tokens < tokens_ahead else tokens_ahead)
+            ahead = window.tokens_ahead
+            total = used + (tokens if tokens < ahead else ahead)
             if is_current:
                 changes[start + USED] = total
-            if total > token_limit:
-                refusals.append((holder, ExceededLimit(*windows.exceeded(placed, False, used, total, tokens, cells, at))))
+            if total > window.tokens:
+                refusals.append((holder, windows.exceeded(window, False, used, total, tokens, cells, at)))
         if cost:
-            total = spent + (cost if cost < cost_ahead else cost_ahead)
+            ahead = window.cost_ahead
+            total = spent + (cost if cost < ahead else ahead)
             if is_current:
                 changes[start + SPENT] = total
-            if total > cost_limit:
-                refusals.append((holder, ExceededLimit(*windows.exceeded(placed, True, spent, total, cost, cells, at))))
+            if total > window.cost:
+                refusals.append((holder, windows.exceeded(window, True, spent, total, cost, cells, at)))
 
 
 def exceeded_rate(holder: Holder, amounts: Amounts, reason: str, wait: float, left: float) -> ExceededLimit:
@@ -218,26 +193,27 @@ def settle(
     """
     periods, used_tokens, used_cost = then.periods, used.tokens, used.cost
     for holder, amounts in reserved:
-        bucket, first_slot, request_seconds, token_seconds, _, flat_windows = holder.terms
-        tokens = amounts.tokens
-        if first_slot:
-            cells[first_slot + worker] -= amounts.slots
+        bucket, limits, tokens = holder.offset, holder.limits, amounts.tokens
+        request_seconds, token_seconds = limits.request_seconds, limits.token_seconds
+        if holder.first_slot:
+            cells[holder.first_slot + worker] -= amounts.slots
         if request_seconds and used.requests != amounts.requests:
             _settle_bucket(cells, bucket, (used.requests - amounts.requests) * request_seconds, reservation_ends, now)
         if token_seconds:
             in_advance = tokens * token_seconds
             seconds = used_tokens * token_seconds - (in_advance if in_advance < _MINUTE else _MINUTE)
             _settle_bucket(cells, bucket + TOKENS, seconds, reservation_ends, now)
-        for placed, calendar, start, _, _, tokens_ahead, cost_ahead in flat_windows:
-            if cells[start] == periods[calendar]:
-                total = cells[start + USED] + used_tokens - (tokens if tokens < tokens_ahead else tokens_ahead)
+        for window in holder.windows:
+            start, ahead = window.start, window.tokens_ahead
+            if cells[start] == periods[window.calendar]:
+                total = cells[start + USED] + used_tokens - (tokens if tokens < ahead else ahead)
                 cells[start + USED] = total if total > 0.0 else 0.0
                 cost = amounts.cost
                 if cost or used_cost:
-                    total = cells[start + SPENT] + used_cost - (cost if cost < cost_ahead else cost_ahead)
+                    total = cells[start + SPENT] + used_cost - (cost if cost < window.cost_ahead else window.cost_ahead)
                     cells[start + SPENT] = total if total > 0.0 else 0.0
             else:
-                windows.settle((placed,), cells, (tokens, amounts.cost), (used_tokens, used_cost), then)
+                windows.settle(window, cells, (tokens, amounts.cost), (used_tokens, used_cost), then)
 
 
 def settlement_of_buckets(limits: Limits, reserved: Amounts, used: Amounts) -> tuple[float, float]:

@@ -51,16 +51,6 @@ class Moment(msgspec.Struct, frozen=True, gc=False):
     periods: tuple[int, int, int, None]
     period_ends: tuple[int, int, int]
 
-    @property
-    def day(self) -> int:
-        """The day since the epoch."""
-        return self.periods[0]
-
-    @property
-    def month(self) -> int:
-        """The month since the year 0."""
-        return self.periods[2]
-
 
 def moment(now: float, wall: float) -> Moment:
     """Make a Moment from the times of both clocks."""
@@ -72,8 +62,12 @@ def _periods_of(number: float) -> tuple[tuple[int, int, int, None], tuple[int, i
     """Return the periods of a day since the epoch, and their ends."""
     day = int(number)
     week, month = (day + _MONDAY) // 7, month_of(day)
-    period_ends = day + 1, (week + 1) * 7 - _MONDAY, _first_day_of(month + 1)
-    return (day, week, month, None), (period_ends[0] * _DAY_SECONDS, period_ends[1] * _DAY_SECONDS, period_ends[2] * _DAY_SECONDS)
+    return (day, week, month, None), _starts_of(day + 1, week + 1, month + 1)
+
+
+def _starts_of(day: int, week: int, month: int) -> tuple[int, int, int]:
+    """Return the starts of a day, a week and a month, in seconds since the epoch."""
+    return day * _DAY_SECONDS, (week * 7 - _MONDAY) * _DAY_SECONDS, _first_day_of(month) * _DAY_SECONDS
 
 
 def _first_day_of(month: int) -> int:
@@ -96,37 +90,26 @@ class NamedBudget(NamedTuple):
     soft: bool
 
 
-class Window(NamedTuple):
+class Window(msgspec.Struct, frozen=True, gc=False):
     """A window and its budgets.
 
-    ``name`` is ``day``, ``week``, ``month``, ``session``, or the length of a rolling window such as ``7d``. ``slice_seconds`` is 0 unless
-    the window rolls. ``tokens`` and ``cost`` are the limits, infinity for none. ``tokens_ahead`` and ``cost_ahead`` are the maximum that
-    one request reserves: 0 without any budget, and never more than the limit, or a large request could never pass.
+    ``name`` is ``day``, ``week``, ``month``, ``session``, or the length of a rolling window such as ``7d``. ``calendar`` is the index of
+    its period in ``Moment.periods``. ``slice_seconds`` is 0 unless the window rolls. ``tokens`` and ``cost`` are the limits, infinity for
+    none. ``tokens_ahead`` and ``cost_ahead`` are the maximum that one request reserves: 0 without any budget, and never more than the
+    limit, or a large request could never pass. ``start`` is the offset of its first cell, once the window has cells. ``number`` is the
+    number of the counted session; 0: no session is counted.
     """
 
     name: str
+    calendar: int
     slice_seconds: float
     budgets: tuple[NamedBudget, ...]
     tokens: float
     cost: float
     tokens_ahead: float
     cost_ahead: float
+    start: int = 0
     number: int = 0
-    """The number of the counted session; 0: no session is counted."""
-
-
-PlacedWindow = tuple[Window, int]
-"""A window, and the offset of its first cell."""
-FlatWindow = tuple[PlacedWindow, int, int, float, float, float, float]
-"""A window as ``rules.admit`` reads it: the index of its period in ``Moment.periods``, the offset of its first cell, and the window's
-``tokens``, ``cost``, ``tokens_ahead`` and ``cost_ahead``."""
-
-
-def flattened(placed: PlacedWindow) -> FlatWindow:
-    """Return a window as a plain tuple."""
-    window, offset = placed
-    calendar = CALENDAR.index(window.name) if window.name in CALENDAR else len(CALENDAR)
-    return placed, calendar, offset, window.tokens, window.cost, window.tokens_ahead, window.cost_ahead
 
 
 @lru_cache(maxsize=1024)
@@ -140,9 +123,10 @@ def windows_of(limits: Limits) -> tuple[Window, ...]:
     return tuple(_window(name, seconds.get(name, 0.0), tuple(found)) for name, found in budgets.items() if found)
 
 
-def session_window(budget: Budget, number: int) -> Window:
-    """Return the window of a session with this number."""
-    return _window("session", 0.0, tuple(_named("session", budget.tokens, budget.cost)))._replace(number=number)
+def session_window(budget: Budget, number: int, start: int = 0) -> Window:
+    """Return the window of a session with this number, whose first cell is at ``start``."""
+    window = _window("session", 0.0, tuple(_named("session", budget.tokens, budget.cost)))
+    return msgspec.structs.replace(window, number=number, start=start)
 
 
 def _named(window: str, tokens: float | None, cost: float | None, soft: bool = False) -> Iterator[NamedBudget]:
@@ -155,7 +139,8 @@ def _named(window: str, tokens: float | None, cost: float | None, soft: bool = F
 def _window(name: str, seconds: float, budgets: tuple[NamedBudget, ...]) -> Window:
     tokens, cost = (_smallest(budgets, is_cost) for is_cost in (False, True))
     has_tokens, has_cost = (any(each.is_cost is is_cost for each in budgets) for is_cost in (False, True))
-    return Window(name, seconds / SLICES, budgets, tokens, cost, tokens if has_tokens else 0.0, cost if has_cost else 0.0)
+    calendar = CALENDAR.index(name) if name in CALENDAR else len(CALENDAR)
+    return Window(name, calendar, seconds / SLICES, budgets, tokens, cost, tokens if has_tokens else 0.0, cost if has_cost else 0.0)
 
 
 def _smallest(budgets: Sequence[NamedBudget], is_cost: bool) -> float:
@@ -169,11 +154,8 @@ def period_of(window: Window, at: Moment) -> int:
     """Return the number of the period, or of the slice of a rolling window, to which a moment belongs."""
     if window.slice_seconds:
         return int(at.wall // window.slice_seconds)
-    name = window.name
-    if name == "session":
-        return window.number
-    day, week, month, _ = at.periods
-    return day if name == "day" else week if name == "week" else month
+    period = at.periods[window.calendar]
+    return window.number if period is None else period
 
 
 def counted_periods(window: Window, at: Moment) -> range:
@@ -186,19 +168,17 @@ def counted_starts(window: Window, at: Moment) -> list[float]:
     """Return the starts of the periods or slices that count at a moment, in seconds since the epoch."""
     if window.slice_seconds:
         return [number * window.slice_seconds for number in counted_periods(window, at)]
-    if window.name == "month":
-        return [_first_day_of(at.month) * _DAY_SECONDS]
-    return [(at.day if window.name == "day" else period_of(window, at) * 7 - _MONDAY) * _DAY_SECONDS]
+    return [_starts_of(*at.periods[:3])[window.calendar]]
 
 
-def used_in(window: Window, cells: Cells, offset: int, at: Moment) -> tuple[float, float]:
+def used_in(window: Window, cells: Cells, at: Moment) -> tuple[float, float]:
     """Return the tokens and the cost that count at a moment."""
     period = period_of(window, at)
     if not window.slice_seconds:
-        known = _find_period(cells, offset, period)
+        known = _known_period(window, cells, period)
         return (0.0, 0.0) if known is None else (cells[known + USED], cells[known + SPENT])
     tokens = cost = 0.0
-    for _, start in _counted_slices(cells, offset, period):
+    for _, start in _counted_slices(cells, window.start, period):
         tokens += cells[start + USED]
         cost += cells[start + SPENT]
     return tokens, cost
@@ -234,36 +214,39 @@ def hard_capacity(used: Iterable[tuple[Window, float, float]]) -> tuple[Capacity
     return Capacity(tokens_left, cost_left), Capacity(tokens, cost)
 
 
-class ExceededBudget(NamedTuple):
-    """A budget without enough capacity. ``wait``: the seconds until the request fits; None: never."""
+class ExceededLimit(NamedTuple):
+    """A limit without enough capacity: its name in the configuration and its size.
 
-    name: str
+    ``wait`` is in seconds, None if it cannot be known. Limits on tokens and cost also have what is ``left`` and what was
+    ``requested``. Costs are in nano-units.
+    """
+
+    reason: str
     limit: float
     wait: float | None
-    left: float
-    requested: float
+    left: float = 0.0
+    requested: float = 0.0
 
 
-def exceeded(placed: PlacedWindow, is_cost: bool, used: float, total: float, amount: float, cells: Cells, at: Moment) -> ExceededBudget:
+def exceeded(window: Window, is_cost: bool, used: float, total: float, amount: float, cells: Cells, at: Moment) -> ExceededLimit:
     """Return the exceeded budget of a window. ``used`` counts now, ``total`` with what a request for this amount would reserve."""
-    window, offset = placed
     limit = window.cost if is_cost else window.tokens
-    wait = _seconds_until_free(window, cells, offset, at, SPENT if is_cost else USED, total - limit)
+    wait = _seconds_until_free(window, cells, at, SPENT if is_cost else USED, total - limit)
     return exceeded_budget(window, is_cost, wait, limit - used, amount)
 
 
-def exceeded_budget(window: Window, is_cost: bool, wait: float, left: float, amount: float) -> ExceededBudget:
+def exceeded_budget(window: Window, is_cost: bool, wait: float, left: float, amount: float) -> ExceededLimit:
     """Return the exceeded budget of tokens or of cost of a window, for a request with this amount."""
     limit, kind = (window.cost, "cost") if is_cost else (window.tokens, "tokens")
-    return ExceededBudget(f"{kind}_per_{window.name}", limit, None if window.name == "session" else wait, left, amount)
+    return ExceededLimit(f"{kind}_per_{window.name}", limit, None if window.name == "session" else wait, left, amount)
 
 
-def _seconds_until_free(window: Window, cells: Cells, offset: int, at: Moment, column: int, missing: float) -> float:
+def _seconds_until_free(window: Window, cells: Cells, at: Moment, column: int, missing: float) -> float:
     """Return the seconds until a window has lost at least a missing amount."""
     if not window.slice_seconds:
-        return _seconds_left(window.name, at)
+        return _seconds_left(window, at)
     last = period_of(window, at)
-    for number, start in sorted(_counted_slices(cells, offset, last)):
+    for number, start in sorted(_counted_slices(cells, window.start, last)):
         if missing <= 0:
             break
         missing -= cells[start + column]
@@ -271,52 +254,47 @@ def _seconds_until_free(window: Window, cells: Cells, offset: int, at: Moment, c
     return (last + SLICES + 1) * window.slice_seconds - at.wall
 
 
-def _seconds_left(period: str, at: Moment) -> float:
+def _seconds_left(window: Window, at: Moment) -> float:
     """Return the seconds until the day, week or month ends. A session has no known end."""
-    return at.period_ends[CALENDAR.index(period)] - at.wall if period in CALENDAR else 0.0
+    return 0.0 if window.name == "session" else at.period_ends[window.calendar] - at.wall
 
 
 def seconds_left_in_period(window: Window, wall: float) -> float:
     """Return the seconds until another period, or another slice, counts the requests than at ``wall`` seconds since the epoch."""
-    return window.slice_seconds - wall % window.slice_seconds if window.slice_seconds else _seconds_left(window.name, moment(0.0, wall))
+    return window.slice_seconds - wall % window.slice_seconds if window.slice_seconds else _seconds_left(window, moment(0.0, wall))
 
 
 # Changes
 
 
-def reserve(placed: PlacedWindow, cells: Cells, tokens: float, cost: float, at: Moment) -> None:
+def reserve(window: Window, cells: Cells, tokens: float, cost: float, at: Moment) -> None:
     """Add what a request reserves to a window."""
-    window, offset = placed
     period = period_of(window, at)
-    if window.number and cells[offset] != period:
+    if window.number and cells[window.start] != period:
         return  # another session has the entry now
-    start = _start_slice(cells, offset, period) if window.slice_seconds else _start_period(cells, offset, period)
+    start = _start_period(window, cells, period)
     cells[start + USED] += min(tokens, window.tokens_ahead)
     cells[start + SPENT] += min(cost, window.cost_ahead)
 
 
-def settle(windows: Sequence[PlacedWindow], cells: Cells, reserved: tuple[float, float], used: tuple[float, float], then: Moment) -> None:
-    """Replace the reserved tokens and cost by the used amounts, in the windows at the time of the reservation.
+def settle(window: Window, cells: Cells, reserved: tuple[float, float], used: tuple[float, float], then: Moment) -> None:
+    """Replace the reserved tokens and cost by the used amounts, in a window at the time of the reservation.
 
     A period or slice that is no longer remembered stays unchanged.
     """
-    for window, offset in windows:
-        known = _known_period(window, cells, offset, period_of(window, then))
-        if known is not None:
-            tokens, cost = settlement(window, reserved, used)
-            total = cells[known + USED] + tokens
-            cells[known + USED] = total if total > 0 else 0.0
-            if cost:
-                total = cells[known + SPENT] + cost
-                cells[known + SPENT] = total if total > 0 else 0.0
+    known = _known_period(window, cells, period_of(window, then))
+    if known is not None:
+        tokens, cost = settlement(window, reserved, used)
+        cells[known + USED] = max(cells[known + USED] + tokens, 0.0)
+        cells[known + SPENT] = max(cells[known + SPENT] + cost, 0.0)
 
 
-def _known_period(window: Window, cells: Cells, offset: int, period: int) -> int | None:
-    """Return the offset of a period or slice; None if it is not remembered."""
-    if not window.slice_seconds:
-        return _find_period(cells, offset, period)
-    start = offset + period % (SLICES + 1) * _CELLS_OF_SLICE
-    return start if cells[start] == period else None
+def _known_period(window: Window, cells: Cells, period: int) -> int | None:
+    """Return the offset of a period or slice; None if it is not remembered: of the calendar, two are."""
+    start = _place_of_slice(window, period) if window.slice_seconds else window.start
+    if cells[start] == period:
+        return start
+    return start + _OTHER if not window.slice_seconds and cells[start + _OTHER] == period else None
 
 
 def settlement(window: Window, reserved: tuple[float, float], used: tuple[float, float]) -> tuple[float, float]:
@@ -328,44 +306,37 @@ def settlement(window: Window, reserved: tuple[float, float], used: tuple[float,
     )
 
 
-def _find_period(cells: Cells, window: int, period: int) -> int | None:
-    """Return the offset of a period; None if it is neither of the two that are remembered."""
-    if cells[window] == period:
-        return window
-    return window + _OTHER if cells[window + _OTHER] == period else None
+def _start_period(window: Window, cells: Cells, period: int) -> int:
+    """Make a period the current period, and remember the later of the two other known periods. Returns its offset.
 
-
-def _start_period(cells: Cells, window: int, period: int) -> int:
-    """Make a period the current period, and remember the later of the two other known periods. Returns its offset."""
-    if cells[window] == period:
-        return window
-    other, fresh = window + _OTHER, (period, 0.0, 0.0)
-    before = cells[window], cells[window + USED], cells[window + SPENT]
-    known = cells[other], cells[other + USED], cells[other + SPENT]
-    if known[0] == period or before[0] > known[0]:
-        cells[other], cells[other + USED], cells[other + SPENT] = before
-    cells[window], cells[window + USED], cells[window + SPENT] = known if known[0] == period else fresh
-    return window
-
-
-def add_earlier_use(window: Window, cells: Cells, offset: int, period: int, tokens: float, cost: float) -> None:
-    """Add the use from before these cells counted to a period or slice. A slice that was replaced by a later slice is not restored."""
+    A rolling window has one place for a slice, which is emptied if it still holds an older slice.
+    """
+    start = _place_of_slice(window, period) if window.slice_seconds else window.start
+    before = cells[start], cells[start + USED], cells[start + SPENT]
+    if before[0] == period:
+        return start
+    started = period, 0.0, 0.0
     if not window.slice_seconds:
-        start = _start_period(cells, offset, period)
-    elif cells[offset + period % (SLICES + 1) * _CELLS_OF_SLICE] > period:
+        other = start + _OTHER
+        known = cells[other], cells[other + USED], cells[other + SPENT]
+        if known[0] == period or before[0] > known[0]:
+            cells[other], cells[other + USED], cells[other + SPENT] = before
+        started = known if known[0] == period else started
+    cells[start], cells[start + USED], cells[start + SPENT] = started
+    return start
+
+
+def add_earlier_use(window: Window, cells: Cells, period: int, tokens: float, cost: float) -> None:
+    """Add the use from before these cells counted to a period or slice. A slice that was replaced by a later slice is not restored."""
+    if window.slice_seconds and cells[_place_of_slice(window, period)] > period:
         return
-    else:
-        start = _start_slice(cells, offset, period)
+    start = _start_period(window, cells, period)
     cells[start + USED] += tokens
     cells[start + SPENT] += cost
 
 
-def _start_slice(cells: Cells, ring: int, period: int) -> int:
-    """Return the offset of a slice, emptied if it still holds an older slice."""
-    start = ring + period % (SLICES + 1) * _CELLS_OF_SLICE
-    if cells[start] != period:
-        cells[start], cells[start + USED], cells[start + SPENT] = period, 0.0, 0.0
-    return start
+def _place_of_slice(window: Window, period: int) -> int:
+    return window.start + period % (SLICES + 1) * _CELLS_OF_SLICE
 
 
 # States
@@ -390,16 +361,17 @@ class BudgetState(msgspec.Struct, frozen=True, gc=False):
         return self.used / self.budget.limit
 
 
-def budget_states(windows: Iterable[FlatWindow], cells: Cells, at: Moment) -> list[BudgetState]:
+def budget_states(windows: Iterable[Window], cells: Cells, at: Moment) -> list[BudgetState]:
     """Return the state of each budget at a moment."""
     states: list[BudgetState] = []
     add, periods, period_ends, wall = states.append, at.periods, at.period_ends, at.wall
-    for (window, _), calendar, start, _, _, _, _ in windows:
+    for window in windows:
+        calendar, start = window.calendar, window.start
         if cells[start] == periods[calendar]:
             tokens, cost, reset = cells[start + USED], cells[start + SPENT], period_ends[calendar] - wall
         else:
-            tokens, cost = used_in(window, cells, start, at)
-            reset = seconds_until_unused(window, cells, start, at)
+            tokens, cost = used_in(window, cells, at)
+            reset = seconds_until_unused(window, cells, at)
         for each in window.budgets:
             add(BudgetState(each, window.name, cost if each.is_cost else tokens, reset))
     return states
@@ -410,12 +382,10 @@ def states_of(window: Window, tokens: float, cost: float, reset: float) -> list[
     return [BudgetState(each, window.name, cost if each.is_cost else tokens, reset) for each in window.budgets]
 
 
-def seconds_until_unused(window: Window, cells: Cells, offset: int, at: Moment) -> float:
+def seconds_until_unused(window: Window, cells: Cells, at: Moment) -> float:
     """Return the seconds until no earlier use counts any more."""
     if not window.slice_seconds:
-        return _seconds_left(window.name, at)
-    used = (
-        number for number, start in _counted_slices(cells, offset, period_of(window, at)) if cells[start + USED] or cells[start + SPENT]
-    )
-    last = max(used, default=None)
+        return _seconds_left(window, at)
+    counted = _counted_slices(cells, window.start, period_of(window, at))
+    last = max((number for number, start in counted if cells[start + USED] or cells[start + SPENT]), default=None)
     return 0.0 if last is None else (last + SLICES + 1) * window.slice_seconds - at.wall

@@ -1,5 +1,5 @@
 -- Reserve amounts for a request from all of its holders, or from none of them. The Python twins are rules.admit and
--- rules.exceeded_limit in gateway/limits; tests/gateway/limits/redis/test_store.py runs both against the same sequences.
+-- windows.exceeded in gateway/limits; tests/gateway/limits/redis/test_store.py runs both against the same sequences.
 --
 -- KEYS: the hash and the leases of each holder (of a session: the sessions of its owner, by their last use); last the hash of what this worker has reserved.
 -- ARGV: the request's id; the seconds of a lease and the time after which the request is too late; then for each holder two texts of
@@ -27,7 +27,7 @@ local function seconds_until_free(window, kind, missing)
 end
 
 -- Return the current period of a window, emptied if it is new. In a window of the calendar, the later one of the two other known
--- periods is remembered: windows._start_period and windows._start_slice.
+-- periods is remembered: windows._start_period.
 local function start_period(window)
   local period = period_of(window, now)
   if window.slice > 0 then

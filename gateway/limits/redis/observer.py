@@ -45,7 +45,7 @@ async def read_counts(store: RedisStore, holders: Sequence[Holder]) -> dict[str,
 
 async def add_earlier_use(store: RedisStore, holder: Holder, used: PeriodUse) -> None:
     """Add what a holder used before the store counted. Raises StoreUnavailableError."""
-    numbers = {window.name: number for number, (window, _) in enumerate(holder.windows, 1)}
+    numbers = {window.name: number for number, window in enumerate(holder.windows, 1)}
     periods = ((numbers[name], period, *amounts) for (name, period), amounts in sorted(used.items()))
     arguments = [encoded_windows(holder), *(" ".join(map(str, each)) for each in periods)]
     await store.run(store.scripts.restore, [holder_key(holder)], arguments)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from gateway.limits.rules import ExceededLimit, Holder
-from gateway.limits.windows import BudgetState
+from gateway.limits.rules import Holder
+from gateway.limits.windows import BudgetState, ExceededLimit
 from gateway.snapshot.snapshot import Limits
 
 

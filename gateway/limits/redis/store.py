@@ -34,8 +34,8 @@ from gateway.limits.redis.connection import PendingCommand, Reply, ReplyLostErro
 from gateway.limits.redis.leases import Leases
 from gateway.limits.redis.result import OnResult, StoreResult
 from gateway.limits.redis.scripts import Script, Scripts, load_scripts
-from gateway.limits.rules import Amounts, ExceededLimit, Holder
-from gateway.limits.windows import BudgetState, Window
+from gateway.limits.rules import Amounts, Holder
+from gateway.limits.windows import BudgetState, ExceededLimit, Window
 from gateway.snapshot.snapshot import Limits, LimitsStore
 from upstream.http.inline_task import Signal
 from upstream.http.write_batching import WriteBatch
@@ -262,7 +262,7 @@ class RedisStore:
             encoded = self._encoded(holder)
             keys += encoded.keys
             added: list[float] = [*rules.settlement_of_buckets(holder.limits, amounts, used)]
-            for window, _ in holder.windows:
+            for window in holder.windows:
                 added += windows.settlement(window, (amounts.tokens, amounts.cost), (used.tokens, used.cost))
             arguments += encoded.windows, " ".join(map(repr, added))
         return _command(self.scripts.settle, (*keys, self._reserved), arguments)
@@ -455,7 +455,7 @@ class _Encoded(NamedTuple):
 def _encoded(holder: Holder) -> _Encoded:
     limits: list[object] = [getattr(holder.limits, name) or 0 for name in rules.RATES]
     names: list[object] = []
-    for window, _ in holder.windows:
+    for window in holder.windows:
         names += (window.name, window.slice_seconds)
         limits += (window.name, window.slice_seconds, _limit(window.tokens), _limit(window.cost))
         limits += (min(window.tokens_ahead, _NO_LIMIT), min(window.cost_ahead, _NO_LIMIT))
@@ -464,7 +464,7 @@ def _encoded(holder: Holder) -> _Encoded:
 
 def _keys(holder: Holder) -> tuple[str, str]:
     """Return the keys of a holder's counts and of its leases; for a session that of its owner's sessions instead of the leases."""
-    if holder.windows and holder.windows[0][0].name == "session":
+    if holder.windows and holder.windows[0].name == "session":
         return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name.rpartition(' ')[0]}s"
     return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name} leases"
 
@@ -500,7 +500,7 @@ def _store_time(reply: bytes) -> float:
 
 def parse_usage(holder: Holder, numbers: Iterator[int]) -> Iterator[tuple[Window, int, int, float]]:
     """Yield each window of a holder with its tokens, its cost, and the seconds until nothing of it is used."""
-    for window, _ in holder.windows:
+    for window in holder.windows:
         yield window, next(numbers), next(numbers), next(numbers) / 1000
 
 
@@ -532,4 +532,4 @@ def _exceeded(holder: Holder, amounts: Amounts, number: int, wait: float, left: 
         return rules.exceeded_rate(holder, amounts, rules.RATES[number - 1], wait, left)
     index, is_cost = divmod(number - len(rules.RATES) - 1, 2)
     amount = amounts.cost if is_cost else amounts.tokens
-    return ExceededLimit(*windows.exceeded_budget(holder.windows[index][0], bool(is_cost), wait, left, amount))
+    return windows.exceeded_budget(holder.windows[index], bool(is_cost), wait, left, amount)

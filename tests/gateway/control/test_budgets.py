@@ -78,7 +78,7 @@ def counted(buckets: Buckets, holder: str, at: float = NOW) -> tuple[float, floa
     """Return the tokens and cost that are counted for this day and month."""
     offset, day = buckets.holder(holder, BUDGET).offset, moment(0.0, at)
     found = []
-    for window, period in ((DAY, day.day), (MONTH, day.month)):
+    for window, period in ((DAY, day.periods[0]), (MONTH, day.periods[2])):
         known = buckets.cells[offset + window] == period
         found += [buckets.cells[offset + window + part] if known else 0.0 for part in (USED, SPENT)]
     return found[0], found[1], found[2], found[3]

@@ -193,7 +193,7 @@ def test_nothing_is_lost_while_control_and_the_only_worker_write() -> None:
         with subprocess.Popen(command, pass_fds=(control.fd,), stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "attached\n"
-            added, day = 0, moment(0.0, WALL).day
+            added, day = 0, moment(0.0, WALL).periods[0]
             for _ in range(20):
                 control.announce_writes()
                 while not control.may_write:

@@ -72,7 +72,7 @@ def test_the_layout_of_a_holder_gives_the_same_lines(limits: Limits, full: list[
     cells = [100.0 + full[0], 100.0 + full[1], *empty[:2], day, *counts, month, *counts, week, *counts, 0.0]
     layout = layout_of([holder])
     assert layout is not None
-    expected = header_lines([(limits, cells[0], cells[1])], at.now) + budget_lines(budget_states(holder.terms[-1], cells, at), warn_at)
+    expected = header_lines([(limits, cells[0], cells[1])], at.now) + budget_lines(budget_states(holder.windows, cells, at), warn_at)
     found = laid_out_lines(layout, cells, at, warn_at)
     assert (
         found == expected

@@ -122,7 +122,7 @@ def test_a_soft_budget_does_not_prevent_a_lease() -> None:
 
 
 def test_limits_whose_requests_the_store_decides() -> None:
-    session = Holder.with_windows("session", Limits(), 0, 0, ((session_window(Budget("session", tokens=10), 7), 0),))
+    session = Holder("session", Limits(), 0, 0, (session_window(Budget("session", tokens=10), 7),))
     assert can_lease([HOLDER])
     assert not can_lease([])
     assert not can_lease([HOLDER, Holder.placed("team", Limits(concurrent=1000))])

@@ -6,7 +6,8 @@ import pytest
 
 from gateway.limits.estimate import TokenEstimate
 from gateway.limits.messages import refusal
-from gateway.limits.rules import ExceededLimit
+from gateway.limits.rules import RATES
+from gateway.limits.windows import ExceededLimit
 from tests.support.money import price
 
 DAY = "tokens_per_day"
@@ -114,7 +115,7 @@ def test_messages(name: str) -> None:
     raised = refusal("key a", refused, guess, price(1.0, 10.0) if refused.reason.startswith("cost") else None)
     assert raised.message == message
     assert raised.headers.get("retry-after") == retry_after
-    assert (raised.headers.get("x-should-retry") == "false") == refused.is_budget
+    assert (raised.headers.get("x-should-retry") == "false") == (refused.reason not in RATES)
 
 
 def test_a_shorter_response_of_free_tokens_costs_no_less() -> None:

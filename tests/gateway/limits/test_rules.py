@@ -24,11 +24,10 @@ from gateway.limits.rules import (
     WEEK,
     Amounts,
     BucketState,
-    ExceededLimit,
     Holder,
     bucket_state,
 )
-from gateway.limits.windows import SPENT, USED, Moment, moment, month_of
+from gateway.limits.windows import SPENT, USED, ExceededLimit, Moment, moment, month_of
 from gateway.snapshot.snapshot import Budget, Limits
 from tests.support.examples import examples
 from upstream.cells import Cells
@@ -52,6 +51,11 @@ class Copied(dict[int, float]):
 
 def later(at: Moment, seconds: float) -> Moment:
     return moment(at.now + seconds, at.wall + seconds)
+
+
+def week(at: Moment) -> int:
+    """Return the week, from the day: the epoch was a Thursday."""
+    return (at.periods[0] + 3) // 7
 
 
 class HolderBuckets:
@@ -242,7 +246,7 @@ bucket_cells = st.builds(
         *(AT.now + seconds for seconds in full),
         *back,
         *(AT.day + days[0][0], *days[0][1:], AT.day + days[1][0], *days[1][1:]),
-        *(AT.month + months[0][0], *months[0][1:], AT.month + months[1][0], *months[1][1:]),
+        *(AT.periods[2] + months[0][0], *months[0][1:], AT.periods[2] + months[1][0], *months[1][1:]),
         *(WEEK_OF_AT + weeks[0][0], *weeks[0][1:], WEEK_OF_AT + weeks[1][0], *weeks[1][1:]),
     ],
     st.tuples(st.floats(-90, 90), st.floats(-90, 90)),
@@ -309,7 +313,8 @@ def test_buckets_and_windows_are_settled_by_the_amounts_that_a_store_gets(
             expected[bucket] = max(cells[bucket], now) + seconds
         elif (given := min(-seconds, end_times.get(bucket, 0.0) - cells[bucket + 2] - now)) > 0:
             expected[bucket], expected[bucket + 2] = cells[bucket] - given, cells[bucket + 2] + given
-    windows.settle(holder.windows, expected, (requested.tokens, requested.cost), (used.tokens, used.cost), AT)
+    for window in holder.windows:
+        windows.settle(window, expected, (requested.tokens, requested.cost), (used.tokens, used.cost), AT)
     rules.settle([(holder, requested)], cells, used, end_times, now, AT)
     assert cells == pytest.approx(expected)
 
@@ -418,7 +423,7 @@ class Limiting(RuleBasedStateMachine):
                 return
             # The limit of a day or month before the clock was set back may be exhausted too.
             assert (again[0][0], again[0][1].reason) != (reported[0], reported[1].reason) or (
-                again[0][1].is_budget and at.day <= self.newest
+                again[0][1].reason not in rules.RATES and at.periods[0] <= self.newest
             )
             reported = again[0]
         raise AssertionError(f"{refused} was not the truth")
@@ -427,9 +432,9 @@ class Limiting(RuleBasedStateMachine):
         limits, mine = holder.limits, self._of(holder)
         assert limits.tokens_per_minute and limits.requests_per_minute and limits.tokens_per_day and limits.concurrent
         assert sum(each.is_open for each in mine) <= limits.concurrent
-        self._check_budget(limits.tokens_per_day, [each for each in mine if each.then.day == self.at.day])
-        self._check_budget(limits.tokens_per_week, [each for each in mine if (each.then.day + 3) // 7 == (self.at.day + 3) // 7])
-        self._check_budget(limits.tokens_per_month, [each for each in mine if each.then.month == self.at.month])
+        self._check_budget(limits.tokens_per_day, [each for each in mine if each.then.periods[0] == self.at.periods[0]])
+        self._check_budget(limits.tokens_per_week, [each for each in mine if week(each.then) == week(self.at)])
+        self._check_budget(limits.tokens_per_month, [each for each in mine if each.then.periods[2] == self.at.periods[2]])
         self._check_budget(limits.budgets[0].tokens, [each for each in mine if -30 * 86400 <= each.then.wall - self.at.wall <= 0])
         self._check_rates(limits, mine)
 
@@ -468,7 +473,7 @@ class Limiting(RuleBasedStateMachine):
     @rule(seconds=st.floats(0.001, 90))
     def wait(self, seconds: float) -> None:
         self.at = later(self.at, seconds)
-        self.newest = max(self.newest, self.at.day)
+        self.newest = max(self.newest, self.at.periods[0])
 
     @rule(hours=st.integers(-30, 30))
     def set_clock(self, hours: int) -> None:
@@ -486,7 +491,7 @@ class Limiting(RuleBasedStateMachine):
             assert self.control.in_flight(holder) == sum(each.is_open for each in self._of(holder))
             for window in (DAY, DAY + 3):
                 period, tokens = cells[window], cells[window + USED]
-                assert not period or tokens == sum(each.counted(limit) for each in self._of(holder) if each.then.day == period)
+                assert not period or tokens == sum(each.counted(limit) for each in self._of(holder) if each.then.periods[0] == period)
 
     def teardown(self) -> None:
         """Check that all limits per minute are refilled after a while."""

@@ -91,7 +91,8 @@ def test_a_request_whose_session_was_evicted_changes_no_other_session() -> None:
     first, _ = buckets.session("key a", BUDGET, "first", NOW)
     reserved = [(first, Amounts(1, 1, 60))]
     assert buckets.reserve(reserved, at, {}) is None
-    (window, offset), number = first.windows[0], 1 << 41
+    (window,), number = first.windows, 1 << 41
+    offset = window.start
     buckets.cells[offset], buckets.cells[offset + 1] = number, 33.0  # another session has the entry now
     buckets.settle(reserved, {}, Amounts(1, 0, 90), at, 1001.0)
     assert buckets.reserve(reserved, at, {}) is None

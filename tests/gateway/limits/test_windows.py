@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from gateway.limits import rules, windows
 from gateway.limits.buckets import Buckets
-from gateway.limits.rules import SIZE, Amounts, ExceededLimit, Holder
-from gateway.limits.windows import RING_CELLS, SLICES, Moment, Window, moment, period_of, windows_of
+from gateway.limits.rules import SIZE, Amounts, Holder
+from gateway.limits.windows import RING_CELLS, SLICES, ExceededLimit, Moment, Window, moment, period_of, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
 
 WEDNESDAY = datetime(2027, 6, 2, 12, tzinfo=UTC)
@@ -41,7 +41,7 @@ def test_a_week_is_that_of_iso_8601(days: int) -> None:
     same = then.isocalendar()[:2] == now.isocalendar()[:2]
     assert (period_of(window, at(then.timestamp())) == period_of(window, at(now.timestamp()))) == same
     monday = (now + timedelta(7 - now.weekday())).replace(hour=0)
-    assert windows.seconds_until_unused(window, [0.0] * 6, 0, at(now.timestamp())) == (monday - now).total_seconds()
+    assert windows.seconds_until_unused(window, [0.0] * 6, at(now.timestamp())) == (monday - now).total_seconds()
 
 
 @dataclass
@@ -66,8 +66,9 @@ class Rolling:
         return Holder.placed("one", Limits(budgets=(Budget("1d", 86400, self.limit, soft=self.soft),)), RING_CELLS, {"1d": 0})
 
     @property
-    def placed(self) -> tuple[tuple[Window, int], ...]:
-        return self.holder.windows
+    def window(self) -> Window:
+        (window,) = self.holder.windows
+        return window
 
     def admit(self, wall: float, tokens: int) -> float | None:
         """Count tokens and return None, or return the seconds to wait."""
@@ -99,7 +100,7 @@ def test_a_rolling_window_never_lets_more_than_its_budget_pass(steps: list[tuple
         beyond = sum(max(each.tokens - tokens, 0) for each in rolling.counted)
         assert rolling.within(wall, 24 * HOUR) <= 100 + beyond
         if seconds is None:
-            windows.settle(rolling.placed, rolling.cells, (tokens, 0), (min(used, tokens), 0), at(wall))
+            windows.settle(rolling.window, rolling.cells, (tokens, 0), (min(used, tokens), 0), at(wall))
             rolling.counted[-1].tokens = min(used, tokens, 100)
             continue
         assert rolling.cells == before, "a refusal changes nothing"
@@ -111,10 +112,10 @@ def test_a_rolling_window_never_lets_more_than_its_budget_pass(steps: list[tuple
 def test_a_rolling_window_shows_what_it_counts() -> None:
     rolling, wall = Rolling(100), WEDNESDAY.timestamp() + 60
     assert rolling.admit(wall, 30) is None and rolling.admit(wall + 10 * HOUR, 50) is None
-    (state,) = windows.budget_states(map(windows.flattened, rolling.placed), rolling.cells, at(wall + 10 * HOUR))
+    (state,) = windows.budget_states([rolling.window], rolling.cells, at(wall + 10 * HOUR))
     assert (state.budget.name, state.used, state.remaining, state.share) == ("tokens_per_1d", 80, 20, 0.8)
     assert state.reset == (SLICES + 1) * HOUR - 60, "the slice of the last use stays for a whole window behind its end"
-    (state,) = windows.budget_states(map(windows.flattened, rolling.placed), rolling.cells, at(wall + 25 * HOUR))
+    (state,) = windows.budget_states([rolling.window], rolling.cells, at(wall + 25 * HOUR))
     assert (state.used, state.remaining) == (50, 50)
 
 
@@ -127,25 +128,25 @@ def test_a_clock_that_is_set_back_finds_what_a_rolling_window_has_counted() -> N
 def test_a_settlement_of_a_forgotten_slice_changes_nothing() -> None:
     rolling, wall = Rolling(100), WEDNESDAY.timestamp()
     assert rolling.admit(wall, 40) is None and rolling.admit(wall + 25 * HOUR, 40) is None
-    windows.settle(rolling.placed, rolling.cells, (40, 0), (0, 0), at(wall))
-    assert windows.used_in(*rolling.placed[0][:1], rolling.cells, 0, at(wall + 25 * HOUR)) == (40, 0)
+    windows.settle(rolling.window, rolling.cells, (40, 0), (0, 0), at(wall))
+    assert windows.used_in(rolling.window, rolling.cells, at(wall + 25 * HOUR)) == (40, 0)
 
 
 def test_earlier_use_is_added_to_the_slices_that_still_count() -> None:
     """Add it to an empty slice, to a slice in use, and to a slice that a later slice has replaced."""
     rolling, wall = Rolling(100), WEDNESDAY.timestamp()
     assert rolling.admit(wall, 40) is None
-    window, now = rolling.placed[0][0], period_of(rolling.placed[0][0], at(wall))
+    window, now = rolling.window, period_of(rolling.window, at(wall))
     for period in (now, now - 1, now - SLICES - 1):
-        windows.add_earlier_use(window, rolling.cells, 0, period, 7, 0)
-    assert windows.used_in(window, rolling.cells, 0, at(wall)) == (54, 0)
+        windows.add_earlier_use(window, rolling.cells, period, 7, 0)
+    assert windows.used_in(window, rolling.cells, at(wall)) == (54, 0)
 
 
 def test_a_soft_budget_refuses_nothing_and_is_counted() -> None:
     rolling = Rolling(10, soft=True)
     for _ in range(3):
         assert rolling.admit(1e9, 8) is None
-    (state,) = windows.budget_states(map(windows.flattened, rolling.placed), rolling.cells, at(1e9))
+    (state,) = windows.budget_states([rolling.window], rolling.cells, at(1e9))
     assert (state.used, state.remaining, state.share, state.budget.soft) == (24, 0, 2.4, True)
 
 

@@ -35,7 +35,7 @@ async def add_several_times(server: RedisServer, passes: list[Any], reserved: in
     """Add a growing use several times, each twice: the counts are the largest use and what the store has counted itself."""
     holder = Holder.placed("key a", NARROW, 0, {"7d": 0})
     at = moment(0.0, time())
-    periods = {window.name: [*counted_periods(window, at)] for window, _ in holder.windows}
+    periods = {window.name: [*counted_periods(window, at)] for window in holder.windows}
     largest: PeriodUse = {}
     with server.client() as client:
         client.flushall()
@@ -50,7 +50,7 @@ async def add_several_times(server: RedisServer, passes: list[Any], reserved: in
             for _ in range(2):
                 await add_earlier_use(store, holder, largest)
         (after,) = (await read_counts(store, [holder])).values()
-    added = {window.name: sum(tokens for (name, _), (tokens, _) in largest.items() if name == window.name) for window, _ in holder.windows}
+    added = {window.name: sum(tokens for (name, _), (tokens, _) in largest.items() if name == window.name) for window in holder.windows}
     assert [state.used for state in after.budgets] == [state.used + added[state.window] for state in before.budgets]
     assert after.is_restored and not before.is_restored
 

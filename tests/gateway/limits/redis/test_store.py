@@ -134,12 +134,13 @@ def test_the_store_decides_as_the_memory_does(server: RedisServer) -> None:
 
 def _count_earlier(server: RedisServer, buckets: Buckets, one: Holder, slices: list[tuple[int, int, int]]) -> None:
     """Count the same slices in the rolling window of 30 days of both."""
-    ((window, ring),) = [pair for pair in one.windows if pair[0].name == "30d"]
+    (window,) = [each for each in one.windows if each.name == "30d"]
     with server.client() as each:
         for age, tokens, cost in slices:
             number = int(time() // window.slice_seconds) - age
             slot = number % (SLICES + 1)
-            buckets.cells[ring + 3 * slot], buckets.cells[ring + 3 * slot + 1], buckets.cells[ring + 3 * slot + 2] = number, tokens, cost
+            start = window.start + 3 * slot
+            buckets.cells[start], buckets.cells[start + 1], buckets.cells[start + 2] = number, tokens, cost
             each.hset("vllm-gateway:key one", f"30d:{slot}", f"{number} {tokens} {cost}")
 
 
