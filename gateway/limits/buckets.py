@@ -97,13 +97,9 @@ class Buckets:
 
     # The lock
 
-    @property
-    def _needs_lock(self) -> bool:
-        """Whether another process may write at the moment."""
-        return not self._is_only_writer or self.cells[_ANNOUNCED] != 0.0
-
     def _exclusive(self) -> AbstractContextManager[Any]:
-        return self._lock if self._needs_lock else _UNLOCKED
+        """Return the lock, or nothing to hold if no other process may write at the moment."""
+        return _UNLOCKED if self._is_only_writer and not self.cells[_ANNOUNCED] else self._lock
 
     def tick(self) -> None:
         """Acknowledge that control has announced writes. A worker calls it a few times a second."""
@@ -249,7 +245,7 @@ class Buckets:
         ``reservation_ends``: see ``rules.admit``.
         """
         cells = self.cells
-        if self._is_only_writer and not cells[_ANNOUNCED]:  # ``_needs_lock``, without its call
+        if self._is_only_writer and not cells[_ANNOUNCED]:  # ``_exclusive``, without its call
             return rules.admit(wanted, cells, at, reservation_ends)
         with self._lock:
             return rules.admit(wanted, cells, at, reservation_ends, self._worker, self._workers)

@@ -25,17 +25,20 @@ def header_lines(buckets: Iterable[tuple[Limits, float, float]], now: float) -> 
 
     ``buckets``: limits, and when their buckets of requests and of tokens are full again.
     """
-    requests: BucketState | None = None
-    tokens: BucketState | None = None
+    requests, tokens = [], []
     for limits, requests_full, tokens_full in buckets:
         if limits.requests_per_minute is not None:
-            state = bucket_state(limits.requests_per_minute, requests_full, now)
-            requests = state if requests is None else _tighter(requests, state)
+            requests.append(bucket_state(limits.requests_per_minute, requests_full, now))
         if limits.tokens_per_minute is not None:
-            state = bucket_state(limits.tokens_per_minute, tokens_full, now)
-            tokens = state if tokens is None else _tighter(tokens, state)
-    lines = b"" if requests is None else _REQUESTS % (requests.limit, b"%d" % requests.remaining, duration(requests.reset))
-    return lines if tokens is None else lines + _TOKENS % (tokens.limit, b"%d" % tokens.remaining, duration(tokens.reset))
+            tokens.append(bucket_state(limits.tokens_per_minute, tokens_full, now))
+    return _tightest(_REQUESTS, requests) + _tightest(_TOKENS, tokens)
+
+
+def _tightest(lines: bytes, states: Sequence[BucketState]) -> bytes:
+    if not states:
+        return b""
+    state = min(states, key=lambda each: (each.remaining, -each.reset))
+    return lines % (state.limit, b"%d" % state.remaining, duration(state.reset))
 
 
 class Layout(msgspec.Struct, frozen=True, gc=False):
@@ -87,10 +90,6 @@ def laid_out_lines(layout: Layout, cells: Cells, at: Moment, warn_at: float) -> 
         reset = _duration(ceil((period_ends[calendar] - wall) * 1000 - 1e-3))  # ``duration``, without its call
         numbers += decimal_text(left).encode() if is_cost else left, reset
     return layout.lines % tuple(numbers)
-
-
-def _tighter(one: BucketState, other: BucketState) -> BucketState:
-    return one if (one.remaining, -one.reset) <= (other.remaining, -other.reset) else other
 
 
 def budget_lines(states: Iterable[BudgetState], warn_at: float) -> bytes:

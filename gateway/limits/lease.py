@@ -11,15 +11,15 @@ for ``LEAST`` requests, there is no lease, and the store decides about each requ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from math import ceil
 from typing import NamedTuple
 
 import msgspec
 
+from gateway.limits.redis.result import StoreResult
 from gateway.limits.rules import Amounts, Holder, bucket_state
 from gateway.limits.windows import BudgetState, seconds_left_in_period
-from gateway.snapshot.snapshot import Limits
 
 DURATION = 1.0
 """Seconds for which a lease admits requests."""
@@ -31,13 +31,6 @@ PARTS = 16
 """A lease takes at most one of these parts of what is left of a limit."""
 _GROWTH = 1.5  # a lease is larger than the demand, so that it rarely ends early
 _FASTEST = 4.0  # most times that a lease grows because the last one ended early
-
-
-class Known(NamedTuple):
-    """A report of the store about holders: when the buckets of each are full, and the state of each budget."""
-
-    full_times: Sequence[tuple[Limits, float, float]]
-    budgets: Sequence[tuple[Holder, BudgetState]]
 
 
 class Ended(NamedTuple):
@@ -59,7 +52,7 @@ class Lease(msgspec.Struct, eq=False):
     granted: Amounts
     began: float
     expires: float
-    known: Known
+    known: StoreResult
     requests: int
     tokens: int
     cost: int
@@ -70,7 +63,7 @@ class Lease(msgspec.Struct, eq=False):
     _open: dict[str, Amounts] = {}
 
     @classmethod
-    def of(cls, identity: str, holders: tuple[Holder, ...], granted: Amounts, began: float, expires: float, known: Known) -> Lease:
+    def of(cls, identity: str, holders: tuple[Holder, ...], granted: Amounts, began: float, expires: float, known: StoreResult) -> Lease:
         """Make a lease from which nothing is used."""
         left = granted.requests, granted.tokens, granted.cost
         return cls(identity, holders, granted, began, expires, known, *left, left)
@@ -130,16 +123,15 @@ class Lease(msgspec.Struct, eq=False):
         granted = self.granted
         return 4 * amounts.tokens <= granted.tokens and 4 * amounts.cost <= granted.cost
 
-    def current(self) -> Known:
+    def current(self) -> StoreResult:
         """Return what is known now: what is left of the lease is not used."""
         requests, tokens, cost = max(self.requests, 0), max(self.tokens, 0), max(self.cost, 0)
-        return Known(
-            [
-                (limits, requests_full - requests * limits.request_seconds, tokens_full - tokens * limits.token_seconds)
-                for limits, requests_full, tokens_full in self.known.full_times
-            ],
-            [(holder, _with_less(state, cost if state.budget.is_cost else tokens)) for holder, state in self.known.budgets],
-        )
+        full_times = [
+            (limits, requests_full - requests * limits.request_seconds, tokens_full - tokens * limits.token_seconds)
+            for limits, requests_full, tokens_full in self.known.full_times
+        ]
+        budgets = [(holder, _with_less(state, cost if state.budget.is_cost else tokens)) for holder, state in self.known.budgets]
+        return StoreResult(None, full_times, budgets)
 
 
 def _with_less(state: BudgetState, amount: int) -> BudgetState:
@@ -152,7 +144,7 @@ def can_lease(holders: Iterable[Holder]) -> bool:
     return bool(found) and all(each.limits.concurrent is None and not any(window.number for window in each.windows) for each in found)
 
 
-def next_amounts(demand: Amounts, seconds: float, known: Known, now: float) -> Amounts | None:
+def next_amounts(demand: Amounts, seconds: float, known: StoreResult, now: float) -> Amounts | None:
     """Return the amounts of the next lease after a demand in some seconds; None if it would be too small.
 
     ``known`` is what the store has reported at this moment.
@@ -172,7 +164,7 @@ def next_amounts(demand: Amounts, seconds: float, known: Known, now: float) -> A
 _UNLIMITED = float(1 << 62)
 
 
-def _left(known: Known, now: float) -> tuple[float, float, float]:
+def _left(known: StoreResult, now: float) -> tuple[float, float, float]:
     """Return the requests, the tokens and the cost that are left of the tightest limit of each kind."""
     requests, tokens, cost = float(MOST * PARTS), _UNLIMITED, _UNLIMITED
     for limits, requests_full, tokens_full in known.full_times:

@@ -14,8 +14,9 @@ from time import monotonic, time
 from gateway.api.errors import Refusal
 from gateway.limits import estimate, headers
 from gateway.limits.buckets import Buckets, BucketsFullError
+from gateway.limits.lease import can_lease
 from gateway.limits.messages import limit_text
-from gateway.limits.redis.leases import LeasedHolders, leased
+from gateway.limits.redis.leases import LeasedHolders
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.rules import RATES, Amounts, Holder
 from gateway.limits.states import HolderRates, LimitState, limit_states
@@ -40,23 +41,6 @@ class KeyLimits:
 
     ``holders`` are all of them, each with its allowance.
     """
-
-    __slots__ = (
-        "_for_models",
-        "_leased",
-        "counting_tokens",
-        "for_all_models",
-        "has_budgets",
-        "has_hard_budgets",
-        "has_soft_budgets",
-        "holders",
-        "is_known_on_arrival",
-        "key",
-        "layout",
-        "max_tokens_limits",
-        "on_arrival",
-        "session_owners",
-    )
 
     def __init__(self, key: str, buckets: Buckets, allowances: tuple[Allowance, ...], part: float = 1.0) -> None:
         self.key = key
@@ -89,7 +73,8 @@ class KeyLimits:
         """Return the leases for a model, or for requests on arrival; None if these requests must not be admitted from a lease."""
         name = None if model is None else model.id
         if name not in self._leased:
-            self._leased[name] = leased(store.leases, self.for_all_models if model is None else self.for_model(model)[1])
+            holders = self.for_all_models if model is None else self.for_model(model)[1]
+            self._leased[name] = LeasedHolders(store.leases, holders) if can_lease(holders) else None
         return self._leased[name]
 
     def max_tokens(self, model: Model) -> int | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from math import inf
 from types import MappingProxyType
 
 from gateway.api.errors import Refusal, duration
@@ -42,7 +41,7 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     seconds = max(math.ceil(exceeded.wait or 0), 1)
     is_cost, is_quota = exceeded.reason.startswith("cost"), exceeded.reason not in _RATES
     written = _cost if is_cost else _number
-    limit, left = limit_text(exceeded.reason, exceeded.limit), _rounded(exceeded.left)
+    limit, left = limit_text(exceeded.reason, exceeded.limit), math.floor(exceeded.left + _ROUNDING)  # whole tokens, or nano-units
     reserved = f"{'a cost of ' if is_cost else ''}{written(exceeded.requested)}{'' if is_cost else ' tokens'}"
     now = _most_tokens(exceeded.reason, left, estimated, price)
     fits = [f"Set 'max_tokens' to at most {_number(now)}"] if now else []
@@ -80,13 +79,8 @@ def _most_tokens(reason: str, capacity: float, estimated: TokenEstimate, price: 
         return 0
     if not reason.startswith("cost"):
         return max(math.floor((capacity - estimated.prompt) / estimated.choices + _ROUNDING), 0)
-    fits = inf if price is None else completion_within(int(capacity), estimated.prompt, price)
-    return 0 if fits == inf else max(int(fits) // estimated.choices, 0)
-
-
-def _rounded(left: float) -> int:
-    """Round down to whole tokens, or to whole nano-units."""
-    return math.floor(left + _ROUNDING)
+    fits = math.inf if price is None else completion_within(int(capacity), estimated.prompt, price)
+    return 0 if fits == math.inf else max(int(fits) // estimated.choices, 0)
 
 
 def _number(value: float) -> str:

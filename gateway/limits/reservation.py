@@ -24,7 +24,7 @@ from gateway.limits import estimate, headers
 from gateway.limits.buckets import BucketsFullError
 from gateway.limits.estimate import HardBudgets, TokenEstimate
 from gateway.limits.headers import Layout
-from gateway.limits.lease import Known, Lease
+from gateway.limits.lease import Lease
 from gateway.limits.limiter import KeyLimits, Limiter
 from gateway.limits.messages import refusal
 from gateway.limits.redis.leases import LeasedHolders
@@ -198,7 +198,7 @@ class Reservation(msgspec.Struct, eq=False):
     def _reserve_from_lease(self, wanted: Sequence[tuple[Holder, Amounts]], leased: LeasedHolders | None) -> Awaitable[None] | None:
         """Reserve from the lease of the holders and return None, or return what is left to be awaited."""
         if leased is not None and (lease := leased.admit(self._request_id, wanted[0][1], monotonic())) is not None:
-            self._lease, self._result, self._reserved = lease, StoreResult(None, *lease.known), wanted
+            self._lease, self._result, self._reserved = lease, lease.known, wanted
             self._limiter.count_admission("lease")
             return None
         return self._reserve_in_store(wanted, leased)
@@ -226,7 +226,7 @@ class Reservation(msgspec.Struct, eq=False):
         self._reserved = (*self._reserved, *wanted)
         self._limiter.count_admission("call")
         if leased is not None:
-            leased.count_call(wanted[0][1], Known(result.full_times, result.budgets), monotonic())
+            leased.count_call(wanted[0][1], result, monotonic())
 
     def _apply_result(self, result: StoreResult | None) -> None:
         """Store the result of the store. Raises Refusal."""
@@ -277,7 +277,7 @@ class Reservation(msgspec.Struct, eq=False):
 
     def header_lines(self) -> bytes:
         """Return the rate-limit headers, as lines, for the holders that counted the request."""
-        result: StoreResult | Known | None = self._result
+        result = self._result
         limiter, layout = self._limiter, self._layout
         buckets, at = limiter.buckets, moment(monotonic(), time())
         if (

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from gateway.limits.rules import BucketState, bucket_state
+from gateway.limits.rules import RATES, bucket_state
 from gateway.limits.windows import BudgetState, session_window, windows_of
 from gateway.snapshot.money import json_number
-from gateway.snapshot.snapshot import Allowance, Limits
+from gateway.snapshot.snapshot import Allowance
 
 
 class HolderRates(NamedTuple):
@@ -60,11 +60,12 @@ def limit_states(
 ) -> Iterator[LimitState]:
     """Yield the state of each limit of a holder. ``rates`` and ``budgets`` are None if they are unknown; ``now`` is monotonic."""
     limits, holder, models = allowance.limits, allowance.holder.partition(" for ")[0], allowance.models
-    for name, bucket in _buckets(limits, rates, now):
-        limit: int = getattr(limits, name)
-        if bucket is None:
+    full_times = (None, None) if rates is None else (rates.requests_full, rates.tokens_full)
+    for name, limit, full in zip(RATES, (limits.requests_per_minute, limits.tokens_per_minute), full_times, strict=False):
+        if limit is not None and full is None:
             yield LimitState(holder, models, name, limit)
-        else:
+        elif limit is not None and full is not None:
+            bucket = bucket_state(limit, full, now)
             yield LimitState(holder, models, name, limit, limit - bucket.remaining, bucket.remaining, bucket.reset)
     if limits.concurrent is not None:
         used = None if rates is None else rates.in_flight
@@ -82,10 +83,3 @@ def limit_states(
             yield LimitState(holder, models, budget.name, int(budget.limit))  # for each session, so nothing is used of it as a whole
     if limits.max_tokens is not None:
         yield LimitState(holder, models, "max_tokens", limits.max_tokens)
-
-
-def _buckets(limits: Limits, rates: HolderRates | None, now: float) -> Iterator[tuple[str, BucketState | None]]:
-    if limits.requests_per_minute is not None:
-        yield "requests_per_minute", None if rates is None else bucket_state(limits.requests_per_minute, rates.requests_full, now)
-    if limits.tokens_per_minute is not None:
-        yield "tokens_per_minute", None if rates is None else bucket_state(limits.tokens_per_minute, rates.tokens_full, now)

@@ -315,7 +315,7 @@ def _start_period(window: Window, cells: Cells, period: int) -> int:
     before = cells[start], cells[start + USED], cells[start + SPENT]
     if before[0] == period:
         return start
-    started = period, 0.0, 0.0
+    started: tuple[float, float, float] = period, 0.0, 0.0
     if not window.slice_seconds:
         other = start + _OTHER
         known = cells[other], cells[other + USED], cells[other + SPENT]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 
-from gateway.limits.lease import DURATION, LEAST, Known, Lease, can_lease, next_amounts, seconds_of_lease
+from gateway.limits.lease import DURATION, LEAST, Lease, next_amounts, seconds_of_lease
 from gateway.limits.redis.result import OnResult, StoreResult
 from gateway.limits.rules import Amounts, Holder
 
@@ -43,7 +43,7 @@ class Leases:
                 on_lease(None)
                 return
             expires = sent + seconds_of_lease(holders, wall)
-            lease = Lease.of(identity, holders, amounts, sent, expires, Known(result.full_times, result.budgets))
+            lease = Lease.of(identity, holders, amounts, sent, expires, result)
             self._open[identity] = lease
             for holder in holders:
                 self._by_holder.setdefault(holder.name, {})[identity] = lease
@@ -122,7 +122,7 @@ class LeasedHolders:
         self._leases.end(lease)
         return None
 
-    def count_call(self, amounts: Amounts, known: Known, now: float) -> None:
+    def count_call(self, amounts: Amounts, known: StoreResult, now: float) -> None:
         """Count a request that the store has admitted, and request a lease if there is enough demand. ``known`` is from its reply."""
         if self._lease is not None or self._is_requested:
             return
@@ -144,8 +144,3 @@ class LeasedHolders:
         self._counted, self._since = Amounts(), 0.0
         if lease is None:
             self._not_before = monotonic() + _RETRY
-
-
-def leased(leases: Leases, holders: Sequence[Holder]) -> LeasedHolders | None:
-    """Return holders with leases; None if their requests must not be admitted from a lease."""
-    return LeasedHolders(leases, tuple(holders)) if can_lease(holders) else None

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from gateway.limits import windows
 from gateway.limits.budget_holders import PeriodUse
-from gateway.limits.redis.store import RedisStore, encoded_windows, holder_key, parse_usage
+from gateway.limits.redis.store import RedisStore, encoded, parse_usage
 from gateway.limits.rules import Holder
 from gateway.limits.states import HolderRates
 from gateway.limits.windows import BudgetState
@@ -33,8 +33,9 @@ async def read_counts(store: RedisStore, holders: Sequence[Holder]) -> dict[str,
     found: dict[str, StoredCounts] = {}
     for start in range(0, len(holders), _AT_ONCE):
         some = holders[start : start + _AT_ONCE]
-        keys, arguments = [holder_key(each) for each in some], [encoded_windows(each) for each in some]
-        numbers, now = map(int, (await store.run(store.scripts.read, keys, arguments)).split()), monotonic()
+        parts = [encoded(each) for each in some]
+        reply = await store.run(store.scripts.read, [each.keys[0] for each in parts], [each.windows for each in parts])
+        numbers, now = map(int, reply.split()), monotonic()
         for holder in some:
             is_restored = bool(next(numbers))
             rates = HolderRates(now + next(numbers) / 1000, now + next(numbers) / 1000, None)
@@ -47,8 +48,8 @@ async def add_earlier_use(store: RedisStore, holder: Holder, used: PeriodUse) ->
     """Add what a holder used before the store counted. Raises StoreUnavailableError."""
     numbers = {window.name: number for number, window in enumerate(holder.windows, 1)}
     periods = ((numbers[name], period, *amounts) for (name, period), amounts in sorted(used.items()))
-    arguments = [encoded_windows(holder), *(" ".join(map(str, each)) for each in periods)]
-    await store.run(store.scripts.restore, [holder_key(holder)], arguments)
+    parts = encoded(holder)
+    await store.run(store.scripts.restore, [parts.keys[0]], [parts.windows, *(" ".join(map(str, each)) for each in periods)])
 
 
 async def upgrade_counts(store: RedisStore) -> None:

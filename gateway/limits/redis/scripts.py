@@ -7,9 +7,11 @@ A lease that is not renewed expires, so the slots of a gateway that died become 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha1
 from importlib.resources import files
+
+_ALONE = ("open", "renew", "upgrade")  # scripts that use nothing of ``common``
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +38,8 @@ class Scripts:
 def load_scripts() -> Scripts:
     """Read the scripts from the package's files."""
     common = source("calendar") + source("common")
-    return Scripts(
-        open=_script(source("open")),
-        admit=_script(common + source("admit")),
-        settle=_script(common + source("settle")),
-        renew=_script(source("renew")),
-        read=_script(common + source("read")),
-        restore=_script(common + source("restore")),
-        upgrade=_script(source("upgrade")),
-    )
+    texts = {each.name: source(each.name) for each in fields(Scripts)}
+    return Scripts(**{name: _script(text if name in _ALONE else common + text) for name, text in texts.items()})
 
 
 def source(name: str) -> str:

@@ -20,6 +20,7 @@ import asyncio
 import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import count
 from math import inf
 from secrets import token_hex
@@ -55,17 +56,12 @@ _STATES = re.compile(  # older servers send the code after ERR; a script without
 )
 _log = logging.getLogger("vllm_gateway.limits")
 
+_Command = tuple[bytes, Callable[[], bytes]]
+"""The bytes that run a script by its digest, and a function that makes the bytes with its text."""
+
 
 class StoreUnavailableError(Exception):
     """The limits store cannot be reached, or its reply did not come in time."""
-
-
-class _Settlement(NamedTuple):
-    """A settlement that the store has not acknowledged: its bytes, and the holders that it settles."""
-
-    data: bytes
-    with_script: Callable[[], bytes]
-    holders: tuple[Holder, ...]
 
 
 class StoreClock:
@@ -120,14 +116,14 @@ class RedisStore:
         """Whether no gateway has used the store before, or it was emptied."""
         self._reason: str | None = None
         self._reserved = f"{_PREFIX}reserved {worker}"
-        self._by_holder: dict[str, _Encoded] = {}
+        self._by_holder: dict[str, Encoded] = {}
         self._clock = StoreClock()
         self._open_connection: StoreConnection | None = None
         self._opening: asyncio.Task[None] | None = None
         self._opened_at = 0.0
         self._waiting: list[Signal] = []
         self._is_available: bool | None = None
-        self._unacknowledged: dict[int, _Settlement] = {}
+        self._unacknowledged: dict[int, _Command] = {}
         self._settled = 0
         token = token_hex(4)
         self.leases = Leases(self.reserve_in_background, self.settle, (f"{token}-{number}" for number in count()))
@@ -140,9 +136,8 @@ class RedisStore:
     async def admit(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> StoreResult:
         """Reserve amounts from each holder, or from none. Raises StoreUnavailableError."""
         pending = await self._run_admission(identity, wanted)
-        if (
-            _is_late(pending.reply) and monotonic() - pending.sent < self.settings.timeout
-        ):  # its clock was changed, which this reply has shown
+        if _is_late(pending.reply) and monotonic() - pending.sent < self.settings.timeout:
+            # Its clock was changed, which this reply has shown.
             pending = await self._run_admission(identity, wanted)
         result = self._apply_reply(identity, wanted, pending.reply)
         if result.exceeded is None:
@@ -228,8 +223,7 @@ class RedisStore:
         if left := tuple(key for key in held if key not in {_keys(holder)[1] for holder, _ in reserved}):
             self._slot_leases[identity] = left
         self._settled += 1
-        data, again = self._settlement(identity if not open_requests else " ".join((identity, *open_requests)), reserved, used)
-        self._unacknowledged[self._settled] = _Settlement(data, again, tuple(holder for holder, _ in reserved))
+        self._unacknowledged[self._settled] = self._settlement(" ".join((identity, *open_requests)), reserved, used)
         if len(self._unacknowledged) > _OWED:
             del self._unacknowledged[next(iter(self._unacknowledged))]
         if self._open_connection is not None:
@@ -246,44 +240,43 @@ class RedisStore:
             raise StoreUnavailableError
         return pending.reply
 
-    def _admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> tuple[bytes, Callable[[], bytes]]:
+    def _admission(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]]) -> _Command:
         keys: list[str] = []
         arguments = [identity, f"{LEASE} {self._not_after()!r}"]
         for holder, amounts in wanted:
-            encoded = self._encoded(holder)
-            keys += encoded.keys
-            arguments += encoded.limits, f"{amounts.requests} {amounts.slots} {amounts.tokens} {amounts.cost}"
+            parts = self._encoded(holder)
+            keys += parts.keys
+            arguments += parts.limits, f"{amounts.requests} {amounts.slots} {amounts.tokens} {amounts.cost}"
         return _command(self.scripts.admit, (*keys, self._reserved), arguments)
 
-    def _settlement(self, identity: str, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> tuple[bytes, Callable[[], bytes]]:
+    def _settlement(self, identity: str, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> _Command:
         keys: list[str] = []
         arguments = [identity]
         for holder, amounts in reserved:
-            encoded = self._encoded(holder)
-            keys += encoded.keys
+            parts = self._encoded(holder)
+            keys += parts.keys
             added: list[float] = [*rules.settlement_of_buckets(holder.limits, amounts, used)]
             for window in holder.windows:
                 added += windows.settlement(window, (amounts.tokens, amounts.cost), (used.tokens, used.cost))
-            arguments += encoded.windows, " ".join(map(repr, added))
+            arguments += parts.windows, " ".join(map(repr, added))
         return _command(self.scripts.settle, (*keys, self._reserved), arguments)
 
-    def _encoded(self, holder: Holder) -> _Encoded:
+    def _encoded(self, holder: Holder) -> Encoded:
         found = self._by_holder.get(holder.name)
         if found is None or found.holder is not holder:
             if len(self._by_holder) >= _MOST_ENCODED:
                 self._by_holder.clear()
-            found = self._by_holder[holder.name] = _encoded(holder)
+            found = self._by_holder[holder.name] = encoded(holder)
         return found
 
     def _send_settlement(self, line: StoreConnection, settlement: int) -> None:
         """Send a settlement, which stays in the list until it is acknowledged."""
-        data, again, _ = self._unacknowledged[settlement]
-        line.send(data, again).on_reply = lambda reply: self._acknowledge(settlement, reply)
+        line.send(*self._unacknowledged[settlement]).on_reply = lambda reply: self._acknowledge(settlement, reply)
 
     def _acknowledge(self, settlement: int, reply: Reply) -> None:
-        if isinstance(reply, ReplyLostError) or _is_temporary(reply):
-            return
-        self._unacknowledged.pop(settlement, None)
+        """Forget a settlement, unless the store cannot write now: it is full, a replica, without permission, loading, or gone."""
+        if not isinstance(reply, ReplyLostError) and not (isinstance(reply, ReplyError) and _STATES.search(str(reply))):
+            self._unacknowledged.pop(settlement, None)
 
     def _apply_reply(self, identity: str, wanted: Sequence[tuple[Holder, Amounts]], reply: Reply) -> StoreResult:
         """Return the result in a reply, and remember its leases. Raises StoreUnavailableError without a reply or if it is too late."""
@@ -354,7 +347,8 @@ class RedisStore:
 
     async def _try_to_open(self) -> None:
         try:
-            line, trial = await connect(self.settings, self._new_connection, _greeting(self.settings, self.scripts))
+            new = partial(StoreConnection, self.settings.timeout, self._connection_lost, self._write_batch)
+            line, trial = await connect(self.settings, new, _greeting(self.settings, self.scripts))
         except (OSError, ReplyError) as error:
             self._opening = None
             self._mark_unavailable(str(error))
@@ -371,9 +365,6 @@ class RedisStore:
             now, since = (int(each) / 1_000_000 for each in reply.split())
             self._clock.synchronize(now, sent, monotonic())
             self.since, self.has_just_begun = since, now == since
-
-    def _new_connection(self) -> StoreConnection:
-        return StoreConnection(self.settings.timeout, self._connection_lost, self._write_batch)
 
     def _mark_available(self, line: StoreConnection) -> None:
         if self._is_available is False:
@@ -432,18 +423,17 @@ def _greeting(settings: LimitsStore, scripts: Scripts) -> list[bytes]:
     return [*authentication(settings), *select, *load, _trial(scripts)[0]]
 
 
-def _trial(scripts: Scripts) -> tuple[bytes, Callable[[], bytes]]:
-    """Return a command that writes in the store, as the commands of requests do, and its writer (see ``_command``)."""
+def _trial(scripts: Scripts) -> _Command:
+    """Return a command that writes in the store, as the commands of requests do."""
     return _command(scripts.open, [f"{_PREFIX}{name}" for name in ("store", "trial", "trial leases")], ())
 
 
-def _command(script: Script, keys: Sequence[str], arguments: Sequence[str]) -> tuple[bytes, Callable[[], bytes]]:
-    """Return the bytes that run a script by its digest, and a function that makes the bytes with its text."""
+def _command(script: Script, keys: Sequence[str], arguments: Sequence[str]) -> _Command:
     rest: tuple[str | int, ...] = len(keys), *keys, *arguments
     return packed_command("EVALSHA", script.digest, *rest), lambda: packed_command("EVAL", script.text, *rest)
 
 
-class _Encoded(NamedTuple):
+class Encoded(NamedTuple):
     """The parts of commands that are the same for all requests of a holder: its two keys, its limits, its windows."""
 
     holder: Holder
@@ -452,14 +442,15 @@ class _Encoded(NamedTuple):
     windows: str
 
 
-def _encoded(holder: Holder) -> _Encoded:
+def encoded(holder: Holder) -> Encoded:
+    """Return the parts of commands for a holder."""
     limits: list[object] = [getattr(holder.limits, name) or 0 for name in rules.RATES]
     names: list[object] = []
     for window in holder.windows:
         names += (window.name, window.slice_seconds)
         limits += (window.name, window.slice_seconds, _limit(window.tokens), _limit(window.cost))
         limits += (min(window.tokens_ahead, _NO_LIMIT), min(window.cost_ahead, _NO_LIMIT))
-    return _Encoded(holder, _keys(holder), " ".join(map(str, limits)), " ".join(map(str, names)))
+    return Encoded(holder, _keys(holder), " ".join(map(str, limits)), " ".join(map(str, names)))
 
 
 def _keys(holder: Holder) -> tuple[str, str]:
@@ -469,23 +460,8 @@ def _keys(holder: Holder) -> tuple[str, str]:
     return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name} leases"
 
 
-def holder_key(holder: Holder) -> str:
-    """Return the key of a holder's counts."""
-    return _keys(holder)[0]
-
-
-def encoded_windows(holder: Holder) -> str:
-    """Return the argument that names the windows of a holder."""
-    return _encoded(holder).windows
-
-
 def _limit(limit: float) -> float:
     return 0 if limit == inf else limit
-
-
-def _is_temporary(reply: Reply) -> bool:
-    """Check whether the store cannot write at the moment: it is full, a replica, without permission, or loading."""
-    return isinstance(reply, ReplyError) and _STATES.search(str(reply)) is not None
 
 
 def _is_late(reply: Reply) -> bool:

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.limits.lease import DURATION, LEAST, MOST, PARTS, Known, Lease, can_lease, next_amounts, seconds_of_lease
+from gateway.limits.lease import DURATION, LEAST, MOST, PARTS, Lease, can_lease, next_amounts, seconds_of_lease
+from gateway.limits.redis.result import StoreResult
 from gateway.limits.rules import Amounts, Holder
 from gateway.limits.windows import session_window, states_of, windows_of
 from gateway.snapshot.snapshot import Budget, Limits
@@ -24,10 +25,10 @@ _STEPS = st.lists(
 )
 
 
-def known(requests_full: float = 0.0, tokens_full: float = 0.0, tokens: int = 0, cost: int = 0, limits: Limits = LIMITS) -> Known:
+def known(requests_full: float = 0.0, tokens_full: float = 0.0, tokens: int = 0, cost: int = 0, limits: Limits = LIMITS) -> StoreResult:
     """Return what a store reports at the time 0 about a holder with this use."""
     budgets = [(HOLDER, state) for window in windows_of(limits) for state in states_of(window, tokens, cost, 60.0)]
-    return Known([(limits, requests_full, tokens_full)], budgets)
+    return StoreResult(None, [(limits, requests_full, tokens_full)], budgets)
 
 
 def lease(granted: Amounts) -> Lease:
@@ -110,7 +111,7 @@ def test_a_lease_follows_the_demand(demand: Amounts, seconds: float, expected: A
     [known(requests_full=59.9), known(tokens_full=59.99), known(tokens=999_000), known(cost=10**12 - 10_000)],
     ids=["requests per minute", "tokens per minute", "tokens per day", "cost per month"],
 )
-def test_near_a_limit_there_is_no_lease(nearly_used: Known) -> None:
+def test_near_a_limit_there_is_no_lease(nearly_used: StoreResult) -> None:
     demand = Amounts(100, 0, 1000, 100_000)
     assert next_amounts(demand, 1.0, known(), 0.0) is not None
     assert next_amounts(demand, 1.0, nearly_used, 0.0) is None

@@ -35,7 +35,7 @@ from upstream.cells import Cells
 LAST_DAY_OF_MAY = datetime(2027, 5, 31, 23, 30, tzinfo=UTC).timestamp()
 AT = moment(1000.0, LAST_DAY_OF_MAY)
 """A Monday."""
-WEEK_OF_AT = (AT.day + 3) // 7
+WEEK_OF_AT = (AT.periods[0] + 3) // 7
 REQUEST = Amounts(requests=1, slots=1)
 
 
@@ -245,7 +245,7 @@ bucket_cells = st.builds(
     lambda full, back, days, months, weeks: [
         *(AT.now + seconds for seconds in full),
         *back,
-        *(AT.day + days[0][0], *days[0][1:], AT.day + days[1][0], *days[1][1:]),
+        *(AT.periods[0] + days[0][0], *days[0][1:], AT.periods[0] + days[1][0], *days[1][1:]),
         *(AT.periods[2] + months[0][0], *months[0][1:], AT.periods[2] + months[1][0], *months[1][1:]),
         *(WEEK_OF_AT + weeks[0][0], *weeks[0][1:], WEEK_OF_AT + weeks[1][0], *weeks[1][1:]),
     ],
@@ -376,7 +376,7 @@ class Limiting(RuleBasedStateMachine):
         self.team = self.control.holder("team", TEAM)
         self.keys = {name: self.control.holder(name, KEYS) for name in "ab"}
         self.at = AT
-        self.newest = AT.day
+        self.newest = AT.periods[0]
         self.all: list[Request] = []
 
     def _worker(self, number: int) -> Buckets:
@@ -479,9 +479,9 @@ class Limiting(RuleBasedStateMachine):
     def set_clock(self, hours: int) -> None:
         """Set only the wall clock. Days before the previous one are forgotten."""
         changed = moment(self.at.now, self.at.wall + hours * 3600)
-        if self.newest - 1 <= changed.day <= self.newest + 1:
+        if self.newest - 1 <= changed.periods[0] <= self.newest + 1:
             self.at = changed
-            self.newest = max(self.newest, changed.day)
+            self.newest = max(self.newest, changed.periods[0])
 
     @invariant()
     def nothing_is_lost(self) -> None:
