@@ -98,21 +98,13 @@ def page(entries: Sequence[Card], query: Mapping[str, str]) -> dict[str, Any]:
 
     Raises Refusal for a limit that is not a number from 1 to ``MOST_ON_A_PAGE``, and for an ID that is not in the list.
     """
-    start, end = 0, len(entries)
-    if "after_id" in query:
-        start = _position(entries, query, "after_id") + 1
-    if "before_id" in query:
-        end = _position(entries, query, "before_id")
+    start = _position(entries, query, "after_id") + 1 if "after_id" in query else 0
+    end = _position(entries, query, "before_id") if "before_id" in query else len(entries)
+    selected = entries[start:end]
     limit = _limit(query["limit"]) if "limit" in query else len(entries)
-    if "before_id" in query:
-        first, last = max(start, end - limit), end
-        more = first > start
-    else:
-        first, last = start, min(end, start + limit)
-        more = last < end
-    shown = entries[first:last]
+    shown = selected[-limit:] if "before_id" in query else selected[:limit]
     ids = (shown[0]["id"], shown[-1]["id"]) if shown else (None, None)
-    return {"object": "list", "data": shown, "has_more": more, "first_id": ids[0], "last_id": ids[1]}
+    return {"object": "list", "data": shown, "has_more": len(selected) > limit, "first_id": ids[0], "last_id": ids[1]}
 
 
 def _limit(text: str) -> int:

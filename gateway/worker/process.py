@@ -26,24 +26,7 @@ from gateway.ledger.recorder import Recorder
 from gateway.limits.buckets import Buckets
 from gateway.proxy.exchange import handle_request
 from gateway.proxy.request_services import RequestServices
-from gateway.snapshot.link import (
-    READ_AHEAD,
-    ApplySnapshot,
-    CachedBlocks,
-    Drain,
-    Health,
-    HealthApplied,
-    Link,
-    Message,
-    ModelRequested,
-    Ping,
-    ServerProgress,
-    SnapshotApplied,
-    StopKeepAlive,
-    StoreStatus,
-    UnknownSigningKey,
-    UsageReported,
-)
+from gateway.snapshot import link
 from gateway.system import garbage_collector, logs
 from gateway.system.acceptor import Acceptor, Seats
 from gateway.system.file_descriptors import raise_limit
@@ -92,11 +75,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="worker", description="A worker process; control starts it.")
     parser.add_argument("word", choices=["worker"])
     parser.add_argument("number", type=int)
-    parser.add_argument("--listen-fd", type=int, required=True)
-    parser.add_argument("--control-fd", type=int, required=True)
-    parser.add_argument("--counters-fd", type=int, required=True)
-    parser.add_argument("--buckets-fd", type=int, required=True)
-    parser.add_argument("--placements-fd", type=int, required=True)
+    for name in ("listen", "control", "counters", "buckets", "placements"):
+        parser.add_argument(f"--{name}-fd", type=int, required=True)
     parser.add_argument("--seats-fd", type=int, help="where several workers share the listening socket")
     parser.add_argument("--journal-fd", type=int)
     parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
@@ -107,11 +87,11 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
     """Serve. Returns whether control exited first."""
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     control = socket.socket(fileno=arguments.control_fd)
-    link = Link(*await asyncio.open_connection(sock=control, limit=READ_AHEAD))
+    to_control = link.Link(*await asyncio.open_connection(sock=control, limit=link.READ_AHEAD))
     with live_servers() as servers:
-        messages = link.messages()
+        messages = to_control.messages()
         first = await anext(messages, None)
-        if not isinstance(first, ApplySnapshot):
+        if not isinstance(first, link.ApplySnapshot):
             return True
         logs.configure(first.snapshot.log, f"worker {arguments.number}")
         requests = RequestServices(
@@ -121,9 +101,9 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             ledger=recorder,
             buckets=Buckets.inherited(arguments.buckets_fd, arguments.number),
             spans=traced,
-            report_demand=lambda model, since: link.send(ModelRequested(model, since)),
-            report_store=lambda error: link.send(StoreStatus(error)),
-            report_choice=link.send,
+            report_demand=lambda model, since: to_control.send(link.ModelRequested(model, since)),
+            report_store=lambda error: to_control.send(link.StoreStatus(error)),
+            report_choice=to_control.send,
         )
         worker = Worker(
             first.snapshot,
@@ -132,32 +112,32 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             fleet=servers,
             number=arguments.number,
             peers=PeerPlacements(PlacementLog(arguments.placements_fd, arguments.number)),
-            on_unknown_token=lambda issuer: link.send(UnknownSigningKey(issuer)),
-            request_usage=link.send,
+            on_unknown_token=lambda issuer: to_control.send(link.UnknownSigningKey(issuer)),
+            request_usage=to_control.send,
         )
-        process = WorkerProcess(worker, link)
+        process = WorkerProcess(worker, to_control)
         process.apply_health(first.health)  # before the first request, which would find no server
         seats = Seats(arguments.seats_fd, arguments.number) if arguments.seats_fd is not None else None
         await process.serve(socket.socket(fileno=arguments.listen_fd), seats, messages)
-    orphaned = link.ended
-    link.close()
+    orphaned = to_control.ended
+    to_control.close()
     return orphaned
 
 
 class WorkerProcess:
     """A running worker process: handles control's messages and the clock."""
 
-    def __init__(self, worker: Worker, link: Link) -> None:
+    def __init__(self, worker: Worker, to_control: link.Link) -> None:
         self.worker = worker
-        self.link = link
+        self._to_control = to_control
         self._acceptor: Closable | None = None
 
-    def apply_health(self, health: Health) -> None:
+    def apply_health(self, health: link.Health) -> None:
         """Apply a health report, and acknowledge it."""
         self.worker.apply_health(health)
-        self.link.send(HealthApplied(health.number))
+        self._to_control.send(link.HealthApplied(health.number))
 
-    async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[Message]) -> None:
+    async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[link.Message]) -> None:
         """Serve until control has exited, or has had this worker drained."""
         self._acceptor = await start_accepting(self.worker, listener, seats)
         collections = garbage_collector.take_over()
@@ -166,27 +146,27 @@ class WorkerProcess:
             await self._handle_messages(messages, listener)
             ticking.cancel()
 
-    async def _handle_messages(self, messages: AsyncIterator[Message], listener: socket.socket) -> None:
+    async def _handle_messages(self, messages: AsyncIterator[link.Message], listener: socket.socket) -> None:
         """Handle control's messages. Returns when control has exited or the drain has finished."""
-        self.link.send(SnapshotApplied(self.worker.snapshot.version))
+        self._to_control.send(link.SnapshotApplied(self.worker.snapshot.version))
         async for message in messages:
             match message:
-                case ApplySnapshot(snapshot=snapshot, health=health):
+                case link.ApplySnapshot(snapshot=snapshot, health=health):
                     logs.configure(snapshot.log, f"worker {self.worker.number}")
                     self.worker.apply_snapshot(snapshot)
                     self.apply_health(health)
-                    self.link.send(SnapshotApplied(snapshot.version))
-                case Health():
+                    self._to_control.send(link.SnapshotApplied(snapshot.version))
+                case link.Health():
                     self.apply_health(message)
-                case CachedBlocks():
+                case link.CachedBlocks():
                     self.worker.apply_cached_blocks(message)
-                case StopKeepAlive():
+                case link.StopKeepAlive():
                     self.worker.connections.keep_alive = False
-                case Ping():
-                    self.link.send(message)
-                case UsageReported():
+                case link.Ping():
+                    self._to_control.send(message)
+                case link.UsageReported():
                     self.worker.usage_requests.reported(message)
-                case Drain(seconds=seconds):
+                case link.Drain(seconds=seconds):
                     await drain(self.worker, self._acceptor, listener, seconds)
                     return
 
@@ -203,7 +183,7 @@ class WorkerProcess:
             if count % _EVERY_SECOND == 0:
                 logs.report_suppressed(monotonic())
                 if self.worker.progress:
-                    self.link.send(ServerProgress(self.worker.progress))
+                    self._to_control.send(link.ServerProgress(self.worker.progress))
                 collections.tick(idle=not self.worker.connections.handlers)
 
 

@@ -12,7 +12,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,26 +22,7 @@ import msgspec
 from gateway.limits.buckets import Buckets
 from gateway.limits.limiter import shown_budgets
 from gateway.limits.windows import BudgetState
-from gateway.snapshot.link import (
-    READ_AHEAD,
-    ApplySnapshot,
-    ChoiceExplained,
-    Drain,
-    Health,
-    HealthApplied,
-    Link,
-    LinkBrokenError,
-    Message,
-    ModelRequested,
-    Ping,
-    ServerProgress,
-    SnapshotApplied,
-    StopKeepAlive,
-    StoreStatus,
-    UnknownSigningKey,
-    UsageReported,
-    UsageRequested,
-)
+from gateway.snapshot import link
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.acceptor import Seats
 from gateway.telemetry.shared_counters import SharedCounters
@@ -62,6 +43,7 @@ PAUSES = 1.0, 8.0  # seconds, at first and at most
 _PROGRESS_AGE = 3.0  # seconds after which a worker's report of progress is out of date
 _APPLY_TIMEOUT = 5.0  # seconds in which every worker should have applied a message
 _MAX_WITHOUT_WORKERS = 60.0  # seconds without a running worker, after which none is expected to start
+_CHANGES = link.SnapshotApplied | link.HealthApplied | link.ModelRequested | link.UnknownSigningKey  # messages that control acts on
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -85,14 +67,14 @@ class WorkerStatus:
 class WorkerEvents:
     """The callbacks of the supervisor.
 
-    ``changed`` is called after a message from a worker and after its exit. ``unknown_signing_key`` is called with the issuer of a token
-    whose signing key a worker does not have. ``usage_requested`` is called with a key's request for its usage, and a function that sends
-    the reply.
+    ``changed`` is called after a message of ``_CHANGES`` from a worker, and after its exit. ``unknown_signing_key`` is called with the issuer
+    of a token whose signing key a worker does not have. ``usage_requested`` is called with a key's request for its usage, and a function
+    that sends the reply.
     """
 
     changed: Callable[[], None]
     unknown_signing_key: Callable[[str], None]
-    usage_requested: Callable[[UsageRequested, Callable[[UsageReported], None]], None] = lambda _, __: None
+    usage_requested: Callable[[link.UsageRequested, Callable[[link.UsageReported], None]], None] = lambda _, __: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,52 +97,52 @@ class _WorkerSlot:
         self._inherited = inherited
         self._events = events
         # State of the current process
-        self._link: Link | None = None
+        self._to_worker: link.Link | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._unanswered = 0
         self._version = 0
         self._health_number = 0
         self.requested: dict[str, float] = {}
-        self.choices: dict[str, ChoiceExplained] = {}
-        self.store: StoreStatus | None = None
-        self.progress: tuple[float, ServerProgress] | None = None
+        self.choices: dict[str, link.ChoiceExplained] = {}
+        self.store: link.StoreStatus | None = None
+        self.progress: tuple[float, link.ServerProgress] | None = None
         """The last message about the progress of servers, and when it arrived."""
         # State across all processes of this worker
         self._restarts = 0
-        self._drain: Drain | None = None  # set once the worker is to exit and not to be replaced
+        self._drain: link.Drain | None = None  # set once the worker is to exit and not to be replaced
 
     @property
     def status(self) -> WorkerStatus:
         pid = self._process.pid if self._process is not None and self._process.returncode is None else None
-        up = self._link is not None and self._version > 0
+        up = self._to_worker is not None and self._version > 0
         return WorkerStatus(self.number, pid, up, self._version, self._restarts, self._unanswered)
 
     def has_applied(self, number: int) -> bool:
         """Return whether the worker has applied this ``Health`` message or a later one. A new process applies it at its start."""
-        return self._link is None or self._health_number >= number
+        return self._to_worker is None or self._health_number >= number
 
-    def send(self, message: Message) -> None:
-        if self._link is not None:
-            self._link.send(message)
+    def send(self, message: link.Message) -> None:
+        if self._to_worker is not None:
+            self._to_worker.send(message)
 
     def check(self) -> None:
         """Send a liveness check, and kill a process that has not replied to too many checks."""
         process = self._process
-        if process is None or process.returncode is not None or self._link is None or self._drain:
+        if process is None or process.returncode is not None or self._to_worker is None or self._drain:
             return
         if self._unanswered >= (_MAX_UNANSWERED if self.status.up else _MAX_UNANSWERED_AT_START):
             _log.error("worker %d does not respond and is killed", self.number)
             process.kill()
             return
         self._unanswered += 1
-        self.send(Ping())
+        self.send(link.Ping())
 
     def drain(self, seconds: float) -> None:
         """Let the process finish its requests and exit, without a successor."""
-        self._drain = Drain(seconds)
+        self._drain = link.Drain(seconds)
         self.send(self._drain)
 
-    async def run(self, first_messages: Callable[[], Sequence[Message]]) -> None:
+    async def run(self, first_messages: Callable[[], Iterable[link.Message]]) -> None:
         """Keep a process running until it is drained, or until cancelled."""
         backoff = Backoff(*PAUSES, spread=0.0)
         while not self._drain:
@@ -176,55 +158,51 @@ class _WorkerSlot:
             if not self._drain:
                 await asyncio.sleep(pause_after(time.monotonic() - started, backoff))
 
-    async def _run_process(self, first_messages: Callable[[], Sequence[Message]]) -> None:
+    async def _run_process(self, first_messages: Callable[[], Iterable[link.Message]]) -> None:
         """Run one process to its end. Raises OSError or RuntimeError if it cannot be started."""
-        async with self._started() as link:
-            self._link = link
+        async with self._started() as to_worker:
+            self._to_worker = to_worker
             try:
                 for message in first_messages():
-                    link.send(message)
+                    to_worker.send(message)
                 if self._drain is not None:  # requested while the process was being started
-                    link.send(self._drain)
-                await self._receive(link)
-            except LinkBrokenError as error:
+                    to_worker.send(self._drain)
+                await self._receive(to_worker)
+            except link.LinkBrokenError as error:
                 _log.error("worker %d: %s", self.number, error)
             finally:
-                self._link, self._version, self._health_number, self._unanswered = None, 0, 0, 0
+                self._to_worker, self._version, self._health_number, self._unanswered = None, 0, 0, 0
                 self.requested, self.store = {}, None
                 self._events.changed()
 
-    async def _receive(self, link: Link) -> None:
-        async for message in link.messages():
+    async def _receive(self, to_worker: link.Link) -> None:
+        async for message in to_worker.messages():
             match message:
-                case Ping():
+                case link.Ping():
                     self._unanswered = 0
-                    continue
-                case SnapshotApplied(version=version):
+                case link.SnapshotApplied(version=version):
                     self._version = version
-                case HealthApplied(number=number):
+                case link.HealthApplied(number=number):
                     self._health_number = number
-                case ModelRequested(model=model, since=since) if since is not None:
+                case link.ModelRequested(model=model, since=since) if since is not None:
                     self.requested[model] = since
-                case ModelRequested(model=model):
+                case link.ModelRequested(model=model):
                     self.requested.pop(model, None)
-                case UnknownSigningKey(issuer=issuer):
+                case link.UnknownSigningKey(issuer=issuer):
                     self._events.unknown_signing_key(issuer)
-                case StoreStatus():
+                case link.StoreStatus():
                     self.store = message
-                    continue
-                case ServerProgress():
+                case link.ServerProgress():
                     self.progress = time.monotonic(), message
-                    continue
-                case ChoiceExplained(model=model):
+                case link.ChoiceExplained(model=model):
                     self.choices[model] = message
-                    continue
-                case UsageRequested():
-                    self._events.usage_requested(message, link.send)
-                    continue
-            self._events.changed()
+                case link.UsageRequested():
+                    self._events.usage_requested(message, to_worker.send)
+            if isinstance(message, _CHANGES):
+                self._events.changed()
 
     @asynccontextmanager
-    async def _started(self) -> AsyncIterator[Link]:
+    async def _started(self) -> AsyncIterator[link.Link]:
         """Start a process and open the link to it. On exit the process has ended: by itself when its link closes, otherwise by SIGKILL."""
         ours, theirs = socket.socketpair()
         inherited, ledger = self._inherited, self._inherited.ledger
@@ -242,19 +220,19 @@ class _WorkerSlot:
             fds["--journal-fd"] = ledger.journals[self.number].fd
         arguments += [argument for flag, fd in fds.items() for argument in (flag, str(fd))]
         with theirs:
-            link = Link(*await asyncio.open_connection(sock=ours, limit=READ_AHEAD))
+            to_worker = link.Link(*await asyncio.open_connection(sock=ours, limit=link.READ_AHEAD))
             try:
                 process = self._process = await asyncio.create_subprocess_exec(
                     sys.executable, "-P", "-m", "gateway.worker.process", "worker", str(self.number), *arguments,
                     stdin=asyncio.subprocess.DEVNULL, pass_fds=tuple(fds.values()),
                 )  # fmt: skip
             except BaseException:
-                link.close()
+                to_worker.close()
                 raise
         try:  # nothing is awaited between the process's start and this line, so a cancellation leaves no process behind
-            yield link
+            yield to_worker
         finally:
-            link.close()
+            to_worker.close()
             await _ended(process)
             if inherited.seats is not None:
                 inherited.seats.vacate(self.number)
@@ -265,10 +243,9 @@ class _WorkerSlot:
 async def _ended(process: asyncio.subprocess.Process) -> None:
     """Wait for a process to exit. It is killed after a timeout, and when the wait is cancelled."""
     try:
-        async with asyncio.timeout(_EXIT_GRACE):
-            await process.wait()
-    except TimeoutError:
-        pass
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_EXIT_GRACE):
+                await process.wait()
     finally:
         if process.returncode is None:
             process.kill()
@@ -276,39 +253,28 @@ async def _ended(process: asyncio.subprocess.Process) -> None:
 
 
 class WorkerSupervisor:
-    """All workers of a gateway. Each worker has a separate slot, in which its process is kept running."""
+    """All workers of a gateway. Each worker has a separate slot, in which its process is kept running.
+
+    ``buckets`` are the counts of limits, which all workers share. ``placements`` is the log of placements, in which control's section is
+    the last one. ``snapshot`` is the last snapshot that was sent; None before the first.
+    """
 
     def __init__(self, listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None) -> None:
-        self._buckets = Buckets.create("buckets", count)
-        self._placements = PlacementLog.create(count + 1, count)
+        self.buckets = Buckets.create("buckets", count)
+        self.placements = PlacementLog.create(count + 1, count)
         self._seats = Seats.create(count) if count > 1 else None
-        inherited = _Inherited(listener, self._buckets, self._placements, self._seats, ledger)
+        inherited = _Inherited(listener, self.buckets, self.placements, self._seats, ledger)
         self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
         self._preparation: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._snapshot: Snapshot | None = None
-        self._health = Health({}, {})
+        self.snapshot: Snapshot | None = None
+        self._health = link.Health({}, {})
         self._is_keep_alive_stopped = False
         self._last_up = time.monotonic()
         self.before_start: Callable[[Snapshot], Awaitable[None]] = _nothing
         """Awaited with the first snapshot before the first processes start."""
-        self.more_first_messages: Callable[[], Iterable[Message]] = tuple
+        self.more_first_messages: Callable[[], Iterable[link.Message]] = tuple
         """Returns what a new process gets after the snapshot."""
-
-    @property
-    def buckets(self) -> Buckets:
-        """The counts of limits, which all workers share."""
-        return self._buckets
-
-    @property
-    def placements(self) -> PlacementLog:
-        """The log of placements, in which control's section is the last one."""
-        return self._placements
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The last snapshot that was sent; None before the first."""
-        return self._snapshot
 
     @property
     def boards(self) -> tuple[SharedCounters, ...]:
@@ -319,38 +285,38 @@ class WorkerSupervisor:
     def statuses(self) -> tuple[WorkerStatus, ...]:
         return tuple(slot.status for slot in self._slots)
 
-    def apply_snapshot(self, snapshot: Snapshot, health: Health) -> int:
+    def apply_snapshot(self, snapshot: Snapshot, health: link.Health) -> int:
         """Send a snapshot, with the health of its servers, to every worker. The first call starts the processes.
 
         Returns the number of the health message, as ``apply_health`` does.
         """
-        self._snapshot = snapshot
-        number = self._send(health, lambda numbered: ApplySnapshot(snapshot, numbered))
+        self.snapshot = snapshot
+        self._number(health)
+        self.send(link.ApplySnapshot(snapshot, self._health))
         if not self._tasks:
             self._preparation = preparation = asyncio.ensure_future(self.before_start(snapshot))
             self._tasks = [asyncio.create_task(self._run(slot, preparation)) for slot in self._slots]
-        return number
+        return self._health.number
 
     async def _run(self, slot: _WorkerSlot, preparation: asyncio.Future[None]) -> None:
         await asyncio.shield(preparation)
         await slot.run(self._first_messages)
 
-    def apply_health(self, health: Health) -> int:
+    def apply_health(self, health: link.Health) -> int:
         """Send the health of servers to every worker. Returns the number under which ``have_applied`` knows the message."""
-        return self._send(health, lambda numbered: numbered)
-
-    def _send(self, health: Health, message: Callable[[Health], Message]) -> int:
-        self._health = msgspec.structs.replace(health, number=self._health.number + 1)
-        for slot in self._slots:
-            slot.send(message(self._health))
+        self._number(health)
+        self.send(self._health)
         return self._health.number
 
-    def _first_messages(self) -> Sequence[Message]:
-        assert self._snapshot is not None
-        current = ApplySnapshot(self._snapshot, self._health)
-        return (current, *self.more_first_messages(), *((StopKeepAlive(),) if self._is_keep_alive_stopped else ()))
+    def _number(self, health: link.Health) -> None:
+        self._health = msgspec.structs.replace(health, number=self._health.number + 1)
 
-    def send(self, message: Message) -> None:
+    def _first_messages(self) -> Iterable[link.Message]:
+        assert self.snapshot is not None
+        current = link.ApplySnapshot(self.snapshot, self._health)
+        return (current, *self.more_first_messages(), *((link.StopKeepAlive(),) if self._is_keep_alive_stopped else ()))
+
+    def send(self, message: link.Message) -> None:
         """Send a message to every worker."""
         for slot in self._slots:
             slot.send(message)
@@ -379,18 +345,18 @@ class WorkerSupervisor:
             merged[name] = Progress(max(before.last_byte_at, one.last_byte_at), before.prefill + one.prefill)
         return merged
 
-    def last_choice(self, model: str) -> ChoiceExplained | None:
+    def last_choice(self, model: str) -> link.ChoiceExplained | None:
         """Return the last explained choice of a server for a model; None without one."""
         choices = [slot.choices[model] for slot in self._slots if model in slot.choices]
         return max(choices, key=lambda choice: choice.time, default=None)
 
     def budgets(self) -> Iterator[tuple[str, BudgetState]]:
         """Yield each budget of the configured keys and teams, with the name of its holder."""
-        return iter(()) if self._snapshot is None else shown_budgets(self._buckets, self._snapshot)
+        return iter(()) if self.snapshot is None else shown_budgets(self.buckets, self.snapshot)
 
-    def store_status(self) -> StoreStatus | None:
+    def store_status(self) -> link.StoreStatus | None:
         """Return the status of the limits store: unreachable if any worker cannot reach it. None: it is not used, or not reported yet."""
-        if self._snapshot is None or not self._snapshot.uses_store:
+        if self.snapshot is None or not self.snapshot.uses_store:
             return None
         known = [slot.store for slot in self._slots if slot.store is not None]
         return next((status for status in known if status.error is not None), known[0] if known else None)
@@ -417,8 +383,7 @@ class WorkerSupervisor:
     def stop_keep_alive(self) -> None:
         """Let clients reconnect elsewhere: each connection closes after its response."""
         self._is_keep_alive_stopped = True
-        for slot in self._slots:
-            slot.send(StopKeepAlive())
+        self.send(link.StopKeepAlive())
 
     async def drain(self, seconds: float) -> None:
         """Let open requests finish within ``seconds``, and the workers exit."""
@@ -435,8 +400,8 @@ class WorkerSupervisor:
         await asyncio.gather(*running, return_exceptions=True)
         for slot in self._slots:
             slot.counters.close()
-        self._buckets.close()
-        self._placements.close()
+        self.buckets.close()
+        self.placements.close()
         if self._seats is not None:
             self._seats.close()
 
