@@ -43,8 +43,6 @@ REFUSED = frozenset(
 )
 """Fields that change the response: they are refused with an error."""
 
-FORBIDDEN = STRIPPED | REFUSED
-
 MAXIMA: Mapping[str, int] = MappingProxyType({"n": 128, "best_of": 128, "logprobs": 100, "top_logprobs": 100})
 """The largest number that a field may contain. OpenAI allows n up to 128 and top_logprobs up to 20; vLLM has the same defaults."""
 
@@ -56,20 +54,21 @@ _CHOICE_FIELDS = ("n", "best_of")
 NUMBERS = frozenset({*MAXIMA, *TOKEN_LIMITS})
 """The fields that may have a largest number."""
 
-SIZES: Mapping[str, int] = MappingProxyType(
+OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
-        "response_format": 128 * 1024,  # OpenAI takes schemas of up to 120,000 characters
-        "structured_outputs": 128 * 1024,
-        "guided_json": 128 * 1024,
-        "guided_regex": 128 * 1024,
-        "guided_choice": 128 * 1024,
-        "guided_grammar": 128 * 1024,
-        "text": 128 * 1024,  # the format of /v1/responses
-        "output_config": 128 * 1024,  # the format of /v1/messages
-        "chat_template_kwargs": 128 * 1024,
-        "tools": 1024 * 1024,
-        "functions": 1024 * 1024,
+        "structured_outputs": ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+        "tools": ("functions",),
+        "tool_choice": ("function_call",),
     }
+)
+"""Fields whose older names clients still use."""
+
+_GRAMMARS = ("response_format", "structured_outputs", *OLD_NAMES["structured_outputs"], "text", "output_config")
+"""Fields with a grammar: ``text`` in /v1/responses, ``output_config`` in /v1/messages."""
+
+SIZES: Mapping[str, int] = MappingProxyType(
+    dict.fromkeys((*_GRAMMARS, "chat_template_kwargs"), 128 * 1024)  # OpenAI takes schemas of up to 120,000 characters
+    | dict.fromkeys(("tools", *OLD_NAMES["tools"]), 1024 * 1024)
 )
 """Maximum bytes of JSON in a field that is compiled into a grammar or read by a template."""
 _SMALLEST_SIZE = min(SIZES.values())
@@ -89,36 +88,12 @@ _TEMPLATE = "chat_template_kwargs"
 IN_TEMPLATE = frozenset({"chat_template", "tokenize"})
 """Fields that ``chat_template_kwargs`` may not contain, in addition to the table (vLLM's advisory on CVE-2025-62426)."""
 
-OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "structured_outputs": ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        "tools": ("functions",),
-        "tool_choice": ("function_call",),
-    }
-)
-"""Fields whose older names clients still use."""
-
 NO_MEDIA = frozenset({*SIZES, "tool_choice", "metadata", "logit_bias", "stream_options"})
 """Fields in which nothing is a media part of a message, such as schemas."""
 
 
 class BodyPolicy:
     """The table for one model, with the operator's own fields."""
-
-    __slots__ = (
-        "_allowed",
-        "_forbidden",
-        "_in_template",
-        "_maxima",
-        "_media",
-        "_refused",
-        "_sizes",
-        "_watched",
-        "defaults",
-        "max_tokens",
-        "overrides",
-        "sets_fields",
-    )
 
     def __init__(self, rules: BodyRules, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
         allowed, refused = frozenset(rules.allow), _with_old_names(rules.refuse)
@@ -129,7 +104,7 @@ class BodyPolicy:
         self._refused = (REFUSED - allowed) | refused
         maximum = {name: value for name, value in MAXIMA.items() if name not in allowed}
         if rules.max_n is not None:
-            maximum |= dict.fromkeys(("n", "best_of"), rules.max_n)
+            maximum |= dict.fromkeys(_CHOICE_FIELDS, rules.max_n)
         if rules.max_tokens is not None:
             maximum |= dict.fromkeys(TOKEN_LIMITS, rules.max_tokens)
         self._maxima = {name: value for name, value in maximum.items() if name not in refused}
@@ -166,7 +141,8 @@ class BodyPolicy:
                 pending = [value]
                 while pending:
                     if (found := refused_url_field(pending, self._media, media, _VALUES_PER_STEP)) is not None:
-                        raise self._refused_url(name, value, *found)
+                        holder, field = found
+                        raise self._not_allowed(f"{name}.{path_to(value, holder)}{field}")
                     if large:
                         yield
         return media
@@ -180,9 +156,6 @@ class BodyPolicy:
         for at, url in enumerate(images if isinstance(images, list) else ()):
             if not isinstance(url, str) or not self._media.allows(url):
                 raise self._not_allowed(f"images.{at}")
-
-    def _refused_url(self, name: str, value: Any, holder: Document, field: str) -> Refusal:
-        return self._not_allowed(f"{name}.{path_to(value, holder)}{field}")
 
     def _not_allowed(self, path: str) -> Refusal:
         hosts = _allowed(self._media.listed)

@@ -6,7 +6,7 @@ says. An algorithm is bound to a key before any token is seen (RFC 8725, section
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -78,9 +78,13 @@ class VerificationKeys:
         """Load keys as ``verification_keys`` returns them."""
         self._by_id: dict[tuple[str | None, str], jwt.PyJWK] = {}
         self._by_algorithm: dict[str, list[jwt.PyJWK]] = {}
-        for identity, algorithm, jwk in _all(orjson.loads(keys), frozenset(algorithms)):
-            self._by_id.setdefault((identity, algorithm), jwk)
-            self._by_algorithm.setdefault(algorithm, []).append(jwk)
+        wanted = frozenset(algorithms)
+        for key in orjson.loads(keys):
+            for algorithm in wanted.intersection(_algorithms(key)):
+                if (jwk := _to_jwk(key, algorithm)) is not None:
+                    named = key.get("kid")
+                    self._by_id.setdefault((named if isinstance(named, str) else None, algorithm), jwk)
+                    self._by_algorithm.setdefault(algorithm, []).append(jwk)
 
     def find(self, identity: str | None, algorithm: str) -> jwt.PyJWK | None:
         """Return the key that a token names. A token without a key ID uses the only key for its algorithm."""
@@ -88,12 +92,3 @@ class VerificationKeys:
             return self._by_id.get((identity, algorithm))
         supported = self._by_algorithm.get(algorithm, [])
         return supported[0] if len(supported) == 1 else None
-
-
-def _all(keys: Iterable[Mapping[str, Any]], wanted: frozenset[str]) -> Iterator[tuple[str | None, str, jwt.PyJWK]]:
-    for key in keys:
-        for algorithm in _algorithms(key):
-            jwk = _to_jwk(key, algorithm) if algorithm in wanted else None
-            if jwk is not None:
-                identity = key.get("kid")
-                yield identity if isinstance(identity, str) else None, algorithm, jwk

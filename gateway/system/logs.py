@@ -27,22 +27,9 @@ _KINDS = 1000  # remembered kinds; the gateway has few, but a library may format
 _CHAIN = 5  # causes of an error that are shown
 _FIELDS = ("request_id", "model", "server", "cause")
 
-PARTS: Mapping[str, str] = MappingProxyType(
-    {
-        "control": "vllm_gateway.control",
-        "worker": "vllm_gateway.worker",
-        "exchange": "vllm_gateway.exchange",
-        "fleet": "vllm_gateway.fleet",
-        "tracing": "vllm_gateway.tracing",
-        "limits": "vllm_gateway.limits",
-        "ledger": "vllm_gateway.ledger",
-        "certificate": "vllm_gateway.certificate",
-        "launcher": "upstream.launcher",
-        "health": "upstream.vllm.health",
-        "discovery": "upstream.discovery",
-        "kv_events": "vllm_gateway.kv_events",
-    }
-)
+_OF_UPSTREAM = {"launcher": "upstream.launcher", "health": "upstream.vllm.health", "discovery": "upstream.discovery"}
+_OF_GATEWAY = ("control", "worker", "exchange", "fleet", "tracing", "limits", "ledger", "certificate", *_OF_UPSTREAM, "kv_events")
+PARTS: Mapping[str, str] = MappingProxyType({part: _OF_UPSTREAM.get(part, f"vllm_gateway.{part}") for part in _OF_GATEWAY})
 """The parts whose level can be set, and their loggers."""
 
 _log = logging.getLogger("vllm_gateway")
@@ -61,11 +48,10 @@ class LogSettings:
 
 @dataclass(slots=True)
 class _Kind:
-    """The counts of one kind of line in its window."""
+    """The lines of one kind in its window."""
 
     since: float
-    written: int = 0
-    counted: int = 0
+    lines: int = 0
 
 
 class Repeats:
@@ -77,24 +63,21 @@ class Repeats:
         self._kinds: dict[tuple[str, int, str], _Kind] = {}
 
     def admits(self, name: str, level: int, message: str, now: float) -> bool:
-        """Return whether a line is written, and count it otherwise. ``message`` is the format string."""
+        """Count a line, and return whether it is written. ``message`` is the format string."""
         kind = self._kinds.get((name, level, message))
         if kind is None:
             if len(self._kinds) >= _KINDS:
                 self._kinds.pop(next(iter(self._kinds)))
             kind = self._kinds[name, level, message] = _Kind(now)
-        kind.written += 1
-        if kind.written <= self._burst:
-            return True
-        kind.counted += 1
-        return False
+        kind.lines += 1
+        return kind.lines <= self._burst
 
     def expired(self, now: float) -> Iterator[tuple[str, int, str, int]]:
         """Forget kinds whose window has expired. Yields logger, level, message and number of suppressed lines."""
         for key in [key for key, kind in self._kinds.items() if now - kind.since >= self._window]:
-            counted = self._kinds.pop(key).counted
-            if counted:
-                yield (*key, counted)
+            suppressed = self._kinds.pop(key).lines - self._burst
+            if suppressed > 0:
+                yield (*key, suppressed)
 
 
 class Handler(logging.StreamHandler[TextIO]):
@@ -137,12 +120,8 @@ class TextFormatter(logging.Formatter):
         return "\n".join([line, *_trace(record)])
 
 
-class JsonFormatter(logging.Formatter):
+class JsonFormatter(TextFormatter):
     """Formats one object per line: time, level, process, part, message, and fields such as ``model``."""
-
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
@@ -184,7 +163,7 @@ def _system_message(error: BaseException) -> str:
     return f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
 
 
-_FORMATTERS: Mapping[str, type[TextFormatter | JsonFormatter]] = MappingProxyType({"text": TextFormatter, "json": JsonFormatter})
+_FORMATTERS: Mapping[str, type[TextFormatter]] = MappingProxyType({"text": TextFormatter, "json": JsonFormatter})
 
 
 def uncaught(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

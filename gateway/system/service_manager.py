@@ -82,14 +82,12 @@ class ServiceManager:
         if self._phase is _Phase.STARTING and gateway.not_ready() is None:
             fields["READY"] = "1"
         if self._is_due("STATUS", now, _STATUS_INTERVAL) and self._phase is not _Phase.STOPPING:
-            fields |= self._changed_status(gateway.headline())
+            headline = gateway.headline()
+            fields |= {"STATUS": headline} if headline != self._status else {}
         fields |= self._signs_of_life(gateway, now)
         if self._send(fields):
             self._status = fields.get("STATUS", self._status)
             self._phase = _Phase.RUNNING if "READY" in fields else self._phase
-
-    def _changed_status(self, headline: str) -> dict[str, str]:
-        return {"STATUS": headline} if headline != self._status else {}
 
     def _signs_of_life(self, gateway: Supervised, now: float) -> dict[str, str]:
         """Extend the start timeout while the gateway starts, because models may need long.

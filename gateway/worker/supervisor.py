@@ -67,9 +67,9 @@ class WorkerStatus:
 class WorkerEvents:
     """The callbacks of the supervisor.
 
-    ``changed`` is called after a message of ``_CHANGES`` from a worker, and after its exit. ``unknown_signing_key`` is called with the issuer
-    of a token whose signing key a worker does not have. ``usage_requested`` is called with a key's request for its usage, and a function
-    that sends the reply.
+    ``changed`` is called after a message of ``_CHANGES`` from a worker, and after its exit. ``unknown_signing_key`` is called with the
+    issuer of a token whose signing key a worker does not have. ``usage_requested`` is called with a key's request for its usage, and a
+    function that sends the reply.
     """
 
     changed: Callable[[], None]
