@@ -189,14 +189,15 @@ class ModelQueue:
         """Return the refusal, with the time to retry, for a request that cannot wait or has waited too long."""
         now = monotonic()
         if self._pool.is_up:
-            return _overloaded(self._rate.seconds_for(len(self._waiting), now))
-        seconds = max(math.ceil((self.eta or now) - now), 1)
-        first, until = self._returning or (since, 0.0)
-        self._returning = min(first, since), max(until, now + seconds + RETURN_GRACE)
-        self._publish()
-        return Refusal(
-            "model_loading", f"The model is being loaded. Try again in {duration(seconds)}.", headers={"retry-after": str(seconds)}
-        )
+            seconds = self._rate.seconds_for(len(self._waiting), now)
+            code, reason = "overloaded", "The model has as many requests as it can take, and others wait."
+        else:
+            seconds = max(math.ceil((self.eta or now) - now), 1)
+            code, reason = "model_loading", "The model is being loaded."
+            first, until = self._returning or (since, 0.0)
+            self._returning = min(first, since), max(until, now + seconds + RETURN_GRACE)
+            self._publish()
+        return Refusal(code, f"{reason} Try again in {duration(seconds)}.", headers={"retry-after": str(seconds)})
 
     def tick(self, now: float) -> None:
         """Forget clients that have not returned in time."""
@@ -284,8 +285,3 @@ class DispatchRate:
     def seconds_for(self, dispatches: int, now: float) -> int:
         """Return the whole seconds, at least one, that a number of dispatches will take."""
         return max(math.ceil(max(self._mean, now - self._last) * dispatches), 1)
-
-
-def _overloaded(seconds: int) -> Refusal:
-    message = f"The model has as many requests as it can take, and others wait. Try again in {duration(seconds)}."
-    return Refusal("overloaded", message, headers={"retry-after": str(seconds)})

@@ -71,7 +71,7 @@ class TokenVerifier:
         self._teams = snapshot.teams
         if snapshot.issuers != self._issuers:
             self._issuers = snapshot.issuers
-            self._by_name = {issuer.name: _Issuer(issuer) for issuer in snapshot.issuers}
+            self._by_name = {issuer.name: _Issuer(issuer, self._request_keys) for issuer in snapshot.issuers}
             self._limit = max(issuer.limit for issuer in snapshot.issuers)
             self._verified_tokens.clear()
             self._refused.clear()
@@ -82,30 +82,27 @@ class TokenVerifier:
         if key is None:
             if not _FORM.match(token):
                 return None
-            key = self._verified_principal(token, digest)
+            key = self._principal_for(self._verified(token, digest))
+            _keep(self._principals, digest, key, _MAX_VERIFIED)
         if key.expires is not None and time.time() >= key.expires:
-            raise _refusal("expired_api_key")
-        return key
-
-    def _verified_principal(self, token: bytes, digest: bytes) -> Key:
-        verified = self._verified_tokens.get(digest)
-        if verified is None:
-            verified = self._verified(token, digest)
-            _keep(self._verified_tokens, digest, verified, _MAX_VERIFIED)
-        key = self._principal_for(verified)
-        _keep(self._principals, digest, key, _MAX_VERIFIED)
+            raise Refusal(*_EXPIRED)
         return key
 
     def _verified(self, token: bytes, digest: bytes) -> VerifiedToken:
+        """Return the cached result for a token, or verify it. Raises Refusal, also a cached one."""
+        if (known := self._verified_tokens.get(digest)) is not None:
+            return known
         before = self._refused.get(digest)
         if before is not None and time.monotonic() < before[2]:
             raise Refusal(before[0], before[1])
         try:
-            return self._verify(token)
+            verified = self._verify(token)
         except Refusal as refusal:
             if refusal.spec.status == 401:
                 _keep(self._refused, digest, (refusal.code, refusal.message, time.monotonic() + _REFUSED_FOR), _MAX_REFUSED)
             raise
+        _keep(self._verified_tokens, digest, verified, _MAX_VERIFIED)
+        return verified
 
     def _verify(self, token: bytes) -> VerifiedToken:
         if len(token) > self._limit:
@@ -116,7 +113,7 @@ class TokenVerifier:
         issuer = self._by_name.get(name) if isinstance(name, str) else None
         if issuer is None:
             raise Refusal("invalid_api_key", "The token's issuer is not known here.")
-        return issuer.verify(token, header, claimed, self._request_keys)
+        return issuer.verify(token, header, claimed)
 
     def _request_keys(self, issuer: str) -> None:
         """Request an issuer's keys from control, at most once a second, whatever tokens clients send."""
@@ -180,13 +177,12 @@ def _keep(where: dict[bytes, V], digest: bytes, value: V, most: int) -> None:
 class _Issuer:
     """An issuer and the keys that verify its tokens."""
 
-    def __init__(self, issuer: Issuer) -> None:
+    def __init__(self, issuer: Issuer, request_keys: Callable[[str], None]) -> None:
         self._issuer = issuer
+        self._request_keys = request_keys
         self._keys = None if issuer.key_set is None else VerificationKeys(issuer.key_set, issuer.algorithms)
 
-    def verify(
-        self, token: bytes, header: Mapping[str, Any], claimed: Mapping[str, Any], request_keys: Callable[[str], None]
-    ) -> VerifiedToken:
+    def verify(self, token: bytes, header: Mapping[str, Any], claimed: Mapping[str, Any]) -> VerifiedToken:
         """Verify a token, cheapest check first. ``claimed`` are its unverified claims. Raises Refusal."""
         issuer, algorithm, expires = self._issuer, header.get("alg"), claimed.get("exp")
         if len(token) > issuer.limit:
@@ -194,16 +190,15 @@ class _Issuer:
         if algorithm not in issuer.algorithms:
             raise Refusal("invalid_api_key", f"The token is not signed by one of {', '.join(issuer.algorithms)}.")
         if isinstance(expires, int | float) and time.time() >= expires + issuer.leeway:
-            raise _refusal("expired_api_key")
-        claims = self._decode(token, self._key(header.get("kid"), algorithm, request_keys))
-        return _read(claims, issuer)
+            raise Refusal(*_EXPIRED)
+        return _read(self._decode(token, self._key(header.get("kid"), algorithm)), issuer)
 
-    def _key(self, identity: object, algorithm: str, request_keys: Callable[[str], None]) -> jwt.PyJWK:
+    def _key(self, identity: object, algorithm: str) -> jwt.PyJWK:
         if self._keys is None:
             raise Refusal("overloaded", "The keys of the token's issuer are not known yet.")
         known = self._keys.find(identity, algorithm) if identity is None or isinstance(identity, str) else None
         if known is None:
-            request_keys(self._issuer.name)
+            self._request_keys(self._issuer.name)
             raise Refusal("invalid_api_key", "The token is signed by a key that its issuer has not published, as far as is known here.")
         return known
 
@@ -227,18 +222,15 @@ class _Issuer:
 
 
 _INVALID = ("invalid_api_key", "The token is not valid.")
+_EXPIRED = ("expired_api_key", "The token has expired.")
 _MESSAGES: Mapping[type[Exception], tuple[str, str]] = MappingProxyType(
     {
-        jwt.ExpiredSignatureError: ("expired_api_key", "The token has expired."),
+        jwt.ExpiredSignatureError: _EXPIRED,
         jwt.ImmatureSignatureError: ("invalid_api_key", "The token is not valid yet."),
         jwt.InvalidAudienceError: ("invalid_api_key", "The token is for another audience."),
         jwt.InvalidSignatureError: ("invalid_api_key", "The token's signature is wrong."),
     }
 )
-
-
-def _refusal(code: str) -> Refusal:
-    return Refusal(code, "The token has expired.")
 
 
 def _object(part: bytes) -> dict[str, Any]:

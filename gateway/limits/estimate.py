@@ -5,7 +5,7 @@ The rule: an estimate is only reserved; the final count is the settlement of the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import inf
 from typing import Any, NamedTuple
 
@@ -159,8 +159,3 @@ def used_amounts(tokens: TokenCounts, price: Price | None, requests: int) -> Amo
 def counts_as_request(status: int) -> bool:
     """Check whether a request counts for the limits on requests. A request that was refused or failed does not count."""
     return status < 500 and status != 429
-
-
-def smallest(limits: Iterable[int | None]) -> int | None:
-    """Return the smallest of several limits."""
-    return min((limit for limit in limits if limit is not None), default=None)

@@ -12,7 +12,7 @@ from secrets import token_hex
 from time import monotonic, time
 
 from gateway.api.errors import Refusal
-from gateway.limits import estimate, headers
+from gateway.limits import headers
 from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.lease import can_lease
 from gateway.limits.messages import limit_text
@@ -79,7 +79,8 @@ class KeyLimits:
 
     def max_tokens(self, model: Model) -> int | None:
         """Return the largest number of tokens that a response of this model may have."""
-        return estimate.smallest(each.limits.max_tokens for each in self.max_tokens_limits if _covers(each, model))
+        limits = (each.limits.max_tokens for each in self.max_tokens_limits if _covers(each, model))
+        return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _is_counted(limits: Limits) -> bool:

@@ -91,10 +91,11 @@ class Reservation(msgspec.Struct, eq=False):
         self._model, self._estimate = model, TokenEstimate(prompt=1)
         if self._limits.session_owners:
             self._find_session({})
-        most = self._limits.max_tokens(model) if self._limits.max_tokens_limits else None
-        if not self._limits.has_hard_budgets:
+        most, budgets, context = self._limits.max_tokens(model), self._hard_budgets(model), self._limiter.max_model_len.get(model.id)
+        if budgets is None or context is None:
             return most
-        return estimate.smallest((most, self._bound_form(model)))
+        self._estimate, fits = estimate.bound_form(self._estimate, budgets, context)
+        return fits if most is None else min(most, fits)
 
     def _bound_response(self, document: dict[str, Any], path: str, model: Model, before: TokenEstimate) -> None:
         """Limit the response to what the request reserves of hard budgets. ``before``: the estimate for the previous model."""
@@ -103,14 +104,6 @@ class Reservation(msgspec.Struct, eq=False):
             most = before.completion // before.choices if self._has_reserved_tokens else None
             context = self._limiter.max_model_len.get(model.id)
             self._estimate = estimate.bound_response(document, path, self._estimate, budgets, context, most)
-
-    def _bound_form(self, model: Model) -> int | None:
-        """Do the same for the response to a form. Returns the most tokens that it may have, which the request reserves."""
-        budgets, context = self._hard_budgets(model), self._limiter.max_model_len.get(model.id)
-        if budgets is None or context is None:
-            return None
-        self._estimate, most = estimate.bound_form(self._estimate, budgets, context)
-        return most
 
     def holders(self, model: Model) -> Sequence[Holder]:
         """Return all holders that count the request for a model, its sessions included."""
