@@ -43,6 +43,8 @@ REFUSED = frozenset(
 )
 """Fields that change the response: they are refused with an error."""
 
+FORBIDDEN = STRIPPED | REFUSED
+
 MAXIMA: Mapping[str, int] = MappingProxyType({"n": 128, "best_of": 128, "logprobs": 100, "top_logprobs": 100})
 """The largest number that a field may contain. OpenAI allows n up to 128 and top_logprobs up to 20; vLLM has the same defaults."""
 

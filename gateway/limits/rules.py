@@ -102,21 +102,24 @@ def admit(
     other_windows: list[tuple[Window, Amounts]] = []
     refusals: list[tuple[Holder, ExceededLimit]] = []
     for holder, amounts in wanted:
-        limits, first, first_slot = holder.limits, holder.offset, holder.first_slot
-        request_seconds, token_seconds = limits.request_seconds, limits.token_seconds
-        if first_slot and amounts.slots:
-            in_flight = changes[first_slot + worker] = cells[first_slot + worker] + amounts.slots
+        limits, first = holder.limits, holder.offset
+        if amounts.slots and holder.first_slot:
+            slot = holder.first_slot + worker
+            in_flight = changes[slot] = cells[slot] + amounts.slots
             if workers > 1 and limits.at_once != inf:
                 in_flight = in_flight_of(holder, cells, workers) + amounts.slots
             if in_flight > limits.at_once:
                 refusals.append((holder, exceeded_rate(holder, amounts, "concurrent", 0.0, 0.0)))
-        for bucket, seconds in ((first, amounts.requests * request_seconds), (first + TOKENS, amounts.tokens * token_seconds)):
+        for bucket, seconds in (
+            (first, amounts.requests * limits.request_seconds),
+            (first + TOKENS, amounts.tokens * limits.token_seconds),
+        ):
             if seconds:
                 full = cells[bucket]
                 full = (full if full > now else now) + (seconds if seconds < _MINUTE else _MINUTE)
                 changes[bucket], reservation_ends[bucket] = full, full + cells[bucket + _BACK]
                 if full > latest:
-                    left = (_MINUTE - cells[bucket] + now) / (request_seconds if bucket == first else token_seconds)
+                    left = (_MINUTE - cells[bucket] + now) / (limits.request_seconds if bucket == first else limits.token_seconds)
                     refusals.append((holder, exceeded_rate(holder, amounts, RATES[bucket - first], full - now - _MINUTE, left)))
         if holder.windows and (amounts.tokens or amounts.cost):
             _add_to_windows(holder, amounts, cells, at, changes, other_windows, refusals)
@@ -191,29 +194,29 @@ def settle(
 
     The seconds of the buckets are those of ``settlement_of_buckets``, and the amounts of the windows those of ``windows.settlement``.
     """
-    periods, used_tokens, used_cost = then.periods, used.tokens, used.cost
+    used_tokens = used.tokens
     for holder, amounts in reserved:
         bucket, limits, tokens = holder.offset, holder.limits, amounts.tokens
-        request_seconds, token_seconds = limits.request_seconds, limits.token_seconds
+        token_seconds = limits.token_seconds
         if holder.first_slot:
             cells[holder.first_slot + worker] -= amounts.slots
-        if request_seconds and used.requests != amounts.requests:
-            _settle_bucket(cells, bucket, (used.requests - amounts.requests) * request_seconds, reservation_ends, now)
+        if limits.request_seconds and used.requests != amounts.requests:
+            _settle_bucket(cells, bucket, (used.requests - amounts.requests) * limits.request_seconds, reservation_ends, now)
         if token_seconds:
             in_advance = tokens * token_seconds
             seconds = used_tokens * token_seconds - (in_advance if in_advance < _MINUTE else _MINUTE)
             _settle_bucket(cells, bucket + TOKENS, seconds, reservation_ends, now)
         for window in holder.windows:
             start, ahead = window.start, window.tokens_ahead
-            if cells[start] == periods[window.calendar]:
+            if cells[start] == then.periods[window.calendar]:
                 total = cells[start + USED] + used_tokens - (tokens if tokens < ahead else ahead)
                 cells[start + USED] = total if total > 0.0 else 0.0
                 cost = amounts.cost
-                if cost or used_cost:
-                    total = cells[start + SPENT] + used_cost - (cost if cost < window.cost_ahead else window.cost_ahead)
+                if cost or used.cost:
+                    total = cells[start + SPENT] + used.cost - (cost if cost < window.cost_ahead else window.cost_ahead)
                     cells[start + SPENT] = total if total > 0.0 else 0.0
             else:
-                windows.settle(window, cells, (tokens, amounts.cost), (used_tokens, used_cost), then)
+                windows.settle(window, cells, (tokens, amounts.cost), (used_tokens, used.cost), then)
 
 
 def settlement_of_buckets(limits: Limits, reserved: Amounts, used: Amounts) -> tuple[float, float]:
