@@ -31,8 +31,7 @@ _CONVERTED = {"embed": "embedding", "classify": "classify"}
 def task_of(args: Mapping[str, ArgumentValue]) -> str | None:
     """Return ``chat``, ``embedding`` or ``classify``; None if the model's files decide."""
     given = _given(args)
-    converted = _CONVERTED.get(str(given.get("convert")))
-    if converted is not None:
+    if (converted := _CONVERTED.get(str(given.get("convert")))) is not None:
         return converted
     if given.get("runner") == "generate" or not _GENERATIVE_FLAGS.isdisjoint(given):
         return "chat"

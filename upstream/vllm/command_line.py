@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Literal
@@ -91,7 +91,21 @@ class CommandLine:
 
 def problems(settings: LaunchSettings) -> tuple[str, ...]:
     """Return every problem of the settings, as text for the operator that starts with the path (``args.api-key: …``)."""
-    return tuple(_problems(settings, _by_flag(settings.args)))
+    args = _by_flag(settings.args)
+    checks = (
+        (not settings.command, "command: it is empty"),
+        (not settings.served_names, "served_names: the server needs at least one name"),
+        (len(args) < len(settings.args), "args: a flag is there twice, once with dashes and once with underscores"),
+        ("uds" in args and ("host" in args or "port" in args), "args.uds: excludes host and port"),
+        ("port" in args and not _is_port(args["port"]), "args.port: a port is a number from 1 to 65535"),
+        *((flag in args, f"args.{flag}: {why}") for flag, why in REFUSED_ARGS.items()),
+        *((settings.adapters and flag in args, f"args.{flag}: loras says it already") for flag in ("enable-lora", "lora-modules")),
+        *((isinstance(value, list | tuple) and not value, f"args.{flag}: the list is empty") for flag, value in args.items()),
+        (settings.sleeps and args.get("enable-sleep-mode") is False, "args.enable-sleep-mode: idle_sleep needs it"),
+        *((name in settings.env, f"env.{name}: {why}") for name, why in REFUSED_ENV.items()),
+        (settings.gpus and "CUDA_VISIBLE_DEVICES" in settings.env, "env.CUDA_VISIBLE_DEVICES: gpus says it already"),
+    )
+    return tuple(problem for is_wrong, problem in checks if is_wrong)
 
 
 def address_for(settings: LaunchSettings, *, uds: str, free_port: Callable[[], int]) -> Address:
@@ -147,14 +161,13 @@ def takes_vllms_flags(command: Sequence[str]) -> bool:
 
 def _default_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:
     """Return the flags that the gateway sets unless the operator has written another value."""
-    sleep: dict[str, ArgumentValue] = {"enable-sleep-mode": True} if settings.sleeps else {}
-    drain: dict[str, ArgumentValue] = (
-        {"shutdown-timeout": math.ceil(settings.drain)} if settings.drain and takes_vllms_flags(settings.command) else {}
-    )
-    cached: dict[str, ArgumentValue] = (
-        {"enable-prompt-tokens-details": True} if settings.cached_tokens and takes_vllms_flags(settings.command) else {}
-    )
-    return sleep | drain | cached
+    is_known = takes_vllms_flags(settings.command)
+    wanted: dict[str, ArgumentValue] = {
+        "enable-sleep-mode": settings.sleeps,
+        "shutdown-timeout": is_known and math.ceil(settings.drain),
+        "enable-prompt-tokens-details": is_known and settings.cached_tokens,
+    }
+    return {flag: value for flag, value in wanted.items() if value}
 
 
 def _event_flags(settings: LaunchSettings, folder: str) -> dict[str, ArgumentValue]:
@@ -173,28 +186,6 @@ def _event_flags(settings: LaunchSettings, folder: str) -> dict[str, ArgumentVal
         "buffer_steps": EVENT_BUFFER,
     }
     return {_EVENTS: events}
-
-
-def _problems(settings: LaunchSettings, args: Mapping[str, ArgumentValue]) -> Iterator[str]:
-    if not settings.command:
-        yield "command: it is empty"
-    if not settings.served_names:
-        yield "served_names: the server needs at least one name"
-    if len(args) < len(settings.args):
-        yield "args: a flag is there twice, once with dashes and once with underscores"
-    if "uds" in args and ("host" in args or "port" in args):
-        yield "args.uds: excludes host and port"
-    if "port" in args and not _is_port(args["port"]):
-        yield "args.port: a port is a number from 1 to 65535"
-    yield from (f"args.{flag}: {why}" for flag, why in REFUSED_ARGS.items() if flag in args)
-    if settings.adapters:
-        yield from (f"args.{flag}: loras says it already" for flag in ("enable-lora", "lora-modules") if flag in args)
-    yield from (f"args.{flag}: the list is empty" for flag, value in args.items() if isinstance(value, list | tuple) and not value)
-    if settings.sleeps and args.get("enable-sleep-mode") is False:
-        yield "args.enable-sleep-mode: idle_sleep needs it"
-    yield from (f"env.{name}: {why}" for name, why in REFUSED_ENV.items() if name in settings.env)
-    if settings.gpus and "CUDA_VISIBLE_DEVICES" in settings.env:
-        yield "env.CUDA_VISIBLE_DEVICES: gpus says it already"
 
 
 def _adapter_flags(settings: LaunchSettings) -> dict[str, ArgumentValue]:

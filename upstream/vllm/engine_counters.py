@@ -15,6 +15,7 @@ _VALUE = re.compile(
     rb"|vllm:num_requests_running|vllm:num_requests_waiting|vllm:kv_cache_usage_perc|process_start_time_seconds)(?:\{.*\})? (\S+)$",
     re.MULTILINE,
 )
+_TOKENS = (b"prompt_tokens_total", b"generation_tokens_total", b"request_prompt_tokens_sum", b"request_generation_tokens_sum")
 _RESPONSES = re.compile(rb'^http_requests_total\{([^}]*method="POST"[^}]*)\} (\S+)$', re.MULTILINE)
 _RESPONSES_DECLARED = b"# TYPE http_requests_total counter"
 _HANDLER = re.compile(rb'handler="([^"]*)"')
@@ -60,24 +61,23 @@ class EngineCounters:
 
 def parse_counters(text: bytes) -> EngineCounters | None:
     """Parse the text of GET /metrics. Returns None if it has no token counters, or an invalid number."""
-    sums: dict[bytes, float] = {}
     try:
-        for name, value in _VALUE.findall(text):
-            sums[name] = sums.get(name, 0.0) + float(value)
-        names = (b"prompt_tokens_total", b"generation_tokens_total", b"request_prompt_tokens_sum", b"request_generation_tokens_sum")
-        prompt, completion, finished_prompt, finished_completion = (int(sums[b"vllm:" + name]) for name in names)
-        return EngineCounters(
-            started=round(sums.get(b"process_start_time_seconds", 0.0) * 1000),
-            prompt=prompt,
-            completion=completion,
-            finished_prompt=finished_prompt,
-            finished_completion=finished_completion,
-            responses=_responses(text),
-            unfinished=int(sums.get(b"vllm:num_requests_running", 0.0) + sums.get(b"vllm:num_requests_waiting", 0.0)),
-            cache_usage=sums.get(b"vllm:kv_cache_usage_perc", 0.0),
-        )
+        sums = summed(_VALUE, text)
+        started = round(sums.get(b"process_start_time_seconds", 0.0) * 1000)
+        prompt, completion, finished_prompt, finished_completion = (int(sums[b"vllm:" + name]) for name in _TOKENS)
+        unfinished = int(sums.get(b"vllm:num_requests_running", 0.0) + sums.get(b"vllm:num_requests_waiting", 0.0))
+        usage = sums.get(b"vllm:kv_cache_usage_perc", 0.0)
+        return EngineCounters(started, prompt, completion, finished_prompt, finished_completion, _responses(text), unfinished, usage)
     except (KeyError, ValueError, OverflowError):
         return None
+
+
+def summed(samples: re.Pattern[bytes], text: bytes) -> dict[bytes, float]:
+    """Return the sum of each metric over its samples: a pattern for the name and the value. Raises ValueError for an invalid number."""
+    sums: dict[bytes, float] = {}
+    for name, value in samples.findall(text):
+        sums[name] = sums.get(name, 0.0) + float(value)
+    return sums
 
 
 def _responses(text: bytes) -> int | None:

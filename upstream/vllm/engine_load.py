@@ -8,6 +8,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from upstream.vllm.engine_counters import summed
+
 _VALUE = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
 _USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{.*\})? (\S+)$", re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
@@ -29,14 +31,10 @@ class EngineMetrics:
 
 def parse_load(text: bytes) -> EngineMetrics | None:
     """Parse the text of GET /metrics. Returns None without the numbers of requests, or with an invalid number."""
-    sums: dict[bytes, float] = {}
     try:
-        for name, value in _VALUE.findall(text):
-            sums[name] = sums.get(name, 0.0) + float(value)
-        tokens = 0
-        for labels in _CACHE.findall(text):
-            found = dict(_LABEL.findall(labels))
-            tokens += int(found.get(b"block_size", 0)) * int(found.get(b"num_gpu_blocks", 0))
+        sums = summed(_VALUE, text)
+        caches = (dict(_LABEL.findall(labels)) for labels in _CACHE.findall(text))
+        tokens = sum(int(each.get(b"block_size", 0)) * int(each.get(b"num_gpu_blocks", 0)) for each in caches)
         used = max((float(value) for value in _USAGE.findall(text)), default=0.0)
         if not 0.0 <= used <= 1.0:
             return None

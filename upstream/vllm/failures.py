@@ -11,9 +11,10 @@ searched. Libraries write the reason below the name of an exception, or leave it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from signal import SIGKILL
+from typing import NamedTuple
 
 LINE_LENGTH = 300
 """Characters of a log line that a cause shows."""
@@ -63,8 +64,7 @@ class ProcessExit:
     memory_kills: int | None = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _CauseRule:
+class _CauseRule(NamedTuple):
     """A row: a line of the log that matches ``pattern`` shows this cause."""
 
     cause: Cause
@@ -104,40 +104,27 @@ _ROOT_CAUSES = (
         "the GPU's memory is used up",
         "Use a smaller or quantized model, more GPUs (tensor-parallel-size), or a lower gpu-memory-utilization or max-num-seqs. "
         "Check with nvidia-smi whether another process uses the GPU.",
-        r"(?:CUDA|HIP|XPU) out of memory",
-        r"CUDA error: out of memory",
-        r"OutOfMemoryError",
-        r"CUBLAS_STATUS_ALLOC_FAILED",
-        r"Free memory on device",
+        r"(?:CUDA|HIP|XPU|CUDA error:) out of memory|OutOfMemoryError",
+        r"CUBLAS_STATUS_ALLOC_FAILED|Free memory on device",
     ),
     _known(
         "host_out_of_memory",
         "the machine's memory, or the limit set for the server, is used up",
         "Give the server more memory (the container's limit, ulimit, VLLM_CPU_KVCACHE_SPACE), or launch fewer models at once.",
-        r"^MemoryError",
-        r"Cannot allocate memory",
-        r"can't allocate memory",
-        r"std::bad_alloc",
-        r"failed to map segment from shared object",
-        r"can't start new thread",
-        r"less than desired CPU memory utilization",
-        r"pthread_create failed",
-        r"Not enough memory",
-        r"insufficient memory",
+        r"^MemoryError|std::bad_alloc",
+        r"(?:Cannot|can't) allocate memory|(?:Not enough|insufficient) memory",
+        r"can't start new thread|pthread_create failed",
+        r"failed to map segment from shared object|less than desired CPU memory utilization",
     ),
     _known(
         "weights_not_found",
         "the model was not found",
         "Correct launch.model: a folder with the weights, or a name on the Hugging Face hub. Without access to the hub, the model must be "
         "in its cache (HF_HOME). A private model needs HF_TOKEN in launch.env.",
-        r"HFValidationError",
-        r"RepositoryNotFoundError|RevisionNotFoundError",
-        r"is not a local folder and is not a valid model identifier",
+        r"HFValidationError|RepositoryNotFoundError|RevisionNotFoundError",
+        r"is not a local folder and is not a valid model identifier|Invalid repository ID or local directory specified",
         r"LocalEntryNotFoundError(?!: An error happened while)|Cannot find an appropriate cached snapshot folder",
-        r"Invalid repository ID or local directory specified",
-        r"Can't load the configuration of",
-        r"Cannot find any model weights with",
-        r"does not appear to have a file named",
+        r"Can't load the configuration of|Cannot find any model weights with|does not appear to have a file named",
     ),
     _known(
         "hub_rate_limited",
@@ -155,39 +142,32 @@ _ROOT_CAUSES = (
         "model_access_denied",
         "the Hugging Face hub refuses access to the model",
         "Accept the model's license on the hub, and set HF_TOKEN in launch.env to a token with read access, e.g. {env: HF_TOKEN}.",
-        r"GatedRepoError",
-        r"[Aa]ccess (?:to )?(?:a )?gated repo",
-        r"is a gated repository",
+        r"GatedRepoError|[Aa]ccess (?:to )?(?:a )?gated repo|is a gated repository",
         r"40[13] (?:Client Error|Unauthorized|Forbidden)",
     ),
     _known(
         "model_files_damaged",
         "a file of the model is incomplete or damaged",
         "Download the model again, and compare the sizes of its files with the hub. A file of 130 bytes is a pointer: run `git lfs pull`.",
-        r"SafetensorError",
-        r"is not a valid JSON file",
-        r"invalid load key|PytorchStreamReader failed",
+        r"SafetensorError|is not a valid JSON file|invalid load key|PytorchStreamReader failed",
     ),
     _known(
         "weights_mismatch",
         "the weights do not fit the model's config.json",
         "Use config.json and weights of the same model and revision. Download them again if one was edited.",
-        r"weights were not initialized from checkpoint",
-        r"size mismatch for|Attempted to load weight",
+        r"weights were not initialized from checkpoint|size mismatch for|Attempted to load weight",
     ),
     _known(
         "tokenizer_not_found",
         "the tokenizer's files are missing or cannot be used",
         "Add tokenizer.json and tokenizer_config.json to the model's folder, or set tokenizer in launch.args.",
-        r"Can't load tokenizer for",
-        r"[Cc]ouldn't instantiate the backend tokenizer",
+        r"Can't load tokenizer for|[Cc]ouldn't instantiate the backend tokenizer",
     ),
     _known(
         "lora_not_loaded",
         "a LoRA adapter cannot be loaded",
         "Correct loras[].path: a folder with adapter_config.json and weights for this model. For a higher rank set max-lora-rank.",
-        r"LoRAAdapterNotFoundError|Loading lora .{1,200} failed",
-        r"LoRA rank \d+ is greater than max_lora_rank",
+        r"LoRAAdapterNotFoundError|Loading lora .{1,200} failed|LoRA rank \d+ is greater than max_lora_rank",
     ),
     _known(
         "unix_socket_unsupported",
@@ -199,24 +179,20 @@ _ROOT_CAUSES = (
         "unknown_flag",
         "this version of vLLM does not know an option of launch.args",
         "Correct or remove the option. `vllm-gateway check` lists every option that the installed vLLM does not know.",
-        r"error: unrecognized arguments: ",
-        r"error: ambiguous option: ",
+        r"error: (?:unrecognized arguments|ambiguous option): ",
     ),
     _known(
         "invalid_flag_value",
         "an option of launch.args has a value that vLLM does not accept",
         "Correct the value. `vllm-gateway command MODEL` prints the whole command line.",
-        r"error: argument |  Input should be ",
-        r"error: the following arguments are required",
+        r"error: (?:argument |the following arguments are required)|  Input should be ",
     ),
     _known(
         "unknown_parser",
         "this version of vLLM has no parser of this name",
         "Correct tool-call-parser or reasoning-parser, or use launch.preset.",
-        r"invalid tool call parser: ",
-        r"invalid reasoning parser: ",
-        r"(?:Reasoning|Tool) parser '[^']*' not found",
-        r"[Tt]ool parser .{0,80} has not been registered",
+        r"invalid (?:tool call|reasoning) parser: ",
+        r"(?:Reasoning|Tool) parser '[^']*' not found|[Tt]ool parser .{0,80} has not been registered",
     ),
     _known(
         "chat_template_not_found",
@@ -228,38 +204,29 @@ _ROOT_CAUSES = (
         "port_in_use",
         "another process has the port or the socket",
         "Remove port and uds from launch.args, so that the gateway chooses a free socket, or end the other process.",
-        r"[Aa]ddress already in use",
-        r"EADDRINUSE",
-        r"port \d+ of .{1,80} is taken",
+        r"[Aa]ddress already in use|EADDRINUSE|port \d+ of .{1,80} is taken",
     ),
     _known(
         "address_not_available",
         "the machine does not have the address on which the server shall listen",
         "Remove host from launch.args, so that the gateway chooses a private socket, or write an address of this machine.",
-        r"Cannot assign requested address|cannot assign requested address",
+        r"[Cc]annot assign requested address",
     ),
     _known(
         "cuda_driver",
         "the GPU driver is missing, or does not fit this build of vLLM",
         "Update the NVIDIA driver, or install a vLLM that is built for the driver's CUDA version. In a container, check that it has GPUs.",
-        r"NVIDIA driver on your system is too old",
-        r"CUDA driver version is insufficient",
-        r"unsupported display driver / cuda driver combination",
-        r"no kernel image is available for execution",
-        r"Found no NVIDIA driver",
-        r"No CUDA GPUs are available|no CUDA-capable device",
-        r"libcuda\.so|libcudart\.so|libnvrtc|libnccl\.so",
-        r"Failed to infer device type",
-        r"Torch not compiled with CUDA enabled",
+        r"NVIDIA driver on your system is too old|CUDA driver version is insufficient|Found no NVIDIA driver",
+        r"unsupported display driver / cuda driver combination|the provided PTX was compiled with an unsupported toolchain",
+        r"No CUDA GPUs are available|no CUDA-capable device|Failed to infer device type|Torch not compiled with CUDA enabled",
         r"CUDA error: (?:system not yet initialized|invalid device ordinal|forward compatibility)",
-        r"the provided PTX was compiled with an unsupported toolchain",
+        r"no kernel image is available for execution|libcuda\.so|libcudart\.so|libnvrtc|libnccl\.so",
     ),
     _known(
         "disk_full",
         "a disk is full",
         "Free space on the disk with the model cache (HF_HOME), /tmp and the logs; for a container, raise the size of /dev/shm.",
-        r"No space left on device",
-        r"Disk quota exceeded",
+        r"No space left on device|Disk quota exceeded",
     ),
     _known(
         "too_many_open_files",
@@ -271,36 +238,29 @@ _ROOT_CAUSES = (
         "remote_code_required",
         "the model contains its own code, which vLLM does not run without permission",
         "If you trust the model's authors, set trust-remote-code: true in launch.args.",
-        r"trust_remote_code=True|--trust-remote-code",
-        r"contains custom code which must be executed",
+        r"trust_remote_code=True|--trust-remote-code|contains custom code which must be executed",
     ),
     _known(
         "unsupported_architecture",
         "this version of vLLM does not support the model's architecture",
         "Use a newer vLLM, or another model. The list of supported models is in vLLM's documentation.",
-        r"Model architectures .{1,300} (?:are not supported|failed to be inspected)",
-        r"has no vLLM implementation",
-        r"Transformers does not recognize this architecture",
-        r"is supported only up to vLLM|was removed in vLLM",
+        r"Model architectures .{1,300} (?:are not supported|failed to be inspected)|has no vLLM implementation",
+        r"Transformers does not recognize this architecture|is supported only up to vLLM|was removed in vLLM",
     ),
     _known(
         "unsupported_quantization",
         "the quantization does not fit the model, the GPU or this version of vLLM",
         "Remove quantization from launch.args (vLLM reads it from the model), or use a model quantized by a supported method.",
-        r"Unknown quantization method",
-        r"does not match the quantization method specified",
-        r"The quantization method .{1,80} is not supported for the current GPU",
-        r"quantization is currently not supported",
+        r"Unknown quantization method|does not match the quantization method specified",
+        r"The quantization method .{1,80} is not supported for the current GPU|quantization is currently not supported",
         r"Cannot find the config file for ",
     ),
     _known(
         "unsupported_dtype",
         "the data type does not fit the GPU or the quantization",
         "Set dtype in launch.args to a type that the log line names, e.g. half on GPUs before Ampere.",
-        r"Bfloat16 is only supported on GPUs",
-        r"is not supported for quantization method",
-        r"[Uu]nknown dtype",
-        r"dtype .{1,80} is not supported",
+        r"Bfloat16 is only supported on GPUs|is not supported for quantization method",
+        r"[Uu]nknown dtype|dtype .{1,80} is not supported",
     ),
     _known(
         "tensor_parallel_size",
@@ -332,9 +292,8 @@ _LESSER_CAUSES = (
         "hub_unreachable",
         "the Hugging Face hub cannot be reached, or does not work",
         'Check the network and the proxy variables in launch.env, or download the model beforehand and set HF_HUB_OFFLINE: "1".',
-        r"We couldn't connect to 'https?://",
-        r"LocalEntryNotFoundError",
-        r"NameResolutionError|Failed to resolve 'huggingface|MaxRetryError|OfflineModeIsEnabled",
+        r"We couldn't connect to 'https?://|Failed to resolve 'huggingface",
+        r"LocalEntryNotFoundError|NameResolutionError|MaxRetryError|OfflineModeIsEnabled",
     ),
     _known(
         "worker_died",
@@ -374,13 +333,8 @@ _CONSEQUENCES = (
         "engine_died",
         "vLLM's engine process died without reporting an error",
         "It was killed, or crashed in native code: look at the kernel's log (dmesg) and at the GPU's errors (nvidia-smi, Xid).",
-        r"EngineDeadError",
-        r"Engine core initialization failed",
-        r"died unexpectedly",
-        r"Engine core proc \S{1,80} died",
-        r"WorkerProc initialization failed",
-        r"EngineCore encountered an issue",
-        r"GET /health: status 5\d\d",
+        r"EngineDeadError|EngineCore encountered an issue|(?:Engine core|WorkerProc) initialization failed",
+        r"died unexpectedly|Engine core proc \S{1,80} died|GET /health: status 5\d\d",
     ),
 )
 
@@ -487,14 +441,13 @@ def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
             code = ""
 
 
-def _last(rows: Iterable[_CauseRule], lines: list[_Line]) -> Cause | None:
+def _last(rows: Sequence[_CauseRule], lines: list[_Line]) -> Cause | None:
     """Return the cause that the last matching line shows, or None."""
-    known = tuple(rows)
     for line in reversed(lines):
         for code, raised_by in _RAISED_BY:
             if line.code and raised_by.search(line.code):
-                return next((replace(row.cause, line=_shown(line.text)) for row in known if row.cause.code == code), None)
-        for row in known:
+                return next((replace(row.cause, line=_shown(line.text)) for row in rows if row.cause.code == code), None)
+        for row in rows:
             if row.pattern.search(line.text):
                 return replace(row.cause, line=_shown(line.text))
     return None

@@ -17,6 +17,7 @@ import re
 import ssl
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Self
@@ -178,14 +179,12 @@ class HealthCheck:
 
     async def detect_task(self) -> str | None:
         """Return the task of a server that is up: a POST route returns 405 for a GET. None if the routes do not show it."""
-        try:
+        with suppress(TimeoutError, UpstreamError):  # the next probe of the models tries again
             async with asyncio.timeout(self._deadline):
                 for path, task in TASK_ROUTES.items():
                     status, _ = await self._get(path)
                     if status != HTTPStatus.NOT_FOUND:
                         return task if status == HTTPStatus.METHOD_NOT_ALLOWED else None
-        except (TimeoutError, UpstreamError):
-            pass  # the next probe of the models tries again
         return None
 
     def _refusal(self) -> str:
@@ -206,31 +205,24 @@ def _no_listener(error: UpstreamError) -> bool:
 
 
 class _ServerProbe:
-    """The probes of one server, under all its names: its history, and the time of the next probe of its models."""
+    """The probes of one server, under all its names: its history, and the time of the next probe of its models.
 
-    def __init__(
-        self, target: ProbeTarget, on_change: Callable[[ServerHealth], None], on_lost: Callable[[ServerHealth], None], models_every: float
-    ) -> None:
+    ``before``: the probes of the same address with the former key.
+    """
+
+    def __init__(self, prober: Prober, target: ProbeTarget, before: _ServerProbe | None) -> None:
+        self._prober = prober
         self._target = target
-        self.names: dict[str, None] = {}
-        self._on_change = on_change
-        self._on_lost = on_lost
-        self._models_every = models_every
+        self.names: dict[str, None] = before.names if before else {}
+        self.history: ProbeHistory | None = before.history if before else None
         self._models_due = 0.0
-        self.history: ProbeHistory | None = None
+        self.task = asyncio.create_task(self._run(), name=f"probe {target.name}")
 
-    def start(self, interval: float, deadline: float) -> asyncio.Task[None]:
-        self._task = asyncio.create_task(self._run(interval, deadline), name=f"probe {self._target.name}")
-        return self._task
-
-    def stop(self) -> None:
-        self._task.cancel()
-
-    async def _run(self, interval: float, deadline: float) -> None:
-        check = HealthCheck(self._target, deadline)
+    async def _run(self) -> None:
+        check = HealthCheck(self._target, self._prober.deadline)
         while True:
             await self._probe_once(check)
-            await asyncio.sleep(interval * random.uniform(0.8, 1.2))  # noqa: S311 - spreads load, no secret
+            await asyncio.sleep(self._prober.interval * random.uniform(0.8, 1.2))  # noqa: S311 - spreads load, no secret
 
     async def _probe_once(self, check: HealthCheck) -> None:
         try:
@@ -249,17 +241,17 @@ class _ServerProbe:
         if not self.history.health.up:
             self._models_due = 0.0
         elif seen.models is not None:
-            self._models_due = time.monotonic() + self._models_every
+            self._models_due = time.monotonic() + self._prober.models_every
         if self.history.health != before:
-            self._notify(self._on_change)
+            self._notify(self._prober.on_change)
         if needs_new_process(self.history, seen):
-            self._notify(self._on_lost)
+            self._notify(self._prober.on_lost)
 
     def _record_task(self, task: str | None) -> None:
         history = self.history
         if history is not None and history.health.task != task:
             self.history = replace(history, health=replace(history.health, task=task))
-            self._notify(self._on_change)
+            self._notify(self._prober.on_change)
 
     def _notify(self, listener: Callable[[ServerHealth], None]) -> None:
         for probe in self.servers():
@@ -276,9 +268,10 @@ class _ServerProbe:
         self.names = names
         for probe in self.servers():
             if probe.name in new:
-                self._on_change(probe)
+                self._prober.on_change(probe)
 
 
+@dataclass(kw_only=True, eq=False)
 class Prober:
     """Probes every target each ``interval`` seconds (± a fifth), and reports changes to ``on_change``.
 
@@ -287,23 +280,14 @@ class Prober:
     probe.
     """
 
-    def __init__(
-        self,
-        *,
-        on_change: Callable[[ServerHealth], None],
-        on_lost: Callable[[ServerHealth], None] = lambda _: None,
-        interval: float = 2.0,
-        deadline: float = 3.0,
-        models_every: float = 60.0,
-    ) -> None:
-        self._on_change = on_change
-        self._on_lost = on_lost
-        self._interval = interval
-        self._deadline = deadline
-        self._models_every = models_every
-        self._probes: dict[ProbeTarget, _ServerProbe] = {}
-        """Probes by address and key, because a server of several models is probed only once."""
-        self._tasks: set[asyncio.Task[None]] = set()
+    on_change: Callable[[ServerHealth], None]
+    on_lost: Callable[[ServerHealth], None] = lambda _: None
+    interval: float = 2.0
+    deadline: float = 3.0
+    models_every: float = 60.0
+    _probes: dict[ProbeTarget, _ServerProbe] = field(init=False, default_factory=dict)
+    """Probes by address and key, because a server of several models is probed only once."""
+    _tasks: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     async def __aenter__(self) -> Self:
         return self
@@ -326,17 +310,13 @@ class Prober:
                 self._start(target, names)
             self._probes[target].set_names(names)
         for target in self._probes.keys() - wanted.keys():
-            self._probes.pop(target).stop()
+            self._probes.pop(target).task.cancel()
 
     def _start(self, target: ProbeTarget, names: dict[str, None]) -> None:
         before = next((probe for other, probe in self._probes.items() if other.address == target.address), None)
-        named = replace(target, name=next(iter(names)))
-        self._probes[target] = probe = _ServerProbe(named, self._on_change, self._on_lost, self._models_every)
-        if before is not None:
-            probe.history, probe.names = before.history, before.names
-        task = probe.start(self._interval, self._deadline)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        probe = self._probes[target] = _ServerProbe(self, replace(target, name=next(iter(names))), before)
+        self._tasks.add(probe.task)
+        probe.task.add_done_callback(self._tasks.discard)
 
     def servers(self) -> tuple[ServerHealth, ...]:
         """Return the health of every target that has been probed."""

@@ -23,6 +23,7 @@ from upstream.vllm.known_names import KnownNames
 
 _NAMES_TIMEOUT, _VERSION_TIMEOUT = 120.0, 10.0  # seconds
 _VERSION_PROGRAM = "import importlib.metadata as m; d = m.distribution('vllm'); print(d.version); print(d.locate_file('vllm'))"
+_INVALID = (ValueError, KeyError, TypeError)  # raised for a text without the names
 # pip's two forms of a script's first lines: the interpreter itself, or, for a long path, a shell that runs it
 _SHEBANG = re.compile(rb"#!(?:/bin/sh\n'''exec' )?\"?(/[^\"\n]*?)\"?(?: [^\n]*)?\n")
 
@@ -54,16 +55,17 @@ def known_names(command: Sequence[str], environ: Mapping[str, str], say: Callabl
     if found is None:
         return None
     file = _cache(environ) / f"vllm-names-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}.json"
-    cached = _read(file, found.version)
-    if cached is not None:
-        return cached
+    with suppress(OSError, *_INVALID):
+        return _parsed(file.read_text(), found.version)
     say(f"reading the options of vLLM {found.version} (once; it takes some seconds)")
     output = _run(found.python, Path(print_names.__file__).read_text(), environ, _NAMES_TIMEOUT)
     text = output.strip().rpartition("\n")[2]
-    known = _parsed(text, found.version)
-    if known is not None:
-        with suppress(OSError):  # the next call queries again
-            _store(file, text)
+    try:
+        known = _parsed(text, found.version)
+    except _INVALID:
+        return None
+    with suppress(OSError):  # the next call queries again
+        _store(file, text)
     return known
 
 
@@ -104,19 +106,9 @@ def _cache(environ: Mapping[str, str]) -> Path:
     return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-gateway"
 
 
-def _read(file: Path, version: str) -> KnownNames | None:
-    try:
-        return _parsed(file.read_text(), version)
-    except (OSError, UnicodeDecodeError):
-        return None
-
-
-def _parsed(text: str, version: str) -> KnownNames | None:
-    try:
-        names = json.loads(text)
-        return KnownNames(version, *(frozenset(map(str, names[key])) for key in ("flags", "reasoning_parsers", "tool_parsers")))
-    except (ValueError, KeyError, TypeError):
-        return None
+def _parsed(text: str, version: str) -> KnownNames:
+    names = json.loads(text)
+    return KnownNames(version, *(frozenset(map(str, names[key])) for key in ("flags", "reasoning_parsers", "tool_parsers")))
 
 
 def _store(file: Path, text: str) -> None:

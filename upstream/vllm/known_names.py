@@ -61,11 +61,7 @@ LISTS: Final = frozenset(
 )
 
 # One value or none.
-OPTIONAL: Final = frozenset(
-    """
-    hf-token
-    """.split()  # noqa: SIM905
-)
+OPTIONAL: Final = frozenset({"hf-token"})
 
 # No value; each has a ``--no-…`` form.
 BOOLEANS: Final = frozenset(
@@ -92,11 +88,7 @@ BOOLEANS: Final = frozenset(
 )
 
 # No value.
-SWITCHES: Final = frozenset(
-    """
-    aggregate-engine-logging data-parallel-multi-port-external-lb disable-log-stats grpc headless
-    """.split()  # noqa: SIM905
-)
+SWITCHES: Final = frozenset({"aggregate-engine-logging", "data-parallel-multi-port-external-lb", "disable-log-stats", "grpc", "headless"})
 
 # The short forms.
 SHORT: Final = {

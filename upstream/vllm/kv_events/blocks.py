@@ -90,8 +90,6 @@ class EngineBlocks:
                     self._store(event, touched)
                 case BlockRemoved(medium=medium) if medium in _MEDIA:
                     self._remove(event, touched)
-                case _:
-                    pass  # another medium
         found = self._blocks if self._counting != counting else touched
         removed, inserted = self._difference(list(found))
         return Changes(cleared, tuple(removed), tuple(inserted))
@@ -132,11 +130,10 @@ class EngineBlocks:
             return None
         if event.parent_block_hash is None:
             parent = root_key(event.lora_name)
-        else:
-            block = self._blocks.get(event.parent_block_hash)
-            if block is None:
-                return None
+        elif (block := self._blocks.get(event.parent_block_hash)) is not None:
             parent = block.key
+        else:
+            return None
         try:
             tokens = token_bytes(event.token_ids)
         except OverflowError:

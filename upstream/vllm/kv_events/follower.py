@@ -17,7 +17,7 @@ from collections import deque
 from enum import Enum, auto
 
 from upstream.vllm.kv_events.batch import Batch, BatchDecoder
-from upstream.vllm.kv_events.blocks import LIMIT, Changes, EngineBlocks
+from upstream.vllm.kv_events.blocks import Changes, EngineBlocks
 
 _WAITING = 10_000
 """Batches that may wait for the end of a replay."""
@@ -40,10 +40,10 @@ class EngineFollower:
     from there, and pass its batches to ``add_replayed`` and its end to ``end_replay``. All methods return the changes in order.
     """
 
-    def __init__(self, decoder: BatchDecoder, *, can_replay: bool = True, limit: int = LIMIT) -> None:
+    def __init__(self, decoder: BatchDecoder, *, can_replay: bool = True) -> None:
         self._decoder = decoder
         self._can_replay = can_replay
-        self.blocks = EngineBlocks(limit)
+        self.blocks = EngineBlocks()
         self.replay_from: int | None = None
         """The number of the batch from which to request a replay; None if none is needed."""
         self.is_complete = True
@@ -68,7 +68,7 @@ class EngineFollower:
         self._hole = None
         changes = self._forget()
         if self._can_replay:
-            self._request_replay()
+            self.request_replay()
         return [changes]
 
     def add(self, number: int, payload: bytes) -> list[Changes]:
@@ -88,7 +88,7 @@ class EngineFollower:
             return [self._forget(), self._apply(number, batch)]
         changes = [self._forget()] if is_new_engine else []
         self._hole = self._next
-        self._request_replay()
+        self.request_replay()
         self._waiting.append((number, payload))
         return changes
 
@@ -118,10 +118,10 @@ class EngineFollower:
         """Take the end of the replay. ``replay_from`` is None afterwards unless another replay is needed. Raises ValueError."""
         if self._replay is _Replay.VERIFY:  # the engine has fewer batches: it is another one
             changes = [self._forget()]
-            self._request_replay()
+            self.request_replay()
             return changes
         if self._replay is _Replay.SKIP:
-            self._request_replay()
+            self.request_replay()
             return []
         self.replay_from = None
         waiting, self._waiting = self._waiting, deque()
@@ -130,11 +130,7 @@ class EngineFollower:
     def check(self) -> None:
         """Request a replay from the last batch, which shows whether later ones were lost."""
         if self._can_replay and self.replay_from is None:
-            self._request_replay()
-
-    def replay_again(self) -> None:
-        """Request the rest of a replay that was cut off."""
-        self._request_replay()
+            self.request_replay()
 
     def _apply(self, number: int, batch: Batch) -> Changes:
         if self._last is None:
@@ -146,7 +142,7 @@ class EngineFollower:
         self._next, self._last = 0, None
         return self.blocks.clear()
 
-    def _request_replay(self) -> None:
+    def request_replay(self) -> None:
         """Request a replay from the batch that was applied last, or from the first one."""
         self.replay_from = max(self._next - 1, 0)
         self._replay = _Replay.APPLY if self._last is None else _Replay.VERIFY

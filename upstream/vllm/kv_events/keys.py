@@ -14,7 +14,6 @@ from hashlib import blake2b
 import msgspec
 
 TOKEN_BYTES = 4
-_NO_EXTRA = b""
 ROOT = 0
 """The key before the first block of a prompt without an adapter."""
 
@@ -43,7 +42,7 @@ def block_keys(parent: int, tokens: bytes, block_size: int, extra_keys: Sequence
     keys: list[int] = []
     for index, start in enumerate(range(0, len(tokens) - step + 1, step)):
         extra = extra_keys[index] if index < len(extra_keys) else None
-        parent = _key(parent, _NO_EXTRA if not extra else msgspec.msgpack.encode(extra), tokens[start : start + step])
+        parent = _key(parent, msgspec.msgpack.encode(extra) if extra else b"", tokens[start : start + step])
         keys.append(parent)
     return keys
 

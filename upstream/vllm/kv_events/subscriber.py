@@ -19,7 +19,7 @@ import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import zmq
 import zmq.asyncio
@@ -50,13 +50,6 @@ _END = (-1).to_bytes(8, signed=True)
 _log = logging.getLogger("vllm_gateway.kv_events")
 
 
-class OnChange(Protocol):
-    """The consumer of changes."""
-
-    def __call__(self, server: str, blocks: BlockFacts, changes: Changes, /) -> None:
-        """Take the changes of a server's blocks."""
-
-
 class EventsLostError(Exception):
     """A server's events cannot be followed any longer. The text explains why."""
 
@@ -71,6 +64,8 @@ class BlockFacts(NamedTuple):
     complete: bool
 
 
+OnChange = Callable[[str, BlockFacts, Changes], None]
+"""Takes the changes of a server's blocks, by the server's name."""
 UNKNOWN = BlockFacts(0, True)
 """Nothing is known of the server: it has published no events, or they were lost."""
 
@@ -99,34 +94,31 @@ class KvEventSubscriber:
         self._context = context
         self._on_change = on_change
         self._check_interval = check_interval
-        self._followed: dict[str, tuple[ProbeTarget, _ServerEvents, asyncio.Task[None]]] = {}
+        self._followed: dict[str, _ServerEvents] = {}
 
     def follow(self, targets: Iterable[ProbeTarget]) -> None:
         """Follow the events of these servers, and of no others. The blocks of a server that is no longer listed are forgotten at once."""
         wanted = {target.name: target for target in targets}
-        for name, (target, server, task) in tuple(self._followed.items()):
-            if wanted.get(name) != target:
-                del self._followed[name]
-                server.stop()
-                task.cancel()
+        for name, server in tuple(self._followed.items()):
+            if wanted.get(name) != server.target:
+                self._followed.pop(name).stop()
         for name, target in wanted.items():
             if name not in self._followed:
-                server = _ServerEvents(self._context, target, self._on_change, self._check_interval)
-                self._followed[name] = target, server, asyncio.create_task(server.run(), name=f"KV events of {name}")
+                self._followed[name] = _ServerEvents(self._context, target, self._on_change, self._check_interval)
 
     def statuses(self) -> Mapping[str, FollowStatus]:
         """Return the status of each followed server by its name."""
-        return {name: server.status() for name, (_, server, _) in self._followed.items()}
+        return {name: server.status() for name, server in self._followed.items()}
 
     def known(self) -> Iterator[tuple[str, BlockFacts, Iterable[int]]]:
         """Yield each server with known blocks: its name, facts about the blocks, and their keys."""
-        for name, (_, server, _) in self._followed.items():
+        for name, server in self._followed.items():
             if keys := server.keys():
                 yield name, server.facts(), keys
 
     async def close(self) -> None:
         """Stop following all servers."""
-        tasks = [task for _, _, task in self._followed.values()]
+        tasks = [server.task for server in self._followed.values()]
         self.follow(())
         await asyncio.gather(*tasks, return_exceptions=True)
 
@@ -148,7 +140,7 @@ class _ServerEvents:
 
     def __init__(self, context: zmq.asyncio.Context, target: ProbeTarget, on_change: OnChange, check_interval: float) -> None:
         self._context = context
-        self._target = target
+        self.target = target
         self._on_change: OnChange | None = on_change
         self._check_interval = check_interval
         self._decoder = BatchDecoder()
@@ -158,6 +150,7 @@ class _ServerEvents:
         self._followers: list[EngineFollower] = []
         self._gaps = 0  # of earlier connections
         self._union = RankUnion(0)
+        self.task = asyncio.create_task(self._run(), name=f"KV events of {target.name}")
 
     def status(self) -> FollowStatus:
         followers = self._followers
@@ -183,8 +176,9 @@ class _ServerEvents:
         """Forget all blocks, and report no more changes."""
         self._forget()
         self._on_change = None
+        self.task.cancel()
 
-    async def run(self) -> None:
+    async def _run(self) -> None:
         """Follow the events until cancelled."""
         backoff = Backoff(*_PAUSES)
         while True:
@@ -200,7 +194,7 @@ class _ServerEvents:
             except EventsLostError as error:
                 self._report(str(error))
             except Exception as error:  # noqa: BLE001  the outer edge: a fault with one server's events must not end the others
-                _log.exception("the KV events of %s", self._target.name)
+                _log.exception("the KV events of %s", self.target.name)
                 self._report(repr(error))
             finally:
                 self._forget()
@@ -208,11 +202,11 @@ class _ServerEvents:
 
     def _report(self, problem: str) -> None:
         self._problem = problem
-        _log.info("the KV events of %s: %s", self._target.name, problem)
+        _log.info("the KV events of %s: %s", self.target.name, problem)
 
     async def _read_sources(self) -> tuple[EventSource, ...]:
         """Return the sockets of each rank. Raises EventsLostError."""
-        target = self._target
+        target = self.target
         try:
             async with asyncio.timeout(_TIMEOUT):
                 status, body = await get(
@@ -264,7 +258,8 @@ class _ServerEvents:
         """Request the replays that the follower needs, and a check of the last batch when nothing happens."""
         cut_off = 0
         while True:
-            with _replay_socket(self._context, endpoint) as dealer:
+            with _socket(self._context, zmq.DEALER) as dealer:
+                _connect(dealer, endpoint)
                 try:
                     while True:
                         await self._wait_needed(follower, needed)
@@ -274,7 +269,7 @@ class _ServerEvents:
                     cut_off += 1
                     if cut_off >= _ATTEMPTS:
                         raise EventsLostError(f"no replay from {endpoint}") from None
-                    follower.replay_again()
+                    follower.request_replay()  # the rest
 
     async def _wait_needed(self, follower: EngineFollower, needed: asyncio.Event) -> None:
         while follower.replay_from is None:
@@ -287,23 +282,21 @@ class _ServerEvents:
 
     def _change(self, changes: Changes) -> None:
         if self._on_change is not None and any(changes):
-            self._on_change(self._target.name, self.facts(), changes)
+            self._on_change(self.target.name, self.facts(), changes)
 
     def _forget(self) -> None:
         self._gaps += sum(each.gaps for each in self._followers)
         self._followers = []
         if self._on_change is not None:
-            self._on_change(self._target.name, UNKNOWN, Changes(cleared=True))
+            self._on_change(self.target.name, UNKNOWN, Changes(cleared=True))
 
 
 @contextmanager
 def _events_socket(context: zmq.asyncio.Context, source: EventSource) -> Iterator[tuple[zmq.asyncio.Socket, zmq.asyncio.Socket]]:
     """Open the socket for new batches, and the socket that reports its connection."""
-    events = context.socket(zmq.SUB)
-    try:
+    with _socket(context, zmq.SUB) as events:
         monitor = events.get_monitor_socket(_CONNECTED | _LOST)
         try:
-            _configure(events)
             events.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT)
             events.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT)
             events.setsockopt(zmq.SUBSCRIBE, source.topic.encode())
@@ -312,25 +305,14 @@ def _events_socket(context: zmq.asyncio.Context, source: EventSource) -> Iterato
         finally:
             events.disable_monitor()
             monitor.close(linger=0)
-    finally:
-        events.close(linger=0)
 
 
-@contextmanager
-def _replay_socket(context: zmq.asyncio.Context, endpoint: str) -> Iterator[zmq.asyncio.Socket]:
-    dealer = context.socket(zmq.DEALER)
-    try:
-        _configure(dealer)
-        _connect(dealer, endpoint)
-        yield dealer
-    finally:
-        dealer.close(linger=0)
-
-
-def _configure(socket: zmq.asyncio.Socket) -> None:
-    socket.setsockopt(zmq.IPV6, 1)
-    socket.setsockopt(zmq.RCVHWM, _QUEUED)
-    socket.setsockopt(zmq.MAXMSGSIZE, _BATCH_LIMIT)
+def _socket(context: zmq.asyncio.Context, kind: int) -> zmq.asyncio.Socket:
+    """Return a socket for a ``with`` statement."""
+    socket = context.socket(kind)
+    for option, value in ((zmq.IPV6, 1), (zmq.RCVHWM, _QUEUED), (zmq.MAXMSGSIZE, _BATCH_LIMIT), (zmq.LINGER, 0)):
+        socket.setsockopt(option, value)
+    return socket
 
 
 def _connect(socket: zmq.asyncio.Socket, endpoint: str) -> None:

@@ -182,7 +182,7 @@ def test_a_replay_that_is_cut_off_continues_with_its_last_batch() -> None:
     follower.restart()
     for batch in batches[:4]:
         follower.add_replayed(*batch)
-    follower.replay_again()
+    follower.request_replay()
     assert [follower.replay_from] == [3]
     for batch in batches[3:]:
         follower.add_replayed(*batch)
