@@ -11,7 +11,8 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
@@ -33,6 +34,7 @@ def _make_private(folder: Path) -> None:
         folder.chmod(0o700)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Launcher:
     """Starts, restarts and stops servers.
 
@@ -45,32 +47,24 @@ class Launcher:
             await launcher.stop("MODEL#0", grace=30)
     """
 
-    def __init__(
-        self,
-        *,
-        on_change: Callable[[LaunchStatus], None],
-        log_folder: Path,
-        environ: Mapping[str, str],
-        runtime_parent: str | None = None,
-        restart_policy: RestartPolicy | None = None,
-    ) -> None:
-        self._on_change = on_change
-        self._log_folder = log_folder
-        self._environ = dict(environ)
-        self._runtime_parent = runtime_parent or environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-        self._restart_policy = restart_policy or RestartPolicy()
-        self._servers: dict[str, LaunchedServer] = {}
-        self._numbers = itertools.count()
-        self._folder = ""
+    on_change: Callable[[LaunchStatus], None]
+    log_folder: Path
+    environ: Mapping[str, str]
+    runtime_parent: str | None = None
+    restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
+    _servers: dict[str, LaunchedServer] = field(init=False, default_factory=dict)
+    _numbers: Iterator[int] = field(init=False, default_factory=itertools.count)
+    _folder: str = field(init=False, default="")
 
     async def __aenter__(self) -> Self:
         """Create the folders. Raises OSError if a folder cannot be created, or its path is too long for a socket."""
-        self._log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_private(self._log_folder)
-        self._folder = tempfile.mkdtemp(prefix="vllm-gateway-", dir=self._runtime_parent)
+        self.log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(self.log_folder)
+        parent = self.runtime_parent or self.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
+        self._folder = tempfile.mkdtemp(prefix="vllm-gateway-", dir=parent)
         if len(os.fsencode(self._folder + LONGEST)) > SOCKET_PATH_LIMIT:
             os.rmdir(self._folder)
-            raise OSError(f"{self._runtime_parent}: this path is too long for unix sockets; set XDG_RUNTIME_DIR to a shorter one")
+            raise OSError(f"{parent}: this path is too long for unix sockets; set XDG_RUNTIME_DIR to a shorter one")
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -91,13 +85,13 @@ class Launcher:
         if wrong := problems(spec.settings):
             raise ValueError("; ".join(wrong))
         self._servers[spec.name] = server = LaunchedServer(
-            spec,
-            logfile=LogFile(self._log_folder, spec.name),
+            spec=spec,
+            log=LogFile(self.log_folder, spec.name),
             folder=self._folder,
             scratch=f"{self._folder}/{next(self._numbers)}",
-            environ=self._environ,
-            restart_policy=self._restart_policy,
-            on_change=self._on_change,
+            environ=self.environ,
+            restart_policy=self.restart_policy,
+            on_change=self.on_change,
         )
         server.start()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+from contextlib import suppress
 
 from upstream.launcher.shim import read
 
@@ -23,8 +24,7 @@ def free_port() -> int:
     """Return a loopback port that is free now. If another process takes it first, the server fails and its next start gets another port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        return int(probe.getsockname()[1])
 
 
 def check_free(host: str, port: int) -> None:
@@ -64,9 +64,7 @@ def _inodes(port: int) -> set[str]:
 
 def _descriptors(pid: int) -> set[str]:
     found = set()
-    try:
+    with suppress(OSError):  # it has exited, or belongs to another user
         for number in os.listdir(f"/proc/{pid}/fd"):
             found.add(os.readlink(f"/proc/{pid}/fd/{number}"))
-    except OSError:
-        pass  # it has exited, or belongs to another user
     return found

@@ -217,8 +217,7 @@ def _after_draining(view: ModelView, now: float) -> ActionKind | None:
 def _may_stop(view: ModelView, now: float) -> bool:
     if view.phase is ModelPhase.FAILED:
         return True
-    unused = not view.in_flight and view.wanted_since is None and now >= max(view.last_used, view.ready_since) + linger(view)
-    return view.phase is ModelPhase.READY and (unused or now >= view.ready_since + time_slice(view))
+    return view.phase is ModelPhase.READY and (_unused_for(view, linger(view), now) or now >= view.ready_since + time_slice(view))
 
 
 def _unused(view: ModelView, now: float) -> str | None:

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from upstream.http.address import Address
@@ -37,6 +37,7 @@ LOG_CHECK = 1.0
 """Seconds between two checks of the log, for its size and for progress."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class LaunchedServer:
     """A replica that should be up. ``api_key``: the internal key of all its processes.
 
@@ -44,37 +45,28 @@ class LaunchedServer:
     server's own files (vLLM's sockets between its processes, which vLLM does not remove).
     """
 
-    def __init__(
-        self,
-        spec: LaunchSpec,
-        *,
-        logfile: LogFile,
-        folder: str,
-        scratch: str,
-        environ: Mapping[str, str],
-        restart_policy: RestartPolicy,
-        on_change: Callable[[LaunchStatus], None],
-    ) -> None:
-        self.spec = spec
-        self._settings = spec.settings
+    spec: LaunchSpec
+    log: LogFile
+    folder: str
+    scratch: str
+    environ: Mapping[str, str]
+    restart_policy: RestartPolicy
+    on_change: Callable[[LaunchStatus], None]
+    _grace: float = field(init=False, default=0.0)
+    _failures: int = field(init=False, default=0)
+    _ready_since: float | None = field(init=False, default=None)
+    _memory_kills: int | None = field(init=False, default=None)
+    _restart_request: asyncio.Future[tuple[str, float]] | None = field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        self._settings = self.spec.settings
         self.api_key = secrets.token_urlsafe(32)
-        self.log = logfile
-        self._folder = folder
-        self._scratch = scratch
-        self._environ = environ
-        self._restart_policy = restart_policy
-        self._on_change = on_change
-        self._grace = 0.0
-        self._failures = 0
-        self._ready_since: float | None = None
-        self._memory_kills: int | None = None
-        self._restart_request: asyncio.Future[tuple[str, float]] | None = None
         self._resume_starts = asyncio.Event()
-        self.status = LaunchStatus(spec.name, LaunchState.STARTING, time.time(), self._address(), logfile.path)
+        self.status = LaunchStatus(self.spec.name, LaunchState.STARTING, time.time(), self._address(), self.log.path)
 
     def start(self) -> None:
         """Start the server. Called once, before ``stop`` or ``kill``."""
-        self._on_change(self.status)
+        self.on_change(self.status)
         self._task = asyncio.create_task(self._run(), name=f"launch {self.spec.name}")
         self._task.add_done_callback(self._task_done)
 
@@ -119,7 +111,7 @@ class LaunchedServer:
                 self._resume_starts.clear()
                 self._failures = 1
             self._change_state(LaunchState.BACKING_OFF, pid=None, given_up=False)
-            await asyncio.sleep(self._restart_policy.pause(self._failures))
+            await asyncio.sleep(self.restart_policy.pause(self._failures))
             self._change_state(LaunchState.STARTING, address=self._address(), restarts=self.status.restarts + 1)
 
     async def _run_process(self) -> None:
@@ -146,11 +138,11 @@ class LaunchedServer:
             unlink_socket(address.uds)
         else:
             check_free(address.host, address.port)
-        shutil.rmtree(self._scratch, ignore_errors=True)
-        os.mkdir(self._scratch, 0o700)
-        line = command_line(self._settings, address, self.api_key, self._scratch)
-        env = {**self._environ, RPC_FOLDER: self._scratch, **line.env}
-        return ServerCommand(self.spec.name, line.argv, env, address.uds or "", self._scratch, self._folder)
+        shutil.rmtree(self.scratch, ignore_errors=True)
+        os.mkdir(self.scratch, 0o700)
+        line = command_line(self._settings, address, self.api_key, self.scratch)
+        env = {**self.environ, RPC_FOLDER: self.scratch, **line.env}
+        return ServerCommand(self.spec.name, line.argv, env, address.uds or "", self.scratch, self.folder)
 
     async def _supervise(self, process: ShimProcess) -> None:
         self._update(pid=process.pid)
@@ -216,8 +208,8 @@ class LaunchedServer:
         if what is None:
             return
         starting = self.status.state is LaunchState.STARTING
-        self._failures = self._restart_policy.count_failures(self._failures, self._ready_seconds())
-        given_up = self._failures >= self._restart_policy.limit
+        self._failures = self.restart_policy.count_failures(self._failures, self._ready_seconds())
+        given_up = self._failures >= self.restart_policy.limit
         state = LaunchState.FAILED if given_up or starting else LaunchState.CRASHED
         tail = self.log.tail()
         if starting and self.status.address.uds and lacks_uds_option(tail):
@@ -242,10 +234,10 @@ class LaunchedServer:
 
     def _update(self, **known: Any) -> None:
         self.status = replace(self.status, **known)
-        self._on_change(self.status)
+        self.on_change(self.status)
 
     def _address(self) -> Address:
-        return address_for(self._settings, uds=f"{self._scratch}.sock", free_port=free_port)
+        return address_for(self._settings, uds=f"{self.scratch}.sock", free_port=free_port)
 
 
 def _explained(cause: Cause, ended: ProcessExit) -> str:

@@ -31,6 +31,7 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 PR_SET_PDEATHSIG = 1
@@ -117,7 +118,8 @@ class Shim:
         self._control_gone = False
 
     def run(self) -> None:
-        _lead_a_session()
+        if os.getsid(0) != os.getpid():
+            os.setsid()
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._listen_to_signals()
         env = self._receive_environment()
@@ -197,10 +199,8 @@ class Shim:
             pause = min(pause * 2, 0.2)
 
     def _report(self, **report: int) -> None:
-        try:
+        with suppress(OSError):  # control has exited; the next recv shows it
             self._control.sendall(json.dumps(report).encode() + b"\n")
-        except OSError:
-            pass  # control has exited; the next recv shows it
 
     def _clean_up(self) -> None:
         if self._options.socket:
@@ -208,10 +208,8 @@ class Shim:
         if self._options.scratch:
             shutil.rmtree(self._options.scratch, ignore_errors=True)
         if self._options.folder and self._is_orphan():
-            try:
+            with suppress(OSError):  # another shim's files are still in it; the last shim removes it
                 os.rmdir(self._options.folder)
-            except OSError:
-                pass  # another shim's files are still in it; the last shim removes it
 
     def _is_orphan(self) -> bool:
         """Return whether control has exited. It may have exited after the server, so its socket is read again."""
@@ -220,11 +218,6 @@ class Shim:
             return self._control_gone or not self._kill_requested()
         except BlockingIOError:
             return False
-
-
-def _lead_a_session() -> None:
-    if os.getsid(0) != os.getpid():
-        os.setsid()
 
 
 def _prctl(option: int, value: int) -> None:
@@ -258,19 +251,15 @@ def is_resource_tracker(pid: int) -> bool:
 
 def kill(pid: int) -> None:
     """Send SIGKILL to a process. Ignores a process that has exited, or that belongs to another user."""
-    try:
+    with suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
 
 
 def unlink_socket(path: str) -> None:
     """Remove the file of a unix socket, if it exists. Leaves any other kind of file. Raises OSError."""
-    try:
+    with suppress(FileNotFoundError):  # never created, or removed by its server
         if stat.S_ISSOCK(os.lstat(path).st_mode):
             os.unlink(path)
-    except FileNotFoundError:
-        pass  # never created, or removed by its server
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import socket
 import sys
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
 from upstream.launcher import shim
@@ -103,21 +103,18 @@ class ShimProcess:
 
     async def terminate(self, grace: float) -> None:
         """Send SIGTERM to the server's main process, and wait up to ``grace`` seconds for the shim's exit. ``kill`` ends the rest."""
-        try:
+        with suppress(ProcessLookupError, TimeoutError):
             self._shim.send_signal(signal.SIGTERM)
             async with asyncio.timeout(grace):
                 await self._shim.wait()
-        except (ProcessLookupError, TimeoutError):
-            pass
 
     async def kill(self, timeout: float) -> None:
         """Kill the server and all its descendants, and wait until they have exited."""
         try:
             self._writer.write(b"kill\n")
-            async with asyncio.timeout(timeout):
-                await self._shim.wait()
-        except TimeoutError:
-            pass
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout):
+                    await self._shim.wait()
         finally:
             self._writer.transport.abort()
             if self._shim.returncode != 0:
