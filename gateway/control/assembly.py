@@ -33,7 +33,9 @@ from gateway.monitoring.server_observer import ServerObserver
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.service_manager import ServiceManager
 from gateway.worker.supervisor import WorkerEvents, running_workers
-from upstream.discovery import Cluster, Resolve, Sources, system_resolver
+from upstream.discovery.dns import Resolve, system_resolver
+from upstream.discovery.kubernetes import Cluster
+from upstream.discovery.sources import Sources
 from upstream.launcher.launcher import Launcher
 from upstream.vllm.health import Prober
 

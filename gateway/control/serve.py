@@ -47,7 +47,7 @@ from gateway.system.listener_drain import refuse_new_connections
 from gateway.system.service_manager import VARIABLES, ServiceManager
 from gateway.system.signals import on_hangup, stop_signals
 from gateway.system.tasks import cancel, wait_at_most
-from upstream.discovery import Cluster
+from upstream.discovery.kubernetes import Cluster
 from upstream.vllm.command_line import inherited
 
 if TYPE_CHECKING:

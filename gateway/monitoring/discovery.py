@@ -14,7 +14,10 @@ from gateway import config as conf
 from gateway.config import Config
 from gateway.fleet.configured_servers import configured_servers
 from gateway.telemetry.dependencies import Observation
-from upstream.discovery import DiscoveryStatus, DnsName, Endpoint, EndpointState, Service, Source, Sources
+from upstream.discovery.dns import DnsName
+from upstream.discovery.endpoints import Endpoint, EndpointState
+from upstream.discovery.kubernetes import Service
+from upstream.discovery.sources import DiscoveryStatus, Source, Sources
 from upstream.vllm.health import ServerHealth
 
 _NOTHING = DiscoveryStatus()

@@ -15,7 +15,7 @@ from gateway.fleet.observed_servers import ObservedServers, conditions, health_c
 from gateway.monitoring.discovery import Discovery
 from gateway.monitoring.jwks_fetch import JwksFetcher
 from upstream.balancing.server import Condition
-from upstream.discovery import EndpointState
+from upstream.discovery.endpoints import EndpointState
 from upstream.launcher.launcher import Launcher
 from upstream.vllm.health import Prober
 

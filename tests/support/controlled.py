@@ -28,7 +28,8 @@ from gateway.fleet.operations import ReloadResult
 from gateway.telemetry.metrics import Series
 from tests.support.process import configuration, launched, write
 from tests.support.running import KEY, until
-from upstream.discovery import Cluster, Resolve, system_resolver
+from upstream.discovery.dns import Resolve, system_resolver
+from upstream.discovery.kubernetes import Cluster
 
 NO_CLUSTER = Cluster("", "")
 

@@ -18,7 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from tests.support.certificates import certificate
 from tests.support.scripted import Request, read_request
-from upstream.discovery import Cluster
+from upstream.discovery.kubernetes import Cluster
 
 Document = dict[str, Any]
 

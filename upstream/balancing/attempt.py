@@ -375,10 +375,7 @@ class Attempt:
     def _may_retry(self, error: UpstreamError, *, streamed: bool) -> bool:
         if not error.untouched or len(self.tried) >= MAX_ATTEMPTS:
             return False
-        match error:
-            case ConnectFailed():
-                others = any(server not in self.tried for server in self._pool.servers if server.condition is Condition.UP)
-                return others and self._pool.try_spend_retry()
-            case StaleConnection():  # not a failure of the server, so the retry budget does not apply
-                return not streamed  # a part of a streamed body is lost with the first connection
-        return False
+        if isinstance(error, StaleConnection):  # not a failure of the server, so the retry budget does not apply
+            return not streamed  # a part of a streamed body is lost with the first connection
+        others = any(server not in self.tried for server in self._pool.servers if server.condition is Condition.UP)
+        return isinstance(error, ConnectFailed) and others and self._pool.try_spend_retry()

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from functools import partial
 from math import exp
 from time import monotonic
 from typing import Protocol
@@ -43,6 +44,7 @@ _LEAST_CAPACITY = 64  # blocks
 _CHANGES = 256  # of the requests in flight that are known afterwards
 
 
+@dataclass(slots=True, eq=False)
 class Prompt:
     """The prompt of one request, as far as the choice of a server depends on it, and where it was placed.
 
@@ -50,19 +52,15 @@ class Prompt:
     of its LoRA adapter. ``tokens``, ``token_keys``: its token IDs' number, and the keys of their blocks by block size, if they are known.
     """
 
-    __slots__ = ("adapter", "keys", "placement", "session", "size", "stream", "token_keys", "tokens")
-
-    def __init__(
-        self, keys: Sequence[int], size: int, *, stream: bool = False, session: int | None = None, adapter: int | None = None
-    ) -> None:
-        self.keys = keys
-        self.size = size
-        self.stream = stream
-        self.session = session
-        self.adapter = adapter
-        self.tokens = 0
-        self.token_keys: Mapping[int, Sequence[int]] | None = None
-        self.placement: Placement | None = None
+    keys: Sequence[int]
+    size: int
+    _: KW_ONLY
+    stream: bool = False
+    session: int | None = None
+    adapter: int | None = None
+    tokens: int = 0
+    token_keys: Mapping[int, Sequence[int]] | None = None
+    placement: Placement | None = None
 
     def responded(self) -> None:
         """Observe the first bytes of the response."""
@@ -83,14 +81,12 @@ class EngineLoad:
     kv_usage: float = 0.0
 
 
+@dataclass(slots=True, eq=False)
 class RecentMean:
     """The mean of a number over the last seconds. Earlier values fade with the time constant ``AVERAGE``."""
 
-    __slots__ = ("_mean", "_time")
-
-    def __init__(self) -> None:
-        self._mean = 0.0
-        self._time = 0.0
+    _mean: float = 0.0
+    _time: float = 0.0
 
     def at(self, now: float, value: float) -> float:
         """Return the mean; ``value``: since the last change."""
@@ -101,44 +97,41 @@ class RecentMean:
         self._mean, self._time = self.at(now, value), now
 
 
+@dataclass(slots=True, eq=False)
 class ServerCost:
     """The learned speed and the known work of one server."""
 
-    __slots__ = (
-        "_changes", "_seconds", "_tokens", "_work", "_work_at", "capacity", "foreign", "in_flight", "kv_usage", "load_at", "most", "placed",
-        "ready_at", "recent", "responded_at", "seconds_per_token", "waiting",
-    )  # fmt: skip
-
-    def __init__(self) -> None:
-        self.ready_at = 0.0
-        """When it will have computed the prompts that it has."""
-        self.placed = 0.0
-        """Tokens that it was given to compute since the start."""
-        self.waiting = 0.0
-        """Tokens of this worker's streams that have not begun to respond."""
-        self.in_flight = 0
-        """Requests of all workers of this gateway."""
-        self.recent = RecentMean()
-        """Of ``in_flight``."""
-        self.foreign = (0.0, 0.0)
-        """Requests that the engine had from others when its load was sampled: all of them, and the waiting ones."""
-        self.load_at = 0.0
-        """When ``foreign`` and ``kv_usage`` were sampled; 0 before the first time."""
-        self.kv_usage = 0.0
-        """The share of its KV cache that its running requests use."""
-        self.responded_at = 0.0
-        """When the last stream began to respond."""
-        self.seconds_per_token: float | None = None
-        """For a prompt, learned; None if unknown."""
-        self.capacity = 0.0
-        """Blocks that its cache is assumed to hold; fewer than ``most`` after evictions that were not predicted."""
-        self.most = 0
-        """Blocks of its cache."""
-        self._changes: deque[tuple[float, int]] = deque(maxlen=_CHANGES)  # when in_flight changed, and its value before
-        self._tokens = 0.0
-        self._seconds = 0.0
-        self._work = 0.0  # seconds of prompts; the share of earlier ones falls by 1/e in WINDOW
-        self._work_at = 0.0
+    ready_at: float = 0.0
+    """When it will have computed the prompts that it has."""
+    placed: float = 0.0
+    """Tokens that it was given to compute since the start."""
+    waiting: float = 0.0
+    """Tokens of this worker's streams that have not begun to respond."""
+    in_flight: int = 0
+    """Requests of all workers of this gateway."""
+    recent: RecentMean = field(default_factory=RecentMean)
+    """Of ``in_flight``."""
+    foreign: tuple[float, float] = (0.0, 0.0)
+    """Requests that the engine had from others when its load was sampled: all of them, and the waiting ones."""
+    load_at: float = 0.0
+    """When ``foreign`` and ``kv_usage`` were sampled; 0 before the first time."""
+    kv_usage: float = 0.0
+    """The share of its KV cache that its running requests use."""
+    responded_at: float = 0.0
+    """When the last stream began to respond."""
+    seconds_per_token: float | None = None
+    """For a prompt, learned; None if unknown."""
+    capacity: float = 0.0
+    """Blocks that its cache is assumed to hold; fewer than ``most`` after evictions that were not predicted."""
+    most: int = 0
+    """Blocks of its cache."""
+    _changes: deque[tuple[float, int]] = field(
+        default_factory=partial(deque, maxlen=_CHANGES)
+    )  # when in_flight changed, and its value before
+    _tokens: float = 0.0
+    _seconds: float = 0.0
+    _work: float = 0.0  # seconds of prompts; the share of earlier ones falls by 1/e in WINDOW
+    _work_at: float = 0.0
 
     def count(self, requests: int, now: float) -> None:
         """Count requests that start, or that end with a negative number."""
@@ -329,8 +322,7 @@ class CostModel:
 
     def restarted(self, name: str) -> None:
         """Forget the cache of a server whose process is new, and the work of the earlier process."""
-        server = self.servers.get(name)
-        if server is not None:
+        if (server := self.servers.get(name)) is not None:
             self.index.clear(name)
             server.ready_at = server.waiting = 0.0
 
@@ -401,8 +393,7 @@ class CostModel:
         ``generated``: tokens of its completion, which are in the cache, too. Their blocks have no keys, because what the next request of a
         conversation repeats of a completion is often another text.
         """
-        server = self.servers.get(name)
-        if server is not None:
+        if (server := self.servers.get(name)) is not None:
             self._count(server, -min(server.in_flight, 1), self.clock())
             blocks = int(generated * self.bytes_per_token / BLOCK_BYTES)
             self._generated += blocks
@@ -410,8 +401,7 @@ class CostModel:
 
     def peers_ended(self, name: str, count: int) -> None:
         """Observe that ``count`` requests of another worker ended with its process."""
-        server = self.servers.get(name)
-        if server is not None:
+        if (server := self.servers.get(name)) is not None:
             self._count(server, -min(server.in_flight, count), self.clock())
 
     def engine_load(self, name: str, load: EngineLoad) -> None:
@@ -419,8 +409,7 @@ class CostModel:
 
         The metrics arrive late. So a request of this gateway that has ended since then may be among them.
         """
-        server = self.servers.get(name)
-        if server is not None:
+        if (server := self.servers.get(name)) is not None:
             foreign = max(load.running + load.waiting - server.most_in_flight(load.time - DELAY), 0.0)
             self._foreign += foreign - server.foreign[0]
             server.foreign = (foreign, min(foreign, load.waiting))

@@ -7,7 +7,7 @@ an ejection do not count, so many requests that fail together are one failure. A
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from upstream.backoff import Backoff
 from upstream.http.errors import (
@@ -31,21 +31,19 @@ THRESHOLD = 3
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds of the first ejection and of the longest one. Each further ejection doubles the time."""
 
-WEIGHTS: Mapping[type[UpstreamError], int] = MappingProxyType(
-    {
-        ConnectFailed: THRESHOLD,  # no process listens: the next request would fail too
-        Disconnected: 1,
-        FirstByteTimeout: 1,
-        IdleTimeout: 1,
-        BadResponse: 1,
-        EngineDead: 1,
-        Aborted: 1,
-        ServerError: 0,  # the request may have caused a 500
-        TotalTimeout: 0,  # the server worked until the limit
-        StaleConnection: 0,  # an idle timeout is not a failure
-        LocalLimit: 0,
-    }
-)
+WEIGHTS: Mapping[type[UpstreamError], int] = {
+    ConnectFailed: THRESHOLD,  # no process listens: the next request would fail too
+    Disconnected: 1,
+    FirstByteTimeout: 1,
+    IdleTimeout: 1,
+    BadResponse: 1,
+    EngineDead: 1,
+    Aborted: 1,
+    ServerError: 0,  # the request may have caused a 500
+    TotalTimeout: 0,  # the server worked until the limit
+    StaleConnection: 0,  # an idle timeout is not a failure
+    LocalLimit: 0,
+}
 """The score of each error. A subclass counts as its base class does."""
 
 
@@ -54,16 +52,14 @@ def weight(error: UpstreamError) -> int:
     return next((WEIGHTS[kind] for kind in type(error).__mro__ if kind in WEIGHTS), 0)
 
 
+@dataclass(slots=True, eq=False)
 class EjectionState:
     """The failures of one server, and its ejection. Times are seconds of the monotonic clock."""
 
-    __slots__ = ("_backoff", "_score", "ejected_until")
-
-    def __init__(self) -> None:
-        self._score = 0
-        self._backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, spread=0.0)
-        self.ejected_until = 0.0
-        """The end of the ejection; 0 if the server is not ejected."""
+    _score: int = 0
+    _backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_PAUSE, LONGEST_PAUSE, spread=0.0))
+    ejected_until: float = 0.0
+    """The end of the ejection; 0 if the server is not ejected."""
 
     @property
     def has_failures(self) -> bool:

@@ -17,11 +17,10 @@ _DISTRUST = 3
 
 
 class EngineCaches:
-    """The reported blocks of the servers of one model, by the servers' names. ``limit``: blocks of all servers together."""
+    """The reported blocks of the servers of one model, by the servers' names."""
 
-    def __init__(self, limit: int = LIMIT) -> None:
-        self._limit = limit
-        self._index = PrefixIndex(limit)
+    def __init__(self) -> None:
+        self._index = PrefixIndex()
         self._block_sizes: dict[str, int] = {}
         self._wrong = 0
         self.incomplete: set[str] = set()
@@ -42,7 +41,7 @@ class EngineCaches:
             self.incomplete.discard(name)
             self._index.remove_server(name)
         for name in wanted:
-            self._index.add_server(name, self._limit)
+            self._index.add_server(name, LIMIT)
         self._update_block_sizes()
 
     def apply(self, name: str, block_size: int, complete: bool, *, cleared: bool, removed: bytes, inserted: bytes) -> None:
@@ -55,9 +54,9 @@ class EngineCaches:
         if cleared:
             self._index.clear(name)
         if removed:
-            self._index.remove(name, _keys(removed))
+            self._index.remove(name, array("Q", removed))
         if inserted:
-            self._index.insert(name, _keys(inserted))
+            self._index.insert(name, array("Q", inserted))
         if self._block_sizes.get(name, 0) != block_size:
             if block_size:
                 self._block_sizes[name] = block_size
@@ -78,9 +77,3 @@ class EngineCaches:
 
     def _update_block_sizes(self) -> None:
         self.block_sizes = frozenset(self._block_sizes.values()) if self._wrong < _DISTRUST else frozenset()
-
-
-def _keys(data: bytes) -> Sequence[int]:
-    keys = array("Q")
-    keys.frombytes(data)
-    return keys

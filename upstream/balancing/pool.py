@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing
 from time import monotonic
 
 from upstream.balancing.policies.policy import NO_FACTS, Fact, Policy, RequestFacts
@@ -165,11 +165,6 @@ class LiveServers:
             server.retire()
 
 
-@contextmanager
-def live_servers(write_batch: WriteBatch | None = None) -> Iterator[LiveServers]:
-    """Yield a set of live servers, and close their idle connections on exit."""
-    servers = LiveServers(write_batch)
-    try:
-        yield servers
-    finally:
-        servers.close()
+def live_servers(write_batch: WriteBatch | None = None) -> closing[LiveServers]:
+    """Return a context with a set of live servers, whose idle connections are closed on exit."""
+    return closing(LiveServers(write_batch))

@@ -8,6 +8,7 @@ those at its start, as in vLLM. All servers together have at most ``limit`` bloc
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 
 LIMIT = 1_000_000
@@ -17,15 +18,13 @@ DEFAULT_CAPACITY = 2_048
 _MOST_NAMES = 1024
 
 
+@dataclass(slots=True, eq=False)
 class _ServerBlocks:
     """The blocks of one server, the least recently used first. ``bit``: its bit in the masks of the index."""
 
-    __slots__ = ("bit", "blocks", "capacity")
-
-    def __init__(self, bit: int, capacity: int) -> None:
-        self.bit = bit
-        self.capacity = capacity
-        self.blocks: dict[int, None] = {}
+    bit: int
+    capacity: int
+    blocks: dict[int, None] = field(default_factory=dict)
 
 
 class PrefixIndex:
@@ -55,8 +54,7 @@ class PrefixIndex:
     def remove_server(self, name: str) -> None:
         """Remove a server and its blocks."""
         self.clear(name)
-        server = self._servers.pop(name, None)
-        if server is not None:
+        if (server := self._servers.pop(name, None)) is not None:
             del self._by_bit[server.bit]
             self._names.clear()
 
@@ -88,14 +86,12 @@ class PrefixIndex:
 
     def remove(self, name: str, keys: Iterable[int]) -> None:
         """Record that a server no longer has these blocks."""
-        server = self._servers.get(name)
-        if server is not None:
+        if (server := self._servers.get(name)) is not None:
             self._forget(server, [key for key in keys if key in server.blocks])
 
     def clear(self, name: str) -> None:
         """Record that a server has no blocks: its process is new, or its cache was reset."""
-        server = self._servers.get(name)
-        if server is not None:
+        if (server := self._servers.get(name)) is not None:
             self._forget(server, list(server.blocks))
 
     def matched(self, keys: Sequence[int]) -> dict[str, int]:
@@ -147,8 +143,7 @@ class PrefixIndex:
         owners, bit = self._owners, server.bit
         for key in keys:
             del server.blocks[key]
-            left = owners[key] ^ bit
-            if left:
+            if left := owners[key] ^ bit:
                 owners[key] = left
             else:
                 del owners[key]

@@ -8,6 +8,7 @@ the other servers of the same load, so that an idle pool is used evenly.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 
@@ -40,14 +41,12 @@ R = TypeVar("R", bound=Ranked)
 F = TypeVar("F", bound=Limited)
 
 
+@dataclass(frozen=True, slots=True)
 class CandidateList(Generic[L]):
     """A few servers, for the rare choice that a ranking does not cover. ``offset``: which of several idle servers is returned."""
 
-    __slots__ = ("members", "offset")
-
-    def __init__(self, servers: Sequence[L], offset: int) -> None:
-        self.members = servers
-        self.offset = offset
+    members: Sequence[L]
+    offset: int
 
     def __contains__(self, server: object) -> bool:
         return server in self.members
@@ -104,11 +103,7 @@ class Ranking(Generic[R]):
 
     def _insert(self, server: R) -> None:
         load = self._load_of[server] = server.load
-        level = self._levels.get(load)
-        if level is None:
-            self._levels[load] = {server: None}
-        else:
-            level[server] = None
+        self._levels.setdefault(load, {})[server] = None
 
     def _remove(self, server: R) -> None:
         load = self._load_of.pop(server)
@@ -121,10 +116,6 @@ class Ranking(Generic[R]):
         self.members = tuple(server for server in self._servers if server in self._load_of)
 
 
-def _ignore_capacity() -> None:
-    """Do nothing: no request is queued."""
-
-
 class BoundedRanking(Ranking[F]):
     """Servers with a concurrency limit. A full server is not ranked until one of its requests finishes.
 
@@ -135,7 +126,7 @@ class BoundedRanking(Ranking[F]):
 
     def __init__(self, servers: Sequence[F]) -> None:
         super().__init__(servers)
-        self.on_capacity: Callable[[], None] = _ignore_capacity
+        self.on_capacity: Callable[[], None] = lambda: None
 
     def update_load(self, server: F) -> None:
         """Update the rank of a server whose load has changed. Remove a server that became full; add a server that is no longer full."""

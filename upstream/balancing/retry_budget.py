@@ -5,6 +5,8 @@ The rule: it is computed from the number of requests when a retry is wanted, so 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 SHARE = 0.1
 """Retries that each request adds."""
 
@@ -15,15 +17,13 @@ MINIMUM, INTERVAL = 10.0, 1.0
 """Number of retries that are allowed without any traffic, and the seconds after which a used retry is available again."""
 
 
+@dataclass(slots=True, eq=False)
 class RetryBudget:
     """The retries of one model's servers in one worker."""
 
-    __slots__ = ("_left", "_requests", "_since")
-
-    def __init__(self) -> None:
-        self._left = MINIMUM
-        self._requests = 0
-        self._since = 0.0
+    _left: float = MINIMUM
+    _requests: int = 0
+    _since: float = 0.0
 
     def try_spend(self, requests: int, now: float) -> bool:
         """Return whether one more retry is allowed, and spend it. ``requests``: their number so far. ``now``: monotonic seconds."""

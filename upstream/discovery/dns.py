@@ -7,10 +7,10 @@ server has lost, and removed servers fail their probes.
 from __future__ import annotations
 
 import asyncio
-import logging
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -20,7 +20,6 @@ Resolve: TypeAlias = Callable[[str], Awaitable[list[str]]]
 """Returns the addresses of a name, of both families, in any order. Raises OSError, and UnicodeError for an invalid name."""
 RETRY = 2.0
 """Seconds until a failed lookup is repeated, if that is earlier than the next one."""
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +53,14 @@ async def system_resolver(name: str) -> list[str]:
     It runs in a daemon thread. If the name servers do not respond, the resolver waits half a minute; other lookups and the exit of the
     process should not wait for it.
     """
-    loop = asyncio.get_running_loop()
-    found: asyncio.Future[list[str]] = loop.create_future()
-
-    def conclude(result: list[str] | Exception) -> None:
-        if found.done():
-            return
-        if isinstance(result, Exception):
-            found.set_exception(result)
-        else:
-            found.set_result(result)
+    found: Future[list[str]] = Future()
+    found.set_running_or_notify_cancel()  # from now on, a cancellation of the waiting task does not reach it
 
     def resolve() -> None:
-        result: list[str] | Exception
         try:
-            result = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+            found.set_result([str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)])
         except (OSError, UnicodeError) as error:
-            result = error
-        try:
-            loop.call_soon_threadsafe(conclude, result)
-        except RuntimeError:
-            _log.debug("%s was resolved after the event loop was closed", name)
+            found.set_exception(error)
 
     threading.Thread(target=resolve, name=f"resolve {name}", daemon=True).start()
-    return await found
+    return await asyncio.wrap_future(found)

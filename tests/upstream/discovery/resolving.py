@@ -12,8 +12,7 @@ import sys
 from typing import Any
 
 from tests.support.name_server import NameServer
-from upstream.discovery import DnsName, system_resolver
-from upstream.discovery.dns import watch
+from upstream.discovery.dns import DnsName, system_resolver, watch
 from upstream.discovery.endpoints import Observation
 
 

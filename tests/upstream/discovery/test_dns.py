@@ -14,7 +14,10 @@ from typing import Any
 import pytest
 
 from tests.support.running import until
-from upstream.discovery import Cluster, DiscoveryStatus, DnsName, Endpoint, Sources, system_resolver
+from upstream.discovery.dns import DnsName, system_resolver
+from upstream.discovery.endpoints import Endpoint
+from upstream.discovery.kubernetes import Cluster
+from upstream.discovery.sources import DiscoveryStatus, Sources
 
 ROOT = Path(__file__).parents[3]
 NAME = DnsName("vllm.models", 8000, 0.02)

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.kubernetes_api import Api, endpoint, kubernetes_api, slice_of
 from tests.support.running import until
-from upstream.discovery import Cluster, DiscoveryStatus, Service, Sources
-from upstream.discovery.kubernetes import LINE_LIMIT
+from upstream.discovery.kubernetes import LINE_LIMIT, Cluster, Service
+from upstream.discovery.sources import DiscoveryStatus, Sources
 
 HTTP = ("http", 8000)
 VLLM = Service("vllm")

@@ -10,7 +10,6 @@ and documents are derived from this table.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from upstream.balancing.policies.cost import Cost
@@ -19,14 +18,12 @@ from upstream.balancing.policies.policy import Policy
 from upstream.balancing.policies.prefix import Prefix
 from upstream.balancing.policies.round_robin import RoundRobin
 
-POLICIES: Mapping[str, type[Policy[Any]]] = MappingProxyType(
-    {
-        "least_busy": LeastBusy,
-        "round_robin": RoundRobin,
-        "prefix": Prefix,
-        "cost": Cost,
-    }
-)
+POLICIES: Mapping[str, type[Policy[Any]]] = {
+    "least_busy": LeastBusy,
+    "round_robin": RoundRobin,
+    "prefix": Prefix,
+    "cost": Cost,
+}
 """All policies by their name in the setting ``balance``."""
 
 DEFAULT = "least_busy"
