@@ -64,12 +64,19 @@ class KnownServer(Protocol):
 MakeChooser = Callable[[Sequence[Machine], Sequence[KnownServer]], Chooser]
 
 
-class InRotation(CandidateList[Machine]):
+@dataclass(slots=True)
+class InRotation:
     """All machines. Those with the same load take turns."""
 
+    members: Sequence[Machine]
+    turn: int = 0
+
+    def __contains__(self, server: object) -> bool:
+        return server in self.members
+
     def least_busy(self) -> Machine:
-        machine = super().least_busy()
-        self.offset += 1
+        machine = CandidateList(self.members, self.turn).least_busy()
+        self.turn += 1
         return machine
 
 
@@ -78,7 +85,7 @@ class ByPolicy(Chooser):
 
     def __init__(self, balance: str, machines: Sequence[Machine]) -> None:
         self._policy: Policy[Machine] = POLICIES[balance](machines)
-        self._candidates = InRotation(machines, 0)
+        self._candidates = InRotation(machines)
 
     def choose(self, request: Request, now: float) -> Machine:
         """Return the policy's choice."""

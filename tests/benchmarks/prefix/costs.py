@@ -60,7 +60,7 @@ class ByCost(Chooser):
         self._events = events
         self._model = CostModel(UNBOUNDED if events else None, clock=lambda: self._now)
         self._policy = Cost(machines, model=self._model)
-        self._candidates = InRotation(machines, 0)
+        self._candidates = InRotation(machines)
         self._prompts: dict[Request, PromptBlocks] = {}
         self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # by node: its first byte, and the keys of its blocks
 
