@@ -7,34 +7,20 @@ import hmac
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from functools import cache
+from typing import Any, TypeVar
 
 from gateway import config as conf
 from gateway.config import Config
 from gateway.config.launches import may_be_stopped
 from gateway.config.quantities import window_seconds
 from gateway.config.redis_url import limits_store
+from gateway.config.section import Section
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
 from gateway.fleet.observed_servers import ObservedServers, api_key_of
+from gateway.snapshot import snapshot
 from gateway.snapshot.key_properties import PROPERTIES
 from gateway.snapshot.money import Price
-from gateway.snapshot.snapshot import (
-    Allowance,
-    BodyRules,
-    Budget,
-    Claims,
-    Clients,
-    Issuer,
-    Key,
-    Limits,
-    LimitsStore,
-    Mirror,
-    Model,
-    Queue,
-    Snapshot,
-    Tracing,
-    weight_of,
-)
 from gateway.system.logs import LogSettings
 from gateway.system.tls import Tls
 from upstream.balancing.server import ServerSpec
@@ -43,32 +29,30 @@ from upstream.http.address import Address
 from upstream.vllm.capabilities import capabilities_of, task_of
 from upstream.vllm.presets import with_preset
 
+T = TypeVar("T")
 KEEP_IDLE_LAUNCHED = 60.0
 """Seconds for which an idle connection to a launched server is kept: less than the server's own 75. Other servers have vLLM's 5."""
 
 
-def build_snapshot(config: Config, observed: ObservedServers, version: int, created: int) -> Snapshot:
+def build_snapshot(config: Config, observed: ObservedServers, version: int, created: int) -> snapshot.Snapshot:
     """Build the snapshot. ``created`` is the creation time of every model in model lists, in seconds since the epoch."""
     specs: dict[str, list[ServerSpec]] = {model.id: [] for model in config.models}
     for server in configured_servers(config):
         if server.external is not None or server.name in observed.launched:
             specs[server.model.id].append(_server(server, observed))
     models = [each for model in config.models for each in _with_adapters(model, _model(config, model, specs[model.id], created))]
-    return Snapshot(
+    return _made(
+        snapshot.Snapshot,
+        config.server,
         version=version,
         keys=_keys(config),
         models=tuple(_with_common_facts(each, models) if each.split else each for each in models),
-        body_limit=config.server.body_limit,
-        body_values=config.server.body_values,
         cors_origins=config.server.cors.origins,
-        docs=config.server.docs,
         log_user=config.log.user,
         log_sample=config.log.sample,
         ledger_user=config.ledger is not None and config.ledger.user,
         ledger_metadata=config.ledger is not None and config.ledger.metadata,
         bill_cancelled_prefill=config.ledger is not None and config.ledger.bill_cancelled_prefill,
-        max_inflight=config.server.max_inflight,
-        workers=config.server.workers,
         log=log_settings(config),
         tracing=_tracing(config),
         clients=client_limits(config.server),
@@ -81,12 +65,21 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
     )
 
 
-def client_limits(server: conf.ServerSection) -> Clients:
+def _made(kind: type[T], section: Section, **converted: Any) -> T:
+    """Return a value of the snapshot whose fields have the settings of the same names, as they are written, except for ``converted``."""
+    return kind(**{name: getattr(section, name) for name in _common_fields(kind, type(section))} | converted)
+
+
+@cache
+def _common_fields(kind: type, section: type[Section]) -> tuple[str, ...]:
+    return tuple(each.name for each in fields(kind) if each.name in section.model_fields)
+
+
+def client_limits(server: conf.ServerSection) -> snapshot.Clients:
     """Return the limits of client connections. Body memory is a worker's share of the total, but at least one body of maximum size."""
-    return Clients(
-        headers_timeout=server.headers_timeout,
-        body_timeout=server.body_timeout,
-        write_timeout=server.write_timeout,
+    return _made(
+        snapshot.Clients,
+        server,
         body_memory=max(server.body_memory // server.workers, server.body_limit),
         max_per_address=server.max_connections_per_address,
         trusted_proxies=tuple(map(str, server.trusted_proxies)),
@@ -98,9 +91,9 @@ def log_settings(config: Config) -> LogSettings:
     return LogSettings(config.log.level, config.log.format, config.log.levels)
 
 
-def _tracing(config: Config) -> Tracing | None:
+def _tracing(config: Config) -> snapshot.Tracing | None:
     tracing = config.tracing
-    return None if tracing is None or not tracing.sample else Tracing(tracing.endpoint.rstrip("/"), tracing.sample)
+    return None if tracing is None or not tracing.sample else snapshot.Tracing(tracing.endpoint.rstrip("/"), tracing.sample)
 
 
 def _server(server: ConfiguredServer, observed: ObservedServers) -> ServerSpec:
@@ -111,56 +104,46 @@ def _server(server: ConfiguredServer, observed: ObservedServers) -> ServerSpec:
     return ServerSpec(server.name, address, server.served_model, api_key_of(server.external), float(server.external.weight))
 
 
-def _queue(config: Config, model: conf.Model) -> Queue | None:
+def _queue(config: Config, model: conf.Model) -> snapshot.Queue | None:
     """Return the queue limits of one worker: its share of the total, since any worker may get a client's connection.
 
     Servers that were just configured are not known to be up before their first health check, so requests wait for its result.
     """
     has_default = bool(model.servers) or model.max_inflight is not None or may_be_stopped(config, model)
     queue = model.queue or (conf.Queue() if has_default else None)
-    return None if queue is None else Queue(math.ceil(queue.size / config.server.workers), queue.wait)
+    return None if queue is None else snapshot.Queue(math.ceil(queue.size / config.server.workers), queue.wait)
 
 
-def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], created: int) -> Model:
+def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], created: int) -> snapshot.Model:
     timeouts, launch = model.timeouts, model.launch
     args = None if launch is None else with_preset(launch.preset, launch.args)
-    return Model(
-        id=model.id,
+    return _made(
+        snapshot.Model,
+        model,
         servers=tuple(servers),
-        aliases=model.aliases,
-        mounts=model.mounts,
-        balance=model.balance,
         policy=model.policy,
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
         queue=_queue(config, model),
-        max_inflight=model.max_inflight,
-        keepalive=model.keepalive,
-        defaults=model.defaults,
-        overrides=model.overrides,
-        body=BodyRules(model.body.allow, model.body.refuse, model.body.max_n, model.body.max_tokens, model.body.media_hosts),
-        fallbacks=model.fallbacks,
+        body=_made(snapshot.BodyRules, model.body),
         rewrite=model.rewrite_model,
-        running_usage=model.running_usage,
         created=created,
         price=None if model.price is None else _price(model.price),
         task=model.task or (None if args is None else task_of(args)),
-        capabilities=model.capabilities,
         launched_with=None if args is None else capabilities_of(args),
         mirror=_mirror(config, model),
         split=tuple((config.model_ids[name], weight) for name, weight in (model.split or {}).items()),
-        sticky=model.sticky,
     )
 
 
-def _mirror(config: Config, model: conf.Model) -> Mirror | None:
+def _mirror(config: Config, model: conf.Model) -> snapshot.Mirror | None:
     """Return the mirror of one worker, with its share of the copies in flight."""
     mirror = model.mirror
     if mirror is None:
         return None
-    return Mirror(config.model_ids[mirror.to], mirror.share, math.ceil(mirror.max_inflight / config.server.workers))
+    return snapshot.Mirror(config.model_ids[mirror.to], mirror.share, math.ceil(mirror.max_inflight / config.server.workers))
 
 
-def _with_common_facts(split: Model, models: Iterable[Model]) -> Model:
+def _with_common_facts(split: snapshot.Model, models: Iterable[snapshot.Model]) -> snapshot.Model:
     """Return a split with the facts for the model list on which all of its models agree. Its own settings take precedence."""
     ids = {identity for identity, _ in split.split}
     targets = [model for model in models if model.id in ids]
@@ -188,75 +171,70 @@ def _price(price: conf.Price) -> Price:
     return Price(price.prompt, price.completion, cached, reasoning)
 
 
-def _with_adapters(model: conf.Model, base: Model) -> Iterator[Model]:
+def _with_adapters(model: conf.Model, base: snapshot.Model) -> Iterator[snapshot.Model]:
     """Yield a model and its LoRA adapters, which clients request like models and the same servers serve."""
     yield base
     for lora in model.loras:
         yield replace(base, id=lora.id, aliases=lora.aliases, mounts=(), mirror=None, parent=model.id, served=lora.id)
 
 
-def _issuer(issuer: conf.Jwt, key_sets: Mapping[str, bytes]) -> Issuer:
-    return Issuer(
+def _issuer(issuer: conf.Jwt, key_sets: Mapping[str, bytes]) -> snapshot.Issuer:
+    return _made(
+        snapshot.Issuer,
+        issuer,
         name=issuer.issuer,
         audiences=issuer.audience,
-        keys=issuer.keys,
-        algorithms=issuer.algorithms,
         key_set=issuer.jwks.keys if issuer.jwks.url is None else key_sets.get(issuer.issuer),
-        claims=Claims(**issuer.claims.model_dump()),
-        leeway=issuer.leeway,
+        claims=_made(snapshot.Claims, issuer.claims),
         limit=issuer.token_limit,
-        subjects=issuer.subjects,
     )
 
 
-def _teams(config: Config) -> dict[str, tuple[Allowance, ...]]:
+def _teams(config: Config) -> dict[str, tuple[snapshot.Allowance, ...]]:
     return {team.id: tuple(_allowances(f"team {team.id}", team.limits)) for team in config.teams}
 
 
-def _keys(config: Config) -> tuple[Key, ...]:
+def _keys(config: Config) -> tuple[snapshot.Key, ...]:
     teams = _teams(config)
     return tuple(_key(key, config.isolate_prefix_cache, teams.get(key.team or "", ())) for key in config.keys)
 
 
-def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[Allowance]:
+def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[snapshot.Allowance]:
     """Yield the limits of a key or team. No ID contains a space, so the names of holders are unique."""
     if limits is None:
         return
     amounts = _amounts(limits)
-    if amounts != Limits():
-        yield Allowance(holder, amounts)
+    if amounts != snapshot.Limits():
+        yield snapshot.Allowance(holder, amounts)
     for row in limits.models:
-        yield Allowance(f"{holder} for {' '.join(sorted(row.models))}", _amounts(row), row.models)
+        yield snapshot.Allowance(f"{holder} for {' '.join(sorted(row.models))}", _amounts(row), row.models)
 
 
-def _amounts(limits: conf.Limits | conf.ModelLimits) -> Limits:
-    budgets = tuple(Budget(each.window, window_seconds(each.window), each.tokens, each.cost, each.soft) for each in limits.budgets)
+def _amounts(limits: conf.Limits | conf.ModelLimits) -> snapshot.Limits:
     session = limits.session if isinstance(limits, conf.Limits) else None
-    return Limits(
-        **{name: getattr(limits, name) for name in _AMOUNTS},
-        budgets=budgets,
-        session=None if session is None else Budget("session", tokens=session.tokens, cost=session.cost),
+    return _made(
+        snapshot.Limits,
+        limits,
+        budgets=tuple(_made(snapshot.Budget, each, seconds=window_seconds(each.window)) for each in limits.budgets),
+        session=None if session is None else _made(snapshot.Budget, session, window="session"),
     )
 
 
-_AMOUNTS = tuple(each.name for each in fields(Limits) if each.init and each.name not in ("budgets", "session"))
-
-
-def _limits_store(config: Config) -> LimitsStore | None:
+def _limits_store(config: Config) -> snapshot.LimitsStore | None:
     if config.limits_store is None:
         return None
     return limits_store(config.limits_store.get_secret_value(), refuses=config.limits.on_store_failure == "refuse")
 
 
-def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None, of_team: tuple[Allowance, ...]) -> Key:
-    return Key(
+def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None, of_team: tuple[snapshot.Allowance, ...]) -> snapshot.Key:
+    return snapshot.Key(
         id=key.id,
         digests=tuple(_digest(one.text) for one in key.hashes),
         digest_expiries={_digest(one.text): one.expires.timestamp() for one in key.hashes if one.expires is not None},
         models=None if key.models == ("*",) else key.models,
         expires=key.expires.timestamp() if key.expires is not None else None,
         fields=_fields(key, isolation),
-        weight=weight_of(key.priority),
+        weight=snapshot.weight_of(key.priority),
         allowances=(*_allowances(f"key {key.id}", key.limits), *of_team),
         user_header=None if key.user_header is None else key.user_header.encode(),
         **{name: getattr(key, name) for name in PROPERTIES},
