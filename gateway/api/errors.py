@@ -31,10 +31,14 @@ INVALID_REQUEST, AUTHENTICATION, RATE_LIMIT, SERVER = "invalid_request_error", "
 
 @dataclass(frozen=True, slots=True)
 class ErrorSpec:
-    """The HTTP status and OpenAI's error type of a code."""
+    """The HTTP status and OpenAI's error type of a code.
+
+    ``retry_after``: the seconds after which another request may succeed, for errors that do not set them themselves.
+    """
 
     status: int
     type: str
+    retry_after: int | None = None
 
 
 ERRORS: Mapping[str, ErrorSpec] = MappingProxyType(
@@ -55,17 +59,17 @@ ERRORS: Mapping[str, ErrorSpec] = MappingProxyType(
         "request_too_large": ErrorSpec(413, INVALID_REQUEST),
         "unsupported_media_type": ErrorSpec(415, INVALID_REQUEST),
         "headers_too_large": ErrorSpec(431, INVALID_REQUEST),
-        "rate_limit_exceeded": ErrorSpec(429, RATE_LIMIT),
+        "rate_limit_exceeded": ErrorSpec(429, RATE_LIMIT, 1),
         "insufficient_quota": ErrorSpec(429, RATE_LIMIT),
         "server_error": ErrorSpec(500, SERVER),
         "internal_error": ErrorSpec(500, SERVER),
         "upstream_unreachable": ErrorSpec(502, SERVER),
         "upstream_disconnected": ErrorSpec(502, SERVER),
         "upstream_timeout": ErrorSpec(504, SERVER),
-        "model_loading": ErrorSpec(503, SERVER),
-        "overloaded": ErrorSpec(503, SERVER),
-        "draining": ErrorSpec(503, SERVER),
-        "no_healthy_server": ErrorSpec(503, SERVER),
+        "model_loading": ErrorSpec(503, SERVER, 5),
+        "overloaded": ErrorSpec(503, SERVER, 1),
+        "draining": ErrorSpec(503, SERVER, 5),
+        "no_healthy_server": ErrorSpec(503, SERVER, 5),
     }
 )
 
@@ -79,11 +83,6 @@ NAME_LIMIT = 200
 
 CLIENT_CLOSED_REQUEST = 499
 """The status in metrics and log of a request whose client disconnected (nginx's number; it is never sent)."""
-
-RETRY_AFTER: Mapping[str, int] = MappingProxyType(
-    {"rate_limit_exceeded": 1, "model_loading": 5, "overloaded": 1, "draining": 5, "no_healthy_server": 5}
-)
-"""Seconds after which another request may succeed, for errors that do not set it themselves."""
 
 _RETRIED = frozenset({"request_timeout", "rate_limit_exceeded"})
 """Errors below 500 that a retry of the same request may resolve."""
@@ -125,8 +124,8 @@ class Refusal(Exception):
             headers.setdefault("www-authenticate", "Bearer")
         if self.spec.status < 500 and self.code not in _RETRIED:
             headers.setdefault("x-should-retry", "false")
-        if self.code in RETRY_AFTER and headers.get("x-should-retry") != "false":
-            headers.setdefault("retry-after", str(RETRY_AFTER[self.code]))
+        if self.spec.retry_after is not None and headers.get("x-should-retry") != "false":
+            headers.setdefault("retry-after", str(self.spec.retry_after))
         return headers
 
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from gateway.api.errors import NAME_LIMIT, RETRY_AFTER, Refusal, unknown_model
+from gateway.api.errors import NAME_LIMIT, Refusal, unknown_model
 from gateway.api.vllm import validation
 from upstream.http.errors import EngineDead, ServerError, UpstreamError
 
@@ -44,9 +44,9 @@ def from_server(
     """
     message, kind, param = _read(body)
     refusal = classify(status, message, kind, param, model, input_field, document)
-    if retry_after is not None and retry_after.isdigit() and len(retry_after) <= _RETRY_AFTER_DIGITS and refusal.code in RETRY_AFTER:
-        return Refusal(refusal.code, refusal.message, headers={"retry-after": retry_after.decode()})
-    return refusal
+    if refusal.spec.retry_after is None or retry_after is None or not retry_after.isdigit() or len(retry_after) > _RETRY_AFTER_DIGITS:
+        return refusal
+    return Refusal(refusal.code, refusal.message, headers={"retry-after": retry_after.decode()})
 
 
 def from_event(error: Mapping[str, Any], model: str, input_field: str, document: Mapping[str, Any] | None = None) -> Refusal:
@@ -170,10 +170,6 @@ _Where = Callable[[Mapping[str, Any], str], str | None]
 """Returns a path, given the document and the route's field for text."""
 
 
-def _at(path: str) -> _Where:
-    return lambda _document, _field: path
-
-
 def _text_field(document: Mapping[str, Any], field: str) -> str | None:
     return field if field in document or "messages" not in document else "messages"
 
@@ -260,15 +256,18 @@ _SIZE = _first_of("dimensions", "output_dimension")
 
 
 class _KnownMessage(NamedTuple):
-    """A message of vLLM, the field that it is about, and its replacement if it does not help the client. ``{0}`` is the pattern's group."""
+    """A message of vLLM, the field that it is about, and its replacement if it does not help the client.
+
+    ``where`` is the field's path, or finds it. ``{0}`` in ``instead`` is the pattern's group.
+    """
 
     pattern: str
-    where: _Where
+    where: _Where | str
     instead: str | None = None
     code: str = "invalid_value"
 
 
-def _not_enabled(pattern: str, what: str, where: _Where) -> _KnownMessage:
+def _not_enabled(pattern: str, what: str, where: _Where | str) -> _KnownMessage:
     return _KnownMessage(pattern, where, f"{what} not enabled for this model; ask the operator.", "feature_not_enabled")
 
 
@@ -283,9 +282,9 @@ _KNOWN = (
     _not_enabled(r"--reasoning-parser|--reasoning-config", "Bounds on reasoning are", _first_of("thinking_token_budget", "thinking")),
     _not_enabled(r"--enable-prompt-embeds", "Embeddings as prompts are", _first_of("prompt_embeds")),
     _not_enabled(r"--enable-mm-embeds", "Embeddings as images, sounds or videos are", _media),
-    _not_enabled(r"--pooler-config\.task", "This task is", _at("task")),
+    _not_enabled(r"--pooler-config\.task", "This task is", "task"),
     _not_enabled(r"No IOProcessor plugin", "Data for a plugin is", _first_of("data", "task")),
-    _not_enabled(r"chat template if the tokenizer does not define one", "Chat messages are", _at("messages")),
+    _not_enabled(r"chat template if the tokenizer does not define one", "Chat messages are", "messages"),
     _KnownMessage(r"is not a multimodal model", _media, "This model takes text only: no images, sounds or videos."),
     _KnownMessage(r"At most 0 (image|audio|video)\(s\) may be provided", _media, "This model takes no {0} parts."),
     _KnownMessage(r"At most \d+ \w+\(s\) may be provided", _media),
@@ -300,17 +299,15 @@ _KNOWN = (
     _KnownMessage(r"only supports dimensions in range (\[\d+, \d+\])", _SIZE, "The number must be in the range {0}."),
     _KnownMessage(r"only supports Matryoshka dimensions (\[[\d, ]{1,200}\])", _SIZE, "The number must be one of {0}."),
     _KnownMessage(r"Requested sample logprobs of", _first_of("top_logprobs", "logprobs")),
-    _KnownMessage(
-        r"'json_schema' field must be provided", _at("response_format.json_schema"), "Field required", "missing_required_parameter"
-    ),
+    _KnownMessage(r"'json_schema' field must be provided", "response_format.json_schema", "Field required", "missing_required_parameter"),
     _KnownMessage(
         r"\A(?:Invalid value for `tool_choice`|tool_choice )",
-        _at("tool_choice"),
+        "tool_choice",
         "Only named tools, 'none', 'auto' or 'required' are supported.",
     ),
     _KnownMessage(
         r"one kind of (?:structured outputs constraint|constraints for structured outputs)",
-        _at("structured_outputs"),
+        "structured_outputs",
         "Exactly one constraint must be set.",
     ),
     _KnownMessage(
@@ -360,7 +357,8 @@ def _refused(status: int, message: str, param: str | None, input_field: str, doc
     for known in _KNOWN:
         found = re.search(known.pattern, message)
         if found is not None:
-            param, code = known.where(document, input_field) or param, known.code
+            where = known.where if isinstance(known.where, str) else known.where(document, input_field)
+            param, code = where or param, known.code
             if known.instead is not None:
                 message, own = known.instead.format(*found.groups("")), True
             break

@@ -28,11 +28,15 @@ _MAX_EXPECTED = 12  # accepted values that are listed
 
 
 class Finding(NamedTuple):
-    """One of pydantic's findings. ``kind`` is ``missing``, ``string_type`` and so on; ``path`` is relative to the body."""
+    """One of pydantic's findings. ``kind`` is ``missing``, ``string_type`` and so on; ``path`` is relative to the body.
+
+    ``branches`` are the names of a union's branches that were part of the path, each with the length of the union's path.
+    """
 
     kind: str
     path: Path
     reason: str
+    branches: tuple[tuple[int, str], ...] = ()
 
 
 class ErrorReport(NamedTuple):
@@ -68,9 +72,8 @@ def read(message: str) -> ErrorReport | None:
     listed = _LISTED.match(message)
     if listed is not None:
         lines = message[listed.end() :].split("\n")
-        return ErrorReport(
-            None, tuple(_listed_findings(lines[:MAX_FINDINGS])), lines[-1].startswith("  ...and ") or len(lines) > MAX_FINDINGS
-        )
+        more = lines[-1].startswith("  ...and ") or len(lines) > MAX_FINDINGS
+        return ErrorReport(None, tuple(_listed_findings(lines[:MAX_FINDINGS])), more)
     titled = _TITLED.match(message)
     if titled is None:
         return None
@@ -111,15 +114,8 @@ _INTERNAL = re.compile(
 _UNKNOWN = object()
 
 
-class _Located(NamedTuple):
-    kind: str
-    path: Path
-    reason: str
-    branches: tuple[tuple[int, str], ...] = ()
-    """Names of branches, each with the length of the union's path."""
-
-
-def _locate(finding: Finding, document: Any) -> _Located:
+def _locate(finding: Finding, document: Any) -> Finding:
+    """Return a finding whose path has the segments of the document alone; the others are its branches."""
     path: list[str] = []
     branches: list[tuple[int, str]] = []
     value = document
@@ -129,7 +125,7 @@ def _locate(finding: Finding, document: Any) -> _Located:
         if below is _UNKNOWN and (_CLASS.match(segment) or _INTERNAL.search(segment)):
             branches.append((len(path), segment))
         elif below is _UNKNOWN and segment.isdecimal() and isinstance(value, dict | str):
-            return _Located("list_type", tuple(path), "", tuple(branches))  # vLLM iterated over it without a check that it is a list
+            return Finding("list_type", tuple(path), "", tuple(branches))  # vLLM iterated over it without a check that it is a list
         elif below is _UNKNOWN and at < last and isinstance(value, dict) and value.get("type") == segment:
             continue  # the branch that the value's own type selects
         else:
@@ -137,7 +133,7 @@ def _locate(finding: Finding, document: Any) -> _Located:
             value = below
     if _lacks_arguments(finding, value):
         path.append(_ARGUMENTS)
-    return _Located(finding.kind, tuple(path), finding.reason, tuple(branches))
+    return finding._replace(path=tuple(path), branches=tuple(branches))
 
 
 _ARGUMENTS = "arguments"
@@ -288,12 +284,12 @@ KNOWN_ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "fu
 _KNOWN = KNOWN_ROLES | _REQUIRED.keys() | {"message"}
 
 
-def _chosen(located: list[_Located], document: Any, more: bool) -> list[_Located]:
+def _chosen(located: list[Finding], document: Any, more: bool) -> list[Finding]:
     """Remove the findings of branches that the client did not intend."""
     while any(each.branches for each in located):
         depth, _ = next(each.branches[0] for each in located if each.branches)
         union = next(each.path[:depth] for each in located if each.branches)
-        branches: dict[str, list[_Located]] = {}
+        branches: dict[str, list[Finding]] = {}
         others = []
         for each in located:
             if each.branches and each.branches[0][0] == depth and each.path[:depth] == union:
@@ -304,7 +300,7 @@ def _chosen(located: list[_Located], document: Any, more: bool) -> list[_Located
     return located
 
 
-def _branch(union: Path, branches: Mapping[str, list[_Located]], value: Any, more: bool) -> list[_Located]:
+def _branch(union: Path, branches: Mapping[str, list[Finding]], value: Any, more: bool) -> list[Finding]:
     """Return the findings to report for a value that fits none of these branches."""
     found = [each for branch in branches.values() for each in branch]
     if value is not _UNKNOWN and not isinstance(value, dict):
@@ -324,22 +320,22 @@ def _branch(union: Path, branches: Mapping[str, list[_Located]], value: Any, mor
     return _discriminator(union, [each for each in found if each.path in paths], value, more)
 
 
-def _unlisted(union: Path, branches: Sequence[list[_Located]], marks: set[Path], value: Any, given: str) -> list[_Located]:
+def _unlisted(union: Path, branches: Sequence[list[Finding]], marks: set[Path], value: Any, given: str) -> list[Finding]:
     """Return the findings to report for a value whose type or role exists, but whose branch vLLM has not listed."""
     required = _REQUIRED.get(given, {})
-    absent = [_Located("missing", (*union, name), "") for name in required if name not in value]
+    absent = [Finding("missing", (*union, name), "") for name in required if name not in value]
     wrong = [name for name, kinds in required.items() if not any(_is_of_type(value.get(name), kind) for kind in kinds)]
     if absent or wrong:
-        return absent or [_Located(kind, (*union, name), "") for name in wrong for kind in required[name]]
+        return absent or [Finding(kind, (*union, name), "") for name in wrong for kind in required[name]]
     first = branches[0]
     shared = set.intersection(*({each.path for each in branch if not each.branches} - marks for branch in branches))
     if shared and given in KNOWN_ROLES:
         path = next(each.path for each in first if each.path in shared)
         return [each for each in first if each.path == path]
-    return [_Located("branch", union, f"The fields do not fit '{given}'")]
+    return [Finding("branch", union, f"The fields do not fit '{given}'")]
 
 
-def _discriminator(union: Path, found: list[_Located], value: Any, more: bool) -> list[_Located]:
+def _discriminator(union: Path, found: list[Finding], value: Any, more: bool) -> list[Finding]:
     """Return a finding about the type or the role, with the values that any of the branches accepts."""
     present = [name for name in _DISCRIMINATORS if isinstance(value, dict) and name in value]
     named = {each.path[-1] for each in found}
@@ -349,10 +345,10 @@ def _discriminator(union: Path, found: list[_Located], value: Any, more: bool) -
     if name not in present or not wrong:
         return [each for each in of_name if each.kind == "missing"][:1] or of_name[:1]
     expected = dict.fromkeys(value for each in wrong for value in _EXPECTED.findall(each.reason))
-    return [_Located("literal_error", (*union, name), " ".join(f"'{value}'" for value in expected) + ("…" if more else ""))]
+    return [Finding("literal_error", (*union, name), " ".join(f"'{value}'" for value in expected) + ("…" if more else ""))]
 
 
-def _without_other_bodies(located: list[_Located], document: Any) -> list[_Located]:
+def _without_other_bodies(located: list[Finding], document: Any) -> list[Finding]:
     """Remove the fields that only another kind of body requires."""
     if not isinstance(document, dict) or not located:
         return located
@@ -367,7 +363,7 @@ def _without_other_bodies(located: list[_Located], document: Any) -> list[_Locat
     return remaining or located
 
 
-def _fits_a_body(located: Sequence[_Located], names: Container[str]) -> bool:
+def _fits_a_body(located: Sequence[Finding], names: Container[str]) -> bool:
     """Return whether only other fields than the text are wrong: one of the alternatives reports nothing about its text.
 
     The alternatives are reported one after another. So two of them have the same finding with nothing in between.
@@ -377,7 +373,7 @@ def _fits_a_body(located: Sequence[_Located], names: Container[str]) -> bool:
     return has_alternatives and any(len(path) == 1 and path[0] not in names for path in repeated)
 
 
-def _missing_bodies(located: list[_Located], document: Any) -> Explanation | None:
+def _missing_bodies(located: list[Finding], document: Any) -> Explanation | None:
     """Return the explanation for a body with the required fields of none of its alternatives."""
     if not isinstance(document, dict) or any(name in document for body in _BODIES for name in body):
         return None
@@ -388,7 +384,7 @@ def _missing_bodies(located: list[_Located], document: Any) -> Explanation | Non
     return Explanation(f"{_either([' and '.join(body) for body in bodies])}: Field required", bodies[0][0], missing=True)
 
 
-def _without_mixtures(located: list[_Located], document: Any) -> list[_Located]:
+def _without_mixtures(located: list[Finding], document: Any) -> list[Finding]:
     """Reduce the findings of a union without branch names, whose branches differ by their type, to those of the type that the client sent.
 
     A branch of another type reports the type first, so what precedes the first of these findings is of the right one.
@@ -404,7 +400,7 @@ def _without_mixtures(located: list[_Located], document: Any) -> list[_Located]:
     return located
 
 
-def _without_other_types(located: list[_Located]) -> list[_Located]:
+def _without_other_types(located: list[Finding]) -> list[Finding]:
     """Reduce the findings of each union without branch names to those of the branch of the type that the client sent.
 
     A value of the wrong type has no findings inside of it, and no other finding. So if there are both, the former is of another branch.
@@ -424,12 +420,12 @@ def _without_other_types(located: list[_Located]) -> list[_Located]:
     return located
 
 
-def _split_branches(located: Iterable[_Located]) -> list[list[_Located]]:
+def _split_branches(located: Iterable[Finding]) -> list[list[Finding]]:
     """Split the findings of one value by branch.
 
     pydantic reports a branch after another, each from the first item to the last. All items of a list have the same type.
     """
-    branches: list[list[_Located]] = []
+    branches: list[list[Finding]] = []
     for each in located:
         if not branches or not _is_of_same_branch(branches[-1][-1], each):
             branches.append([])
@@ -437,7 +433,7 @@ def _split_branches(located: Iterable[_Located]) -> list[list[_Located]]:
     return branches
 
 
-def _is_of_same_branch(last: _Located, each: _Located) -> bool:
+def _is_of_same_branch(last: Finding, each: Finding) -> bool:
     shared = min(len(last.path), len(each.path))
     if last.path[:shared] == each.path[:shared] or _position(each.path) < _position(last.path):
         return False
@@ -450,7 +446,7 @@ def _position(path: Path) -> tuple[int, ...]:
     return tuple(int(segment) if segment.isdecimal() and len(segment) < 10 else 0 for segment in path)
 
 
-def _without_prefixes(located: list[_Located]) -> list[_Located]:
+def _without_prefixes(located: list[Finding]) -> list[Finding]:
     """Remove findings about a value if there are findings inside of it, which are more specific."""
     above = {each.path[:depth] for each in located for depth in range(len(each.path))}
     return [each for each in located if each.path not in above]
@@ -491,7 +487,7 @@ def explain(report: ErrorReport, document: Any = None) -> Explanation | None:
         return alternatives
     located = _without_mixtures(_without_other_bodies(located, document), document)
     located = _without_prefixes(_without_other_types(located))
-    by_path: dict[Path, list[_Located]] = {}
+    by_path: dict[Path, list[Finding]] = {}
     for each in located:
         by_path.setdefault(each.path, []).append(each)
     sentences = [_sentence(path, found) for path, found in by_path.items()][:_MAX_SENTENCES]
@@ -513,7 +509,7 @@ def without_classes(path: str) -> str:
     return dotted(tuple(segment for segment in path.split(".") if not _CLASS.match(segment)))
 
 
-def _sentence(path: Path, found: Sequence[_Located]) -> Explanation:
+def _sentence(path: Path, found: Sequence[Finding]) -> Explanation:
     """Return the sentence for one path. pydantic's message about a tag repeats the client's value: the expected values replace it."""
     kinds = [each.kind for each in found]
     first = found[0]
@@ -532,7 +528,7 @@ def _sentence(path: Path, found: Sequence[_Located]) -> Explanation:
     return Explanation(f"{where}: {reason}", where, missing)
 
 
-def _reason(found: Sequence[_Located]) -> str:
+def _reason(found: Sequence[Finding]) -> str:
     first = found[0]
     if any(each.kind in ("missing", "union_tag_not_found") for each in found):
         return "Field required"

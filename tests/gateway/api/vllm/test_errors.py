@@ -263,6 +263,12 @@ def test_the_part_that_is_no_text_is_found_if_there_is_any() -> None:
         assert from_server(400, orjson.dumps(error), "m", "messages", None, {"messages": messages}).param == param
 
 
+def test_a_message_that_is_not_an_object_is_skipped() -> None:
+    error = own("Cannot apply chat template to an empty conversation.")
+    for messages, param in ((["x"], "messages"), (["x", {"role": "user", "content": []}], "messages.1.content")):
+        assert from_server(400, orjson.dumps(error), "m", "messages", None, {"messages": messages}).param == param
+
+
 RESPONSES = [
     "AnthropicContentBlock", "AnthropicMessagesResponse", "AnthropicStreamEvent", "ChatCompletionResponse", "ChatCompletionResponseChoice",
     "ChatMessage", "CompletionResponse", "DeltaMessage", "EmbeddingResponse", "FunctionCall", "ResponseFunctionToolCall",
