@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import orjson
@@ -36,26 +36,49 @@ from gateway.api.usage import Usage, UsageObject, convert_usage, decode_usage
 from upstream.http.sse import split
 
 _ESCAPED = b"\\u00"  # an ASCII letter may be escaped like this, also in a key
-_STOPPED: Mapping[Dialect, bytes] = MappingProxyType(dict.fromkeys(Dialect, b'"abort"') | {Dialect.RESPONSES: b'"cancelled"'})
-"""The text in the body of a stopped engine, unless it is escaped. Other bodies are parsed for their usage alone."""
 
 WHOLE_SIZE = 64 * 1024
 """Bytes of a document that is parsed as a whole. A longer document is scanned while it passes."""
-_PARSED: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, WHOLE_SIZE) | {Dialect.COHERE: -1})
-"""Bytes up to which ``of_body`` uses its own parser, which reads ``usage`` at the top level only."""
 
 _LONGEST_USAGE = 64 * 1024
 _LAST_OF_RESPONSES = frozenset({"response.completed", "response.incomplete", "response.failed"})
 
 _CHOICES: Wanted = {"usage": None, "choices": {ELEMENT: {"finish_reason": None}}}
-_WANTED: Mapping[Dialect, Wanted] = MappingProxyType(
+_DONE = (b"data: [DONE]",)
+
+
+class _Shape(NamedTuple):
+    """The fields of a dialect that are scanned for, and how its texts and events look.
+
+    ``last_events``: how the last event of a stream starts. A stream without it is truncated. ``stopped``: the text in the body of a stopped
+    engine, unless it is escaped; other bodies are parsed for their usage alone. ``parsed_size``: the bytes up to which ``of_body`` uses its
+    own parser, which reads ``usage`` at the top level only. ``text_events``: the types of events with a part of a text; None for choices.
+    """
+
+    wanted: Wanted
+    last_events: tuple[bytes, ...]
+    stopped: bytes = b'"abort"'
+    parsed_size: int = WHOLE_SIZE
+    text_events: frozenset[str] | None = None
+
+
+_SHAPES: Mapping[Dialect, _Shape] = MappingProxyType(
     {
-        Dialect.CHAT: _CHOICES,
-        Dialect.COMPLETIONS: _CHOICES,
-        Dialect.RESPONSES: {"usage": None, "status": None},
-        Dialect.MESSAGES: {"usage": None},
-        Dialect.COHERE: {"meta": {"billed_units": None}},
-        Dialect.PLAIN: {"usage": None},
+        Dialect.CHAT: _Shape(_CHOICES, _DONE),
+        Dialect.COMPLETIONS: _Shape(_CHOICES, _DONE),
+        Dialect.RESPONSES: _Shape(
+            {"usage": None, "status": None},
+            (*(f"event: {kind}".encode() for kind in _LAST_OF_RESPONSES), b"event: error"),
+            stopped=b'"cancelled"',
+            text_events=frozenset(
+                {"response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta"}
+            ),
+        ),
+        Dialect.MESSAGES: _Shape(
+            {"usage": None}, (b"event: message_stop", b"event: error"), text_events=frozenset({"content_block_delta"})
+        ),
+        Dialect.COHERE: _Shape({"meta": {"billed_units": None}}, (), parsed_size=-1),  # not streamed
+        Dialect.PLAIN: _Shape({"usage": None}, _DONE),  # audio: no other route of this dialect is streamed
     }
 )
 
@@ -95,20 +118,11 @@ def of_event(document: Mapping[str, Any], dialect: Dialect) -> Fields:
     return Fields(_usage_of(document), _is_stopped(document, dialect), document.get("choices") == [])
 
 
-_TEXT_EVENTS: Mapping[Dialect, frozenset[str]] = MappingProxyType(
-    {
-        Dialect.RESPONSES: frozenset(
-            {"response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta"}
-        ),
-        Dialect.MESSAGES: frozenset({"content_block_delta"}),
-    }
-)
-
-
 def is_ordinary(document: Mapping[str, Any], dialect: Dialect) -> bool:
     """Return whether an event has a part of a text and nothing else that the gateway acts on, aside from running usage."""
-    if dialect in _TEXT_EVENTS:
-        return document.get("type") in _TEXT_EVENTS[dialect] and not {"error", "usage", "message", "response"} & document.keys()
+    kinds = _SHAPES[dialect].text_events
+    if kinds is not None:
+        return document.get("type") in kinds and not {"error", "usage", "message", "response"} & document.keys()
     choices = document.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or "error" in document or "type" in document:
         return False
@@ -161,25 +175,13 @@ ITEMIZED = frozenset({Dialect.RESPONSES, Dialect.MESSAGES})
 EVENTS_BEFORE_TOKENS: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, 0) | {Dialect.CHAT: 1})
 """The events at the start of a stream that have no tokens and no mark: the role, in vLLM's chat."""
 
-_LAST_EVENT: Mapping[Dialect, tuple[bytes, ...]] = MappingProxyType(
-    {
-        Dialect.CHAT: (b"data: [DONE]",),
-        Dialect.COMPLETIONS: (b"data: [DONE]",),
-        Dialect.RESPONSES: (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error"),
-        Dialect.MESSAGES: (b"event: message_stop", b"event: error"),
-        Dialect.COHERE: (),  # not streamed
-        Dialect.PLAIN: (b"data: [DONE]",),  # audio: no other route of this dialect is streamed
-    }
-)
-"""How the last event of a stream starts. A stream without it is truncated."""
-
 
 def ends_stream(events: bytes, rest: bytes, dialect: Dialect) -> bool:
     """Return whether a stream's last read, or the incomplete event after it, has the stream's last event.
 
     The blank line after that event may be missing, the LF of its last CRLF may come late, and more blank lines may follow.
     """
-    last, rest = _LAST_EVENT[dialect], rest.strip()
+    last, rest = _SHAPES[dialect].last_events, rest.strip()
     if rest:
         return rest in last
     if not any(events.find(start) >= 0 for start in last):  # most reads, which need not be split
@@ -221,7 +223,8 @@ _decode_body = msgspec.json.Decoder(_UsageBody).decode
 
 def of_body(body: bytes, dialect: Dialect) -> Fields:
     """Return the fields of a whole JSON response; no fields if it is not an object."""
-    if len(body) > _PARSED[dialect]:
+    shape = _SHAPES[dialect]
+    if len(body) > shape.parsed_size:
         return _scanned(body, dialect)
     try:
         found = _decode_body(body).usage
@@ -229,7 +232,7 @@ def of_body(body: bytes, dialect: Dialect) -> Fields:
         found = None
     except msgspec.DecodeError:
         return _scanned(body, dialect)
-    may_be_stopped = body.find(_STOPPED[dialect]) >= 0 or body.find(_ESCAPED) >= 0
+    may_be_stopped = body.find(shape.stopped) >= 0 or body.find(_ESCAPED) >= 0
     return Fields(None if found is None else found.usage(), may_be_stopped and _scanned(body, dialect).stopped, True)
 
 
@@ -246,7 +249,7 @@ class _Scanned:
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
-        self._scanner = Scanner(_WANTED[dialect])
+        self._scanner = Scanner(_SHAPES[dialect].wanted)
         self._value = b""
         self.fields = Fields(is_final=True)
 

@@ -52,7 +52,8 @@ class Operation:
     @property
     def parameters(self) -> Iterator[TableRow]:
         for each in self.document["parameters"]:
-            yield TableRow(each["name"], (each["in"], *_choices(each["schema"])), each.get("description", ""), each.get("required", False))
+            choices = (f" `{value}`" for value in each["schema"].get("enum", ()))
+            yield TableRow(each["name"], (each["in"], *choices), each.get("description", ""), each.get("required", False))
 
     @property
     def request_kinds(self) -> Mapping[str, tuple[str, ...]]:
@@ -109,10 +110,6 @@ def responses(document: Mapping[str, Any], operation: Operation) -> Iterator[tup
 
 def _kinds(item: Schema) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(kind_of(each.get("schema", {}))) for kind, each in item.get("content", {}).items()}
-
-
-def _choices(schema: Schema) -> tuple[str, ...]:
-    return tuple(f" `{value}`" for value in schema.get("enum", ()))
 
 
 def rows(schema: Schema, path: str = "") -> Iterator[TableRow]:
