@@ -208,18 +208,16 @@ def _documents() -> dict[str, Handler]:
 
 
 def _operation_handlers(overview: Overview, operations: Operations) -> dict[str, Handler]:
-    methods = {name: getattr(operations, name) for name in OPERATIONS}
-
     async def operate(request: Request) -> Response:
         name, operation = request.path_params["id"], request.path_params["operation"]
-        if operation not in methods:
+        if operation not in OPERATIONS:
             return _error(f"there is no operation {operation}", 404)
         status = overview.status()
         model = _model_named(name, status)
         if model is None:
             return _error(_unknown(name, status), 404)
         _log_operation(f"{operation} of {model}", request)
-        await methods[operation](model)
+        await getattr(operations, operation)(model)
         shown = next((each for each in (await overview.status_with_logs())["models"] if each["id"] == model), None)
         return JSONResponse(shown) if shown is not None else _error(f"{model} was removed from the configuration meanwhile", 404)
 

@@ -66,25 +66,20 @@ class AdminClient:
     def _request(
         self, method: str, path: str, query: Mapping[str, str] | None = None, parse_float: Callable[[str], Any] = float
     ) -> dict[str, Any]:
+        """Return the JSON object of a response. Raises RefusedError, and UnreachableError for a response that is not a gateway's."""
         try:
             response = self._client.request(method, path, params=query)
         except httpx2.HTTPError as error:
             raise UnreachableError(str(error) or type(error).__name__) from error
-        document = _document(response, parse_float)
+        try:
+            document = response.json(parse_float=parse_float)
+        except ValueError:
+            document = None
+        if not isinstance(document, dict) or not (response.is_success or isinstance(document.get("error"), str)):
+            raise UnreachableError("this is not the admin port of a gateway")
         if not response.is_success:
             raise RefusedError(document["error"])
         return document
-
-
-def _document(response: httpx2.Response, parse_float: Callable[[str], Any]) -> dict[str, Any]:
-    """Return the JSON object of a response. Raises UnreachableError for a response that is not a gateway's."""
-    try:
-        document = response.json(parse_float=parse_float)
-    except ValueError:
-        document = None
-    if not isinstance(document, dict) or not (response.is_success or isinstance(document.get("error"), str)):
-        raise UnreachableError("this is not the admin port of a gateway")
-    return document
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import io
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -29,12 +28,9 @@ def as_json(rows: Rows, console: Console) -> None:
 
 def as_csv(rows: Rows, console: Console) -> None:
     """Print a line for each limit; unknown values are empty."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
+    writer = csv.writer(console.file, lineterminator="\n")
     writer.writerow(_COLUMNS)
-    for row in rows:
-        writer.writerow(_plain(name, row[name]) for name in _COLUMNS)
-    console.file.write(text.getvalue())
+    writer.writerows([" ".join(row[name] or ()) if name == "models" else row[name] for name in _COLUMNS] for row in rows)
 
 
 def as_table(rows: Rows, console: Console) -> None:
@@ -54,10 +50,6 @@ def as_table(rows: Rows, console: Console) -> None:
         texts = (row["holder"], " ".join(row["models"] or ()) or "all", f"{row['limit']}{' (soft)' if row['soft'] else ''}")
         table.add_row(*map(Text, texts), _number(row["used"]), _number(row["amount"]), _number(row["remaining"]), reset, share)
     console.print(table)
-
-
-def _plain(name: str, value: Any) -> object:
-    return " ".join(value or ()) if name == "models" else value
 
 
 def _number(value: Any) -> str:

@@ -60,10 +60,6 @@ class Described:
         """The path in OpenAPI's form."""
         return re.sub(r":path\}", "}", self.path)
 
-    @property
-    def parameters(self) -> list[str]:
-        return re.findall(r"\{(\w+)\}", self.template)
-
 
 ROUTES = (
     Described("/", "Redirects to /status.", {307: "the location of /status"}, ()),
@@ -146,7 +142,8 @@ def document() -> dict[str, Any]:
 def _operation(route: Described) -> dict[str, Any]:
     responses: dict[str, dict[str, Any]] = {str(status): {"description": meaning} for status, meaning in route.meanings.items()}
     responses[min(responses)]["content"] = {kind: {} for kind in route.kinds}
-    parameters = [_parameter(name, "path") for name in route.parameters] + [_parameter(name, "query") for name in route.queries]
+    in_path = re.findall(r"\{(\w+)\}", route.template)
+    parameters = [_parameter(name, "path") for name in in_path] + [_parameter(name, "query") for name in route.queries]
     described = {"summary": route.summary, "responses": responses, "parameters": parameters}
     return described | ({"security": route.security} if route.security else {})
 

@@ -15,11 +15,10 @@ import struct
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
 
 from gateway.admin.connection import AdminProtocol
 
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
+_CREDENTIALS = struct.Struct("3i")  # struct ucred, as the kernel recorded it at the connect: pid, uid, gid (unix(7))
 _ROOT = 0
 
 
@@ -81,22 +80,6 @@ def _clear(path: Path) -> None:
     raise SocketTakenError(f"another gateway runs with this configuration (it responds on {path})")
 
 
-class Peer(NamedTuple):
-    """The process at the other end of a Unix socket."""
-
-    pid: int
-    uid: int
-
-    def __str__(self) -> str:
-        return f"uid {self.uid} (pid {self.pid})"
-
-
-def peer(connection: socket.socket) -> Peer:
-    """Return the client of a connection, as the kernel recorded it at the connect."""
-    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return Peer(pid, uid)
-
-
 class OwnUsersProtocol(AdminProtocol):
     """A connection of the gateway's user or of root. Others are closed before they can send a request.
 
@@ -105,7 +88,8 @@ class OwnUsersProtocol(AdminProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        client = peer(transport.get_extra_info("socket"))
-        self.app_state = {**self.app_state, "client_name": str(client)}
-        if client.uid not in (os.geteuid(), _ROOT):
+        connection = transport.get_extra_info("socket")
+        pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        self.app_state = {**self.app_state, "client_name": f"uid {uid} (pid {pid})"}
+        if uid not in (os.geteuid(), _ROOT):
             transport.abort()

@@ -32,14 +32,8 @@ def render(
 
 @cache
 def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("gateway", ""),
-        autoescape=True,
-        undefined=StrictUndefined,
-        auto_reload=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = PackageLoader("gateway", "")
+    return Environment(loader=loader, autoescape=True, undefined=StrictUndefined, auto_reload=False, trim_blocks=True, lstrip_blocks=True)
 
 
 @cache
