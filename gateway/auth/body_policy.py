@@ -6,7 +6,7 @@ Each row can be lifted by ``body.allow``.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Mapping, Set
+from collections.abc import Generator, Mapping, Set
 from types import MappingProxyType
 from typing import Any
 
@@ -98,7 +98,8 @@ class BodyPolicy:
     """The table for one model, with the operator's own fields."""
 
     def __init__(self, rules: BodyRules, defaults: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-        allowed, refused = frozenset(rules.allow), _with_old_names(rules.refuse)
+        allowed = frozenset(rules.allow)
+        refused = frozenset(each for name in rules.refuse for each in (name, *OLD_NAMES.get(name, ())))
         self.defaults = defaults
         self.overrides = overrides
         self.sets_fields = bool(defaults or overrides)
@@ -133,7 +134,8 @@ class BodyPolicy:
         if size > _SMALLEST_SIZE:
             for name in self._sizes.keys() & document.keys():
                 yield
-                self._check_size(name, document[name])
+                if len(orjson.dumps(document[name])) > self._sizes[name]:
+                    raise invalid_value(f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
             yield
         media = InlineMedia()
         for name, value in document.items():
@@ -189,10 +191,6 @@ class BodyPolicy:
         if name in _CHOICE_FIELDS and value * _batch_size(document.get("prompt")) > MAX_BATCH:
             raise invalid_value(f"The fields '{name}' and 'prompt' request more than {MAX_BATCH} choices.", param=name)
 
-    def _check_size(self, name: str, value: Any) -> None:
-        if len(orjson.dumps(value)) > self._sizes[name]:
-            raise invalid_value(f"The field '{name}' is larger than {self._sizes[name]} bytes.", param=name)
-
     def _check_batch(self, name: str, value: Any) -> None:
         many = _batch_size(value) > MAX_BATCH if name in BATCHES else type(value) is list and type(value[0]) in (str, list)
         if many and name not in self._allowed:
@@ -235,11 +233,6 @@ def _batch_size(value: Any) -> int:
     if not isinstance(value, list):
         return 1
     return 1 if _INTEGERS.issuperset(map(type, value)) else len(value)
-
-
-def _with_old_names(refused: Iterable[str]) -> frozenset[str]:
-    """Return the fields with the older names that are translated to them."""
-    return frozenset(each for name in refused for each in (name, *OLD_NAMES.get(name, ())))
 
 
 def check_number(name: str, value: Any, maximum: int) -> None:

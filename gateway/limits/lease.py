@@ -166,20 +166,16 @@ _UNLIMITED = float(1 << 62)
 
 def _left(known: StoreResult, now: float) -> tuple[float, float, float]:
     """Return the requests, the tokens and the cost that are left of the tightest limit of each kind."""
-    requests, tokens, cost = float(MOST * PARTS), _UNLIMITED, _UNLIMITED
+    requests, tokens, cost = [float(MOST * PARTS)], [_UNLIMITED], [_UNLIMITED]
     for limits, requests_full, tokens_full in known.full_times:
         if limits.requests_per_minute is not None:
-            requests = min(requests, bucket_state(limits.requests_per_minute, requests_full, now).remaining)
+            requests.append(bucket_state(limits.requests_per_minute, requests_full, now).remaining)
         if limits.tokens_per_minute is not None:
-            tokens = min(tokens, bucket_state(limits.tokens_per_minute, tokens_full, now).remaining)
+            tokens.append(bucket_state(limits.tokens_per_minute, tokens_full, now).remaining)
     for _, state in known.budgets:
-        if state.budget.soft:
-            continue
-        if state.budget.is_cost:
-            cost = min(cost, state.remaining)
-        else:
-            tokens = min(tokens, state.remaining)
-    return requests, tokens, cost
+        if not state.budget.soft:
+            (cost if state.budget.is_cost else tokens).append(state.remaining)
+    return min(requests), min(tokens), min(cost)
 
 
 def seconds_of_lease(holders: Iterable[Holder], wall: float) -> float:
