@@ -18,7 +18,7 @@ from gateway.client.addresses import is_loopback
 from gateway.config import Key, Note
 from gateway.config.models import matches
 from gateway.config.quantities import parse_duration
-from gateway.config.references import ConfigValue, Draft, costs_in
+from gateway.config.references import ConfigValue, Draft, all_names, costs_in, own_names, texts
 from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.key_management.key_list import state
 from gateway.limits.windows import SLICES
@@ -158,7 +158,7 @@ def _unbounded(draft: Draft) -> Iterator[Note]:
 
 def _of(holder: ConfigValue, scopes: Iterable[Scope], free: Iterable[_Model]) -> Iterator[Note]:
     limits = holder.get("limits")
-    costs = [(rows, cost) for rows in (limits, *limits.each("models")) if (cost := _cost(rows)) is not None]
+    costs = [(rows, cost) for rows in (limits, *limits.each("models")) if (cost := next(costs_in(rows), None)) is not None]
     if not costs:
         return
     usable = [model for model in free if any(_matches(scope, model) for scope in scopes)]
@@ -169,13 +169,9 @@ def _of(holder: ConfigValue, scopes: Iterable[Scope], free: Iterable[_Model]) ->
             yield note(cost, f"does not limit models without a price: {', '.join(unbounded[:_NAMED])}{more}")
 
 
-def _cost(limits: ConfigValue) -> ConfigValue | None:
-    return next(costs_in(limits), None)
-
-
 def _scope(key: ConfigValue) -> Scope:
     listed = key.get("models")
-    return None if listed.value is None else [value.value for value in listed.items() if isinstance(value.value, str)]
+    return None if listed.value is None else texts(listed.items())
 
 
 def _matches(scope: Scope, model: _Model) -> bool:
@@ -184,11 +180,7 @@ def _matches(scope: Scope, model: _Model) -> bool:
 
 def _names(model: ConfigValue, draft: Draft) -> list[str]:
     """Return the names under which the model is requested: its own, those of its adapters with the same price, and those of splits."""
-    adapters = [name for lora in model.each("loras") for name in (lora.get("id"), *lora.each("aliases"))]
-    own = [value.value for value in (model.get("id"), *model.each("aliases"), *adapters) if isinstance(value.value, str)]
-    splits = [
-        split
-        for split in draft.models
-        if isinstance(split.get("split").value, dict) and not split.get("split").value.keys().isdisjoint(own)
-    ]
-    return own + [name.value for split in splits for name in (split.get("id"), *split.each("aliases")) if isinstance(name.value, str)]
+    own = texts(all_names(model))
+    divided = ((split, split.get("split").value) for split in draft.models)
+    splits = [split for split, targets in divided if isinstance(targets, dict) and not targets.keys().isdisjoint(own)]
+    return own + [name for split in splits for name in texts(own_names(split))]

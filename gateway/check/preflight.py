@@ -6,6 +6,7 @@ program. The rule: a command other than vLLM's is not compared with vLLM's optio
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from gateway.check.lint import note
 from gateway.config import Note, Problem
 from gateway.config.models import Launch, matches
 from gateway.config.problems import did_you_mean
-from gateway.config.references import ConfigValue, Draft
+from gateway.config.references import ConfigValue, Draft, own_names, texts
 from gateway.config.source import reason
 from gateway.config.values import exists
 from upstream.vllm.command_line import flag_of
@@ -57,6 +58,11 @@ class _Launched:
     def value(self, flag: str) -> Any:
         return self.args[flag].value if flag in self.args else None
 
+    def gpus(self) -> Iterator[tuple[ConfigValue, ConfigValue]]:
+        """Yield each replica with each of its GPUs."""
+        for replica in self.launch.each("gpus"):
+            yield from ((replica, gpu) for gpu in replica.items() if type(gpu.value) is int and gpu.value >= 0)
+
 
 def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
     """Yield every reason why a launch, a port or the ledger's file would fail, and notes."""
@@ -73,8 +79,7 @@ def problems(draft: Draft, machine: Machine) -> Iterator[Problem]:
 
 
 def _hosts(draft: Draft, machine: Machine) -> Iterator[Problem]:
-    server = draft.top.get("server")
-    for host in (server.get("host"), server.get("admin", "host")):
+    for host in (draft.top.get("server", "host"), draft.top.get("server", "admin", "host")):
         if isinstance(host.value, str) and (why := machine.why_not_listening(host.value)):
             yield host.problem(f"the gateway cannot listen here: {why}; write an address of this machine, 127.0.0.1, or 0.0.0.0 for all")
 
@@ -125,13 +130,11 @@ def _all_launched(draft: Draft) -> list[_Launched]:
 
 def _launched(model: ConfigValue) -> _Launched:
     launch = model.get("launch")
-    written = launch.get("command").value
-    written_command = Launch.model_fields["command"].default if written is None else written
-    command = (
-        tuple(written_command)
-        if isinstance(written_command, list | tuple) and all(isinstance(part, str) for part in written_command)
-        else ()
-    )
+    written = launch.get("command")
+    words = texts(written.items())
+    command = tuple(words) if words == written.value else ()
+    if written.value is None:
+        command = Launch.model_fields["command"].default
     args = launch.get("args")
     keys = [key for key in args.value if isinstance(key, str)] if isinstance(args.value, dict) else []
     flags = {flag_of(key).partition(".")[0].rstrip("+"): args.get(key) for key in keys}
@@ -214,22 +217,15 @@ def _family(each: _Launched) -> Iterator[Problem]:
 def _priorities(each: _Launched, draft: Draft) -> Iterator[Problem]:
     """Report priorities without effect: vLLM's default is first come first served, and without a limit no request is queued."""
     keys = [key for key in draft.keys if key.get("priority").value is not None and _may_use(key, each.model)]
-    if (
-        keys
-        and each.model.get("max_inflight").value is None
-        and "config" not in each.args
-        and each.value("scheduling-policy") != "priority"
-    ):
-        known = each.model.get("id").value
-        yield note(
-            keys[0].get("priority"), f"has no effect on `{known}` without max_inflight, or scheduling-policy: priority in its launch.args"
-        )
+    has_order = each.model.get("max_inflight").value is not None or each.value("scheduling-policy") == "priority"
+    if keys and not has_order and "config" not in each.args:
+        message = f"has no effect on `{each.model.get('id').value}` without max_inflight, or scheduling-policy: priority in its launch.args"
+        yield note(keys[0].get("priority"), message)
 
 
 def _may_use(key: ConfigValue, model: ConfigValue) -> bool:
-    patterns = [value.value for value in key.each("models") if isinstance(value.value, str)]
-    names = [value.value for value in (model.get("id"), *model.each("aliases")) if isinstance(value.value, str)]
-    return key.get("models").value is None or any(matches(pattern, name) for pattern in patterns for name in names)
+    scoped = any(matches(pattern, name) for pattern in texts(key.each("models")) for name in texts(own_names(model)))
+    return scoped or key.get("models").value is None
 
 
 def _weights(each: _Launched, folder: Path) -> Iterator[Problem]:
@@ -253,38 +249,26 @@ def _nothing_at(path: Path) -> str:
 
 
 def _gpus(launched: Sequence[_Launched], count: int | None) -> Iterator[Problem]:
-    wanted = [gpu for each in launched for replica in each.launch.each("gpus") for gpu in replica.items() if _is_number(gpu.value)]
+    wanted = [gpu for each in launched for _replica, gpu in each.gpus()]
     if count is None:
         yield from (note(gpu, "there is no NVIDIA driver on this machine, so GPUs are not checked") for gpu in wanted[:1])
         return
-    for gpu in wanted:
-        if gpu.value >= count:
-            there = (
-                f"the GPUs of this machine are 0 to {count - 1}"
-                if count > 1
-                else "only GPU 0 exists"
-                if count
-                else "this machine has no GPU"
-            )
-            yield gpu.problem(f"there is no GPU {gpu.value}: {there}")
+    there = {0: "this machine has no GPU", 1: "only GPU 0 exists"}.get(count, f"the GPUs of this machine are 0 to {count - 1}")
+    yield from (gpu.problem(f"there is no GPU {gpu.value}: {there}") for gpu in wanted if gpu.value >= count)
 
 
 def _shared_gpus(launched: Sequence[_Launched]) -> Iterator[Problem]:
-    owners: dict[int, list[tuple[_Launched, ConfigValue]]] = {}
+    owners: defaultdict[int, list[tuple[_Launched, ConfigValue]]] = defaultdict(list)
     for each in launched:
-        for replica in each.launch.each("gpus"):
-            for gpu in replica.items():
-                if _is_number(gpu.value):
-                    before = next((found for found in owners.setdefault(gpu.value, []) if _collide(found, (each, replica))), None)
-                    if before is not None:
-                        yield gpu.problem(_sharing(gpu, *before, each))
-                    owners[gpu.value].append((each, replica))
+        for replica, gpu in each.gpus():
+            before = next((found for found in owners[gpu.value] if _collide(*found, each, replica)), None)
+            if before is not None:
+                yield gpu.problem(_sharing(gpu, *before, each))
+            owners[gpu.value].append((each, replica))
 
 
-def _collide(one: tuple[_Launched, ConfigValue], other: tuple[_Launched, ConfigValue]) -> bool:
-    if one[0] is other[0]:
-        return one[1].path != other[1].path
-    return _both_at_once(one[0].launch, other[0].launch)
+def _collide(one: _Launched, replica: ConfigValue, other: _Launched, other_replica: ConfigValue) -> bool:
+    return replica.path != other_replica.path if one is other else _both_at_once(one.launch, other.launch)
 
 
 def _both_at_once(one: ConfigValue, other: ConfigValue) -> bool:
@@ -298,7 +282,3 @@ def _sharing(gpu: ConfigValue, owner: _Launched, replica: ConfigValue, each: _La
         return f"GPU {gpu.value} is already used by another replica; each replica needs its own GPUs"
     where = f"`{owner.model.get('id').value}` (line {replica.source.line(replica.path)})"
     return f"GPU {gpu.value} is given to {where} too, and both run at the same time: start one on_demand, or put both into one group"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

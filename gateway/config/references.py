@@ -95,7 +95,7 @@ class Draft:
     @cached_property
     def names(self) -> list[ConfigValue]:
         """Every ID and alias of models and LoRA adapters."""
-        return [name for model in self.models for name in _names(model) if _is_text(name)]
+        return [name for model in self.models for name in all_names(model) if _is_text(name)]
 
     @cached_property
     def has_all_names(self) -> bool:
@@ -105,7 +105,7 @@ class Draft:
     @cached_property
     def owners(self) -> dict[str, int]:
         """The number of the model that each name means. The names of LoRA adapters are those of their model."""
-        return {name: number for number, model in enumerate(self.models) for name in texts(_names(model))}
+        return {name: number for number, model in enumerate(self.models) for name in texts(all_names(model))}
 
     @cached_property
     def split_names(self) -> set[str]:
@@ -131,14 +131,15 @@ def _entries(model: ConfigValue) -> tuple[ConfigValue, ...]:
     return (model, *model.each("loras"))
 
 
-def _names(model: ConfigValue) -> Iterator[ConfigValue]:
+def all_names(model: ConfigValue) -> Iterator[ConfigValue]:
+    """Yield the IDs and the aliases of a model and of its adapters."""
     return chain.from_iterable(map(own_names, _entries(model)))
 
 
 def _is_named(model: ConfigValue) -> bool:
     """Return whether the IDs and aliases of a model and of its adapters are texts in lists."""
     lists = [model.get("loras").value, *(entry.get("aliases").value for entry in _entries(model))]
-    return all(isinstance(value, list | None) for value in lists) and all(map(_is_text, _names(model)))
+    return all(isinstance(value, list | None) for value in lists) and all(map(_is_text, all_names(model)))
 
 
 def _known_model(draft: Draft, setting: ConfigValue, hidden: Set[str] = frozenset()) -> Iterator[Problem]:
@@ -401,7 +402,7 @@ def _body_fields(model: ConfigValue) -> Iterator[Problem]:
 
 def _fallbacks(draft: Draft) -> Iterator[Problem]:
     for model in draft.models:
-        own = texts(_names(model))
+        own = texts(all_names(model))
         for setting in filter(_is_text, model.each("fallbacks")):
             yield from _another_model(draft, setting, own, "a model cannot be its own fallback", "is a split; write one of its models")
 
@@ -429,7 +430,7 @@ def _splits(draft: Draft) -> Iterator[Problem]:
 
 def _targets(draft: Draft, model: ConfigValue, split: ConfigValue) -> Iterator[Problem]:
     """Check the models of a split and their weights."""
-    own = set(texts(_names(model)))
+    own = set(texts(all_names(model)))
     for name in split.value:
         target = split.get(name)._replace(value=name)
         if _is_text(target):

@@ -294,7 +294,7 @@ class Fleet:
     # Actions
 
     def _start(self, model: LaunchedModel) -> None:
-        model.start_began(time.monotonic())
+        model.started_at = time.monotonic()
         for spec in model.specs:
             self._launcher.start(spec)
 

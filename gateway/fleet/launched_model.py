@@ -24,22 +24,6 @@ REMEMBERED = 5
 """Number of stored measurements; the longest is used."""
 
 
-class Durations:
-    """Measured durations of a transition, in seconds."""
-
-    def __init__(self, assumed: float) -> None:
-        self._assumed = assumed
-        self._last: deque[float] = deque(maxlen=REMEMBERED)
-
-    def add(self, seconds: float) -> None:
-        self._last.append(seconds)
-
-    @property
-    def longest(self) -> float:
-        """The longest of the last measurements, or the assumed duration."""
-        return max(self._last, default=self._assumed)
-
-
 class LaunchedModel:
     """A launched model.
 
@@ -48,7 +32,8 @@ class LaunchedModel:
 
     Transition: ``step`` is the phase that a transition sets, or None if the states of its servers determine the phase. ``task`` runs the
     transition, and ``stopping`` is set if it stops the model. ``out_of_rotation``: its servers that get no requests although the model is
-    ready. ``drain_number``: the number of the message that takes it out of the workers' rotation.
+    ready. ``drain_number``: the number of the message that takes it out of the workers' rotation. ``started_at``: when its servers were
+    started, until they are ready or have failed. ``start_times``, ``wake_times`` and ``stop_times`` are the last measurements, in seconds.
 
     Operator: ``wanted_since``: the time at which an operator started it. ``held``: an operator has stopped it.
     """
@@ -66,14 +51,14 @@ class LaunchedModel:
         self.since = self.ready_since = self.last_used = now
         self._served = 0.0
         self._was_ready = False
-        self._started_at: float | None = None
         # Transition
         self.step: ModelPhase | None = None
         self.task: asyncio.Task[None] | None = None
         self.stopping = False
         self.out_of_rotation: set[str] = set()
         self.drain_number = 0
-        self.start_times, self.wake_times, self.stop_times = Durations(FIRST_START), Durations(FIRST_WAKE), Durations(FIRST_STOP)
+        self.started_at: float | None = None
+        self.start_times, self.wake_times, self.stop_times = (deque[float](maxlen=REMEMBERED) for _ in range(3))
         # Operator
         self.wanted_since: float | None = None
         self.held = False
@@ -104,15 +89,6 @@ class LaunchedModel:
         self.surplus = frozenset()
         self._resources = exclusive_resources(self.launch)
 
-    @property
-    def can_sleep(self) -> bool:
-        """Whether its servers can be put to sleep."""
-        return self.launch.idle_sleep is not None
-
-    def start_began(self, now: float) -> None:
-        """Record that its servers have been started."""
-        self._started_at = now
-
     def record_use(self, served: float, in_flight: float, now: float) -> None:
         """Record how many of its requests have finished so far, and how many are in flight."""
         if served != self._served or in_flight:
@@ -129,18 +105,17 @@ class LaunchedModel:
             self.wanted_since, self._was_ready = None, True
             if self.phase is not ModelPhase.DRAINING:
                 self.ready_since = now
-            if self._started_at is not None:
-                self.start_times.add(now - self._started_at)
+            if self.started_at is not None:
+                self.start_times.append(now - self.started_at)
         if phase in (ModelPhase.READY, ModelPhase.FAILED):
-            self._started_at = None
+            self.started_at = None
         self.phase, self.since = phase, now
 
     def view(self, *, requested_since: float | None, in_flight: int, acknowledged: bool) -> ModelView:
         """Return its view for the scheduler. ``requested_since``: the time since which requests wait for it."""
-        launch = self.launch
-        wakes = self.can_sleep and (
-            self.step is ModelPhase.STARTING or self.phase in (ModelPhase.READY, ModelPhase.DRAINING, ModelPhase.SLEEPING)
-        )
+        launch, sleeps = self.launch, self.launch.idle_sleep is not None
+        is_awake_soon = self.step is ModelPhase.STARTING or self.phase in (ModelPhase.READY, ModelPhase.DRAINING, ModelPhase.SLEEPING)
+        wake_seconds = max(self.wake_times, default=FIRST_WAKE)
         return ModelView(
             self.id,
             self.phase,
@@ -155,10 +130,10 @@ class LaunchedModel:
             drain_acknowledged=acknowledged,
             ready_since=self.ready_since,
             last_used=self.last_used,
-            start_seconds=(self.wake_times if wakes else self.start_times).longest,
-            stop_seconds=self.stop_times.longest,
+            start_seconds=wake_seconds if sleeps and is_awake_soon else max(self.start_times, default=FIRST_START),
+            stop_seconds=max(self.stop_times, default=FIRST_STOP),
             eager=launch.start == "eager" and (launch.idle_stop is None or not self._was_ready),
-            sleeps=self.can_sleep,
+            sleeps=sleeps,
             idle_stop=launch.idle_stop,
             idle_sleep=launch.idle_sleep,
             held=self.held,
@@ -171,7 +146,8 @@ def _phase(states: set[LaunchState], launched: bool) -> ModelPhase:
     """Return the phase for these states. ``launched``: the model has servers, even if no server counts."""
     if not launched:
         return ModelPhase.STOPPED
-    for state, phase in ((LaunchState.READY, ModelPhase.READY), (LaunchState.STARTING, ModelPhase.STARTING)):
-        if state in states:
-            return phase
+    if LaunchState.READY in states:
+        return ModelPhase.READY
+    if LaunchState.STARTING in states:
+        return ModelPhase.STARTING
     return ModelPhase.FAILED if states - {LaunchState.STOPPING, LaunchState.STOPPED} else ModelPhase.DRAINING

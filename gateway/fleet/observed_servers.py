@@ -95,11 +95,10 @@ def max_model_len(config: Config, observed: ObservedServers) -> dict[str, int]:
         probe = observed.probes.get(server.name)
         for card in probe.models if probe else ():
             if card.id == server.served_model and card.max_model_len is not None:
-                for name in _model_and_adapters(server.model):
-                    lengths.setdefault(name, []).append(card.max_model_len)
+                for entry in server.model.entries:
+                    lengths.setdefault(entry.id, []).append(card.max_model_len)
     known = {model: min(values) for model, values in lengths.items()}
-    splits = _of_splits(config, known)
-    return known | {split: min(values) for split, values in splits.items()}
+    return known | {split: min(values) for split, values in _of_splits(config, known).items()}
 
 
 def wrong_models(server: ConfiguredServer, observed: ObservedServers) -> str | None:
@@ -121,8 +120,7 @@ def wrong_models(server: ConfiguredServer, observed: ObservedServers) -> str | N
 def models_served(config: Config, observed: ObservedServers) -> Iterator[tuple[ConfiguredServer, str]]:
     """Yield each server whose models are known, with what ``wrong_models`` explains."""
     for server in configured_servers(config):
-        wrong = wrong_models(server, observed)
-        if wrong is not None:
+        if (wrong := wrong_models(server, observed)) is not None:
             yield server, wrong
 
 
@@ -132,8 +130,8 @@ def tasks(config: Config, observed: ObservedServers) -> dict[str, str]:
     for server in configured_servers(config):
         probe = observed.probes.get(server.name)
         if probe is not None and probe.task is not None:
-            for name in _model_and_adapters(server.model):
-                found.setdefault(name, set()).add(probe.task)
+            for entry in server.model.entries:
+                found.setdefault(entry.id, set()).add(probe.task)
     known = {model: each.pop() for model, each in found.items() if len(each) == 1}
     return known | {split: values[0] for split, values in _of_splits(config, known).items() if len(set(values)) == 1}
 
@@ -143,10 +141,6 @@ def _of_splits(config: Config, known: Mapping[str, T]) -> dict[str, list[T]]:
     ids = config.model_ids
     splits = {model.id: [ids[name] for name in model.split] for model in config.models if model.split}
     return {split: [known[target] for target in targets] for split, targets in splits.items() if known.keys() >= set(targets)}
-
-
-def _model_and_adapters(model: conf.Model) -> tuple[str, ...]:
-    return (model.id, *(lora.id for lora in model.loras))
 
 
 def without_first_result(config: Config, observed: ObservedServers) -> list[str]:

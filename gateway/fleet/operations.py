@@ -5,7 +5,7 @@ The names are the same in commands, in routes of the admin API and in methods.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 OPERATIONS = ("start", "stop", "restart", "wake")
@@ -37,14 +37,8 @@ class ReloadResult:
 
     def as_json(self) -> dict[str, Any]:
         """Return the result in the form of /status."""
-        return {
-            "successful": self.successful,
-            "when": self.when,
-            "problems": list(self.problems),
-            "changes": list(self.changes),
-            "needs_restart": list(self.needs_restart),
-            "earlier": None if self.earlier is None else {"when": self.earlier.when, "changes": list(self.earlier.changes)},
-        }
+        earlier = None if self.earlier is None else {"when": self.earlier.when, "changes": self.earlier.changes}
+        return {"successful": not self.problems, **asdict(self), "earlier": earlier}
 
 
 class Operations(Protocol):

@@ -64,7 +64,7 @@ class Transitions:
         started = time.monotonic()
         launched = [status.name for status in self._launcher.statuses() if status.name in model.names]
         await asyncio.gather(*(self._launcher.stop(name, STOP_GRACE) for name in launched))
-        model.stop_times.add(time.monotonic() - started)
+        model.stop_times.append(time.monotonic() - started)
         model.step = None
         model.out_of_rotation.clear()
         model.surplus_stopped()
@@ -89,7 +89,7 @@ class Transitions:
             _log.error("%s cannot be woken and is restarted: %s", model.id, error)
             await self.stop(model)
         else:
-            model.wake_times.add(time.monotonic() - started)
+            model.wake_times.append(time.monotonic() - started)
             model.step = None
             self._rotation.publish_health()
 
