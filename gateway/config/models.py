@@ -57,8 +57,8 @@ from gateway.config.values import (
     WeightsSource,
     Workers,
     exists,
-    installed,
     money,
+    requires,
 )
 from gateway.snapshot.key_properties import KeyProperties
 from gateway.snapshot.money import MAX_COST_LIMIT, MAX_PRICE
@@ -493,7 +493,9 @@ Algorithm = Literal[
 class Jwt(Section):
     """An identity provider whose JSON Web Tokens are accepted as keys."""
 
-    issuer: Text = Field(description="issuer in the `iss` claim of its tokens")
+    issuer: Annotated[Text, requires("tokens require", "jwt", "jwt", "cryptography")] = Field(
+        description="issuer in the `iss` claim of its tokens"
+    )
     audience: Texts = Field(description="audience that the `aud` claim must contain, or a list of which it must contain one")
     jwks: KeySet = Field(description="JWKS: a URL or a file")
     ca: ReadableFile | None = setting("file with the certificate authorities for the URL, PEM")
@@ -508,13 +510,6 @@ class Jwt(Section):
     subjects: Annotated[int, Strict(), Field(ge=1, le=100_000)] = setting(
         "subjects that each worker counts separately; further ones share the limits of their entry", 10_000
     )
-
-    @field_validator("issuer")
-    @classmethod
-    def _can_be_checked(cls, issuer: str) -> str:
-        if not installed("jwt", "cryptography"):
-            raise ValueError("tokens require packages that are not installed: the extra `jwt` (pip install 'vllm-gateway[jwt]')")
-        return issuer
 
 
 class LimitsSection(Section):
@@ -550,15 +545,10 @@ class Log(Section):
 class Tracing(Section):
     """The export of traces with OTLP over HTTP."""
 
-    endpoint: HttpUrl = Field(description="base URL of the collector, e.g. http://otel-collector:4318")
+    endpoint: Annotated[HttpUrl, requires("tracing requires", "otel", "opentelemetry.exporter.otlp.proto.http")] = Field(
+        description="base URL of the collector, e.g. http://otel-collector:4318"
+    )
     sample: Annotated[float, Strict(), Field(ge=0, le=1)] = setting("share of requests that are traced, 0 to 1", 1.0)
-
-    @field_validator("endpoint")
-    @classmethod
-    def _can_be_exported(cls, endpoint: str) -> str:
-        if not installed("opentelemetry.exporter.otlp.proto.http"):
-            raise ValueError("tracing requires packages that are not installed: the extra `otel` (pip install 'vllm-gateway[otel]')")
-        return endpoint
 
 
 class Ledger(Section):

@@ -206,9 +206,6 @@ def _some_models(draft: Draft) -> Iterator[Problem]:
 
 def _unique_names(draft: Draft) -> Iterator[Problem]:
     yield from _repeated(draft.names, "model name", "; IDs, aliases and LoRA IDs share one namespace")
-
-
-def _unique_mounts(draft: Draft) -> Iterator[Problem]:
     yield from _repeated((mount for model in draft.models for mount in model.each("mounts")), "mount")
 
 
@@ -620,7 +617,6 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _unexpanded,
     _some_models,
     _unique_names,
-    _unique_mounts,
     *map(_of_each_model, (_unique_servers, _one_origin, _one_discovery, _gpus, _launch_settings)),
     _launch_ports,
     _launch_sockets,

@@ -280,6 +280,17 @@ def installed(*modules: str) -> bool:
         return False
 
 
+def requires(what: str, extra: str, *modules: str) -> AfterValidator:
+    """Return a check that the packages of an extra are installed. ``what`` begins the message."""
+
+    def check(value: str) -> str:
+        if not installed(*modules):
+            raise ValueError(f"{what} packages that are not installed: the extra `{extra}` (pip install 'vllm-gateway[{extra}]')")
+        return value
+
+    return AfterValidator(check)
+
+
 def kv_events_installed() -> bool:
     """Return whether the packages of the extra ``kv-events`` are installed."""
     return installed("zmq")

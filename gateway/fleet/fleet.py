@@ -85,12 +85,9 @@ class Fleet:
         self._on_action = on_action
         self._tally = CounterSums(requests.boards, _COUNTED)
         self._transitions = Transitions(launcher, rotation, self._in_flight)
-        now = time.monotonic()
-        self._launched = {model.id: LaunchedModel(config, model, model.launch, now) for model in config.models if model.launch is not None}
-        self._external = {
-            model.id: ExternalModel(servers, ModelPhase.STARTING, now, may_wait(model)) for model, servers in external_servers(config)
-        }
-        self._index()
+        self._launched: dict[str, LaunchedModel] = {}
+        self._external: dict[str, ExternalModel] = {}
+        self.apply_config(config)
         self._published: Mapping[str, float] = {}
         self._pass_due = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

@@ -67,7 +67,8 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
 
 def _made(kind: type[T], section: Section, **converted: Any) -> T:
     """Return a value of the snapshot whose fields have the settings of the same names, as they are written, except for ``converted``."""
-    return kind(**{name: getattr(section, name) for name in _common_fields(kind, type(section))} | converted)
+    names = _common_fields(kind, type(section))  # type: ignore[arg-type]  # a class is hashable, which mypy does not see
+    return kind(**{name: getattr(section, name) for name in names} | converted)
 
 
 @cache

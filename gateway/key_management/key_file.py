@@ -156,17 +156,17 @@ class KeyFiles:
         Earlier problems do not count: a secret may be unavailable here.
         """
         after = self._problems({Path(os.path.abspath(page.file)): made})
-        before = {(each.file, each.path, each.message) for each in self._problems({})} if after else set()
-        new = [each for each in after if (each.file, each.path, each.message) not in before]
-        if new:
-            raise InvalidResultError([replace(each, line=0) for each in new])  # the line numbers are of the new text, which is not written
+        before = set(self._problems({})) if after else set()
+        if new := [each for each in after if each not in before]:
+            raise InvalidResultError(new)
 
-    def _problems(self, instead: Mapping[Path, Source]) -> tuple[Problem, ...]:
+    def _problems(self, instead: Mapping[Path, Source]) -> list[Problem]:
+        """Return the problems without their lines, because some are lines of a text that is not written."""
         try:
             load(self._file, self._environ, instead)
         except ConfigurationError as error:
-            return error.problems
-        return ()
+            return [replace(each, line=0) for each in error.problems]
+        return []
 
 
 def _read_file(file: Path) -> _KeyFile:

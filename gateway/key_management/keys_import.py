@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.auth import keys
@@ -24,14 +24,8 @@ _WRITTEN_HASH = re.compile(HASH_PATTERN)
 _EXPECTED = "expected a key, or id,key"
 
 
-@dataclass(frozen=True, slots=True)
 class BadLineError(Exception):
     """The file contains something that is not a key, or cannot be imported; the text says where."""
-
-    message: str
-
-    def __str__(self) -> str:
-        return self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +65,7 @@ def without_unknown_teams(listed: Sequence[ImportedKey], teams: Collection[str])
 
 def _without_team(one: ImportedKey) -> ImportedKey:
     entry = {name: value for name, value in one.entry.items() if name != "team"}
-    return replace(one, entry=entry, left_out=(*one.left_out, "team_id (the configuration has no such team)"))
+    return ImportedKey(one.position, entry, (*one.left_out, "team_id (the configuration has no such team)"))
 
 
 def sort_keys(listed: Sequence[ImportedKey], hashes: Collection[str], ids: Collection[str]) -> SortedKeys:
