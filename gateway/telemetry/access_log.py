@@ -13,7 +13,7 @@ import queue
 import stat
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -152,34 +152,27 @@ class AccessLog:
 
     def flush(self) -> None:
         """Hand the collected lines to the writer; called a few times a second."""
-        if not self._lines:
-            return
-        try:
-            self._waiting.put_nowait(self._lines)
-            self._lines = []
-        except queue.Full:
-            pass  # they stay, up to the bound, until the writer continues
+        if self._lines:
+            with suppress(queue.Full):  # they stay, up to the bound, until the writer continues
+                self._waiting.put_nowait(self._lines)
+                self._lines = []
 
     def run_writer(self) -> None:
         """Write batches until the log is stopped. Runs in the writer thread."""
         most = _piece_size(self._output)
         while (batch := self._waiting.get()) is not None:
             written = 0
-            try:
+            with suppress(OSError):  # stdout is closed, or its disk is full; serving continues
                 for lines in _pieces(batch, most):
                     _write_all(self._output, lines)
                     written += lines.count(b"\n")
-            except OSError:
-                pass  # stdout is closed, or its disk is full; serving continues
             self._unwritten += len(batch) - written
 
     def stop(self, timeout: float) -> None:
         """Write what is left and end the thread; a blocked stdout gets this many seconds."""
         self.flush()
-        try:
+        with suppress(queue.Full):  # the thread is a daemon and ends with the process
             self._waiting.put(None, timeout=timeout)
-        except queue.Full:
-            pass  # the thread is a daemon and ends with the process
 
 
 def _piece_size(output: int) -> int:

@@ -44,10 +44,6 @@ class Dependency:
     since: float
     last_error: str
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the entry of /status."""
-        return asdict(self)
-
 
 class Dependencies:
     """All dependencies, in the order of the observations."""
@@ -60,15 +56,13 @@ class Dependencies:
         self._known = {(each.name, each.subject): self._observed(each, now) for each in observations}
 
     def _observed(self, each: Observation, now: float) -> Dependency:
-        before = self._known.get((each.name, each.subject))
-        since, last = (now, "") if before is None else (before.since, before.last_error)
-        if before is not None and before.state != each.state:
-            since = now
-        return Dependency(each.name, each.subject, each.state, since, each.error or each.warning or last)
+        before = self._known.get((each.name, each.subject)) or Dependency(each.name, each.subject, each.state, now, "")
+        since = before.since if before.state == each.state else now
+        return Dependency(each.name, each.subject, each.state, since, each.error or each.warning or before.last_error)
 
     def as_json(self) -> list[dict[str, Any]]:
         """Return the list of /status."""
-        return [each.as_json() for each in self._known.values()]
+        return [asdict(each) for each in self._known.values()]
 
     def down(self) -> list[str]:
         """Return the names of dependencies that do not work, each once."""

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import logging
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from types import MappingProxyType
 
 import msgspec
@@ -41,16 +43,21 @@ _LAG = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, _INF
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric. ``buckets`` are the upper bounds of a histogram, the last one infinite.
+    """One metric, without the prefix of its name. ``buckets`` are the upper bounds of a histogram, the last one infinite.
 
     ``per_model``: workers create a series for each model when a snapshot is applied, so that its first increase is visible.
     """
 
-    kind: str
+    name: str
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
     per_model: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The kind of metric. By the convention of Prometheus, the names of counters end in ``_total``, and no others."""
+        return "histogram" if self.buckets else "counter" if self.name.endswith("_total") else "gauge"
 
     @property
     def cells(self) -> int:
@@ -58,102 +65,94 @@ class Family:
         return len(self.buckets) + 1 if self.buckets else 1
 
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {
-        "requests_total": Family(
-            "counter",
-            "Requests by the HTTP status sent (499: the client disconnected) and the error code, empty without an error.",
-            ("model", "endpoint", "code", "error"),
-        ),
-        "key_requests_total": Family("counter", "Requests of known keys by the HTTP status sent.", ("key", "code")),
-        "request_duration_seconds": Family(
-            "histogram", "Time from a request's headers to the last byte of its response.", ("model", "endpoint"), _DURATION
-        ),
-        "time_to_first_token_seconds": Family(
-            "histogram", "Time from a request's headers to the first event of its stream.", ("model",), _FIRST_TOKEN, per_model=True
-        ),
-        "inter_chunk_latency_seconds": Family(
-            "histogram",
-            "Time between two reads of a stream's events; one read may have several events.",
-            ("model",),
-            CHUNK_GAPS,
-            per_model=True,
-        ),
-        "overhead_seconds": Family("histogram", "Time in the gateway itself, without waiting for client or server.", (), _OVERHEAD),
-        "tokens_total": Family(
-            "counter", "Tokens reported by the server; cached is part of prompt, reasoning of completion.", ("key", "model", "type")
-        ),
-        "predicted_tokens_total": Family(
-            "counter",
-            "Prompt tokens with the policy cost: those that were predicted to be cached, and those that were cached.",
-            ("model", "type"),
-        ),
-        "prefix_index_blocks": Family("gauge", "Blocks in the worker's prefix index of the model.", ("model", "worker")),
-        "inflight_requests": Family("gauge", "Requests in flight.", ("model",), per_model=True),
-        "queued_requests": Family("gauge", "Requests queued for a server.", ("model",), per_model=True),
-        "auth_failures_total": Family("counter", "Requests refused because of their key.", ("reason",)),
-        "limited_total": Family("counter", "Requests refused by a limit.", ("key", "reason")),
-        "limits_store_admissions_total": Family(
-            "counter", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)
-        ),
-        "budget_used_ratio": Family(
-            "gauge", "Used share of a budget, reservations included; above 1 if it is exceeded.", ("holder", "budget", "soft")
-        ),
-        "session_evictions_total": Family("counter", "Sessions whose use was forgotten because the table of sessions was full.", ("key",)),
-        "client_faults_total": Family("counter", "Connections closed because of what their client did.", ("reason",)),
-        "log_lines_dropped_total": Family("counter", "Requests whose access log line could not be written."),
-        "server_up": Family("gauge", "1 when the server passes its health checks.", ("model", "server")),
-        "server_out_of_rotation": Family("gauge", "1 when the gateway itself gives the server no requests.", ("model", "server")),
-        "server_serves_model": Family("gauge", "1 when the server lists its model, 0 when it lists only others.", ("model", "server")),
-        "ready_servers": Family("gauge", "Servers of the model that are up; 0 also if the model has no servers.", ("model",)),
-        "server_restarts_total": Family("counter", "Starts of a launched server after the first.", ("model", "server")),
-        "server_inflight": Family("gauge", "Requests in flight on the server.", ("model", "server")),
-        "server_ejected": Family(
-            "gauge", "Workers that pass the server over for its failures, where another can serve.", ("model", "server")
-        ),
-        "server_failures_total": Family("counter", "Attempts that failed on the server.", ("model", "server", "reason")),
-        "kv_event_blocks": Family("gauge", "Blocks that the server has cached, by its KV cache events.", ("model", "server")),
-        "kv_event_gaps_total": Family("counter", "Times that KV cache events of the server were lost.", ("model", "server")),
-        "discovery_up": Family("gauge", "1 when the service discovery of the model works.", ("model",)),
-        "key_set_up": Family("gauge", "1 when the last fetch of the issuer's JWKS succeeded.", ("issuer",)),
-        "dependency_up": Family("gauge", "1 when the dependency works, 0 when /status shows it as down.", ("dependency",)),
-        "retries_total": Family("counter", "Requests sent to a server again.", ("model",), per_model=True),
-        "fallbacks_total": Family("counter", "Requests served by a fallback model.", ("model", "fallback")),
-        "split_requests_total": Family("counter", "Requests for a split by the model that served them.", ("split", "model")),
-        "mirrored_requests_total": Family("counter", "Copies of requests for another model by result.", ("model", "to", "result")),
-        "mirrored_inflight_requests": Family("gauge", "Copies of requests in flight.", ("model", "to")),
-        "launches_total": Family("counter", "Starts of launched servers.", ("model", "outcome")),
-        "launch_failures_total": Family("counter", "Failed starts and crashes of launched servers by cause.", ("model", "cause")),
-        "incomplete_total": Family("counter", "Truncated responses by what ended them.", ("model", "reason")),
-        "config_reloads_total": Family("counter", "Reloads of the configuration.", ("outcome",)),
-        "config_last_reload_successful": Family("gauge", "1 when the last reload of the configuration succeeded."),
-        "series_dropped_total": Family("counter", "Series for which a worker's counter memory had no capacity."),
-        "ledger_rows_total": Family("counter", "Rows of the ledger by outcome.", ("outcome",)),
-        "ledger_spool_rows": Family("gauge", "Rows on disk that are not in the ledger's database yet."),
-        "ledger_spool_bytes": Family("gauge", "Bytes of those rows."),
-        "ledger_memory_rows": Family("gauge", "Rows in memory that are neither on disk nor in the ledger's database yet."),
-        "ledger_memory_bytes": Family("gauge", "Bytes of those rows."),
-        "prompt_counts_total": Family(
-            "counter", "Prompts of truncated requests that their server counted afterwards, by outcome.", ("model", "outcome")
-        ),
-        "unbilled_tokens_total": Family(
-            "counter", "Tokens counted by engines and not billed, by the reason found by the reconciliation.", ("model", "reason")
-        ),
-        "certificate_expires_timestamp_seconds": Family(
-            "gauge", "When the first certificate of the setting's file expires, since 1970.", ("setting",)
-        ),
-        "key_expires_timestamp_seconds": Family(
-            "gauge", "When the last valid key of an entry expires; an entry that does not expire, or is revoked, has no series.", ("key",)
-        ),
-        "worker_restarts_total": Family("counter", "Worker processes that ended unexpectedly and were replaced."),
-        "worker_cpu_seconds_total": Family("counter", "CPU time, user and system, of the worker's current process.", ("worker",)),
-        "worker_resident_memory_bytes": Family("gauge", "Resident memory of the worker's process.", ("worker",)),
-        "worker_open_fds": Family("gauge", "Open file descriptors of the worker's process.", ("worker",)),
-        "worker_max_fds": Family("gauge", "Maximum number of file descriptors of the worker's process.", ("worker",)),
-        "worker_event_loop_lag_seconds": Family("histogram", "Delay of a timer in the worker's event loop.", ("worker",), _LAG),
-        "build_info": Family("gauge", "Always 1; the labels are the version and the core: python or compiled.", ("version", "core")),
-    }
+_FAMILIES = (
+    Family(
+        "requests_total",
+        "Requests by the HTTP status sent (499: the client disconnected) and the error code, empty without an error.",
+        ("model", "endpoint", "code", "error"),
+    ),
+    Family("key_requests_total", "Requests of known keys by the HTTP status sent.", ("key", "code")),
+    Family("request_duration_seconds", "Time from a request's headers to the last byte of its response.", ("model", "endpoint"), _DURATION),
+    Family(
+        "time_to_first_token_seconds",
+        "Time from a request's headers to the first event of its stream.",
+        ("model",),
+        _FIRST_TOKEN,
+        per_model=True,
+    ),
+    Family(
+        "inter_chunk_latency_seconds",
+        "Time between two reads of a stream's events; one read may have several events.",
+        ("model",),
+        CHUNK_GAPS,
+        per_model=True,
+    ),
+    Family("overhead_seconds", "Time in the gateway itself, without waiting for client or server.", (), _OVERHEAD),
+    Family("tokens_total", "Tokens reported by the server; cached is part of prompt, reasoning of completion.", ("key", "model", "type")),
+    Family(
+        "predicted_tokens_total",
+        "Prompt tokens with the policy cost: those that were predicted to be cached, and those that were cached.",
+        ("model", "type"),
+    ),
+    Family("prefix_index_blocks", "Blocks in the worker's prefix index of the model.", ("model", "worker")),
+    Family("inflight_requests", "Requests in flight.", ("model",), per_model=True),
+    Family("queued_requests", "Requests queued for a server.", ("model",), per_model=True),
+    Family("auth_failures_total", "Requests refused because of their key.", ("reason",)),
+    Family("limited_total", "Requests refused by a limit.", ("key", "reason")),
+    Family("limits_store_admissions_total", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)),
+    Family("budget_used_ratio", "Used share of a budget, reservations included; above 1 if it is exceeded.", ("holder", "budget", "soft")),
+    Family("session_evictions_total", "Sessions whose use was forgotten because the table of sessions was full.", ("key",)),
+    Family("client_faults_total", "Connections closed because of what their client did.", ("reason",)),
+    Family("log_lines_dropped_total", "Requests whose access log line could not be written."),
+    Family("server_up", "1 when the server passes its health checks.", ("model", "server")),
+    Family("server_out_of_rotation", "1 when the gateway itself gives the server no requests.", ("model", "server")),
+    Family("server_serves_model", "1 when the server lists its model, 0 when it lists only others.", ("model", "server")),
+    Family("ready_servers", "Servers of the model that are up; 0 also if the model has no servers.", ("model",)),
+    Family("server_restarts_total", "Starts of a launched server after the first.", ("model", "server")),
+    Family("server_inflight", "Requests in flight on the server.", ("model", "server")),
+    Family("server_ejected", "Workers that pass the server over for its failures, where another can serve.", ("model", "server")),
+    Family("server_failures_total", "Attempts that failed on the server.", ("model", "server", "reason")),
+    Family("kv_event_blocks", "Blocks that the server has cached, by its KV cache events.", ("model", "server")),
+    Family("kv_event_gaps_total", "Times that KV cache events of the server were lost.", ("model", "server")),
+    Family("discovery_up", "1 when the service discovery of the model works.", ("model",)),
+    Family("key_set_up", "1 when the last fetch of the issuer's JWKS succeeded.", ("issuer",)),
+    Family("dependency_up", "1 when the dependency works, 0 when /status shows it as down.", ("dependency",)),
+    Family("retries_total", "Requests sent to a server again.", ("model",), per_model=True),
+    Family("fallbacks_total", "Requests served by a fallback model.", ("model", "fallback")),
+    Family("split_requests_total", "Requests for a split by the model that served them.", ("split", "model")),
+    Family("mirrored_requests_total", "Copies of requests for another model by result.", ("model", "to", "result")),
+    Family("mirrored_inflight_requests", "Copies of requests in flight.", ("model", "to")),
+    Family("launches_total", "Starts of launched servers.", ("model", "outcome")),
+    Family("launch_failures_total", "Failed starts and crashes of launched servers by cause.", ("model", "cause")),
+    Family("incomplete_total", "Truncated responses by what ended them.", ("model", "reason")),
+    Family("config_reloads_total", "Reloads of the configuration.", ("outcome",)),
+    Family("config_last_reload_successful", "1 when the last reload of the configuration succeeded."),
+    Family("series_dropped_total", "Series for which a worker's counter memory had no capacity."),
+    Family("ledger_rows_total", "Rows of the ledger by outcome.", ("outcome",)),
+    Family("ledger_spool_rows", "Rows on disk that are not in the ledger's database yet."),
+    Family("ledger_spool_bytes", "Bytes of those rows."),
+    Family("ledger_memory_rows", "Rows in memory that are neither on disk nor in the ledger's database yet."),
+    Family("ledger_memory_bytes", "Bytes of those rows."),
+    Family("prompt_counts_total", "Prompts of truncated requests that their server counted afterwards, by outcome.", ("model", "outcome")),
+    Family(
+        "unbilled_tokens_total", "Tokens counted by engines and not billed, by the reason found by the reconciliation.", ("model", "reason")
+    ),
+    Family("certificate_expires_timestamp_seconds", "When the first certificate of the setting's file expires, since 1970.", ("setting",)),
+    Family(
+        "key_expires_timestamp_seconds",
+        "When the last valid key of an entry expires; an entry that does not expire, or is revoked, has no series.",
+        ("key",),
+    ),
+    Family("worker_restarts_total", "Worker processes that ended unexpectedly and were replaced."),
+    Family("worker_cpu_seconds_total", "CPU time, user and system, of the worker's current process.", ("worker",)),
+    Family("worker_resident_memory_bytes", "Resident memory of the worker's process.", ("worker",)),
+    Family("worker_open_fds", "Open file descriptors of the worker's process.", ("worker",)),
+    Family("worker_max_fds", "Maximum number of file descriptors of the worker's process.", ("worker",)),
+    Family("worker_event_loop_lag_seconds", "Delay of a timer in the worker's event loop.", ("worker",), _LAG),
+    Family("build_info", "Always 1; the labels are the version and the core: python or compiled.", ("version", "core")),
 )
+FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _FAMILIES})
+
 
 _TOKEN_TYPES = ("prompt", "completion", "cached", "reasoning")
 MIRROR_RESULTS = ("completed", "failed", "no_capacity", "limit", "drain")
@@ -222,34 +221,31 @@ class WorkerMetrics:
 
     def create_series(self, snapshot: Snapshot) -> None:
         """Create the series that a configuration implies, so that their first increase is visible."""
-        for reason in AUTH_REASONS.values():
-            self.cells("auth_failures_total", reason)
-        for reason in CLIENT_FAULTS:
-            self.cells("client_faults_total", reason)
-        self.cells("log_lines_dropped_total")
-        per_model = [name for name, family in FAMILIES.items() if family.per_model]
-        for name in (*(model.id for model in snapshot.models if not model.split), OTHER):
-            for endpoint in ENDPOINTS:
-                self.cells("requests_total", name, endpoint, "200", "")
-            self.cells("request_duration_seconds", name, ENDPOINTS[0])
-            for family in per_model:
-                self.cells(family, name)
-            for reason in INCOMPLETE_REASONS:
-                self.cells("incomplete_total", name, reason)
+        self._create("auth_failures_total", AUTH_REASONS.values())
+        self._create("client_faults_total", CLIENT_FAULTS)
+        self._create("log_lines_dropped_total")
+        models = (*(model.id for model in snapshot.models if not model.split), OTHER)
+        self._create("requests_total", models, ENDPOINTS, ["200"], [""])
+        self._create("request_duration_seconds", models, ENDPOINTS[:1])
+        self._create("incomplete_total", models, INCOMPLETE_REASONS)
+        for family in FAMILIES.values():
+            if family.per_model:
+                self._create(family.name, models)
         for model in snapshot.bases:
-            for server in model.servers:
-                self.cells("server_inflight", model.id, server.name)
-                self.cells("server_ejected", model.id, server.name)
+            for name in ("server_inflight", "server_ejected"):
+                self._create(name, [model.id], [server.name for server in model.servers])
         ids = {name: model.id for model in snapshot.models for name in (model.id, *model.aliases)}
         for model in snapshot.models:
-            for fallback in model.fallbacks:
-                self.cells("fallbacks_total", model.id, ids[fallback])
+            self._create("fallbacks_total", [model.id], [ids[fallback] for fallback in model.fallbacks])
+            self._create("split_requests_total", [model.id], [target for target, _ in model.split])
             if model.mirror is not None:
-                self.cells("mirrored_inflight_requests", model.id, model.mirror.to)
-                for result in MIRROR_RESULTS:
-                    self.cells("mirrored_requests_total", model.id, model.mirror.to, result)
-            for target, _ in model.split:
-                self.cells("split_requests_total", model.id, target)
+                self._create("mirrored_inflight_requests", [model.id], [model.mirror.to])
+                self._create("mirrored_requests_total", [model.id], [model.mirror.to], MIRROR_RESULTS)
+
+    def _create(self, family: str, *labels: Iterable[str]) -> None:
+        """Create the series of a family for each combination of these label values."""
+        for values in product(*labels):
+            self.cells(family, *values)
 
     def in_flight(self, model: str) -> InflightGauge:
         """Return the gauge of a model's requests; each request holds it in a ``with``."""
@@ -416,16 +412,12 @@ def sum_series(counters: Iterable[SharedCounters]) -> dict[Series, list[float]]:
 
 def tokens_by_model(counters: Iterable[SharedCounters]) -> dict[str, ModelTokens]:
     """Return the tokens that each model has read and generated. No other series is read, so it is cheap."""
-    total: dict[str, ModelTokens] = {}
+    total = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
     for each in counters:
         for reading in each.readings('["tokens_total",'):
             _, model, kind = Series.decode(reading.name).labels
-            before = total.get(model, ModelTokens())
-            if kind == "prompt":
-                total[model] = ModelTokens(before.prompt + reading.values[0], before.completion)
-            elif kind == "completion":
-                total[model] = ModelTokens(before.prompt, before.completion + reading.values[0])
-    return total
+            total[model][kind] += reading.values[0]
+    return {model: ModelTokens(tokens["prompt"], tokens["completion"]) for model, tokens in total.items()}
 
 
 class CounterSums:

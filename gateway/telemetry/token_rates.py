@@ -25,14 +25,13 @@ class ModelTokens:
 class TokenRates:
     """The latest observations, oldest first."""
 
-    def __init__(self, window: float = WINDOW) -> None:
-        self._window = window
+    def __init__(self) -> None:
         self._observations: deque[tuple[float, Mapping[str, ModelTokens]]] = deque()
 
     def observe(self, now: float, totals: Mapping[str, ModelTokens]) -> None:
         """Add the count of each model at ``now``, in seconds of a monotonic clock."""
         self._observations.append((now, totals))
-        while now - self._observations[0][0] > self._window:
+        while now - self._observations[0][0] > WINDOW:
             self._observations.popleft()
 
     def rate(self, model: str) -> ModelTokens:

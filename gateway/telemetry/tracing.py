@@ -10,12 +10,12 @@ import logging
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gateway import __version__
-from gateway.telemetry.request_record import RequestRecord
+from gateway.telemetry.request_record import RequestRecord, requested_model
 from gateway.telemetry.trace import Trace
 
 if TYPE_CHECKING:  # OpenTelemetry is optional: only the exporting thread imports it
@@ -67,20 +67,15 @@ class Spans:
     def flush(self) -> None:
         """Hand the collected records to the thread; called a few times a second."""
         if self._records:
-            self._start_thread()
-            try:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._export, name="spans", daemon=True)
+                self._thread.start()
+            with suppress(queue.Full):  # they stay, up to the bound, until the collector continues
                 self._waiting.put_nowait((self.endpoint, self._records))
                 self._records = []
-            except queue.Full:
-                pass  # they stay, up to the bound, until the collector continues
         if self.dropped:
             _log.warning("%d spans were dropped: the collector is slow or unreachable", self.dropped)
             self.dropped = 0
-
-    def _start_thread(self) -> None:
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._export, name="spans", daemon=True)
-            self._thread.start()
 
     def _export(self) -> None:
         """Export batches until stopped. Runs in the thread."""
@@ -187,7 +182,7 @@ def attributes(record: RequestRecord, scheme: str) -> dict[str, str | bool | int
         "http.response.status_code": record.status,
         "error.type": record.code,
         "vllm_gateway.param": record.param,
-        "vllm_gateway.requested_model": record.requested_model or record.unknown_model,
+        "vllm_gateway.requested_model": requested_model(record),
         "gen_ai.operation.name": operation(record.endpoint),
         "gen_ai.provider.name": "vllm",
         "gen_ai.request.model": record.model,
@@ -200,12 +195,9 @@ def attributes(record: RequestRecord, scheme: str) -> dict[str, str | bool | int
         "vllm_gateway.queued": record.queued,
         "vllm_gateway.incomplete": record.incomplete,
         "vllm_gateway.estimated_by": record.estimated_by,
+        "gen_ai.usage.input_tokens": usage.prompt if usage else None,
+        "gen_ai.usage.output_tokens": usage.completion if usage else None,
+        "gen_ai.usage.cache_read.input_tokens": usage.cached if usage else None,
+        "gen_ai.usage.reasoning.output_tokens": usage.reasoning if usage else None,
     }
-    if usage is not None:
-        values |= {
-            "gen_ai.usage.input_tokens": usage.prompt,
-            "gen_ai.usage.output_tokens": usage.completion,
-            "gen_ai.usage.cache_read.input_tokens": usage.cached,
-            "gen_ai.usage.reasoning.output_tokens": usage.reasoning,
-        }
     return {name: value for name, value in values.items() if value is not None}

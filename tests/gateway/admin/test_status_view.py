@@ -211,7 +211,7 @@ def test_nothing_acts_on_a_terminal() -> None:
 
 
 def test_rates_are_over_the_window() -> None:
-    rates = TokenRates(window=10.0)
+    rates = TokenRates()
     assert rates.rate("m") == ModelTokens()
     rates.observe(0.0, {})
     assert rates.rate("m") == ModelTokens()
