@@ -37,6 +37,6 @@ class Column:
     """A column of the table. ``content`` describes it in docs/usage.md. ``dimension``: the name by which reports group by it."""
 
     name: str
-    kind: Kind
     content: str
+    kind: Kind = Kind.TEXT
     dimension: str | None = None

@@ -11,24 +11,16 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from gateway.ledger.schema import ENGINE_SAMPLES
+from gateway.ledger.schema import COUNTERS, ENGINE_SAMPLES
 
 SAMPLES_PER_SLOT = 40
 """The length of a slot, in intervals between two samples."""
 _MOST_PENDING = 10_000  # samples in memory while the database accepts none
-COUNTERS: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: f"{name}_tokens" for name in ("prompt", "completion", "finished_prompt", "finished_completion")},
-        "responses": "responses",
-    }
-)
-"""The counters of an engine, and the column of each."""
 _KEY = ("server", "started", "slot", "quiet")
 
 
@@ -94,11 +86,9 @@ class PendingSamples:
                 del self._pending[next(iter(self._pending))]
 
     def _is_news(self, sample: EngineSample) -> bool:
-        before = self._stored.get(sample.server)
+        before = self._stored.pop(sample.server, None)
         if sample.quiet:
             self._stored[sample.server] = sample
-        else:
-            self._stored.pop(sample.server, None)
         return before is None or not sample.quiet or sample.is_first or not sample.has_counters_of(before)
 
     def key(self, sample: EngineSample) -> tuple[str, int, int, bool]:

@@ -39,88 +39,81 @@ class UsageRow(msgspec.Struct, array_like=True, gc=False):
     the model was chosen. ``chunks`` is always 0, and keeps the position of the fields after it.
     """
 
-    id: Annotated[str, Column("request_id", Kind.TEXT, "the request's ID, as in the response's `x-request-id`; the primary key")]
+    id: Annotated[str, Column("request_id", "the request's ID, as in the response's `x-request-id`; the primary key")]
     started: Annotated[
         float,
-        Column("time", Kind.TIME, "the time of arrival, UTC"),
-        Column("day", Kind.DAY, "the day of arrival, UTC", dimension="day"),
+        Column("time", "the time of arrival, UTC", Kind.TIME),
+        Column("day", "the day of arrival, UTC", Kind.DAY, dimension="day"),
     ]
-    endpoint: Annotated[str, Column("endpoint", Kind.TEXT, "the route, for example `/v1/chat/completions`", dimension="endpoint")]
-    key: Annotated[str, Column("key", Kind.TEXT, "the ID of the key", dimension="key")]
-    team: Annotated[str | None, Column("team", Kind.TEXT, "the key's team at that time", dimension="team")] = None
+    endpoint: Annotated[str, Column("endpoint", "the route, for example `/v1/chat/completions`", dimension="endpoint")]
+    key: Annotated[str, Column("key", "the ID of the key", dimension="key")]
+    team: Annotated[str | None, Column("team", "the key's team at that time", dimension="team")] = None
     model: Annotated[
         str | None,
         Column(
             "model",
-            Kind.TEXT,
             "the model that served the request: the requested one, a fallback, or a model of the requested "
             "[split](split-and-mirror.md); empty if the request named no model that the key may use",
             dimension="model",
         ),
     ] = None
-    server: Annotated[
-        str | None, Column("server", Kind.TEXT, "the server that was used last, for example `qwen#0`", dimension="server")
-    ] = None
-    stream: Annotated[bool, Column("stream", Kind.FLAG, "whether the client requested a stream")] = False
-    status: Annotated[int | None, Column("status", Kind.NUMBER, "the HTTP status; 499 if the client disconnected")] = None
-    code: Annotated[str | None, Column("code", Kind.TEXT, "the code of the [error](errors.md)", dimension="code")] = None
+    server: Annotated[str | None, Column("server", "the server that was used last, for example `qwen#0`", dimension="server")] = None
+    stream: Annotated[bool, Column("stream", "whether the client requested a stream", Kind.FLAG)] = False
+    status: Annotated[int | None, Column("status", "the HTTP status; 499 if the client disconnected", Kind.NUMBER)] = None
+    code: Annotated[str | None, Column("code", "the code of the [error](errors.md)", dimension="code")] = None
     incomplete: Annotated[
         str | None,
         Column(
             "incomplete",
-            Kind.TEXT,
             "empty for a complete response or a rejection; otherwise the side that ended it: `client`, `upstream`, `drain`, or `lost` "
             "([below](#outages))",
         ),
     ] = None
-    prompt: Annotated[int | None, Column("prompt_tokens", Kind.COUNT, "the server's count for the prompt; empty if it reported none")] = (
+    prompt: Annotated[int | None, Column("prompt_tokens", "the server's count for the prompt; empty if it reported none", Kind.COUNT)] = (
         None
     )
-    completion: Annotated[int | None, Column("completion_tokens", Kind.COUNT, "the server's count for the response")] = None
+    completion: Annotated[int | None, Column("completion_tokens", "the server's count for the response", Kind.COUNT)] = None
     cached: Annotated[
         int | None,
-        Column("cached_tokens", Kind.COUNT, "part of the prompt, also where the response reports it separately, as Anthropic's does"),
+        Column("cached_tokens", "part of the prompt, also where the response reports it separately, as Anthropic's does", Kind.COUNT),
     ] = None
-    reasoning: Annotated[int | None, Column("reasoning_tokens", Kind.COUNT, "part of the completion")] = None
+    reasoning: Annotated[int | None, Column("reasoning_tokens", "part of the completion", Kind.COUNT)] = None
     chunks: int = 0
     duration: Annotated[
-        float | None, Column("total_ms", Kind.MILLISECONDS, "from the request's headers to the last byte of the response")
+        float | None, Column("total_ms", "from the request's headers to the last byte of the response", Kind.MILLISECONDS)
     ] = None
     first_token: Annotated[
-        float | None, Column("first_token_ms", Kind.MILLISECONDS, "from the request's headers to the first event of a stream")
+        float | None, Column("first_token_ms", "from the request's headers to the first event of a stream", Kind.MILLISECONDS)
     ] = None
-    queued: Annotated[float | None, Column("queued_ms", Kind.MILLISECONDS, "the time in the model's queue")] = None
+    queued: Annotated[float | None, Column("queued_ms", "the time in the model's queue", Kind.MILLISECONDS)] = None
     price: Annotated[
         Price | None,
         Column(
             "cost_nano",
-            Kind.COST,
             "the cost in billionths of the currency, so that sums are exact; empty if the model has no price or the request was `lost`",
+            Kind.COST,
         ),
     ] = None
-    labels: Annotated[dict[str, str], Column("labels", Kind.JSON, "the key's labels at that time")] = {}
+    labels: Annotated[dict[str, str], Column("labels", "the key's labels at that time", Kind.JSON)] = {}
     user: Annotated[
         str | None,
-        Column("end_user", Kind.TEXT, "the [end user](#end-users), with `ledger.user` or the key's `user_header`", dimension="user"),
+        Column("end_user", "the [end user](#end-users), with `ledger.user` or the key's `user_header`", dimension="user"),
     ] = None
-    metadata: Annotated[dict[str, Any] | None, Column("metadata", Kind.JSON, "the request's `metadata`, with `ledger.metadata`")] = None
+    metadata: Annotated[dict[str, Any] | None, Column("metadata", "the request's `metadata`, with `ledger.metadata`", Kind.JSON)] = None
     estimated_by: Annotated[
         str | None,
-        Column("estimated", Kind.IS_GIVEN, "whether tokens are estimated"),
+        Column("estimated", "whether tokens are estimated", Kind.IS_GIVEN),
         Column(
             "estimated_by",
-            Kind.TEXT,
             "the method: `events`, `bytes`, `tokenize` or `journal` ([accounting](accounting.md)); empty in rows of commit 3c1fad8",
         ),
     ] = None
-    choices: Annotated[int | None, Column("choices", Kind.NUMBER, "the request's `n`; empty for one")] = None
+    choices: Annotated[int | None, Column("choices", "the request's `n`; empty for one", Kind.NUMBER)] = None
     param: Annotated[
         str | None,
-        Column("param", Kind.TEXT, "for an error: the path of the invalid field, [as in the access log](operators/troubleshooting.md)"),
+        Column("param", "for an error: the path of the invalid field, [as in the access log](operators/troubleshooting.md)"),
     ] = None
-    requested_model: Annotated[str | None, Column("requested_model", Kind.TEXT, "for an error: the name of a model that was not found")] = (
-        None
-    )
+    requested_model: Annotated[str | None, Column("requested_model", "for an error: the name of a model that was not found")] = None
 
     @property
     def cost(self) -> int | None:

@@ -45,6 +45,14 @@ USAGE = Table(
     Index("gateway_usage_key_time", "key", "time"),
 )
 
+COUNTERS: Mapping[str, str] = MappingProxyType(
+    {
+        **{name: f"{name}_tokens" for name in ("prompt", "completion", "finished_prompt", "finished_completion")},
+        "responses": "responses",
+    }
+)
+"""The counters of an engine, and the column of each. Only ``responses`` may be unknown."""
+
 ENGINE_SAMPLES = Table(
     "gateway_engine_samples",
     METADATA,
@@ -54,10 +62,6 @@ ENGINE_SAMPLES = Table(
     Column("quiet", Boolean, primary_key=True),
     Column("time", DateTime(timezone=True), nullable=False),
     Column("model", String, nullable=False),
-    Column("prompt_tokens", BigInteger, nullable=False),
-    Column("completion_tokens", BigInteger, nullable=False),
-    Column("finished_prompt_tokens", BigInteger, nullable=False),
-    Column("finished_completion_tokens", BigInteger, nullable=False),
-    Column("responses", BigInteger),
+    *(Column(each, BigInteger, nullable=name == "responses") for name, each in COUNTERS.items()),
     Index("gateway_engine_samples_time", "time"),
 )

@@ -244,11 +244,11 @@ def waiting_files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def spool(folder: Path, limit: int = LIMIT) -> Iterator[Spool]:
+def spool(folder: Path) -> Iterator[Spool]:
     """Yield the spool in a folder, which is created. Raises SpoolLockedError and OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     with locked(folder):
-        yield Spool(folder, limit)
+        yield Spool(folder)
 
 
 @contextmanager

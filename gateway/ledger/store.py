@@ -47,7 +47,6 @@ _CONNECT: dict[str, dict[str, int | str]] = {
     },
     "sqlite": {"timeout": 10},
 }
-_PARAMETER_STYLES: dict[str, Literal["format", "qmark"]] = {"postgresql": "format", "sqlite": "qmark"}
 _PRUNED = 500  # rows of a transaction
 _BATCH = {"postgresql": 8000, "sqlite": 50_000}  # rows of a transaction
 _GATHER = {"postgresql": 0.75, "sqlite": 4.0}  # seconds
@@ -69,10 +68,10 @@ def create_database_engine(url: URL, cache: int | None = None) -> Engine:
     """Create the engine; no connection is opened yet. ``cache``: KiB of pages that each connection to SQLite caches."""
     backend = url.get_backend_name()
     given = {name: value for name, value in _CONNECT[backend].items() if name not in url.query}
-    made = create_engine(
-        url, connect_args=given, pool_pre_ping=backend == "postgresql", paramstyle=_PARAMETER_STYLES[backend], json_serializer=json.dumps
-    )
-    if backend == "sqlite":
+    is_sqlite = backend == "sqlite"
+    style: Literal["format", "qmark"] = "qmark" if is_sqlite else "format"
+    made = create_engine(url, connect_args=given, pool_pre_ping=not is_sqlite, paramstyle=style, json_serializer=json.dumps)
+    if is_sqlite:
         event.listen(made, "connect", partial(_prepare_sqlite, cache))
     return made
 

@@ -86,29 +86,25 @@ class Ledger:
 
     def series(self) -> dict[Series, Sequence[float]]:
         """Return the series for Prometheus."""
+        rows, size = self._in_memory()
         outcomes = {"written": self.written, "lost": self.lost, "dropped": self.dropped}
         return {
             **{Series("ledger_rows_total", (outcome,)): (count,) for outcome, count in outcomes.items()},
             Series("ledger_spool_rows", ()): (self._spool.rows,),
             Series("ledger_spool_bytes", ()): (self._spool.size,),
-            Series("ledger_memory_rows", ()): (self.memory_rows,),
-            Series("ledger_memory_bytes", ()): (self.memory_bytes,),
+            Series("ledger_memory_rows", ()): (rows,),
+            Series("ledger_memory_bytes", ()): (size,),
             **{Series("unbilled_tokens_total", labels): (tokens,) for labels, tokens in self.unbilled.items()},
         }
 
-    @property
-    def memory_rows(self) -> int:
-        """Rows that are neither on disk nor in the database yet."""
-        return sum(journal.waiting_rows for journal in self.journals) + len(self._orphaned)
-
-    @property
-    def memory_bytes(self) -> int:
-        """Bytes of these rows."""
-        return sum(journal.waiting_bytes for journal in self.journals) + sum(map(len, tuple(self._orphaned)))
+    def _in_memory(self) -> tuple[int, int]:
+        """Return the number of rows that are neither on disk nor in the database yet, and their bytes."""
+        rows = sum(journal.waiting_rows for journal in self.journals) + len(self._orphaned)
+        return rows, sum(journal.waiting_bytes for journal in self.journals) + sum(map(len, tuple(self._orphaned)))
 
     def status(self) -> dict[str, Any]:
         """Return the state for /status; ``unavailable`` is why the database accepts no rows, or None."""
-        rows, size = self.memory_rows, self.memory_bytes
+        rows, size = self._in_memory()
         return {
             "unavailable": self.unavailable or self._both,
             "waiting_rows": self._spool.rows + rows,

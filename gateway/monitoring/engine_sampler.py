@@ -19,8 +19,9 @@ from datetime import UTC, datetime
 from gateway.admin.engine_metrics import Engine
 from gateway.config import Config
 from gateway.fleet.configured_servers import configured_servers
-from gateway.ledger.engine_samples import COUNTERS, EngineSample
+from gateway.ledger.engine_samples import EngineSample
 from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.schema import COUNTERS
 from gateway.ledger.writer import Ledger
 from gateway.telemetry.metrics import CounterSums
 from gateway.telemetry.shared_counters import SharedCounters

@@ -16,7 +16,8 @@ from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from gateway.ledger.engine_samples import COUNTERS, EngineSample
+from gateway.ledger.engine_samples import EngineSample
+from gateway.ledger.schema import COUNTERS
 
 QUIET_WITHIN = 3600.0
 """Seconds. A window ends at the latest sample of an engine without requests, unless it is this much older than the latest sample."""
