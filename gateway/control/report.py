@@ -242,7 +242,7 @@ class GatewayReport:
             or wrong_models(server, observed)
             or _operated(server, is_cordoned=is_cordoned, is_held=of_model.is_held),
         }
-        endpoint = control.discovery.endpoint_state(server.name)
+        endpoint = control.discovery.states.get(server.name)
         occasional = {
             "cordoned": is_cordoned or None,
             "kv_events": control.kv_events.as_json(server.name),

@@ -39,7 +39,7 @@ from gateway.control.report import GatewayReport
 from gateway.control.startup_messages import Announcer
 from gateway.fleet.snapshot_builder import client_limits
 from gateway.monitoring.engine_loads import EngineLoads
-from gateway.monitoring.hung_engines import HungEngines, Sources
+from gateway.monitoring.hung_engines import HungEngines
 from gateway.system import logs
 from gateway.system.acceptor import Acceptor, Seats
 from gateway.system.file_descriptors import open_missing_standard_streams, raise_limit
@@ -112,8 +112,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
             await stack.enter_async_context(_background(sampler.run()))
         loads = EngineLoads(report.engines, lambda: control.config, control.workers.placements)
         await stack.enter_async_context(_background(loads.run()))
-        sources = Sources(report.engines, control.workers.server_progress, control.observer.served)
-        hung = HungEngines(sources, control.engine_hung, control.engine_recovered)
+        progress_of_servers, served = control.workers.server_progress, control.observer.served
+        hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)
         await stack.enter_async_context(_background(hung.run()))
         shown = application(report, AdminOperations(control, reloader, stop_requests))
         token = config.server.admin.token

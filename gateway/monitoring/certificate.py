@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from gateway.config import Config
@@ -22,10 +23,9 @@ _log = logging.getLogger("vllm_gateway.certificate")
 
 
 class CertificateDates:
-    """The dates of the certificate. ``clock`` returns seconds since the epoch."""
+    """The dates of the certificate."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
+    def __init__(self) -> None:
         self._stamp: tuple[Path, FileStat] | None = None
         self._validity: Validity | None = None
         self._logged: str | None = None
@@ -37,15 +37,13 @@ class CertificateDates:
         stamp = tls.cert, file_stat(tls.cert)
         if stamp != self._stamp:
             self._stamp = stamp
-            try:
+            with suppress(OSError):  # it is being replaced, or the workers report it
                 self._validity = validity(tls.cert.read_bytes()) or self._validity
-            except OSError:
-                pass  # it is being replaced, or the workers report it
         return self._validity
 
     def dependencies(self, config: Config) -> Iterator[Observation]:
         """Yield whether clients accept the certificate, and log each change."""
-        found, now = self._read(config), self._clock()
+        found, now = self._read(config), time.time()
         if found is None:
             return
         problem, warning = found.problem(now), found.warning(now)

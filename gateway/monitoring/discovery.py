@@ -37,36 +37,15 @@ def discovered_models(config: Config) -> Iterator[tuple[conf.Model, conf.Discove
     return ((model, model.discover) for model in config.models if model.discover is not None)
 
 
-def filled(read: Config, findings: Mapping[Source, DiscoveryStatus]) -> Config:
-    """Return the configuration with the discovered servers, or itself if no model has any."""
-    if not any(discovered_models(read)):
-        return read
-    return read.model_copy(update={"models": tuple(_filled(model, findings) for model in read.models)})
-
-
-def _filled(model: conf.Model, findings: Mapping[Source, DiscoveryStatus]) -> conf.Model:
+def _filled(model: conf.Model, findings: Mapping[str, DiscoveryStatus]) -> conf.Model:
     discover = model.discover
     if discover is None:
         return model
-    endpoints = findings.get(source_of(discover), _NOTHING).endpoints
     servers = tuple(
-        conf.Server.model_construct(url=endpoint.url, model=discover.model, api_key=discover.api_key, weight=1) for endpoint in endpoints
+        conf.Server.model_construct(url=endpoint.url, model=discover.model, api_key=discover.api_key, weight=1)
+        for endpoint in findings[model.id].endpoints
     )
     return model.model_copy(update={"servers": servers})
-
-
-def endpoint_states(config: Config, findings: Mapping[Source, DiscoveryStatus]) -> dict[str, EndpointState]:
-    """Return the state of every discovered server of a filled configuration, by server name."""
-    known = {
-        (model.id, endpoint.url): endpoint.state
-        for model, discover in discovered_models(config)
-        for endpoint in findings.get(source_of(discover), _NOTHING).endpoints
-    }
-    return {
-        server.name: known[server.model.id, server.external.url]
-        for server in configured_servers(config)
-        if server.external is not None and server.model.discover is not None
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +77,8 @@ class Discovery:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._had_result: set[str] = set()
-        self._states: dict[str, EndpointState] = {}
+        self.states: dict[str, EndpointState] = {}
+        """The states of the discovered servers, by server name."""
 
     def set_sources(self, *configs: Config) -> None:
         """Watch the sources of these configurations, and no others."""
@@ -109,21 +89,23 @@ class Discovery:
         return all(finding.first_result for _, finding in self._findings(config))
 
     def fill(self, read: Config) -> Config:
-        """Return a configuration with the servers that are known now."""
-        return filled(read, self._sources.statuses())
+        """Return a configuration with the servers that are known now, or itself if no model has discovered servers."""
+        findings = dict(self._findings(read))
+        return read.model_copy(update={"models": tuple(_filled(model, findings) for model in read.models)}) if findings else read
 
     def use(self, config: Config) -> None:
         """Use the states of a filled configuration's servers from now on."""
-        self._states = endpoint_states(config, self._sources.statuses())
+        known = {(model, endpoint.url): endpoint.state for model, finding in self._findings(config) for endpoint in finding.endpoints}
+        self.states = {
+            server.name: known[server.model.id, server.external.url]
+            for server in configured_servers(config)
+            if server.external is not None and server.model.discover is not None
+        }
         self._had_result &= {model.id for model, _ in discovered_models(config)}
-
-    def endpoint_state(self, name: str) -> EndpointState | None:
-        """Return the state of a server, None if it was not discovered."""
-        return self._states.get(name)
 
     def named(self, state: EndpointState) -> Set[str]:
         """Return the servers with this endpoint state."""
-        return {name for name, each in self._states.items() if each is state}
+        return {name for name, each in self.states.items() if each is state}
 
     def may_be_undiscovered(self, config: Config) -> bool:
         """Return whether ``undiscovered`` may return any model. It is cheaper."""
@@ -158,9 +140,13 @@ class Discovery:
         """Return a model's source as /status shows it, None for a model without discovery."""
         if model.discover is None:
             return None
-        source = source_of(model.discover)
-        finding = self._sources.statuses().get(source, _NOTHING)
-        return {"source": str(source), "endpoints": len(finding.endpoints), "problem": finding.problem, "since": finding.since}
+        finding = self._sources.statuses().get(source_of(model.discover), _NOTHING)
+        return {
+            "source": str(source_of(model.discover)),
+            "endpoints": len(finding.endpoints),
+            "problem": finding.problem,
+            "since": finding.since,
+        }
 
     def _findings(self, config: Config) -> Iterator[tuple[str, DiscoveryStatus]]:
         findings = self._sources.statuses()

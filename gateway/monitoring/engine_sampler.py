@@ -12,8 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 
 from gateway.admin.engine_metrics import Engine
@@ -23,6 +22,7 @@ from gateway.ledger.engine_samples import EngineSample
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.schema import COUNTERS
 from gateway.ledger.writer import Ledger
+from gateway.system.tasks import wait_at_most
 from gateway.telemetry.metrics import CounterSums
 from gateway.telemetry.shared_counters import SharedCounters
 from gateway.usage.reader import UsageReader
@@ -35,37 +35,31 @@ from upstream.vllm.metrics import MetricsUnavailableError
 _READ_TIMEOUT = 5.0  # seconds
 _READERS = 8  # servers that are read at the same time
 _DELIVERY = 5.0  # seconds after the end of a slot in which its last rows and samples reach the database
+_COUNTED = {"requests_total": 0, "inflight_requests": 0, "mirrored_requests_total": 1, "mirrored_inflight_requests": 1}
 _log = logging.getLogger("vllm_gateway.control")
 
 Traffic = Mapping[str, tuple[float, float]]
 
 
+@dataclass(eq=False)
 class EngineSampler:
     """Samples all servers that are up. ``engines`` returns them by name, ``config`` the configuration in use."""
 
-    def __init__(
-        self,
-        engines: Callable[[], Mapping[str, Engine]],
-        config: Callable[[], Config],
-        counters: Sequence[SharedCounters],
-        ledger: Ledger,
-        reader: UsageReader,
-        interval: float,
-    ) -> None:
-        self._engines = engines
-        self._config = config
-        self._sums = CounterSums(
-            counters, {"requests_total": 0, "inflight_requests": 0, "mirrored_requests_total": 1, "mirrored_inflight_requests": 1}
-        )
-        self._ledger = ledger
-        self._reader = reader
-        self._interval = interval
-        self._readers = asyncio.Semaphore(_READERS)
-        self._began = time.time()
-        self._started: dict[str, int] = {}
-        self._known_since: dict[str, float] = {}
-        """The time from which the gateway could send requests to each server, or the start of a server that it launches."""
-        self._without_counters: set[str] = set()
+    _engines: Callable[[], Mapping[str, Engine]]
+    _config: Callable[[], Config]
+    _counters: Sequence[SharedCounters]
+    _ledger: Ledger
+    _reader: UsageReader
+    _interval: float
+    _readers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_READERS))
+    _began: float = field(default_factory=time.time)
+    _started: dict[str, int] = field(default_factory=dict)
+    _known_since: dict[str, float] = field(default_factory=dict)
+    """The time from which the gateway could send requests to each server, or the start of a server that it launches."""
+    _without_counters: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self._sums = CounterSums(self._counters, _COUNTED)
         self._reconciled = self._slot(self._began)
 
     async def run(self) -> None:
@@ -80,9 +74,7 @@ class EngineSampler:
 
     async def sample_last(self) -> None:
         """Sample for the last time, up to a timeout, so that the requests before the stop are confirmed."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_READ_TIMEOUT):
-                await self.sample()
+        await wait_at_most(_READ_TIMEOUT, self.sample())
 
     async def sample(self) -> None:
         """Read the counters of all servers once, and pass them to the ledger."""
@@ -119,14 +111,8 @@ class EngineSampler:
 
     def _samples(self, server: str, model: str, counters: EngineCounters, now: float, is_idle: bool) -> Iterator[EngineSample]:
         """Yield the sample. If the engine started while this gateway knew it, yield a sample of its start first."""
-        sample = EngineSample(
-            server,
-            model,
-            counters.started,
-            now,
-            is_idle and not counters.unfinished,
-            **{name: getattr(counters, name) for name in COUNTERS},
-        )
+        counts = {name: getattr(counters, name) for name in COUNTERS}
+        sample = EngineSample(server, model, counters.started, now, is_idle and not counters.unfinished, **counts)
         if counters.started != self._started.get(server):
             started = counters.started / 1000
             yield sample.at_start(started) if started > self._known_since[server] else replace(sample, is_first=True)

@@ -15,12 +15,13 @@ import logging
 import ssl
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import httpx2
 
 from gateway.admin.engine_metrics import Engine
+from gateway.system.tasks import cancel
 from upstream.balancing.server import Progress
 from upstream.vllm import metrics
 from upstream.vllm.engine_counters import EngineCounters, parse_counters
@@ -88,24 +89,21 @@ class Silence:
         return self.is_hung or self.seconds >= self.caution * max(SILENCE, _PREFILLS * self.prefill)
 
 
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """The sources of the observations: the servers that are up, the progress of responses, and the name and task of a server's model."""
-
-    engines: Callable[[], Mapping[str, Engine]]
-    progress: Callable[[], Mapping[str, Progress]]
-    served: Callable[[str], tuple[str, str | None]]
-
-
+@dataclass(eq=False, slots=True)
 class HungEngines:
-    """Watches all servers with awaited responses. ``on_hung`` gets a server and the reason, ``on_recovered`` a server."""
+    """Watches all servers with awaited responses.
 
-    def __init__(self, sources: Sources, on_hung: Callable[[str, str], None], on_recovered: Callable[[str], None]) -> None:
-        self._sources = sources
-        self._on_hung = on_hung
-        self._on_recovered = on_recovered
-        self._silences: dict[str, Silence] = {}
-        self._inspections: dict[str, asyncio.Task[None]] = {}
+    ``engines`` returns the servers that are up, ``progress`` the progress of responses, and ``served`` the name and task of a server's
+    model. ``on_hung`` gets a server and the reason, ``on_recovered`` a server.
+    """
+
+    _engines: Callable[[], Mapping[str, Engine]]
+    _progress: Callable[[], Mapping[str, Progress]]
+    _served: Callable[[str], tuple[str, str | None]]
+    _on_hung: Callable[[str, str], None]
+    _on_recovered: Callable[[str], None]
+    _silences: dict[str, Silence] = field(default_factory=dict)
+    _inspections: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Watch until cancelled."""
@@ -120,12 +118,10 @@ class HungEngines:
                     _log.exception("hung engines could not be detected")
                 before = now
         finally:
-            for task in self._inspections.values():
-                task.cancel()
-            await asyncio.gather(*self._inspections.values(), return_exceptions=True)
+            await cancel(*self._inspections.values())
 
     def _run_pass(self, elapsed: float) -> None:
-        progress, engines = self._sources.progress(), self._sources.engines()
+        progress, engines = self._progress(), self._engines()
         for name in self._silences.keys() - engines.keys():
             self._forget(name)
         for name, silence in list(self._silences.items()):
@@ -171,7 +167,7 @@ class HungEngines:
 
         Its health checks find what is wrong with it.
         """
-        model, task = self._sources.served(name)
+        model, task = self._served(name)
         if task not in _CANARIES:
             return True
         path, body = _CANARIES[task]
@@ -179,13 +175,9 @@ class HungEngines:
         trust = ssl.create_default_context() if address.tls else False
         transport = httpx2.AsyncHTTPTransport(uds=address.uds, verify=trust, trust_env=False)
         headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        client = httpx2.AsyncClient(transport=transport, base_url=address.base_url, headers=headers, timeout=None, trust_env=False)
         try:
-            async with (
-                httpx2.AsyncClient(
-                    transport=transport, base_url=address.base_url, headers=headers, timeout=None, trust_env=False
-                ) as client,
-                asyncio.timeout(max(_CANARY_TIMEOUT, silence.prefill)),
-            ):
+            async with client, asyncio.timeout(max(_CANARY_TIMEOUT, silence.prefill)):
                 await client.post(path, json={"model": model, **body})
         except TimeoutError:
             return False

@@ -105,17 +105,15 @@ class JwksFetcher:
     def as_json(self, config: conf.Config) -> list[dict[str, Any]]:
         """Return each issuer as /status shows it."""
         statuses = {source.issuer: poll.status for source, poll in self._polls.items()}
-        return [_as_json(issuer, statuses.get(issuer.issuer)) for issuer in config.jwt]
+        return [_as_json(issuer, statuses.get(issuer.issuer, JwksStatus())) for issuer in config.jwt]
 
     async def aclose(self) -> None:
         """Stop all fetches."""
         await cancel(*(poll.task for poll in self._polls.values()))
 
 
-def _as_json(issuer: conf.Jwt, status: JwksStatus | None) -> dict[str, Any]:
-    if status is None:
-        return {"issuer": issuer.issuer, "keys": "file", "problem": "", "fetched": None}
-    return {"issuer": issuer.issuer, "keys": issuer.jwks.url, "problem": status.problem, "fetched": status.fetched}
+def _as_json(issuer: conf.Jwt, status: JwksStatus) -> dict[str, Any]:
+    return {"issuer": issuer.issuer, "keys": issuer.jwks.url or "file", "problem": status.problem, "fetched": status.fetched}
 
 
 class _JwksPoll:

@@ -11,7 +11,7 @@ import asyncio
 from array import array
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -123,10 +123,8 @@ async def kv_events(send: Callable[[CachedBlocks], None]) -> AsyncIterator[KvEve
 
     async with kv_event_subscriber(events.changed) as subscriber:
         events.subscriber = subscriber
-        try:
+        with closing(events):
             yield events
-        finally:
-            events.close()
 
 
 def _message(server: str, blocks: BlockFacts, cleared: bool, removed: Iterable[int], inserted: Iterable[int]) -> BlockChanges:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gateway.fleet.observed_servers import models_served
@@ -27,28 +28,20 @@ _INTERVAL = 1.0  # seconds
 _log = logging.getLogger("vllm_gateway.control")
 
 
+@dataclass(eq=False, slots=True)
 class Monitor:
     """Measures token rates and observes dependencies."""
 
-    def __init__(
-        self,
-        observer: ServerObserver,
-        workers: WorkerSupervisor,
-        discovery: Discovery,
-        key_sets: JwksFetcher,
-        kv_events: KvEvents,
-        ledger: Ledger | None,
-    ) -> None:
-        self._observer = observer
-        self._workers = workers
-        self._discovery = discovery
-        self._key_sets = key_sets
-        self._kv_events = kv_events
-        self._ledger = ledger
-        self.rates = TokenRates()
-        self.dependencies = Dependencies()
-        self.certificate = CertificateDates()
-        self._wrong_models: dict[str, str] = {}
+    _observer: ServerObserver
+    _workers: WorkerSupervisor
+    _discovery: Discovery
+    _key_sets: JwksFetcher
+    _kv_events: KvEvents
+    _ledger: Ledger | None
+    rates: TokenRates = field(default_factory=TokenRates)
+    dependencies: Dependencies = field(default_factory=Dependencies)
+    certificate: CertificateDates = field(default_factory=CertificateDates)
+    _wrong_models: dict[str, str] = field(default_factory=dict)
 
     async def run(self) -> None:
         """Measure until cancelled."""
