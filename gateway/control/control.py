@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 
@@ -24,7 +24,7 @@ from gateway.fleet.launch_counts import LaunchCounts
 from gateway.fleet.operations import ReloadResult
 from gateway.fleet.snapshot_builder import log_settings
 from gateway.fleet.transitions import STOP_GRACE
-from gateway.monitoring.discovery import Discovery, ServerChange, server_changes
+from gateway.monitoring.discovery import Discovery, server_changes
 from gateway.monitoring.jwks_fetch import JwksFetcher
 from gateway.monitoring.kv_events import KvEvents
 from gateway.monitoring.monitor import Monitor
@@ -185,7 +185,7 @@ class Control:
         state = self.launch_counts.state(probe.name)
         if state not in (None, LaunchState.READY):
             return  # it has ended or is being stopped, which the launcher reports
-        is_known = state is LaunchState.READY or self.publisher.published(probe.name) is Condition.UP
+        is_known = state is LaunchState.READY or self.publisher.published.get(probe.name) is Condition.UP
         if not (probe.up and is_known):  # the launcher has reported that it is up, or only the server's task has changed
             self.announcer.probed(probe)
         self.publisher.schedule_health(self.fleet.request_pass)  # one iteration may bring the changes of a thousand models
@@ -223,17 +223,13 @@ class Control:
         filled = self.discovery.fill(self.observer.config_as_read)
         self.discovery.use(filled)
         if changes := tuple(server_changes(self.config, filled)):
-            self._apply_discovered(filled, changes)
+            self.observer.config = filled
+            for change in changes:
+                self.announcer.found(change)
+            self.fleet.apply_discovered(filled)
+            self.publisher.publish_snapshot()
         self._update_health()
         self.fleet.request_pass()
-
-    def _apply_discovered(self, filled: Config, changes: Iterable[ServerChange]) -> None:
-        """Apply a configuration that differs only in its discovered servers."""
-        self.observer.config = filled
-        for change in changes:
-            self.announcer.found(change)
-        self.fleet.apply_discovered(filled)
-        self.publisher.publish_snapshot()
 
     def key_set_changed(self) -> None:
         """Handle an issuer whose JWKS changed, or whose first fetch finished."""

@@ -49,6 +49,6 @@ def _chosen(snapshot: Snapshot, parameters: Mapping[str, str]) -> list[Allowance
 def _states(snapshot: Snapshot, buckets: Buckets, stored: StoreCounts, allowance: Allowance) -> Iterator[LimitState]:
     name, now = allowance.holder, monotonic()
     if snapshot.uses_store:
-        known = stored.counts(name)
+        known = stored.known.get(name)
         return limit_states(allowance, known and known.rates, known and known.budgets, now)
     return limit_states(allowance, buckets.shown_rates(name), buckets.shown_states(name, allowance.limits, moment(now, time())), now)

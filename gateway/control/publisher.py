@@ -62,8 +62,9 @@ class Publisher:
         self._first_results = first_results
         self._started = started
         self._is_scheduled = False
-        self._conditions: Mapping[str, Condition] = {}
         self.version = 0
+        self.published: Mapping[str, Condition] = {}
+        """The condition of each server as it was last sent to the workers."""
         self.changed_at: Mapping[str, float] = {}
         """The time at which each server entered its condition, in seconds since the epoch."""
         self.expected: Callable[[], Mapping[str, float]] = dict
@@ -102,10 +103,6 @@ class Publisher:
         """Return the condition of every server."""
         return self._observer.conditions()
 
-    def published(self, server: str) -> Condition | None:
-        """Return the condition of a server as it was last sent to the workers."""
-        return self._conditions.get(server)
-
     def _published(self, number: int) -> int:
         self._first_results.published(number)
         return number
@@ -119,5 +116,5 @@ class Publisher:
 
     def _date(self, present: Mapping[str, Condition]) -> None:
         """Record when each server entered its condition. Every change is published, so none is missed."""
-        now, before, self._conditions = time.time(), self._conditions, present
+        now, before, self.published = time.time(), self.published, present
         self.changed_at = {name: self.changed_at[name] if before.get(name) is condition else now for name, condition in present.items()}

@@ -13,6 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import MappingProxyType
 
 from rich.console import Console
@@ -195,10 +196,8 @@ class Announcer:
             self._print(text)
 
     def _print(self, message: str | Table) -> None:
-        try:
+        with suppress(OSError):  # the terminal is closed or the disk is full, and the gateway continues
             self._console.print(message, soft_wrap=isinstance(message, str))
-        except OSError:
-            pass  # the terminal is closed or the disk is full, and the gateway continues
 
 
 def _servers(model: Model) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,8 @@ class StoreCounts:
         self._ledger = ledger
         self._reader = reader
         self._store: RedisStore | None = None
-        self._known: Mapping[str, StoredCounts] = {}
+        self.known: Mapping[str, StoredCounts] = {}
+        """The counts of each holder that were read last; without a holder whose counts are unknown."""
         self._due = asyncio.Event()
         self._attempted = asyncio.Event()
         self._is_first = self._may_have_more = True
@@ -53,22 +55,15 @@ class StoreCounts:
 
     async def refresh(self) -> None:
         """Read the counts now. They are unknown if the store does not respond."""
-        store, holders = self._store, self._holders()
-        if store is None:
-            self._known = {}
-            return
-        try:
-            self._known = await read_counts(store, list(holders.values()))
-        except StoreUnavailableError:
-            self._known = {}
-
-    def counts(self, holder: str) -> StoredCounts | None:
-        """Return the counts of a holder that were read last; None if they are unknown."""
-        return self._known.get(holder)
+        known: Mapping[str, StoredCounts] = {}
+        if self._store is not None:
+            with suppress(StoreUnavailableError):
+                known = await read_counts(self._store, list(self._holders().values()))
+        self.known = known
 
     def budgets(self) -> Iterator[tuple[str, BudgetState]]:
         """Yield each known budget of the configured keys and teams, with the name of its holder."""
-        yield from ((name, state) for name, known in self._known.items() for state in known.budgets)
+        yield from ((name, state) for name, known in self.known.items() for state in known.budgets)
 
     def as_json(self) -> Mapping[str, Any] | None:
         """Return for /status whether the budgets are restored; None if there is nothing to restore."""
@@ -106,7 +101,7 @@ class StoreCounts:
             return
         if self._store is not None:
             self._store.close()
-            self._store, self._known = None, {}
+            self._store, self.known = None, {}
         if settings is not None:
             self._store = RedisStore(settings, f"control {token_hex(8)}", self._store_changed, is_quiet=True)
             self._is_first, self._restored_at = True, None
@@ -116,7 +111,7 @@ class StoreCounts:
         if error is None:
             self._due.set()
         else:
-            self._known = {}
+            self.known = {}
 
     async def _run(self) -> None:
         while True:
@@ -138,9 +133,9 @@ class StoreCounts:
             await upgrade_counts(self._store)
             await self.refresh()
         store, snapshot, ledger, reader = self._store, self._snapshot(), self._ledger, self._reader
-        if store is None or snapshot is None or ledger is None or reader is None or not self._known:
+        if store is None or snapshot is None or ledger is None or reader is None or not self.known:
             return
-        missing = [name for name, known in self._known.items() if not known.is_restored]
+        missing = [name for name, known in self.known.items() if not known.is_restored]
         if missing or self._may_have_more:
             while ledger.has_earlier_rows and ledger.unavailable is None:  # noqa: ASYNC110  the writer is a thread
                 await asyncio.sleep(_ROWS_POLL)
