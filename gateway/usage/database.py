@@ -43,7 +43,7 @@ def open_ledger(settings: conf.Ledger, beside: Path) -> Iterator[Engine]:
 
 @contextmanager
 def connected(engine: Engine) -> Iterator[Connection]:
-    """Connect for queries. Raises DatabaseUnavailableError if one of them fails."""
+    """Connect for queries. Raises DatabaseUnavailableError if a query fails."""
     try:
         with engine.connect() as connection:
             yield connection
@@ -53,7 +53,7 @@ def connected(engine: Engine) -> Iterator[Connection]:
 
 @contextmanager
 def time_limited(engine: Engine, seconds: float) -> Iterator[Connection]:
-    """Connect for queries that the database ends after ``seconds``. Raises DatabaseUnavailableError if one of them fails."""
+    """Connect for queries that the database ends after ``seconds``. Raises DatabaseUnavailableError if a query fails."""
     with connected(engine) as connection:
         if connection.dialect.name == "postgresql":
             connection.exec_driver_sql(f"SET LOCAL statement_timeout = {math.ceil(seconds * 1000)}")

@@ -77,7 +77,7 @@ def _estimates(report: UsageReport) -> str:
 
 
 def _numbers(each: UsageSum, decimals: int | None) -> list[str]:
-    """Return the columns of a line, with the cost if its ``decimals`` are given. What may be an estimate has a mark."""
+    """Return the columns of a line, with the cost if its ``decimals`` are given. A value that may be an estimate has a mark."""
     mark = "~" if each.estimated else ""
     shown = [f"{mark if name == 'completion_tokens' else ''}{getattr(each, name):,}" for name in _SHOWN]
     if decimals is not None:
