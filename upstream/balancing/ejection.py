@@ -10,20 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from upstream.backoff import Backoff
-from upstream.http.errors import (
-    Aborted,
-    BadResponse,
-    ConnectFailed,
-    Disconnected,
-    EngineDead,
-    FirstByteTimeout,
-    IdleTimeout,
-    LocalLimit,
-    ServerError,
-    StaleConnection,
-    TotalTimeout,
-    UpstreamError,
-)
+from upstream.http import errors
+from upstream.http.errors import UpstreamError
 
 THRESHOLD = 3
 """The score, without a success in between, at which a server is ejected."""
@@ -32,17 +20,17 @@ FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds of the first ejection and of the longest one. Each further ejection doubles the time."""
 
 WEIGHTS: Mapping[type[UpstreamError], int] = {
-    ConnectFailed: THRESHOLD,  # no process listens: the next request would fail too
-    Disconnected: 1,
-    FirstByteTimeout: 1,
-    IdleTimeout: 1,
-    BadResponse: 1,
-    EngineDead: 1,
-    Aborted: 1,
-    ServerError: 0,  # the request may have caused a 500
-    TotalTimeout: 0,  # the server worked until the limit
-    StaleConnection: 0,  # an idle timeout is not a failure
-    LocalLimit: 0,
+    errors.ConnectFailed: THRESHOLD,  # no process listens: the next request would fail too
+    errors.Disconnected: 1,
+    errors.FirstByteTimeout: 1,
+    errors.IdleTimeout: 1,
+    errors.BadResponse: 1,
+    errors.EngineDead: 1,
+    errors.Aborted: 1,
+    errors.ServerError: 0,  # the request may have caused a 500
+    errors.TotalTimeout: 0,  # the server worked until the limit
+    errors.StaleConnection: 0,  # an idle timeout is not a failure
+    errors.LocalLimit: 0,
 }
 """The score of each error. A subclass counts as its base class does."""
 

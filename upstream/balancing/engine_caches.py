@@ -53,10 +53,8 @@ class EngineCaches:
         (self.incomplete.discard if complete else self.incomplete.add)(name)
         if cleared:
             self._index.clear(name)
-        if removed:
-            self._index.remove(name, array("Q", removed))
-        if inserted:
-            self._index.insert(name, array("Q", inserted))
+        self._index.remove(name, array("Q", removed))
+        self._index.insert(name, array("Q", inserted))
         if self._block_sizes.get(name, 0) != block_size:
             if block_size:
                 self._block_sizes[name] = block_size

@@ -88,9 +88,8 @@ class PlacementLog:
 
     def close(self) -> None:
         """Unmap and close."""
-        self._lengths.release()
-        self._view.release()
-        self._bytes.release()
+        for view in (self._lengths, self._view, self._bytes):
+            view.release()
         self._map.close()
         os.close(self.fd)
 

@@ -105,8 +105,7 @@ class Pool:
         ranking = self._ranking
         if not tried and ranking is not None and ranking.members:
             return self._policy.choose(ranking, request)
-        up = self._up_servers()
-        if not up:
+        if not (up := self._up_servers()):
             raise NoServerError(loading=any(server.condition is Condition.LOADING for server in self.servers))
         if _all_full(up):
             raise NoServerError(full=True)
@@ -143,8 +142,7 @@ class LiveServers:
 
     def set_condition(self, name: str, condition: Condition) -> bool:
         """Apply a server's state as reported by control. Returns whether the server came up. Ignores a name that is not live."""
-        server = self._servers.get(name)
-        if server is None:
+        if (server := self._servers.get(name)) is None:
             return False
         comes_up = condition is Condition.UP and server.condition is not Condition.UP
         server.condition = condition

@@ -41,8 +41,7 @@ class PrefixIndex:
 
     def add_server(self, name: str, capacity: int = DEFAULT_CAPACITY) -> None:
         """Add a server without blocks, or change the capacity of a known one."""
-        server = self._servers.get(name)
-        if server is None:
+        if (server := self._servers.get(name)) is None:
             bit = next(1 << position for position in range(len(self._servers) + 1) if 1 << position not in self._by_bit)
             self._by_bit[bit] = name
             self._names.clear()
@@ -65,8 +64,7 @@ class PrefixIndex:
 
     def insert(self, name: str, keys: Sequence[int]) -> None:
         """Record that a server has used these blocks of one prompt, in the order of the prompt. An unknown server is ignored."""
-        server = self._servers.get(name)
-        if server is None:
+        if (server := self._servers.get(name)) is None:
             return
         blocks, bit, owners = server.blocks, server.bit, self._owners
         before = len(blocks)

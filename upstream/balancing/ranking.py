@@ -11,16 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-
-class Loaded(Protocol):
-    """A server, as far as a list of candidates knows it."""
-
-    @property
-    def load(self) -> float:
-        """The requests in flight divided by the weight."""
+from upstream.balancing.policies.policy import C, Candidate
 
 
-class Ranked(Loaded, Protocol):
+class Ranked(Candidate, Protocol):
     """A server, as far as a ranking knows it."""
 
     @property
@@ -36,22 +30,21 @@ class Limited(Ranked, Protocol):
         """Whether the server has as many requests as its limit allows."""
 
 
-L = TypeVar("L", bound=Loaded)
 R = TypeVar("R", bound=Ranked)
 F = TypeVar("F", bound=Limited)
 
 
 @dataclass(frozen=True, slots=True)
-class CandidateList(Generic[L]):
+class CandidateList(Generic[C]):
     """A few servers, for the rare choice that a ranking does not cover. ``offset``: which of several idle servers is returned."""
 
-    members: Sequence[L]
+    members: Sequence[C]
     offset: int
 
     def __contains__(self, server: object) -> bool:
         return server in self.members
 
-    def least_busy(self) -> L:
+    def least_busy(self) -> C:
         """Return a server with the smallest load."""
         first = self.offset % len(self.members)
         return min((*self.members[first:], *self.members[:first]), key=lambda server: server.load)
@@ -92,14 +85,11 @@ class Ranking(Generic[R]):
 
     def update_availability(self, server: R) -> None:
         """Add a server that has become available, or remove a server that no longer is."""
-        known = server in self._load_of
-        if known is server.available:
-            return
-        if known:
-            self._remove(server)
-        else:
-            self._insert(server)
-        self._update_members()
+        is_ranked = server in self._load_of
+        if is_ranked is not server.available:
+            change = self._remove if is_ranked else self._insert
+            change(server)
+            self._update_members()
 
     def _insert(self, server: R) -> None:
         load = self._load_of[server] = server.load

@@ -152,10 +152,9 @@ class Server:
         """Return the first lines of a POST: request line, Host and the server's own key. Computed once for each path."""
         head = self._request_prefixes.get(path)
         if head is None:
-            address, key = self.spec.address, self.spec.api_key
-            lines = f"POST {address.prefix}{path} HTTP/1.1\r\nhost: {address.authority}\r\n" + (
-                f"authorization: Bearer {key}\r\n" if key else ""
-            )
+            address, api_key = self.spec.address, self.spec.api_key
+            key = f"authorization: Bearer {api_key}\r\n" if api_key else ""
+            lines = f"POST {address.prefix}{path} HTTP/1.1\r\nhost: {address.authority}\r\n{key}"
             head = self._request_prefixes[path] = lines.encode()
         return head
 

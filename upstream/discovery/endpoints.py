@@ -14,7 +14,7 @@ from typing import Any
 
 
 class EndpointState(StrEnum):
-    """The state of an endpoint: it may get requests, it may not get requests yet, or it is terminating."""
+    """The state of an endpoint, the best one first: it may get requests, it may not get requests yet, or it is terminating."""
 
     READY = "ready"
     UNREADY = "unready"
@@ -82,11 +82,8 @@ class EndpointSlices:
             for host, pod, state in _endpoints(each):
                 family = str(each.get("addressType"))
                 if pod is None or pods.setdefault(pod, family) == family:
-                    found[host, number] = min(found.get((host, number), state), state, key=_BEST_FIRST.index)
+                    found[host, number] = min(found.get((host, number), state), state, key=[*EndpointState].index)
         return Observation(tuple(sorted(Endpoint(*address, state) for address, state in found.items())), "; ".join(problems[:1]))
-
-
-_BEST_FIRST = (EndpointState.READY, EndpointState.UNREADY, EndpointState.TERMINATING)
 
 
 def _name(each: Mapping[str, Any]) -> str:

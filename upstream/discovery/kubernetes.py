@@ -16,6 +16,7 @@ import logging
 import random
 import ssl
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -145,9 +146,7 @@ class _Follower:
             raise DiscoveryError(f"the API server at {self._cluster.base_url}: {str(error) or type(error).__name__}") from error
 
     async def _list(self, client: httpx2.AsyncClient) -> None:
-        headers = self._headers()
-        async with asyncio.timeout(2 * _RESPONSE), client.stream("GET", self._path, params=self._query, headers=headers) as response:
-            await _check_status(response)
+        async with asyncio.timeout(2 * _RESPONSE), self._get(client) as response:
             document = json.loads(await response.aread())
         self._slices.replace(document["items"])
         self.version = str(document["metadata"]["resourceVersion"])
@@ -158,15 +157,9 @@ class _Follower:
         import httpx2
 
         began = asyncio.get_running_loop().time()
-        seconds = int(WATCH * random.uniform(0.8, 1.0))  # noqa: S311 - spreads load, no secret
-        query = self._query | {
-            "watch": "1",
-            "allowWatchBookmarks": "true",
-            "resourceVersion": str(self.version),
-            "timeoutSeconds": str(seconds),
-        }
-        async with client.stream("GET", self._path, params=query, headers=self._headers()) as response:
-            await _check_status(response)
+        seconds = str(int(WATCH * random.uniform(0.8, 1.0)))  # noqa: S311 - spreads load, no secret
+        version = str(self.version)
+        async with self._get(client, watch="1", allowWatchBookmarks="true", resourceVersion=version, timeoutSeconds=seconds) as response:
             self._report()  # a reported failure has ended
             try:
                 async for line in _lines(response.aiter_bytes()):
@@ -177,9 +170,12 @@ class _Follower:
         return asyncio.get_running_loop().time() - began >= 1.0
 
     def _apply_event(self, event: Mapping[str, Any]) -> None:
+        """Apply an event of the watch. Raises VersionExpiredError and DiscoveryError for an event that ends it."""
         kind, resource = event["type"], event["object"]
+        if kind == "ERROR" and resource.get("code") == 410:
+            raise VersionExpiredError
         if kind == "ERROR":
-            _raise_error(resource)
+            raise DiscoveryError(f"the API server ended the watch: {str(resource.get('message'))[:_MESSAGE]}")
         if kind in ("ADDED", "MODIFIED"):
             self._slices.put(resource)
         elif kind == "DELETED":
@@ -192,17 +188,16 @@ class _Follower:
     def _report(self) -> None:
         self._on_endpoints(self._slices.observation(self._source.port))
 
-    @property
-    def _path(self) -> str:
+    @asynccontextmanager
+    async def _get(self, client: httpx2.AsyncClient, **query: str) -> AsyncIterator[httpx2.Response]:
+        """Request the slices. Raises VersionExpiredError and DiscoveryError."""
         namespace = self._source.namespace or self._cluster.read("namespace")
-        return f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
-
-    @property
-    def _query(self) -> dict[str, str]:
-        return {"labelSelector": f"kubernetes.io/service-name={self._source.name}"}
-
-    def _headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self._cluster.read('token')}", "accept": "application/json"}
+        path = f"/apis/discovery.k8s.io/v1/namespaces/{namespace}/endpointslices"
+        params = {"labelSelector": f"kubernetes.io/service-name={self._source.name}", **query}
+        headers = {"authorization": f"Bearer {self._cluster.read('token')}", "accept": "application/json"}
+        async with client.stream("GET", path, params=params, headers=headers) as response:
+            await _check_status(response)
+            yield response
 
 
 async def _check_status(response: httpx2.Response) -> None:
@@ -223,13 +218,6 @@ _ADVICE = {
     401: " (is the service account's token good?)",
     403: " (the service account needs a Role with get, list and watch on endpointslices of discovery.k8s.io)",
 }
-
-
-def _raise_error(status: Mapping[str, Any]) -> None:
-    """Raise VersionExpiredError or DiscoveryError for an event that ends the watch."""
-    if status.get("code") == 410:
-        raise VersionExpiredError
-    raise DiscoveryError(f"the API server ended the watch: {str(status.get('message'))[:_MESSAGE]}")
 
 
 async def _lines(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:

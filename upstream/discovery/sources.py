@@ -112,11 +112,10 @@ class Sources:
         return {source: watch.status for source, watch in self._watches.items()}
 
     async def _work(self, watch: _SourceWatch) -> None:
-        match watch.source:
-            case Service() as service:
-                await kubernetes.watch(service, self._cluster, watch.record, watch.record_problem)
-            case DnsName() as name:
-                await dns.watch(name, self._resolve, watch.record, watch.record_problem)
+        if isinstance(watch.source, Service):
+            await kubernetes.watch(watch.source, self._cluster, watch.record, watch.record_problem)
+        else:
+            await dns.watch(watch.source, self._resolve, watch.record, watch.record_problem)
 
     def _changed(self) -> None:
         if self._timer is None:

@@ -27,13 +27,6 @@ LONGEST = "/9999/01234567-89ab-cdef-0123-456789abcdef"
 """The longest of these paths below the private folder: vLLM's sockets have random UUIDs as names."""
 
 
-def _make_private(folder: Path) -> None:
-    """Deny access to other users, because logs contain text of requests. A folder of another user is not touched."""
-    status = folder.stat()
-    if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
-        folder.chmod(0o700)
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class Launcher:
     """Starts, restarts and stops servers.
@@ -59,7 +52,10 @@ class Launcher:
     async def __aenter__(self) -> Self:
         """Create the folders. Raises OSError if a folder cannot be created, or its path is too long for a socket."""
         self.log_folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _make_private(self.log_folder)
+        # Deny access to other users, because logs contain text of requests. A folder of another user is not touched.
+        status = self.log_folder.stat()
+        if status.st_uid == os.geteuid() and stat.S_IMODE(status.st_mode) & 0o077:
+            self.log_folder.chmod(0o700)
         parent = self.runtime_parent or self.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
         self._folder = tempfile.mkdtemp(prefix="vllm-gateway-", dir=parent)
         if len(os.fsencode(self._folder + LONGEST)) > SOCKET_PATH_LIMIT:

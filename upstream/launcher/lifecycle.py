@@ -137,7 +137,5 @@ def _status_text(status: int | None) -> str:
         return SHIM_LOST
     if status >= 0:
         return f"exit code {status}"
-    try:
-        return f"signal {signal.Signals(-status).name}"
-    except ValueError:
-        return f"signal {-status}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"signal {names.get(-status, -status)}"

@@ -67,13 +67,9 @@ class LogFile:
         """Return the last line of the current process that shows progress, or an empty text."""
         return _printable(progress(self._text()))
 
-    def text(self) -> str:
-        """Return the output of the current process, at most the last SEARCHED_BYTES."""
-        return self._text(SEARCHED_BYTES)
-
-    def recent_text(self) -> str:
-        """Return the output of the current process since RECENT calls of ``rotate``, at most the last SEARCHED_BYTES."""
-        return self._text(SEARCHED_BYTES, since=self._sizes[0] if self._sizes else 0)
+    def text(self, *, recent: bool = False) -> str:
+        """Return the output of the current process, at most the last SEARCHED_BYTES; with ``recent`` since RECENT calls of ``rotate``."""
+        return self._text(SEARCHED_BYTES, since=self._sizes[0] if recent and self._sizes else 0)
 
     def rotate(self) -> None:
         """Truncate the log if it exceeds its limit, and store its end. Called regularly. Raises OSError.

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from upstream.launcher.shim import read
+
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
@@ -18,22 +20,15 @@ def kills(root: Path = Path("/")) -> int | None:
     Launched servers share the control group. ``root``: the folder with ``proc`` and ``sys``. Sources: cgroup v2's memory.events, v1's
     memory.oom_control (Linux's admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst), /proc/vmstat. All of them count since Linux 4.13.
     """
-    return next((int(found[1]) for path in _paths(root) if (found := _COUNT.search(_read(path)))), None)
+    return next((int(found[1]) for path in _paths(root) if (found := _COUNT.search(read(str(path)).decode()))), None)
 
 
 def _paths(root: Path) -> Iterator[Path]:
     # The root of a hierarchy has no count. The machine's count is used then.
-    for row in _read(root / "proc/self/cgroup").splitlines():
+    for row in read(str(root / "proc/self/cgroup")).decode().splitlines():
         _, controllers, group = row.split(":", 2)
         if controllers == "":
             yield root / "sys/fs/cgroup" / group.lstrip("/") / "memory.events"
         elif "memory" in controllers.split(","):
             yield root / "sys/fs/cgroup/memory" / group.lstrip("/") / "memory.oom_control"
     yield root / "proc/vmstat"
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

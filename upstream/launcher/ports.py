@@ -44,22 +44,14 @@ def check_free(host: str, port: int) -> None:
 
 
 def _by(port: int) -> str:
-    holder = _holder(port)
-    return f" by process {holder} ({read(f'/proc/{holder}/comm').decode(errors='replace').strip()})" if holder else ""
-
-
-def _holder(port: int) -> int | None:
-    """Return the process that listens on the port, on any address, or None if it is not visible (proc(5): net/tcp, fd)."""
-    sockets = {f"socket:[{inode}]" for inode in _inodes(port)}
+    """Return the process that listens on the port, on any address, as text; empty if it is not visible (proc(5): net/tcp, fd)."""
+    rows = [line.split() for table in ("tcp", "tcp6") for line in read(f"/proc/net/{table}").splitlines()[1:]]
+    listening = [row for row in rows if row[3] == _LISTENING and int(row[1].rpartition(b":")[2], 16) == port]
+    sockets = {f"socket:[{row[9].decode()}]" for row in listening}
     for pid in filter(str.isdecimal, os.listdir("/proc")):
         if sockets & _descriptors(int(pid)):
-            return int(pid)
-    return None
-
-
-def _inodes(port: int) -> set[str]:
-    rows = [line.split() for table in ("tcp", "tcp6") for line in read(f"/proc/net/{table}").splitlines()[1:]]
-    return {row[9].decode() for row in rows if row[3] == _LISTENING and int(row[1].rpartition(b":")[2], 16) == port}
+            return f" by process {pid} ({read(f'/proc/{pid}/comm').decode(errors='replace').strip()})"
+    return ""
 
 
 def _descriptors(pid: int) -> set[str]:

@@ -15,11 +15,9 @@ _FIRST_LINE = 256  # bytes; the kernel reads as many (linux/binfmts.h, BINPRM_BU
 
 def why_not_executable(program: str, search: str) -> str:
     """Return why ``program`` cannot be executed, as text that follows a setting's name; empty if it can. ``search``: as in PATH."""
-    found = shutil.which(program, path=search)
-    if found is None:
+    if (found := shutil.which(program, path=search)) is None:
         return _why_not_found(program)
-    interpreter = _interpreter(found)
-    if interpreter and shutil.which(interpreter) is None:
+    if (interpreter := _interpreter(found)) and shutil.which(interpreter) is None:
         return f"{program} cannot be executed: its interpreter {interpreter} does not exist"
     return ""
 

@@ -24,8 +24,7 @@ def progress(text: str) -> str:
 
 def _message(line: str) -> str:
     line = _PROCESS.sub("", line, count=1)
-    prefix = _PREFIX.match(line)
-    if prefix is not None:
+    if (prefix := _PREFIX.match(line)) is not None:
         line = line[prefix.end() :]
     silent = (prefix is not None and prefix["level"] in ("DEBUG", "WARNING")) or line[:1].isspace() or _WARNING.match(line)
     return line.rstrip() if not silent and any(map(str.isalnum, line)) else ""

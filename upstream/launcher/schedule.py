@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import inf
 from operator import attrgetter
 from typing import Any
 
@@ -138,7 +139,10 @@ def forecast(views: Sequence[ModelView], now: float) -> dict[str, float]:
     expected = {view.model: _started(view, now) for view in views if view.phase is ModelPhase.STARTING and not view.held}
     free = {view.model: _free_at(view, now) for view in views if view.phase not in NOT_RUNNING}
     holding = [view for view in views if view.phase not in NOT_RUNNING]
-    for view in sorted((view for view in views if _may_start(view)), key=_waiting_since):
+    for view in sorted(
+        (view for view in views if not view.held and (view.phase in NOT_RUNNING or view.phase is ModelPhase.DRAINING)),
+        key=lambda view: inf if view.wanted_since is None else view.wanted_since,
+    ):
         others = [other for other in holding if other.model != view.model]
         blockers = _blockers(view, others, lambda other: free[other.model])
         begins = max([now, *(free[blocker.model] for blocker in blockers)])
@@ -157,14 +161,6 @@ def _queue(views: Sequence[ModelView]) -> Iterator[ModelView]:
     stopped = [view for view in views if view.phase in NOT_RUNNING and not view.held and not view.in_transition]
     yield from sorted((view for view in stopped if view.wanted_since is not None), key=attrgetter("wanted_since"))
     yield from (view for view in stopped if view.wanted_since is None and view.eager and view.phase is ModelPhase.STOPPED)
-
-
-def _may_start(view: ModelView) -> bool:
-    return not view.held and (view.phase in NOT_RUNNING or view.phase is ModelPhase.DRAINING)
-
-
-def _waiting_since(view: ModelView) -> float:
-    return float("inf") if view.wanted_since is None else view.wanted_since
 
 
 def _why(view: ModelView) -> str:

@@ -128,9 +128,6 @@ class LaunchedServer:
             log.exception("launch of %s", self.spec.name)
             self._report_failure(ProcessExit(repr(error)))
 
-    def _ready_seconds(self) -> float:
-        return 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
-
     def _server_command(self) -> ServerCommand:
         """Prepare the next process: remove the files of the last one, and check its port. Raises OSError."""
         address = self.status.address
@@ -148,8 +145,7 @@ class LaunchedServer:
         self._update(pid=process.pid)
         ended = asyncio.create_task(process.wait_exit())
         try:
-            why = await self._wait_until_ready(ended)
-            if why is None:
+            if (why := await self._wait_until_ready(ended)) is None:
                 self._ready_since = time.monotonic()
                 self._restart_request = asyncio.get_running_loop().create_future()
                 self._change_state(LaunchState.READY, first_start_finished=True, reason="", cause=None, tail="", progress="")
@@ -208,7 +204,8 @@ class LaunchedServer:
         if what is None:
             return
         starting = self.status.state is LaunchState.STARTING
-        self._failures = self.restart_policy.count_failures(self._failures, self._ready_seconds())
+        ready_for = 0.0 if self._ready_since is None else time.monotonic() - self._ready_since
+        self._failures = self.restart_policy.count_failures(self._failures, ready_for)
         given_up = self._failures >= self.restart_policy.limit
         state = LaunchState.FAILED if given_up or starting else LaunchState.CRASHED
         tail = self.log.tail()
@@ -216,7 +213,7 @@ class LaunchedServer:
             self._settings = replace(self._settings, listen="tcp")
             what += " on a unix socket and is tried on a loopback port next"
         # A server that was ready may have run for long: an old log line does not explain its exit.
-        cause = find_cause(self.log.text() if starting else self.log.recent_text(), ended)
+        cause = find_cause(self.log.text(recent=not starting), ended)
         reason = f"{self.spec.name} {what}: {_explained(cause, ended)}"
         if given_up:
             reason += f". It has failed {self._failures} times in a row and stays down until it is restarted or its configuration changes"

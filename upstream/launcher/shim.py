@@ -122,8 +122,7 @@ class Shim:
             os.setsid()
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         self._listen_to_signals()
-        env = self._receive_environment()
-        if env is not None:
+        if (env := self._receive_environment()) is not None:
             self._start_server(env)
             self._wait_for_end()
             self._kill_all()

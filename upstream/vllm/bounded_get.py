@@ -67,14 +67,14 @@ async def get(
     return response.status, bytes(response.body)
 
 
+async def get_within(address: Address, path: str, *, api_key: str | None, deadline: float, limit: int) -> tuple[int, bytes]:
+    """Return the status and at most ``limit`` bytes of the body, within ``deadline`` seconds. Raises UpstreamError and TimeoutError."""
+    tls = ssl.create_default_context() if address.tls else None
+    async with asyncio.timeout(deadline):
+        return await get(address, path, api_key=api_key, timeout=2 * deadline, tls=tls, limit=limit)
+
+
 def _request(address: Address, path: str, api_key: str | None) -> bytes:
-    lines = [
-        f"GET {address.prefix}{path} HTTP/1.1",
-        f"host: {address.authority}",
-        "accept: application/json",
-        "accept-encoding: identity",
-        "connection: close",
-    ]
-    if api_key is not None:
-        lines.append(f"authorization: Bearer {api_key}")
-    return "\r\n".join([*lines, "", ""]).encode()
+    preferences = "accept: application/json\r\naccept-encoding: identity\r\nconnection: close\r\n"
+    key = "" if api_key is None else f"authorization: Bearer {api_key}\r\n"
+    return f"GET {address.prefix}{path} HTTP/1.1\r\nhost: {address.authority}\r\n{preferences}{key}\r\n".encode()

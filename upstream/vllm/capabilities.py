@@ -7,24 +7,20 @@ or if they name a file with more arguments.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from upstream.vllm.command_line import ArgumentValue, flag_of
 
-TASK_ROUTES: Mapping[str, str] = MappingProxyType(
-    {
-        "/v1/chat/completions": "chat",
-        "/v1/audio/transcriptions": "transcription",
-        "/v1/embeddings": "embedding",
-        "/v1/rerank": "rerank",
-        "/classify": "classify",
-    }
-)
+TASK_ROUTES: Mapping[str, str] = {
+    "/v1/chat/completions": "chat",
+    "/v1/audio/transcriptions": "transcription",
+    "/v1/embeddings": "embedding",
+    "/v1/rerank": "rerank",
+    "/classify": "classify",
+}
 """POST routes that vLLM registers for one task only (launchers/api_server/routers.py), and the task. The first route that a server has
 decides: embedding models also have the reranking route, and chat models may transcribe."""
 
-_PARSERS = ("reasoning-parser", "tool-call-parser")
-_GENERATIVE_FLAGS = frozenset({*_PARSERS, "enable-auto-tool-choice"})
+_GENERATIVE_FLAGS = frozenset({"reasoning-parser", "tool-call-parser", "enable-auto-tool-choice"})
 _CONVERTED = {"embed": "embedding", "classify": "classify"}
 
 
@@ -33,9 +29,7 @@ def task_of(args: Mapping[str, ArgumentValue]) -> str | None:
     given = _given(args)
     if (converted := _CONVERTED.get(str(given.get("convert")))) is not None:
         return converted
-    if given.get("runner") == "generate" or not _GENERATIVE_FLAGS.isdisjoint(given):
-        return "chat"
-    return None
+    return "chat" if given.get("runner") == "generate" or not _GENERATIVE_FLAGS.isdisjoint(given) else None
 
 
 def capabilities_of(args: Mapping[str, ArgumentValue]) -> tuple[str, ...] | None:

@@ -28,11 +28,7 @@ REFUSED_ARGS = {
 }
 REFUSED_ENV = {"VLLM_API_KEY": REFUSED_ARGS["api-key"]}
 
-ENV_DEFAULTS = {
-    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-}
+ENV_DEFAULTS = {"VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "75", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 ADAPTERS_AT_ONCE = 8
 """Adapters that may share a batch, by default: vLLM reserves GPU memory for each of them."""
 
@@ -151,7 +147,10 @@ def command_line(settings: LaunchSettings, listen: Address, api_key: str, folder
         own |= _event_flags(settings, folder)
     flags = own | _by_flag(settings.args)
     arguments = [argument for flag, value in flags.items() for argument in _arguments(flag, value)]
-    return CommandLine((*settings.command, settings.model, *arguments), _environment(settings, api_key))
+    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus))} if settings.gpus else {}
+    sleep = {"VLLM_SERVER_DEV_MODE": "1"} if settings.sleeps else {}  # opens /sleep and /wake_up
+    env = ENV_DEFAULTS | gpus | sleep | dict(settings.env) | {"VLLM_API_KEY": api_key}
+    return CommandLine((*settings.command, settings.model, *arguments), env)
 
 
 def takes_vllms_flags(command: Sequence[str]) -> bool:
@@ -229,9 +228,3 @@ def _arguments(flag: str, value: ArgumentValue) -> list[str]:
 
 def _text(value: ArgumentValue) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=dict)
-
-
-def _environment(settings: LaunchSettings, api_key: str) -> dict[str, str]:
-    gpus = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, settings.gpus))} if settings.gpus else {}
-    sleep = {"VLLM_SERVER_DEV_MODE": "1"} if settings.sleeps else {}  # opens /sleep and /wake_up
-    return ENV_DEFAULTS | gpus | sleep | dict(settings.env) | {"VLLM_API_KEY": api_key}

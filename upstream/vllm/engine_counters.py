@@ -84,8 +84,5 @@ def _responses(text: bytes) -> int | None:
     found = _RESPONSES.findall(text)
     if not found and _RESPONSES_DECLARED not in text:
         return None
-    total = 0
-    for labels, value in found:
-        handler = _HANDLER.search(labels)
-        total += 0 if handler is None or handler[1] in _WITHOUT_ENGINE else int(float(value))
-    return total
+    counted = ((_HANDLER.search(labels), value) for labels, value in found)
+    return sum(int(float(value)) for handler, value in counted if handler is not None and handler[1] not in _WITHOUT_ENGINE)

@@ -71,44 +71,45 @@ class _CauseRule(NamedTuple):
     pattern: re.Pattern[str]
 
 
-def _known(code: str, summary: str, hint: str, *patterns: str) -> _CauseRule:
-    return _CauseRule(Cause(code, summary, hint), re.compile("|".join(patterns)))
+def _row(summary: str, hint: str, *patterns: str) -> tuple[str, str, str]:
+    """Return a cause without its code. Without a pattern, it matches no line."""
+    return summary, hint, "|".join(patterns) or r"(?!)"
+
+
+def _table(**rows: tuple[str, str, str]) -> tuple[_CauseRule, ...]:
+    """Return the rules for rows by code."""
+    return tuple(_CauseRule(Cause(code, summary, hint), re.compile(pattern)) for code, (summary, hint, pattern) in rows.items())
 
 
 # Sources of the patterns: vLLM 0.32 (v1/core/kv_cache_utils.py, v1/worker, config, model_executor/models/registry.py, tool_parsers,
 # reasoning), PyTorch, huggingface_hub and transformers. The last line that matches any row counts; of one line, the first row.
-_ROOT_CAUSES = (
-    _known(
-        "kv_cache_too_small",
+_ROOT_CAUSES = _table(
+    kv_cache_too_small=_row(
         "no memory is left for the KV cache",
         "Raise gpu-memory-utilization, use a smaller or quantized model, or spread it over more GPUs with tensor-parallel-size. "
         "Remove num-gpu-blocks-override if it is set.",
         r"No available memory for the cache blocks",
         r"not enough GPU memory available to serve even a single token",
     ),
-    _known(
-        "context_exceeds_kv_cache",
+    context_exceeds_kv_cache=_row(
         "one request of the full context length does not fit into the KV cache",
         "Lower max-model-len to the length that the log line gives, or raise gpu-memory-utilization.",
         r"To serve at least one request with the model's max seq len",
         r"The model's max seq len \(\d+\) is larger than the maximum number of tokens",
     ),
-    _known(
-        "context_exceeds_model",
+    context_exceeds_model=_row(
         "max-model-len is longer than the context that the model supports",
         "Lower max-model-len, or remove it to use the model's own length.",
         r"User-specified max_model_len \(\d+\) is greater than the derived max_model_len",
     ),
-    _known(
-        "gpu_out_of_memory",
+    gpu_out_of_memory=_row(
         "the GPU's memory is used up",
         "Use a smaller or quantized model, more GPUs (tensor-parallel-size), or a lower gpu-memory-utilization or max-num-seqs. "
         "Check with nvidia-smi whether another process uses the GPU.",
         r"(?:CUDA|HIP|XPU|CUDA error:) out of memory|OutOfMemoryError",
         r"CUBLAS_STATUS_ALLOC_FAILED|Free memory on device",
     ),
-    _known(
-        "host_out_of_memory",
+    host_out_of_memory=_row(
         "the machine's memory, or the limit set for the server, is used up",
         "Give the server more memory (the container's limit, ulimit, VLLM_CPU_KVCACHE_SPACE), or launch fewer models at once.",
         r"^MemoryError|std::bad_alloc",
@@ -116,8 +117,7 @@ _ROOT_CAUSES = (
         r"can't start new thread|pthread_create failed",
         r"failed to map segment from shared object|less than desired CPU memory utilization",
     ),
-    _known(
-        "weights_not_found",
+    weights_not_found=_row(
         "the model was not found",
         "Correct launch.model: a folder with the weights, or a name on the Hugging Face hub. Without access to the hub, the model must be "
         "in its cache (HF_HOME). A private model needs HF_TOKEN in launch.env.",
@@ -126,94 +126,79 @@ _ROOT_CAUSES = (
         r"LocalEntryNotFoundError(?!: An error happened while)|Cannot find an appropriate cached snapshot folder",
         r"Can't load the configuration of|Cannot find any model weights with|does not appear to have a file named",
     ),
-    _known(
-        "hub_rate_limited",
+    hub_rate_limited=_row(
         "the Hugging Face hub limits the rate of requests",
         'Wait some minutes, set HF_TOKEN in launch.env (a higher limit), or download the model beforehand and set HF_HUB_OFFLINE: "1".',
         r"429 (?:Too Many Requests|Client Error)",
     ),
-    _known(
-        "hub_certificate",
+    hub_certificate=_row(
         "the TLS certificate of the Hugging Face hub, or of a proxy before it, is not trusted",
         "Set SSL_CERT_FILE in launch.env to a file with your organization's certificate authorities.",
         r"CERTIFICATE_VERIFY_FAILED",
     ),
-    _known(
-        "model_access_denied",
+    model_access_denied=_row(
         "the Hugging Face hub refuses access to the model",
         "Accept the model's license on the hub, and set HF_TOKEN in launch.env to a token with read access, e.g. {env: HF_TOKEN}.",
         r"GatedRepoError|[Aa]ccess (?:to )?(?:a )?gated repo|is a gated repository",
         r"40[13] (?:Client Error|Unauthorized|Forbidden)",
     ),
-    _known(
-        "model_files_damaged",
+    model_files_damaged=_row(
         "a file of the model is incomplete or damaged",
         "Download the model again, and compare the sizes of its files with the hub. A file of 130 bytes is a pointer: run `git lfs pull`.",
         r"SafetensorError|is not a valid JSON file|invalid load key|PytorchStreamReader failed",
     ),
-    _known(
-        "weights_mismatch",
+    weights_mismatch=_row(
         "the weights do not fit the model's config.json",
         "Use config.json and weights of the same model and revision. Download them again if one was edited.",
         r"weights were not initialized from checkpoint|size mismatch for|Attempted to load weight",
     ),
-    _known(
-        "tokenizer_not_found",
+    tokenizer_not_found=_row(
         "the tokenizer's files are missing or cannot be used",
         "Add tokenizer.json and tokenizer_config.json to the model's folder, or set tokenizer in launch.args.",
         r"Can't load tokenizer for|[Cc]ouldn't instantiate the backend tokenizer",
     ),
-    _known(
-        "lora_not_loaded",
+    lora_not_loaded=_row(
         "a LoRA adapter cannot be loaded",
         "Correct loras[].path: a folder with adapter_config.json and weights for this model. For a higher rank set max-lora-rank.",
         r"LoRAAdapterNotFoundError|Loading lora .{1,200} failed|LoRA rank \d+ is greater than max_lora_rank",
     ),
-    _known(
-        "unix_socket_unsupported",
+    unix_socket_unsupported=_row(
         "the command does not know --uds",
         "Nothing needs to be changed: the next start uses a TCP port of the loopback interface.",
         r"(?:unrecogni[sz]ed|unknown|unexpected|no such|invalid).{0,80}--uds\b",
     ),
-    _known(
-        "unknown_flag",
+    unknown_flag=_row(
         "this version of vLLM does not know an option of launch.args",
         "Correct or remove the option. `vllm-gateway check` lists every option that the installed vLLM does not know.",
         r"error: (?:unrecognized arguments|ambiguous option): ",
     ),
-    _known(
-        "invalid_flag_value",
+    invalid_flag_value=_row(
         "an option of launch.args has a value that vLLM does not accept",
         "Correct the value. `vllm-gateway command MODEL` prints the whole command line.",
         r"error: (?:argument |the following arguments are required)|  Input should be ",
     ),
-    _known(
-        "unknown_parser",
+    unknown_parser=_row(
         "this version of vLLM has no parser of this name",
         "Correct tool-call-parser or reasoning-parser, or use launch.preset.",
         r"invalid (?:tool call|reasoning) parser: ",
         r"(?:Reasoning|Tool) parser '[^']*' not found|[Tt]ool parser .{0,80} has not been registered",
     ),
-    _known(
-        "chat_template_not_found",
+    chat_template_not_found=_row(
         "the chat template cannot be read",
         "Correct chat-template in launch.args: a file, relative to the configuration's folder.",
         r"The supplied chat template",
     ),
-    _known(
-        "port_in_use",
+    port_in_use=_row(
         "another process has the port or the socket",
         "Remove port and uds from launch.args, so that the gateway chooses a free socket, or end the other process.",
         r"[Aa]ddress already in use|EADDRINUSE|port \d+ of .{1,80} is taken",
     ),
-    _known(
-        "address_not_available",
+    address_not_available=_row(
         "the machine does not have the address on which the server shall listen",
         "Remove host from launch.args, so that the gateway chooses a private socket, or write an address of this machine.",
         r"[Cc]annot assign requested address",
     ),
-    _known(
-        "cuda_driver",
+    cuda_driver=_row(
         "the GPU driver is missing, or does not fit this build of vLLM",
         "Update the NVIDIA driver, or install a vLLM that is built for the driver's CUDA version. In a container, check that it has GPUs.",
         r"NVIDIA driver on your system is too old|CUDA driver version is insufficient|Found no NVIDIA driver",
@@ -222,64 +207,55 @@ _ROOT_CAUSES = (
         r"CUDA error: (?:system not yet initialized|invalid device ordinal|forward compatibility)",
         r"no kernel image is available for execution|libcuda\.so|libcudart\.so|libnvrtc|libnccl\.so",
     ),
-    _known(
-        "disk_full",
+    disk_full=_row(
         "a disk is full",
         "Free space on the disk with the model cache (HF_HOME), /tmp and the logs; for a container, raise the size of /dev/shm.",
         r"No space left on device|Disk quota exceeded",
     ),
-    _known(
-        "too_many_open_files",
+    too_many_open_files=_row(
         "the server ran out of file descriptors",
         "Raise the limit on open files (ulimit -n, LimitNOFILE) of the gateway: launched servers inherit it.",
         r"Too many open files",
     ),
-    _known(
-        "remote_code_required",
+    remote_code_required=_row(
         "the model contains its own code, which vLLM does not run without permission",
         "If you trust the model's authors, set trust-remote-code: true in launch.args.",
         r"trust_remote_code=True|--trust-remote-code|contains custom code which must be executed",
     ),
-    _known(
-        "unsupported_architecture",
+    unsupported_architecture=_row(
         "this version of vLLM does not support the model's architecture",
         "Use a newer vLLM, or another model. The list of supported models is in vLLM's documentation.",
         r"Model architectures .{1,300} (?:are not supported|failed to be inspected)|has no vLLM implementation",
         r"Transformers does not recognize this architecture|is supported only up to vLLM|was removed in vLLM",
     ),
-    _known(
-        "unsupported_quantization",
+    unsupported_quantization=_row(
         "the quantization does not fit the model, the GPU or this version of vLLM",
         "Remove quantization from launch.args (vLLM reads it from the model), or use a model quantized by a supported method.",
         r"Unknown quantization method|does not match the quantization method specified",
         r"The quantization method .{1,80} is not supported for the current GPU|quantization is currently not supported",
         r"Cannot find the config file for ",
     ),
-    _known(
-        "unsupported_dtype",
+    unsupported_dtype=_row(
         "the data type does not fit the GPU or the quantization",
         "Set dtype in launch.args to a type that the log line names, e.g. half on GPUs before Ampere.",
         r"Bfloat16 is only supported on GPUs|is not supported for quantization method",
         r"[Uu]nknown dtype|dtype .{1,80} is not supported",
     ),
-    _known(
-        "tensor_parallel_size",
+    tensor_parallel_size=_row(
         "tensor-parallel-size does not divide the model's attention heads or weights",
         "Set tensor-parallel-size to a divisor of the number in the log line, mostly 1, 2, 4 or 8.",
         r"must be divisible by tensor parallel size",
         r"(?:is|are) not divisible by (?:tensor parallel size|tp_size|world_size|\d)",
         r"[Ww]eight (?:input|output)_size_per_partition = \d+ is not divisible",
     ),
-    _known(
-        "too_few_gpus",
+    too_few_gpus=_row(
         "the server needs more GPUs than it can see",
         "Lower tensor-parallel-size, pipeline-parallel-size or data-parallel-size, or give the replica more GPUs in launch.gpus.",
         r"World size \(\d+\) is larger than the number of available GPUs",
         r"DP adjusted local rank .{1,80} out of bounds",
         r"is larger than the total number of (?:available )?GPUs",
     ),
-    _known(
-        "tools_without_parser",
+    tools_without_parser=_row(
         "enable-auto-tool-choice needs a tool-call-parser",
         "Set tool-call-parser in launch.args, or use launch.preset.",
         r"--enable-auto-tool-choice requires --tool-call-parser",
@@ -287,34 +263,29 @@ _ROOT_CAUSES = (
 )
 
 # These often follow from a root cause, in another process or earlier in a chain of exceptions.
-_LESSER_CAUSES = (
-    _known(
-        "hub_unreachable",
+_LESSER_CAUSES = _table(
+    hub_unreachable=_row(
         "the Hugging Face hub cannot be reached, or does not work",
         'Check the network and the proxy variables in launch.env, or download the model beforehand and set HF_HUB_OFFLINE: "1".',
         r"We couldn't connect to 'https?://|Failed to resolve 'huggingface",
         r"LocalEntryNotFoundError|NameResolutionError|MaxRetryError|OfflineModeIsEnabled",
     ),
-    _known(
-        "worker_died",
+    worker_died=_row(
         "a worker process of the server died without reporting an error",
         "It was killed, or crashed in native code: look at the kernel's log (dmesg) and at the GPU's errors (nvidia-smi, Xid).",
         r"Worker proc \S{1,80} died unexpectedly",
     ),
-    _known(
-        "file_not_found",
+    file_not_found=_row(
         "a file that an option names does not exist",
         "Correct the path in launch.args. Write the absolute path, or a path relative to the configuration's folder.",
         r"FileNotFoundError: \[Errno 2\]",
     ),
-    _known(
-        "missing_package",
+    missing_package=_row(
         "a Python package that the server needs is missing or damaged",
         "Install the package into the environment of launch.command, e.g. with the extra that vLLM's documentation names.",
         r"ModuleNotFoundError|ImportError",
     ),
-    _known(
-        "gpu_communication",
+    gpu_communication=_row(
         "the GPUs could not communicate with each other",
         "Check nvidia-smi topo -m, the size of /dev/shm and the container's IPC mode; NCCL_DEBUG: INFO in launch.env shows more.",
         r"NCCL error|ncclUnhandledCudaError|ncclSystemError|DistBackendError",
@@ -328,9 +299,8 @@ _RAISED_BY = (
 )
 
 # Shown where nothing better is known: this always follows from something else.
-_CONSEQUENCES = (
-    _known(
-        "engine_died",
+_CONSEQUENCES = _table(
+    engine_died=_row(
         "vLLM's engine process died without reporting an error",
         "It was killed, or crashed in native code: look at the kernel's log (dmesg) and at the GPU's errors (nvidia-smi, Xid).",
         r"EngineDeadError|EngineCore encountered an issue|(?:Engine core|WorkerProc) initialization failed",
@@ -340,45 +310,38 @@ _CONSEQUENCES = (
 
 _DEATHS = tuple(row for row in (*_LESSER_CAUSES, *_CONSEQUENCES) if row.cause.code in ("worker_died", "engine_died"))
 
-_KILLED_FOR_MEMORY = Cause(
-    "killed_for_memory",
-    "the kernel killed the server for lack of memory",
-    "Give the machine or the container more memory, launch fewer models at once, or lower cpu-offload-gb and the KV cache on the CPU.",
-)
-_KILLED = Cause(
-    "killed",
-    "the server was killed by a signal",
-    "Find the sender of the signal: the kernel's log (dmesg) has kills for lack of memory and crashes in native code.",
-)
-_COMMAND_NOT_FOUND = Cause(
-    "command_not_found",
-    "launch.command cannot be executed",
-    "Write the whole path of the program into launch.command, or set PATH for the gateway or in launch.env.",
-)
-_START_TIMEOUT = Cause(
-    "start_timeout",
-    "the server did not become healthy in time",
-    "Raise launch.startup_timeout if loading takes this long; otherwise look at the log for a download, a file system or a GPU that hangs.",
-)
 HUNG = "its engine makes no progress"
 """The reason for the restart of a server whose engine hangs."""
-_ENGINE_HUNG = Cause(
-    "engine_hung",
-    "vLLM's engine made no progress on its requests",
-    "Look for a GPU that hangs (nvidia-smi, Xid in dmesg), for NCCL between GPUs, and for a newer vLLM.",
-)
-_UNKNOWN = Cause("unknown", "", "Read the server's log; `vllm-gateway command MODEL` prints the command, to be run by hand.")
 
-CAUSES: tuple[Cause, ...] = (
-    *(row.cause for row in (*_ROOT_CAUSES, *_LESSER_CAUSES, *_CONSEQUENCES)),
-    _KILLED_FOR_MEMORY,
-    _KILLED,
-    _COMMAND_NOT_FOUND,
-    _START_TIMEOUT,
-    _ENGINE_HUNG,
-    _UNKNOWN,
+# Shown by the end of the process, and not by a line of the log.
+_BY_EXIT = _table(
+    killed_for_memory=_row(
+        "the kernel killed the server for lack of memory",
+        "Give the machine or the container more memory, launch fewer models at once, or lower cpu-offload-gb and the KV cache on the CPU.",
+    ),
+    killed=_row(
+        "the server was killed by a signal",
+        "Find the sender of the signal: the kernel's log (dmesg) has kills for lack of memory and crashes in native code.",
+    ),
+    command_not_found=_row(
+        "launch.command cannot be executed",
+        "Write the whole path of the program into launch.command, or set PATH for the gateway or in launch.env.",
+    ),
+    start_timeout=_row(
+        "the server did not become healthy in time",
+        "Raise launch.startup_timeout if loading takes this long; otherwise look at the log for a download, a file system or a GPU that "
+        "hangs.",
+    ),
+    engine_hung=_row(
+        "vLLM's engine made no progress on its requests",
+        "Look for a GPU that hangs (nvidia-smi, Xid in dmesg), for NCCL between GPUs, and for a newer vLLM.",
+    ),
+    unknown=_row("", "Read the server's log; `vllm-gateway command MODEL` prints the command, to be run by hand."),
 )
+
+CAUSES: tuple[Cause, ...] = tuple(row.cause for row in (*_ROOT_CAUSES, *_LESSER_CAUSES, *_CONSEQUENCES, *_BY_EXIT))
 """Every cause, without a log line."""
+_BY_CODE = {cause.code: cause for cause in CAUSES}
 
 
 def find_cause(log: str, ended: ProcessExit) -> Cause:
@@ -388,9 +351,9 @@ def find_cause(log: str, ended: ProcessExit) -> Cause:
     the process ended, a lesser cause, the last exception of the engine's processes, the death of the engine, the last exception.
     """
     if ended.memory_kills and ended.status == -SIGKILL:
-        return _KILLED_FOR_MEMORY
+        return _BY_CODE["killed_for_memory"]
     if ended.text.startswith(f"it is restarted: {HUNG}"):
-        return replace(_ENGINE_HUNG, line=ended.text)
+        return replace(_BY_CODE["engine_hung"], line=ended.text)
     lines = list(_failure_lines(log.splitlines()))
     exit_line = _Line("", ended.text)
     return (
@@ -400,7 +363,7 @@ def find_cause(log: str, ended: ProcessExit) -> Cause:
         or _last_exception(lines, of_engine=True)
         or _last(_CONSEQUENCES, [*lines, exit_line])
         or _last_exception(lines, of_engine=False)
-        or _UNKNOWN
+        or _BY_CODE["unknown"]
     )
 
 
@@ -455,12 +418,12 @@ def _last(rows: Sequence[_CauseRule], lines: list[_Line]) -> Cause | None:
 
 def _cause_of_exit(ended: ProcessExit, lines: list[_Line]) -> Cause | None:
     if ended.memory_kills and _last(_DEATHS, lines):
-        return _KILLED_FOR_MEMORY
+        return _BY_CODE["killed_for_memory"]
     if ended.status in (126, 127):
-        return replace(_COMMAND_NOT_FOUND, line=_shown(lines[-1].text) if lines else "")
+        return replace(_BY_CODE["command_not_found"], line=_shown(lines[-1].text) if lines else "")
     if ended.status is not None and ended.status < 0:
-        return _KILLED
-    return replace(_START_TIMEOUT, line=ended.text) if ended.text.startswith("no response to GET /health within") else None
+        return _BY_CODE["killed"]
+    return replace(_BY_CODE["start_timeout"], line=ended.text) if ended.text.startswith("no response to GET /health within") else None
 
 
 def _last_exception(lines: list[_Line], *, of_engine: bool) -> Cause | None:
@@ -470,7 +433,7 @@ def _last_exception(lines: list[_Line], *, of_engine: bool) -> Cause | None:
             continue
         follows = any(row.pattern.search(line.text) for row in _CONSEQUENCES)
         if not follows and any(shape.match(line.text) for shape in (_EXCEPTION, _USAGE, _DETAIL)):
-            return replace(_UNKNOWN, line=_shown(line.text))
+            return replace(_BY_CODE["unknown"], line=_shown(line.text))
     return None
 
 

@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _DRIVER = Path("/proc/driver/nvidia/gpus")
@@ -16,21 +16,20 @@ _TIMEOUT = 10.0  # seconds for nvidia-smi
 def count(environ: Mapping[str, str]) -> int | None:
     """Return the number of GPUs, which are numbered from 0. None without an NVIDIA driver."""
     program = shutil.which("nvidia-smi", path=environ.get("PATH"))
-    number = None if program is None else _listed(program, environ)
-    if number is not None:
-        return number
+    if program is not None and (listed := output_of([program, "-L"], environ, _TIMEOUT)) is not None:
+        return len(re.findall(r"^GPU \d+:", listed, re.MULTILINE))
     try:
         return len(os.listdir(_DRIVER))
     except OSError:
         return None
 
 
-def _listed(program: str, environ: Mapping[str, str]) -> int | None:
-    """Return the number of GPUs in ``nvidia-smi -L``. None if it fails, e.g. without a driver."""
+def output_of(command: Sequence[str], environ: Mapping[str, str], within: float, folder: str | None = None) -> str | None:
+    """Run a program of this machine, and return its output; None if it fails or takes longer than ``within`` seconds."""
     try:
-        done = subprocess.run(  # noqa: S603  found on PATH
-            [program, "-L"], env=dict(environ), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT, check=True
+        done = subprocess.run(  # noqa: S603  found on PATH, or written by the operator
+            command, env=dict(environ), cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, timeout=within, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return len(re.findall(r"^GPU \d+:", done.stdout, re.MULTILINE))
+    return done.stdout.decode(errors="replace")

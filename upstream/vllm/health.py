@@ -168,8 +168,10 @@ class HealthCheck:
 
     async def _get_models(self, default: ProbeResult) -> ProbeResult:
         status, body = await self._get("/v1/models")
-        if status == 401 or (status == 403 and self._target.api_key is not None):  # 403 without a key may concern this path alone
-            return ProbeResult(False, f"{self._refusal()} (GET /v1/models: status {status})", refused=True)
+        key = self._target.api_key
+        if status == 401 or (status == 403 and key is not None):  # 403 without a key may concern this path alone
+            why = "the server requires a key, and the gateway has none for it" if key is None else "the server rejected the gateway's key"
+            return ProbeResult(False, f"{why} (GET /v1/models: status {status})", refused=True)
         if not 200 <= status < 300:
             return replace(default, reason=f"GET /v1/models: status {status}")
         try:
@@ -186,11 +188,6 @@ class HealthCheck:
                     if status != HTTPStatus.NOT_FOUND:
                         return task if status == HTTPStatus.METHOD_NOT_ALLOWED else None
         return None
-
-    def _refusal(self) -> str:
-        if self._target.api_key is None:
-            return "the server requires a key, and the gateway has none for it"
-        return "the server rejected the gateway's key"
 
     async def _get(self, path: str) -> tuple[int, bytes]:
         target = self._target
@@ -229,14 +226,13 @@ class _ServerProbe:
             before = self.history.health if self.history else None
             seen = await check.run(models=time.monotonic() >= self._models_due)
             if seen is not None:
-                self._record(seen)
+                self._record(seen, before)
                 if seen.models is not None and (before is None or not before.up or before.task is None):
                     self._record_task(await check.detect_task())
         except Exception:  # the outer edge: a bug with one server must not end its probes, or those of others
             log.exception("probe of %s", self._target.name)
 
-    def _record(self, seen: ProbeResult) -> None:
-        before = self.history.health if self.history else None
+    def _record(self, seen: ProbeResult, before: ServerHealth | None) -> None:
         self.history = apply_result(self.history, self._target.name, seen)
         if not self.history.health.up:
             self._models_due = 0.0
@@ -307,16 +303,13 @@ class Prober:
             wanted.setdefault(replace(target, name=""), {})[target.name] = None
         for target, names in wanted.items():
             if target not in self._probes:
-                self._start(target, names)
+                before = next((probe for other, probe in self._probes.items() if other.address == target.address), None)
+                probe = self._probes[target] = _ServerProbe(self, replace(target, name=next(iter(names))), before)
+                self._tasks.add(probe.task)
+                probe.task.add_done_callback(self._tasks.discard)
             self._probes[target].set_names(names)
         for target in self._probes.keys() - wanted.keys():
             self._probes.pop(target).task.cancel()
-
-    def _start(self, target: ProbeTarget, names: dict[str, None]) -> None:
-        before = next((probe for other, probe in self._probes.items() if other.address == target.address), None)
-        probe = self._probes[target] = _ServerProbe(self, replace(target, name=next(iter(names))), before)
-        self._tasks.add(probe.task)
-        probe.task.add_done_callback(self._tasks.discard)
 
     def servers(self) -> tuple[ServerHealth, ...]:
         """Return the health of every target that has been probed."""

@@ -11,7 +11,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from upstream.vllm import print_names
+from upstream.vllm.gpus import output_of
 from upstream.vllm.known_names import KnownNames
 
 _NAMES_TIMEOUT, _VERSION_TIMEOUT = 120.0, 10.0  # seconds
@@ -51,15 +51,15 @@ def known_names(command: Sequence[str], environ: Mapping[str, str], say: Callabl
 
     ``environ``: the environment of the command. ``say`` is called before a query, which happens if nothing is cached.
     """
-    found = _installed(command, environ)
-    if found is None:
+    if (found := _installed(command, environ)) is None:
         return None
-    file = _cache(environ) / f"vllm-names-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}.json"
+    folder = Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")  # the user's cache folder (XDG base directories)
+    file = folder / "vllm-gateway" / f"vllm-names-{hashlib.sha256(repr(found).encode()).hexdigest()[:16]}.json"
     with suppress(OSError, *_INVALID):
         return _parsed(file.read_text(), found.version)
     say(f"reading the options of vLLM {found.version} (once; it takes some seconds)")
-    output = _run(found.python, Path(print_names.__file__).read_text(), environ, _NAMES_TIMEOUT)
-    text = output.strip().rpartition("\n")[2]
+    program = Path(print_names.__file__).read_text()
+    text = (output_of([found.python, "-c", program], environ, _NAMES_TIMEOUT, "/") or "").strip().rpartition("\n")[2]
     try:
         known = _parsed(text, found.version)
     except _INVALID:
@@ -72,8 +72,8 @@ def known_names(command: Sequence[str], environ: Mapping[str, str], say: Callabl
 def _installed(command: Sequence[str], environ: Mapping[str, str]) -> InstalledVllm | None:
     program = shutil.which(command[0], path=environ.get("PATH"))
     python = None if program is None else _interpreter(program)
-    output = "" if python is None else _run(python, _VERSION_PROGRAM, environ, _VERSION_TIMEOUT)
-    lines = output.splitlines()
+    output = None if python is None else output_of([python, "-c", _VERSION_PROGRAM], environ, _VERSION_TIMEOUT, "/")
+    lines = (output or "").splitlines()
     return InstalledVllm(python, *lines) if python is not None and len(lines) == 2 else None
 
 
@@ -87,23 +87,6 @@ def _interpreter(program: str) -> str | None:
     except OSError:
         return None
     return os.fsdecode(found[1]) if found and b"python" in found[1] else None
-
-
-def _run(python: str, program: str, environ: Mapping[str, str], within: float) -> str:
-    """Run a Python program, and return its output; empty if it fails or takes too long."""
-    command = [python, "-c", program]
-    try:
-        done = subprocess.run(  # noqa: S603  the interpreter of the command that the operator has written
-            command, env=dict(environ), cwd="/", stdin=subprocess.DEVNULL, capture_output=True, timeout=within, check=True
-        )
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return done.stdout.decode(errors="replace")
-
-
-def _cache(environ: Mapping[str, str]) -> Path:
-    """Return the user's cache folder (XDG base directories)."""
-    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-gateway"
 
 
 def _parsed(text: str, version: str) -> KnownNames:

@@ -5,11 +5,8 @@ The rule: the text is not parsed, so a server's text cannot do harm here.
 
 from __future__ import annotations
 
-import asyncio
-import ssl
-
 from upstream.http.errors import UpstreamError
-from upstream.vllm.bounded_get import get
+from upstream.vllm.bounded_get import get_within
 from upstream.vllm.health import ProbeTarget
 
 SIZE_LIMIT = 16 * 1024 * 1024
@@ -22,11 +19,8 @@ class MetricsUnavailableError(Exception):
 
 async def read(target: ProbeTarget, deadline: float) -> bytes:
     """Send GET /metrics, and return the body within ``deadline`` seconds. Raises MetricsUnavailableError."""
-    address = target.address
-    tls = ssl.create_default_context() if address.tls else None
     try:
-        async with asyncio.timeout(deadline):
-            status, body = await get(address, "/metrics", api_key=target.api_key, timeout=2 * deadline, tls=tls, limit=SIZE_LIMIT)
+        status, body = await get_within(target.address, "/metrics", api_key=target.api_key, deadline=deadline, limit=SIZE_LIMIT)
     except TimeoutError:
         raise MetricsUnavailableError(f"{target.name} did not respond within {deadline:g} s") from None
     except UpstreamError as error:

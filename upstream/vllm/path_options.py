@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from types import MappingProxyType
 
 from upstream.vllm.command_line import ArgumentValue, flag_of
 
@@ -29,29 +28,27 @@ class PathKind(Enum):
     """A file or folder that vLLM creates."""
 
 
-KINDS: Mapping[str, PathKind] = MappingProxyType(
-    {
-        "allowed-local-media-path": PathKind.READ,
-        "chat-template": PathKind.TEMPLATE,
-        "compilation-config.cache_dir": PathKind.WRITTEN,
-        "compilation-config.debug_dump_path": PathKind.WRITTEN,
-        "config": PathKind.READ,
-        "download-dir": PathKind.WRITTEN,
-        "generation-config": PathKind.NAMED,
-        "hf-config-path": PathKind.NAMED,
-        "log-config-file": PathKind.READ,
-        "logging-config.pylogging_config_file": PathKind.READ,
-        "mm-encoder-fp8-scale-path": PathKind.READ,
-        "mm-encoder-fp8-scale-save-path": PathKind.WRITTEN,
-        "profiler-config.torch_profiler_dir": PathKind.WRITTEN,
-        "reasoning-parser-plugin": PathKind.READ,
-        "spec-model": PathKind.NAMED,
-        "speculative-config.model": PathKind.NAMED,
-        "ssl-ca-certs": PathKind.READ,
-        "tokenizer": PathKind.NAMED,
-        "tool-parser-plugin": PathKind.READ,
-    }
-)
+KINDS: Mapping[str, PathKind] = {
+    "allowed-local-media-path": PathKind.READ,
+    "chat-template": PathKind.TEMPLATE,
+    "compilation-config.cache_dir": PathKind.WRITTEN,
+    "compilation-config.debug_dump_path": PathKind.WRITTEN,
+    "config": PathKind.READ,
+    "download-dir": PathKind.WRITTEN,
+    "generation-config": PathKind.NAMED,
+    "hf-config-path": PathKind.NAMED,
+    "log-config-file": PathKind.READ,
+    "logging-config.pylogging_config_file": PathKind.READ,
+    "mm-encoder-fp8-scale-path": PathKind.READ,
+    "mm-encoder-fp8-scale-save-path": PathKind.WRITTEN,
+    "profiler-config.torch_profiler_dir": PathKind.WRITTEN,
+    "reasoning-parser-plugin": PathKind.READ,
+    "spec-model": PathKind.NAMED,
+    "speculative-config.model": PathKind.NAMED,
+    "ssl-ca-certs": PathKind.READ,
+    "tokenizer": PathKind.NAMED,
+    "tool-parser-plugin": PathKind.READ,
+}
 """The options of vLLM 0.32 that take a path, by flag without dashes. For an option that takes JSON, the field follows a dot."""
 
 BUILT_IN_TEMPLATE = "template_"
@@ -119,9 +116,5 @@ def absolute(args: Mapping[str, ArgumentValue], folder: Path, exists: Callable[[
 
 def absolute_command(command: Sequence[str], folder: Path, exists: Callable[[Path], bool]) -> tuple[str, ...]:
     """Return a command with absolute paths for the programs that it names by ``./`` or ``../`` and that exist in ``folder``."""
-
-    def absolute_path(text: str) -> str:
-        path = Path(os.path.abspath(folder / text))
-        return str(path) if text.startswith(("./", "../")) and exists(path) else text
-
-    return tuple(map(absolute_path, command))
+    paths_of = ((text, Path(os.path.abspath(folder / text))) for text in command)
+    return tuple(str(path) if text.startswith(("./", "../")) and exists(path) else text for text, path in paths_of)

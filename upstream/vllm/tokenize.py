@@ -52,8 +52,7 @@ class Tokenization:
     async def token_ids(self, server: Server, body: bytes) -> Sequence[int] | None:
         """Return the token IDs for the body of a request to ``/tokenize``; None if they are not known in time."""
         digest = blake2b(body, digest_size=16).digest()
-        found = self._stored.get(digest)
-        if found is not None:
+        if (found := self._stored.get(digest)) is not None:
             self._stored.move_to_end(digest)
             return found
         if self._waiting >= WAITING or monotonic() < self._paused_until or not self._side_requests.may_serve(server, PATH):
@@ -67,9 +66,14 @@ class Tokenization:
             self._failures += 1
             if self._failures >= _FAILURES:
                 self._paused_until = monotonic() + PAUSE
-        else:
-            self._failures = 0
-            self._store(digest, ids)
+            return None
+        self._failures = 0
+        if digest not in self._stored:  # an equal request may have been faster
+            self._stored[digest] = ids
+            self._size += len(ids) + _ENTRY
+            while self._size > self._stored_tokens:
+                _, oldest = self._stored.popitem(last=False)
+                self._size -= len(oldest) + _ENTRY
         return ids
 
     async def _request(self, server: Server, body: bytes) -> array[int] | None:
@@ -78,12 +82,3 @@ class Tokenization:
             return array("I", self._decoder.decode(content).tokens) if status == 200 else None
         except (UpstreamError, msgspec.DecodeError, OverflowError):
             return None
-
-    def _store(self, digest: bytes, ids: array[int]) -> None:
-        if digest in self._stored:
-            return  # an equal request was faster
-        self._stored[digest] = ids
-        self._size += len(ids) + _ENTRY
-        while self._size > self._stored_tokens:
-            _, oldest = self._stored.popitem(last=False)
-            self._size -= len(oldest) + _ENTRY

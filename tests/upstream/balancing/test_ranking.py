@@ -14,6 +14,8 @@ STEPS = st.lists(st.tuples(st.sampled_from(["start", "finish", "leave", "return"
 
 
 class FakeServer:
+    name = "s"
+
     def __init__(self, weight: float) -> None:
         self.weight, self.in_flight, self.available = weight, 0, True
 

@@ -80,12 +80,12 @@ def test_what_was_written_lately_leaves_out_what_is_older(tmp_path: Path) -> Non
     log = LogFile(tmp_path, "m#0")
     write(log, b"before\n")
     write(log, b"old\n")
-    assert log.text() == log.recent_text() == "old\n"
+    assert log.text() == log.text(recent=True) == "old\n"
     for _ in range(RECENT):
         log.rotate()
     with open(log.path, "ab") as file:
         file.write(b"new\n")
-    assert (log.recent_text(), log.text()) == ("new\n", "old\nnew\n")
+    assert (log.text(recent=True), log.text()) == ("new\n", "old\nnew\n")
 
 
 def test_the_tail_is_bounded_and_printable(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from heapq import nlargest
 
-from upstream.balancing.policies.policy import C, Candidate, Candidates, Policy, RequestFacts
+from upstream.balancing.policies.policy import C, Candidates, Policy, RequestFacts
 
 SLOTS = 4096
 """With 64 servers, each wins 64 slots, plus or minus 8. A hash ring with as many points per server is about as even."""
@@ -64,15 +64,12 @@ class Prefix(Policy[C]):
                 if server.in_flight < FREE:
                     return server
                 if limit is None:
-                    limit = limit_per_weight(candidates.members)
+                    # The requests in flight that a server may have for each unit of weight, the request to place included.
+                    members = candidates.members
+                    limit = FACTOR * (sum(each.in_flight for each in members) + 1) / sum(each.weight for each in members)
                 if server.in_flight < math.ceil(limit * server.weight):
                     return server
         return candidates.least_busy()
-
-
-def limit_per_weight(servers: Sequence[Candidate]) -> float:
-    """Return how many requests a server may have in flight for each unit of weight, the request to place included."""
-    return FACTOR * (sum(server.in_flight for server in servers) + 1) / sum(server.weight for server in servers)
 
 
 def score(name: str, weight: float, slot: int) -> float:

@@ -91,16 +91,14 @@ class EngineBlocks:
                 case BlockRemoved(medium=medium) if medium in _MEDIA:
                     self._remove(event, touched)
         found = self._blocks if self._counting != counting else touched
-        removed, inserted = self._difference(list(found))
-        return Changes(cleared, tuple(removed), tuple(inserted))
+        return self._difference(cleared, list(found))
 
     def _store(self, event: BlockStored, touched: dict[BlockHash, None]) -> None:
         group = event.group_idx or 0
         if not self._counts(group, event):
             return
         hashes = event.block_hashes
-        keys = self._keys_of(event)
-        if keys is None:
+        if (keys := self._keys_of(event)) is None:
             self.unmapped += len(hashes)
             return
         for block_hash, key in zip(hashes, keys, strict=True):
@@ -151,8 +149,8 @@ class EngineBlocks:
                 del block.copies[group]
             touched[block_hash] = None
 
-    def _difference(self, hashes: Iterable[BlockHash]) -> tuple[list[int], list[int]]:
-        """Compare these blocks with what was reported before. Returns the removed and the inserted keys."""
+    def _difference(self, cleared: bool, hashes: Iterable[BlockHash]) -> Changes:
+        """Return the difference between these blocks and what was reported before."""
         removed: list[int] = []
         inserted: list[int] = []
         for block_hash in hashes:
@@ -166,7 +164,7 @@ class EngineBlocks:
                 removed.append(block.key)
             if not block.copies:
                 del self._blocks[block_hash]
-        return removed, inserted
+        return Changes(cleared, tuple(removed), tuple(inserted))
 
 
 def _without_adapter(extra: list[object] | None, event: BlockStored) -> ExtraKeys:

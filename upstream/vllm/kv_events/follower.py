@@ -116,13 +116,11 @@ class EngineFollower:
 
     def end_replay(self) -> list[Changes]:
         """Take the end of the replay. ``replay_from`` is None afterwards unless another replay is needed. Raises ValueError."""
-        if self._replay is _Replay.VERIFY:  # the engine has fewer batches: it is another one
-            changes = [self._forget()]
+        if self._replay is not _Replay.APPLY:
+            # A batch that is still to be compared is missing: the engine has fewer batches, so it is another one.
+            changes = [self._forget()] if self._replay is _Replay.VERIFY else []
             self.request_replay()
             return changes
-        if self._replay is _Replay.SKIP:
-            self.request_replay()
-            return []
         self.replay_from = None
         waiting, self._waiting = self._waiting, deque()
         return [changes for number, payload in waiting for changes in self.add(number, payload)]

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from upstream.backoff import Backoff
 from upstream.http.errors import UpstreamError
-from upstream.vllm.bounded_get import get
+from upstream.vllm.bounded_get import get_within
 from upstream.vllm.health import ProbeTarget
 from upstream.vllm.kv_events.batch import BatchDecoder
 from upstream.vllm.kv_events.blocks import Changes
@@ -144,7 +143,6 @@ class _ServerEvents:
         self._on_change: OnChange | None = on_change
         self._check_interval = check_interval
         self._decoder = BatchDecoder()
-        self._tls = ssl.create_default_context() if target.address.tls else None
         self._ranks: int | None = None
         self._problem = ""
         self._followers: list[EngineFollower] = []
@@ -208,10 +206,7 @@ class _ServerEvents:
         """Return the sockets of each rank. Raises EventsLostError."""
         target = self.target
         try:
-            async with asyncio.timeout(_TIMEOUT):
-                status, body = await get(
-                    target.address, PATH, api_key=target.api_key, timeout=2 * _TIMEOUT, tls=self._tls, limit=_RESPONSE_LIMIT
-                )
+            status, body = await get_within(target.address, PATH, api_key=target.api_key, deadline=_TIMEOUT, limit=_RESPONSE_LIMIT)
             if status == 404:
                 return ()  # a vLLM without this route
             if status != 200:
