@@ -36,8 +36,7 @@ class Proxies:
         """Return the client of a request that a trusted proxy sent from ``address`` with this X-Forwarded-For."""
         client = address
         for hop in reversed(forwarded.decode("latin-1").rsplit(",", _MAX_HOPS)[-_MAX_HOPS:]):
-            parsed = _parsed(_without_port(hop.strip()))
-            if parsed is None:
+            if (parsed := _parsed(_without_port(hop.strip()))) is None:
                 break
             client = str(parsed)
             if not self._has(parsed):
@@ -74,9 +73,7 @@ class ConnectionCounts:
 def counted_client(address: str) -> str:
     """Return the key under which the connections of one client are counted: its address, or the network of an IPv6 address."""
     parsed = _parsed(address)
-    if isinstance(parsed, IPv6Address):
-        return str(ip_network((int(parsed), _IPV6_CLIENT), strict=False))
-    return address
+    return str(ip_network((int(parsed), _IPV6_CLIENT), strict=False)) if isinstance(parsed, IPv6Address) else address
 
 
 def shown_address(address: str) -> str:

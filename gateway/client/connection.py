@@ -20,7 +20,6 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from types import MappingProxyType
 
 from gateway.api.errors import Refusal, render
 from gateway.client.addresses import counted_client, shown_address
@@ -40,24 +39,20 @@ LINGER = 2.0
 """Seconds for which the rest of a refused body is read and discarded, so that the client can read the response."""
 _UNAUTHORIZED = 401
 _RESET = struct.pack("ii", 1, 0)  # SO_LINGER with no time: closing resets the connection (socket(7))
-_FAULTS: Mapping[Wait, str] = MappingProxyType(
-    {
-        Wait.FIRST_BYTE: "silent",
-        Wait.HEAD: "slow_head",
-        Wait.BODY: "slow_body",
-        Wait.REST: "slow_body",
-        Wait.READER: "slow_reader",
-    }
-)
+_FAULTS: Mapping[Wait, str] = {
+    Wait.FIRST_BYTE: "silent",
+    Wait.HEAD: "slow_head",
+    Wait.BODY: "slow_body",
+    Wait.REST: "slow_body",
+    Wait.READER: "slow_reader",
+}
 """The reasons under which timeouts are counted. An idle connection is not a fault."""
-_WAITS: Mapping[Reading, Wait] = MappingProxyType(
-    {
-        Reading.FIRST_REQUEST: Wait.FIRST_BYTE,
-        Reading.HEAD: Wait.HEAD,
-        Reading.NEXT_REQUEST: Wait.NEXT_REQUEST,
-        Reading.NOTHING: Wait.NOTHING,
-    }
-)
+_WAITS: Mapping[Reading, Wait] = {
+    Reading.FIRST_REQUEST: Wait.FIRST_BYTE,
+    Reading.HEAD: Wait.HEAD,
+    Reading.NEXT_REQUEST: Wait.NEXT_REQUEST,
+    Reading.NOTHING: Wait.NOTHING,
+}
 
 
 class ClientConnection(asyncio.Protocol):
@@ -323,9 +318,12 @@ class ClientConnection(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Close the connection if the client has kept it waiting for too long. Called about once a second with ``time.monotonic``."""
-        if self.flow.reading_held and self._peer_has_closed():
-            self.transport.abort()
-            return
+        if self.flow.reading_held:
+            poll = select.poll()
+            poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+            if poll.poll(0):  # the client has disconnected although not all of its bytes have been read (poll(2))
+                self.transport.abort()
+                return
         wait, message, moved = self._awaited()
         if not self._timer.has_expired(wait, message, moved, now, self.worker.active.snapshot.clients):
             return
@@ -338,12 +336,6 @@ class ClientConnection(asyncio.Protocol):
             self._run_deferred()
         else:
             self.transport.close()
-
-    def _peer_has_closed(self) -> bool:
-        """Return whether the client has disconnected although not all of its bytes have been read (poll(2))."""
-        poll = select.poll()
-        poll.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
-        return bool(poll.poll(0))
 
     def _awaited(self) -> tuple[Wait, object, int]:
         """Return what the connection waits for, in which request, and how many bytes of it have moved."""
@@ -362,8 +354,12 @@ class ClientConnection(asyncio.Protocol):
     # Refusals
 
     def write_refusal(self, refusal: Refusal, *, with_body: bool = True) -> None:
-        """Write the response to what is not an inference request."""
-        self.transport.write(_response(refusal, next(self.worker.request_ids), self.worker.date_line, with_body=with_body))
+        """Write the response to what is not an inference request. It closes the connection."""
+        body, worker = render(refusal), self.worker
+        identity, status = next(worker.request_ids).encode(), STATUS_LINES[refusal.spec.status]
+        lines = b"content-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\nconnection: close\r\n" % (identity, len(body))
+        own = "".join(f"{name}: {value}\r\n" for name, value in refusal.headers.items()).encode()
+        self.transport.write(b"%b%b%b%b\r\n%b" % (status, lines, worker.date_line, own, body if with_body else b""))
 
     def _reject_connection(self) -> None:
         """Refuse the connection with one write. With TLS it is cut: a handshake and its end would take longer."""
@@ -389,17 +385,6 @@ class ClientConnection(asyncio.Protocol):
         elif not self.transport.is_closing():
             self.write_refusal(refusal)
             self.linger()
-
-
-def _response(refusal: Refusal, identity: str, date_line: bytes, *, with_body: bool) -> bytes:
-    """Return a complete response that closes the connection."""
-    body = render(refusal)
-    lines = b"content-type: application/json\r\nx-request-id: %b\r\ncontent-length: %d\r\nconnection: close\r\n" % (
-        identity.encode(),
-        len(body),
-    )
-    own = "".join(f"{name}: {value}\r\n" for name, value in refusal.headers.items()).encode()
-    return b"%b%b%b%b\r\n%b" % (STATUS_LINES[refusal.spec.status], lines, date_line, own, body if with_body else b"")
 
 
 def _remote_address(sock: socket.socket) -> tuple[str, int] | None:

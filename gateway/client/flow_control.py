@@ -8,21 +8,20 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
+
 from upstream.http.write_batching import BatchingTransport
 
 
-class FlowControl:
+class FlowControl(msgspec.Struct, eq=False):
     """Whether a transport reads, and whether it accepts more bytes to write."""
 
-    __slots__ = ("_transport", "_writable", "read_paused", "reading_held", "write_paused")
-
-    def __init__(self, transport: BatchingTransport) -> None:
-        self._transport = transport
-        self._writable: asyncio.Future[None] | None = None
-        self.read_paused = False
-        self.reading_held = False
-        """``resume_reading`` has no effect: bytes after a request wait."""
-        self.write_paused = False
+    _transport: BatchingTransport
+    _writable: asyncio.Future[None] | None = None
+    read_paused: bool = False
+    reading_held: bool = False
+    """``resume_reading`` has no effect: bytes after a request wait."""
+    write_paused: bool = False
 
     def pause_reading(self) -> None:
         """Stop reading, if that has not been done."""

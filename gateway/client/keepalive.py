@@ -36,11 +36,8 @@ class Keepalive:
         if call.bytes_out != self._seen:
             self._seen, self._since = call.bytes_out, now
         elif now - self._since >= self._every and not (call.response_complete or call.disconnected or call.write_paused):
-            self._comment()
+            if not call.response_started:
+                call.start_response(200, _HEAD, None, COMMENT, event_stream=True)
+            elif call.is_event_stream:
+                call.write(COMMENT)
             self._seen, self._since = call.bytes_out, now
-
-    def _comment(self) -> None:
-        if not self._call.response_started:
-            self._call.start_response(200, _HEAD, None, COMMENT, event_stream=True)
-        elif self._call.is_event_stream:
-            self._call.write(COMMENT)

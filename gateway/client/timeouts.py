@@ -54,7 +54,9 @@ class WaitTimer:
         for BODY, the bytes that the client has received for READER. It may fall, which is not progress. ``now`` is ``time.monotonic``.
         """
         if wait is not self._wait or message is not self._message:
-            self._restart(wait, message, moved, now)
+            self._wait, self._message = wait, message
+            self._moved, self._moved_at = moved, now
+            self._mark, self._mark_at = moved, now
             return False
         if moved > self._moved:
             self._moved_at = now
@@ -62,11 +64,6 @@ class WaitTimer:
         if wait is Wait.BODY and self._is_too_slow(now, clients.body_timeout):
             return True
         return now - self._moved_at > _limit(wait, clients)
-
-    def _restart(self, wait: Wait, message: object, moved: int, now: float) -> None:
-        self._wait, self._message = wait, message
-        self._moved, self._moved_at = moved, now
-        self._mark, self._mark_at = moved, now
 
     def _is_too_slow(self, now: float, period: float) -> bool:
         """Return whether too few bytes arrived in a whole period. The next period then starts."""

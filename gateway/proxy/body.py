@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Set
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from msgspec.structs import replace
@@ -31,7 +30,7 @@ from gateway.system.steps import finished
 from gateway.telemetry.body_shape import shape
 from upstream.balancing.policies.policy import NO_FACTS, Fact, RequestFacts
 
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
+_NOTHING: Mapping[str, Any] = {}
 _SERIALIZED_EARLY = 8 * 1024  # bytes of a body from which only its bytes are stored: its document takes up to thirty times as much memory
 
 
@@ -215,10 +214,8 @@ def _refuse_state(document: Document) -> None:
 
 # Guided decoding by its former field names, which vLLM has removed and ignores
 
-_GUIDED: Mapping[str, str] = MappingProxyType(
-    {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
-)
-_GUIDED_OPTIONS: Mapping[str, str] = MappingProxyType({"guided_whitespace_pattern": "whitespace_pattern"})
+_GUIDED: Mapping[str, str] = {"guided_json": "json", "guided_regex": "regex", "guided_choice": "choice", "guided_grammar": "grammar"}
+_GUIDED_OPTIONS: Mapping[str, str] = {"guided_whitespace_pattern": "whitespace_pattern"}
 _GUIDED_ALL = frozenset((*_GUIDED, *_GUIDED_OPTIONS, "guided_decoding_backend"))
 
 
@@ -270,14 +267,12 @@ def with_running_usage(body: JsonBody) -> JsonBody:
     return replace(body, choices=choices, prompts=prompts, hides_running_usage=not by_client)
 
 
-_BOOLEANS: Mapping[str | float, bool] = MappingProxyType(
-    {
-        1: True,
-        0: False,
-        **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
-        **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
-    }
-)
+_BOOLEANS: Mapping[str | float, bool] = {
+    1: True,
+    0: False,
+    **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
+    **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
+}
 """The texts and numbers that pydantic accepts as booleans, in lowercase."""
 
 

@@ -116,11 +116,6 @@ class RequestContext(msgspec.Struct, eq=False):
 
     # While it is served
 
-    def keep_alive(self, interval: float) -> None:
-        """Send comments while the stream is silent, each ``interval`` seconds."""
-        if self.keepalive is None:
-            self.keepalive = Keepalive(self.request, interval, self.worker.deadlines)
-
     def end_attempt(self, fallbacks: Fallbacks) -> None:
         """Note what the attempt has met, before the request is sent to a fallback."""
         if (attempt := self.attempt) is not None:
@@ -201,8 +196,7 @@ class RequestContext(msgspec.Struct, eq=False):
             # The server closed the connection between its stream's last event and the end of its body: the client misses nothing.
             self.request.finish_response()
             return
-        refusal = self._refusal_for(error)
-        if refusal is not None:
+        if (refusal := self._refusal_for(error)) is not None:
             self._send_error(refusal)
 
     def _refusal_for(self, error: BaseException) -> Refusal | None:
@@ -237,10 +231,9 @@ class RequestContext(msgspec.Struct, eq=False):
             end_truncated(request, refusal, self.response_relay.events)
             return
         self._settle(refusal.spec.status)
-        headers = b"content-type: application/json\r\n" + b"".join(
-            b"%b: %b\r\n" % (name.encode(), value.encode()) for name, value in refusal.headers.items()
-        )
-        request.respond(refusal.spec.status, headers, render(refusal, anthropic=request.target.route.anthropic))
+        headers = {"content-type": "application/json", **refusal.headers}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+        request.respond(refusal.spec.status, lines, render(refusal, anthropic=request.target.route.anthropic))
 
     def _record(self) -> RequestRecord:
         now = self.ended_at or monotonic()
@@ -288,8 +281,8 @@ class RequestContext(msgspec.Struct, eq=False):
         if passed.first_token is not None:
             record.first_token = passed.first_token - received_at
             record.gaps = passed.gaps
-        if self.user is not None:
-            record.user = self._logged_user(self.user)
+        if self.user is not None and isinstance(self.user, str) and self.worker.active.snapshot.log_user:
+            record.user = self.user[:USER_LIMIT]
         record.shape = self.shape
         record.trace = request.trace
         record.client = connection.client_of(request.head.headers) if connection.proxied else connection.address
@@ -299,10 +292,6 @@ class RequestContext(msgspec.Struct, eq=False):
         if self.refusal is not None:
             record.param, record.unknown_model = explained(self.refusal)
         return record
-
-    def _logged_user(self, user: object) -> str | None:
-        """Return the ``user`` field, if it is a text and the configuration wants it logged."""
-        return user[:USER_LIMIT] if isinstance(user, str) and self.worker.active.snapshot.log_user else None
 
     def _finish_placement(self, placement: Placement, usage: Usage | None) -> Mapping[str, Any] | None:
         """End the placement of the request. Return the reason for the choice of its server if that is to be logged.

@@ -15,28 +15,25 @@ from time import monotonic
 
 from gateway.api.errors import Refusal, draining
 from gateway.api.routes import Body, Dialect
-from gateway.api.strict_json import Document
-from gateway.api.vllm.errors import from_server, server_failure
+from gateway.api.vllm.errors import from_server
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.http.content_encoding import ENCODINGS, IDENTITY, decoded
+from gateway.client.keepalive import Keepalive
 from gateway.client.request import ClientRequest
 from gateway.limits.reservation import reservation_of
-from gateway.prompts.token_keys import TokenRequest, add_token_keys
+from gateway.prompts.token_keys import add_token_keys
 from gateway.proxy.body import prepare_request
 from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
 from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.request_services import RequestServices
-from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream
+from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream, read_error
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key
 from gateway.system.steps import finished, is_small
 from upstream.balancing.attempt import Attempt, UpstreamResponse
 from upstream.balancing.pool import NoServerError
 from upstream.http.errors import BadResponse, ConnectFailed, UpstreamError
-
-_ERROR_BODY_LIMIT = 64 * 1024
-_ERROR_BODY_TIMEOUT = 5.0  # seconds
 
 
 async def handle_request(request: ClientRequest, worker: RequestServices) -> None:
@@ -160,13 +157,15 @@ async def _prepare_form_for(form: Form, request: ClientRequest, name: str, model
 async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key) -> None:
     """Send the request to a server of its model, and relay the response. Raises NoServerError, UpstreamError and Refusal."""
     worker, pool, model = context.worker, upstream.model.pool, upstream.model.model
-    if upstream.tokens is not None:
-        await _add_token_keys(upstream, upstream.tokens, context)
+    if upstream.tokens is not None and (prompt := upstream.facts.prompt) is not None:
+        since = monotonic()
+        await add_token_keys(prompt, upstream.tokens, upstream.model, worker.tokenization)
+        context.waited += monotonic() - since
     attempt = Attempt(pool, model.timeouts, worker.deadlines, upstream.facts, streams=context.stream)
     with worker.metrics.in_flight(model.id), attempt:
         context.attempt = attempt
         if model.keepalive is not None and context.stream and upstream.request.target.route.streams:
-            context.keep_alive(model.keepalive)
+            context.keepalive = context.keepalive or Keepalive(upstream.request, model.keepalive, worker.deadlines)
         try:
             response = await attempt.send(upstream.compose, upstream.body.upload)
         except NoServerError as error:
@@ -178,14 +177,6 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
             raise await _server_error(response, upstream, context)
         context.response_relay = response_relay = _choose_relay(response, upstream, context)
         await response_relay.run()
-
-
-async def _add_token_keys(upstream: UpstreamRequest, tokens: TokenRequest, context: RequestContext) -> None:
-    """Wait for the token IDs of the prompt, up to a timeout."""
-    since = monotonic()
-    if (prompt := upstream.facts.prompt) is not None:
-        await add_token_keys(prompt, tokens, upstream.model, context.worker.tokenization)
-    context.waited += monotonic() - since
 
 
 async def _send_from_queue(
@@ -248,10 +239,14 @@ async def _count_prompt(upstream: UpstreamRequest, context: RequestContext) -> N
 
 async def _server_error(response: UpstreamResponse, upstream: UpstreamRequest, context: RequestContext) -> Refusal:
     """Return the error that the client gets for a server's error response."""
-    content = await response.read_body(_ERROR_BODY_LIMIT, _ERROR_BODY_TIMEOUT)
-    response.fault = server_failure(response.server.name, response.status, content.decode("latin-1"))
-    retry_after, document = response.headers.get(b"retry-after"), await _sent_document(upstream, context)
-    return from_server(response.status, content, upstream.name, upstream.body.input_field, retry_after, document)
+    content = await read_error(response)
+    retry_after, body = response.headers.get(b"retry-after"), upstream.body
+    if is_small(body.content):
+        document = body.sent_document()
+    else:
+        async with context.worker.steps.admit(len(body.content)):
+            document = body.sent_document()
+    return from_server(response.status, content, upstream.name, body.input_field, retry_after, document)
 
 
 def _choose_relay(response: UpstreamResponse, upstream: UpstreamRequest, context: RequestContext) -> BodyRelay | EventRelay:
@@ -273,12 +268,3 @@ def _choose_relay(response: UpstreamResponse, upstream: UpstreamRequest, context
     if request.target.route.dialect is Dialect.PLAIN and is_binary(response):
         return EmbeddingsRelay(response, upstream)
     return BodyRelay(response, upstream)
-
-
-async def _sent_document(upstream: UpstreamRequest, context: RequestContext) -> Document | None:
-    """Return the JSON body that the server got, by which its error is explained; None for a form."""
-    body = upstream.body
-    if is_small(body.content):
-        return body.sent_document()
-    async with context.worker.steps.admit(len(body.content)):
-        return body.sent_document()

@@ -11,21 +11,19 @@ import asyncio
 import logging
 from collections.abc import Callable
 from time import monotonic, time
-from typing import Protocol
 
 import msgspec
 import orjson
 
 from gateway.admission.body_memory import FREE
 from gateway.api.response_fields import Observer, of_body, of_event
-from gateway.api.routes import Dialect
+from gateway.api.routes import Dialect, Route
 from gateway.api.strict_json import Document
 from gateway.api.usage import Usage, merged
-from gateway.api.vllm.errors import server_failure
 from gateway.auth.catalog import CatalogEntry, MirrorTarget
 from gateway.proxy.json_body import JsonBody
 from gateway.proxy.request_services import RequestServices
-from gateway.proxy.response import EVENT_LIMIT, is_binary, is_stream
+from gateway.proxy.response import EVENT_LIMIT, is_binary, is_stream, read_error
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.telemetry.metrics import InflightGauge
 from upstream.balancing.attempt import Attempt, UpstreamResponse
@@ -35,8 +33,6 @@ from upstream.balancing.server import Server
 from upstream.http.errors import UpstreamError
 from upstream.http.sse import EventTooLongError, Splitter, data_of, split
 
-_ERROR_BODY_LIMIT = 64 * 1024
-_ERROR_BODY_TIMEOUT = 5.0  # seconds
 _log = logging.getLogger("vllm_gateway.exchange")
 
 
@@ -56,17 +52,14 @@ def mirrored(
 ) -> UpstreamRequest:
     """Return the request with its copy, if the share of the mirror includes it. ``document``: the merged body."""
     request, body = upstream.request, upstream.body
-    is_included = int(request.id[-8:], 16) < mirror.below  # clients cannot choose the ID
-    if not is_included or not isinstance(body, JsonBody):
+    if not isinstance(body, JsonBody) or int(request.id[-8:], 16) >= mirror.below:  # clients cannot choose the ID
         return upstream
-    route = request.target.route
     copy = RequestCopy(
         worker=worker,
         source=model.model.id,
         mirror=mirror,
         id=f"{request.id}-mirror",
-        endpoint=route.endpoint,
-        dialect=route.dialect,
+        route=request.target.route,
         body=body,
         choices=document.get("n"),
         facts=upstream.facts._replace(prompt=None),  # the prompt keeps what its own server is expected to do
@@ -81,8 +74,7 @@ class RequestCopy(msgspec.Struct, eq=False, kw_only=True):
     source: str
     mirror: MirrorTarget
     id: str
-    endpoint: str
-    dialect: Dialect
+    route: Route
     body: JsonBody | None
     """The body of the request; None once the copy has been sent."""
     choices: object
@@ -141,12 +133,10 @@ class RequestCopy(msgspec.Struct, eq=False, kw_only=True):
                 memory.release(size, holder)
         self.status = response.status
         if not 200 <= response.status < 300:
-            content = await response.read_body(_ERROR_BODY_LIMIT, _ERROR_BODY_TIMEOUT)
-            response.fault = server_failure(response.server.name, response.status, content.decode("latin-1"))
+            await read_error(response)
             return "failed"
-        reader = _Discarding() if self.worker.ledger is None else _reader(response, self.dialect)
-        self.usage = reader.usage
-        response.stream_to(reader.feed)
+        feed, self.usage = (_discard, self.usage) if self.worker.ledger is None else _reader(response, self.route.dialect)
+        response.stream_to(feed)
         await response.wait_complete()
         return "completed"
 
@@ -171,7 +161,7 @@ class RequestCopy(msgspec.Struct, eq=False, kw_only=True):
         ledger.record_mirrored(
             self.id,
             started,
-            self.endpoint,
+            self.route.endpoint,
             self.mirror.entry.model.id,
             attempt.tried[-1].name,
             status=self.status,
@@ -183,42 +173,6 @@ class RequestCopy(msgspec.Struct, eq=False, kw_only=True):
 
 
 # The response
-
-
-class _Reader(Protocol):
-    """Reads the usage of a response that is discarded."""
-
-    def feed(self, data: bytes) -> None:
-        """Read the next bytes."""
-
-    def usage(self) -> Usage | None:
-        """Return the usage that was read so far."""
-
-
-class _Discarding:
-    """Reads nothing. ``known``: the usage, if a header has it."""
-
-    def __init__(self, known: Usage | None = None) -> None:
-        self._known = known
-
-    def feed(self, data: bytes) -> None:
-        """Discard the next bytes."""
-
-    def usage(self) -> Usage | None:
-        """Return the usage."""
-        return self._known
-
-
-class _Body:
-    """Reads a JSON response."""
-
-    def __init__(self, dialect: Dialect) -> None:
-        self._observer = Observer(dialect)
-        self.feed = self._observer.feed
-
-    def usage(self) -> Usage | None:
-        """Return the usage that was read so far."""
-        return self._observer.fields.usage
 
 
 class _Events:
@@ -255,11 +209,21 @@ class _Events:
         return found
 
 
-def _reader(response: UpstreamResponse, dialect: Dialect) -> _Reader:
-    """Return the reader for a response. Binary embeddings have their usage in a header (see ``response.EmbeddingsRelay``)."""
+def _reader(response: UpstreamResponse, dialect: Dialect) -> tuple[Callable[[bytes], None], Callable[[], Usage | None]]:
+    """Return a function that reads the next bytes of a response, and a function that returns the usage that was read so far.
+
+    Binary embeddings have their usage in a header (see ``response.EmbeddingsRelay``).
+    """
     if is_stream(response):
-        return _Events(dialect)
+        events = _Events(dialect)
+        return events.feed, events.usage
     if is_binary(response):
         metadata = response.headers.get(b"metadata")
-        return _Discarding(None if metadata is None else of_body(metadata, Dialect.PLAIN).usage)
-    return _Body(dialect)
+        usage = None if metadata is None else of_body(metadata, Dialect.PLAIN).usage
+        return _discard, lambda: usage
+    observer = Observer(dialect)
+    return observer.feed, lambda: observer.fields.usage
+
+
+def _discard(_: bytes) -> None:
+    """Discard the next bytes of a response."""

@@ -61,6 +61,8 @@ REST_LIMIT = 64 * 1024 * 1024
 
 EVENT_STREAM, _JSON = b"text/event-stream", b"application/json"
 _LONGEST_TYPE = 1024  # bytes of a content type, parameters included
+_ERROR_BODY_LIMIT = 64 * 1024
+_ERROR_BODY_TIMEOUT = 5.0  # seconds
 _BINARY, _METADATA = b"application/octet-stream", b"metadata"
 
 
@@ -144,6 +146,8 @@ class NoResponse(ResponseRelay):
 class BodyRelay(ResponseRelay):
     """Relays a response that is not a stream of events: JSON, text, audio."""
 
+    _renamer: ModelRenamer | None = None
+
     def __init__(self, response: UpstreamResponse, upstream: UpstreamRequest) -> None:
         self._request = upstream.request
         self._response = response
@@ -172,16 +176,15 @@ class BodyRelay(ResponseRelay):
             request.respond(response.status, content_type(response), body)
         else:
             self._observer = Observer(request.target.route.dialect)
-            if self._name is None:
-                await self._stream(content_type(response), _length(response), self._write)
-            else:
-                await self._stream(content_type(response), None, self._renaming_writer(self._name))
+            if self._name is not None:
+                self._renamer = ModelRenamer(self._name)
+            await self._stream(content_type(response), _length(response) if self._renamer is None else None)
 
-    async def _stream(self, lines: bytes, length: int | None, sink: Callable[[bytes], None]) -> None:
+    async def _stream(self, lines: bytes, length: int | None) -> None:
         """Relay the body as it arrives, after these header lines. Raises UpstreamError."""
         self._received = 0  # bytes of the body
         self._request.start_response(self._response.status, lines, length)
-        _connect(self._request, self._response, sink)
+        _connect(self._request, self._response, self._write)
         try:
             await self._wait_complete()
         finally:
@@ -212,19 +215,6 @@ class BodyRelay(ResponseRelay):
         return self._is_json and self._observer.fields.usage is None and (length is None or length <= REST_LIMIT)
 
     def _write(self, data: bytes) -> None:
-        self._observe(data)
-        self._request.write(data)
-
-    def _renaming_writer(self, name: str) -> Callable[[bytes], None]:
-        renamer = ModelRenamer(name)
-
-        def write(data: bytes) -> None:
-            self._observe(data)
-            self._request.write(renamer.feed(data))
-
-        return write
-
-    def _observe(self, data: bytes) -> None:
         self._received += len(data)
         if not self._request.disconnected:
             self._sent = self._received
@@ -235,6 +225,7 @@ class BodyRelay(ResponseRelay):
             self._settle_limits()
         elif self._received - self._sent > REST_LIMIT:
             self._response.truncate()
+        self._request.write(data if self._renamer is None else self._renamer.feed(data))
 
     def _note_observed(self) -> None:
         self._note(self._observer.fields)
@@ -279,7 +270,7 @@ class EmbeddingsRelay(BodyRelay):
         if metadata is not None:
             self.usage = of_body(metadata, Dialect.PLAIN).usage
             lines += b"%b: %b\r\n" % (_METADATA, metadata if name is None else renamed(metadata, name))
-        await self._stream(lines, _length(response), self._write)
+        await self._stream(lines, _length(response))
 
     def _note_observed(self) -> None:
         """Do nothing: the fields are in the header."""
@@ -297,8 +288,7 @@ class TranslatedRelay(BodyRelay):
         request, response = self._request, self._response
         self.first_byte = response.last_byte_at
         body = await response.read_body(TRANSLATED_LIMIT)
-        document = _json(body)
-        if not document:
+        if not (document := _json(body)):
             raise BadResponse(response.server.name, "its response is not the expected JSON")
         self._note(of_document(document, request.target.route.dialect))
         if self._name is not None:
@@ -597,6 +587,13 @@ def is_stream(response: UpstreamResponse) -> bool:
     if len(kind) > _LONGEST_TYPE:
         raise BadResponse(response.server.name, f"a content type of {len(kind)} bytes")
     return kind.lower().startswith(EVENT_STREAM)
+
+
+async def read_error(response: UpstreamResponse) -> bytes:
+    """Return the body of an error response, and note the failure of the server that it reports. Raises UpstreamError."""
+    content = await response.read_body(_ERROR_BODY_LIMIT, _ERROR_BODY_TIMEOUT)
+    response.fault = server_failure(response.server.name, response.status, content.decode("latin-1"))
+    return content
 
 
 def is_binary(response: UpstreamResponse) -> bool:

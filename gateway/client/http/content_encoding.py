@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import zlib
 from collections.abc import Callable, Generator, Mapping
-from types import MappingProxyType
 from typing import Any, Protocol
 
 from gateway.api.errors import Refusal
@@ -26,13 +25,9 @@ _GZIP = 16 + zlib.MAX_WBITS  # inflateInit2 in zlib.h
 class _Decoder(Protocol):
     """The interface of the decompressors in bz2, lzma and zstd."""
 
+    eof: bool
     needs_input: bool
-
-    @property
-    def eof(self) -> bool: ...
-
-    @property
-    def unused_data(self) -> bytes: ...
+    unused_data: bytes
 
     def decompress(self, data: bytes, max_length: int) -> bytes: ...
 
@@ -42,19 +37,13 @@ class _Gzip:
 
     def __init__(self) -> None:
         self._decoder = zlib.decompressobj(_GZIP)
-        self.needs_input = True
-
-    @property
-    def eof(self) -> bool:
-        return self._decoder.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._decoder.unused_data
+        self.eof, self.needs_input, self.unused_data = False, True, b""
 
     def decompress(self, data: bytes, max_length: int) -> bytes:
-        made = self._decoder.decompress(data or self._decoder.unconsumed_tail, max_length)
-        self.needs_input = not self._decoder.unconsumed_tail and len(made) < max_length
+        decoder = self._decoder
+        made = decoder.decompress(data or decoder.unconsumed_tail, max_length)
+        self.eof, self.unused_data = decoder.eof, decoder.unused_data
+        self.needs_input = not decoder.unconsumed_tail and len(made) < max_length
         return made
 
 
@@ -72,13 +61,11 @@ def _zstd() -> tuple[_Decoder, type[Exception]]:
     return library.ZstdDecompressor(options={library.DecompressionParameter.window_log_max: _MAX_WINDOW_LOG}), library.ZstdError
 
 
-_DECODERS: Mapping[str, Callable[[], tuple[_Decoder, type[Exception]]]] = MappingProxyType({"gzip": _gzip, "zstd": _zstd})
-_INVALID: Mapping[str, str] = MappingProxyType(
-    {
-        "gzip": "The body is not valid gzip data.",
-        "zstd": "The body is not a valid zstd frame, or needs a dictionary or a window of more than 8 MiB.",
-    }
-)
+_DECODERS: Mapping[str, Callable[[], tuple[_Decoder, type[Exception]]]] = {"gzip": _gzip, "zstd": _zstd}
+_INVALID: Mapping[str, str] = {
+    "gzip": "The body is not valid gzip data.",
+    "zstd": "The body is not a valid zstd frame, or needs a dictionary or a window of more than 8 MiB.",
+}
 
 IDENTITY = "identity"
 ENCODINGS = (*_DECODERS, IDENTITY)
@@ -102,8 +89,10 @@ def decoded(
             piece = bytes(body[fed : fed + _PIECE]) if decoder.needs_input else b""
             fed += len(piece)
             result += decoder.decompress(piece, _STEP)
+            if len(result) > limit:
+                raise Refusal("request_too_large", f"The decoded body is larger than {limit} bytes.")
             if len(result) > most:
-                raise _too_large(limit, len(result) > limit)
+                raise Refusal("request_too_large", f"The decoded body is more than {_MAX_RATIO} times as large as what was sent.")
             hold(len(body) + len(result))
             yield
     except broken:
@@ -111,9 +100,3 @@ def decoded(
     if decoder.unused_data or fed < len(body):
         raise Refusal("invalid_request", f"The body has data after its {encoding} data. It must be one gzip member or zstd frame.")
     return result
-
-
-def _too_large(limit: int, whole: bool) -> Refusal:
-    if whole:
-        return Refusal("request_too_large", f"The decoded body is larger than {limit} bytes.")
-    return Refusal("request_too_large", f"The decoded body is more than {_MAX_RATIO} times as large as what was sent.")
