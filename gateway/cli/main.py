@@ -21,7 +21,7 @@ from gateway import __version__
 from gateway.cli import keys_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
-from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, print_problem, print_problems, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, print_problem, say_error
 from gateway.system.core import core
 from gateway.usage.dimensions import CHOICES
 
@@ -66,7 +66,9 @@ def _reported(error: Exception) -> int:
 
     match error:
         case ConfigurationError() | InvalidResultError():
-            return print_problems(error.problems, err=True)
+            for problem in error.problems:
+                print_problem(problem, "red", err=True)
+            return BAD_USAGE
         case KeyFileError():
             return say_error(str(error), FAILED)
     return say_error(f"{type(error).__name__}: {error}", FAILED)

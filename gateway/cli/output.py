@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import typer
@@ -38,13 +37,6 @@ def say_error(message: str, code: int) -> int:
     """Print an error as one line on standard error, and return the code."""
     typer.echo(f"{NAME}: {' '.join(message.split())}", err=True)
     return code
-
-
-def print_problems(problems: Iterable[Problem], *, err: bool = False) -> int:
-    """Print a line for each problem, and return the exit code."""
-    for problem in problems:
-        print_problem(problem, "red", err=err)
-    return BAD_USAGE
 
 
 def print_problem(problem: Problem, color: str, *, err: bool = False) -> None:

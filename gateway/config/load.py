@@ -49,7 +49,10 @@ def _loaded(path: str | os.PathLike[str], around: Surroundings, instead: Mapping
     problems = [*main.problems, *(draft.keys_file.problems if draft.keys_file else ()), *references.problems(draft)]
     if problems or config is None or more is None:
         raise ConfigurationError(in_order(dict.fromkeys(problems), main.file), around.files)
-    return _assembled(config, more, around)
+    whole = config.model_copy(update={"keys": config.keys + more.keys})
+    whole._withheld = frozenset(around.named - around.shared)
+    whole._files = tuple(dict.fromkeys(around.files))
+    return whole
 
 
 def drafted(path: str | os.PathLike[str], instead: Mapping[Path, Source] = MappingProxyType({})) -> Draft | None:
@@ -61,13 +64,6 @@ def drafted(path: str | os.PathLike[str], instead: Mapping[Path, Source] = Mappi
     if not source.whole or not isinstance(source.value, dict):
         return None
     return Draft(source, _read_keys_file(source, Surroundings({}, Path(os.path.abspath(path)).parent, []), instead))
-
-
-def _assembled(config: Config, more: KeysFile, around: Surroundings) -> Config:
-    whole = config.model_copy(update={"keys": config.keys + more.keys})
-    whole._withheld = frozenset(around.named - around.shared)
-    whole._files = tuple(dict.fromkeys(around.files))
-    return whole
 
 
 def _read(path: str | os.PathLike[str], instead: Mapping[Path, Source]) -> Source:

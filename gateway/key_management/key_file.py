@@ -64,9 +64,8 @@ class _KeyFile:
 class KeyFiles:
     """The keys of the configuration ``file``: its own, and those of its keys_file. Raises KeyFileError for an unreadable file."""
 
-    def __init__(self, file: Path, environ: Mapping[str, str] | None = None) -> None:
+    def __init__(self, file: Path) -> None:
         self._file = file
-        self._environ = environ
         main = _read_file(file)
         named = main.source.at(("keys_file",))
         self._files = [main, *([_read_file(file.parent / named)] if isinstance(named, str) and named else [])]
@@ -163,7 +162,7 @@ class KeyFiles:
     def _problems(self, instead: Mapping[Path, Source]) -> list[Problem]:
         """Return the problems without their lines, because some are lines of a text that is not written."""
         try:
-            load(self._file, self._environ, instead)
+            load(self._file, instead=instead)
         except ConfigurationError as error:
             return [replace(each, line=0) for each in error.problems]
         return []
