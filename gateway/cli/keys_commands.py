@@ -97,7 +97,7 @@ def rotate(
     except OverflowError:
         return say_error("--overlap: the end is after the year 9999", BAD_USAGE)
     key, key_files = keys.mint(id), KeyFiles(config_file(file, config))
-    entry = _principal(key_files.entry(id).value)
+    entry = _principal(key_files.entry(id))
     if entry.revoked or entry.expired(now):
         return say_error(f"{id} {'is revoked' if entry.revoked else 'has expired'}, which would apply to its new key", FAILED)
     former = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
@@ -117,7 +117,7 @@ def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = Non
     from gateway.key_management.key_file import KeyFiles
 
     key_files = KeyFiles(config_file(file, config))
-    entry = key_files.entry(id).value
+    entry = key_files.entry(id)
     if entry.get("anonymous") is True:
         return say_error(f"{id} is for requests without a key; remove it from the file to refuse them", FAILED)
     was_revoked = entry.get("revoked") is True
@@ -130,7 +130,7 @@ def restore(id: Identity, file: ConfigArgument = None, config: ConfigOption = No
     from gateway.key_management.key_file import KeyFiles
 
     key_files = KeyFiles(config_file(file, config))
-    was_revoked = key_files.entry(id).value.get("revoked") is True
+    was_revoked = key_files.entry(id).get("revoked") is True
     typer.echo(f"{id} is restored in {key_files.change(id, 'revoked', False)}" if was_revoked else f"{id} is not revoked")
     return 0
 

@@ -466,10 +466,11 @@ def _some_keys(draft: Draft) -> Iterator[Problem]:
 
 def _unique_keys(draft: Draft) -> Iterator[Problem]:
     yield from _repeated((key.get("id") for key in draft.keys), "key id")
-    yield from _repeated((setting for key in draft.keys for setting in _hashes(key)), "hash", "; a key belongs to one entry")
+    yield from _repeated((setting for key in draft.keys for setting in hashes_of(key)), "hash", "; a key belongs to one entry")
 
 
-def _hashes(key: ConfigValue) -> Iterator[ConfigValue]:
+def hashes_of(key: ConfigValue) -> Iterator[ConfigValue]:
+    """Yield the hashes of an entry in lowercase."""
     for one in key.one_or_each("hash"):
         setting = one.get("hash") if isinstance(one.value, dict) else one
         if _is_text(setting):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gateway.config import ConfigurationError, Problem, load
+from gateway.config.references import ConfigValue, hashes_of
 from gateway.config.source import Source, parse, reason
 from gateway.key_management.yaml_edit import UneditableError, append_entries, set_field
 
@@ -38,14 +39,6 @@ class InvalidResultError(KeyFileError):
 
 
 @dataclass(frozen=True, slots=True)
-class KeyEntry:
-    """An entry as written in a file. ``path`` is its path in the document."""
-
-    path: tuple[str | int, ...]
-    value: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
 class _KeyFile:
     """A file with entries. ``path``: the path of their list in the document."""
 
@@ -55,10 +48,12 @@ class _KeyFile:
     path: tuple[str, ...]
 
     @property
-    def entries(self) -> list[KeyEntry]:
-        listed = self.source.at(self.path)
-        items = enumerate(listed if isinstance(listed, list) else [])
-        return [KeyEntry((*self.path, number), value) for number, value in items if isinstance(value, dict)]
+    def document(self) -> ConfigValue:
+        return ConfigValue(self.source, (), self.source.value)
+
+    @property
+    def entries(self) -> list[ConfigValue]:
+        return [entry for entry in self.document.get(*self.path).items() if isinstance(entry.value, dict)]
 
 
 class KeyFiles:
@@ -70,17 +65,15 @@ class KeyFiles:
         named = main.source.at(("keys_file",))
         self._files = [main, *([_read_file(file.parent / named)] if isinstance(named, str) and named else [])]
 
-    def entry(self, identity: str) -> KeyEntry:
-        """Return the entry of an id. Raises KeyFileError."""
-        return self._find(identity)[1]
+    def entry(self, identity: str) -> Mapping[str, Any]:
+        """Return the entry of an id, as it is written. Raises KeyFileError."""
+        found: dict[str, Any] = self._find(identity)[1].value
+        return found
 
     @property
     def hashes(self) -> frozenset[str]:
         """The valid hashes of all entries."""
-        written = (entry.value.get("hash") for page in self._files for entry in page.entries)
-        each = (one for listed in written for one in (listed if isinstance(listed, list) else [listed]))
-        texts = (one.get("hash") if isinstance(one, dict) else one for one in each)
-        return frozenset(text.lower() for text in texts if isinstance(text, str))
+        return frozenset(one.value for page in self._files for entry in page.entries for one in hashes_of(entry))
 
     @property
     def ids(self) -> frozenset[str]:
@@ -90,8 +83,7 @@ class KeyFiles:
     @property
     def teams(self) -> frozenset[str]:
         """Ids of the configuration's teams."""
-        listed = self._files[0].source.at(("teams",))
-        return frozenset(str(team.get("id")) for team in (listed if isinstance(listed, list) else []) if isinstance(team, dict))
+        return frozenset(str(team.value.get("id")) for team in self._files[0].document.each("teams") if isinstance(team.value, dict))
 
     def add(self, entries: Sequence[Mapping[str, Any]]) -> Path:
         """Add entries to the file's ``keys``, or to keys_file if it has none; returns the file. Raises KeyFileError."""
@@ -132,7 +124,7 @@ class KeyFiles:
         self._write(page, lambda text: set_field(text, entry.path, name, value), expected, by_hand)
         return page.file
 
-    def _find(self, identity: str) -> tuple[_KeyFile, KeyEntry]:
+    def _find(self, identity: str) -> tuple[_KeyFile, ConfigValue]:
         found = [(page, entry) for page in self._files for entry in page.entries if entry.value.get("id") == identity]
         if not found:
             raise KeyFileError(f"there is no key {identity} in {' or '.join(str(page.file) for page in self._files)}")
