@@ -131,8 +131,8 @@ def _all_launched(draft: Draft) -> list[_Launched]:
 def _launched(model: ConfigValue) -> _Launched:
     launch = model.get("launch")
     written = launch.get("command")
-    words = texts(written.items())
-    command = tuple(words) if words == written.value else ()
+    parts = texts(written.items())
+    command = tuple(parts) if parts == written.value else ()
     if written.value is None:
         command = Launch.model_fields["command"].default
     args = launch.get("args")
