@@ -11,7 +11,7 @@ for ``LEAST`` requests, there is no lease, and the store decides about each requ
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import ceil
 from typing import NamedTuple
 
@@ -53,20 +53,18 @@ class Lease(msgspec.Struct, eq=False):
     began: float
     expires: float
     known: StoreResult
-    requests: int
-    tokens: int
-    cost: int
-    _smallest: tuple[int, int, int]
+    requests: int = 0
+    tokens: int = 0
+    cost: int = 0
+    _smallest: tuple[int, int, int] = (0, 0, 0)
     _used_requests: int = 0
     _used_tokens: int = 0
     _used_cost: int = 0
     _open: dict[str, Amounts] = {}
 
-    @classmethod
-    def of(cls, identity: str, holders: tuple[Holder, ...], granted: Amounts, began: float, expires: float, known: StoreResult) -> Lease:
-        """Make a lease from which nothing is used."""
-        left = granted.requests, granted.tokens, granted.cost
-        return cls(identity, holders, granted, began, expires, known, *left, left)
+    def __post_init__(self) -> None:
+        granted = self.granted
+        self._smallest = self.requests, self.tokens, self.cost = granted.requests, granted.tokens, granted.cost
 
     def admit(self, request: str, amounts: Amounts) -> bool:
         """Reserve amounts for a request by its id. Returns whether they are left."""
@@ -138,10 +136,9 @@ def _with_less(state: BudgetState, amount: int) -> BudgetState:
     return BudgetState(state.budget, state.window, max(state.used - amount, 0.0), state.reset)
 
 
-def can_lease(holders: Iterable[Holder]) -> bool:
+def can_lease(holders: Sequence[Holder]) -> bool:
     """Check whether requests of these holders may be admitted from a lease: no limit counts requests in flight or sessions."""
-    found = tuple(holders)
-    return bool(found) and all(each.limits.concurrent is None and not any(window.number for window in each.windows) for each in found)
+    return bool(holders) and all(each.limits.concurrent is None and not any(window.number for window in each.windows) for each in holders)
 
 
 def next_amounts(demand: Amounts, seconds: float, known: StoreResult, now: float) -> Amounts | None:

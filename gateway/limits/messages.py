@@ -6,31 +6,22 @@ The rule: a time to wait appears only if the same request can pass after it. A r
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 
 from gateway.api.errors import Refusal, duration
 from gateway.limits.estimate import TokenEstimate
+from gateway.limits.rules import RATES
 from gateway.limits.windows import ExceededLimit
 from gateway.snapshot.money import Price, completion_within, decimal_of
 
 _ROUNDING = 1e-6  # as in ``rules``
 
-_RATES: Mapping[str, str] = MappingProxyType(
-    {
-        "concurrent": "{} requests at once",
-        "requests_per_minute": "{} requests per minute",
-        "tokens_per_minute": "{} tokens per minute",
-    }
-)
-
 
 def limit_text(reason: str, limit: float) -> str:
     """Write a limit: a rate, or a budget with its window, such as ``tokens_per_7d``."""
-    if reason in _RATES:
-        return _RATES[reason].format(_number(limit))
+    if reason == "concurrent":
+        return f"{_number(limit)} requests at once"
     kind, _, window = reason.partition("_per_")
-    return f"a cost of {_cost(limit)} per {window}" if kind == "cost" else f"{_number(limit)} tokens per {window}"
+    return f"a cost of {_cost(limit)} per {window}" if kind == "cost" else f"{_number(limit)} {kind} per {window}"
 
 
 def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, price: Price | None) -> Refusal:
@@ -39,7 +30,7 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     ``estimated``: what the request reserves, where ``max_tokens`` bounds the completion; ``price``: the model's.
     """
     seconds = max(math.ceil(exceeded.wait or 0), 1)
-    is_cost, is_quota = exceeded.reason.startswith("cost"), exceeded.reason not in _RATES
+    is_cost, is_quota = exceeded.reason.startswith("cost"), exceeded.reason not in RATES
     written = _cost if is_cost else _number
     limit, left = limit_text(exceeded.reason, exceeded.limit), math.floor(exceeded.left + _ROUNDING)  # whole tokens, or nano-units
     reserved = f"{'a cost of ' if is_cost else ''}{written(exceeded.requested)}{'' if is_cost else ' tokens'}"

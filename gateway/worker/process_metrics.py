@@ -6,22 +6,15 @@ has no series.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator
 
 from prometheus_client import ProcessCollector
 
 from gateway.telemetry.metrics import Series
 from gateway.worker.supervisor import WorkerStatus
 
-_FAMILIES: Mapping[str, str] = MappingProxyType(
-    {
-        "process_cpu_seconds_total": "worker_cpu_seconds_total",
-        "process_resident_memory_bytes": "worker_resident_memory_bytes",
-        "process_open_fds": "worker_open_fds",
-        "process_max_fds": "worker_max_fds",
-    }
-)
+_SHOWN = ("cpu_seconds_total", "resident_memory_bytes", "open_fds", "max_fds")
+"""What follows ``process_`` in the names of the collector, and ``worker_`` in those of the gateway."""
 
 
 def process_series(workers: Iterable[WorkerStatus]) -> Iterator[tuple[Series, float]]:
@@ -34,5 +27,6 @@ def process_series(workers: Iterable[WorkerStatus]) -> Iterator[tuple[Series, fl
 def _of_one(worker: str, pid: int) -> Iterator[tuple[Series, float]]:
     for metric in ProcessCollector(pid=lambda: pid, registry=None).collect():
         for sample in metric.samples:
-            if sample.name in _FAMILIES:
-                yield Series(_FAMILIES[sample.name], (worker,)), sample.value
+            name = sample.name.removeprefix("process_")
+            if name in _SHOWN:
+                yield Series(f"worker_{name}", (worker,)), sample.value

@@ -15,7 +15,6 @@ from gateway.snapshot.snapshot import Key
 
 _MAX_WAITING = 64
 _TIMEOUT = 15.0  # seconds: longer than control's own timeout
-_UNAVAILABLE = "The usage can't be read at the moment."
 
 
 class UsageRequests:
@@ -38,7 +37,7 @@ class UsageRequests:
             async with asyncio.timeout(_TIMEOUT):
                 reported: UsageReported = await reply
         except TimeoutError:
-            raise Refusal("overloaded", _UNAVAILABLE) from None
+            raise Refusal("overloaded", "The usage can't be read at the moment.") from None
         finally:
             del self._waiting[number]
         if reported.error is not None:

@@ -43,7 +43,7 @@ class Leases:
                 on_lease(None)
                 return
             expires = sent + seconds_of_lease(holders, wall)
-            lease = Lease.of(identity, holders, amounts, sent, expires, result)
+            lease = Lease(identity, holders, amounts, sent, expires, result)
             self._open[identity] = lease
             for holder in holders:
                 self._by_holder.setdefault(holder.name, {})[identity] = lease

@@ -32,7 +32,7 @@ def known(requests_full: float = 0.0, tokens_full: float = 0.0, tokens: int = 0,
 
 
 def lease(granted: Amounts) -> Lease:
-    return Lease.of("lease", (HOLDER,), granted, 0.0, DURATION, known())
+    return Lease("lease", (HOLDER,), granted, 0.0, DURATION, known())
 
 
 @given(_STEPS)
@@ -148,7 +148,7 @@ def test_a_lease_ends_with_the_period_in_which_it_was_reserved(limits: Limits, w
 
 
 def test_what_is_left_of_a_lease_is_shown_as_unused() -> None:
-    one = Lease.of("lease", (HOLDER,), Amounts(100, 0, 1000, 500), 0.0, DURATION, known(0.1, 0.1, 1000, 500))
+    one = Lease("lease", (HOLDER,), Amounts(100, 0, 1000, 500), 0.0, DURATION, known(0.1, 0.1, 1000, 500))
     assert one.admit("r1", Amounts(1, 0, 10, 5))
     now = one.current()
     assert [full for _, *full in now.full_times] == [[pytest.approx(0.001), pytest.approx(0.001)]]
@@ -182,6 +182,6 @@ def test_a_small_request_is_a_quarter_of_a_lease_at_most(amounts: Amounts, small
 
 def test_a_lease_that_is_used_up_is_shown_as_used() -> None:
     reported = known(0.5, 0.5, 1000, 500)
-    one = Lease.of("lease", (HOLDER,), Amounts(1, 0, 10, 5), 0.0, DURATION, reported)
+    one = Lease("lease", (HOLDER,), Amounts(1, 0, 10, 5), 0.0, DURATION, reported)
     assert one.admit("r1", Amounts(1, 0, 10, 5))
     assert one.current() == reported
