@@ -19,6 +19,7 @@ from gateway.client.connection_context import Connection
 from gateway.client.http.head import RequestHead
 from gateway.client.http.status_lines import STATUS_LINES
 from gateway.limits import Reservation
+from gateway.limits.response_headers import reservation_lines
 from gateway.telemetry.trace import Trace
 from upstream.http.inline_task import InlineTask
 
@@ -137,7 +138,7 @@ class ClientRequest(msgspec.Struct, eq=False):
         if self.extra_headers:
             framing += self.extra_headers
         if self.reservation is not None:
-            framing += self.reservation.header_lines()
+            framing += reservation_lines(self.reservation)
         identity = self.id.encode()
         if self.target.route.anthropic:
             framing += b"request-id: %b\r\n" % identity  # the name that Anthropic's clients read

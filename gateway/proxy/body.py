@@ -19,6 +19,7 @@ from gateway.api.translation import translate
 from gateway.api.vllm.choices import choices_and_prompts
 from gateway.auth.body_policy import BodyPolicy
 from gateway.auth.catalog import CatalogEntry
+from gateway.limits.expected_use import estimate_request
 from gateway.prompts.balancing_facts import balancing_facts
 from gateway.prompts.token_keys import TokenRequest, token_request
 from gateway.proxy.context import Fallbacks, RequestContext
@@ -87,7 +88,7 @@ def _for_model(
     reservation = request.reservation
     prepared = yield from prepare(document, model.policy, request.target.route, size, key.fields, large=large)
     if reservation is not None:
-        reservation.estimate_usage(prepared.document, prepared.path, size, prepared.media, model.model)
+        estimate_request(reservation, prepared.document, prepared.path, size, prepared.media, model.model)
     if prepared.stream:
         context.stream = True
         counts_tokens = context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens)

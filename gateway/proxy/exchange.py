@@ -14,12 +14,13 @@ from functools import partial
 from time import monotonic
 
 from gateway.api.errors import Refusal, draining
-from gateway.api.routes import Body, Dialect
+from gateway.api.routes import Body
 from gateway.api.vllm.errors import from_server
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.http.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.keepalive import Keepalive
 from gateway.client.request import ClientRequest
+from gateway.limits.expected_use import estimate_form
 from gateway.limits.reservation import reservation_of
 from gateway.prompts.token_keys import add_token_keys
 from gateway.proxy.body import prepare_request
@@ -27,13 +28,13 @@ from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.form import Form
 from gateway.proxy.prompt_count import count_prompt
 from gateway.proxy.request_services import RequestServices
-from gateway.proxy.response import BodyRelay, EmbeddingsRelay, EventRelay, TranslatedRelay, is_binary, is_stream, read_error
+from gateway.proxy.response import EventRelay, choose_relay, is_stream, read_error
 from gateway.proxy.upstream_request import FormBody, UpstreamRequest
 from gateway.snapshot.snapshot import Key
 from gateway.system.steps import finished, is_small
 from upstream.balancing.attempt import Attempt, UpstreamResponse
 from upstream.balancing.pool import NoServerError
-from upstream.http.errors import BadResponse, ConnectFailed, UpstreamError
+from upstream.http.errors import ConnectFailed, UpstreamError
 
 
 async def handle_request(request: ClientRequest, worker: RequestServices) -> None:
@@ -147,7 +148,7 @@ async def _prepare_form(context: RequestContext, key: Key) -> UpstreamRequest:
 
 async def _prepare_form_for(form: Form, request: ClientRequest, name: str, model: CatalogEntry) -> UpstreamRequest:
     """Apply a model's policy and the key's limits to the part of a form that has been read, and make the request."""
-    form.apply_policy(model.policy, None if request.reservation is None else request.reservation.estimate_form(model.model))
+    form.apply_policy(model.policy, None if request.reservation is None else estimate_form(request.reservation, model.model))
     return UpstreamRequest(request, model, name, FormBody.of(form, request))
 
 
@@ -175,7 +176,12 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
             context.keepalive.end()
         if not 200 <= response.status < 300:
             raise await _server_error(response, upstream, context)
-        context.response_relay = response_relay = _choose_relay(response, upstream, context)
+        context.response_relay = response_relay = choose_relay(response, upstream)
+        if isinstance(response_relay, EventRelay):
+            if isinstance(upstream.body, FormBody):
+                context.stream = True  # a form says so somewhere behind its model
+            if worker.ledger is not None:
+                worker.ledger.watch(upstream.request.id, response_relay)
         await response_relay.run()
 
 
@@ -247,24 +253,3 @@ async def _server_error(response: UpstreamResponse, upstream: UpstreamRequest, c
         async with context.worker.steps.admit(len(body.content)):
             document = body.sent_document()
     return from_server(response.status, content, upstream.name, body.input_field, retry_after, document)
-
-
-def _choose_relay(response: UpstreamResponse, upstream: UpstreamRequest, context: RequestContext) -> BodyRelay | EventRelay:
-    """Return the object that relays a successful response. Raises BadResponse."""
-    request, body = upstream.request, upstream.body
-    if b"content-encoding" in response.headers and response.headers[b"content-encoding"].lower() != b"identity":
-        raise BadResponse(response.server.name, "its response has a content encoding that the gateway did not request")
-    if is_stream(response):
-        if isinstance(body, FormBody):
-            context.stream = True  # a form says so somewhere behind its model
-        events = EventRelay(response, upstream)
-        if (ledger := context.worker.ledger) is not None:
-            ledger.watch(request.id, events)
-        return events
-    if request.response_started:
-        raise BadResponse(response.server.name, "its response is not a stream, and a stream has been started")
-    if body.translation is not None:
-        return TranslatedRelay(response, upstream, body.translation)
-    if request.target.route.dialect is Dialect.PLAIN and is_binary(response):
-        return EmbeddingsRelay(response, upstream)
-    return BodyRelay(response, upstream)

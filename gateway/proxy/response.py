@@ -562,6 +562,22 @@ class EventRelay(ResponseRelay):
         return ends_stream(self._last, b"", self._dialect)
 
 
+def choose_relay(response: UpstreamResponse, upstream: UpstreamRequest) -> BodyRelay | EventRelay:
+    """Return the object that relays a successful response. Raises BadResponse."""
+    request, translation = upstream.request, upstream.body.translation
+    if b"content-encoding" in response.headers and response.headers[b"content-encoding"].lower() != b"identity":
+        raise BadResponse(response.server.name, "its response has a content encoding that the gateway did not request")
+    if is_stream(response):
+        return EventRelay(response, upstream)
+    if request.response_started:
+        raise BadResponse(response.server.name, "its response is not a stream, and a stream has been started")
+    if translation is not None:
+        return TranslatedRelay(response, upstream, translation)
+    if request.target.route.dialect is Dialect.PLAIN and is_binary(response):
+        return EmbeddingsRelay(response, upstream)
+    return BodyRelay(response, upstream)
+
+
 def end_truncated(request: ClientRequest, refusal: Refusal, events: int) -> None:
     """End a response that has started and cannot be completed, by an error event or by cutting the connection.
 

@@ -23,6 +23,7 @@ from gateway.api.vllm.lax_int import lax_int
 from gateway.limits import Reservation
 from gateway.limits.buckets import Buckets
 from gateway.limits.estimate import DEFAULT_COMPLETION, SHARES
+from gateway.limits.expected_use import estimate_request
 from gateway.limits.limiter import Limiter
 from gateway.limits.reservation import reservation_of
 from gateway.limits.windows import moment
@@ -205,7 +206,7 @@ def test_no_requests_use_more_than_a_hard_budget(
                 reservation.reserve_request()
                 document = dict(fields)
                 body = orjson.dumps(document)
-                reservation.estimate_usage(document, path, len(body), InlineMedia(), served)
+                estimate_request(reservation, document, path, len(body), InlineMedia(), served)
                 reservation.reserve_tokens()
             except Refusal:
                 reservation.settle(Settlement(), 429)
@@ -215,7 +216,7 @@ def test_no_requests_use_more_than_a_hard_budget(
                 finish(running)
         finish(running)
         known = reservation_of(limiter, client_key, "req_x", {b"x-session-id": b"one"})
-        known.estimate_usage({}, CHAT, 0, InlineMedia(), served)
+        estimate_request(known, {}, CHAT, 0, InlineMedia(), served)
         left, whole = buckets.hard_capacity(known.holders(served), moment(monotonic(), time()))
         assert left.tokens >= 0 and left.cost >= 0, (left, whole)
 
@@ -236,7 +237,7 @@ def test_a_prompt_is_estimated_if_a_limit_counts_tokens(limits: Limits, counts: 
         unsettled = [reservation.is_unsettled]
         reservation.reserve_request()
         unsettled.append(reservation.is_unsettled)
-        reservation.estimate_usage({}, CHAT, 40, InlineMedia(), served)
+        estimate_request(reservation, {}, CHAT, 40, InlineMedia(), served)
         reservation.reserve_tokens()
         assert (reservation.counts_tokens, reservation.estimated_prompt) == (counts, 10 if counts else None)
         unsettled.append(reservation.is_unsettled)

@@ -20,6 +20,7 @@ from gateway.api.media_urls import InlineMedia
 from gateway.auth import keys
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
+from gateway.limits.expected_use import estimate_request
 from gateway.limits.limiter import KeyLimits
 from gateway.limits.redis.store import RedisStore
 from gateway.limits.reservation import reservation_of
@@ -224,7 +225,7 @@ async def test_without_space_for_the_table_a_session_is_refused() -> None:
         limiter.apply_snapshot(Snapshot(1, (one,), ()))
         reservation = reservation_of(limiter, one, "req_1", {b"x-session-id": b"run-1"})
         with pytest.raises(Refusal) as refused:
-            reservation.estimate_usage(chat(), "/v1/chat/completions", 2, InlineMedia(), Model("tiny", ()))
+            estimate_request(reservation, chat(), "/v1/chat/completions", 2, InlineMedia(), Model("tiny", ()))
     assert refused.value.code == "overloaded"
 
 

@@ -22,9 +22,11 @@ from gateway.api.settlement import Settlement
 from gateway.api.usage import Usage
 from gateway.limits import Limiter, Reservation
 from gateway.limits.buckets import Buckets
+from gateway.limits.expected_use import estimate_request
 from gateway.limits.lease import DURATION, LEAST, PARTS
 from gateway.limits.redis.store import RedisStore
 from gateway.limits.reservation import reservation_of
+from gateway.limits.response_headers import reservation_lines
 from gateway.snapshot.snapshot import Allowance, Key, Limits, LimitsStore, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics, sum_series
 from gateway.telemetry.shared_counters import SharedCounters
@@ -70,7 +72,7 @@ class One:
         try:
             if (waiting := reservation.reserve_request()) is not None:
                 await waiting
-            reservation.estimate_usage({"max_tokens": tokens - 1}, CHAT, 0, InlineMedia(), self.snapshot.models[model])
+            estimate_request(reservation, {"max_tokens": tokens - 1}, CHAT, 0, InlineMedia(), self.snapshot.models[model])
             if (waiting := reservation.reserve_tokens()) is not None:
                 await waiting
         except Refusal:
@@ -300,7 +302,7 @@ async def test_a_fallback_ends_the_lease_of_the_former_model(server: RedisServer
         running = await one.lease()
         await one.acknowledged()
         moved = running[-1].reservation
-        moved.estimate_usage({"max_tokens": 9}, CHAT, 0, InlineMedia(), MODELS[1])
+        estimate_request(moved, {"max_tokens": 9}, CHAT, 0, InlineMedia(), MODELS[1])
         waiting = moved.reserve_tokens()
         assert waiting is not None
         await waiting
@@ -318,7 +320,7 @@ async def test_headers_count_the_requests_of_a_lease(server: RedisServer) -> Non
         for _ in range(3):
             each = await one.start(10)
             assert each is not None
-            lines = dict(line.split(b": ") for line in each.reservation.header_lines().splitlines())
+            lines = dict(line.split(b": ") for line in reservation_lines(each.reservation).splitlines())
             found.append(int(lines[b"x-ratelimit-remaining-tokens-day"]))
         assert [before - after for before, after in pairwise(found)] == [10, 10]
 
@@ -453,5 +455,5 @@ async def test_headers_show_the_requests_that_the_store_has_counted(server: Redi
     async with worker(server.store_config(), Allowance("key a", Limits(requests_per_minute=3, tokens_per_minute=1000))) as one:
         each = await one.start(10)
         assert each is not None
-        lines = dict(line.split(b": ") for line in each.reservation.header_lines().splitlines())
+        lines = dict(line.split(b": ") for line in reservation_lines(each.reservation).splitlines())
         assert (lines[b"x-ratelimit-limit-requests"], lines[b"x-ratelimit-remaining-requests"]) == (b"3", b"2")
