@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
-from sqlalchemy import Engine, Select, func, inspect, or_, select
+from sqlalchemy import Engine, func, inspect, select
 
 from gateway.config import Config
 from gateway.key_management.key_list import LastUse, token_entries
@@ -25,13 +24,9 @@ def last_use(engine: Engine, keys: Iterable[str], of_tokens: frozenset[str]) -> 
     with connected(engine) as connection:
         if not inspect(connection).has_table(USAGE.name):
             return {}
-        found = ((key, connection.execute(_newest(key, key in of_tokens)).scalar()) for key in keys)
+        newest = {key: select(func.max(USAGE.c.time)).where(rows_of(key, with_subjects=key in of_tokens)) for key in keys}
+        found = ((key, connection.execute(statement).scalar()) for key, statement in newest.items())
         return {key: when if when.tzinfo else when.replace(tzinfo=UTC) for key, when in found if when is not None}
-
-
-def _newest(key: str, of_tokens: bool) -> Select[Any]:
-    own, of_subjects = rows_of(key)
-    return select(func.max(USAGE.c.time)).where(or_(own, of_subjects) if of_tokens else own)
 
 
 def known_last_use(engine: Engine, config: Config) -> LastUse:

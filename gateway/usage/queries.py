@@ -6,7 +6,7 @@ Nothing is written. Days are UTC's; a time range includes its start and excludes
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -216,13 +216,13 @@ def _conditions(query: UsageQuery) -> list[ColumnElement[bool]]:
     conditions += [USAGE.c[name] == value for name, value in (("team", query.team), ("model", query.model)) if value is not None]
     if query.key is None:
         return [*conditions, USAGE.c.key != MIRRORED]
-    return [*conditions, or_(*rows_of(query.key)) if query.with_subjects else USAGE.c.key == query.key]
+    return [*conditions, rows_of(query.key, with_subjects=query.with_subjects)]
 
 
-def rows_of(key: str) -> Iterator[ColumnElement[bool]]:
-    """Yield conditions for the rows of a key: its own, and those of its entry's subjects."""
-    yield USAGE.c.key == key
-    yield subjects_of(key)
+def rows_of(key: str, *, with_subjects: bool) -> ColumnElement[bool]:
+    """Return the condition for the rows of a key, and for those of its entry's subjects if they are requested."""
+    own = USAGE.c.key == key
+    return or_(own, subjects_of(key)) if with_subjects else own
 
 
 def subjects_of(entry: str) -> ColumnElement[bool]:
