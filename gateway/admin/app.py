@@ -83,17 +83,18 @@ class _Families(Collector):
 
 
 def _metric(name: str, family: Family, rows: Iterable[tuple[tuple[str, ...], Sequence[float]]]) -> Metric:
-    full = PREFIX + name
-    if family.kind == "histogram":
-        histogram = HistogramMetricFamily(full, family.help, labels=family.labels)
-        for labels, values in rows:
-            histogram.add_metric(labels, _cumulative(family.buckets, values), sum_value=values[-1])
-        return histogram
-    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-    metric = kind(full, family.help, labels=family.labels)
+    metric = _METRICS[family.kind](PREFIX + name, family.help, labels=family.labels)
     for labels, values in rows:
-        metric.add_metric(labels, values[0])
+        if isinstance(metric, HistogramMetricFamily):
+            metric.add_metric(labels, _cumulative(family.buckets, values), sum_value=values[-1])
+        else:
+            metric.add_metric(labels, values[0])
     return metric
+
+
+_METRICS: Mapping[str, type[HistogramMetricFamily | CounterMetricFamily | GaugeMetricFamily]] = MappingProxyType(
+    {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
+)
 
 
 def _cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:

@@ -72,17 +72,11 @@ class Route:
         object.__setattr__(self, "generates", generates or self.takes_form)
         object.__setattr__(self, "guided", self.dialect in (Dialect.CHAT, Dialect.COMPLETIONS))
         object.__setattr__(self, "translated", self.dialect is Dialect.CHAT and self.path != _BATCH)
-        object.__setattr__(self, "takes", self._key_fields())
-
-    def _key_fields(self) -> frozenset[str]:
-        if self.body is Body.FORM or self.path in _UNSCHEDULED:
-            return frozenset()
-        return _KEY_FIELDS.get(self.dialect, frozenset({"cache_salt", "priority"}))
+        takes = _KEY_FIELDS.get(self.dialect, ("cache_salt", "priority")) if scheduled and not self.takes_form else ()
+        object.__setattr__(self, "takes", frozenset(takes))
 
 
-_KEY_FIELDS: Mapping[Dialect, frozenset[str]] = MappingProxyType(
-    {Dialect.MESSAGES: frozenset({"cache_salt"}), Dialect.COHERE: frozenset({"priority"})}
-)
+_KEY_FIELDS: Mapping[Dialect, tuple[str, ...]] = MappingProxyType({Dialect.MESSAGES: ("cache_salt",), Dialect.COHERE: ("priority",)})
 _BATCH = "/v1/chat/completions/batch"
 _UNSCHEDULED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 

@@ -317,9 +317,7 @@ _KNOWN = (
 )
 """They are tried in this order."""
 
-_OVERFLOW = re.compile(
-    r"maximum context length is \d+|cannot be greater than max_model_len|longer than the maximum model length|max_model_len"
-)
+_OVERFLOW = re.compile(r"maximum context length is \d+|longer than the maximum model length|max_model_len")
 _LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 _TOO_LONG = ("input_tokens", "input_text")  # the names that vLLM uses if the text does not fit
 _PARAMETER = re.compile(r"\(parameter=[\w.\[\]]+(?:, value=|\)$)")
