@@ -1,0 +1,43 @@
+"""The actor of a request or a change: an admin token, a person, the admin socket, or an unauthenticated client of the loopback interface.
+
+The rule: an actor is made once, where it is authenticated, and is never changed. It contains no secret, so it can be logged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+Kind = Literal["token", "person", "socket", "loopback"]
+
+
+class Role(StrEnum):
+    """The rights of an actor on the whole gateway, from the fewest to the most."""
+
+    VIEWER = "viewer"
+    """Reads metrics, status, usage, limits and keys."""
+    OPERATOR = "operator"
+    """Also operates models and servers, reloads and drains."""
+    ADMIN = "admin"
+    """Also changes keys, teams and sign-ins, and reads the audit log."""
+
+
+RANKS = {role: rank for rank, role in enumerate(Role)}
+
+
+@dataclass(frozen=True, slots=True)
+class Actor:
+    """An authenticated client.
+
+    ``name`` is the name of the token, the person's subject, or the process behind the socket. ``role`` is None without a role on the whole
+    gateway, as for the owner of a team. ``teams`` are the IDs of the teams that the actor owns.
+    """
+
+    kind: Kind
+    name: str
+    role: Role | None
+    teams: frozenset[str] = frozenset()
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}" if self.name else self.kind

@@ -1,0 +1,74 @@
+"""The permission that each route of the admin port requires, and the decision. Pure.
+
+``PERMISSIONS`` is the only table of them. A route that is missing there cannot be described, so it cannot be served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from gateway.access.actor import RANKS, Actor, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Permission:
+    """The right that a route requires: at least ``role``, or with ``owner`` the ownership of a team.
+
+    ``role`` is None for a route that everyone may use. A route with ``owner`` must also call ``may_manage`` with the team of its target.
+    """
+
+    role: Role | None
+    owner: bool = False
+
+
+OPEN = Permission(None)
+VIEW = Permission(Role.VIEWER)
+OPERATE = Permission(Role.OPERATOR)
+ADMINISTER = Permission(Role.ADMIN)
+VIEW_TEAM = Permission(Role.VIEWER, owner=True)
+MANAGE_TEAM = Permission(Role.ADMIN, owner=True)
+
+PERMISSIONS: Mapping[tuple[str, str], Permission] = MappingProxyType(
+    {
+        ("GET", "/"): VIEW,
+        ("GET", "/metrics"): VIEW,
+        ("GET", "/metrics/targets"): VIEW,
+        ("GET", "/metrics/servers/{server:path}"): VIEW,
+        ("GET", "/livez"): OPEN,
+        ("GET", "/readyz"): OPEN,
+        ("GET", "/status"): VIEW,
+        ("GET", "/usage"): VIEW,
+        ("GET", "/limits"): VIEW,
+        ("GET", "/keys"): VIEW,
+        ("GET", "/openapi.json"): VIEW,
+        ("GET", "/docs"): VIEW,
+        ("POST", "/reload"): OPERATE,
+        ("POST", "/drain"): OPERATE,
+        ("POST", "/models/{id:path}/{operation}"): OPERATE,
+        ("POST", "/servers/{server:path}/{server_operation}"): OPERATE,
+    }
+)
+"""The permission of each route, by method and path as Starlette writes it."""
+
+
+def has_role(actor: Actor, least: Role) -> bool:
+    """Return whether the actor has at least this role on the whole gateway."""
+    return actor.role is not None and RANKS[actor.role] >= RANKS[least]
+
+
+def is_permitted(actor: Actor | None, permission: Permission) -> bool:
+    """Return whether the actor may use a route. None: the client is not authenticated."""
+    if permission.role is None:
+        return True
+    if actor is None:
+        return False
+    return has_role(actor, permission.role) or (permission.owner and bool(actor.teams))
+
+
+def may_manage(actor: Actor, permission: Permission, team: str | None) -> bool:
+    """Return whether the actor may use a route for a target of this team. None: the target has no team, so no owner may use it."""
+    if permission.role is None or has_role(actor, permission.role):
+        return True
+    return permission.owner and team is not None and team in actor.teams
