@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-Kind = Literal["token", "person", "socket", "loopback"]
+Kind = Literal["token", "person", "socket", "loopback", "unauthenticated", "gateway"]
+"""``loopback`` is a client of an admin port without tokens, and ``gateway`` the gateway itself, for example after a file has changed."""
 
 
 class Role(StrEnum):
@@ -41,3 +42,16 @@ class Actor:
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}" if self.name else self.kind
+
+
+@dataclass(frozen=True, slots=True)
+class Requester:
+    """The actor of a request, and where it comes from: the client's address, or the process behind the admin socket."""
+
+    actor: Actor
+    origin: str
+
+    def __str__(self) -> str:
+        if self.actor.kind == "socket":
+            return f"{self.actor.name} ({self.origin})"
+        return f"the {self.actor}, from {self.origin}"

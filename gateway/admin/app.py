@@ -2,12 +2,12 @@
 
 The rules: a response is built from the current state of control and does not wait. Exceptions are a server's own metrics, /usage and /keys,
 which wait for the ledger's database in a separate thread, and the logs in /status, which are read in a thread. Each operation is logged
-with the client that requested it. Access is checked earlier, by the port's guard or by the owner of the socket.
+with the client that requested it, and its entry of the audit log is durable before the response. The port's guard or the owner of the
+socket identifies the client; here its role is checked.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
@@ -25,16 +25,17 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 
 from gateway.admin import engine_metrics, openapi, status_page
-from gateway.admin.engine_metrics import Engine, Handler
+from gateway.admin.audited import AuditedHandlers, Handler, entry_of, log_operation
+from gateway.admin.audited import error_response as _error
+from gateway.admin.engine_metrics import Engine
 from gateway.admin.status_view import status_view
 from gateway.api.accept import prefers_html
+from gateway.audit.entry import Audit, AuditUnavailableError
 from gateway.config.problems import did_you_mean
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS, Operations, RefusedOperation
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 from gateway.usage.errors import QueryError
-
-_log = logging.getLogger("vllm_gateway.control")
 
 
 class Overview(Protocol):
@@ -111,10 +112,13 @@ def registry(overview: Overview) -> CollectorRegistry:
     return made
 
 
-def application(overview: Overview, operations: Operations) -> Starlette:
-    """Return the ASGI application of the admin port and the admin socket."""
-    handlers = _handlers(overview) | _operation_handlers(overview, operations)
-    routes = [Route(route.path, handlers[route.path], methods=[route.method]) for route in openapi.ROUTES]
+def application(overview: Overview, operations: Operations, audit: Audit) -> Starlette:
+    """Return the ASGI application of the admin port and the admin socket. Requests have a ``requester`` in their state."""
+    audited = AuditedHandlers(audit)
+    handlers = _handlers(overview) | _operation_handlers(overview, operations, audited)
+    routes = [
+        Route(route.path, audited.permitted(handlers[route.path], route.permission), methods=[route.method]) for route in openapi.ROUTES
+    ]
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(_ERRORS, _respond_to))
 
 
@@ -122,6 +126,7 @@ _ERRORS: Mapping[type[Exception], tuple[int, str]] = MappingProxyType(
     {
         QueryError: (400, "{}"),
         RefusedOperation: (409, "{}"),
+        AuditUnavailableError: (503, "the operation was performed, but the audit log cannot be written: {}"),
         DatabaseUnavailableError: (503, "the ledger's database does not respond: {}"),
     }
 )
@@ -208,7 +213,7 @@ def _documents() -> dict[str, Handler]:
     return {"/openapi.json": document, "/docs": docs}
 
 
-def _operation_handlers(overview: Overview, operations: Operations) -> dict[str, Handler]:
+def _operation_handlers(overview: Overview, operations: Operations, audited: AuditedHandlers) -> dict[str, Handler]:
     async def operate(request: Request) -> Response:
         name, operation = request.path_params["id"], request.path_params["operation"]
         if operation not in OPERATIONS:
@@ -217,8 +222,12 @@ def _operation_handlers(overview: Overview, operations: Operations) -> dict[str,
         model = _model_named(name, status)
         if model is None:
             return _error(_unknown(name, status), 404)
-        _log_operation(f"{operation} of {model}", request)
-        await getattr(operations, operation)(model)
+
+        def state() -> dict[str, Any] | None:
+            return next(({"state": each["state"]} for each in overview.status()["models"] if each["id"] == model), None)
+
+        entry = entry_of(f"model.{operation}", request, model, state())
+        await audited.perform(request, entry, getattr(operations, operation)(model), state)
         shown = next((each for each in (await overview.status_with_logs())["models"] if each["id"] == model), None)
         return JSONResponse(shown) if shown is not None else _error(f"{model} was removed from the configuration meanwhile", 404)
 
@@ -231,35 +240,30 @@ def _operation_handlers(overview: Overview, operations: Operations) -> dict[str,
             own = [name for name, model in owners.items() if model == server]
             hint = f"; the servers of this model are {', '.join(own)}" if own else did_you_mean(server, list(owners))
             return _error(f"there is no server {server}{hint}", 404)
-        _log_operation(f"{operation} of {server}", request)
-        await getattr(operations, operation)(server)
+
+        def state() -> dict[str, Any]:
+            servers = (one for model in overview.status()["models"] for one in model["servers"])
+            return {"cordoned": any(one["name"] == server and one.get("cordoned", False) for one in servers)}
+
+        entry = entry_of(f"server.{operation}", request, server, state())
+        await audited.perform(request, entry, getattr(operations, operation)(server), state)
         models = (await overview.status_with_logs())["models"]
         return JSONResponse(next(model for model in models if model["id"] == owners[server]))
 
     async def reload(request: Request) -> Response:
-        _log_operation("reload", request)
-        return JSONResponse((await operations.reload()).as_json())
+        log_operation("reload", request)
+        return JSONResponse((await operations.reload(request.state.requester)).as_json())  # the reloader records it, with the difference
 
     async def drain(request: Request) -> Response:
-        _log_operation("drain", request)
-        await operations.drain()
+        await audited.perform(request, entry_of("gateway.drain", request, "", None), operations.drain(), lambda: None)
         return JSONResponse({"draining": True}, 202)
 
     return {
-        "/reload": reload,
-        "/drain": drain,
-        "/models/{id:path}/{operation}": operate,
-        "/servers/{server:path}/{server_operation}": operate_server,
+        "/reload": audited.recorded(reload),
+        "/drain": audited.recorded(drain),
+        "/models/{id:path}/{operation}": audited.recorded(operate),
+        "/servers/{server:path}/{server_operation}": audited.recorded(operate_server),
     }
-
-
-def _log_operation(operation: str, request: Request) -> None:
-    """Log an operation and its client. The text is formatted here, so that each line differs and no line is suppressed as a repetition."""
-    _log.info(f"{operation} requested by {request.state.client_name}")
-
-
-def _error(message: str, status: int) -> Response:
-    return JSONResponse({"error": message}, status)
 
 
 def _model_named(name: str, status: Mapping[str, Any]) -> str | None:

@@ -91,10 +91,13 @@ def admin_client(path: Path) -> Iterator[AdminClient]:
 
 @contextmanager
 def remote_admin_client(url: str, token: str | None) -> Iterator[AdminClient]:
-    """Connect to the admin port at ``url``, as ``admin_client`` does. Raises UnreachableError for an invalid URL."""
+    """Connect to the admin port at ``url``, as ``admin_client`` does. Raises UnreachableError for an invalid URL.
+
+    With https, the authorities in the file that SSL_CERT_FILE names replace the usual ones.
+    """
     try:
         made = _client(url, token)
-    except (httpx2.InvalidURL, ValueError) as error:
+    except (httpx2.InvalidURL, ValueError, OSError) as error:
         raise UnreachableError(str(error)) from error
     with made as client:
         yield AdminClient(client)
@@ -103,4 +106,5 @@ def remote_admin_client(url: str, token: str | None) -> Iterator[AdminClient]:
 def _client(url: str, token: str | None = None, transport: httpx2.BaseTransport | None = None) -> httpx2.Client:
     headers = {"accept": "application/json"} | ({} if token is None else {"authorization": f"Bearer {token}"})
     timeout = httpx2.Timeout(None, connect=_CONNECT)
-    return httpx2.Client(transport=transport, base_url=url, timeout=timeout, headers=headers, trust_env=False)
+    verify = httpx2.create_ssl_context() if transport is None else False
+    return httpx2.Client(transport=transport, base_url=url, timeout=timeout, headers=headers, verify=verify, trust_env=False)

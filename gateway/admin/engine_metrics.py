@@ -5,19 +5,19 @@ The rule: only configured servers can be requested, and a server's response is p
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from gateway.admin.audited import Handler
 from gateway.admin.openapi import METRICS
 from upstream.vllm import metrics
 from upstream.vllm.health import ProbeTarget
 from upstream.vllm.metrics import MetricsUnavailableError
 
-Handler = Callable[[Request], Awaitable[Response]]
 _DEADLINE = 9.0  # seconds: less than Prometheus' own ten, so that it receives the error
 
 

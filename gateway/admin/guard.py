@@ -1,26 +1,32 @@
-"""Access control of the admin port: a bearer token if one is configured, and no web page of another site.
+"""Access control of the admin port: bearer tokens if they are configured, and no web page of another site.
 
 The rules: /livez and /readyz need no token, because they only show whether the gateway is ready and what kind of part is down. Operations
-always need the token, and are refused for web pages. A security-relevant header must not be duplicated, so that a proxy cannot have
-evaluated another value. The admin socket needs none of this, because the kernel identifies its clients.
+always need a token, and are refused for web pages. A security-relevant header must not be duplicated, so that a proxy cannot have
+evaluated another value. The admin socket needs none of this, because the kernel identifies its clients. The role that a route requires is
+checked where it is routed (``app``); the guard only identifies the client.
 """
 
 from __future__ import annotations
 
-import hmac
+import asyncio
 import re
-from collections.abc import Iterable
-from hashlib import sha256
+from collections.abc import Callable, Iterable, Mapping
+from datetime import UTC, datetime
 from ipaddress import ip_address
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from gateway.access.actor import Actor, Requester, Role
+from gateway.access.permissions import OPEN, PERMISSIONS
+from gateway.access.tokens import Token, digest_of, presented_token
 from gateway.admin import status_page
 from gateway.api.accept import prefers_html
-from gateway.client.addresses import is_loopback
+from gateway.audit.entry import Audit, refused_request
+from gateway.config.models import Admin
+from gateway.system.addresses import is_loopback
 
-OPEN = frozenset({"/livez", "/readyz"})
+OPEN_PATHS = frozenset(path for (_, path), permission in PERMISSIONS.items() if permission == OPEN)
 READING = frozenset({"GET", "HEAD"})
 _PAGES = (b"origin", b"sec-fetch-site")
 """Headers that only browsers send, with the requests of a web page (Fetch Standard; Fetch Metadata Request Headers)."""
@@ -28,58 +34,82 @@ _ONCE = (b"host", b"authorization")
 """Headers that must not be duplicated (RFC 9112, section 3.2, for Host; RFC 9110, section 5.3, for the other)."""
 TWICE = "the header host or authorization was sent more than once"
 _PORT = re.compile(r":\d*\Z", re.ASCII)
+_LOOPBACK = Actor("loopback", "", Role.VIEWER)
+_UNAUTHENTICATED = Actor("unauthenticated", "", None)
 
 
 class Guard:
-    """Wrap the admin port's application. ``host`` is the address on which the port listens."""
+    """Wrap the admin port's application. ``settings`` returns the current ones, and ``host`` is the address on which the port listens."""
 
-    def __init__(self, application: ASGIApp, token: str | None, host: str) -> None:
+    def __init__(self, application: ASGIApp, settings: Callable[[], Admin], host: str, audit: Audit) -> None:
         self._application = application
-        self._digest = None if token is None else _digest(token.encode())
+        self._settings = settings
         self._local = is_loopback(host)
+        self._audit = audit
+        self._read: Admin | None = None
+        self._tokens: tuple[Token, ...] = ()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self._refusal(scope) or self._application)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
         if _repeats(scope["headers"]):
-            return _TWICE
+            await _TWICE(scope, receive, send)
+            return
+        headers: Mapping[bytes, bytes] = dict(scope["headers"])
+        actor = self._identified(headers)
+        refusal = self._refusal(scope, headers, actor)
+        requester = Requester(actor or _UNAUTHENTICATED, (scope["client"] or ("nowhere",))[0])
+        if refusal is not None and (scope["method"] not in READING or b"authorization" in headers):
+            await asyncio.to_thread(self._audit.record_refused, refused_request(requester, scope["method"], scope["path"], refusal.reason))
+        scope["state"] = {**scope.get("state", {}), "requester": requester}
+        await (refusal.response if refusal is not None else self._application)(scope, receive, send)
+
+    def _identified(self, headers: Mapping[bytes, bytes]) -> Actor | None:
+        """Return the client. None: it has no valid token although one is required."""
+        tokens = self._current_tokens()
+        if not tokens:
+            return _LOOPBACK
+        token = presented_token(headers.get(b"authorization", b""), tokens)
+        return None if token is None or token.has_expired(datetime.now(UTC)) else token.actor
+
+    def _current_tokens(self) -> tuple[Token, ...]:
+        """Return the tokens of the settings, which a reload may have changed."""
+        settings = self._settings()
+        if settings is not self._read:
+            self._read, self._tokens = settings, tuple(_configured(settings))
+        return self._tokens
+
+    def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
         if scope["method"] not in READING:
-            scope["state"] = {**scope.get("state", {}), "client_name": f"the token, from {(scope['client'] or ('nowhere',))[0]}"}
-            return self._refusal_to_act(scope["headers"])
-        return None if scope["path"] in OPEN else self._refusal_to_show(scope["headers"])
+            return self._refusal_to_act(headers, actor)
+        return None if scope["path"] in OPEN_PATHS else self._refusal_to_show(headers, actor)
 
-    def _refusal_to_act(self, headers: Iterable[tuple[bytes, bytes]]) -> Response | None:
-        named = dict(headers)
-        if self._digest is None:
+    def _refusal_to_act(self, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
+        if actor is _LOOPBACK:
             return _NO_TOKEN
-        if any(name in named for name in _PAGES):
+        if any(name in headers for name in _PAGES):
             return _NO_PAGES
-        return None if self._is_valid(named.get(b"authorization", b"")) else _UNAUTHORIZED
+        return _UNAUTHORIZED if actor is None else None
 
-    def _refusal_to_show(self, headers: Iterable[tuple[bytes, bytes]]) -> Response | None:
-        named = dict(headers)
-        if self._digest is not None:
-            if self._is_valid(named.get(b"authorization", b"")):
-                return None
-            return status_page.token_page(_CHALLENGE) if prefers_html(named.get(b"accept", b"").decode("latin-1")) else _UNAUTHORIZED
-        return None if not self._local or _is_local(named.get(b"host", b"").decode("latin-1")) else _MISDIRECTED
+    def _refusal_to_show(self, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
+        if actor is None:
+            is_page = prefers_html(headers.get(b"accept", b"").decode("latin-1"))
+            return _Refusal(_TOKEN_REQUIRED, status_page.token_page(_CHALLENGE)) if is_page else _UNAUTHORIZED
+        if actor is not _LOOPBACK:
+            return None
+        return None if not self._local or _is_local(headers.get(b"host", b"").decode("latin-1")) else _MISDIRECTED
 
-    def _is_valid(self, authorization: bytes) -> bool:
-        """Return whether the token is valid. Digests are compared in constant time."""
-        scheme, _, token = authorization.partition(b" ")
-        assert self._digest is not None
-        return scheme.lower() == b"bearer" and hmac.compare_digest(_digest(token.strip(b" ")), self._digest)
+
+def _configured(settings: Admin) -> Iterable[Token]:
+    """Yield the tokens of the settings. The one of ``token`` has no name."""
+    if settings.token is not None:
+        yield Token("", digest_of(settings.token.get_secret_value().encode()), Role.ADMIN)
+    for each in settings.tokens:
+        yield Token(each.name, bytes.fromhex(each.hash.removeprefix("sha256:")), each.role, each.expires)
 
 
 def _repeats(headers: Iterable[tuple[bytes, bytes]]) -> bool:
     """Return whether a security-relevant header is duplicated."""
     deciding = [name for name, _ in headers if name in _ONCE]
     return len(deciding) != len(set(deciding))
-
-
-def _digest(token: bytes) -> bytes:
-    return sha256(token).digest()
 
 
 def _is_local(host: str) -> bool:
@@ -97,12 +127,26 @@ def _is_local(host: str) -> bool:
     return True
 
 
-_TWICE = JSONResponse({"error": TWICE}, 400)
+class _Refusal:
+    """A response that refuses a request, with its reason for the audit log."""
+
+    def __init__(self, reason: str, response: Response) -> None:
+        self.reason = reason
+        self.response = response
+
+
 _CHALLENGE = {"www-authenticate": "Bearer", "vary": "accept"}
-_UNAUTHORIZED = JSONResponse({"error": "the admin port requires its token"}, 401, _CHALLENGE)
-_NO_TOKEN = JSONResponse(
-    {"error": "operations over the admin port require server.admin.token; on the gateway's own machine, commands use its socket"},
-    403,
+_TOKEN_REQUIRED = "the admin port requires its token"  # noqa: S105  a message
+_TWICE = JSONResponse({"error": TWICE}, 400)
+_UNAUTHORIZED = _Refusal(_TOKEN_REQUIRED, JSONResponse({"error": _TOKEN_REQUIRED}, 401, _CHALLENGE))
+
+
+def _explained(message: str, status: int) -> _Refusal:
+    return _Refusal(message, JSONResponse({"error": message}, status))
+
+
+_NO_TOKEN = _explained(
+    "operations over the admin port require server.admin.token; on the gateway's own machine, commands use its socket", 403
 )
-_NO_PAGES = JSONResponse({"error": "operations are refused for web pages"}, 403)
-_MISDIRECTED = JSONResponse({"error": "use the address of the admin port, or localhost"}, 421)
+_NO_PAGES = _explained("operations are refused for web pages", 403)
+_MISDIRECTED = _explained("use the address of the admin port, or localhost", 421)

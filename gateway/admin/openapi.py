@@ -13,12 +13,14 @@ from typing import Any
 from starlette.responses import Response
 
 from gateway import __version__
-from gateway.admin.guard import OPEN, READING, TWICE
+from gateway.access.permissions import OPEN, PERMISSIONS, Permission
+from gateway.admin.guard import READING, TWICE
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
 from gateway.usage.dimensions import CHOICES
 
 _MISDIRECTED = "the Host is a name, although the port listens only on this machine and requires no token"
-_FORBIDDEN = "no token is configured, or the request is from a web page"
+_FORBIDDEN = "no token is configured, the request is from a web page, or the client's role does not permit it"
+_ROLE = "the client's role does not permit it"
 _BEGUN = "`stop` is complete, the other operations are in progress and known to the workers; the model's entry of /status"
 TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "application/json", "text/html"
 
@@ -38,22 +40,30 @@ class Described:
     queries: tuple[str, ...] = ()
 
     @property
+    def permission(self) -> Permission:
+        """The permission that it requires."""
+        return PERMISSIONS[self.method, self.path]
+
+    @property
     def is_operation(self) -> bool:
-        """Whether it changes something: the admin port always requires the token."""
+        """Whether it changes something: the admin port always requires a token."""
         return self.method not in READING
 
     @property
     def meanings(self) -> dict[int, str]:
         """The description of each status, including those of the port's guard."""
-        access = {403: _FORBIDDEN} if self.is_operation else {421: _MISDIRECTED}
-        guards = {} if self.path in OPEN else {401: "the token is missing or invalid", **access}
+        access = {403: _FORBIDDEN} if self.is_operation else {403: _ROLE, 421: _MISDIRECTED}
+        guards = {} if self.permission == OPEN else {401: "the token is missing or invalid", **access}
         invalid = f"{self.responses[400]}, or {TWICE}" if 400 in self.responses else TWICE
         return dict(sorted({**guards, **self.responses, 400: invalid}.items()))
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
-        """The security requirement in OpenAPI's form: the token if it is set, and always for operations."""
-        return [] if self.path in OPEN else [{"token": []}] if self.is_operation else [{}, {"token": []}]
+        """The security requirement in OpenAPI's form, with the role: a token if one is configured, and always for operations."""
+        if self.permission.role is None:
+            return []
+        token = {"token": [self.permission.role.value]}
+        return [token] if self.is_operation else [{}, token]
 
     @property
     def template(self) -> str:
@@ -134,7 +144,10 @@ def document() -> dict[str, Any]:
     """Return the description as OpenAPI 3.1."""
     paths = {route.template: {route.method.lower(): _operation(route)} for route in ROUTES}
     info = {"title": "vllm-gateway: admin API", "version": __version__}
-    text = "server.admin.token. Without one, reading requires no token, and operations are refused. The admin socket requires none."
+    text = (
+        "server.admin.token, or one of server.admin.tokens, whose role must be at least the listed one. Without any, reading requires no "
+        "token, and operations are refused. The admin socket requires none."
+    )
     token = {"token": {"type": "http", "scheme": "bearer", "description": text}}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": {"securitySchemes": token}}
 

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from gateway.access.actor import Actor, Requester, Role
 from gateway.admin.connection import AdminProtocol
 
 _CREDENTIALS = struct.Struct("3i")  # struct ucred, as the kernel recorded it at the connect: pid, uid, gid (unix(7))
@@ -83,13 +84,13 @@ def _clear(path: Path) -> None:
 class OwnUsersProtocol(AdminProtocol):
     """A connection of the gateway's user or of root. Others are closed before they can send a request.
 
-    Requests have ``client_name`` in their state.
+    Requests have their ``requester`` in their state, who is an admin.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
         connection = transport.get_extra_info("socket")
         pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-        self.app_state = {**self.app_state, "client_name": f"uid {uid} (pid {pid})"}
+        self.app_state = {**self.app_state, "requester": Requester(Actor("socket", f"uid {uid}", Role.ADMIN), f"pid {pid}")}
         if uid not in (os.geteuid(), _ROOT):
             transport.abort()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from gateway.access.actor import Actor
+from gateway.access.actor import Actor, Requester
+
+_MAX_TARGET = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,3 +26,41 @@ class Entry:
     target: str
     before: Mapping[str, Any] | None
     after: Mapping[str, Any] | None
+
+
+def refused_request(requester: Requester, method: str, path: str, reason: str) -> Entry:
+    """Return the entry of a request to the admin port that was refused. A long path is cut."""
+    return Entry("request.refused", requester.actor, requester.origin, f"{method} {path}"[:_MAX_TARGET], None, {"reason": reason})
+
+
+class AuditUnavailableError(Exception):
+    """An entry cannot be made durable, so the change must not be acknowledged. The text explains why."""
+
+
+class Audit(Protocol):
+    """The audit log, for those who change something. Each call may wait for a disk, so it belongs on a thread."""
+
+    def check(self) -> None:
+        """Raise AuditUnavailableError if an entry could not be recorded now. Call it before a change."""
+
+    def record(self, entry: Entry) -> None:
+        """Record a change. Returns when the entry is durable, and only then may the change be acknowledged.
+
+        Raises AuditUnavailableError.
+        """
+
+    def record_refused(self, entry: Entry) -> None:
+        """Record a refused attempt. Never raises. Their number is bounded, because any client can cause them."""
+
+
+class NoAudit:
+    """Records nothing: no audit log is configured."""
+
+    def check(self) -> None:
+        """Do nothing."""
+
+    def record(self, entry: Entry) -> None:
+        """Do nothing."""
+
+    def record_refused(self, entry: Entry) -> None:
+        """Do nothing."""

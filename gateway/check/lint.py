@@ -14,15 +14,15 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from gateway.client.addresses import is_loopback
 from gateway.config import Key, Note
-from gateway.config.models import matches
+from gateway.config.models import AdminToken, matches
 from gateway.config.quantities import parse_duration
 from gateway.config.references import ConfigValue, Draft, all_names, costs_in, own_names, texts
 from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.key_management.key_list import state
 from gateway.limits.windows import SLICES
 from gateway.snapshot.snapshot import CALENDAR
+from gateway.system.addresses import is_loopback
 from gateway.system.certificate_dates import validity
 
 OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
@@ -44,6 +44,7 @@ def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     """Yield all notes. ``now`` is an aware datetime."""
     yield from _open_admin_port(draft)
     yield from _ended(draft, now)
+    yield from _ended_tokens(draft, now)
     yield from _certificate(draft, now)
     yield from _unbounded(draft)
     yield from _not_restored(draft)
@@ -60,7 +61,7 @@ def note(value: ConfigValue, message: str) -> Note:
 def _open_admin_port(draft: Draft) -> Iterator[Note]:
     admin = draft.top.get("server", "admin")
     host = admin.get("host")
-    if isinstance(host.value, str) and not is_loopback(host.value) and admin.get("token").value is None:
+    if isinstance(host.value, str) and not is_loopback(host.value) and not (admin.get("token").value or admin.get("tokens").value):
         yield note(host, OPEN_ADMIN_PORT)
 
 
@@ -70,6 +71,16 @@ def _ended(draft: Draft, now: datetime) -> Iterator[Note]:
         if key is not None and state(key, now) == "expired":
             field = entry.get("hash") if key.expires is None or key.expires > now else entry.get("expires")
             yield note(field, "has expired: all keys of this entry are refused")
+
+
+def _ended_tokens(draft: Draft, now: datetime) -> Iterator[Note]:
+    for token in draft.top.get("server", "admin").each("tokens"):
+        try:
+            expires = AdminToken.model_validate(token.value).expires
+        except ValidationError:
+            continue
+        if expires is not None and expires <= now:
+            yield note(token.get("expires"), "has expired: this admin token is refused")
 
 
 def _certificate(draft: Draft, now: datetime) -> Iterator[Note]:

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from gateway import __version__
-from gateway.cli import keys_commands
+from gateway.cli import audit_commands, keys_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, print_problem, say_error
@@ -85,6 +85,10 @@ def application(*, with_keys: bool) -> typer.Typer:
     for name, command in keys_commands.commands().items() if with_keys else ():
         keys.command(name)(command)
     app.add_typer(keys, name="keys")
+    audit = typer.Typer(help="List and verify the audit log.", rich_markup_mode=None)
+    for name, command in audit_commands.commands().items():
+        audit.command(name)(command)
+    app.add_typer(audit, name="audit")
     return app
 
 

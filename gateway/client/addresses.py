@@ -9,16 +9,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from ipaddress import IPv4Address, IPv6Address, ip_network
+
+from gateway.system.addresses import parsed_address
 
 _MAX_HOPS = 32  # addresses of X-Forwarded-For that are read, from its right end
 _IPV6_CLIENT = 64  # bits of an IPv6 address that one client cannot choose (RFC 6177)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a port that listens on this address is reachable from this machine only."""
-    address = _parsed(host)
-    return host == "localhost" if address is None else address.is_loopback
 
 
 class Proxies:
@@ -29,14 +25,14 @@ class Proxies:
 
     def trusts(self, address: str) -> bool:
         """Return whether the address belongs to a trusted proxy."""
-        parsed = _parsed(address) if self._networks else None
+        parsed = parsed_address(address) if self._networks else None
         return parsed is not None and self._has(parsed)
 
     def client(self, address: str, forwarded: bytes) -> str:
         """Return the client of a request that a trusted proxy sent from ``address`` with this X-Forwarded-For."""
         client = address
         for hop in reversed(forwarded.decode("latin-1").rsplit(",", _MAX_HOPS)[-_MAX_HOPS:]):
-            if (parsed := _parsed(_without_port(hop.strip()))) is None:
+            if (parsed := parsed_address(_without_port(hop.strip()))) is None:
                 break
             client = str(parsed)
             if not self._has(parsed):
@@ -72,21 +68,13 @@ class ConnectionCounts:
 
 def counted_client(address: str) -> str:
     """Return the key under which the connections of one client are counted: its address, or the network of an IPv6 address."""
-    parsed = _parsed(address)
+    parsed = parsed_address(address)
     return str(ip_network((int(parsed), _IPV6_CLIENT), strict=False)) if isinstance(parsed, IPv6Address) else address
 
 
 def shown_address(address: str) -> str:
     """Return an address in the form of the log. An IPv4 address that a dual-stack socket maps to IPv6 is shown as IPv4."""
-    return str(_parsed(address) or address)
-
-
-def _parsed(text: str) -> IPv4Address | IPv6Address | None:
-    try:
-        address = ip_address(text)
-    except ValueError:
-        return None
-    return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
+    return str(parsed_address(address) or address)
 
 
 def _without_port(hop: str) -> str:

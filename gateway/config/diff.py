@@ -22,8 +22,8 @@ def _is_switched(before: object, after: object) -> bool:
 NEEDS_RESTART: Mapping[str, Callable[[object, object], bool]] = MappingProxyType(
     {
         **dict.fromkeys(("server.host", "server.port", "server.workers"), ne),
-        "server.tls": _is_switched,  # the workers themselves read changed certificates
-        **dict.fromkeys(("server.admin", "ledger"), ne),
+        **dict.fromkeys(("server.tls", "server.admin.tls"), _is_switched),  # changed certificates are read again
+        **dict.fromkeys(("server.admin.host", "server.admin.port", "ledger", "audit"), ne),
     }
 )
 """Settings that take effect only at the start (ports, number of processes, what these inherit), and whether two values differ."""

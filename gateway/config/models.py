@@ -28,6 +28,7 @@ from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Win
 from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
 from gateway.config.section import Section, declared, section_of, setting
 from gateway.config.values import (
+    AdminRole,
     Balance,
     BodyFields,
     Count,
@@ -53,9 +54,11 @@ from gateway.config.values import (
     ServerUrl,
     Text,
     Texts,
+    TokenHash,
     Variables,
     WeightsSource,
     Workers,
+    WrittenFile,
     exists,
     money,
     requires,
@@ -78,14 +81,6 @@ def quantity(description: str, text: str) -> Any:
     return setting(description, parse(text), json_schema_extra={"default": text})
 
 
-class Admin(Section):
-    """The admin port for operators and Prometheus: /metrics, /livez, /readyz, /status."""
-
-    host: ListenHost = setting("address of the admin port; `::` is all addresses, IPv6 and IPv4", "127.0.0.1")
-    port: Port = setting("admin port; 0 selects a free port", 9090)
-    token: Secret | None = setting("bearer token that the admin port requires")
-
-
 class Cors(Section):
     """Origins from which browsers may call the gateway. None by default."""
 
@@ -93,18 +88,45 @@ class Cors(Section):
 
 
 class Tls(Section):
-    """TLS on the data port. The files are watched, and a renewed certificate is used within seconds."""
+    """TLS on a port. The files are watched, and a renewed certificate is used within seconds."""
 
     cert: ReadableFile = Field(description="file with the certificate chain, PEM")
     key: ReadableFile = Field(description="file with the private key, PEM")
 
+    @property
+    def files(self) -> Files:
+        return Files(str(self.cert), str(self.key))
+
     @model_validator(mode="after")
     def _belong_together(self) -> Tls:
         try:
-            Pair.read(Files(str(self.cert), str(self.key))).check()
+            Pair.read(self.files).check()
         except CertificateError as error:
             raise ValueError(f"cert and key are unusable: {error}") from None
         return self
+
+
+class AdminToken(Section):
+    """A bearer token for the admin port. The configuration has only its hash."""
+
+    name: Name = Field(description="name of the token in logs and in the audit log")
+    hash: TokenHash = Field(description="hash of the token, as `vllm-gateway keys hash` prints it")
+    role: AdminRole = Field(description="role of its clients")
+    expires: Instant | None = setting("time from which it is refused; a date means 00:00 UTC")
+
+
+class Admin(Section):
+    """The admin port for operators and Prometheus: /metrics, /livez, /readyz, /status."""
+
+    host: ListenHost = setting("address of the admin port; `::` is all addresses, IPv6 and IPv4", "127.0.0.1")
+    port: Port = setting("admin port; 0 selects a free port", 9090)
+    token: Secret | None = setting("bearer token that the admin port requires; its clients are admins")
+    tokens: tuple[AdminToken, ...] = setting("further bearer tokens, each with a role", ())
+    tls: Tls | None = setting("TLS on the admin port")
+
+    @property
+    def requires_token(self) -> bool:
+        return self.token is not None or bool(self.tokens)
 
 
 class ServerSection(Section):
@@ -568,6 +590,24 @@ def _ledger(value: object, info: ValidationInfo) -> object:
     return {"url": ledger_store(value, info)} if alone else value
 
 
+MIN_AUDIT_SECRET = 16
+
+
+class AuditSettings(Section):
+    """The audit log, with an entry for each change and each refused attempt."""
+
+    secret: Secret = Field(description="secret of the entries' HMACs, at least 16 characters; store it outside of the log")
+    file: WrittenFile | None = setting("file of the log, JSON lines; default: the table of `store`")
+    stdout: Flag = setting("also write each entry to standard output, as a line of JSON", False)
+
+    @field_validator("secret")
+    @classmethod
+    def _is_long(cls, secret: SecretStr) -> SecretStr:
+        if len(secret.get_secret_value()) < MIN_AUDIT_SECRET:
+            raise ValueError(f"the secret has fewer than {MIN_AUDIT_SECRET} characters; create one with `openssl rand -hex 32`")
+        return secret
+
+
 class KeysFile(Section):
     """A file with keys only, e.g. a mounted Secret."""
 
@@ -592,6 +632,7 @@ class Config(Section):
     ledger: Annotated[Ledger, BeforeValidator(_ledger, json_schema_input_type=LedgerStore | Ledger)] | None = setting(
         "usage ledger: a URL or a section; default: none"
     )
+    audit: AuditSettings | None = setting("audit log; default: none")
     isolate_prefix_cache: PrefixCacheIsolation | None = setting("isolate keys in vLLM's prefix cache")
     log: Log = setting("the log", Log())
     tracing: Tracing | None = setting("export of traces")

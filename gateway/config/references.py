@@ -22,6 +22,7 @@ from gateway.config.source import Source
 from gateway.config.values import worker_count
 from gateway.snapshot.identity import escaped
 from gateway.snapshot.snapshot import CALENDAR
+from gateway.system.addresses import is_loopback
 from upstream.vllm import command_line
 
 _ORIGINS = ("launch", "servers", "discover", "split")
@@ -29,6 +30,8 @@ _OF_A_SPLIT = frozenset({"id", "aliases", "mounts", "sticky", "task", "capabilit
 """The settings of a split. All others are for models with servers."""
 _FREE = frozenset({"defaults", "overrides", "env", "labels"})
 """Settings with texts that the gateway does not interpret."""
+_ADMINISTERED = ("store", "sign_in")
+"""Sections with which keys, teams and sign-ins are changed through the admin port."""
 _WILDCARD_HOSTS = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
 
 
@@ -552,6 +555,32 @@ def _ports(draft: Draft) -> Iterator[Problem]:
             yield admin.setting.problem(f"the admin port and the data port are both {data.port}; use different ports")
 
 
+def _admin_tokens(draft: Draft) -> Iterator[Problem]:
+    admin = draft.top.get("server", "admin")
+    yield from _repeated((token.get("name") for token in admin.each("tokens")), "token name")
+    yield from _repeated((token.get("hash") for token in admin.each("tokens")), "hash", "; each token has one entry")
+
+
+def _open_admin_port(draft: Draft) -> Iterator[Problem]:
+    """Check that only authenticated clients reach an admin port that can change keys, teams or sign-ins."""
+    admin = draft.top.get("server", "admin")
+    host = admin.get("host")
+    is_reachable = isinstance(host.value, str) and not is_loopback(host.value)
+    if is_reachable and _is_administered(draft) and not (admin.get("token").value or admin.get("tokens").value):
+        yield host.problem("other machines could change keys here without authentication: set server.admin.tokens, or listen on 127.0.0.1")
+
+
+def _is_administered(draft: Draft) -> bool:
+    """Return whether keys, teams or sign-ins can be changed through the admin port."""
+    return any(draft.top.get(name).value is not None for name in _ADMINISTERED)
+
+
+def _audit_place(draft: Draft) -> Iterator[Problem]:
+    audit = draft.top.get("audit")
+    if isinstance(audit.value, dict) and audit.get("file").value is None and draft.top.get("ledger").value is None:
+        yield audit.problem("has no place: set audit.file, or ledger")
+
+
 def _limited_models(draft: Draft) -> Iterator[Problem]:
     yield from _patterns(draft, draft.limits, draft.owners.keys() - draft.split_names)
 
@@ -638,6 +667,9 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _scopes,
     _teams,
     _ports,
+    _admin_tokens,
+    _open_admin_port,
+    _audit_place,
     _limited_models,
     _empty_limits,
     _priced,

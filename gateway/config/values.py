@@ -35,6 +35,7 @@ from pydantic_core.core_schema import (
     plain_serializer_function_ser_schema,
 )
 
+from gateway.access.actor import Role
 from gateway.api.media_urls import is_entry
 from gateway.config.problems import did_you_mean
 from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
@@ -243,6 +244,13 @@ def _path(value: object, info: ValidationInfo) -> Path:
     return surroundings(info).file(value)
 
 
+def _written_file(value: object, info: ValidationInfo) -> Path:
+    """Return the path of a file that the gateway itself writes. It is not watched, because each line would be a change."""
+    if not isinstance(value, str) or not value:
+        raise ValueError("expected the path of a file")
+    return Path(os.path.abspath(surroundings(info).folder / value))
+
+
 def _readable_file(value: object, info: ValidationInfo) -> Path:
     path = _path(value, info)
     read_file(str(path), surroundings(info))
@@ -428,7 +436,15 @@ HeaderName = Annotated[str, Strict(), AfterValidator(_header_name), Field(json_s
 FilePath = Annotated[Path, PlainValidator(_path), WithJsonSchema({"type": "string", "minLength": 1})]
 """An absolute path. A relative one starts from the folder of the configuration."""
 
+WrittenFile = Annotated[Path, PlainValidator(_written_file), WithJsonSchema({"type": "string", "minLength": 1})]
+"""An absolute path of a file that the gateway writes."""
+
 ReadableFile = Annotated[Path, PlainValidator(_readable_file), WithJsonSchema({"type": "string", "minLength": 1})]
+TokenHash = Annotated[str, PlainValidator(_hash_text), WithJsonSchema(_HASH_SCHEMA)]
+"""The hash of an admin token, in lowercase."""
+
+AdminRole = Annotated[Role, WithJsonSchema({"type": "string", "enum": [role.value for role in Role]})]
+
 KeySet = Annotated[
     KeySetSource,
     PlainValidator(_key_set_source),

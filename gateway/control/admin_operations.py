@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 
+from gateway.access.actor import Requester
 from gateway.control.control import Control
 from gateway.control.reload import Reloader
 from gateway.fleet.operations import RefusedOperation, ReloadResult
@@ -45,10 +46,10 @@ class AdminOperations:
         """Return a server to rotation."""
         await self._control.set_cordoned(server, cordoned=False)
 
-    async def reload(self) -> ReloadResult:
+    async def reload(self, requester: Requester) -> ReloadResult:
         """Read the configuration again, and apply it if it is valid."""
         self._refuse_while_stopping()
-        return await self._reloader.reload()
+        return await self._reloader.reload(requester)
 
     async def drain(self) -> None:
         """Start to stop the gateway."""

@@ -40,6 +40,7 @@ from upstream.launcher.launcher import Launcher
 from upstream.vllm.health import Prober
 
 if TYPE_CHECKING:
+    from gateway.audit.log import AuditLog
     from gateway.ledger.writer import Ledger
     from gateway.usage.reader import UsageReader
 
@@ -72,11 +73,12 @@ async def assembled(
     manager: ServiceManager | None = None,
     ledger: Ledger | None = None,
     reader: UsageReader | None = None,
+    audit: AuditLog | None = None,
 ) -> AsyncIterator[tuple[Control, Reloader]]:
     """Compose control for the length of the block. Nothing is started yet.
 
     ``path`` is the file of ``config``, and ``data`` the listening socket for requests. ``ledger`` and ``reader``, which reads from it, are
-    None if no ledger is configured.
+    None if no ledger is configured, and ``audit`` is None without an audit log.
     """
     started = time.time()
     async with AsyncExitStack() as stack:
@@ -118,7 +120,7 @@ async def assembled(
         fleet = Fleet(config, launcher, publisher, workers, observer.undiscovered, announcer.action_started)
         observer.launched_out_of_rotation = fleet.out_of_rotation
         publisher.expected = fleet.expected_to_publish
-        monitor = Monitor(observer, workers, discovery, key_sets, events, ledger)
+        monitor = Monitor(observer, workers, discovery, key_sets, events, ledger, audit)
         control = Control(
             started=started,
             announcer=announcer,
@@ -137,4 +139,4 @@ async def assembled(
             readiness=Readiness(observer, workers, fleet, monitor, history, first_results),
             history=history,
         )
-        yield control, Reloader(path, config, control, launches=LaunchCheck(environment.environ, _log.info))
+        yield control, Reloader(path, config, control, launches=LaunchCheck(environment.environ, _log.info), audit=audit)

@@ -17,8 +17,11 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
+from gateway.access.actor import Actor, Requester
+from gateway.audit.configuration import differences
+from gateway.audit.entry import Audit, AuditUnavailableError, Entry
 from gateway.check.launch_check import LaunchCheck
 from gateway.config import Config, ConfigurationError, diff, drafted, load
 from gateway.config.source import Source, read
@@ -31,9 +34,15 @@ POLL_INTERVAL = 0.2
 """Seconds between two checks of the files."""
 SETTLE = 0.1
 """Seconds without a change after which a file counts as completely written. Waited for twice at most."""
+_FILES = Requester(Actor("gateway", "", None), "changed files")
+_MAX_RECORDED = 20  # problems in an entry of the audit log
 RECENT = 60.0
 """Seconds for which a reload without changes names the changes that were applied before it."""
 _log = logging.getLogger("vllm_gateway.control")
+
+
+def _entry(action: str, requester: Requester, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> Entry:
+    return Entry(action, requester.actor, requester.origin, "", before, after)
 
 
 class ReloadHistory:
@@ -77,7 +86,8 @@ class Reloadable(Protocol):
 class Reloader:
     """Watches the files of the configuration at ``path``, and applies them to ``gateway``.
 
-    ``launches`` checks the launches that a configuration changes. None: they are not checked.
+    ``launches`` checks the launches that a configuration changes. None: they are not checked. ``audit`` records each reload before it is
+    applied. None: nothing is recorded.
     """
 
     def __init__(
@@ -86,11 +96,13 @@ class Reloader:
         config: Config,
         gateway: Reloadable,
         launches: LaunchCheck | None = None,
+        audit: Audit | None = None,
     ) -> None:
         self._path = path
         self._config = config
         self._gateway = gateway
         self._launches = launches
+        self._audit = audit
         self._is_half_applied = False
         """Whether applying a configuration has failed, so that it may be applied in part until the next one is applied."""
         self._files = config.files
@@ -111,12 +123,12 @@ class Reloader:
         """Read the files soon, even if they are unchanged."""
         self._requested.set()
 
-    async def reload(self) -> ReloadResult:
+    async def reload(self, requester: Requester = _FILES) -> ReloadResult:
         """Read the files now and apply them if they are valid. Returns when every worker has applied them, or after a timeout."""
         async with self._lock:
             try:
                 with self._gateway.reading():
-                    return await self._reload()
+                    return await self._reload(requester)
             except Exception as error:  # noqa: BLE001  the outer edge: the next change is read again
                 _log.exception("reading the configuration failed")
                 problem = f"the gateway failed while reading it ({type(error).__name__}); see the log"
@@ -124,18 +136,27 @@ class Reloader:
                 self._gateway.history.add(result)
                 return result
 
-    async def _reload(self) -> ReloadResult:
+    async def _reload(self, requester: Requester) -> ReloadResult:
         await self._wait_for_writers()
         self._seen = await asyncio.to_thread(file_stats, self._files)
         try:
             config = await asyncio.to_thread(self._loaded)
         except ConfigurationError as error:
             await self._watch((*self._config.files, *error.files))
-            problems, needs_restart = tuple(map(str, error.problems)), self._gateway.history.last.needs_restart
-            result = ReloadResult(time.time(), problems=problems, needs_restart=needs_restart)
-            self._gateway.reloaded(result)
-            return result
-        return await self._apply(config)
+            problems = tuple(map(str, error.problems))
+            if self._audit is not None:
+                entry = _entry("config.reload.refused", requester, None, {"problems": problems[:_MAX_RECORDED]})
+                await asyncio.to_thread(self._audit.record_refused, entry)
+            return self._rejected(problems)
+        try:
+            return await self._apply(config, requester)
+        except AuditUnavailableError as error:
+            return self._rejected((f"the audit log cannot be written, so nothing was applied: {error}",))
+
+    def _rejected(self, problems: tuple[str, ...]) -> ReloadResult:
+        result = ReloadResult(time.time(), problems=problems, needs_restart=self._gateway.history.last.needs_restart)
+        self._gateway.reloaded(result)
+        return result
 
     def _loaded(self) -> Config:
         """Load the configuration. Raises ConfigurationError, also if a launch that it changes cannot start."""
@@ -156,10 +177,13 @@ class Reloader:
                 return
             before = now
 
-    async def _apply(self, read: Config) -> ReloadResult:
+    async def _apply(self, read: Config, requester: Requester) -> ReloadResult:
         before, config = self._config, diff.without_restart(self._config, read)
         await self._watch(read.files)
         changes, needs_restart = diff.changes(before, config), diff.needs_restart(config, read)
+        if self._audit is not None and (changes or needs_restart or requester is not _FILES):
+            before_values, after_values = await asyncio.to_thread(differences, before, read)
+            await asyncio.to_thread(self._audit.record, _entry("config.reload", requester, before_values, after_values))
         now = time.time()
         earlier = None if changes else self._gateway.history.recent_changes(now)
         result = ReloadResult(now, changes=changes, needs_restart=needs_restart, earlier=earlier)

@@ -31,6 +31,7 @@ from upstream.balancing.server import Condition
 from upstream.vllm.probe_hints import probe_hint
 
 if TYPE_CHECKING:
+    from gateway.audit.log import AuditLog
     from gateway.ledger.writer import Ledger
     from gateway.usage.reader import UsageReader
 
@@ -40,10 +41,13 @@ SeriesValues = Mapping[Series, Sequence[float]]
 
 
 class GatewayReport:
-    """The admin port's ``Overview`` of the gateway. ``ledger`` and ``reader`` are None if no ledger is configured."""
+    """The admin port's ``Overview`` of the gateway. ``ledger``, ``reader`` and ``audit`` are None if they are not configured."""
 
-    def __init__(self, control: Control, ledger: Ledger | None = None, reader: UsageReader | None = None) -> None:
+    def __init__(
+        self, control: Control, ledger: Ledger | None = None, reader: UsageReader | None = None, audit: AuditLog | None = None
+    ) -> None:
         self._control = control
+        self._audit = audit
         self._ledger = ledger
         self._reader = reader
 
@@ -66,7 +70,9 @@ class GatewayReport:
         for server in configured_servers(control.config):
             for family in _COUNTED_BY_WORKERS:
                 series.setdefault(Series(family, (server.model.id, server.name)), (0,))
-        return series if self._ledger is None else series | self._ledger.series()
+        for part in (self._ledger, self._audit):
+            series |= {} if part is None else part.series()
+        return series
 
     def _of_servers(self) -> Iterator[tuple[Series, float]]:
         config, observed = self._control.config, self._control.observer.observe()

@@ -22,14 +22,18 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 from starlette.types import ASGIApp
 
+from gateway import __version__
+from gateway.access.actor import Actor
 from gateway.admin import unix_socket
 from gateway.admin.app import application
 from gateway.admin.connection import AdminConnections, AdminProtocol
 from gateway.admin.guard import Guard
 from gateway.admin.unix_socket import OwnUsersProtocol, SocketTakenError
+from gateway.audit.configuration import fingerprint
+from gateway.audit.entry import Entry, NoAudit
+from gateway.audit.journal import JournalLockedError
 from gateway.check.launch_check import LaunchCheck
 from gateway.check.lint import OPEN_ADMIN_PORT
-from gateway.client.addresses import is_loopback
 from gateway.config import Config, drafted, load
 from gateway.config.source import read
 from gateway.control.admin_operations import AdminOperations
@@ -42,15 +46,18 @@ from gateway.monitoring.engine_loads import EngineLoads
 from gateway.monitoring.hung_engines import HungEngines
 from gateway.system import logs
 from gateway.system.acceptor import Acceptor, Seats
+from gateway.system.addresses import is_loopback
 from gateway.system.file_descriptors import open_missing_standard_streams, raise_limit
 from gateway.system.listener_drain import refuse_new_connections
 from gateway.system.service_manager import VARIABLES, ServiceManager
 from gateway.system.signals import on_hangup, stop_signals
 from gateway.system.tasks import cancel, wait_at_most
+from gateway.system.tls import Certificate, CertificateError
 from upstream.discovery.kubernetes import Cluster
 from upstream.vllm.command_line import inherited
 
 if TYPE_CHECKING:
+    from gateway.audit.log import AuditLog
     from gateway.ledger.writer import Ledger
     from gateway.usage.reader import UsageReader
 
@@ -91,18 +98,21 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         # Open the ports, and compose control.
         data = stack.enter_context(closing(listen(config.server.host, config.server.port, "server.port")))
         admin = stack.enter_context(closing(listen(config.server.admin.host, config.server.admin.port, "server.admin.port")))
+        certificate = _certificate(config)
         commands = _admin_socket(path, stack)
         manager = ServiceManager.of(os.environ, os.getpid())
         environment = Environment(log_folder(), _launch_environment(config), Cluster.of(os.environ))
+        audit_log = _audit(config, path, stack)
+        audit = audit_log or NoAudit()
         ledger, reader = _ledger(config, path, stack)
-        parts = assembled(config, path, data, environment, announcer, manager, ledger, reader)
+        parts = assembled(config, path, data, environment, announcer, manager, ledger, reader, audit_log)
         control, reloader = await stack.enter_async_context(parts)
         critical = control.readiness.critical_tasks
         on_hangup(stop_requests, reloader.request)
 
         # Serve operators, and start the tasks that run until the end.
         await stack.enter_async_context(_background(manager.run(control.readiness)))
-        report = GatewayReport(control, ledger, reader)
+        report = GatewayReport(control, ledger, reader, audit_log)
         if config.ledger is not None and ledger is not None and reader is not None:
             from gateway.monitoring.engine_sampler import EngineSampler  # it loads SQLAlchemy
 
@@ -115,16 +125,15 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         progress_of_servers, served = control.workers.server_progress, control.observer.served
         hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)
         await stack.enter_async_context(_background(hung.run()))
-        shown = application(report, AdminOperations(control, reloader, stop_requests))
-        token = config.server.admin.token
-        guarded = Guard(shown, None if token is None else token.get_secret_value(), config.server.admin.host)
-        critical.append(await stack.enter_async_context(_served(guarded, admin, control)))
+        shown = application(report, AdminOperations(control, reloader, stop_requests), audit)
+        guarded = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit)
+        critical.append(await stack.enter_async_context(_served(guarded, admin, control, certificate=certificate)))
         if commands is not None:
             critical.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
         for work in (control.monitor.run(), control.workers.watch()):
             critical.append(await stack.enter_async_context(_background(work)))
         announcer.summary(config, data, admin)
-        if token is None and not is_loopback(config.server.admin.host):
+        if not config.server.admin.requires_token and not is_loopback(config.server.admin.host):
             _log.warning(OPEN_ADMIN_PORT)
 
         # Start the servers and workers, and wait for a signal.
@@ -193,6 +202,23 @@ def log_folder() -> Path:
     return state_folder() / "logs"
 
 
+def _audit(config: Config, path: Path, stack: AsyncExitStack) -> AuditLog | None:
+    """Start the audit log if it is configured. The stack stops it. Raises StartError if its file cannot be opened."""
+    if config.audit is None:
+        return None
+    from gateway.audit.log import running
+    from gateway.audit.places import key_of, where_of
+
+    where = where_of(config.audit, config, path, state_folder())
+    after = {"version": __version__, "configuration": fingerprint(config)}
+    started = Entry("gateway.start", Actor("gateway", "", None), socket.gethostname(), "", None, after)
+    output = sys.stdout.fileno() if config.audit.stdout else None
+    try:
+        return stack.enter_context(running(where, key_of(config.audit.secret.get_secret_value()), output, started))
+    except (OSError, JournalLockedError) as error:
+        raise StartError(f"the audit log cannot be opened: {error}") from error
+
+
 def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> tuple[Ledger, UsageReader] | tuple[None, None]:
     """Start the ledger and its reader, if a ledger is configured. The stack stops it. Raises StartError if its spool cannot be opened."""
     if config.ledger is None:
@@ -221,11 +247,23 @@ def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:
         return None
 
 
+def _certificate(config: Config) -> Certificate | None:
+    """Return the certificate of the admin port, None without TLS. Raises StartError."""
+    try:
+        return None if config.server.admin.tls is None else Certificate(config.server.admin.tls.files)
+    except CertificateError as error:
+        raise StartError(f"server.admin.tls: {error}") from error
+
+
 @asynccontextmanager
 async def _served(
-    app: ASGIApp, listener: socket.socket, control: Control, protocol: type[AdminProtocol] = AdminProtocol
+    app: ASGIApp,
+    listener: socket.socket,
+    control: Control,
+    protocol: type[AdminProtocol] = AdminProtocol,
+    certificate: Certificate | None = None,
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Serve an application with uvicorn's protocol on an ``Acceptor``.
+    """Serve an application with uvicorn's protocol on an ``Acceptor``, with TLS if there is a certificate.
 
     When file descriptors run out, asyncio's own accept loop retries without a pause and logs each attempt.
     """
@@ -233,14 +271,21 @@ async def _served(
     config.load()
     server, connections, loop = uvicorn.Server(config), AdminConnections(), asyncio.get_running_loop()
     make = functools.partial(protocol, config, server.server_state, {}, connections=connections)
-    connect = functools.partial(loop.connect_accepted_socket, make)
+    tls: dict[str, Any] = {}
+    if certificate is not None:  # the handshake counts towards the timeout of the headers
+        tls = {"ssl": certificate.context, "ssl_handshake_timeout": control.config.server.headers_timeout}
+    connect = functools.partial(loop.connect_accepted_socket, make, **tls)
     with closing(connections), closing(Seats.create(1)) as seats, closing(Acceptor(listener, connect, seats)):  # it shares with none
-        async with _background(_check_connections(server, connections, control)) as task:
+        async with _background(_check_connections(server, connections, control, certificate)) as task:
             yield task
 
 
-async def _check_connections(server: uvicorn.Server, connections: AdminConnections, control: Control) -> None:
+async def _check_connections(
+    server: uvicorn.Server, connections: AdminConnections, control: Control, certificate: Certificate | None
+) -> None:
     while True:
+        if certificate is not None and (tls := control.config.server.admin.tls) is not None:
+            certificate.reload(tls.files)
         await server.on_tick(0)  # updates the Date header
         connections.check(time.monotonic(), client_limits(control.config.server))  # a reload may change the timeouts
         await asyncio.sleep(_CHECK_INTERVAL)

@@ -74,7 +74,8 @@ class Announcer:
         scheme = "https" if config.server.tls else "http"
         keys = f"{len(config.keys)} {'key' if len(config.keys) == 1 else 'keys'}"
         self._summary_line(f"requests  [bold]{scheme}://{_address(data)}/v1[/bold]  ({keys}{_reach(data)})")
-        self._summary_line(f"metrics   http://{_address(admin)}/metrics  (also /status /readyz /livez)")
+        admin_scheme = "https" if config.server.admin.tls else "http"
+        self._summary_line(f"metrics   {admin_scheme}://{_address(admin)}/metrics  (also /status /readyz /livez)")
 
     def _models(self, config: Config) -> None:
         if logs.for_programs():

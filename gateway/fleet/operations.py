@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from gateway.access.actor import Requester
+
 OPERATIONS = ("start", "stop", "restart", "wake")
 SERVER_OPERATIONS = ("cordon", "uncordon")
 
@@ -49,7 +51,7 @@ class Operations(Protocol):
     Each returns when the workers have applied the change and /status shows it. No operation waits for servers to become ready.
     """
 
-    async def reload(self) -> ReloadResult:
+    async def reload(self, requester: Requester) -> ReloadResult:
         """Read the configuration again, and apply it if it is valid."""
 
     async def drain(self) -> None:

@@ -22,7 +22,6 @@ from gateway.snapshot import snapshot
 from gateway.snapshot.key_properties import PROPERTIES
 from gateway.snapshot.money import Price
 from gateway.system.logs import LogSettings
-from gateway.system.tls import Tls
 from upstream.balancing.server import ServerSpec
 from upstream.http import deadlines
 from upstream.http.address import Address
@@ -56,7 +55,7 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
         log=log_settings(config),
         tracing=_tracing(config),
         clients=client_limits(config.server),
-        tls=Tls(str(config.server.tls.cert), str(config.server.tls.key)) if config.server.tls else None,
+        tls=config.server.tls.files if config.server.tls else None,
         limits_store=_limits_store(config),
         issuers=tuple(_issuer(issuer, observed.key_sets) for issuer in config.jwt),
         teams=_teams(config) if any(issuer.claims.team for issuer in config.jwt) else {},

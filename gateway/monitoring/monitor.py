@@ -22,6 +22,7 @@ from gateway.telemetry.token_rates import TokenRates
 from gateway.worker.supervisor import WorkerSupervisor
 
 if TYPE_CHECKING:
+    from gateway.audit.log import AuditLog
     from gateway.ledger.writer import Ledger
 
 _INTERVAL = 1.0  # seconds
@@ -38,6 +39,7 @@ class Monitor:
     _key_sets: JwksFetcher
     _kv_events: KvEvents
     _ledger: Ledger | None
+    _audit: AuditLog | None
     rates: TokenRates = field(default_factory=TokenRates)
     dependencies: Dependencies = field(default_factory=Dependencies)
     certificate: CertificateDates = field(default_factory=CertificateDates)
@@ -71,6 +73,8 @@ class Monitor:
             yield Observation("limits_store", error=store.error)
         if self._ledger is not None:
             yield from self._ledger.dependencies()
+        if self._audit is not None:
+            yield from self._audit.dependencies()
         yield from self._key_sets.dependencies()
         yield from self._discovery.dependencies(self._observer.config)
         yield from self._kv_events.dependencies()

@@ -1,4 +1,4 @@
-"""The data port's certificate, which follows its files.
+"""The certificate of a port, which follows its files.
 
 The rule: the presented certificate and key always belong together. A new pair is checked before it is used, from the same bytes that were
 read. If a new pair is invalid, the old pair stays in use. Open connections are not affected.
@@ -21,7 +21,7 @@ _log = logging.getLogger("vllm_gateway.certificate")
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """The files of the data port's certificate chain and its key, PEM."""
+    """The files of a certificate chain and its key, PEM."""
 
     cert: str
     key: str
@@ -61,7 +61,7 @@ class Pair:
 
 
 class Certificate:
-    """The TLS context of a worker. Raises CertificateError if the first pair is invalid."""
+    """The TLS context of a process. Raises CertificateError if the first pair is invalid."""
 
     def __init__(self, files: Tls) -> None:
         self.context = _context()

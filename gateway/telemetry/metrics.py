@@ -133,6 +133,14 @@ _FAMILIES = (
     Family("ledger_spool_bytes", "Bytes of those rows."),
     Family("ledger_memory_rows", "Rows in memory that are neither on disk nor in the ledger's database yet."),
     Family("ledger_memory_bytes", "Bytes of those rows."),
+    Family(
+        "audit_entries_total",
+        "Entries of the audit log; suppressed: refused attempts beyond the rate limit, which are only counted.",
+        ("outcome",),
+    ),
+    Family("audit_spool_entries", "Entries of the audit log on disk that are not in the store's database yet."),
+    Family("audit_spool_bytes", "Bytes of those entries."),
+    Family("audit_lines_dropped_total", "Entries of the audit log that could not be written to standard output."),
     Family("prompt_counts_total", "Prompts of truncated requests that their server counted afterwards, by outcome.", ("model", "outcome")),
     Family(
         "unbilled_tokens_total", "Tokens counted by engines and not billed, by the reason found by the reconciliation.", ("model", "reason")

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from gateway.admin.app import application
 from gateway.admin.openapi import ROUTES, document, page
+from gateway.audit.entry import NoAudit
 from gateway.fleet.operations import OPERATIONS
 from tests.support.chromium import chromium
 from tests.support.http_server import threaded
@@ -152,7 +153,7 @@ def served(app: Any) -> set[tuple[str, str]]:
 
 def test_every_served_route_is_described_and_every_described_route_is_served() -> None:
     nothing: Any = Nothing()
-    assert served(application(nothing, nothing)) == {(route.method, route.path) for route in ROUTES}
+    assert served(application(nothing, nothing, NoAudit())) == {(route.method, route.path) for route in ROUTES}
 
 
 def test_the_document_is_openapi(running: Gateway) -> None:
@@ -164,9 +165,9 @@ def test_the_document_is_openapi(running: Gateway) -> None:
             assert named == set(re.findall(r"\{(\w+)\}", path))
             assert operation["summary"] and all(response["description"] for response in operation["responses"].values())
     acts = served_document["paths"]["/models/{id}/{operation}"]["post"]
-    assert acts["security"] == [{"token": []}] and {"401", "403"} <= set(acts["responses"])
+    assert acts["security"] == [{"token": ["operator"]}] and {"401", "403"} <= set(acts["responses"])
     assert (
-        served_document["paths"]["/status"]["get"]["security"] == [{}, {"token": []}]
+        served_document["paths"]["/status"]["get"]["security"] == [{}, {"token": ["viewer"]}]
         and "security" not in served_document["paths"]["/livez"]["get"]
     )
     assert acts["parameters"][1]["schema"]["enum"] == list(OPERATIONS)

@@ -76,12 +76,13 @@ def test_what_needs_a_restart_stays_and_all_else_is_taken(tmp_path: Path) -> Non
     assert waiting == (
         "server.port needs a restart (1234 in the file, 8000 in use)",
         "server.workers needs a restart (3 in the file, 1 in use)",
-        "server.admin needs a restart",
+        "server.admin.port needs a restart (1 in the file, 9090 in use)",
         "ledger needs a restart",
     )
     assert SECRET not in str(waiting)
     served = diff.without_restart(running, fresh)
-    assert (served.server.port, served.server.workers, served.server.admin, served.ledger) == (8000, 1, running.server.admin, None)
+    assert (served.server.port, served.server.workers, served.server.admin.port, served.ledger) == (8000, 1, 9090, None)
+    assert served.server.admin.token == fresh.server.admin.token
     assert (served.server.drain, served.log.level, served.files) == (1.0, "error", fresh.files)
     assert diff.needs_restart(served, fresh) == waiting, "it is told until the file says otherwise"
     assert diff.needs_restart(served, running) == ()

@@ -115,7 +115,12 @@ def test_settings_that_need_a_restart_are_reported_and_the_rest_is_applied(runni
     server = config["server"] | {"workers": 3, "tls": {"cert": cert, "key": key}, "admin": {"port": 1}, "body_limit": "1kB"}
     write(running.folder / "gateway.yaml", config | {"server": server, "ledger": "sqlite:///usage.db"})
     wait_for(lambda: last(running)["needs_restart"])
-    parts = ("server.workers needs a restart (3 in the file, 2 in use)", "server.tls", "server.admin", "ledger")
+    parts = (
+        "server.workers needs a restart (3 in the file, 2 in use)",
+        "server.tls",
+        "server.admin.port needs a restart (1 in the file, 0 in use)",
+        "ledger",
+    )
     waiting = [part if " " in part else f"{part} needs a restart" for part in parts]
     assert last(running)["needs_restart"] == waiting
     done = running.command("reload")

@@ -14,6 +14,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, select, text
 
+from gateway.audit.table import AUDIT
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import LOST
 from gateway.ledger.schema import METADATA, USAGE
@@ -93,6 +94,7 @@ def test_the_steps_lead_to_the_table_as_it_is_declared(store: UsageStore) -> Non
     store.write([])
     with store.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"version_table": "gateway_usage_schema"})
+        assert AUDIT in METADATA.tables.values()
         assert compare_metadata(context, METADATA) == []
 
 

@@ -12,6 +12,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import Engine, select
 
+from gateway.audit.table import AUDIT
 from gateway.ledger.row import UsageRow, decode, encode, frames
 from gateway.ledger.schema import METADATA, USAGE
 from gateway.ledger.spool import waiting_files
@@ -49,6 +50,7 @@ def test_a_table_keeps_its_rows_and_gets_what_it_lacks(url: str, tmp_path: Path)
         assert [each["request_id"] for each in stored(store.engine)] == ["req_1", "req_2", "req_3", "req_9"]
         with store.engine.connect() as connection:
             context = MigrationContext.configure(connection, opts={"version_table": "gateway_usage_schema"})
+            assert AUDIT in METADATA.tables.values()
             assert compare_metadata(context, METADATA) == []
 
 

@@ -1,0 +1,87 @@
+"""What surrounds the handlers of the admin port: the check of the client's role, and the entry of the audit log for each operation.
+
+The rules: an operation is refused while the audit log cannot be written. Its entry is durable before the response, so there is no
+acknowledged change without an entry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from dataclasses import replace
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.access.actor import Requester
+from gateway.access.permissions import Permission, is_permitted
+from gateway.audit.entry import Audit, AuditUnavailableError, Entry, refused_request
+from gateway.fleet.operations import RefusedOperation
+
+Handler = Callable[[Request], Awaitable[Response]]
+_log = logging.getLogger("vllm_gateway.control")
+
+
+class AuditedHandlers:
+    """Wraps handlers, with the audit log in which they are recorded."""
+
+    def __init__(self, audit: Audit) -> None:
+        self._audit = audit
+
+    def permitted(self, handler: Handler, permission: Permission) -> Handler:
+        """Return a handler that refuses clients without the permission."""
+
+        async def handle(request: Request) -> Response:
+            requester: Requester = request.state.requester
+            if is_permitted(requester.actor, permission):
+                return await handler(request)
+            role = requester.actor.role
+            reason = f"this requires the role {permission.role}; the {requester.actor} has {f'the role {role}' if role else 'no role'}"
+            await asyncio.to_thread(self._audit.record_refused, refused_request(requester, request.method, request.url.path, reason))
+            return error_response(reason, 403)
+
+        return handle
+
+    def recorded(self, handler: Handler) -> Handler:
+        """Return a handler of an operation that refuses it while it cannot be recorded."""
+
+        async def handle(request: Request) -> Response:
+            try:
+                await asyncio.to_thread(self._audit.check)
+            except AuditUnavailableError as error:
+                return error_response(f"the audit log cannot be written, so nothing was changed: {error}", 503)
+            return await handler(request)
+
+        return handle
+
+    async def perform(
+        self, request: Request, entry: Entry, operation: Coroutine[Any, Any, None], state: Callable[[], Mapping[str, Any] | None]
+    ) -> None:
+        """Perform an operation, and record its entry with the state afterwards. Raises RefusedOperation and AuditUnavailableError."""
+        name = entry.action.partition(".")[2]
+        log_operation(f"{name} of {entry.target}" if entry.target else name, request)
+        try:
+            await operation
+        except RefusedOperation as refused:
+            refusal = replace(entry, action=f"{entry.action}.refused", after={"reason": str(refused)})
+            await asyncio.to_thread(self._audit.record_refused, refusal)
+            raise
+        await asyncio.to_thread(self._audit.record, replace(entry, after=state()))
+
+
+def entry_of(action: str, request: Request, target: str, before: Mapping[str, Any] | None) -> Entry:
+    """Return the entry of an operation before it is performed."""
+    requester: Requester = request.state.requester
+    return Entry(action, requester.actor, requester.origin, target, before, None)
+
+
+def log_operation(operation: str, request: Request) -> None:
+    """Log an operation and its client. The text is formatted here, so that each line differs and no line is suppressed as a repetition."""
+    _log.info(f"{operation} requested by {request.state.requester}")
+
+
+def error_response(message: str, status: int) -> Response:
+    """Return an error in the form of the admin port."""
+    return JSONResponse({"error": message}, status)

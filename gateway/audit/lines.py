@@ -1,0 +1,30 @@
+"""The lines of the audit log, as readers find them in files and in the table, each with a text that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from gateway.audit.chain import read_line
+
+
+def file_lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a file. An incomplete line at the end is being written, or was not acknowledged. Raises OSError."""
+    with file.open("rb") as opened:
+        for number, line in enumerate(opened, 1):
+            if line.endswith(b"\n"):
+                yield f"{file}:{number}", line[:-1]
+
+
+def merged(stored: Iterable[tuple[str, bytes]], waiting: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of the table, then those that wait on disk and are not in the table yet."""
+    seen: dict[str, int] = {}
+    for where, data in stored:
+        line = read_line(data)
+        if line is not None:
+            seen[line.chain] = line.seq
+        yield where, data
+    for where, data in waiting:
+        line = read_line(data)
+        if line is None or line.seq > seen.get(line.chain, 0):
+            yield where, data

@@ -1,0 +1,122 @@
+"""The table of the audit log in the store's database, and its rows.
+
+The rules: rows are only added; triggers refuse any other statement. ``entry`` is the line as it was written, with its HMAC, and decides. A
+row that is there already is not written again, and must be the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from alembic.util import CommandError
+from sqlalchemy import BigInteger, Column, DateTime, Engine, Index, Insert, Row, String, Table, inspect, select, tuple_
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.audit.chain import read_line
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.schema import METADATA
+from gateway.ledger.store import create_database_engine, migrate, reason
+
+AUDIT = Table(
+    "gateway_audit",
+    METADATA,
+    Column("chain", String, primary_key=True),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False),
+    Column("time", DateTime(timezone=True), nullable=False),
+    Column("entry", String, nullable=False),
+    Index("gateway_audit_time", "time"),
+)
+_INSERT: Mapping[str, Insert] = MappingProxyType(
+    {
+        "postgresql": postgresql.insert(AUDIT).on_conflict_do_nothing(),
+        "sqlite": sqlite.insert(AUDIT).on_conflict_do_nothing(),
+    }
+)
+_BATCH = 500  # rows of a statement
+_UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the tables are of a later version
+
+
+class AuditTable:
+    """Writes and reads rows. Every method raises DatabaseUnavailableError, and may take as long as the database does."""
+
+    def __init__(self, url: URL) -> None:
+        self._url = url
+        self._engine: Engine = create_database_engine(url)
+        self._is_ready = False
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    def write(self, lines: Sequence[bytes]) -> None:
+        """Write lines that are not in the table yet."""
+        rows = []
+        for data in lines:
+            line = read_line(data)
+            if line is None:
+                raise DatabaseUnavailableError("a waiting entry is damaged")
+            rows.append({"chain": line.chain, "seq": line.seq, "time": line.time, "entry": data.decode()})
+        try:
+            self._prepare()
+            for start in range(0, len(rows), _BATCH):
+                self._write(rows[start : start + _BATCH])
+        except _UNAVAILABLE as error:
+            raise DatabaseUnavailableError(reason(error)) from error
+
+    def _write(self, rows: Sequence[dict[str, object]]) -> None:
+        with self._engine.begin() as connection:
+            connection.execute(_INSERT[connection.dialect.name], rows)
+            for chain in {str(row["chain"]) for row in rows}:
+                own = {row["seq"]: row["entry"] for row in rows if row["chain"] == chain}
+                query = select(AUDIT.c.seq, AUDIT.c.entry).where(AUDIT.c.chain == chain, AUDIT.c.seq.in_(own))
+                for seq, entry in connection.execute(query):
+                    if own[seq] != entry:
+                        raise DatabaseUnavailableError(f"gateway_audit has another entry {seq} of chain {chain}")
+
+    def read(self) -> Iterator[tuple[str, bytes]]:
+        """Yield the rows in the order of their chains and numbers: a text that names the row, and its line.
+
+        A row whose columns contradict its line has no line. Nothing is created or migrated, so reading needs no other right.
+        """
+        last = ("", 0)
+        while rows := self._page(last):
+            for row in rows:
+                data = row.entry.encode("utf-8", "surrogatepass")
+                line = read_line(data)
+                is_whole = line is not None and (line.chain, line.seq) == (row.chain, row.seq) and line.time == _aware(row.time)
+                yield f"chain {row.chain}, entry {row.seq}", data if is_whole else b""
+            last = rows[-1].chain, rows[-1].seq
+
+    def _page(self, last: tuple[str, int]) -> Sequence[Row[Any]]:
+        """Return the next rows after one, none of a table that does not exist yet."""
+        if self._is_missing_file():
+            return ()
+        query = select(AUDIT).where(tuple_(AUDIT.c.chain, AUDIT.c.seq) > last).order_by(AUDIT.c.chain, AUDIT.c.seq).limit(_BATCH)
+        try:
+            with self._engine.connect() as connection:
+                return connection.execute(query).all() if inspect(connection).has_table(AUDIT.name) else ()
+        except _UNAVAILABLE as error:
+            raise DatabaseUnavailableError(reason(error)) from error
+
+    def _is_missing_file(self) -> bool:
+        return self._url.get_backend_name() == "sqlite" and not Path(str(self._url.database)).exists()
+
+    def _prepare(self) -> None:
+        """Migrate the tables to this version, once."""
+        if self._is_ready:
+            return
+        if self._url.get_backend_name() == "sqlite" and self._url.database:
+            Path(self._url.database).touch(mode=0o600)
+        with self._engine.begin() as connection:
+            migrate(connection)
+        self._is_ready = True
+
+
+def _aware(time: datetime) -> datetime:
+    return time if time.tzinfo else time.replace(tzinfo=UTC)  # SQLite stores no zone

@@ -1,0 +1,157 @@
+"""The commands ``vllm-gateway audit …``: list the entries of the audit log, and verify its chains.
+
+They read the log of a configuration: its file, or the table of the store and what waits on disk. The gateway may run meanwhile. The rule:
+texts of entries come from clients, so control characters never reach a terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, nullcontext
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.output import BAD_USAGE, FAILED, print_problems, say_error
+
+if TYPE_CHECKING:
+    from gateway.audit.log import Where
+    from gateway.config import Config
+
+_TABLE = "table"
+Older = Annotated[
+    list[Path] | None,
+    typer.Option("--older", metavar="FILE", help="An earlier file of the same log, the oldest first; can be repeated.", show_default=False),
+]
+
+
+def list_entries(
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    since: Annotated[
+        str | None, typer.Option(metavar="WHEN", help="Only entries from this date or time on, e.g. 2027-01-31.", show_default=False)
+    ] = None,
+    action: Annotated[
+        str | None, typer.Option(metavar="GLOB", help='Only these actions, e.g. "key.*" or "*.refused".', show_default=False)
+    ] = None,
+    actor: Annotated[
+        str | None, typer.Option(metavar="GLOB", help='Only these actors, e.g. "token ci" or "person *".', show_default=False)
+    ] = None,
+    limit: Annotated[int, typer.Option(metavar="COUNT", min=1, help="The most entries that are listed: the last ones.")] = 100,
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json (lines, as they are stored).")] = _TABLE,
+    older: Older = None,
+) -> int:
+    """List the entries of the audit log, the oldest first.
+
+    It does not verify them: see `vllm-gateway audit verify`.
+    """
+    from gateway.audit.listing import Filter, listed, row
+
+    if form not in (_TABLE, "json"):
+        return say_error("--format is one of table, json", BAD_USAGE)
+    try:
+        first = None if since is None else _instant(since)
+    except ValueError:
+        return say_error("--since: expected a date such as 2027-01-31 or a time such as 2027-01-31T12:00:00Z", BAD_USAGE)
+
+    def show(_: Config, where: Where) -> int:
+        for line, data in listed(_lines(where, older or []), Filter(first, action, actor), limit):
+            typer.echo(row(line) if form == _TABLE else data.decode())
+        return 0
+
+    return _with_log(config_file(file, config), show)
+
+
+def verify(
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    heads: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A copy of the gateway's log, whose heads must be in the chain.", show_default=False),
+    ] = None,
+    secret_file: Annotated[
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="A file with an earlier audit.secret, for older chains; can be repeated.", show_default=False),
+    ] = None,
+    older: Older = None,
+) -> int:
+    """Verify the chains of the audit log.
+
+    Prints the first broken entry and exits with 1, or prints the head of each chain. On the machine of the gateway, it also compares the
+    end of the chain with the head that the gateway has stored. On another machine, --heads shows removed entries at the end.
+    """
+    from gateway.audit.chain import signed_heads
+    from gateway.audit.journal import head_file
+    from gateway.audit.places import key_of
+    from gateway.audit.verification import verify as verified
+
+    def act(known: Config, where: Where) -> int:
+        assert known.audit is not None
+        keys = [key_of(known.audit.secret.get_secret_value())]
+        try:
+            keys += [key_of(each.read_text().strip("\r\n")) for each in secret_file or []]
+            logs = [each.read_text(errors="replace") for each in heads or []]
+        except (OSError, ValueError) as error:
+            return say_error(f"{getattr(error, 'filename', None) or '--secret-file'} cannot be read: {error}", FAILED)
+        stored = head_file(where.folder)  # read first: entries that are added meanwhile are behind it
+        logs += [stored.read_text("ascii", "replace")] if stored.exists() else []
+        expected = [head for text in logs for key in keys for head in signed_heads(text, key)]
+        result = verified(_lines(where, older or []), keys, expected)
+        if result.broken is not None:
+            typer.echo(f"broken: {result.broken}")
+            return FAILED
+        for head in result.heads:
+            typer.echo(f"chain {head.chain}: {head.seq} entries")
+        typer.echo(f"verified: {result.entries} entries, {len(expected)} heads")
+        return 0
+
+    return _with_log(config_file(file, config), act)
+
+
+def _instant(text: str) -> datetime:
+    found = datetime.fromisoformat(text)
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
+
+
+def _with_log(configured: Path, act: Callable[[Config, Where], int]) -> int:
+    """Run a command on the log of a configuration. Returns the exit code."""
+    from gateway.audit.places import where_of
+    from gateway.config import ConfigurationError, load
+    from gateway.control.serve import state_folder
+    from gateway.ledger.errors import DatabaseUnavailableError
+
+    try:
+        known = load(configured)
+    except ConfigurationError as error:
+        return print_problems(error.problems, err=True)
+    if known.audit is None:
+        return say_error(f"{configured} has no audit log; set audit", FAILED)
+    where = where_of(known.audit, known, configured, state_folder())
+    with closing(where.table) if where.table is not None else nullcontext():
+        try:
+            return act(known, where)
+        except DatabaseUnavailableError as error:
+            return say_error(f"the audit log's database does not respond: {error}", FAILED)
+        except OSError as error:
+            return say_error(f"{error.filename} cannot be read: {error.strerror}", FAILED)
+
+
+def _lines(where: Where, older: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+    """Yield each line with the text that names it. Raises OSError and DatabaseUnavailableError."""
+    from gateway.audit.lines import file_lines, merged
+
+    for each in older:
+        yield from file_lines(each)
+    if where.table is None:
+        yield from file_lines(where.file)
+    else:
+        waiting = list(file_lines(where.file)) if where.file.exists() else []  # read first: entries move from here to the table
+        yield from merged(where.table.read(), waiting)
+
+
+def commands() -> dict[str, Callable[..., int]]:
+    """Return the commands by name."""
+    return {"list": list_entries, "verify": verify}
