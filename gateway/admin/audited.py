@@ -1,4 +1,4 @@
-"""What surrounds the handlers of the admin port: the check of the client's role, and the entry of the audit log for each operation.
+"""Wrappers of the admin port's handlers: the check of the client's role, and the entry of the audit log for each operation.
 
 The rules: an operation is refused while the audit log cannot be written. Its entry is durable before the response, so there is no
 acknowledged change without an entry.

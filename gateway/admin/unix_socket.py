@@ -84,7 +84,7 @@ def _clear(path: Path) -> None:
 class OwnUsersProtocol(AdminProtocol):
     """A connection of the gateway's user or of root. Others are closed before they can send a request.
 
-    Requests have their ``requester`` in their state, who is an admin.
+    Requests have their ``requester`` in their state. Its role is ``admin``.
     """
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn

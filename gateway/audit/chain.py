@@ -1,8 +1,8 @@
 """The chain: an entry is a line of JSON that ends with an HMAC of the line and of the HMAC before it. Pure.
 
 The rules: the HMAC is over the bytes of the line as they are stored, so a reader never has to write JSON in the same way. The HMAC of the
-last line proves all lines before it. A head names this HMAC and the number of its line, and is signed, so that a copy of it elsewhere shows
-that lines were removed at the end.
+last line proves all lines before it. A checkpoint names this HMAC and the number of its line, and is signed, so that a copy of it
+elsewhere shows that lines were removed at the end.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ START = "0" * 64
 _MAC = b',"mac":"'
 _END = b'"}'
 _TAIL = len(_MAC) + 64 + len(_END)
-_HEAD = re.compile(r"audit head ([0-9a-f]{32}) (\d{1,18}) ([0-9a-f]{64}) ([0-9a-f]{64})\b")
+_CHECKPOINT = re.compile(r"audit checkpoint ([0-9a-f]{32}) (\d{1,18}) ([0-9a-f]{64}) ([0-9a-f]{64})\b")
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class Checkpoint:
     """The end of a chain: its last line's number and HMAC. ``seq`` is 0, and ``mac`` is START, while it has no line."""
 
     chain: str
@@ -35,19 +35,19 @@ class Head:
     mac: str
 
     def signed(self, key: bytes) -> str:
-        """Return the head as text for the log, with its signature."""
-        text = f"audit head {self.chain} {self.seq} {self.mac}"
+        """Return the checkpoint as text for the log, with its signature."""
+        text = f"audit checkpoint {self.chain} {self.seq} {self.mac}"
         return f"{text} {_hmac(key, text.encode())}"
 
 
-def signed_heads(text: str, key: bytes) -> list[Head]:
-    """Return the heads in a text, for example a log. A head whose signature is of another key is not one."""
-    heads = []
-    for chain, seq, mac, signature in _HEAD.findall(text):
-        head = Head(chain, int(seq), mac)
-        if hmac.compare_digest(head.signed(key)[-64:], signature):
-            heads.append(head)
-    return heads
+def signed_checkpoints(text: str, key: bytes) -> list[Checkpoint]:
+    """Return the checkpoints in a text, for example a log. Those that are signed with another key are omitted."""
+    checkpoints = []
+    for chain, seq, mac, signature in _CHECKPOINT.findall(text):
+        checkpoint = Checkpoint(chain, int(seq), mac)
+        if hmac.compare_digest(checkpoint.signed(key)[-64:], signature):
+            checkpoints.append(checkpoint)
+    return checkpoints
 
 
 class Line(msgspec.Struct, frozen=True):
@@ -68,15 +68,15 @@ class Line(msgspec.Struct, frozen=True):
 _decoder = msgspec.json.Decoder(Line)
 
 
-def next_line(head: Head, entry: Entry, time: datetime, key: bytes) -> tuple[bytes, Head]:
-    """Return the line of an entry, without a line break, and the head after it. ``time`` is aware and in UTC.
+def next_line(checkpoint: Checkpoint, entry: Entry, time: datetime, key: bytes) -> tuple[bytes, Checkpoint]:
+    """Return the line of an entry, without a line break, and the checkpoint after it. ``time`` is aware and in UTC.
 
     Raises TypeError if the entry contains a value that JSON does not have.
     """
     actor = entry.actor
     fields = {
-        "chain": head.chain,
-        "seq": head.seq + 1,
+        "chain": checkpoint.chain,
+        "seq": checkpoint.seq + 1,
         "time": time,
         "action": entry.action,
         "actor": {"kind": actor.kind, "name": actor.name, "role": actor.role, "teams": sorted(actor.teams)},
@@ -86,12 +86,12 @@ def next_line(head: Head, entry: Entry, time: datetime, key: bytes) -> tuple[byt
         "after": entry.after,
     }
     body = msgspec.json.encode(fields)
-    mac = _line_hmac(key, head.mac, body)
-    return body[:-1] + _MAC + mac.encode() + _END, Head(head.chain, head.seq + 1, mac)
+    mac = _line_hmac(key, checkpoint.mac, body)
+    return body[:-1] + _MAC + mac.encode() + _END, Checkpoint(checkpoint.chain, checkpoint.seq + 1, mac)
 
 
 def read_line(data: bytes) -> Line | None:
-    """Return the content of a line, None if it is none."""
+    """Return the content of a line, None for other text."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):

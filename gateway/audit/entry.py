@@ -38,7 +38,7 @@ class AuditUnavailableError(Exception):
 
 
 class Audit(Protocol):
-    """The audit log, for those who change something. Each call may wait for a disk, so it belongs on a thread."""
+    """The audit log, for the parts that change something. Each call may wait for a disk, so it belongs on a thread."""
 
     def check(self) -> None:
         """Raise AuditUnavailableError if an entry could not be recorded now. Call it before a change."""

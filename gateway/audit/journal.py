@@ -1,8 +1,8 @@
-"""The file to which lines are appended, and beside it the head of the chain, so that the chain goes on after a restart.
+"""The file to which lines are appended, and beside it the checkpoint of the chain, so that the chain continues after a restart.
 
 The rules: a line is synced before ``append`` returns, or it is not in the file. A line without its line break was not acknowledged: it is
-removed at the next start. The head is written after each line, so it is at most one line behind. If the file ends before the head, lines
-were removed: the chain goes on from the head, and the gap shows for ever.
+removed at the next start. The checkpoint is written after each line, so it is at most one line behind. If the file ends before the
+checkpoint, lines were removed: the chain continues from the checkpoint, and the gap stays visible.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 
-from gateway.audit.chain import START, Head, is_next, next_line, read_line, signed_heads
+from gateway.audit.chain import START, Checkpoint, is_next, next_line, read_line, signed_checkpoints
 from gateway.audit.entry import AuditUnavailableError, Entry
 
 _MODE = 0o600
@@ -29,19 +29,19 @@ class JournalLockedError(Exception):
 
 
 class Journal:
-    """Appends lines to ``file``. ``head_file`` has the signed head. ``limit`` is the most bytes that the file may have, None without one.
+    """Appends lines to ``file``. ``checkpoint_file`` has the signed checkpoint. ``limit`` is the most bytes that the file may have.
 
     Raises OSError.
     """
 
-    def __init__(self, file: Path, head_file: Path, key: bytes, limit: int | None = None) -> None:
+    def __init__(self, file: Path, checkpoint_file: Path, key: bytes, limit: int | None = None) -> None:
         self._file = file
-        self._head_file = head_file
+        self._checkpoint_file = checkpoint_file
         self._key = key
         self._limit = limit
         self._fd = _opened(file)
         self.size = _without_torn_end(self._fd, file)
-        self.head = self._last_head()
+        self.checkpoint = self._last_checkpoint()
 
     def close(self) -> None:
         """Close the file."""
@@ -55,19 +55,19 @@ class Journal:
     def append(self, entry: Entry, time: datetime) -> bytes:
         """Append the line of an entry, and sync it. Returns the line. Raises AuditUnavailableError, and then nothing was written."""
         self.check()
-        data, head = next_line(self.head, entry, time, self._key)
+        data, checkpoint = next_line(self.checkpoint, entry, time, self._key)
         try:
             self._reopen_if_replaced()
             _write_at_end(self._fd, data + b"\n", self.size)
             try:
-                _replace(self._head_file, head.signed(self._key))
+                _replace(self._checkpoint_file, checkpoint.signed(self._key))
             except OSError:
                 os.ftruncate(self._fd, self.size)
                 raise
         except OSError as error:
             raise AuditUnavailableError(f"{error.filename or self._file}: {error.strerror}") from error
         self.size += len(data) + 1
-        self.head = head
+        self.checkpoint = checkpoint
         return data
 
     def read(self, start: int) -> list[bytes]:
@@ -84,7 +84,7 @@ class Journal:
         return True
 
     def _reopen_if_replaced(self) -> None:
-        """Open the file again if it was moved or removed, so that no line is written where nobody reads it."""
+        """Open the file again if it was moved or removed, so that no line is written to a file that is not read."""
         try:
             found, own = self._file.stat(), os.fstat(self._fd)
             if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino) and own.st_size == self.size:
@@ -97,46 +97,48 @@ class Journal:
         self._fd = fd
         self.size = _without_torn_end(fd, self._file)
 
-    def _last_head(self) -> Head:
-        """Return the head from which the chain goes on."""
-        known, lines = self._known_head(), _last_lines(self._fd, self.size)
+    def _last_checkpoint(self) -> Checkpoint:
+        """Return the checkpoint from which the chain continues."""
+        known, lines = self._known_checkpoint(), _last_lines(self._fd, self.size)
         last = read_line(lines[-1]) if lines else None
         if known is None:
-            return self._head_without_known(lines)
+            return self._checkpoint_without_known(lines)
         if last is None or last.chain != known.chain:
             if last is not None or (self._limit is None and known.seq):
-                _log.error("%s does not end with entry %d of its chain, as its head does: entries were removed", self._file, known.seq)
+                _log.error(
+                    "%s does not end with entry %d of its chain, as its checkpoint does: entries were removed", self._file, known.seq
+                )
             return known
         if last.seq == known.seq + 1 and is_next(lines[-1], known.mac, self._key):
-            return Head(last.chain, last.seq, last.mac)  # the process was killed between the line and its head
+            return Checkpoint(last.chain, last.seq, last.mac)  # the process was killed between the line and its checkpoint
         if (last.seq, last.mac) != (known.seq, known.mac):
-            _log.error("%s ends with entry %d, but its head names entry %d: entries were changed", self._file, last.seq, known.seq)
+            _log.error("%s ends with entry %d, but its checkpoint names entry %d: entries were changed", self._file, last.seq, known.seq)
         return known
 
-    def _known_head(self) -> Head | None:
+    def _known_checkpoint(self) -> Checkpoint | None:
         with suppress(FileNotFoundError):
-            text = self._head_file.read_text("ascii", "replace")
-            found = signed_heads(text, self._key)
+            text = self._checkpoint_file.read_text("ascii", "replace")
+            found = signed_checkpoints(text, self._key)
             if found:
                 return found[-1]
-            _log.warning("%s is not signed with this secret: a new chain begins", self._head_file)
+            _log.warning("%s is not signed with this secret: a new chain begins", self._checkpoint_file)
         return None
 
-    def _head_without_known(self, lines: list[bytes]) -> Head:
-        """Return the head of the last line if it has this key, otherwise that of a new chain."""
+    def _checkpoint_without_known(self, lines: list[bytes]) -> Checkpoint:
+        """Return the checkpoint of the last line if it has this key, otherwise that of a new chain."""
         last = read_line(lines[-1]) if lines else None
         before = read_line(lines[-2]) if len(lines) > 1 else None
-        if last is not None and not self._head_file.exists():
+        if last is not None and not self._checkpoint_file.exists():
             mac = before.mac if before is not None and (before.chain, before.seq) == (last.chain, last.seq - 1) else START
             if is_next(lines[-1], mac, self._key):
-                _log.warning("%s has no head in %s: the chain goes on from its last entry", self._file, self._head_file)
-                return Head(last.chain, last.seq, last.mac)
-        return Head(token_hex(16), 0, START)
+                _log.warning("%s has no checkpoint in %s: the chain continues from its last entry", self._file, self._checkpoint_file)
+                return Checkpoint(last.chain, last.seq, last.mac)
+        return Checkpoint(token_hex(16), 0, START)
 
 
 @contextmanager
 def journal(file: Path, folder: Path, key: bytes, limit: int | None = None) -> Iterator[Journal]:
-    """Open a journal whose head is in ``folder``, which is created. Raises JournalLockedError and OSError."""
+    """Open a journal whose checkpoint is in ``folder``, which is created. Raises JournalLockedError and OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
     try:
@@ -144,7 +146,7 @@ def journal(file: Path, folder: Path, key: bytes, limit: int | None = None) -> I
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise JournalLockedError(f"another gateway writes {file}") from error
-        opened = Journal(file, head_file(folder), key, limit)
+        opened = Journal(file, checkpoint_file(folder), key, limit)
         try:
             yield opened
         finally:
@@ -153,9 +155,9 @@ def journal(file: Path, folder: Path, key: bytes, limit: int | None = None) -> I
         os.close(fd)
 
 
-def head_file(folder: Path) -> Path:
-    """Return the file of the head in a journal's folder."""
-    return folder / "head"
+def checkpoint_file(folder: Path) -> Path:
+    """Return the file of the checkpoint in a journal's folder."""
+    return folder / "checkpoint"
 
 
 def _opened(file: Path) -> int:

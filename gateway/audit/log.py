@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 SPOOL_LIMIT = 64 * 1024 * 1024
 """Bytes of entries that may wait for the database: about a hundred thousand."""
-_HEAD_EVERY = 60.0  # seconds between two heads in the log
+_CHECKPOINT_EVERY = 60.0  # seconds between two checkpoints in the log
 _PAUSES = 1.0, 15.0  # seconds before the database is tried again, at first and at most
 _BURST, _PER_SECOND = 100, 1.0  # refused attempts that are recorded
 _MAX_WAITING = 1000  # lines that may wait for standard output
@@ -43,7 +43,7 @@ _log = logging.getLogger("vllm_gateway.audit")
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """Where the log is. ``file`` is the journal, and ``folder`` has its head. With a ``table`` the journal is its spool."""
+    """Where the log is. ``file`` is the journal, and ``folder`` has its checkpoint. With a ``table`` the journal is its spool."""
 
     file: Path
     folder: Path
@@ -68,7 +68,7 @@ class AuditLog:
         self._undelivered: str | None = None
         self._delivered = 0  # bytes of the spool that are in the table
         self._waiting = len(opened.read(0)) if table is not None else 0
-        self._logged_head = opened.head
+        self._logged_checkpoint = opened.checkpoint
 
     # Recording
 
@@ -116,8 +116,8 @@ class AuditLog:
     # The thread
 
     def run(self) -> None:
-        """Deliver entries, and write heads to the log, until ``stop``. Runs in the log's thread."""
-        backoff, due = Backoff(*_PAUSES), time.monotonic() + _HEAD_EVERY
+        """Deliver entries, and write checkpoints to the log, until ``stop``. Runs in the log's thread."""
+        backoff, due = Backoff(*_PAUSES), time.monotonic() + _CHECKPOINT_EVERY
         while not self._stopping.is_set():
             self._report_suppressed()
             if not self._deliver():
@@ -127,8 +127,8 @@ class AuditLog:
                 self._wake.wait(max(due - time.monotonic(), 0.0))
             self._wake.clear()
             if time.monotonic() >= due:
-                due = time.monotonic() + _HEAD_EVERY
-                self.log_head()
+                due = time.monotonic() + _CHECKPOINT_EVERY
+                self.log_checkpoint()
         self._deliver()
 
     def stop(self) -> None:
@@ -136,12 +136,12 @@ class AuditLog:
         self._stopping.set()
         self._wake.set()
 
-    def log_head(self) -> None:
-        """Write the signed head to the log if it has moved. A copy of the log elsewhere shows then that entries were removed."""
-        head = self._journal.head
-        if head != self._logged_head:
-            self._logged_head = head
-            _log.info("%s", head.signed(self._key))
+    def log_checkpoint(self) -> None:
+        """Write the signed checkpoint to the log if it has moved. A copy of the log elsewhere shows then that entries were removed."""
+        checkpoint = self._journal.checkpoint
+        if checkpoint != self._logged_checkpoint:
+            self._logged_checkpoint = checkpoint
+            _log.info("%s", checkpoint.signed(self._key))
 
     def _report_suppressed(self) -> None:
         with self._lock:
@@ -255,13 +255,13 @@ def running(where: Where, key: bytes, output: int | None, started: Entry) -> Ite
         limit = None if where.table is None else SPOOL_LIMIT
         log = AuditLog(stack.enter_context(journal(where.file, where.folder, key, limit)), key, where.table, output)
         log.record_refused(started)  # a full disk must not keep the gateway from serving
-        log.log_head()
+        log.log_checkpoint()
         thread = threading.Thread(target=log.run, name="audit-log", daemon=True)
         thread.start()
         try:
             yield log
         finally:
             log.record_refused(Entry("gateway.stop", _GATEWAY, "", "", None, None))
-            log.log_head()
+            log.log_checkpoint()
             log.stop()
             thread.join(_STOP_TIMEOUT)

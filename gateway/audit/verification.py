@@ -1,7 +1,7 @@
-"""Verify chains: every line follows the one before it, and no head is missing. Pure.
+"""Verify chains: every line follows the one before it, and no checkpoint is missing. Pure.
 
 It detects a changed, removed, inserted or reordered line by its HMAC, a chain that was computed without the key by its first line, and a
-removed end by a head.
+removed end by a checkpoint.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from gateway.audit.chain import START, Head, Line, is_next, read_line
+from gateway.audit.chain import START, Checkpoint, Line, is_next, read_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +26,30 @@ class Broken:
 @dataclass(slots=True)
 class _Chain:
     key: bytes | None = None
-    head: Head = field(default_factory=lambda: Head("", 0, START))
+    checkpoint: Checkpoint = field(default_factory=lambda: Checkpoint("", 0, START))
     macs: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The result: entries that were read, the head of each chain, and what is broken first. None: nothing is."""
+    """The result: entries that were read, the checkpoint of each chain, and what is broken first. None: nothing is."""
 
     entries: int
-    heads: Sequence[Head]
+    checkpoints: Sequence[Checkpoint]
     broken: Broken | None
 
 
-def verify(lines: Iterable[tuple[str, bytes]], keys: Sequence[bytes], heads: Iterable[Head]) -> Verified:
+def verify(lines: Iterable[tuple[str, bytes]], keys: Sequence[bytes], checkpoints: Iterable[Checkpoint]) -> Verified:
     """Verify lines, each with the text that names it.
 
-    The lines of one chain are in their order; chains may be mixed. A chain has one of the ``keys``. ``heads`` were written elsewhere, and
-    each must be in its chain.
+    The lines of one chain are in their order; chains may be mixed. A chain has one of the ``keys``. ``checkpoints`` were written elsewhere,
+    and each must be in its chain.
     """
     chains: dict[str, _Chain] = {}
     count = 0
     noted: dict[str, dict[int, str]] = {}
-    for head in heads:
-        noted.setdefault(head.chain, {})[head.seq] = head.mac
+    for checkpoint in checkpoints:
+        noted.setdefault(checkpoint.chain, {})[checkpoint.seq] = checkpoint.mac
     broken = None
     for where, data in lines:
         count += 1
@@ -63,16 +63,16 @@ def verify(lines: Iterable[tuple[str, bytes]], keys: Sequence[bytes], heads: Ite
             break
         expected = noted.get(line.chain, {}).pop(line.seq, line.mac)
         if expected != line.mac:
-            broken = Broken(where, "is not the entry that a head names, so the chain was replaced")
+            broken = Broken(where, "is not the entry that a checkpoint names, so the chain was replaced")
             break
     if broken is None:
         broken = next((_missing(name, chains.get(name), seqs) for name, seqs in noted.items() if seqs), None)
-    return Verified(count, [chain.head for chain in chains.values()], broken)
+    return Verified(count, [chain.checkpoint for chain in chains.values()], broken)
 
 
 def _next(chain: _Chain, where: str, line: Line, data: bytes, keys: Sequence[bytes]) -> Broken | None:
-    """Check the next line of a chain, and move its head. Returns what is wrong with the line."""
-    before = chain.head
+    """Check the next line of a chain, and move its checkpoint. Returns what is wrong with the line."""
+    before = chain.checkpoint
     expected = before.seq + 1
     if line.seq != expected:
         if line.seq > expected:
@@ -84,11 +84,13 @@ def _next(chain: _Chain, where: str, line: Line, data: bytes, keys: Sequence[byt
     if chain.key is None or not is_next(data, before.mac, chain.key):
         why = "it or the entry before it was changed" if before.seq else "it was changed, or the chain has another key"
         return Broken(where, f"its HMAC is wrong: {why}")
-    chain.head = Head(line.chain, line.seq, line.mac)
+    chain.checkpoint = Checkpoint(line.chain, line.seq, line.mac)
     return None
 
 
 def _missing(name: str, chain: _Chain | None, seqs: dict[int, str]) -> Broken:
-    """Describe the heads that are not in a chain."""
-    last = 0 if chain is None else chain.head.seq
-    return Broken(f"chain {name}, entry {last + 1}", f"is missing: a head names entry {max(seqs)}, and the chain ends with entry {last}")
+    """Describe the checkpoints that are not in a chain."""
+    last = 0 if chain is None else chain.checkpoint.seq
+    return Broken(
+        f"chain {name}, entry {last + 1}", f"is missing: a checkpoint names entry {max(seqs)}, and the chain ends with entry {last}"
+    )

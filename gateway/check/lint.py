@@ -84,15 +84,16 @@ def _ended_tokens(draft: Draft, now: datetime) -> Iterator[Note]:
 
 
 def _certificate(draft: Draft, now: datetime) -> Iterator[Note]:
-    """Report a certificate that clients reject, or will reject soon."""
-    cert = draft.top.get("server", "tls", "cert")
-    try:
-        found = validity(Path(draft.main.file).parent.joinpath(cert.value).read_bytes()) if isinstance(cert.value, str) else None
-    except OSError:
-        return
-    reported = found and (found.problem(now.timestamp()) or found.warning(now.timestamp()))
-    if reported:
-        yield note(cert, reported)
+    """Report certificates that clients reject, or will reject soon."""
+    server = draft.top.get("server")
+    for cert in (server.get("tls", "cert"), server.get("admin", "tls", "cert")):
+        try:
+            found = validity(Path(draft.main.file).parent.joinpath(cert.value).read_bytes()) if isinstance(cert.value, str) else None
+        except OSError:
+            continue
+        reported = found and (found.problem(now.timestamp()) or found.warning(now.timestamp()))
+        if reported:
+            yield note(cert, reported)
 
 
 def _unrecorded_users(draft: Draft) -> Iterator[Note]:

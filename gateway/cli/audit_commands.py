@@ -68,9 +68,9 @@ def list_entries(
 def verify(
     file: ConfigArgument = None,
     config: ConfigOption = None,
-    heads: Annotated[
+    checkpoints: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="A copy of the gateway's log, whose heads must be in the chain.", show_default=False),
+        typer.Option(metavar="FILE", help="A copy of the gateway's log, whose checkpoints must be in the chain.", show_default=False),
     ] = None,
     secret_file: Annotated[
         list[Path] | None,
@@ -80,12 +80,13 @@ def verify(
 ) -> int:
     """Verify the chains of the audit log.
 
-    Prints the first broken entry and exits with 1, or prints the head of each chain. On the machine of the gateway, it also compares the
-    end of the chain with the head that the gateway has stored. On another machine, --heads shows removed entries at the end.
+    Prints the first broken entry and exits with 1, or prints the length of each chain. On the machine of the gateway, it also compares
+    the end of the chain with the checkpoint that the gateway has stored. On another machine, --checkpoints shows removed entries at the
+    end.
     """
-    from gateway.audit.chain import signed_heads
-    from gateway.audit.journal import head_file
-    from gateway.audit.places import key_of
+    from gateway.audit.chain import signed_checkpoints
+    from gateway.audit.journal import checkpoint_file
+    from gateway.audit.location import key_of
     from gateway.audit.verification import verify as verified
 
     def act(known: Config, where: Where) -> int:
@@ -93,19 +94,19 @@ def verify(
         keys = [key_of(known.audit.secret.get_secret_value())]
         try:
             keys += [key_of(each.read_text().strip("\r\n")) for each in secret_file or []]
-            logs = [each.read_text(errors="replace") for each in heads or []]
+            logs = [each.read_text(errors="replace") for each in checkpoints or []]
         except (OSError, ValueError) as error:
             return say_error(f"{getattr(error, 'filename', None) or '--secret-file'} cannot be read: {error}", FAILED)
-        stored = head_file(where.folder)  # read first: entries that are added meanwhile are behind it
+        stored = checkpoint_file(where.folder)  # read first: entries that are added meanwhile are behind it
         logs += [stored.read_text("ascii", "replace")] if stored.exists() else []
-        expected = [head for text in logs for key in keys for head in signed_heads(text, key)]
+        expected = [checkpoint for text in logs for key in keys for checkpoint in signed_checkpoints(text, key)]
         result = verified(_lines(where, older or []), keys, expected)
         if result.broken is not None:
             typer.echo(f"broken: {result.broken}")
             return FAILED
-        for head in result.heads:
-            typer.echo(f"chain {head.chain}: {head.seq} entries")
-        typer.echo(f"verified: {result.entries} entries, {len(expected)} heads")
+        for checkpoint in result.checkpoints:
+            typer.echo(f"chain {checkpoint.chain}: {checkpoint.seq} entries")
+        typer.echo(f"verified: {result.entries} entries, {len(expected)} checkpoints")
         return 0
 
     return _with_log(config_file(file, config), act)
@@ -118,7 +119,7 @@ def _instant(text: str) -> datetime:
 
 def _with_log(configured: Path, act: Callable[[Config, Where], int]) -> int:
     """Run a command on the log of a configuration. Returns the exit code."""
-    from gateway.audit.places import where_of
+    from gateway.audit.location import where_of
     from gateway.config import ConfigurationError, load
     from gateway.control.serve import state_folder
     from gateway.ledger.errors import DatabaseUnavailableError

@@ -575,10 +575,10 @@ def _is_administered(draft: Draft) -> bool:
     return any(draft.top.get(name).value is not None for name in _ADMINISTERED)
 
 
-def _audit_place(draft: Draft) -> Iterator[Problem]:
+def _audit_location(draft: Draft) -> Iterator[Problem]:
     audit = draft.top.get("audit")
     if isinstance(audit.value, dict) and audit.get("file").value is None and draft.top.get("ledger").value is None:
-        yield audit.problem("has no place: set audit.file, or ledger")
+        yield audit.problem("set audit.file, or ledger for its table")
 
 
 def _limited_models(draft: Draft) -> Iterator[Problem]:
@@ -669,7 +669,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _ports,
     _admin_tokens,
     _open_admin_port,
-    _audit_place,
+    _audit_location,
     _limited_models,
     _empty_limits,
     _priced,

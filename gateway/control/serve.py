@@ -206,8 +206,8 @@ def _audit(config: Config, path: Path, stack: AsyncExitStack) -> AuditLog | None
     """Start the audit log if it is configured. The stack stops it. Raises StartError if its file cannot be opened."""
     if config.audit is None:
         return None
+    from gateway.audit.location import key_of, where_of
     from gateway.audit.log import running
-    from gateway.audit.places import key_of, where_of
 
     where = where_of(config.audit, config, path, state_folder())
     after = {"version": __version__, "configuration": fingerprint(config)}

@@ -136,22 +136,22 @@ def test_the_commands_list_and_verify(one: Gateway) -> None:
 
 
 def test_the_command_finds_tampering_and_exits_with_1(one: Gateway, tmp_path: Path) -> None:
-    file, head = one.folder / "audit.jsonl", tmp_path / "heads.log"
+    file, checkpoint = one.folder / "audit.jsonl", tmp_path / "checkpoints.log"
     lines = file.read_bytes().splitlines(keepends=True)
     write(tmp_path / "gateway.yaml", config(tmp_path))
-    head.write_text(next((one.folder / "audit").glob("*/head")).read_text())
+    checkpoint.write_text(next((one.folder / "audit").glob("*/checkpoint")).read_text())
     cases = {
         "is missing before it": lines[:2] + lines[3:],
         "its HMAC is wrong": [*lines[:2], lines[2].replace(b"127.0.0.1", b"127.0.0.2").replace(b"uid ", b"uid 9"), *lines[3:]],
-        "is missing: a head names entry": lines[:-1],
+        "is missing: a checkpoint names entry": lines[:-1],
         "is not an entry": [*lines, b"x\n"],
     }
     for expected, changed in cases.items():
         (tmp_path / "audit.jsonl").write_bytes(b"".join(changed))
-        result = audit(tmp_path, "verify", "--heads", str(head))
+        result = audit(tmp_path, "verify", "--checkpoints", str(checkpoint))
         assert (result.returncode, expected in result.stdout) == (1, True), (expected, result.stdout, result.stderr)
     (tmp_path / "audit.jsonl").write_bytes(b"".join(lines))
-    assert audit(tmp_path, "verify", "--heads", str(head)).returncode == 0
+    assert audit(tmp_path, "verify", "--checkpoints", str(checkpoint)).returncode == 0
     (tmp_path / "secret").write_text("another-secret-of-16")
     assert audit(tmp_path, "verify").returncode == 1
     (tmp_path / "old").write_text(SECRET)
@@ -164,7 +164,7 @@ def test_the_log_shows_its_state(one: Gateway) -> None:
     assert 'vllm_gateway_dependency_up{dependency="audit_log"} 1.0' in text
 
 
-def test_without_an_audit_log_there_is_none(tmp_path: Path) -> None:
+def test_without_the_setting_nothing_is_recorded(tmp_path: Path) -> None:
     own = config(tmp_path)
     del own["audit"]
     with started(tmp_path, own) as running:
@@ -176,9 +176,9 @@ def test_without_an_audit_log_there_is_none(tmp_path: Path) -> None:
 
 def test_changes_are_refused_while_the_log_cannot_be_written(tmp_path: Path) -> None:
     with started(tmp_path, config(tmp_path)) as running:
-        [head] = (tmp_path / "audit").glob("*/head")
-        head.unlink()
-        head.mkdir()
+        [checkpoint] = (tmp_path / "audit").glob("*/checkpoint")
+        checkpoint.unlink()
+        checkpoint.mkdir()
         for expected in ("performed, but", "nothing was changed"):
             response = call(running, "/servers/sim%2Fone%230/cordon", **SHOWN)
             assert response.status_code == 503 and expected in response.json()["error"]
@@ -186,14 +186,14 @@ def test_changes_are_refused_while_the_log_cannot_be_written(tmp_path: Path) -> 
         write(tmp_path / "gateway.yaml", own)
         wait_for(lambda: "the audit log cannot be written, so nothing was applied" in running.output)
         wait_for(lambda: running.request().status_code == 503)  # requests are answered: the only server is out of rotation
-        head.rmdir()
+        checkpoint.rmdir()
         assert call(running, "/servers/sim%2Fone%230/uncordon", **SHOWN).status_code == 200
     assert audit(tmp_path, "verify").returncode == 0
 
 
 @pytest.mark.parametrize("seed", range(KILLS))
 def test_no_acknowledged_change_is_without_its_entry_when_control_is_killed(tmp_path: Path, seed: int) -> None:
-    """Two clients change the state of a server while control is killed at a random moment. The chain goes on afterwards."""
+    """Two clients change the state of a server while control is killed at a random moment. The chain continues afterwards."""
     choose, acknowledged = random.Random(seed), [0, 0]
     own = config(tmp_path)
     with started(tmp_path, own) as running:

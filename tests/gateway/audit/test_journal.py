@@ -1,4 +1,4 @@
-"""The journal: its chain goes on after restarts and crashes, and a removed end shows."""
+"""The journal: its chain continues after restarts and crashes, and a removed end shows."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from gateway.access.actor import Actor
-from gateway.audit.chain import Head, signed_heads
+from gateway.audit.chain import Checkpoint, signed_checkpoints
 from gateway.audit.entry import AuditUnavailableError, Entry
-from gateway.audit.journal import JournalLockedError, head_file, journal
+from gateway.audit.journal import JournalLockedError, checkpoint_file, journal
 from gateway.audit.lines import file_lines
 from gateway.audit.verification import Verified, verify
 
@@ -21,15 +21,15 @@ KEY = b"k" * 32
 WHEN = datetime(2027, 1, 31, tzinfo=UTC)
 
 
-def append(folder: Path, *names: str, key: bytes = KEY, limit: int | None = None) -> Head:
+def append(folder: Path, *names: str, key: bytes = KEY, limit: int | None = None) -> Checkpoint:
     with journal(folder / "log", folder / "state", key, limit) as opened:
         for name in names:
             opened.append(Entry(name, Actor("gateway", "", None), "", "", None, {"text": "x" * 3000}), WHEN)
-        return opened.head
+        return opened.checkpoint
 
 
-def stored(folder: Path) -> list[Head]:
-    return signed_heads(head_file(folder / "state").read_text(), KEY)
+def stored(folder: Path) -> list[Checkpoint]:
+    return signed_checkpoints(checkpoint_file(folder / "state").read_text(), KEY)
 
 
 def verified(folder: Path, *files: str) -> Verified:
@@ -37,11 +37,11 @@ def verified(folder: Path, *files: str) -> Verified:
     return verify(lines, [KEY], stored(folder))
 
 
-def test_the_chain_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_the_chain_continues_after_a_restart(tmp_path: Path) -> None:
     first, second = append(tmp_path, "a", "b"), append(tmp_path, "c")
     assert (first.chain, first.seq, second.seq) == (second.chain, 2, 3)
     assert (verified(tmp_path).broken, verified(tmp_path).entries, stored(tmp_path)) == (None, 3, [second])
-    assert [oct((tmp_path / name).stat().st_mode & 0o777) for name in ("log", "state/head")] == ["0o600", "0o600"]
+    assert [oct((tmp_path / name).stat().st_mode & 0o777) for name in ("log", "state/checkpoint")] == ["0o600", "0o600"]
 
 
 def test_another_process_cannot_write_the_same_chain(tmp_path: Path) -> None:
@@ -61,11 +61,11 @@ def test_an_incomplete_line_at_the_end_is_removed(tmp_path: Path) -> None:
     assert (verified(tmp_path).broken, verified(tmp_path).entries) == (None, 3)
 
 
-def test_a_line_whose_head_was_not_written_is_part_of_the_chain(tmp_path: Path) -> None:
+def test_a_line_whose_checkpoint_was_not_written_is_part_of_the_chain(tmp_path: Path) -> None:
     append(tmp_path, "a")
-    shutil.copy(head_file(tmp_path / "state"), tmp_path / "earlier")
+    shutil.copy(checkpoint_file(tmp_path / "state"), tmp_path / "earlier")
     append(tmp_path, "b")
-    shutil.copy(tmp_path / "earlier", head_file(tmp_path / "state"))
+    shutil.copy(tmp_path / "earlier", checkpoint_file(tmp_path / "state"))
     assert append(tmp_path, "c").seq == 3
     assert (verified(tmp_path).broken, verified(tmp_path).entries) == (None, 3)
 
@@ -100,10 +100,10 @@ def test_a_moved_file_is_continued_by_a_new_one(tmp_path: Path) -> None:
     assert "entry 1 is missing" in str(verified(tmp_path).broken)
 
 
-def test_a_lost_head_is_found_again_at_the_end_of_the_file(tmp_path: Path) -> None:
+def test_a_lost_checkpoint_is_found_again_at_the_end_of_the_file(tmp_path: Path) -> None:
     for count in (1, 2, 3):
         append(tmp_path, "a")
-        head_file(tmp_path / "state").unlink()
+        checkpoint_file(tmp_path / "state").unlink()
         assert append(tmp_path).seq == count
     append(tmp_path, "b")
     assert (verified(tmp_path).broken, verified(tmp_path).entries) == (None, 4)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from gateway.access.actor import Actor, Role
-from gateway.audit.chain import read_line, signed_heads
+from gateway.audit.chain import read_line, signed_checkpoints
 from gateway.audit.entry import AuditUnavailableError, Entry
-from gateway.audit.journal import head_file
+from gateway.audit.journal import checkpoint_file
 from gateway.audit.lines import file_lines, merged
 from gateway.audit.log import AuditLog, Where, running
 from gateway.audit.table import AuditTable
@@ -28,7 +28,7 @@ STARTED = Entry("gateway.start", Actor("gateway", "", None), "host", "", None, N
 CHANGE = Entry("key.create", Actor("token", "ci", Role.ADMIN), "10.0.0.1", "k", None, {"limit": 1})
 
 
-def place(folder: Path, url: str | None = None) -> Where:
+def location(folder: Path, url: str | None = None) -> Where:
     state = folder / "state"
     if url is None:
         return Where(folder / "audit.jsonl", state)
@@ -37,17 +37,17 @@ def place(folder: Path, url: str | None = None) -> Where:
 
 @contextmanager
 def log(folder: Path, url: str | None = None, output: int | None = None) -> Iterator[AuditLog]:
-    with running(place(folder, url), KEY, output, STARTED) as made:
+    with running(location(folder, url), KEY, output, STARTED) as made:
         yield made
 
 
 def verified(folder: Path, url: str | None = None) -> Verified:
-    heads = signed_heads(head_file(folder / "state").read_text(), KEY)
+    checkpoints = signed_checkpoints(checkpoint_file(folder / "state").read_text(), KEY)
     if url is None:
-        return verify(file_lines(folder / "audit.jsonl"), [KEY], heads)
+        return verify(file_lines(folder / "audit.jsonl"), [KEY], checkpoints)
     waiting = list(file_lines(folder / "state" / "spool.jsonl"))
     with closing(AuditTable(database_url(url, folder))) as table:
-        return verify(merged(table.read(), waiting), [KEY], heads)
+        return verify(merged(table.read(), waiting), [KEY], checkpoints)
 
 
 def value(audit: AuditLog, name: str, *labels: str) -> float:
@@ -102,7 +102,7 @@ def test_entries_wait_on_disk_while_the_database_is_away(tmp_path: Path) -> None
         assert verified(tmp_path, url).broken is None
 
 
-def test_a_removed_tail_of_the_table_is_found_by_the_stored_head(tmp_path: Path) -> None:
+def test_a_removed_tail_of_the_table_is_found_by_the_stored_checkpoint(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/audit.db"
     with log(tmp_path, url) as audit:
         audit.record(CHANGE)
@@ -113,15 +113,15 @@ def test_a_removed_tail_of_the_table_is_found_by_the_stored_head(tmp_path: Path)
 
 def test_no_change_is_possible_while_nothing_can_be_written(tmp_path: Path) -> None:
     with log(tmp_path) as audit:
-        (tmp_path / "state" / "head").unlink()
-        (tmp_path / "state" / "head").mkdir()
+        (tmp_path / "state" / "checkpoint").unlink()
+        (tmp_path / "state" / "checkpoint").mkdir()
         with pytest.raises(AuditUnavailableError):
             audit.record(CHANGE)
         with pytest.raises(AuditUnavailableError):
             audit.check()
         audit.record_refused(CHANGE)
         assert state(audit) == "down" and value(audit, "audit_entries_total", "failed") == 3
-        (tmp_path / "state" / "head").rmdir()
+        (tmp_path / "state" / "checkpoint").rmdir()
         audit.check()
         audit.record(CHANGE)
         assert state(audit) == "up"
@@ -165,11 +165,11 @@ def test_a_blocked_standard_output_delays_nothing(tmp_path: Path) -> None:
         assert verified(tmp_path).entries == 5
 
 
-def test_the_signed_head_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_signed_checkpoint_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "vllm_gateway.audit"), log(tmp_path) as audit:
         audit.record(CHANGE)
-    heads = signed_heads(caplog.text, KEY)
-    assert [head.seq for head in heads] == [1, 3]
-    assert verify(file_lines(tmp_path / "audit.jsonl"), [KEY], heads).broken is None
+    checkpoints = signed_checkpoints(caplog.text, KEY)
+    assert [checkpoint.seq for checkpoint in checkpoints] == [1, 3]
+    assert verify(file_lines(tmp_path / "audit.jsonl"), [KEY], checkpoints).broken is None
     lines = list(file_lines(tmp_path / "audit.jsonl"))
-    assert "entry 2: is missing" in str(verify(lines[:1], [KEY], heads).broken)
+    assert "entry 2: is missing" in str(verify(lines[:1], [KEY], checkpoints).broken)

@@ -12,7 +12,7 @@ from sqlalchemy import Engine, text
 from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.access.actor import Actor
-from gateway.audit.chain import START, Head, next_line
+from gateway.audit.chain import START, Checkpoint, next_line
 from gateway.audit.entry import Entry
 from gateway.audit.table import AuditTable
 from gateway.audit.verification import verify
@@ -25,9 +25,11 @@ CHAIN = "a" * 32
 
 
 def lines(count: int, chain: str = CHAIN) -> list[bytes]:
-    made, head = [], Head(chain, 0, START)
+    made, checkpoint = [], Checkpoint(chain, 0, START)
     for number in range(count):
-        line, head = next_line(head, Entry("key.create", Actor("gateway", "", None), "", f"ключ-{number}\0", None, None), WHEN, KEY)
+        line, checkpoint = next_line(
+            checkpoint, Entry("key.create", Actor("gateway", "", None), "", f"ключ-{number}\0", None, None), WHEN, KEY
+        )
         made.append(line)
     return made
 
@@ -56,8 +58,8 @@ def test_lines_are_stored_once_as_they_are(table: AuditTable) -> None:
 
 def test_a_row_that_is_another_one_is_reported(table: AuditTable) -> None:
     table.write(lines(3))
-    head = Head(CHAIN, 2, START)
-    other, _ = next_line(head, Entry("x", Actor("gateway", "", None), "", "", None, None), WHEN, KEY)
+    checkpoint = Checkpoint(CHAIN, 2, START)
+    other, _ = next_line(checkpoint, Entry("x", Actor("gateway", "", None), "", "", None, None), WHEN, KEY)
     with pytest.raises(DatabaseUnavailableError, match="another entry 3"):
         table.write([other])
 
@@ -75,8 +77,8 @@ TAMPERING = {
     "UPDATE gateway_audit SET entry = 'x' WHERE seq = 5": "entry 5: is not an entry",
     "UPDATE gateway_audit SET time = '2020-01-01 00:00:00.000000' WHERE seq = 5": "entry 5: is not an entry",
     "DELETE FROM gateway_audit WHERE seq = 5": "entry 6: has the number 6, but entry 5 is missing",
-    "DELETE FROM gateway_audit WHERE seq > 5": "entry 6: is missing: a head names entry 10",
-    "DELETE FROM gateway_audit": "entry 1: is missing: a head names entry 10",
+    "DELETE FROM gateway_audit WHERE seq > 5": "entry 6: is missing: a checkpoint names entry 10",
+    "DELETE FROM gateway_audit": "entry 1: is missing: a checkpoint names entry 10",
     "UPDATE gateway_audit SET seq = CASE seq WHEN 5 THEN -6 WHEN 6 THEN -5 ELSE seq END": "is not an entry",
     f"INSERT INTO gateway_audit SELECT chain, 11, time, entry FROM gateway_audit WHERE chain = '{CHAIN}' AND seq = 5": "is not an entry",
 }
@@ -88,12 +90,12 @@ def test_tampering_of_an_owner_of_the_database_is_found(
 ) -> None:
     made = lines(10)
     table.write(made)
-    head = Head(CHAIN, 10, made[-1][-66:-2].decode())
-    assert verify(table.read(), [KEY], [head]).broken is None
+    checkpoint = Checkpoint(CHAIN, 10, made[-1][-66:-2].decode())
+    assert verify(table.read(), [KEY], [checkpoint]).broken is None
     without_triggers()
     with engine.begin() as connection:
         connection.exec_driver_sql(statement)
-    assert TAMPERING[statement] in str(verify(table.read(), [KEY], [head]).broken)
+    assert TAMPERING[statement] in str(verify(table.read(), [KEY], [checkpoint]).broken)
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from gateway.access.actor import Actor, Role
-from gateway.audit.chain import START, Head, next_line, read_line, signed_heads
+from gateway.audit.chain import START, Checkpoint, next_line, read_line, signed_checkpoints
 from gateway.audit.entry import Entry
 from gateway.audit.verification import Verified, verify
 
@@ -20,30 +20,30 @@ WHEN = datetime(2027, 1, 31, 12, 0, 0, 5, tzinfo=UTC)
 ADMIN = Actor("token", "ci", Role.ADMIN, frozenset({"b", "a"}))
 
 
-def chain(count: int, key: bytes = KEY, name: str = "a" * 32) -> tuple[list[bytes], Head]:
-    """Return the lines of a chain, and its head."""
-    lines, head = [], Head(name, 0, START)
+def chain(count: int, key: bytes = KEY, name: str = "a" * 32) -> tuple[list[bytes], Checkpoint]:
+    """Return the lines of a chain, and its checkpoint."""
+    lines, checkpoint = [], Checkpoint(name, 0, START)
     for number in range(count):
         entry = Entry("key.create", ADMIN, "10.0.0.1", f"key-{number}", None, {"limit": number, "note": 'a ","mac":" b'})
-        line, head = next_line(head, entry, WHEN, key)
+        line, checkpoint = next_line(checkpoint, entry, WHEN, key)
         lines.append(line)
-    return lines, head
+    return lines, checkpoint
 
 
-def result(lines: Sequence[bytes], *heads: Head, keys: Sequence[bytes] = (KEY,)) -> Verified:
-    return verify([(f"log:{number}", line) for number, line in enumerate(lines, 1)], keys, heads)
+def result(lines: Sequence[bytes], *checkpoints: Checkpoint, keys: Sequence[bytes] = (KEY,)) -> Verified:
+    return verify([(f"log:{number}", line) for number, line in enumerate(lines, 1)], keys, checkpoints)
 
 
-def broken(lines: Sequence[bytes], *heads: Head) -> str:
-    found = result(lines, *heads).broken
+def broken(lines: Sequence[bytes], *checkpoints: Checkpoint) -> str:
+    found = result(lines, *checkpoints).broken
     assert found is not None
     return str(found)
 
 
 def test_a_whole_chain_is_verified() -> None:
-    lines, head = chain(20)
-    verified = result(lines, head, Head(head.chain, 3, msgspec.json.decode(lines[2])["mac"]))
-    assert (verified.broken, verified.entries, verified.heads) == (None, 20, [head])
+    lines, checkpoint = chain(20)
+    verified = result(lines, checkpoint, Checkpoint(checkpoint.chain, 3, msgspec.json.decode(lines[2])["mac"]))
+    assert (verified.broken, verified.entries, verified.checkpoints) == (None, 20, [checkpoint])
     first = read_line(lines[0])
     assert first is not None and (first.seq, first.time, first.actor["teams"]) == (1, WHEN, ["a", "b"])
 
@@ -53,47 +53,52 @@ def test_an_empty_log_is_whole() -> None:
 
 
 def test_a_changed_entry_is_found() -> None:
-    lines, head = chain(10)
+    lines, checkpoint = chain(10)
     lines[4] = lines[4].replace(b"key-4", b"key-5")
-    assert broken(lines, head).startswith("log:5: its HMAC is wrong")
+    assert broken(lines, checkpoint).startswith("log:5: its HMAC is wrong")
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_every_changed_byte_is_found(seed: int) -> None:
-    lines, head = chain(5)
+    lines, checkpoint = chain(5)
     whole = b"\n".join(lines)
     choose = random.Random(seed)
     for at in choose.sample(range(len(whole)), 100):
         changed = bytearray(whole)
         changed[at] ^= 1 << choose.randrange(8)
-        assert result(bytes(changed).split(b"\n"), head).broken is not None, at
+        assert result(bytes(changed).split(b"\n"), checkpoint).broken is not None, at
 
 
 def test_a_removed_entry_is_found() -> None:
-    lines, head = chain(10)
-    assert broken(lines[:3] + lines[4:], head) == "log:4: has the number 5, but entry 4 is missing before it"
-    assert broken(lines[3:], head) == "log:1: has the number 4, but entries 1 to 3 are missing before it"
+    lines, checkpoint = chain(10)
+    assert broken(lines[:3] + lines[4:], checkpoint) == "log:4: has the number 5, but entry 4 is missing before it"
+    assert broken(lines[3:], checkpoint) == "log:1: has the number 4, but entries 1 to 3 are missing before it"
 
 
 def test_an_inserted_entry_is_found() -> None:
-    lines, head = chain(10)
+    lines, checkpoint = chain(10)
     copied = [*lines[:5], lines[2], *lines[5:]]
-    assert broken(copied, head) == "log:6: has the number 3, but follows entry 5: it was inserted or moved"
-    forged, _ = next_line(Head(head.chain, 5, msgspec.json.decode(lines[4])["mac"]), Entry("x", ADMIN, "", "", None, None), WHEN, OTHER)
-    assert broken([*lines[:5], forged, *lines[5:]], head).startswith("log:6: its HMAC is wrong")
+    assert broken(copied, checkpoint) == "log:6: has the number 3, but follows entry 5: it was inserted or moved"
+    forged, _ = next_line(
+        Checkpoint(checkpoint.chain, 5, msgspec.json.decode(lines[4])["mac"]), Entry("x", ADMIN, "", "", None, None), WHEN, OTHER
+    )
+    assert broken([*lines[:5], forged, *lines[5:]], checkpoint).startswith("log:6: its HMAC is wrong")
 
 
 def test_reordered_entries_are_found() -> None:
-    lines, head = chain(10)
+    lines, checkpoint = chain(10)
     lines[3], lines[6] = lines[6], lines[3]
-    assert broken(lines, head).startswith("log:4: has the number 7")
+    assert broken(lines, checkpoint).startswith("log:4: has the number 7")
 
 
-def test_a_removed_tail_is_found_by_a_head() -> None:
-    lines, head = chain(10)
+def test_a_removed_tail_is_found_by_a_checkpoint() -> None:
+    lines, checkpoint = chain(10)
     assert result(lines[:7]).broken is None, "nothing in the log itself shows it"
-    assert broken(lines[:7], head) == f"chain {head.chain}, entry 8: is missing: a head names entry 10, and the chain ends with entry 7"
-    assert broken([], head).startswith(f"chain {head.chain}, entry 1: is missing")
+    assert (
+        broken(lines[:7], checkpoint)
+        == f"chain {checkpoint.chain}, entry 8: is missing: a checkpoint names entry 10, and the chain ends with entry 7"
+    )
+    assert broken([], checkpoint).startswith(f"chain {checkpoint.chain}, entry 1: is missing")
 
 
 def test_a_chain_computed_again_without_the_key_is_found() -> None:
@@ -101,27 +106,27 @@ def test_a_chain_computed_again_without_the_key_is_found() -> None:
     assert broken(lines).startswith("log:1: its HMAC is wrong: it was changed, or the chain has another key")
 
 
-def test_a_chain_computed_again_with_the_key_is_found_by_a_head() -> None:
-    """Someone who has the key cannot sign what was written elsewhere before."""
-    _, head = chain(10)
+def test_a_chain_computed_again_with_the_key_is_found_by_a_checkpoint() -> None:
+    """An attacker with the key cannot sign what was written elsewhere before."""
+    _, checkpoint = chain(10)
     lines, _ = chain(9)
     entry = Entry("key.create", ADMIN, "10.0.0.1", "another", None, None)
-    line, _ = next_line(Head(head.chain, 9, msgspec.json.decode(lines[-1])["mac"]), entry, WHEN, KEY)
-    assert broken([*lines, line], head) == "log:10: is not the entry that a head names, so the chain was replaced"
+    line, _ = next_line(Checkpoint(checkpoint.chain, 9, msgspec.json.decode(lines[-1])["mac"]), entry, WHEN, KEY)
+    assert broken([*lines, line], checkpoint) == "log:10: is not the entry that a checkpoint names, so the chain was replaced"
 
 
 def test_a_tail_that_continues_without_the_key_is_found() -> None:
-    lines, head = chain(5)
-    line, _ = next_line(head, Entry("key.create", ADMIN, "", "", None, None), WHEN, OTHER)
+    lines, checkpoint = chain(5)
+    line, _ = next_line(checkpoint, Entry("key.create", ADMIN, "", "", None, None), WHEN, OTHER)
     assert broken([*lines, line]).startswith("log:6: its HMAC is wrong")
 
 
 def test_chains_of_several_gateways_may_be_mixed_and_have_own_keys() -> None:
     one, _ = chain(4)
-    two, head = chain(4, OTHER, "b" * 32)
+    two, checkpoint = chain(4, OTHER, "b" * 32)
     mixed = [line for pair in zip(one, two, strict=True) for line in pair]
     assert result(mixed, keys=(KEY, OTHER)).broken is None
-    assert broken([*one, *two], head).startswith("log:5: ")
+    assert broken([*one, *two], checkpoint).startswith("log:5: ")
 
 
 def test_an_entry_of_another_chain_is_found() -> None:
@@ -137,9 +142,9 @@ def test_other_text_is_found() -> None:
         assert broken([other]).startswith("log:1: ")
 
 
-def test_heads_are_read_from_a_log_and_forged_ones_are_not() -> None:
-    _, head = chain(3)
-    text: Any = head.signed(KEY)
-    log = f"12:00 INFO started\n12:01 INFO {text}\n" + f'{{"message": "{Head(head.chain, 2, START).signed(KEY)}"}}\n'
-    assert signed_heads(log, KEY) == [head, Head(head.chain, 2, START)]
-    assert signed_heads(log, OTHER) == signed_heads(text.replace(" 3 ", " 4 "), KEY) == []
+def test_checkpoints_are_read_from_a_log_and_forged_ones_are_not() -> None:
+    _, checkpoint = chain(3)
+    text: Any = checkpoint.signed(KEY)
+    log = f"12:00 INFO started\n12:01 INFO {text}\n" + f'{{"message": "{Checkpoint(checkpoint.chain, 2, START).signed(KEY)}"}}\n'
+    assert signed_checkpoints(log, KEY) == [checkpoint, Checkpoint(checkpoint.chain, 2, START)]
+    assert signed_checkpoints(log, OTHER) == signed_checkpoints(text.replace(" 3 ", " 4 "), KEY) == []

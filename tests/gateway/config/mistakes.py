@@ -24,7 +24,10 @@ HASH = "sha256:" + "9f" * 32
 DOCUMENT: Mapping[str, Any] = {
     "server": {
         "host": "127.0.0.1", "port": 8000, "workers": 1,
-        "admin": {"host": "127.0.0.1", "port": 9090, "token": {"env": "TOKEN"}},
+        "admin": {
+            "host": "127.0.0.1", "port": 9090, "token": {"env": "TOKEN"}, "tls": {"cert": "cert.pem", "key": "key.pem"},
+            "tokens": [{"name": "prometheus", "hash": "sha256:" + "a" * 64, "role": "viewer", "expires": "2030-01-01"}],
+        },
         "tls": {"cert": "cert.pem", "key": "key.pem"},
         "cors": {"origins": ["https://app.example.com"]}, "docs": True, "trusted_proxies": ["10.0.0.0/8"],
         "max_connections_per_address": 64,
@@ -86,6 +89,7 @@ DOCUMENT: Mapping[str, Any] = {
         "url": "sqlite:///usage.db", "retention": "90d", "user": True, "metadata": True, "bill_cancelled_prefill": True,
         "sample_interval": "15s",
     },
+    "audit": {"secret": {"env": "TOKEN"}, "file": "audit.jsonl", "stdout": True},
     "isolate_prefix_cache": {"secret": {"env": "TOKEN"}},
     "log": {"level": "info", "levels": {"fleet": "debug"}, "format": "json", "user": True, "sample": 0.5},
     "tracing": {"endpoint": "http://127.0.0.1:4318", "sample": 0.5},
@@ -103,6 +107,9 @@ REFERENCES: Mapping[str, tuple[str, ...]] = {
     "keys[].limits.models[].models[]": ("running",),
     "jwt[].keys[]": ("people",),
     "server.admin.token.env": ("TOKEN", "not set"),
+    "server.admin.tls.cert": ("cannot be read",),
+    "server.admin.tls.key": ("cannot be read",),
+    "audit.secret.env": ("TOKEN", "not set"),
     "models[].servers[].api_key.env": ("TOKEN", "not set"),
     "isolate_prefix_cache.secret.env": ("TOKEN", "not set"),
     "server.tls.cert": ("cannot be read",),

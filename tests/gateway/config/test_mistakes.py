@@ -30,7 +30,7 @@ def problems(folder: Path, text: str) -> list[Problem]:
     file = folder / "gateway.yaml"
     file.write_text(text)
     try:
-        load(file, {"TOKEN": "secret"})
+        load(file, {"TOKEN": "secret-of-the-environment"})
     except ConfigurationError as error:
         return list(error.problems)
     return []

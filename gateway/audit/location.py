@@ -37,5 +37,5 @@ def where_of(settings: AuditSettings, config: Config, path: Path, state: Path) -
 
 
 def _folder(state: Path, file: Path) -> Path:
-    """Return the folder of the head, by the absolute path of the file that stands for the log."""
+    """Return the folder of the checkpoint, by the absolute path of the file that stands for the log."""
     return state / "audit" / hashlib.sha256(str(file).encode()).hexdigest()[:16]
