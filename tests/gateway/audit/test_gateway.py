@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -139,7 +140,7 @@ def test_the_command_finds_tampering_and_exits_with_1(one: Gateway, tmp_path: Pa
     file, checkpoint = one.folder / "audit.jsonl", tmp_path / "checkpoints.log"
     lines = file.read_bytes().splitlines(keepends=True)
     write(tmp_path / "gateway.yaml", config(tmp_path))
-    checkpoint.write_text(next((one.folder / "audit").glob("*/checkpoint")).read_text())
+    checkpoint.write_text(next((one.folder / "vllm-gateway" / "audit").glob("*/checkpoint")).read_text())
     cases = {
         "is missing before it": lines[:2] + lines[3:],
         "its HMAC is wrong": [*lines[:2], lines[2].replace(b"127.0.0.1", b"127.0.0.2").replace(b"uid ", b"uid 9"), *lines[3:]],
@@ -169,14 +170,14 @@ def test_without_the_setting_nothing_is_recorded(tmp_path: Path) -> None:
     del own["audit"]
     with started(tmp_path, own) as running:
         assert call(running, "/reload", **SHOWN).status_code == 200
-        assert "audit" not in call(running, "/metrics", "GET", **SHOWN).text
-    assert not (tmp_path / "audit").exists()
+        assert not re.search("^vllm_gateway_audit|audit_log", call(running, "/metrics", "GET", **SHOWN).text, re.MULTILINE)
+    assert not (tmp_path / "vllm-gateway" / "audit").exists()
     assert audit(tmp_path, "verify").returncode == 1
 
 
 def test_changes_are_refused_while_the_log_cannot_be_written(tmp_path: Path) -> None:
     with started(tmp_path, config(tmp_path)) as running:
-        [checkpoint] = (tmp_path / "audit").glob("*/checkpoint")
+        [checkpoint] = (tmp_path / "vllm-gateway" / "audit").glob("*/checkpoint")
         checkpoint.unlink()
         checkpoint.mkdir()
         for expected in ("performed, but", "nothing was changed"):
