@@ -68,7 +68,13 @@ class AuditedHandlers:
             refusal = replace(entry, action=f"{entry.action}.refused", after={"reason": str(refused)})
             await asyncio.to_thread(self._audit.record_refused, refusal)
             raise
-        await asyncio.to_thread(self._audit.record, replace(entry, after=state()))
+        await self.note(request, entry.action, entry.target, entry.before, state())
+
+    async def note(
+        self, request: Request, action: str, target: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None
+    ) -> None:
+        """Record a change that was made. Raises AuditUnavailableError, and then the change must not be acknowledged."""
+        await asyncio.to_thread(self._audit.record, replace(entry_of(action, request, target, before), after=after))
 
 
 def entry_of(action: str, request: Request, target: str, before: Mapping[str, Any] | None) -> Entry:

@@ -81,20 +81,20 @@ class AuditLog:
 
     def record(self, entry: Entry) -> None:
         """Record a change. Returns when the entry is durable. Raises AuditUnavailableError."""
-        try:
-            with self._lock:
+        with self._lock:
+            try:
                 data = self._journal.append(entry, datetime.now(UTC))
-                self._waiting += 1
-        except AuditUnavailableError as error:
-            self._counts["failed"] += 1
-            if self._error is None:
-                _log.error("the audit log cannot be written: %s", error)
-            self._error = str(error)
-            raise
-        self._error = None
-        self._counts["recorded"] += 1
-        if self._printer is not None:
-            self._printer.add(data)
+            except AuditUnavailableError as error:
+                self._counts["failed"] += 1
+                if self._error is None:
+                    _log.error("the audit log cannot be written: %s", error)
+                self._error = str(error)
+                raise
+            self._error = None
+            self._waiting += 1
+            self._counts["recorded"] += 1
+            if self._printer is not None:
+                self._printer.add(data)
         self._wake.set()
 
     def record_refused(self, entry: Entry) -> None:

@@ -56,7 +56,7 @@ def checked(folder: Path, text: str) -> str:
     secrets = _SECRET.findall(text)
     for kind, name in secrets:
         if kind == "file":
-            (folder / name).write_text("a-secret\n")
+            (folder / name).write_text("a-secret-of-the-reader\n")
     programs = gpus_and_vllm(folder)
     (folder / "gateway.yaml").write_text(re.sub(r"/opt/[\w./-]+/vllm\b", str(programs / "vllm"), text))
     if "tls:" in text:
@@ -64,7 +64,7 @@ def checked(folder: Path, text: str) -> str:
             file.rename(folder / name)
     for path in re.findall(r" (\./[\w./-]+)", text):
         (folder / path).mkdir(parents=True)
-    environ = os.environ | {name: "a-secret" for kind, name in secrets if kind == "env"}
+    environ = os.environ | {name: "a-secret-of-the-reader" for kind, name in secrets if kind == "env"}
     environ["PATH"] = f"{programs}{os.pathsep}{environ['PATH']}"
     command = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)

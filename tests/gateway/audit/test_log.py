@@ -73,7 +73,12 @@ def test_an_entry_is_in_the_file_when_record_returns(tmp_path: Path) -> None:
 
 def test_entries_of_several_threads_are_one_chain(tmp_path: Path, url: str) -> None:
     with log(tmp_path, url) as audit:
-        threads = [threading.Thread(target=lambda: [audit.record(CHANGE) for _ in range(20)]) for _ in range(8)]
+
+        def record() -> None:
+            for _ in range(20):
+                audit.record(CHANGE)
+
+        threads = [threading.Thread(target=record) for _ in range(8)]
         for each in threads:
             each.start()
         for each in threads:
