@@ -32,6 +32,7 @@ ORDER = (
     "gateway.limits",
     "gateway.prompts",
     "gateway.ledger",
+    "gateway.store",
     "gateway.audit",
     "gateway.usage",
     "gateway.client",

@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from gateway.admin import engine_metrics, openapi, status_page
+from gateway.admin import engine_metrics, key_routes, openapi, status_page
 from gateway.admin.audited import AuditedHandlers, Handler, entry_of, log_operation
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
@@ -33,6 +33,7 @@ from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, AuditUnavailableError
 from gateway.config.problems import did_you_mean
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS, Operations, RefusedOperation
+from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 from gateway.usage.errors import QueryError
@@ -67,6 +68,9 @@ class Overview(Protocol):
 
     async def keys(self) -> dict[str, Any]:
         """Return the keys as /keys shows them."""
+
+    async def last_use(self, keys: Sequence[str]) -> LastUse:
+        """Return when keys were last used, or why that is unknown."""
 
     def engines(self) -> Mapping[str, Engine]:
         """Return the running servers by name."""
@@ -112,13 +116,22 @@ def registry(overview: Overview) -> CollectorRegistry:
     return made
 
 
-def application(overview: Overview, operations: Operations, audit: Audit) -> Starlette:
-    """Return the ASGI application of the admin port and the admin socket. Requests have a ``requester`` in their state."""
+def application(overview: Overview, operations: Operations, audit: Audit, store: key_routes.Store | None = None) -> Starlette:
+    """Return the ASGI application of the admin port and the admin socket. ``store`` is None if none is configured.
+
+    Requests have a ``requester`` in their state.
+    """
     audited = AuditedHandlers(audit)
     handlers = _handlers(overview) | _operation_handlers(overview, operations, audited)
-    routes = [
-        Route(route.path, audited.permitted(handlers[route.path], route.permission), methods=[route.method]) for route in openapi.ROUTES
-    ]
+    of_keys = key_routes.handlers(store, overview, audited.note)
+
+    def handler(route: openapi.Described) -> Handler:
+        if route.path not in of_keys:
+            return handlers[route.path]
+        found = of_keys[route.path][route.method]
+        return audited.recorded(found) if route.is_operation else found
+
+    routes = [Route(route.path, audited.permitted(handler(route), route.permission), methods=[route.method]) for route in openapi.ROUTES]
     return Starlette(routes=routes, exception_handlers=dict.fromkeys(_ERRORS, _respond_to))
 
 

@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import httpx2
 
+_NO_CONTENT = 204
 _CONNECT = 5.0  # seconds; an operation itself may take as long as a model's start
 
 
@@ -63,14 +64,31 @@ class AdminClient:
         """Stop the gateway as SIGTERM does. Raises RefusedError."""
         return self._request("POST", "/drain")
 
+    def send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str] | None = None,
+    ) -> dict[str, Any]:
+        """Send a request for keys or teams of the store. Returns the response, empty if there is no content. Raises RefusedError."""
+        return self._request(method, path, query, json=body, headers=headers)
+
+    def send_file(self, path: str, content: bytes) -> dict[str, Any]:
+        """Send the content of a file. Raises RefusedError."""
+        return self._request("POST", path, content=content)
+
     def _request(
-        self, method: str, path: str, query: Mapping[str, str] | None = None, parse_float: Callable[[str], Any] = float
+        self, method: str, path: str, query: Mapping[str, str] | None = None, parse_float: Callable[[str], Any] = float, **more: Any
     ) -> dict[str, Any]:
         """Return the JSON object of a response. Raises RefusedError, and UnreachableError for a response that is not a gateway's."""
         try:
-            response = self._client.request(method, path, params=query)
+            response = self._client.request(method, path, params=query, **more)
         except httpx2.HTTPError as error:
             raise UnreachableError(str(error) or type(error).__name__) from error
+        if response.status_code == _NO_CONTENT:
+            return {}
         try:
             document = response.json(parse_float=parse_float)
         except ValueError:

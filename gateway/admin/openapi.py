@@ -6,16 +6,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from gateway import __version__
 from gateway.access.permissions import OPEN, PERMISSIONS, Permission
+from gateway.admin import key_routes
 from gateway.admin.guard import READING, TWICE
+from gateway.config import Key, Team
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
+from gateway.store.decisions import SETTABLE
 from gateway.usage.dimensions import CHOICES
 
 _MISDIRECTED = "the Host is a name, although the port listens only on this machine and requires no token"
@@ -29,7 +33,8 @@ TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "applicat
 class Described:
     """A route.
 
-    ``responses`` describes each status. ``kinds`` are the media types of its successful response. ``queries`` are its query parameters.
+    ``responses`` describes each status. ``kinds`` are the media types of its successful response. ``queries`` are its query parameters,
+    and ``headers`` its request headers. ``fields`` are those of its JSON body.
     """
 
     path: str
@@ -38,6 +43,8 @@ class Described:
     kinds: tuple[str, ...] = (JSON,)
     method: str = "GET"
     queries: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()
+    fields: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def permission(self) -> Permission:
@@ -71,7 +78,7 @@ class Described:
         return re.sub(r":path\}", "}", self.path)
 
 
-ROUTES = (
+ROUTES_OF_GATEWAY = (
     Described("/", "Redirects to /status.", {307: "the location of /status"}, ()),
     Described("/metrics", "The gateway's metrics, for Prometheus.", {200: "all present series"}, (METRICS,)),
     Described(
@@ -137,12 +144,89 @@ ROUTES = (
     ),
 )
 
-_CHOICES = {"operation": list(OPERATIONS), "server_operation": list(SERVER_OPERATIONS)}
+_KEYS, _TEAMS = key_routes.KEYS, key_routes.TEAMS
+_KEY, _TEAM = f"{_KEYS}/{{id:path}}", f"{_TEAMS}/{{id:path}}"
+_NO_ENTRY = "no such key or team, or no store is configured"
+_REFUSED = "refused; the text explains why"
+_STORE_AWAY = "the store's database does not respond; try again"
+_INVALID = "an invalid field or parameter"
+_READ = {404: "no store is configured", 503: _STORE_AWAY}
+_WRITTEN = {400: _INVALID, 404: _NO_ENTRY, 409: _REFUSED, 413: "the body is too large", 503: _STORE_AWAY}
+_VERSIONED = _WRITTEN | {412: "the entry was changed in the meantime", 428: "`If-Match` is missing"}
+_REPEATED = {422: "the `Idempotency-Key` was sent with another request"}
+_IF_MATCH, _IDEMPOTENCY_KEY = "If-Match", "Idempotency-Key"
+_NEW_KEY = "`secret` is the new key, which is not shown again; null if the request was a repetition"
+
+
+def _settings(section: type[BaseModel], names: Iterable[str]) -> dict[str, str]:
+    """Return settings of the configuration with their descriptions."""
+    return {name: section.model_fields[name].description or "" for name in names}
+
+
+_OF_KEY = {"name": "text for people, up to 100 characters"} | _settings(Key, SETTABLE)
+_OF_TEAM = _settings(Team, ("limits",))
+
+
+def _change(path: str, method: str, summary: str, responses: Mapping[int, str], *headers: str, **more: Any) -> Described:
+    kinds = () if 204 in responses else (JSON,)
+    return Described(path, summary, responses, kinds, method=method, headers=headers, **more)
+
+
+KEY_ROUTES = (
+    Described(
+        _KEYS,
+        "The keys of the store, or of a `team`, by ID, in pages of `limit` (100). `next_cursor` is the `cursor` of the next page.",
+        {200: "the keys, without hashes; `last_use_unknown` explains why the last use is unknown", 400: _INVALID} | _READ,
+        (JSON,),
+        queries=("cursor", "limit", "team"),
+    ),
+    _change(
+        _KEYS, "POST", "Create a key.", {201: f"the key; {_NEW_KEY}"} | _WRITTEN | _REPEATED, _IDEMPOTENCY_KEY,
+        fields=_settings(Key, ("id",)) | _OF_KEY,
+    ),
+    _change(
+        f"{_KEYS}/import", "POST",
+        "Add the keys of another gateway. The body is its list: a key or `id,key` on each line, or LiteLLM's JSON.",
+        {200: "the IDs that were added, the number of known keys, and messages about what was left out"} | _WRITTEN,
+    ),
+    _change(
+        f"{_KEY}/{{key_operation}}", "POST",
+        "`rotate`: create another key for the entry; the former ones stay valid for `overlap`. `revoke` its keys, or `restore` them.",
+        {200: f"the key; after `rotate`, {_NEW_KEY}"} | _VERSIONED | _REPEATED, _IF_MATCH, _IDEMPOTENCY_KEY,
+        fields={"overlap": "with `rotate`: for example `12h`; 7d by default"},
+    ),
+    Described(_KEY, "A key of the store.", {200: "the key, with its `ETag`"} | _READ | {404: _NO_ENTRY}, (JSON,)),
+    _change(
+        _KEY, "PATCH", "Change a key, by a JSON merge patch (RFC 7396): null removes a field.", {200: "the key"} | _VERSIONED, _IF_MATCH,
+        fields=_OF_KEY,
+    ),
+    _change(_KEY, "DELETE", "Delete a key.", {204: "it is deleted"} | _VERSIONED, _IF_MATCH),
+    Described(
+        _TEAMS,
+        "The teams of the store, by ID, in pages of `limit` (100). `next_cursor` is the `cursor` of the next page.",
+        {200: "the teams", 400: _INVALID} | _READ,
+        (JSON,),
+        queries=("cursor", "limit"),
+    ),
+    _change(
+        _TEAMS, "POST", "Create a team.", {201: "the team"} | _WRITTEN | _REPEATED, _IDEMPOTENCY_KEY,
+        fields=_settings(Team, ("id",)) | _OF_TEAM,
+    ),
+    Described(_TEAM, "A team of the store.", {200: "the team, with its `ETag`"} | _READ | {404: _NO_ENTRY}, (JSON,)),
+    _change(_TEAM, "PATCH", "Change a team, by a JSON merge patch.", {200: "the team"} | _VERSIONED, _IF_MATCH, fields=_OF_TEAM),
+    _change(_TEAM, "DELETE", "Delete a team without keys.", {204: "it is deleted"} | _VERSIONED, _IF_MATCH),
+)  # fmt: skip
+
+ROUTES = (*ROUTES_OF_GATEWAY, *KEY_ROUTES)
+
+_CHOICES = {"operation": list(OPERATIONS), "server_operation": list(SERVER_OPERATIONS), "key_operation": list(key_routes.OPERATIONS)}
 
 
 def document() -> dict[str, Any]:
     """Return the description as OpenAPI 3.1."""
-    paths = {route.template: {route.method.lower(): _operation(route)} for route in ROUTES}
+    paths: dict[str, dict[str, Any]] = {}
+    for route in ROUTES:
+        paths.setdefault(route.template, {})[route.method.lower()] = _operation(route)
     info = {"title": "vllm-gateway: admin API", "version": __version__}
     text = (
         "server.admin.token, or one of server.admin.tokens, whose role must be at least the listed one. Without any, reading requires no "
@@ -157,7 +241,11 @@ def _operation(route: Described) -> dict[str, Any]:
     responses[min(responses)]["content"] = {kind: {} for kind in route.kinds}
     in_path = re.findall(r"\{(\w+)\}", route.template)
     parameters = [_parameter(name, "path") for name in in_path] + [_parameter(name, "query") for name in route.queries]
+    parameters += [_parameter(name, "header") for name in route.headers]
     described = {"summary": route.summary, "responses": responses, "parameters": parameters}
+    if route.fields:
+        properties = {name: {"description": text} for name, text in route.fields.items()}
+        described["requestBody"] = {"content": {JSON: {"schema": {"type": "object", "properties": properties}}}}
     return described | ({"security": route.security} if route.security else {})
 
 

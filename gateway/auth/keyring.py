@@ -1,7 +1,7 @@
 """Authenticate a request: from its headers to a key of the configuration.
 
 The rule: no I/O, and nothing that unauthenticated clients send is stored. A key is hashed and looked up in a dict made from the
-snapshot. This runs before the body is read.
+snapshot, and then in the dict of the store's keys, which may be empty. This runs before the body is read.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import replace
 from hashlib import sha256
 from typing import TYPE_CHECKING
 
 from gateway.api.errors import Refusal
 from gateway.auth import keys
+from gateway.auth.stored_keys import StoredKeyring, with_expiry
 from gateway.snapshot.snapshot import Key
 
 if TYPE_CHECKING:
@@ -40,14 +40,19 @@ _MISPLACED = (b"x-api-key", b"api-key", b"x-goog-api-key")
 
 
 class Keyring:
-    """The keys of one snapshot by the SHA-256 of each. ``verifier`` checks tokens of identity providers."""
+    """The keys of one snapshot by the SHA-256 of each.
 
-    def __init__(self, keys: Iterable[Key], verifier: TokenVerifier | None = None) -> None:
+    ``verifier`` checks tokens of identity providers. ``stored`` has the keys of the store, which change while the keyring is used.
+    """
+
+    def __init__(self, keys: Iterable[Key], verifier: TokenVerifier | None = None, stored: StoredKeyring | None = None) -> None:
         self._verifier = verifier
+        self._store = stored or StoredKeyring()
+        self._stored = self._store.by_digest
         self._by_digest: dict[bytes, Key] = {}
         self._anonymous: Key | None = None
         for key in keys:
-            self._by_digest.update((digest, _with_expiry(key, digest)) for digest in key.digests)
+            self._by_digest.update((digest, with_expiry(key, digest)) for digest in key.digests)
             if key.anonymous and not key.revoked:
                 self._anonymous = key
 
@@ -63,6 +68,8 @@ class Keyring:
             return self._without_key(authorization, api_key, sent)
         digest = sha256(token).digest()
         key = self._by_digest.get(digest)
+        if key is None and self._stored:  # an empty store costs no look-up
+            key = self._stored.get(digest)
         if key is None:
             return (self._verifier.principal(token, digest) if self._verifier is not None else None) or self._unknown_key(token)
         if key.expires is not None and _is_expired(key):
@@ -96,17 +103,13 @@ class Keyring:
             return anonymous
         if len(token) > _MAX_LENGTH:
             raise Refusal("invalid_api_key", f"The API key is longer than {_MAX_LENGTH} bytes.")
+        if self._store.is_unknown and not _mistyped(token):
+            raise Refusal("overloaded", "The API key can't be verified at the moment.")
         raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
 
 
 def _is_expired(key: Key) -> bool:
     return key.expires is not None and time.time() >= key.expires
-
-
-def _with_expiry(key: Key, digest: bytes) -> Key:
-    """Return the key with the expiry of one of its digests; a revoked key is always expired."""
-    times = [0.0] if key.revoked else [end for end in (key.expires, key.digest_expiries.get(digest)) if end is not None]
-    return key if times in ([], [key.expires]) else replace(key, expires=min(times))
 
 
 _MISTYPED = "The API key is mistyped: its checksum is wrong."

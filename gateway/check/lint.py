@@ -18,6 +18,7 @@ from gateway.config import Key, Note
 from gateway.config.models import AdminToken, matches
 from gateway.config.quantities import parse_duration
 from gateway.config.references import ConfigValue, Draft, all_names, costs_in, own_names, texts
+from gateway.config.secret import OF_LEDGER
 from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.key_management.key_list import state
 from gateway.limits.windows import SLICES
@@ -50,6 +51,7 @@ def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     yield from _not_restored(draft)
     yield from _unrecorded_users(draft)
     yield from _without_events(draft)
+    yield from _store_for_one_gateway(draft)
 
 
 def note(value: ConfigValue, message: str) -> Note:
@@ -109,6 +111,20 @@ def _without_events(draft: Draft) -> Iterator[Note]:
     balance = next((value for value in (model.get("balance") for model in draft.models) if value.value == EVENTS_POLICY), None)
     if balance is not None and not kv_events_installed():
         yield note(balance, "does not use KV cache events without the extra `kv-events` (pip install 'vllm-gateway[kv-events]')")
+
+
+def _store_for_one_gateway(draft: Draft) -> Iterator[Note]:
+    """Report a store of keys that several gateways cannot share."""
+    store, ledger = draft.top.get("store"), draft.top.get("ledger")
+    written = _url_of(store)
+    url = _url_of(ledger) if written.value == OF_LEDGER else written
+    if isinstance(url.value, str) and url.value.startswith("sqlite:"):
+        shared = " and `limits_store` suggests that there are several" if draft.top.get("limits_store").value is not None else ""
+        yield note(written, f"keys in SQLite are for one gateway{shared}: several gateways need PostgreSQL")
+
+
+def _url_of(database: ConfigValue) -> ConfigValue:
+    return database.get("url") if isinstance(database.value, dict) and "url" in database.value else database
 
 
 def _key(entry: ConfigValue) -> Key | None:

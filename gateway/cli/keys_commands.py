@@ -1,7 +1,7 @@
-"""The commands ``vllm-gateway keys …``: create, replace, revoke and list keys, and import those of another gateway.
+"""The commands ``vllm-gateway keys …``: create, change, replace, revoke and list keys, and import those of another gateway.
 
 The rules: a key is printed once, when it is created, and is in no argument, file or other message. ``key_file`` writes the configuration's
-files, and a running gateway reloads them by itself.
+files, and a running gateway reloads them by itself. Keys of the store are changed by a running gateway (``store_commands``).
 """
 
 from __future__ import annotations
@@ -18,18 +18,22 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
+from gateway.cli import store_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import DEFAULT, ConfigArgument, ConfigOption, config_file, named_config
 from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, console, say_error
+from gateway.cli.store_commands import StoreOption, UnsetOption, means_store
 from gateway.snapshot.key_properties import OPTIONS, KeyProperties
 
 if TYPE_CHECKING:
+    from gateway.admin.client import AdminClient
     from gateway.config import Config, Key
     from gateway.key_management.key_file import KeyFiles
     from gateway.key_management.key_list import LastUse
     from gateway.key_management.keys_import import ImportedKey
 
 _ONCE = "This key is not stored and not shown again: save it now."
+LabelOption = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A label for its usage records; can be repeated.")]
 Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key's entry.")]
 
 
@@ -42,11 +46,17 @@ def new(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Add it to this configuration.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
     config: ConfigOption = None,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="With the store: a name for people.")] = None,
+    label: LabelOption = None,
+    store: StoreOption = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
     **further: Any,
 ) -> int:
     """Create a key.
 
-    Prints the key once, and the entry to add below `keys:` in the configuration. With --write or FILE, adds the entry itself.
+    Prints the key once. With a store, the key is in force at once. Otherwise also prints the entry to add below `keys:` in the
+    configuration, or adds it with --write or FILE.
     """
     from gateway.auth import keys
     from gateway.key_management.key_file import KeyFiles
@@ -54,13 +64,18 @@ def new(
 
     properties = {name: further.pop(name) for name in OPTIONS}
     limited = {name: value for name, value in further.items() if value is not None}
-    given = {"models": models or None, "expires": expires, "limits": limited or None} | properties
+    given = {"models": models or None, "expires": expires, "limits": limited or None, "labels": _labels(label) or None} | properties
     entry: dict[str, Any] = {"id": id} | {name: value for name, value in given.items() if value is not None}
     if wrong := _wrong(entry):
         return say_error(f"--{wrong}", BAD_USAGE)
     if _principal(entry).expired(datetime.now(UTC)):
         return say_error("--expires: the date is in the past", BAD_USAGE)
     written = named_config(file, config)
+    where = Where(written or DEFAULT, admin, token_file)
+    if not write and means_store(where, store):
+        return store_commands.create(where, entry | ({} if name is None else {"name": name}), _show_new)
+    if name is not None:
+        return say_error("--name is for keys of the store", BAD_USAGE)
     key = keys.mint(id)
     entry = {"id": id, "hash": keys.hash_of(key)} | entry
     if not write and written is None:
@@ -79,6 +94,9 @@ def rotate(
     file: ConfigArgument = None,
     overlap: Annotated[str, typer.Option(metavar="TIME", help="How long the former keys stay valid, e.g. 12h; 0s ends them now.")] = "7d",
     config: ConfigOption = None,
+    store: StoreOption = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
 ) -> int:
     """Replace a key: create a new one, and let the former keys expire.
 
@@ -88,6 +106,7 @@ def rotate(
     from gateway.config.quantities import parse_duration
     from gateway.key_management.key_file import KeyFiles
     from gateway.key_management.key_list import instant
+    from gateway.key_management.rotation import former_hashes
 
     now = datetime.now(UTC)
     try:
@@ -96,12 +115,14 @@ def rotate(
         return say_error(f"--overlap: {error}", BAD_USAGE)
     except OverflowError:
         return say_error("--overlap: the end is after the year 9999", BAD_USAGE)
-    key, key_files = keys.mint(id), KeyFiles(config_file(file, config))
+    where = Where(config_file(file, config), admin, token_file)
+    if means_store(where, store, id):
+        return store_commands.rotate(where, id, overlap, _show_new)
+    key, key_files = keys.mint(id), KeyFiles(where.config)
     entry = _principal(key_files.entry(id))
     if entry.revoked or entry.expired(now):
         return say_error(f"{id} {'is revoked' if entry.revoked else 'has expired'}, which would apply to its new key", FAILED)
-    former = [{"hash": one.text, "expires": instant(min(one.expires or end, end))} for one in entry.hashes]
-    good = [one for one in former if datetime.fromisoformat(one["expires"]) > now]
+    good = former_hashes(entry, end, now)
     changed = key_files.change(id, "hash", [*good, keys.hash_of(key)])
     last = min(max((one["expires"] for one in good), default=""), instant(entry.expires or end))
     until = f"; the former {'key is' if len(good) == 1 else 'keys are'} valid until {last}" if good else ""
@@ -109,14 +130,25 @@ def rotate(
     return 0
 
 
-def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = None) -> int:
+def revoke(
+    id: Identity,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    store: StoreOption = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
     """Revoke all keys of an entry.
 
-    The entry stays in the file with `revoked: true`, so that its keys are rejected even if requests without a key are served.
+    The entry stays in the file with `revoked: true`, or in the store, so that its keys are rejected even if requests without a key are
+    served.
     """
     from gateway.key_management.key_file import KeyFiles
 
-    key_files = KeyFiles(config_file(file, config))
+    where = Where(config_file(file, config), admin, token_file)
+    if means_store(where, store, id):
+        return store_commands.operate(where, id, "revoke", "revoked")
+    key_files = KeyFiles(where.config)
     entry = key_files.entry(id)
     if entry.get("anonymous") is True:
         return say_error(f"{id} is for requests without a key; remove it from the file to refuse them", FAILED)
@@ -125,36 +157,161 @@ def revoke(id: Identity, file: ConfigArgument = None, config: ConfigOption = Non
     return 0
 
 
-def restore(id: Identity, file: ConfigArgument = None, config: ConfigOption = None) -> int:
+def restore(
+    id: Identity,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    store: StoreOption = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
     """Restore the keys of a revoked entry."""
     from gateway.key_management.key_file import KeyFiles
 
-    key_files = KeyFiles(config_file(file, config))
+    where = Where(config_file(file, config), admin, token_file)
+    if means_store(where, store, id):
+        return store_commands.operate(where, id, "restore", "restored")
+    key_files = KeyFiles(where.config)
     was_revoked = key_files.entry(id).get("revoked") is True
     typer.echo(f"{id} is restored in {key_files.change(id, 'revoked', False)}" if was_revoked else f"{id} is not revoked")
     return 0
+
+
+def change(
+    id: Identity,
+    expires: Annotated[str | None, typer.Option(metavar="DATE", help="The key expires on this date.")] = None,
+    models: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="A model that it may use; can be repeated.")] = None,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    name: Annotated[str | None, typer.Option(metavar="TEXT", help="With the store: a name for people.")] = None,
+    label: LabelOption = None,
+    unset: UnsetOption = None,
+    store: StoreOption = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+    **further: Any,
+) -> int:
+    """Change the settings and limits of a key.
+
+    Settings that are not named stay as they are.
+    """
+    from gateway.key_management.key_file import KeyFiles
+
+    properties = {name: further.pop(name) for name in OPTIONS}
+    removed = [each.replace("-", "_") for each in unset or ()]
+    limits: dict[str, Any] = {each: value for each, value in further.items() if value is not None}
+    limits |= {each: None for each in removed if each in further}
+    given = {"name": name, "models": models or None, "expires": expires, "labels": _labels(label) or None, "limits": limits or None}
+    patch = {each: value for each, value in (given | properties).items() if value is not None}
+    patch |= {each: None for each in removed if each not in further}
+    if not patch:
+        return say_error("nothing to change; name a setting or a limit", BAD_USAGE)
+    configured = config_file(file, config)
+    where = Where(configured, admin, token_file)
+    if means_store(where, store, id):
+        return store_commands.change(where, store_commands.KEYS, id, patch)
+    if "name" in patch:
+        return say_error("--name is for keys of the store", BAD_USAGE)
+
+    for each, value in _written_fields(KeyFiles(configured).entry(id), patch):
+        changed = KeyFiles(configured).change(id, each, value)
+    typer.echo(f"{id} is changed in {changed}")
+    return 0
+
+
+def _written_fields(entry: Mapping[str, Any], patch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of an entry in a file that a patch changes, with their values. A field that is removed gets its default."""
+    from gateway.config import Key
+    from gateway.store.entries import merged
+
+    after = merged(entry, patch)
+    for name in patch:
+        default = Key.model_fields[name].get_default(call_default_factory=True)
+        yield name, after.get(name, list(default) if isinstance(default, tuple) else default)
+
+
+def delete(
+    id: Identity,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    store: StoreOption = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Delete a key of the store. Its rows in the ledger stay."""
+    where = Where(config_file(file, config), admin, token_file)
+    if not means_store(where, store, id):
+        return say_error(f"remove the entry of {id} from the file by hand, or revoke it", FAILED)
+    return store_commands.delete(where, store_commands.KEYS, id)
+
+
+def show_one(
+    id: Identity,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    store: StoreOption = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Print a key as JSON, without its hashes."""
+    from gateway.config import load
+    from gateway.key_management.key_list import list_keys
+
+    where = Where(config_file(file, config), admin, token_file)
+    if means_store(where, store, id):
+        return store_commands.show_one(where, store_commands.KEYS, id)
+    known = load(where.config)
+    listed = list_keys(known, _last_use(known, where.config), datetime.now(UTC))
+    found = next((each for each in listed["keys"] if each["id"] == id), None)
+    if found is None:
+        return say_error(f"there is no key {id} in {where.config}", FAILED)
+    typer.echo(json.dumps(found, indent=2))
+    return 0
+
+
+def _labels(given: Sequence[str] | None) -> dict[str, str]:
+    """Return labels of the form name=value. Ends the command for another form."""
+    found = {}
+    for each in given or ():
+        name, sign, value = each.partition("=")
+        if not sign or not name or not value:
+            raise BadUsageError(f"--label: expected NAME=VALUE, found {each!r}")
+        found[name] = value
+    return found
 
 
 def show(
     file: ConfigArgument = None,
     config: ConfigOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    store: StoreOption = None,
     admin: AdminUrl = None,
     token_file: TokenFile = None,
 ) -> int:
     """List the keys, what they may use, and which expire soon.
 
-    Reads the configuration and the ledger, whether the gateway runs or not, or with --admin a gateway elsewhere.
+    Reads the configuration and the ledger, whether the gateway runs or not, or with --admin a gateway elsewhere. Keys of the store are
+    read from a running gateway.
     """
     from gateway.config import load
     from gateway.key_management.key_list import list_keys
 
     configured = config_file(file, config)
-    if admin is not None or token_file is not None:
-        return call_gateway(Where(configured, admin, token_file), lambda gateway: _print_listed(gateway.keys(), as_json))
+    where = Where(configured, admin, token_file)
+    if token_file is not None or means_store(where, store):
+        return call_gateway(where, lambda gateway: _print_listed(_all_keys(gateway, store), as_json))
     known = load(configured)
     _print_listed(list_keys(known, _last_use(known, configured), datetime.now(UTC)), as_json)
     return 0
+
+
+def _all_keys(gateway: AdminClient, store: bool | None) -> dict[str, Any]:
+    """Return the keys of a gateway's files, and of its store if it has one. Raises RefusedError without the store that is required."""
+    of_files = gateway.keys()
+    if store is False or (store is None and gateway.status()["store"] is None):
+        return of_files
+    stored, unknown = store_commands.entries(gateway, store_commands.KEYS, "keys")
+    return {"keys": [*of_files["keys"], *stored], "last_use_unknown": of_files["last_use_unknown"] or unknown}
 
 
 def _print_listed(listed: Mapping[str, Any], as_json: bool) -> None:
@@ -181,8 +338,11 @@ def take_over(
     source: Annotated[Path, typer.Argument(metavar="KEYS", help="The keys: one per line, id,key per line, or LiteLLM's list as JSON.")],
     file: ConfigArgument = None,
     config: ConfigOption = None,
+    store: StoreOption = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
 ) -> int:
-    """Add the keys of another gateway to the configuration, as hashes.
+    """Add the keys of another gateway to the configuration or to the store, as hashes.
 
     Clients keep their keys. Keys that the configuration already has are skipped.
     """
@@ -191,8 +351,12 @@ def take_over(
     from gateway.key_management.key_file import KeyFiles
 
     configured = config_file(file, config)
+    where = Where(configured, admin, token_file)
     try:
-        found = keys_import.read_keys(source.read_bytes().decode("utf-8-sig"))
+        content = source.read_bytes()
+        if means_store(where, store):
+            return store_commands.take_over(where, source, content)
+        found = keys_import.read_keys(content.decode("utf-8-sig"))
         key_files = KeyFiles(configured)
         listed = keys_import.sort_keys(keys_import.without_unknown_teams(found, key_files.teams), key_files.hashes, key_files.ids)
     except (OSError, ValueError) as error:
@@ -353,17 +517,31 @@ def commands() -> dict[str, Callable[..., int]]:
     """Return the commands by name."""
     return {
         "new": _with_derived_options(new),
+        "set": _with_derived_options(change),
         "rotate": rotate,
         "revoke": revoke,
         "restore": restore,
         "list": show,
+        "show": show_one,
+        "delete": delete,
         "import": take_over,
         "hash": hash_of_key,
         "verify": verify,
     }
 
 
-def _with_derived_options(command: Callable[..., int]) -> Callable[..., int]:
+def team_commands() -> dict[str, Callable[..., int]]:
+    """Return the commands for teams by name."""
+    return {
+        "new": _with_derived_options(store_commands.new_team, with_properties=False),
+        "set": _with_derived_options(store_commands.set_team, with_properties=False),
+        "list": store_commands.list_teams,
+        "show": store_commands.show_team,
+        "delete": store_commands.delete_team,
+    }
+
+
+def _with_derived_options(command: Callable[..., int], *, with_properties: bool = True) -> Callable[..., int]:
     """Return the command with an option for each property and each limit of a key instead of ``**further``."""
     from gateway.config import Limits
 
@@ -372,7 +550,7 @@ def _with_derived_options(command: Callable[..., int]) -> Callable[..., int]:
         return command(**given)
 
     types = get_type_hints(KeyProperties)
-    options = [_option(name, types[name], **texts) for name, texts in OPTIONS.items()]
+    options = [_option(name, types[name], **texts) for name, texts in OPTIONS.items() if with_properties]
     for name, field in Limits.model_fields.items():
         if name not in _NOT_AMOUNTS:
             kind, parse = (float, _amount) if name.startswith("cost_") else (int, _whole_number)

@@ -46,7 +46,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. The outer edge: every error becomes one line on stderr."""
     try:
-        outcome = application(with_keys=arguments[:1] == ["keys"])(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
+        app = application(with_keys=arguments[:1] in (["keys"], ["teams"]))
+        outcome = app(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
     except typer.TyperException as error:
         return say_error(error.format_message(), error.exit_code)
@@ -75,20 +76,22 @@ def _reported(error: Exception) -> int:
 
 
 def application(*, with_keys: bool) -> typer.Typer:
-    """Build the command line. The commands below ``keys`` must import the settings, so they are added only if needed."""
+    """Build the command line. The commands below ``keys`` and ``teams`` must import the settings, so they are added only if needed."""
     app = typer.Typer(help=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_root)
     for name, command in _COMMANDS.items():
         app.command(name)(command)
     app.command(cls=_Untouched, add_help_option=False)(simulate)
-    keys = typer.Typer(help="Create, replace, revoke and list keys.", rich_markup_mode=None)
-    for name, command in keys_commands.commands().items() if with_keys else ():
-        keys.command(name)(command)
-    app.add_typer(keys, name="keys")
-    audit = typer.Typer(help="List and verify the audit log.", rich_markup_mode=None)
-    for name, command in audit_commands.commands().items():
-        audit.command(name)(command)
-    app.add_typer(audit, name="audit")
+    groups = {
+        "keys": ("Create, change, replace, revoke and list keys.", keys_commands.commands, with_keys),
+        "teams": ("Create, change and list the teams of the store.", keys_commands.team_commands, with_keys),
+        "audit": ("List and verify the audit log.", audit_commands.commands, True),
+    }
+    for group, (text, commands, shown) in groups.items():
+        made = typer.Typer(help=text, rich_markup_mode=None)
+        for name, command in commands().items() if shown else ():
+            made.command(name)(command)
+        app.add_typer(made, name=group)
     return app
 
 

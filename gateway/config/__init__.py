@@ -24,13 +24,14 @@ from gateway.config.models import (
     Queue,
     Server,
     ServerSection,
+    Team,
     plain_variables,
 )
 from gateway.config.problems import ConfigurationError, Note, Problem
 
 __all__ = [
     "Config", "ConfigurationError", "Discover", "Jwt", "Key", "Launch", "Ledger", "Limits", "Model", "ModelLimits", "Note",
-    "PrefixCacheIsolation", "Price", "Problem", "Queue", "Server", "ServerSection", "drafted", "load", "plain_variables", "schema",
+    "PrefixCacheIsolation", "Price", "Problem", "Queue", "Server", "ServerSection", "Team", "drafted", "load", "plain_variables", "schema",
 ]  # fmt: skip
 
 

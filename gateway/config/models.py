@@ -25,7 +25,7 @@ from pydantic import (
 )
 
 from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Window, parse_duration, parse_size
-from gateway.config.secret import LedgerStore, LimitsStore, Secret, ledger_store, surroundings
+from gateway.config.secret import OF_LEDGER, KeyStore, LedgerStore, LimitsStore, Secret, key_store, ledger_store, surroundings
 from gateway.config.section import Section, declared, section_of, setting
 from gateway.config.values import (
     AdminRole,
@@ -584,10 +584,24 @@ class Ledger(Section):
     sample_interval: Duration = quantity("time between two samples of the servers' token counters, for `usage --reconcile`", "15s")
 
 
+def _is_alone(value: object) -> bool:
+    """Return whether a value is a URL alone, or a reference to a secret that is one."""
+    return isinstance(value, str) or (isinstance(value, dict) and value.keys() <= {"env", "file"})
+
+
 def _ledger(value: object, info: ValidationInfo) -> object:
-    """Accept a URL alone, or a reference to a secret that is one."""
-    alone = isinstance(value, str) or (isinstance(value, dict) and value.keys() <= {"env", "file"})
-    return {"url": ledger_store(value, info)} if alone else value
+    return {"url": ledger_store(value, info)} if _is_alone(value) else value
+
+
+class Store(Section):
+    """Keys and teams that are made at run time. A URL alone, or `ledger`, is short for `{url: …}`."""
+
+    url: KeyStore = Field(description="database: `ledger` for the ledger's, or a URL as for the ledger; SQLite serves one gateway only")
+    max_age: Duration = quantity("time for which the known keys are served while the database is away", "24h")
+
+
+def _store(value: object, info: ValidationInfo) -> object:
+    return {"url": key_store(value, info)} if _is_alone(value) else value
 
 
 MIN_AUDIT_SECRET = 16
@@ -633,6 +647,9 @@ class Config(Section):
         "usage ledger: a URL or a section; default: none"
     )
     audit: AuditSettings | None = setting("audit log; default: none")
+    store: Annotated[Store, BeforeValidator(_store, json_schema_input_type=KeyStore | Store)] | None = setting(
+        "keys and teams that are made at run time: a URL, `ledger` or a section; default: none"
+    )
     isolate_prefix_cache: PrefixCacheIsolation | None = setting("isolate keys in vLLM's prefix cache")
     log: Log = setting("the log", Log())
     tracing: Tracing | None = setting("export of traces")
@@ -646,6 +663,14 @@ class Config(Section):
     def model_ids(self) -> dict[str, str]:
         """The ID of the model or LoRA adapter that each name means."""
         return {name: entry.id for model in self.models for entry in model.entries for name in entry.names}
+
+    @property
+    def store_url(self) -> str | None:
+        """The URL of the store's database; None without a store."""
+        if self.store is None:
+            return None
+        url = self.store.url.get_secret_value()
+        return url if url != OF_LEDGER or self.ledger is None else self.ledger.url.get_secret_value()
 
     _files: tuple[Path, ...] = PrivateAttr(())
     _withheld: frozenset[str] = PrivateAttr(frozenset())

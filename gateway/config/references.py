@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from gateway.config.models import MAX_REPLICAS, matches
 from gateway.config.problems import Finding, Path, Problem, did_you_mean, unexpanded
 from gateway.config.quantities import parse_duration
+from gateway.config.secret import OF_LEDGER
 from gateway.config.source import Source
 from gateway.config.values import worker_count
 from gateway.snapshot.identity import escaped
@@ -462,9 +463,17 @@ def _fallback_loops(draft: Draft) -> Iterator[Problem]:
 def _some_keys(draft: Draft) -> Iterator[Problem]:
     keys, other = draft.top.get("keys"), draft.top.get("keys_file")
     readable = draft.keys_file is None or draft.keys_file.whole
-    if not draft.keys and readable and keys.value in (None, []):
+    if not draft.keys and readable and keys.value in (None, []) and draft.top.get("store").value is None:
         message = "no keys are configured, so no client could use the gateway; create a key with `vllm-gateway keys new --id NAME`"
         yield (keys if other.value is None else other).problem(message)
+
+
+def _store_of_ledger(draft: Draft) -> Iterator[Problem]:
+    """Check that the store's database is known."""
+    store = draft.top.get("store")
+    url = store.get("url") if isinstance(store.value, dict) else store
+    if url.value == OF_LEDGER and draft.top.get("ledger").value is None:
+        yield url.problem("there is no ledger; set ledger, or write the URL of a database here")
 
 
 def _unique_keys(draft: Draft) -> Iterator[Problem]:
@@ -660,6 +669,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _default_model,
     _fallback_loops,
     _some_keys,
+    _store_of_ledger,
     _unique_keys,
     _hash_or_anonymous,
     _user_headers,

@@ -163,5 +163,18 @@ def ledger_store(value: object, info: ValidationInfo) -> SecretStr:
     return secret
 
 
+OF_LEDGER = "ledger"
+"""The value of ``store`` for the ledger's database."""
+
+
+def key_store(value: object, info: ValidationInfo) -> SecretStr:
+    """Return the URL of the store of keys, or ``OF_LEDGER``. Raises ValueError with a message for the operator."""
+    written = value.get_secret_value() if isinstance(value, SecretStr) else value
+    return SecretStr(OF_LEDGER) if written == OF_LEDGER else ledger_store(value, info)
+
+
 LedgerStore = Annotated[SecretStr, PlainValidator(ledger_store), _url_schema("^(sqlite|postgresql):", _SQLITE)]
 """The ledger's database. A URL with a password must be a reference to a secret."""
+
+KeyStore = Annotated[SecretStr, PlainValidator(key_store), _url_schema("^(ledger$|sqlite:|postgresql:)", OF_LEDGER)]
+"""The database of keys and teams that are made at run time. A URL with a password must be a reference to a secret."""

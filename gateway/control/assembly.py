@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -32,7 +32,7 @@ from gateway.monitoring.monitor import Monitor
 from gateway.monitoring.server_observer import ServerObserver
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.service_manager import ServiceManager
-from gateway.worker.supervisor import WorkerEvents, running_workers
+from gateway.worker.supervisor import WorkerEvents, WorkerSupervisor, running_workers
 from upstream.discovery.dns import Resolve, system_resolver
 from upstream.discovery.kubernetes import Cluster
 from upstream.discovery.sources import Sources
@@ -41,7 +41,10 @@ from upstream.vllm.health import Prober
 
 if TYPE_CHECKING:
     from gateway.audit.log import AuditLog
+    from gateway.control.key_store import KeyStore
     from gateway.ledger.writer import Ledger
+    from gateway.store.database import KeyDatabase
+    from gateway.store.local_copy import LocalCopy
     from gateway.usage.reader import UsageReader
 
 _log = logging.getLogger("vllm_gateway.control")
@@ -74,11 +77,13 @@ async def assembled(
     ledger: Ledger | None = None,
     reader: UsageReader | None = None,
     audit: AuditLog | None = None,
+    stored: tuple[KeyDatabase, LocalCopy] | None = None,
 ) -> AsyncIterator[tuple[Control, Reloader]]:
     """Compose control for the length of the block. Nothing is started yet.
 
     ``path`` is the file of ``config``, and ``data`` the listening socket for requests. ``ledger`` and ``reader``, which reads from it, are
-    None if no ledger is configured, and ``audit`` is None without an audit log.
+    None if no ledger is configured, and ``audit`` is None without an audit log. ``stored`` are the database of the store and its local
+    copy, None without a store.
     """
     started = time.time()
     async with AsyncExitStack() as stack:
@@ -105,11 +110,12 @@ async def assembled(
         worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request)
         workers = await stack.enter_async_context(running_workers(data, config.server.workers, worker_events, ledger))
         budgets = await stack.enter_async_context(aclosing(BudgetRestorer(ledger, reader, workers.buckets, started)))
-        stored = await stack.enter_async_context(aclosing(StoreCounts(lambda: workers.snapshot, ledger, reader)))
+        counts = await stack.enter_async_context(aclosing(StoreCounts(lambda: workers.snapshot, ledger, reader)))
+        keys = await _key_store(stored, config, workers, lambda: control.publisher, stack)
 
         async def before_start(snapshot: Snapshot) -> None:
-            await budgets.start(snapshot)
-            await stored.start(snapshot)
+            await budgets.start(snapshot if keys is None else replace(snapshot, keys=(*snapshot.keys, *keys.keys())))
+            await counts.start(snapshot)
 
         workers.before_start = before_start
         events = await stack.enter_async_context(kv_events(workers.send))
@@ -120,7 +126,7 @@ async def assembled(
         fleet = Fleet(config, launcher, publisher, workers, observer.undiscovered, announcer.action_started)
         observer.launched_out_of_rotation = fleet.out_of_rotation
         publisher.expected = fleet.expected_to_publish
-        monitor = Monitor(observer, workers, discovery, key_sets, events, ledger, audit)
+        monitor = Monitor(observer, workers, discovery, key_sets, events, ledger, audit, keys)
         control = Control(
             started=started,
             announcer=announcer,
@@ -135,8 +141,31 @@ async def assembled(
             monitor=monitor,
             kv_events=events,
             budgets=budgets,
-            store_counts=stored,
+            store_counts=counts,
             readiness=Readiness(observer, workers, fleet, monitor, history, first_results),
             history=history,
+            key_store=keys,
         )
-        yield control, Reloader(path, config, control, launches=LaunchCheck(environment.environ, _log.info), audit=audit)
+        conflicts = None if keys is None else lambda config: keys.conflicts(config, str(path))
+        launches = LaunchCheck(environment.environ, _log.info)
+        yield control, Reloader(path, config, control, launches, audit, conflicts)
+
+
+async def _key_store(
+    stored: tuple[KeyDatabase, LocalCopy] | None,
+    config: Config,
+    workers: WorkerSupervisor,
+    publisher: Callable[[], Publisher],
+    stack: AsyncExitStack,
+) -> KeyStore | None:
+    """Compose what follows the store, None without one."""
+    if stored is None:
+        return None
+    from gateway.control.key_store import key_store  # it loads SQLAlchemy
+
+    async def applied() -> None:
+        await publisher().wait_applied(publisher().publish_health())  # a worker applies messages in their order
+
+    keys = await stack.enter_async_context(key_store(*stored, config, workers.send, applied))
+    workers.stored_keys = keys.messages
+    return keys

@@ -11,6 +11,7 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gateway.config import Config
 from gateway.control.budgets import BudgetRestorer
@@ -36,6 +37,9 @@ from upstream.balancing.server import Condition
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.health import ServerHealth
+
+if TYPE_CHECKING:
+    from gateway.control.key_store import KeyStore
 
 _STOP_MARGIN = 30.0  # seconds for the parts of a stop that have no separate timeout
 
@@ -65,6 +69,7 @@ class Control:
     store_counts: StoreCounts
     readiness: Readiness
     history: ReloadHistory
+    key_store: KeyStore | None = None
     launch_counts: LaunchCounts = field(default_factory=LaunchCounts)
     after_drain: Callable[[], Awaitable[None]] | None = None
     """Runs when all requests have finished, before the launched servers are stopped."""
@@ -145,6 +150,8 @@ class Control:
         configure_logging(config)
         self.launch_counts.expect(config)
         self.fleet.apply_config(config)
+        if self.key_store is not None:
+            self.key_store.use_config(config)
         number = self.publisher.publish_snapshot()
         self._update_health()
         self.fleet.request_pass()

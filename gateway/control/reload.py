@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from gateway.access.actor import Actor, Requester
 from gateway.audit.configuration import differences
 from gateway.audit.entry import Audit, AuditUnavailableError, Entry
 from gateway.check.launch_check import LaunchCheck
-from gateway.config import Config, ConfigurationError, diff, drafted, load
+from gateway.config import Config, ConfigurationError, Problem, diff, drafted, load
 from gateway.config.source import Source, read
 from gateway.fleet.configured_servers import relaunched
 from gateway.fleet.operations import ReloadResult
@@ -87,7 +87,7 @@ class Reloader:
     """Watches the files of the configuration at ``path``, and applies them to ``gateway``.
 
     ``launches`` checks the launches that a configuration changes. None: they are not checked. ``audit`` records each reload before it is
-    applied. None: nothing is recorded.
+    applied. None: nothing is recorded. ``conflicts`` returns what else makes a valid configuration one that cannot be applied.
     """
 
     def __init__(
@@ -97,12 +97,14 @@ class Reloader:
         gateway: Reloadable,
         launches: LaunchCheck | None = None,
         audit: Audit | None = None,
+        conflicts: Callable[[Config], Sequence[Problem]] | None = None,
     ) -> None:
         self._path = path
         self._config = config
         self._gateway = gateway
         self._launches = launches
         self._audit = audit
+        self._conflicts = conflicts or _no_conflicts
         self._is_half_applied = False
         """Whether applying a configuration has failed, so that it may be applied in part until the next one is applied."""
         self._files = config.files
@@ -141,6 +143,8 @@ class Reloader:
         self._seen = await asyncio.to_thread(file_stats, self._files)
         try:
             config = await asyncio.to_thread(self._loaded)
+            if conflicts := self._conflicts(config):
+                raise ConfigurationError(conflicts, config.files)
         except ConfigurationError as error:
             await self._watch((*self._config.files, *error.files))
             problems = tuple(map(str, error.problems))
@@ -204,6 +208,10 @@ class Reloader:
         self._files = tuple(dict.fromkeys(files))
         before, now = self._seen, await asyncio.to_thread(file_stats, self._files)
         self._seen = {file: before.get(file, stat) for file, stat in now.items()}
+
+
+def _no_conflicts(_: Config) -> Sequence[Problem]:
+    return ()
 
 
 def file_stats(files: Iterable[Path]) -> Mapping[Path, FileStat]:

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from gateway.fleet.observed_servers import ObservedServers, health_check_targets
 from gateway.key_management.key_list import LastUse, expiry, list_keys
 from gateway.limits.windows import BudgetState
 from gateway.monitoring.discovery import discovered_models
+from gateway.snapshot.snapshot import Key
 from gateway.system.core import core
 from gateway.telemetry.metrics import Series, sum_series
 from gateway.worker.process_metrics import process_series
@@ -102,6 +103,8 @@ class GatewayReport:
         yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in expiries if last is not None)
         for holder, state in self._budgets():
             yield Series("budget_used_ratio", (holder, state.budget.name, str(state.budget.soft).lower())), state.share
+        if control.key_store is not None:
+            yield from control.key_store.series()
         yield Series("worker_restarts_total", ()), sum(worker.restarts for worker in control.workers.statuses)
         yield from process_series(control.workers.statuses)
         yield Series("build_info", (__version__, core())), 1
@@ -136,13 +139,27 @@ class GatewayReport:
         """Return the state of limits (see ``limit_report``). Raises QueryError."""
         workers, stored = self._control.workers, self._control.store_counts
         await stored.refresh()
-        return {"limits": []} if workers.snapshot is None else limit_report(workers.snapshot, workers.buckets, stored, query)
+        if workers.snapshot is None:
+            return {"limits": []}
+        shown = replace(workers.snapshot, keys=(*workers.snapshot.keys, *self._stored_keys(query)))
+        return limit_report(shown, workers.buckets, stored, query)
+
+    def _stored_keys(self, query: Mapping[str, str]) -> Iterator[Key]:
+        """Yield the keys of the store that a query names: the key, or any key of the team, which has the team's limits."""
+        store = self._control.key_store
+        if store is not None:
+            named = (query.get("key"), store.key), (query.get("team"), store.member)
+            yield from (key for name, find in named if name is not None and (key := find(name)) is not None)
 
     async def keys(self) -> dict[str, Any]:
         """Return the keys as /keys shows them."""
         config = self._control.config
         use = LastUse({}, "no ledger is configured") if self._reader is None else await self._reader.last_use(config)
         return list_keys(config, use, datetime.now(UTC))
+
+    async def last_use(self, keys: Sequence[str]) -> LastUse:
+        """Return when keys of the store were last used."""
+        return LastUse({}, "no ledger is configured") if self._reader is None else await self._reader.last_use_of(keys)
 
     def engines(self) -> dict[str, Engine]:
         """Return the running servers by name."""
@@ -171,6 +188,7 @@ class GatewayReport:
             "snapshot_version": control.publisher.version,
             "configuration": control.history.last.as_json(),
             "ledger": None if self._ledger is None else self._ledger.status(),
+            "store": None if control.key_store is None else control.key_store.status(),
             "budgets": control.budgets.as_json() or control.store_counts.as_json(),
             "issuers": control.key_sets.as_json(control.config),
             "workers": [

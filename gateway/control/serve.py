@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import functools
+import hashlib
 import logging
 import os
 import socket
@@ -58,7 +59,10 @@ from upstream.vllm.command_line import inherited
 
 if TYPE_CHECKING:
     from gateway.audit.log import AuditLog
+    from gateway.control.key_store import KeyStore
     from gateway.ledger.writer import Ledger
+    from gateway.store.database import KeyDatabase
+    from gateway.store.local_copy import LocalCopy
     from gateway.usage.reader import UsageReader
 
 _BACKLOG = 4096
@@ -105,9 +109,13 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         audit_log = _audit(config, path, stack)
         audit = audit_log or NoAudit()
         ledger, reader = _ledger(config, path, stack)
-        parts = assembled(config, path, data, environment, announcer, manager, ledger, reader, audit_log)
+        stored = _store(config, path, stack)
+        parts = assembled(config, path, data, environment, announcer, manager, ledger, reader, audit=audit_log, stored=stored)
         control, reloader = await stack.enter_async_context(parts)
         critical = control.readiness.critical_tasks
+        if (keys := control.key_store) is not None:
+            await _learn_keys(keys, config, path)
+            critical.append(await stack.enter_async_context(_background(keys.run())))
         on_hangup(stop_requests, reloader.request)
 
         # Serve operators, and start the tasks that run until the end.
@@ -125,7 +133,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         progress_of_servers, served = control.workers.server_progress, control.observer.served
         hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)
         await stack.enter_async_context(_background(hung.run()))
-        shown = application(report, AdminOperations(control, reloader, stop_requests), audit)
+        shown = application(report, AdminOperations(control, reloader, stop_requests), audit, keys)
         guarded = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit)
         critical.append(await stack.enter_async_context(_served(guarded, admin, control, certificate=certificate)))
         if commands is not None:
@@ -234,6 +242,29 @@ def _ledger(config: Config, path: Path, stack: AsyncExitStack) -> tuple[Ledger, 
     except OSError as error:
         raise StartError(f"the ledger's spool cannot be opened: {error}") from error
     return ledger, UsageReader(ledger.engine)
+
+
+def _store(config: Config, path: Path, stack: AsyncExitStack) -> tuple[KeyDatabase, LocalCopy] | None:
+    """Return the database of the store and its local copy, None without a store. The stack closes them. No connection is opened yet."""
+    if config.store_url is None:
+        return None
+    from gateway.ledger.spool_folders import owner_of  # these load SQLAlchemy
+    from gateway.ledger.store import database_url
+    from gateway.store.database import KeyDatabase
+    from gateway.store.local_copy import LocalCopy
+
+    folder = Path(os.path.abspath(path)).parent
+    database, owner = stack.enter_context(closing(KeyDatabase(database_url(config.store_url, folder)))), owner_of(config.store_url, path)
+    name = hashlib.sha256(f"{owner.database}\n{owner.configuration}".encode()).hexdigest()[:16]
+    copy = stack.enter_context(closing(LocalCopy(state_folder() / "store" / f"{name}.db")))
+    return database, copy
+
+
+async def _learn_keys(keys: KeyStore, config: Config, path: Path) -> None:
+    """Learn the store's keys. Raises StartError if the configuration has an ID of the store."""
+    await keys.start()
+    if problems := keys.conflicts(config, str(path)):
+        raise StartError(f"the configuration and the store do not fit together: {problems[0].message}")
 
 
 def _admin_socket(path: Path, stack: AsyncExitStack) -> socket.socket | None:

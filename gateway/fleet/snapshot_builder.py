@@ -61,6 +61,7 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
         teams=_teams(config) if any(issuer.claims.team for issuer in config.jwt) else {},
         default_model=config.default_model,
         warn_at=config.limits.warn_at,
+        has_store=config.store is not None,
     )
 
 
@@ -197,6 +198,11 @@ def _teams(config: Config) -> dict[str, tuple[snapshot.Allowance, ...]]:
 def _keys(config: Config) -> tuple[snapshot.Key, ...]:
     teams = _teams(config)
     return tuple(_key(key, config.isolate_prefix_cache, teams.get(key.team or "", ())) for key in config.keys)
+
+
+def stored_key(key: conf.Key, config: Config, of_team: conf.Limits | None) -> snapshot.Key:
+    """Return a key of the store as workers know it. ``of_team`` are the limits of its team."""
+    return _key(key, config.isolate_prefix_cache, tuple(_allowances(f"team {key.team}", of_team)))
 
 
 def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[snapshot.Allowance]:

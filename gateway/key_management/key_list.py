@@ -28,7 +28,8 @@ class LastUse:
 def list_keys(config: Config, use: LastUse, now: datetime) -> dict[str, Any]:
     """List all entries, for programs. ``now`` is aware."""
     of_tokens = token_entries(config)
-    return {"keys": [_shown(key, use, now, key.id in of_tokens) for key in config.keys], "last_use_unknown": use.unknown}
+    shown = [shown_key(key, use.times.get(key.id), now, of_tokens=key.id in of_tokens) for key in config.keys]
+    return {"keys": shown, "last_use_unknown": use.unknown}
 
 
 def token_entries(config: Config) -> frozenset[str]:
@@ -36,9 +37,9 @@ def token_entries(config: Config) -> frozenset[str]:
     return frozenset(name for issuer in config.jwt for name in issuer.keys)
 
 
-def _shown(key: Key, use: LastUse, now: datetime, of_tokens: bool) -> dict[str, Any]:
+def shown_key(key: Key, last: datetime | None, now: datetime, *, of_tokens: bool = False) -> dict[str, Any]:
+    """Return an entry, for programs. ``last`` is when it was last used, and ``of_tokens`` whether it is used for tokens."""
     of_hashes = sorted(one.expires for one in key.hashes if one.expires is not None)
-    last = use.times.get(key.id)
     return {
         "id": key.id,
         "state": state(key, now),

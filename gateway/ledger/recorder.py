@@ -63,7 +63,7 @@ class Recorder:
         """Use this snapshot's prices for new requests. Open requests keep theirs."""
         self._prices = {model.id: model.price for model in snapshot.models}
         self._with_user, self._with_metadata = snapshot.ledger_user, snapshot.ledger_metadata
-        self._reads_user = snapshot.ledger_user or any(key.user_header is not None for key in snapshot.keys)
+        self._reads_user = snapshot.ledger_user or snapshot.has_store or any(key.user_header is not None for key in snapshot.keys)
 
     def start_request(
         self,

@@ -53,6 +53,8 @@ _GATHER = {"postgresql": 0.75, "sqlite": 4.0}  # seconds
 _STATEMENT = 500  # rows whose values are in memory at the same time
 _WRITER_CACHE = 16 * 1024  # KiB of pages, with the ends of the index of keys for some thousand keys; SQLite's default is 2,000
 _UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the table is of a later version
+_MIGRATING = threading.Lock()
+"""One migration at a time in this process, because alembic has one context for all threads."""
 _log = logging.getLogger("vllm_gateway.ledger")
 
 
@@ -161,12 +163,13 @@ class UsageStore:
 
 def migrate(connection: Connection) -> None:
     """Run the missing migrations in the connection's transaction. If several gateways start at once, only one does it."""
-    connection.exec_driver_sql(_LOCKS[connection.dialect.name])
-    upgrade_table(connection)
-    config = AlembicConfig()
-    config.set_main_option("script_location", str(_MIGRATIONS))
-    config.attributes["connection"] = connection
-    command.upgrade(config, "head")
+    with _MIGRATING:
+        connection.exec_driver_sql(_LOCKS[connection.dialect.name])
+        upgrade_table(connection)
+        config = AlembicConfig()
+        config.set_main_option("script_location", str(_MIGRATIONS))
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
 
 
 def _is_of_a_row(error: Exception) -> bool:

@@ -21,6 +21,7 @@ from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.rules import RATES, Amounts, Holder
 from gateway.limits.states import HolderRates, LimitState, limit_states
 from gateway.limits.windows import BudgetState, Capacity, Window, hard_capacity, moment, session_window, windows_of
+from gateway.snapshot.link import StoredKeys
 from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from upstream.http.write_batching import WriteBatch
@@ -117,9 +118,13 @@ class Limiter:
         self.warn_at = 1.0
         """The used share of a budget from which on responses have a warning."""
 
-    def apply_snapshot(self, snapshot: Snapshot) -> None:
-        """Use the limits of this snapshot for new requests. Usage so far stays counted."""
-        self._by_key = {key.id: KeyLimits(key.id, self.buckets, key.allowances) for key in snapshot.keys if key.allowances}
+    def apply_snapshot(self, snapshot: Snapshot, stored: Mapping[str, Key] = {}) -> None:
+        """Use the limits of this snapshot for new requests. Usage so far stays counted.
+
+        ``stored`` are the store's keys by ID. Only those that were used get new limits here; the others get theirs on their first request.
+        """
+        used = (stored[name] for name in self._by_key if name in stored)
+        self._by_key = {key.id: KeyLimits(key.id, self.buckets, key.allowances) for key in (*used, *snapshot.keys) if key.allowances}
         for key in snapshot.keys:
             for reason in _reasons(key):
                 self._metrics.cells("limited_total", key.id, reason)
@@ -136,6 +141,19 @@ class Limiter:
         self.close()
         if settings is not None and snapshot.uses_store:
             self.store = RedisStore(settings, self._name, self._on_store, self._write_batch)
+
+    def apply_stored_keys(self, message: StoredKeys) -> None:
+        """Use the limits of these keys of the store for new requests. Usage so far stays counted."""
+        for identity in message.removed:
+            self._by_key.pop(identity, None)
+        for key in message.changed:
+            # A request in flight may look up the limits of the former key. It finds these, and does not store the former ones again.
+            if self._by_key.pop(key.id, None) is None:
+                continue
+            if key.allowances:
+                self._by_key[key.id] = KeyLimits(key.id, self.buckets, key.allowances)
+            if self.store is not None:
+                self.store.leases.end_all()  # they are from the former limits
 
     def note_budgets(self, states: Sequence[tuple[Holder, BudgetState]]) -> None:
         """Remember the use of budgets that the store has reported."""
@@ -197,7 +215,20 @@ class Limiter:
 
     def limits_of(self, key: Key) -> KeyLimits:
         """Return the limits of a key that has some."""
-        return self._by_key[key.id] if key.entry is None else self._limits_of_subject(key, key.entry)
+        if key.entry is not None:
+            return self._limits_of_subject(key, key.entry)
+        try:
+            return self._by_key[key.id]
+        except KeyError:
+            return self._limits_of_stored(key)
+
+    def _limits_of_stored(self, key: Key) -> KeyLimits:
+        """Return the limits of a key of the store, which exist from its first request on. Without memory for its counts, it is refused."""
+        try:
+            found = self._by_key[key.id] = KeyLimits(key.id, self.buckets, key.allowances)
+        except BucketsFullError:
+            raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
+        return found
 
     def _limits_of_subject(self, key: Key, entry: str) -> KeyLimits:
         """Return the holders of a token's subject, which exist from its first request on.

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from gateway.fleet.observed_servers import models_served
 from gateway.monitoring.certificate import CertificateDates
@@ -29,6 +29,13 @@ _INTERVAL = 1.0  # seconds
 _log = logging.getLogger("vllm_gateway.control")
 
 
+class ObservedStore(Protocol):
+    """The store of keys, as it is observed."""
+
+    def dependency(self) -> Observation:
+        """Return the state of its database."""
+
+
 @dataclass(eq=False, slots=True)
 class Monitor:
     """Measures token rates and observes dependencies."""
@@ -39,7 +46,8 @@ class Monitor:
     _key_sets: JwksFetcher
     _kv_events: KvEvents
     _ledger: Ledger | None
-    _audit: AuditLog | None
+    _audit: AuditLog | None = None
+    _store: ObservedStore | None = None
     rates: TokenRates = field(default_factory=TokenRates)
     dependencies: Dependencies = field(default_factory=Dependencies)
     certificate: CertificateDates = field(default_factory=CertificateDates)
@@ -75,6 +83,8 @@ class Monitor:
             yield from self._ledger.dependencies()
         if self._audit is not None:
             yield from self._audit.dependencies()
+        if self._store is not None:
+            yield self._store.dependency()
         yield from self._key_sets.dependencies()
         yield from self._discovery.dependencies(self._observer.config)
         yield from self._kv_events.dependencies()

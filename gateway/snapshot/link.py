@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.snapshot.snapshot import Snapshot
+from gateway.snapshot.snapshot import Key, Snapshot
 from upstream.balancing.server import Condition, Progress
 
 MAX_FRAME = 256 * 1024 * 1024
@@ -42,6 +42,19 @@ class ApplySnapshot(msgspec.Struct, tag=True, frozen=True):
 
     snapshot: Snapshot
     health: Health
+
+
+class StoredKeys(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: what has changed among the store's keys. A worker gets all of them before its first snapshot.
+
+    ``removed`` are IDs. ``changed`` are keys to add or replace. ``is_reset``: all keys that were known before are removed first.
+    ``is_unknown``: the store's keys are not known, so that an unknown key may be one of them.
+    """
+
+    changed: tuple[Key, ...] = ()
+    removed: tuple[str, ...] = ()
+    is_reset: bool = False
+    is_unknown: bool = False
 
 
 class StopKeepAlive(msgspec.Struct, tag=True, frozen=True):
@@ -150,7 +163,7 @@ class ChoiceExplained(msgspec.Struct, tag=True, frozen=True):
     explanation: Mapping[str, Any]
 
 
-_FromControl = ApplySnapshot | Health | CachedBlocks | StopKeepAlive | Drain | Ping | UsageReported
+_FromControl = ApplySnapshot | StoredKeys | Health | CachedBlocks | StopKeepAlive | Drain | Ping | UsageReported
 _FromWorker = (
     ServerProgress
     | Ping

@@ -326,6 +326,8 @@ class Snapshot:
     """The ID or alias of the model for requests without a model."""
     warn_at: float = 0.8
     """The used share of a budget from which on responses have a warning."""
+    has_store: bool = False
+    """Whether there may be keys in addition to these: those of the store (see ``link``)."""
 
     @property
     def bases(self) -> tuple[Model, ...]:
@@ -335,4 +337,4 @@ class Snapshot:
     @property
     def uses_store(self) -> bool:
         """Whether a limits store is configured, and any key or team has limits to count in it."""
-        return self.limits_store is not None and (any(key.allowances for key in self.keys) or any(self.teams.values()))
+        return self.limits_store is not None and (self.has_store or any(key.allowances for key in self.keys) or any(self.teams.values()))

@@ -12,7 +12,17 @@ from typing import Any
 
 from gateway.telemetry.metrics import Series
 
-NAMES = ("limits_store", "ledger_database", "ledger_spool", "audit_log", "identity_provider", "discovery", "kv_events", "certificate")
+NAMES = (
+    "limits_store",
+    "ledger_database",
+    "ledger_spool",
+    "key_store",
+    "audit_log",
+    "identity_provider",
+    "discovery",
+    "kv_events",
+    "certificate",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.limits.budget_holders import Budgets, UsedSince
 from gateway.snapshot.link import UsageRequested
 from gateway.usage.database import run_in_thread
-from gateway.usage.key_activity import known_last_use
+from gateway.usage.key_activity import known_last_use, last_use
 from gateway.usage.key_report import own_usage, parse_own_query
 from gateway.usage.period_sums import earlier_use
 from gateway.usage.queries import parse_query, run_query
@@ -55,6 +55,13 @@ class UsageReader:
         """Return when the entries of a configuration were last used, or why that is unknown."""
         try:
             return await run_in_thread(lambda: known_last_use(self._engine, config), _QUERY_TIMEOUT)
+        except DatabaseUnavailableError as error:
+            return LastUse(unknown=f"the ledger's database does not respond: {error}")
+
+    async def last_use_of(self, keys: Sequence[str]) -> LastUse:
+        """Return when these keys, which are not used for tokens, were last used, or why that is unknown."""
+        try:
+            return LastUse(await run_in_thread(lambda: last_use(self._engine, keys, frozenset()), _QUERY_TIMEOUT))
         except DatabaseUnavailableError as error:
             return LastUse(unknown=f"the ledger's database does not respond: {error}")
 

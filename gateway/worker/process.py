@@ -20,6 +20,7 @@ from typing import Any
 
 import uvloop
 
+from gateway.auth.stored_keys import StoredKeyring
 from gateway.client.connection import LINGER
 from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
@@ -90,7 +91,11 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
     to_control = link.Link(*await asyncio.open_connection(sock=control, limit=link.READ_AHEAD))
     with live_servers() as servers:
         messages = to_control.messages()
+        stored_keys = StoredKeyring()
         first = await anext(messages, None)
+        while isinstance(first, link.StoredKeys):  # before the first connection, which may have one of these keys
+            stored_keys.apply(first)
+            first = await anext(messages, None)
         if not isinstance(first, link.ApplySnapshot):
             return True
         logs.configure(first.snapshot.log, f"worker {arguments.number}")
@@ -114,6 +119,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             peers=PeerPlacements(PlacementLog(arguments.placements_fd, arguments.number)),
             on_unknown_token=lambda issuer: to_control.send(link.UnknownSigningKey(issuer)),
             request_usage=to_control.send,
+            stored_keys=stored_keys,
         )
         process = WorkerProcess(worker, to_control)
         process.apply_health(first.health)  # before the first request, which would find no server
@@ -158,6 +164,8 @@ class WorkerProcess:
                     self._to_control.send(link.SnapshotApplied(snapshot.version))
                 case link.Health():
                     self.apply_health(message)
+                case link.StoredKeys():
+                    self.worker.apply_stored_keys(message)
                 case link.CachedBlocks():
                     self.worker.apply_cached_blocks(message)
                 case link.StopKeepAlive():

@@ -273,6 +273,8 @@ class WorkerSupervisor:
         self._last_up = time.monotonic()
         self.before_start: Callable[[Snapshot], Awaitable[None]] = _nothing
         """Awaited with the first snapshot before the first processes start."""
+        self.stored_keys: Callable[[], Iterable[link.StoredKeys]] = tuple
+        """Returns the store's keys, which a new process gets before the snapshot."""
         self.more_first_messages: Callable[[], Iterable[link.Message]] = tuple
         """Returns what a new process gets after the snapshot."""
 
@@ -314,7 +316,12 @@ class WorkerSupervisor:
     def _first_messages(self) -> Iterable[link.Message]:
         assert self.snapshot is not None
         current = link.ApplySnapshot(self.snapshot, self._health)
-        return (current, *self.more_first_messages(), *((link.StopKeepAlive(),) if self._is_keep_alive_stopped else ()))
+        return (
+            *self.stored_keys(),
+            current,
+            *self.more_first_messages(),
+            *((link.StopKeepAlive(),) if self._is_keep_alive_stopped else ()),
+        )
 
     def send(self, message: link.Message) -> None:
         """Send a message to every worker."""

@@ -15,6 +15,7 @@ from gateway.admission.body_memory import FREE
 from gateway.admission.inflight import ConcurrencyLimit, worker_share
 from gateway.auth.catalog import Catalog
 from gateway.auth.keyring import Keyring
+from gateway.auth.stored_keys import StoredKeyring
 from gateway.client.active_snapshot import ActiveSnapshot
 from gateway.client.addresses import Proxies
 from gateway.client.connection import ClientConnection
@@ -22,7 +23,7 @@ from gateway.client.connection_context import ConnectionContext
 from gateway.client.http.cors import Cors
 from gateway.client.request import Handler
 from gateway.proxy.request_services import RequestServices
-from gateway.snapshot.link import CachedBlocks, Health, UsageRequested
+from gateway.snapshot.link import CachedBlocks, Health, StoredKeys, UsageRequested
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
@@ -51,7 +52,7 @@ class Worker:
     """The connections and the requests of one worker, and its servers. ``number`` is the number of this worker.
 
     ``handle_request`` serves one inference request to its end. ``on_unknown_token`` is called with the issuer of a token that no known
-    JWKS key has signed. ``request_usage`` asks control for a key's usage.
+    JWKS key has signed. ``request_usage`` asks control for a key's usage. ``stored_keys`` are the store's keys at the start.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Worker:
         peers: PeerPlacements | None = None,
         on_unknown_token: Callable[[str], None] = _ignore,
         request_usage: Callable[[UsageRequested], None] = _ignore,
+        stored_keys: StoredKeyring | None = None,
     ) -> None:
         self.requests = requests
         self.connections = ConnectionContext(requests.metrics, fleet.write_batch, requests.memory, requests.steps)
@@ -75,6 +77,7 @@ class Worker:
         self._peers = peers
         self._on_unknown_token = on_unknown_token
         self._tokens: TokenVerifier | None = None
+        self._stored_keys = stored_keys or StoredKeyring()
         self.certificate = Certificate(snapshot.tls) if snapshot.tls else None
         self._catalog: Catalog | None = None
         self.costs: dict[str, CostModel] = {}
@@ -118,7 +121,7 @@ class Worker:
             self._peers.set_models(self.costs)
         self.connections.active = requests.active = ActiveSnapshot(
             snapshot=snapshot,
-            keyring=Keyring(snapshot.keys, self._token_verifier(snapshot)),
+            keyring=Keyring(snapshot.keys, self._token_verifier(snapshot), self._stored_keys),
             catalog=catalog,
             cors=Cors(snapshot.cors_origins),
             proxies=Proxies(snapshot.clients.trusted_proxies),
@@ -130,7 +133,7 @@ class Worker:
         if tracing is not None:
             requests.spans.endpoint, requests.spans.scheme = tracing.endpoint, "http" if self.certificate is None else "https"
         requests.memory.limit = snapshot.clients.body_memory
-        requests.limiter.apply_snapshot(snapshot)
+        requests.limiter.apply_snapshot(snapshot, self._stored_keys.by_id)
         if requests.ledger is not None:
             requests.ledger.apply_snapshot(snapshot)
         requests.queues.set_models((entry.model, entry.pool) for entry in catalog.entries if entry.model.has_own_servers)
@@ -145,6 +148,11 @@ class Worker:
         self._tokens = self._tokens or TokenVerifier(self._on_unknown_token)
         self._tokens.apply_snapshot(snapshot)
         return self._tokens
+
+    def apply_stored_keys(self, message: StoredKeys) -> None:
+        """Apply what has changed among the store's keys. A request in flight keeps its key and its limits."""
+        self._stored_keys.apply(message)
+        self.requests.limiter.apply_stored_keys(message)
 
     def apply_health(self, health: Health) -> None:
         """Apply control's report about servers and models."""

@@ -50,7 +50,8 @@ CORE: Mapping[str, Tested] = MappingProxyType(
         ),
         "gateway/proxy/event_template.py": Tested(("tests/gateway/proxy/test_event_template.py", _STREAMS)),
         "gateway/proxy/fast_path.py": Tested(("tests/gateway/proxy/test_fast_path.py", _STREAMS)),
-        "gateway/auth/keyring.py": Tested(("tests/gateway/auth/test_keyring.py",)),
+        "gateway/auth/keyring.py": Tested(("tests/gateway/auth/test_keyring.py", "tests/gateway/auth/test_stored_keys.py")),
+        "gateway/auth/stored_keys.py": Tested(("tests/gateway/auth/test_stored_keys.py",)),
         "gateway/snapshot/identity.py": Tested(("tests/gateway/snapshot/test_identity.py",)),
         "gateway/auth/catalog.py": Tested(
             ("tests/gateway/auth/test_catalog.py",),

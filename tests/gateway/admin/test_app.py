@@ -176,7 +176,7 @@ def test_the_document_is_openapi(running: Gateway) -> None:
 @pytest.mark.parametrize("path", [route.path for route in ROUTES if "{" not in route.path and not route.is_operation])
 def test_a_described_route_responds_as_described(running: Gateway, path: str) -> None:
     response = running.get(path)
-    (described,) = (route for route in ROUTES if route.path == path)
+    (described,) = (route for route in ROUTES if route.path == path and not route.is_operation)
     assert response.status_code in described.responses
     assert response.status_code != 200 or any(response.headers["content-type"].startswith(kind) for kind in described.kinds)
 

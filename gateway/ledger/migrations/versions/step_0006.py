@@ -9,7 +9,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "0006"
-down_revision = "0004"
+down_revision = "0005"
 
 _FUNCTION = """
 CREATE FUNCTION gateway_audit_refuse() RETURNS trigger LANGUAGE plpgsql AS

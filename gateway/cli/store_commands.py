@@ -1,0 +1,209 @@
+"""The commands for keys and teams of the store. They send requests to a running gateway, which changes the store's database.
+
+The rules: new keys of a configuration with a store are added to the store, unless ``--no-store`` says that the files are meant. An ID
+belongs to the files or to the store and never to both, so a command that names an existing key needs no option.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
+from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.output import BAD_USAGE, say_error
+
+if TYPE_CHECKING:
+    from gateway.admin.client import AdminClient
+
+KEYS, TEAMS = "/admin/v1/keys", "/admin/v1/teams"
+_ANY_VERSION = {"if-match": "*"}
+_PAGE = "1000"
+StoreOption = Annotated[
+    bool | None,
+    typer.Option("--store/--no-store", help="Use the store, or the files; default: the store if one is configured."),
+]
+UnsetOption = Annotated[list[str] | None, typer.Option(metavar="NAME", help="A setting or limit to remove; can be repeated.")]
+Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the team.")]
+
+
+def has_store(config: Path) -> bool:
+    """Return whether a configuration has a store. A file that cannot be read has none here; the command reports that later."""
+    from gateway.config import drafted
+
+    draft = drafted(config)
+    return draft is not None and draft.top.get("store").value is not None
+
+
+def means_store(where: Where, store: bool | None, identity: str | None = None) -> bool:
+    """Return whether a command means the store: as it says, or by its configuration. ``identity``: the existing key that it names."""
+    if store is not None or where.admin is not None:
+        return store is not False
+    if not has_store(where.config):
+        return False
+    return identity is None or identity not in _ids_of_files(where.config)
+
+
+def _ids_of_files(config: Path) -> frozenset[str]:
+    from gateway.key_management.key_file import KeyFileError, KeyFiles
+
+    try:
+        return KeyFiles(config).ids
+    except KeyFileError:
+        return frozenset()
+
+
+# Keys
+
+
+def create(where: Where, fields: Mapping[str, Any], show: Callable[[str, str], None]) -> int:
+    """Create a key of the store, and show it."""
+
+    def act(gateway: AdminClient) -> None:
+        made = gateway.send("POST", KEYS, fields)
+        show(made["secret"], f"{made['id']} is in the store")
+
+    return call_gateway(where, act)
+
+
+def rotate(where: Where, identity: str, overlap: str, show: Callable[[str, str], None]) -> int:
+    """Create another key for an entry of the store, and show it."""
+
+    def act(gateway: AdminClient) -> None:
+        made = gateway.send("POST", f"{_path(KEYS, identity)}/rotate", {"overlap": overlap}, _ANY_VERSION)
+        until = f"; former keys are valid until {max(made['hashes_end'])}" if made["hashes_end"] else ""
+        show(made["secret"], f"{identity} has a new key in the store{until}")
+
+    return call_gateway(where, act)
+
+
+def operate(where: Where, identity: str, operation: str, done: str) -> int:
+    """Revoke or restore a key of the store. ``done`` says what it is afterwards."""
+
+    def act(gateway: AdminClient) -> None:
+        gateway.send("POST", f"{_path(KEYS, identity)}/{operation}", {}, _ANY_VERSION)
+        typer.echo(f"{identity} is {done} in the store")
+
+    return call_gateway(where, act)
+
+
+def change(where: Where, path: str, identity: str, patch: Mapping[str, Any]) -> int:
+    """Change a key or a team of the store."""
+
+    def act(gateway: AdminClient) -> None:
+        gateway.send("PATCH", _path(path, identity), patch, _ANY_VERSION)
+        typer.echo(f"{identity} is changed in the store")
+
+    return call_gateway(where, act)
+
+
+def delete(where: Where, path: str, identity: str) -> int:
+    """Delete a key or a team of the store."""
+
+    def act(gateway: AdminClient) -> None:
+        gateway.send("DELETE", _path(path, identity), None, _ANY_VERSION)
+        typer.echo(f"{identity} is deleted from the store")
+
+    return call_gateway(where, act)
+
+
+def show_one(where: Where, path: str, identity: str) -> int:
+    """Print a key or a team of the store as JSON."""
+    return call_gateway(where, lambda gateway: typer.echo(json.dumps(gateway.send("GET", _path(path, identity)), indent=2)))
+
+
+def take_over(where: Where, source: Path, text: bytes) -> int:
+    """Add the keys of another gateway to the store."""
+
+    def act(gateway: AdminClient) -> None:
+        done = gateway.send_file(f"{KEYS}/import", text)
+        for message in done["messages"]:
+            say_error(f"{source}: {message}", 0)
+        added, known = len(done["added"]), done["known"]
+        also = f"; {known} {'was' if known == 1 else 'were'} already known" if known else ""
+        typer.echo(f"{added} {'key' if added == 1 else 'keys'} added to the store{also}")
+
+    return call_gateway(where, act)
+
+
+def entries(gateway: AdminClient, path: str, name: str) -> tuple[list[dict[str, Any]], str | None]:
+    """Return all keys or teams of the store, and why the last use is unknown."""
+    found: list[dict[str, Any]] = []
+    query, unknown = {"limit": _PAGE}, None
+    while True:
+        page = gateway.send("GET", path, query=query)
+        found += page[name]
+        unknown = page.get("last_use_unknown")
+        if page["next_cursor"] is None:
+            return found, unknown
+        query = {"limit": _PAGE, "cursor": page["next_cursor"]}
+
+
+def _path(path: str, identity: str) -> str:
+    return f"{path}/{quote(identity, safe='')}"
+
+
+# Teams
+
+
+def new_team(
+    id: Annotated[str, typer.Option("--id", help="The ID of the team.")],
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+    **limits: Any,
+) -> int:
+    """Create a team in the store."""
+    fields = {"id": id, "limits": {name: value for name, value in limits.items() if value is not None}}
+
+    def act(gateway: AdminClient) -> None:
+        gateway.send("POST", TEAMS, fields)
+        typer.echo(f"{id} is in the store")
+
+    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+
+
+def set_team(
+    id: Identity,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    unset: Annotated[list[str] | None, typer.Option(metavar="LIMIT", help="Remove this limit; can be repeated.")] = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+    **limits: Any,
+) -> int:
+    """Change the limits of a team of the store."""
+    given = {name: value for name, value in limits.items() if value is not None}
+    removed = dict.fromkeys(name.replace("-", "_") for name in unset or ())
+    if not given and not removed:
+        return say_error("nothing to change; name a limit", BAD_USAGE)
+    return change(Where(config_file(file, config), admin, token_file), TEAMS, id, {"limits": given | removed})
+
+
+def list_teams(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
+    """Print the teams of the store as JSON."""
+
+    def act(gateway: AdminClient) -> None:
+        typer.echo(json.dumps(entries(gateway, TEAMS, "teams")[0], indent=2))
+
+    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+
+
+def show_team(
+    id: Identity, file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None
+) -> int:
+    """Print a team of the store as JSON."""
+    return show_one(Where(config_file(file, config), admin, token_file), TEAMS, id)
+
+
+def delete_team(
+    id: Identity, file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None
+) -> int:
+    """Delete a team without keys from the store."""
+    return delete(Where(config_file(file, config), admin, token_file), TEAMS, id)

@@ -1,0 +1,281 @@
+"""The keys of the store in a running gateway: followed in the database, copied to the local disk, sent to the workers.
+
+The rules: the event loop waits for no database, so each query runs on a thread. Changes are applied in the order of the log, one after the
+other, and a change costs the keys that it names. While the database is away, the keys that are known are served for ``store.max_age``.
+After that they are unknown, and a client with one of them is asked to try again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, nullcontext, suppress
+from typing import Any, TypeVar
+
+import msgspec
+
+from gateway.config import Config, Problem
+from gateway.fleet.stored_keys import KeyEncoder
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.snapshot.link import StoredKeys
+from gateway.snapshot.snapshot import Key
+from gateway.store.database import Changed, Changes, KeyDatabase
+from gateway.store.decisions import Named
+from gateway.store.entries import Position
+from gateway.store.local_copy import LocalCopy
+from gateway.store.notifications import notifications
+from gateway.store.service import KeyService
+from gateway.store.state import Effect, StoreState
+from gateway.telemetry.dependencies import Observation
+from gateway.telemetry.metrics import Series
+from gateway.usage.database import run_in_thread
+
+_POLL = 0.5  # seconds between two polls
+_READ_TIMEOUT = 10.0  # seconds for the changes since the last poll
+_LOAD_TIMEOUT = 60.0  # seconds for everything
+_CHANGE_TIMEOUT = 15.0
+_COPY_TIMEOUT = 30.0
+_CONFIRM_EVERY = 30.0  # seconds after which the local copy gets the time of the last poll
+_KEYS_IN_MESSAGE = 2_000
+_NO_CHANGES = Changed((), ())
+_log = logging.getLogger("vllm_gateway.control")
+T = TypeVar("T")
+
+
+class KeyStore:
+    """Follows the store's database. ``send`` sends a message to every worker. ``applied`` waits until the workers have applied it."""
+
+    def __init__(
+        self,
+        database: KeyDatabase,
+        copy: LocalCopy,
+        config: Config,
+        send: Callable[[StoredKeys], None],
+        applied: Callable[[], Awaitable[None]],
+    ) -> None:
+        assert config.store is not None, "there is no store"
+        self._database = database
+        self._copy = copy
+        self._config = config
+        self._max_age = config.store.max_age
+        self._send = send
+        self._applied = applied
+        self._state = StoreState(config, KeyEncoder)
+        self._encoded: dict[str, bytes] = {}
+        self._is_unknown = True
+        self._confirmed = time.monotonic() - self._max_age  # when the database responded last
+        self._copied = 0.0  # when the local copy got this time
+        self._uncopied: Changes | None = None  # everything, if it is not in the local copy yet
+        self._is_started = False
+        self._error: str | None = None
+        self._changed = asyncio.Event()
+        self._following = asyncio.Lock()
+        self.service = KeyService(database, lambda: Named.by(self._config))
+
+    # Start, and the loop
+
+    async def start(self) -> None:
+        """Learn the keys from the local copy and the database, or from one of them."""
+        found = await run_in_thread(self._copy.read, _LOAD_TIMEOUT)
+        if found is not None and (age := max(time.time() - found[1], 0.0)) < self._max_age:
+            await self._load(found[0])
+            self._confirmed = time.monotonic() - age
+        with suppress(DatabaseUnavailableError):
+            await self.follow()
+        if self._is_unknown:
+            _log.error("the keys of the store are unknown until its database responds: %s", self._error)
+
+    async def run(self) -> None:
+        """Follow the database until cancelled."""
+        self._is_started = True
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_POLL):
+                    await self._changed.wait()
+            self._changed.clear()
+            try:
+                await self.follow()
+            except DatabaseUnavailableError:
+                self._check_age()
+            except Exception:  # noqa: BLE001  the outer edge: the next poll may succeed
+                _log.exception("the changes of the store could not be applied; this is retried")
+
+    def notify(self) -> None:
+        """Poll the database now."""
+        self._changed.set()
+
+    async def follow(self) -> None:
+        """Apply what has changed in the database. Raises DatabaseUnavailableError."""
+        async with self._following:
+            if self._uncopied is not None and self._is_started:
+                changes, self._uncopied = self._uncopied, None
+                await self._copy_to_disk(changes)
+            position = Position() if self._is_unknown else self._state.position
+            try:
+                seconds = _LOAD_TIMEOUT if self._is_unknown else _READ_TIMEOUT
+                changes = await run_in_thread(lambda: self._database.changes_since(position), seconds)
+            except DatabaseUnavailableError as error:
+                if self._error is None:
+                    _log.error("the store's database does not respond: %s", error)
+                self._error = str(error)
+                raise
+            if self._error is not None:
+                _log.warning("the store's database is available again")
+                self._error = None
+            self._confirmed = now = time.monotonic()
+            if changes.position != position or changes.is_complete:
+                await (self._load(changes) if changes.is_complete else self._apply(changes))
+            elif now - self._copied < _CONFIRM_EVERY:
+                return
+            self._copied = now
+            if changes.is_complete:
+                self._uncopied = changes  # of many keys, for which neither a start nor a change waits
+                return
+            await self._copy_to_disk(changes)
+
+    async def _copy_to_disk(self, changes: Changes) -> None:
+        confirmed = time.time() - self.age
+        with suppress(DatabaseUnavailableError):  # the disk hangs, so the copy gets older
+            await run_in_thread(lambda: self._copy.apply(changes, confirmed), _COPY_TIMEOUT)
+
+    async def _load(self, changes: Changes) -> None:
+        """Use everything that exists. It is prepared on a thread, because there may be many keys."""
+        config = self._config
+        state = StoreState(config, KeyEncoder)
+        effect = await run_in_thread(lambda: state.apply(changes), _LOAD_TIMEOUT)
+        self._state, self._is_unknown = state, False
+        self._use(effect)
+        if config is not self._config:
+            self._use(state.use_config(self._config))
+
+    async def _apply(self, changes: Changes) -> None:
+        self._use(self._state.apply(changes))
+
+    def _use(self, effect: Effect) -> None:
+        """Send what has changed to the workers. New workers get it from ``messages``."""
+        if effect.is_reset:
+            self._encoded = dict(effect.changed)
+            messages = self.messages()
+        else:
+            for identity in effect.removed:
+                self._encoded.pop(identity, None)
+            self._encoded.update(effect.changed)
+            messages = _messages(effect.changed, tuple(effect.removed), is_reset=False)
+        for message in messages:
+            self._send(message)
+        for identity in effect.removed:
+            if why := self._state.unserved.get(identity):
+                _log.error("the key %s of the store is not served: %s", identity, why)
+
+    def _check_age(self) -> None:
+        if self._is_unknown or self.age < self._max_age:
+            return
+        _log.error("the store's database has not responded for %.0f s (store.max_age): its keys are not served any more", self.age)
+        self._state, self._encoded, self._is_unknown = StoreState(self._config, KeyEncoder), {}, True
+        for message in self.messages():
+            self._send(message)
+
+    # For control
+
+    def messages(self) -> Iterator[StoredKeys]:
+        """Yield messages with all keys, for a new worker."""
+        if self._is_unknown:
+            yield StoredKeys(is_reset=True, is_unknown=True)
+        else:
+            yield from _messages(self._encoded, (), is_reset=True)
+
+    def use_config(self, config: Config) -> None:
+        """Use another configuration, in the same iteration of the event loop in which its snapshot is sent."""
+        self._config = config
+        if not self._is_unknown:
+            self._use(self._state.use_config(config))
+
+    def conflicts(self, config: Config, file: str) -> list[Problem]:
+        """Return what of a configuration is in the store as well."""
+        return [Problem(file, 0, "", sentence) for _, sentence in self._state.conflicts(config)]
+
+    def key(self, identity: str) -> Key | None:
+        """Return a key that is served, or None."""
+        found = self._encoded.get(identity)
+        return None if found is None else _decode(found)
+
+    def keys(self) -> Iterator[Key]:
+        """Yield all keys that are served."""
+        return map(_decode, self._encoded.values())
+
+    def member(self, team: str) -> Key | None:
+        """Return any key of a team that is served, or None."""
+        return next(filter(None, map(self.key, self._state.members(team))), None)
+
+    async def change(self, work: Callable[[KeyService], T]) -> T:
+        """Run a change, and return when the workers of this gateway have applied it.
+
+        Raises RefusedChangeError and DatabaseUnavailableError.
+        """
+        done = await run_in_thread(lambda: work(self.service), _CHANGE_TIMEOUT)
+        with suppress(DatabaseUnavailableError):  # it is committed, and applied with the next poll
+            await self.follow()
+            await self._applied()
+        return done
+
+    async def read(self, work: Callable[[KeyDatabase], T]) -> T:
+        """Run a query. Raises DatabaseUnavailableError."""
+        return await run_in_thread(lambda: work(self._database), _READ_TIMEOUT)
+
+    # For operators
+
+    @property
+    def age(self) -> float:
+        """The seconds since the database confirmed the keys that are served."""
+        return time.monotonic() - self._confirmed
+
+    def series(self) -> Iterator[tuple[Series, float]]:
+        """Yield the metrics of the store."""
+        yield Series("key_store_keys", ()), self._state.count
+        yield Series("key_store_age_seconds", ()), self.age
+
+    def dependency(self) -> Observation:
+        """Return the state of the database."""
+        return Observation("key_store", error=self._error)
+
+    def status(self) -> Mapping[str, Any]:
+        """Return the entry of /status."""
+        return {
+            "keys": None if self._is_unknown else self._state.count,
+            "age_s": self.age,
+            "last_error": self._error,
+            "not_served": dict(self._state.unserved),
+        }
+
+
+def _messages(changed: Mapping[str, bytes], removed: tuple[str, ...], *, is_reset: bool) -> Iterator[StoredKeys]:
+    """Yield messages of a bounded size. The keys are encoded already."""
+    encoded = [msgspec.Raw(each) for each in changed.values()]
+    for start in range(0, max(len(encoded), 1), _KEYS_IN_MESSAGE):
+        keys: Any = tuple(encoded[start : start + _KEYS_IN_MESSAGE])
+        is_first = start == 0
+        yield StoredKeys(keys, removed if is_first else (), is_reset=is_reset and is_first)
+
+
+_decode = msgspec.msgpack.Decoder(Key).decode
+
+
+@asynccontextmanager
+async def key_store(
+    database: KeyDatabase,
+    copy: LocalCopy,
+    config: Config,
+    send: Callable[[StoredKeys], None],
+    applied: Callable[[], Awaitable[None]],
+) -> AsyncIterator[KeyStore]:
+    """Yield the store, which notices the changes of other gateways until the end of the block."""
+    store, loop = KeyStore(database, copy, config, send, applied), asyncio.get_running_loop()
+
+    def notify() -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(store.notify)
+
+    with notifications(database.engine, notify) if database.is_postgres else nullcontext():
+        yield store

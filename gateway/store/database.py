@@ -1,0 +1,283 @@
+"""The store's database: transactions that change entries, and what was changed since a row of the change log.
+
+The rules: changes run one after the other, in all gateways together, so the rows of the log are visible in the order of their numbers. Each
+change writes its entry, the index of hashes and its row of the log in one transaction, which also notifies the other gateways. Every call
+may take as long as the database does, so calls belong on a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from hashlib import sha256
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, NamedTuple, TypeVar
+
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, Table, delete, func, insert, select, update
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.store import create_database_engine, migrate, reason
+from gateway.store.entries import Kind, Position, Row, hashes_and_team
+from gateway.store.errors import Reason, RefusedChangeError
+from gateway.store.schema import CHANGES, IDEMPOTENCY, KEY_HASHES, KEYS, TEAMS
+
+CHANNEL = "gateway_key_changes"
+"""The channel of NOTIFY."""
+_TABLES: Mapping[Kind, Table] = {"key": KEYS, "team": TEAMS}
+# One change at a time, until the transaction ends. The number is arbitrary but unique to this project.
+_LOCKS = {
+    "postgresql": (
+        "SET LOCAL lock_timeout = '5s'",
+        "SET LOCAL statement_timeout = '10s'",
+        "SELECT pg_advisory_xact_lock(1986817134)",
+    ),
+    "sqlite": ("BEGIN IMMEDIATE",),
+}
+_BATCH = 500  # rows of the log, or entries, in one query
+_MAX_CHANGES = 100_000  # rows of the log that are kept
+_PRUNE_EVERY = 1_000  # changes
+_REMEMBERED = timedelta(hours=24)  # for which a request with an Idempotency-Key is remembered
+_UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the tables are of a later version
+T = TypeVar("T")
+
+
+class Changed(NamedTuple):
+    """Entries of one kind after changes: their rows, and the IDs that do not exist any more."""
+
+    rows: Sequence[Row]
+    removed: Sequence[str]
+
+
+class Changes(NamedTuple):
+    """What changed up to a position. ``is_complete``: it is everything that exists, not only what changed."""
+
+    position: Position
+    keys: Changed
+    teams: Changed
+    is_complete: bool = False
+
+
+class Transaction:
+    """One change of the database. Nothing of it is visible until it is committed."""
+
+    def __init__(self, connection: Connection, now: datetime) -> None:
+        self._connection = connection
+        self._now = now
+
+    def row(self, kind: Kind, identity: str) -> Row:
+        """Return an entry. Raises RefusedChangeError."""
+        found = self.find(kind, identity)
+        if found is None:
+            raise RefusedChangeError(Reason.NOT_FOUND, f"there is no {kind} {identity} in the store")
+        return found
+
+    def find(self, kind: Kind, identity: str) -> Row | None:
+        """Return an entry, or None."""
+        return next(iter(_rows(self._connection, kind, [identity])), None)
+
+    def teams(self) -> list[str]:
+        """Return the IDs of all teams."""
+        return list(self._connection.execute(select(TEAMS.c.id)).scalars())
+
+    def known_hashes(self, hashes: Sequence[str]) -> set[str]:
+        """Return those of some hashes that belong to a key of the store."""
+        found: set[str] = set()
+        for start in range(0, len(hashes), _BATCH):
+            query = select(KEY_HASHES.c.hash).where(KEY_HASHES.c.hash.in_(hashes[start : start + _BATCH]))
+            found.update(self._connection.execute(query).scalars())
+        return found
+
+    def uses_team(self, team: str) -> str | None:
+        """Return the ID of a key of a team, None without one."""
+        return self._connection.execute(select(KEYS.c.id).where(KEYS.c.team == team).limit(1)).scalar()
+
+    def add(self, kind: Kind, identity: str, entry: str) -> Row:
+        """Add an entry. Raises RefusedChangeError if there is one with this ID, or with one of its hashes."""
+        (row,) = self.add_all(kind, {identity: entry})
+        return row
+
+    def add_all(self, kind: Kind, entries: Mapping[str, str]) -> list[Row]:
+        """Add entries by ID. Raises RefusedChangeError as ``add`` does."""
+        if not entries:
+            return []
+        ids = list(entries)
+        for start in range(0, len(ids), _BATCH):
+            if found := _rows(self._connection, kind, ids[start : start + _BATCH]):
+                raise RefusedChangeError(Reason.CONFLICT, f"there is a {kind} {found[0].id} in the store already")
+        first = self._log(kind, ids)
+        rows = [Row(identity, first + number, entry, self._now, self._now) for number, (identity, entry) in enumerate(entries.items())]
+        self._connection.execute(insert(_TABLES[kind]), [row._asdict() | _team_of(kind, row.entry) for row in rows])
+        self._index_hashes(kind, rows)
+        return rows
+
+    def replace(self, kind: Kind, before: Row, entry: str) -> Row:
+        """Replace an entry. Raises RefusedChangeError if another key has one of its hashes."""
+        table, row = _TABLES[kind], before._replace(version=self._log(kind, [before.id]), entry=entry, changed=self._now)
+        self._connection.execute(update(table).where(table.c.id == row.id).values(**row._asdict(), **_team_of(kind, entry)))
+        self._forget_hashes(kind, row.id)
+        self._index_hashes(kind, [row])
+        return row
+
+    def remove(self, kind: Kind, identity: str) -> None:
+        """Remove an entry."""
+        table = _TABLES[kind]
+        self._log(kind, [identity])
+        self._connection.execute(delete(table).where(table.c.id == identity))
+        self._forget_hashes(kind, identity)
+
+    def repeated(self, idempotency_key: str, request: str) -> str | None:
+        """Return the ID that an earlier request with this Idempotency-Key has changed, None for the first request, which is remembered.
+
+        ``request`` is the digest of the request. Raises RefusedChangeError if the earlier request was another one.
+        """
+        digest = sha256(idempotency_key.encode()).hexdigest()
+        self._connection.execute(delete(IDEMPOTENCY).where(IDEMPOTENCY.c.time < self._now - _REMEMBERED))
+        found = self._connection.execute(select(IDEMPOTENCY.c.request, IDEMPOTENCY.c.id).where(IDEMPOTENCY.c.hash == digest)).first()
+        if found is None:
+            return None
+        if found[0] != request:
+            raise RefusedChangeError(Reason.OTHER_REQUEST, "this Idempotency-Key was sent with another request")
+        return str(found[1])
+
+    def remember(self, idempotency_key: str, request: str, identity: str) -> None:
+        """Remember a request with an Idempotency-Key, and the ID that it has changed."""
+        digest = sha256(idempotency_key.encode()).hexdigest()
+        self._connection.execute(insert(IDEMPOTENCY).values(hash=digest, request=request, id=identity, time=self._now))
+
+    def _log(self, kind: Kind, ids: Sequence[str]) -> int:
+        """Add a row to the log for each ID, and return the number of the first one."""
+        first = (self._connection.execute(select(func.max(CHANGES.c.seq))).scalar() or 0) + 1
+        rows = [
+            {"seq": first + number, "mark": token_hex(8), "kind": kind, "id": each, "time": self._now} for number, each in enumerate(ids)
+        ]
+        self._connection.execute(insert(CHANGES), rows)
+        last = first + len(ids) - 1
+        if last // _PRUNE_EVERY > (first - 1) // _PRUNE_EVERY:
+            self._connection.execute(delete(CHANGES).where(CHANGES.c.seq <= last - _MAX_CHANGES))
+        return first
+
+    def _index_hashes(self, kind: Kind, rows: Sequence[Row]) -> None:
+        if kind != "key":
+            return
+        hashes = [{"hash": one, "key": row.id} for row in rows for one in hashes_and_team(row.entry)[0]]
+        try:
+            self._connection.execute(insert(KEY_HASHES), hashes)
+        except IntegrityError:
+            raise RefusedChangeError(Reason.CONFLICT, "another key of the store has this hash") from None
+
+    def _forget_hashes(self, kind: Kind, identity: str) -> None:
+        if kind == "key":
+            self._connection.execute(delete(KEY_HASHES).where(KEY_HASHES.c.key == identity))
+
+
+def _team_of(kind: Kind, entry: str) -> dict[str, Any]:
+    return {"team": hashes_and_team(entry)[1]} if kind == "key" else {}
+
+
+class KeyDatabase:
+    """Reads and changes the database. Every method raises DatabaseUnavailableError if the database does not respond."""
+
+    def __init__(self, url: URL) -> None:
+        self._url = url
+        self.engine: Engine = create_database_engine(url)
+        self._is_ready = False
+
+    @property
+    def is_postgres(self) -> bool:
+        """Whether several gateways can share the database."""
+        return self.engine.dialect.name == "postgresql"
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+    def change(self, work: Callable[[Transaction], T], now: datetime | None = None) -> T:
+        """Run a change, and commit it. Raises RefusedChangeError, and then nothing was written."""
+        with self._connected() as connection:
+            for statement in _LOCKS[connection.dialect.name]:
+                connection.exec_driver_sql(statement)
+            done = work(Transaction(connection, now or datetime.now(UTC)))
+            if self.is_postgres:
+                connection.exec_driver_sql(f"NOTIFY {CHANNEL}")
+        return done
+
+    def page(self, kind: Kind, after: str, limit: int, team: str | None = None) -> list[Row]:
+        """Return the first ``limit`` entries whose ID is behind ``after``, of all keys or those of a team."""
+        table = _TABLES[kind]
+        query = select(*_columns(table)).where(table.c.id > after).order_by(table.c.id).limit(limit)
+        with self._connected() as connection:
+            return [_row(each) for each in connection.execute(query if team is None else query.where(KEYS.c.team == team))]
+
+    def find(self, kind: Kind, identity: str) -> Row | None:
+        """Return an entry, or None."""
+        with self._connected() as connection:
+            return next(iter(_rows(connection, kind, [identity])), None)
+
+    def changes_since(self, last: Position) -> Changes:
+        """Return what changed since a position; everything if the log does not lead on from it."""
+        with self._connected() as connection:
+            query = select(CHANGES.c.seq, CHANGES.c.mark, CHANGES.c.kind, CHANGES.c.id).where(CHANGES.c.seq >= last.seq)
+            rows = connection.execute(query.order_by(CHANGES.c.seq)).all()
+            if last.seq == 0 or not rows or (rows[0].seq, rows[0].mark) != last:
+                return _everything(connection)
+            ids: dict[Kind, dict[str, None]] = {"key": {}, "team": {}}
+            for row in rows[1:]:
+                ids[row.kind][row.id] = None
+            keys, teams = (_changed(connection, kind, list(found)) for kind, found in ids.items())
+            return Changes(Position(rows[-1].seq, rows[-1].mark), keys, teams)
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        """Open a transaction. It is committed at the end of the block."""
+        try:
+            self._prepare()
+            with self.engine.begin() as connection:
+                yield connection
+        except _UNAVAILABLE as error:
+            raise DatabaseUnavailableError(reason(error)) from error
+
+    def _prepare(self) -> None:
+        """Migrate the tables to this version, once."""
+        if self._is_ready:
+            return
+        if not self.is_postgres and self._url.database:
+            Path(self._url.database).touch(mode=0o600)  # it has the hashes of keys
+        with self.engine.begin() as connection:
+            migrate(connection)
+        self._is_ready = True
+
+
+def _everything(connection: Connection) -> Changes:
+    # The position is read first: what is written meanwhile is read twice, which changes nothing.
+    last = connection.execute(select(CHANGES.c.seq, CHANGES.c.mark).order_by(CHANGES.c.seq.desc()).limit(1)).first()
+    keys, teams = (Changed([_row(each) for each in connection.execute(select(*_columns(table)))], ()) for table in (KEYS, TEAMS))
+    return Changes(Position() if last is None else Position(*last), keys, teams, is_complete=True)
+
+
+def _changed(connection: Connection, kind: Kind, ids: Sequence[str]) -> Changed:
+    rows = [row for start in range(0, len(ids), _BATCH) for row in _rows(connection, kind, ids[start : start + _BATCH])]
+    found = {row.id for row in rows}
+    return Changed(rows, [identity for identity in ids if identity not in found])
+
+
+def _rows(connection: Connection, kind: Kind, ids: Sequence[str]) -> list[Row]:
+    table = _TABLES[kind]
+    return [_row(each) for each in connection.execute(select(*_columns(table)).where(table.c.id.in_(ids)))]
+
+
+def _columns(table: Table) -> list[Any]:
+    return [table.c[name] for name in Row._fields]
+
+
+def _row(found: Any) -> Row:
+    identity, version, entry, created, changed = found
+    return Row(identity, version, entry, _aware(created), _aware(changed))
+
+
+def _aware(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)  # SQLite stores no zone

@@ -1,0 +1,129 @@
+"""Entries of the store, and their JSON. Pure.
+
+The rule: the JSON of an entry is what the configuration accepts as an entry of ``keys`` or ``teams``. A key may have a ``name`` for people
+in addition. The configuration's classes validate it, when it is written and when it is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from gateway.config import Key, Team
+
+Kind = Literal["key", "team"]
+
+
+class Row(NamedTuple):
+    """An entry as it is stored. ``entry`` is its JSON. Times are aware."""
+
+    id: str
+    version: int
+    entry: str
+    created: datetime
+    changed: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class StoredKey:
+    """A key. ``name`` is a text for people. ``version`` is the number of its last change."""
+
+    key: Key
+    name: str | None
+    version: int
+    created: datetime
+    changed: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTeam:
+    """A team. ``version`` is the number of its last change."""
+
+    team: Team
+    version: int
+    created: datetime
+    changed: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Repeatable:
+    """A request with an Idempotency-Key. ``request`` is the digest of everything that the request says."""
+
+    idempotency_key: str
+    request: str
+
+
+class Position(NamedTuple):
+    """A row of the change log: its number, and a random text that tells it from a row of a database that was restored since."""
+
+    seq: int = 0
+    mark: str = ""
+
+
+def key_json(key: Key, name: str | None) -> str:
+    """Return the JSON of a key."""
+    return json.dumps(document(key) | ({} if name is None else {"name": name}))
+
+
+def team_json(team: Team) -> str:
+    """Return the JSON of a team."""
+    return json.dumps(document(team))
+
+
+def document(entry: Key | Team) -> dict[str, Any]:
+    """Return an entry as the configuration writes it, without defaults."""
+    return entry.model_dump(mode="json", by_alias=True, exclude_defaults=True, warnings=False)  # the text of a time is no mistake
+
+
+def parse_key(entry: str) -> tuple[Key, str | None]:
+    """Return a key and its name from JSON. Raises ValueError."""
+    fields: dict[str, Any] = json.loads(entry)
+    name = fields.pop("name", None)
+    return Key.model_validate(fields), name
+
+
+def parse_team(entry: str) -> Team:
+    """Return a team from JSON. Raises ValueError."""
+    return Team.model_validate_json(entry)
+
+
+def hashes_and_team(entry: str) -> tuple[list[str], str | None]:
+    """Return the hashes of a key's JSON, and its team, without validating the rest. Raises ValueError."""
+    try:
+        shape = msgspec.json.decode(entry, type=_Shape)
+        return [one if isinstance(one, str) else one["hash"] for one in shape.hash], shape.team
+    except (msgspec.DecodeError, KeyError) as error:
+        raise ValueError("the entry is invalid") from error
+
+
+class _Shape(msgspec.Struct):
+    hash: list[str | dict[str, str]]
+    team: str | None = None
+
+
+def stored_key(row: Row) -> StoredKey:
+    """Return the key of a row. Raises ValueError."""
+    key, name = parse_key(row.entry)
+    return StoredKey(key, name, row.version, row.created, row.changed)
+
+
+def stored_team(row: Row) -> StoredTeam:
+    """Return the team of a row. Raises ValueError."""
+    return StoredTeam(parse_team(row.entry), row.version, row.created, row.changed)
+
+
+def merged(before: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a document with a JSON merge patch applied (RFC 7396): null removes a field, an object changes its fields."""
+    after = {name: value for name, value in before.items() if name not in patch}
+    for name, value in patch.items():
+        if isinstance(value, dict):
+            inner = before.get(name)
+            after[name] = merged(inner if isinstance(inner, dict) else {}, value)
+        elif value is not None:
+            after[name] = value
+    return after

@@ -1,0 +1,96 @@
+"""A copy of the store on the gateway's own disk, by which known keys are served while the database is away, also after a restart.
+
+The rules: only the gateway's user can read the copy, because it has the hashes of keys. A change of the store changes the entries of the
+change, in one transaction with the position of the log. The copy is a cache: if it cannot be read or written, the database decides alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+from gateway.store.database import Changed, Changes
+from gateway.store.entries import Kind, Position, Row
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS entries (
+    kind TEXT, id TEXT, version INTEGER, entry TEXT, created TEXT, changed TEXT, PRIMARY KEY (kind, id)
+) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS state (only INTEGER PRIMARY KEY CHECK (only = 1), seq INTEGER, mark TEXT, confirmed REAL);
+"""
+_FORMAT = 1
+_log = logging.getLogger("vllm_gateway.control")
+
+
+class LocalCopy:
+    """The copy in a file. Calls may wait for the disk. A failure is logged, and changes nothing else."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._connection: sqlite3.Connection | None = None
+
+    def read(self) -> tuple[Changes, float] | None:
+        """Return everything in the copy, and when the database confirmed it last, in seconds since the epoch. None without a copy."""
+        try:
+            connection = self._opened()
+            state = connection.execute("SELECT seq, mark, confirmed FROM state").fetchone()
+            if state is None:
+                return None
+            seq, mark, confirmed = state
+            entries: dict[Kind, list[Row]] = {"key": [], "team": []}
+            for kind, identity, version, entry, created, changed in connection.execute("SELECT * FROM entries"):
+                entries[kind].append(Row(identity, version, entry, datetime.fromisoformat(created), datetime.fromisoformat(changed)))
+            keys, teams = (Changed(rows, ()) for rows in entries.values())
+            return Changes(Position(seq, mark), keys, teams, is_complete=True), confirmed
+        except (sqlite3.Error, OSError, ValueError) as error:
+            self._failed("read", error)
+            return None
+
+    def apply(self, changes: Changes, confirmed: float) -> None:
+        """Apply changes that the database confirmed at a time, in seconds since the epoch."""
+        try:
+            with self._opened() as connection:
+                if changes.is_complete:
+                    connection.execute("DELETE FROM entries")
+                for kind, changed in (("key", changes.keys), ("team", changes.teams)):
+                    connection.executemany("DELETE FROM entries WHERE kind = ? AND id = ?", [(kind, each) for each in changed.removed])
+                    connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", _values(kind, changed.rows))
+                connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?, ?)", (*changes.position, confirmed))
+        except (sqlite3.Error, OSError) as error:
+            self._failed("written", error)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _opened(self) -> sqlite3.Connection:
+        """Open the file, or create it for this user only. Raises OSError and sqlite3.Error."""
+        if self._connection is None:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.touch(mode=0o600)
+            self._path.chmod(0o600)
+            connection = sqlite3.connect(self._path, check_same_thread=False)  # one thread at a time uses it
+            try:
+                connection.execute("PRAGMA secure_delete=ON")
+                connection.execute("PRAGMA synchronous=FULL")
+                if connection.execute("PRAGMA user_version").fetchone() != (_FORMAT,):
+                    connection.executescript(f"DROP TABLE IF EXISTS entries; DROP TABLE IF EXISTS state; PRAGMA user_version={_FORMAT};")
+                connection.executescript(_TABLES)
+            except sqlite3.Error:
+                connection.close()
+                raise
+            self._connection = connection
+        return self._connection
+
+    def _failed(self, what: str, error: Exception) -> None:
+        _log.error("the local copy of the store cannot be %s: %s", what, error)
+        self.close()
+
+
+def _values(kind: str, rows: Iterable[Row]) -> Iterable[tuple[object, ...]]:
+    return ((kind, row.id, row.version, row.entry, row.created.isoformat(), row.changed.isoformat()) for row in rows)

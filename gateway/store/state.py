@@ -1,0 +1,174 @@
+"""The keys and teams of the store as control knows them, and what of them workers get. Pure.
+
+The rules: the YAML is the source of truth for what it names, so an entry of the store with an ID of the YAML is not served. Neither is a
+key whose team does not exist, because its limits would be missing. A change costs the keys that it names, and those of the teams that it
+names.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from typing import NamedTuple
+
+from gateway.config import Config, Limits, Team
+from gateway.store.database import Changes
+from gateway.store.entries import Position, hashes_and_team, parse_team
+
+Encode = Callable[[str, Limits | None], bytes]
+"""Returns a key, from its JSON, as workers decode it. The limits are those of its team. Raises ValueError for an invalid entry."""
+
+
+class Effect(NamedTuple):
+    """What workers have to know of a change: encoded keys by ID, and IDs of keys that are not served. ``is_reset``: it is everything."""
+
+    changed: dict[str, bytes]
+    removed: list[str]
+    is_reset: bool = False
+
+
+class _UnservedError(Exception):
+    """A key of the store cannot be served. The text says why."""
+
+
+class _Entry(NamedTuple):
+    """A key as it is stored, its team and its hashes."""
+
+    json: str
+    team: str | None
+    hashes: tuple[str, ...]
+
+
+class StoreState:
+    """All entries up to a position of the change log. ``encode`` returns the function that encodes a key for a configuration."""
+
+    def __init__(self, config: Config, encode: Callable[[Config], Encode]) -> None:
+        self._config = config
+        self._encode = encode
+        self._keys: dict[str, _Entry] = {}
+        self._hashes: dict[str, str] = {}
+        self._teams: dict[str, Team] = {}
+        self._members: dict[str, set[str]] = defaultdict(set)
+        self._in_yaml = _InYaml.of(config)
+        self.position = Position()
+        self.unserved: dict[str, str] = {}
+        """Why a key is not served, by its ID."""
+
+    @property
+    def count(self) -> int:
+        """The number of keys."""
+        return len(self._keys)
+
+    def members(self, team: str) -> Collection[str]:
+        """Return the IDs of a team's keys."""
+        return self._members.get(team, ())
+
+    def apply(self, changes: Changes) -> Effect:
+        """Apply changes of the database. Returns what workers have to know."""
+        if changes.is_complete:
+            self._keys, self._hashes, self._teams, self._members, self.unserved = {}, {}, {}, defaultdict(set), {}
+        affected: dict[str, None] = {}
+        for name in changes.teams.removed:
+            self._teams.pop(name, None)
+        for row in changes.teams.rows:
+            self._teams[row.id] = parse_team(row.entry)
+        for name in (*changes.teams.removed, *(row.id for row in changes.teams.rows)):
+            affected.update(dict.fromkeys(self._members.get(name, ())))
+        for identity in changes.keys.removed:
+            self._forget(identity)
+            affected[identity] = None
+        for row in changes.keys.rows:
+            self._forget(row.id)
+            self._learn(row.id, row.entry)
+            affected[row.id] = None
+        self.position = changes.position
+        return self._effect(affected, is_reset=changes.is_complete)
+
+    def use_config(self, config: Config) -> Effect:
+        """Use another configuration. Returns what workers have to know."""
+        before, self._config = self._config, config
+        former, self._in_yaml = self._in_yaml, _InYaml.of(config)
+        if before.isolate_prefix_cache != config.isolate_prefix_cache:
+            return self._effect(self._keys, is_reset=True)
+        named = former.keys ^ self._in_yaml.keys
+        old, new = former.teams, self._in_yaml.teams
+        teams = {team for team in old.keys() | new.keys() if old.get(team) != new.get(team)}
+        members = (member for team in teams for member in self._members.get(team, ()))
+        return self._effect(dict.fromkeys((*(name for name in named if name in self._keys), *members)))
+
+    def conflicts(self, config: Config) -> Iterator[tuple[str, str]]:
+        """Yield what of a configuration the store has as well: the ID of its key or team, and a sentence."""
+        for key in config.keys:
+            if key.id in self._keys:
+                yield key.id, f"the key {key.id} is in the store as well; delete one of them"
+            for one in key.hashes:
+                if (holder := self._hashes.get(one.text)) is not None:
+                    yield key.id, f"the store has a key of {key.id} as {holder}; delete one of them"
+        for team in config.teams:
+            if team.id in self._teams:
+                yield team.id, f"the team {team.id} is in the store as well; delete one of them"
+        known = {team.id for team in config.teams} | self._teams.keys()
+        for team_id, members in self._members.items():
+            if members and team_id not in known:
+                yield team_id, f"the key {min(members)} of the store belongs to the team {team_id}, which does not exist"
+
+    def _learn(self, identity: str, entry: str) -> None:
+        try:
+            hashes, team = hashes_and_team(entry)
+        except ValueError:
+            hashes, team = [], None  # it is not served
+        self._keys[identity] = _Entry(entry, team, tuple(hashes))
+        self._hashes.update((one, identity) for one in hashes)
+        if team is not None:
+            self._members[team].add(identity)
+
+    def _forget(self, identity: str) -> None:
+        former = self._keys.pop(identity, None)
+        self.unserved.pop(identity, None)
+        if former is None:
+            return
+        for one in former.hashes:
+            if self._hashes.get(one) == identity:
+                del self._hashes[one]
+        if former.team is not None:
+            self._members[former.team].discard(identity)
+            if not self._members[former.team]:
+                del self._members[former.team]
+
+    def _effect(self, ids: Iterable[str], *, is_reset: bool = False) -> Effect:
+        effect, encode = Effect({}, [], is_reset), self._encode(self._config)
+        for identity in ids:
+            entry = self._keys.get(identity)
+            self.unserved.pop(identity, None)
+            try:
+                if entry is not None:
+                    self._check_served(identity, entry.team)
+                    effect.changed[identity] = encode(entry.json, self._limits_of(entry.team))
+                    continue
+            except _UnservedError as error:
+                self.unserved[identity] = str(error)
+            except ValueError:
+                self.unserved[identity] = "its entry is invalid"
+            effect.removed.append(identity)
+        return effect
+
+    def _check_served(self, identity: str, team: str | None) -> None:
+        if identity in self._in_yaml.keys:
+            raise _UnservedError("the configuration has a key with this ID")
+        if team is not None and team not in self._in_yaml.teams and team not in self._teams:
+            raise _UnservedError(f"there is no team {team}")
+
+    def _limits_of(self, team: str | None) -> Limits | None:
+        found = None if team is None else self._in_yaml.teams.get(team) or self._teams.get(team)
+        return None if found is None else found.limits
+
+
+class _InYaml(NamedTuple):
+    """The IDs of the YAML's keys, and its teams."""
+
+    keys: Set[str]
+    teams: dict[str, Team]
+
+    @classmethod
+    def of(cls, config: Config) -> _InYaml:
+        return cls(frozenset(key.id for key in config.keys), {team.id: team for team in config.teams})

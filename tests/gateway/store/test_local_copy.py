@@ -1,0 +1,64 @@
+"""The copy of the store on the local disk."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Iterator
+from contextlib import closing
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from gateway.store.database import Changed, Changes
+from gateway.store.entries import Position, Row
+from gateway.store.local_copy import LocalCopy
+
+NOW = datetime(2027, 1, 15, tzinfo=UTC)
+NONE = Changed((), ())
+
+
+def row(identity: str, entry: str = "{}") -> Row:
+    return Row(identity, 1, entry, NOW, NOW)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Iterator[LocalCopy]:
+    with closing(LocalCopy(tmp_path / "store" / "copy.db")) as made:
+        yield made
+
+
+def test_changes_add_up(copy: LocalCopy, tmp_path: Path) -> None:
+    assert copy.read() is None
+    copy.apply(Changes(Position(3, "c"), Changed([row("a"), row("b")], ()), Changed([row("ops")], ()), is_complete=True), 100.0)
+    copy.apply(Changes(Position(5, "e"), Changed([row("b", '{"x": 1}'), row("d")], ["a"]), NONE), 101.5)
+    with closing(LocalCopy(tmp_path / "store" / "copy.db")) as again:
+        found = again.read()
+    assert found is not None
+    changes, confirmed = found
+    assert (changes.position, changes.is_complete, confirmed) == (Position(5, "e"), True, 101.5)
+    assert list(changes.keys.rows) == [row("b", '{"x": 1}'), row("d")]
+    assert list(changes.teams.rows) == [row("ops")]
+    copy.apply(Changes(Position(1, "z"), NONE, NONE, is_complete=True), 102.0)
+    assert copy.read() == (Changes(Position(1, "z"), Changed([], ()), Changed([], ()), is_complete=True), 102.0)
+
+
+def test_only_its_user_reads_it(copy: LocalCopy, tmp_path: Path) -> None:
+    copy.apply(Changes(Position(1, "a"), NONE, NONE), 1.0)
+    files = [tmp_path / "store", *(tmp_path / "store").iterdir()]
+    assert [stat.S_IMODE(file.stat().st_mode) & 0o077 for file in files] == [0] * len(files)
+
+
+def test_a_file_that_is_no_copy_is_no_harm(tmp_path: Path) -> None:
+    file = tmp_path / "copy.db"
+    file.write_bytes(b"this is no database, but it is long enough to have a header" * 40)
+    with closing(LocalCopy(file)) as copy:
+        assert copy.read() is None
+        copy.apply(Changes(Position(1, "a"), NONE, NONE), 1.0)
+
+
+def test_a_folder_that_cannot_be_created_is_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with closing(LocalCopy(tmp_path / "file" / "copy.db")) as copy:
+        assert copy.read() is None
+        copy.apply(Changes(Position(1, "a"), NONE, NONE), 1.0)

@@ -1,0 +1,267 @@
+"""Changes of keys and teams, in both databases."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from gateway.auth.keys import hash_of
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.store import database_url
+from gateway.store.database import KeyDatabase, Transaction
+from gateway.store.decisions import Named
+from gateway.store.entries import Position, Repeatable, Row
+from gateway.store.errors import Reason, RefusedChangeError
+from gateway.store.service import KeyService
+from tests.support.ports import refusing
+from tests.support.postgres import Postgres
+
+NAMED = Named(keys={"yaml"}, hashes={hash_of("sk-of-the-yaml")}, teams={"lab"}, models={"qwen"}, has_prices=True)
+
+
+@pytest.fixture
+def service(database: KeyDatabase) -> KeyService:
+    return KeyService(database, lambda: NAMED)
+
+
+def ids(rows: Any) -> list[str]:
+    return [row.id for row in rows]
+
+
+def test_a_key_lives(service: KeyService, database: KeyDatabase) -> None:
+    service.create_team({"id": "ops", "limits": {"concurrent": 3}})
+    made = service.create_key({"id": "alice", "team": "ops", "name": "Alice"})
+    assert made.secret is not None and [one.text for one in made.after.key.hashes] == [hash_of(made.secret)]
+    changed = service.change_key("alice", {"limits": {"cost_per_day": 1.5}}, made.after.version)
+    rotated = service.rotate_key("alice", 60.0, changed.after.version)
+    assert rotated.secret not in (None, made.secret) and len(rotated.after.key.hashes) == 2
+    revoked = service.revoke_key("alice", None, revoked=True)
+    restored = service.revoke_key("alice", None, revoked=False)
+    assert (revoked.after.key.revoked, restored.after.key.revoked) == (True, False)
+    assert restored.after.key == rotated.after.key and restored.after.name == "Alice"
+    versions = [each.after.version for each in (made, changed, rotated, revoked, restored)]
+    assert versions == sorted(set(versions))
+    stored = database.find("key", "alice")
+    assert stored is not None and stored.created == made.after.created and stored.changed > stored.created
+    assert not any(secret in stored.entry for secret in (made.secret, rotated.secret) if secret)
+    service.delete_key("alice", restored.after.version)
+    assert database.find("key", "alice") is None
+
+
+def test_a_change_without_an_effect_is_no_change(service: KeyService, database: KeyDatabase) -> None:
+    made = service.create_key({"id": "alice"})
+    position = database.changes_since(Position()).position
+    assert service.change_key("alice", {"team": None}, None).after == made.after
+    assert database.changes_since(Position()).position == position
+
+
+def test_a_change_of_another_version_is_refused(service: KeyService) -> None:
+    made = service.create_key({"id": "alice"}).after
+    service.change_key("alice", {"priority": 1}, made.version)
+    changes: list[Callable[[], object]] = [
+        lambda: service.change_key("alice", {"priority": 2}, made.version),
+        lambda: service.rotate_key("alice", 60.0, made.version),
+        lambda: service.revoke_key("alice", made.version, revoked=True),
+        lambda: service.delete_key("alice", made.version),
+    ]
+    for change in changes:
+        with pytest.raises(RefusedChangeError) as refused:
+            change()
+        assert refused.value.reason is Reason.CHANGED
+
+
+def test_a_key_that_is_made_again_has_another_version(service: KeyService) -> None:
+    first = service.create_key({"id": "alice"}).after
+    service.delete_key("alice", None)
+    assert service.create_key({"id": "alice"}).after.version > first.version
+
+
+def test_an_id_and_a_hash_belong_to_one_key(service: KeyService, database: KeyDatabase) -> None:
+    made = service.create_key({"id": "alice"})
+    with pytest.raises(RefusedChangeError, match="there is a key alice in the store already"):
+        service.create_key({"id": "alice"})
+    assert made.secret is not None
+    with pytest.raises(RefusedChangeError, match="another key of the store has this hash"):
+        database.change(lambda transaction: transaction.add("key", "bob", json.dumps({"id": "bob", "hash": [hash_of(made.secret or "")]})))
+    assert ids(database.page("key", "", 10)) == ["alice"]
+    service.delete_key("alice", None)
+    assert service.import_keys(f"id,key\nbob,{made.secret}").added[0].key.id == "bob"
+
+
+def test_a_team_with_keys_is_not_deleted(service: KeyService) -> None:
+    service.create_team({"id": "ops"})
+    service.create_key({"id": "alice", "team": "ops"})
+    with pytest.raises(RefusedChangeError, match="the key alice belongs to ops"):
+        service.delete_team("ops", None)
+    service.change_key("alice", {"team": "lab"}, None)
+    assert service.delete_team("ops", None).team.id == "ops"
+    with pytest.raises(RefusedChangeError, match="there is no team ops in the store"):
+        service.change_team("ops", {}, None)
+
+
+def test_a_request_with_an_idempotency_key_is_run_once(service: KeyService, database: KeyDatabase) -> None:
+    once = Repeatable("first", "digest")
+    made, repeated = (service.create_key({"id": "alice"}, once) for _ in range(2))
+    assert (made.is_repeated, repeated.is_repeated, repeated.secret, repeated.after) == (False, True, None, made.after)
+    again = Repeatable("second", "digest")
+    rotated, repeated = (service.rotate_key("alice", 60.0, None, again) for _ in range(2))
+    assert repeated.is_repeated and len(repeated.after.key.hashes) == 2 == len(rotated.after.key.hashes)
+    with pytest.raises(RefusedChangeError) as refused:
+        service.create_key({"id": "bob"}, Repeatable("first", "another digest"))
+    assert refused.value.reason is Reason.OTHER_REQUEST
+    assert ids(database.page("key", "", 10)) == ["alice"]
+
+
+def test_a_refused_request_is_not_remembered(service: KeyService) -> None:
+    once = Repeatable("first", "digest")
+    for _ in range(2):
+        with pytest.raises(RefusedChangeError, match="yaml is a key of the configuration"):
+            service.create_key({"id": "yaml"}, once)
+
+
+def test_litellms_export_is_imported_at_once_or_not_at_all(service: KeyService, database: KeyDatabase) -> None:
+    service.create_team({"id": "ops"})
+    token = "a" * 64
+    listed = [
+        {
+            "token": token,
+            "key_alias": "one",
+            "team_id": "ops",
+            "models": ["qwen"],
+            "rpm_limit": 5,
+            "max_budget": 2,
+            "budget_duration": "1d",
+        },
+        {"token": "b" * 64, "key_alias": "two", "team_id": "unknown", "blocked": True},
+    ]
+    done = service.import_keys(json.dumps({"keys": listed}))
+    assert [stored.key.id for stored in done.added] == ["one", "two"]
+    assert done.messages == ("key 2 (two): left out: team_id (the configuration has no such team)",)
+    one, two = done.added
+    assert one.key.limits is not None and (one.key.team, one.key.limits.requests_per_minute, two.key.revoked) == ("ops", 5, True)
+    again = service.import_keys(json.dumps({"keys": [*listed, {"token": hash_of("sk-of-the-yaml")[7:]}]}))
+    assert (again.added, again.known) == ([], 3)
+    with pytest.raises(RefusedChangeError, match=r"key 2 \(yaml\): the configuration has another key with this id"):
+        service.import_keys(json.dumps([{"token": "c" * 64, "key_alias": "new"}, {"token": "d" * 64, "key_alias": "yaml"}]))
+    assert ids(database.page("key", "", 10)) == ["one", "two"]
+
+
+def test_pages_contain_each_key_once(service: KeyService, database: KeyDatabase) -> None:
+    service.create_team({"id": "ops"})
+    for number in range(7):
+        service.create_key({"id": f"key-{number}", "team": "ops" if number % 2 else None})
+    first = database.page("key", "", 3)
+    assert ids(first) == ["key-0", "key-1", "key-2"]
+    assert ids(database.page("key", first[-1].id, 10)) == ["key-3", "key-4", "key-5", "key-6"]
+    assert ids(database.page("key", "key-1", 10, team="ops")) == ["key-3", "key-5"]
+
+
+# The change log
+
+
+def test_changes_lead_on_from_a_position(service: KeyService, database: KeyDatabase) -> None:
+    assert database.changes_since(Position()).is_complete
+    service.create_key({"id": "alice"})
+    service.create_team({"id": "ops"})
+    start = database.changes_since(Position())
+    assert (ids(start.keys.rows), ids(start.teams.rows), start.is_complete) == (["alice"], ["ops"], True)
+    same = database.changes_since(start.position)
+    assert (same.position, same.keys, same.teams, same.is_complete) == (start.position, ([], []), ([], []), False)
+    service.create_key({"id": "bob"})
+    service.create_key({"id": "carol"})
+    service.revoke_key("bob", None, revoked=True)
+    service.delete_key("carol", None)
+    service.delete_team("ops", None)
+    later = database.changes_since(start.position)
+    assert (ids(later.keys.rows), later.keys.removed, later.teams, later.is_complete) == (["bob"], ["carol"], ([], ["ops"]), False)
+    assert '"revoked": true' in later.keys.rows[0].entry
+
+
+def test_a_database_that_lost_changes_is_read_completely(service: KeyService, database: KeyDatabase) -> None:
+    service.create_key({"id": "alice"})
+    last = database.changes_since(Position()).position
+    service.create_key({"id": "bob"})
+    assert not database.changes_since(last).is_complete
+    assert database.changes_since(Position(last.seq, "of another history")).is_complete
+    assert database.changes_since(Position(last.seq + 100, last.mark)).is_complete
+
+
+def test_changes_of_several_gateways_have_one_order(service: KeyService, database: KeyDatabase) -> None:
+    """No reader sees a number before a smaller one. So a reader that always reads on from its last row misses none."""
+    seen: list[Row] = []
+    done = threading.Event()
+
+    def change(worker: int) -> None:
+        with closing(KeyDatabase(database.engine.url)) as own:
+            made = KeyService(own, lambda: NAMED)
+            for number in range(10):
+                made.create_key({"id": f"{worker}-{number}"})
+
+    def read() -> None:
+        position = database.changes_since(Position()).position
+        while True:
+            is_last = done.is_set()
+            changes = database.changes_since(position)
+            assert not changes.is_complete
+            seen.extend(changes.keys.rows)
+            position = changes.position
+            if is_last:
+                return
+
+    service.create_key({"id": "first"})
+    writers = [threading.Thread(target=change, args=(worker,)) for worker in range(3)]
+    reader = threading.Thread(target=read)
+    for each in (reader, *writers):
+        each.start()
+    for each in writers:
+        each.join(60)
+    done.set()
+    reader.join(60)
+    assert sorted({row.id for row in seen} - {"first"}) == sorted(f"{worker}-{number}" for worker in range(3) for number in range(10))
+
+
+def test_two_changes_at_once_cannot_both_have_read_the_same_version(service: KeyService, database: KeyDatabase) -> None:
+    made = service.create_key({"id": "alice"}).after
+    outcomes: list[str] = []
+
+    def change(number: int) -> None:
+        with closing(KeyDatabase(database.engine.url)) as own:
+            try:
+                KeyService(own, lambda: NAMED).change_key("alice", {"priority": number}, made.version)
+                outcomes.append("changed")
+            except RefusedChangeError as error:
+                outcomes.append(error.reason.name)
+
+    threads = [threading.Thread(target=change, args=(number + 1,)) for number in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    assert sorted(outcomes) == ["CHANGED", "CHANGED", "CHANGED", "changed"]
+
+
+def test_a_change_that_fails_leaves_nothing(service: KeyService, database: KeyDatabase) -> None:
+    service.create_key({"id": "alice"})
+
+    def work(transaction: Transaction) -> None:
+        transaction.add("team", "half", '{"id": "half"}')
+        raise RefusedChangeError(Reason.CONFLICT, "no")
+
+    position = database.changes_since(Position()).position
+    with pytest.raises(RefusedChangeError):
+        database.change(work)
+    assert database.find("team", "half") is None
+    assert database.changes_since(Position()).position == position
+
+
+def test_a_database_that_is_away(server: Postgres) -> None:
+    with refusing() as port, closing(KeyDatabase(database_url(f"postgresql://postgres@127.0.0.1:{port}/none", server.folder))) as away:
+        with pytest.raises(DatabaseUnavailableError):
+            KeyService(away, lambda: NAMED).create_key({"id": "alice"})
+        with pytest.raises(DatabaseUnavailableError):
+            away.changes_since(Position())

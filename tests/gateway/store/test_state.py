@@ -1,0 +1,109 @@
+"""What workers get of the store: which keys are served, and what a change costs."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from typing import Any
+
+from gateway import config as conf
+from gateway.auth.keys import hash_of
+from gateway.config import Config
+from gateway.store.database import Changed, Changes
+from gateway.store.entries import Position, Row, parse_key
+from gateway.store.state import Encode, StoreState
+
+NOW = datetime(2027, 1, 15, tzinfo=UTC)
+
+
+def config(**more: Any) -> Config:
+    return Config.model_validate({"models": [{"id": "tiny", "servers": [{"url": "http://10.0.0.1"}]}], **more})
+
+
+def encoder(_: Config) -> Encode:
+    def encode(entry: str, of_team: conf.Limits | None) -> bytes:
+        key, _ = parse_key(entry)
+        return f"{key.id} {None if of_team is None else of_team.concurrent}".encode()
+
+    return encode
+
+
+def row(identity: str, **fields: Any) -> Row:
+    return Row(identity, 1, json.dumps({"id": identity, "hash": [hash_of(identity)], **fields}), NOW, NOW)
+
+
+def team(identity: str, concurrent: int) -> Row:
+    return Row(identity, 1, json.dumps({"id": identity, "limits": {"concurrent": concurrent}}), NOW, NOW)
+
+
+def changes(*keys: Row, teams: tuple[Row, ...] = (), removed: tuple[str, ...] = (), gone: tuple[str, ...] = (), seq: int = 2) -> Changes:
+    return Changes(Position(seq, "m"), Changed(keys, removed), Changed(teams, gone))
+
+
+def started(*keys: Row, stored: tuple[Row, ...] = (), **yaml: Any) -> StoreState:
+    state = StoreState(config(**yaml), encoder)
+    state.apply(changes(*keys, teams=stored)._replace(is_complete=True))
+    return state
+
+
+def test_a_change_costs_the_keys_that_it_names() -> None:
+    state = started(*(row(f"key-{number}") for number in range(100)))
+    effect = state.apply(changes(row("key-3", priority=1), removed=("key-4", "nobody")))
+    assert (effect.changed, sorted(effect.removed), effect.is_reset) == ({"key-3": b"key-3 None"}, ["key-4", "nobody"], False)
+    assert state.count == 99
+
+
+def test_a_team_changes_its_keys() -> None:
+    members = (row("a", team="ops"), row("b", team="ops"), row("c"))
+    state = started(*members, stored=(team("ops", 3),))
+    assert state.apply(changes(teams=(team("ops", 5),))).changed == {"a": b"a 5", "b": b"b 5"}
+    assert state.apply(changes(row("a"))).changed == {"a": b"a None"}
+    assert state.apply(changes(teams=(team("ops", 7),))).changed == {"b": b"b 7"}
+    assert set(state.members("ops")) == {"b"}
+
+
+def test_a_team_of_the_yaml_changes_its_keys() -> None:
+    state = started(row("a", team="lab"), row("c"), teams=[{"id": "lab", "limits": {"concurrent": 1}}])
+    effect = state.use_config(config(teams=[{"id": "lab", "limits": {"concurrent": 2}}]))
+    assert (effect.changed, effect.removed, effect.is_reset) == ({"a": b"a 2"}, [], False)
+
+
+def test_a_key_without_its_team_is_not_served() -> None:
+    state = started(row("a", team="ops"), stored=(team("ops", 3),))
+    assert state.apply(changes(gone=("ops",))).removed == ["a"]
+    assert state.unserved == {"a": "there is no team ops"}
+    assert state.apply(changes(teams=(team("ops", 4),))).changed == {"a": b"a 4"}
+    assert state.unserved == {}
+
+
+def test_a_key_of_the_yaml_is_not_served_from_the_store() -> None:
+    state = started(row("a"), row("b"))
+    yaml = config(keys=[{"id": "a", "hash": hash_of("another")}, {"id": "x", "hash": hash_of("b")}], teams=[{"id": "ops"}])
+    assert [name for name, _ in state.conflicts(yaml)] == ["a", "x"]
+    assert state.use_config(yaml).removed == ["a"]
+    assert state.unserved == {"a": "the configuration has a key with this ID"}
+    assert state.use_config(config()).changed == {"a": b"a None"}
+
+
+def test_a_team_that_the_store_needs_is_not_removed_from_the_yaml() -> None:
+    state = started(row("a", team="lab"), stored=(team("ops", 1),), teams=[{"id": "lab"}])
+    assert list(state.conflicts(config(teams=[{"id": "lab"}]))) == []
+    (missing,) = state.conflicts(config())
+    assert missing == ("lab", "the key a of the store belongs to the team lab, which does not exist")
+    (twice,) = state.conflicts(config(teams=[{"id": "lab"}, {"id": "ops"}]))
+    assert twice[0] == "ops"
+
+
+def test_an_invalid_entry_harms_no_other() -> None:
+    broken = row("a")._replace(entry="{"), row("b", limits={"concurrent": -1})
+    state = started(*broken, row("c"))
+    assert state.unserved == dict.fromkeys("ab", "its entry is invalid")
+    assert state.apply(changes(row("a"))).changed == {"a": b"a None"}
+
+
+def test_another_secret_changes_every_key(tmp_path: Any) -> None:
+    (tmp_path / "secret").write_text("a secret")
+    state = started(row("a"), row("b"))
+    secret = conf.PrefixCacheIsolation.model_construct(secret="another")
+    effect = state.use_config(config().model_copy(update={"isolate_prefix_cache": secret}))
+    assert (sorted(effect.changed), effect.is_reset) == (["a", "b"], True)
