@@ -37,6 +37,9 @@ OPERATIONS = ("rotate", "revoke", "restore")
 _MAX_BODY, _MAX_IMPORT = 1024 * 1024, 64 * 1024 * 1024  # bytes
 _PAGE, _MAX_PAGE = 100, 1000  # entries
 _OVERLAP = "7d"
+CHANGE_TIMEOUT = 15.0
+"""Seconds for a change."""
+_IMPORT_TIMEOUT = 120.0
 _ETAG = re.compile(r'"(\d{1,18})"')
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _NO_STORE = "no store is configured; add `store: ledger`, or `store: sqlite:///keys.db`, to the configuration"
@@ -51,8 +54,8 @@ Audit = Callable[[Request, str, str, Entry | None, Entry | None], Awaitable[None
 class Store(Protocol):
     """The store of a running gateway."""
 
-    async def change(self, work: Callable[[KeyService], T]) -> T:
-        """Run a change. Raises RefusedChangeError and DatabaseUnavailableError."""
+    async def change(self, work: Callable[[KeyService], T], seconds: float = CHANGE_TIMEOUT) -> T:
+        """Run a change. Raises RefusedChangeError, and DatabaseUnavailableError also after ``seconds``."""
 
     async def read(self, work: Callable[[KeyDatabase], T]) -> T:
         """Run a query. Raises DatabaseUnavailableError."""
@@ -204,10 +207,11 @@ class _Keys(_Entries):
             text = (await _body(request, _MAX_IMPORT)).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise _RefusedRequest(400, "the body is not UTF-8 text") from None
-        done = await self._store.change(lambda service: service.import_keys(text))
-        for added in done.added:
-            await self._note(request, "import", added.key.id, None, _audited(added))
-        return _json({"added": [each.key.id for each in done.added], "known": done.known, "messages": list(done.messages)})
+        done = await self._store.change(lambda service: service.import_keys(text), _IMPORT_TIMEOUT)
+        added = [each.key.id for each in done.added]
+        if added:
+            await self._note(request, "import", f"{len(added)} keys", None, {"added": added})
+        return _json({"added": added, "known": done.known, "messages": list(done.messages)})
 
     async def _shown(self, stored: StoredKey) -> Response:
         use = await self._usage.last_use([stored.key.id])

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from gateway.admin.key_routes import CHANGE_TIMEOUT
 from gateway.config import Config, Problem
 from gateway.fleet.stored_keys import KeyEncoder
 from gateway.ledger.errors import DatabaseUnavailableError
@@ -35,7 +36,6 @@ from gateway.usage.database import run_in_thread
 _POLL = 0.5  # seconds between two polls
 _READ_TIMEOUT = 10.0  # seconds for the changes since the last poll
 _LOAD_TIMEOUT = 60.0  # seconds for everything
-_CHANGE_TIMEOUT = 15.0
 _COPY_TIMEOUT = 30.0
 _CONFIRM_EVERY = 30.0  # seconds after which the local copy gets the time of the last poll
 _KEYS_IN_MESSAGE = 2_000
@@ -209,12 +209,12 @@ class KeyStore:
         """Return any key of a team that is served, or None."""
         return next(filter(None, map(self.key, self._state.members(team))), None)
 
-    async def change(self, work: Callable[[KeyService], T]) -> T:
+    async def change(self, work: Callable[[KeyService], T], seconds: float = CHANGE_TIMEOUT) -> T:
         """Run a change, and return when the workers of this gateway have applied it.
 
-        Raises RefusedChangeError and DatabaseUnavailableError.
+        Raises RefusedChangeError, and DatabaseUnavailableError also after ``seconds``. The change may then still be made.
         """
-        done = await run_in_thread(lambda: work(self.service), _CHANGE_TIMEOUT)
+        done = await run_in_thread(lambda: work(self.service), seconds)
         with suppress(DatabaseUnavailableError):  # it is committed, and applied with the next poll
             await self.follow()
             await self._applied()

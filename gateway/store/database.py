@@ -80,9 +80,9 @@ class Transaction:
         """Return an entry, or None."""
         return next(iter(_rows(self._connection, kind, [identity])), None)
 
-    def teams(self) -> list[str]:
+    def teams(self) -> frozenset[str]:
         """Return the IDs of all teams."""
-        return list(self._connection.execute(select(TEAMS.c.id)).scalars())
+        return frozenset(self._connection.execute(select(TEAMS.c.id)).scalars())
 
     def known_hashes(self, hashes: Sequence[str]) -> set[str]:
         """Return those of some hashes that belong to a key of the store."""

@@ -116,9 +116,8 @@ def _with(key: Key, **fields: Any) -> Key:
 
 
 def _check_key(key: Key, named: Named, teams: Collection[str]) -> None:
-    known = {*named.teams, *teams}
-    if key.team is not None and key.team not in known:
-        raise RefusedChangeError(Reason.INVALID, f"team: there is no team {key.team}{did_you_mean(key.team, list(known))}")
+    if key.team is not None and key.team not in named.teams and key.team not in teams:
+        raise RefusedChangeError(Reason.INVALID, f"team: there is no team {key.team}{did_you_mean(key.team, [*named.teams, *teams])}")
     _check_models("models", key.models, named)
     _check_limits(key.limits, named)
 

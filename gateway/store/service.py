@@ -5,7 +5,7 @@ The rule: a key is in no row and no message; it is returned once, by the call th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ class KeyService:
         except OverflowError:
             raise RefusedChangeError(Reason.INVALID, "overlap: the end is after the year 9999") from None
 
-        def rotated(before: StoredKey, _: Sequence[str]) -> tuple[Key, str | None]:
+        def rotated(before: StoredKey, _: Collection[str]) -> tuple[Key, str | None]:
             return decisions.rotated_key(before, keys.hash_of(secret), end, now), before.name
 
         return self._change_key(identity, version, rotated, repeatable, secret)
@@ -122,7 +122,7 @@ class KeyService:
         self,
         identity: str,
         version: int | None,
-        decide: Callable[[StoredKey, Sequence[str]], tuple[Key, str | None]],
+        decide: Callable[[StoredKey, Collection[str]], tuple[Key, str | None]],
         repeatable: Repeatable | None = None,
         secret: str | None = None,
     ) -> KeyChange:
@@ -183,7 +183,7 @@ class KeyService:
         return self._database.change(work)
 
 
-def _sorted(transaction: Transaction, text: str, named: Named, teams: Sequence[str]) -> SortedKeys:
+def _sorted(transaction: Transaction, text: str, named: Named, teams: Collection[str]) -> SortedKeys:
     """Return the keys of a file, sorted into new and known ones. Raises RefusedChangeError."""
     try:
         found = without_unknown_teams(read_keys(text), {*named.teams, *teams})
@@ -193,7 +193,7 @@ def _sorted(transaction: Transaction, text: str, named: Named, teams: Sequence[s
         raise RefusedChangeError(Reason.INVALID, str(error)) from None
 
 
-def _imported(one: ImportedKey, named: Named, teams: Sequence[str]) -> str:
+def _imported(one: ImportedKey, named: Named, teams: Collection[str]) -> str:
     """Return the JSON of a key of a file. Messages name its position."""
     try:
         return key_json(decisions.imported_key(one.entry, named, teams), None)

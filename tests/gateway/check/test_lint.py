@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+import yaml
 
 from gateway.check.lint import notes
 from gateway.config import drafted, load
@@ -164,3 +166,23 @@ def test_a_certificate_that_has_expired_or_expires_soon(tmp_path: Path, dates: t
     dated(tmp_path, *dates)
     text = f"server: {{tls: {{cert: cert.pem, key: key.pem}}}}\nmodels: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}}}]\n"
     assert notes_on(tmp_path, text) == ([f"gateway.yaml:1: server.tls.cert: {message}"] if message else [])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ("store: sqlite:///keys.db", "1: store: keys in SQLite are for one gateway: several gateways need PostgreSQL"),
+        ("store: {url: sqlite:///keys.db}", "1: store.url: keys in SQLite are for one gateway: several gateways need PostgreSQL"),
+        ("{store: ledger, ledger: sqlite:///usage.db}", "1: store: keys in SQLite are for one gateway: several gateways need PostgreSQL"),
+        (
+            "{store: sqlite:///keys.db, limits_store: redis://localhost}",
+            "1: store: keys in SQLite are for one gateway (`limits_store` suggests that there are several): several gateways need PostgreSQL",
+        ),
+        ("store: postgresql://me@db/keys", None),
+        ("{store: ledger, ledger: postgresql://me@db/usage}", None),
+    ],
+)
+def test_a_store_that_gateways_cannot_share(tmp_path: Path, settings: str, message: str | None) -> None:
+    document = yaml.safe_load(settings) | {"models": [{"id": "m", "launch": {}}], "keys": [{"id": "a", "hash": H1}]}
+    found = notes_on(tmp_path, json.dumps(document))
+    assert found == ([f"gateway.yaml:{message}"] if message else [])

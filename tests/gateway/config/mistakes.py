@@ -90,6 +90,7 @@ DOCUMENT: Mapping[str, Any] = {
         "sample_interval": "15s",
     },
     "audit": {"secret": {"env": "TOKEN"}, "file": "audit.jsonl", "stdout": True},
+    "store": {"url": "ledger", "max_age": "24h"},
     "isolate_prefix_cache": {"secret": {"env": "TOKEN"}},
     "log": {"level": "info", "levels": {"fleet": "debug"}, "format": "json", "user": True, "sample": 0.5},
     "tracing": {"endpoint": "http://127.0.0.1:4318", "sample": 0.5},

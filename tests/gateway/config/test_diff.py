@@ -70,7 +70,11 @@ def test_what_needs_a_restart_stays_and_all_else_is_taken(tmp_path: Path) -> Non
     running = read(tmp_path)
     admin = {"port": 1, "token": {"env": "KEY"}}
     fresh = read(
-        tmp_path, server={"port": 1234, "workers": 3, "drain": "1s", "admin": admin}, ledger="sqlite:///x.db", log={"level": "error"}
+        tmp_path,
+        server={"port": 1234, "workers": 3, "drain": "1s", "admin": admin},
+        ledger="sqlite:///x.db",
+        store="ledger",
+        log={"level": "error"},
     )
     waiting = diff.needs_restart(running, fresh)
     assert waiting == (
@@ -78,6 +82,7 @@ def test_what_needs_a_restart_stays_and_all_else_is_taken(tmp_path: Path) -> Non
         "server.workers needs a restart (3 in the file, 1 in use)",
         "server.admin.port needs a restart (1 in the file, 9090 in use)",
         "ledger needs a restart",
+        "store needs a restart",
     )
     assert SECRET not in str(waiting)
     served = diff.without_restart(running, fresh)
