@@ -107,7 +107,7 @@ def _guarded(handler: Handler) -> Handler:
 
 
 class _Entries:
-    """What the routes of keys and of teams have in common."""
+    """The common part of the routes of keys and of teams."""
 
     kind: Kind
 
@@ -294,8 +294,8 @@ async def _sent(request: Request) -> tuple[dict[str, Any], Repeatable | None]:
         raise _RefusedRequest(400, "the body is not valid JSON") from None
     if not isinstance(found, dict):
         raise _RefusedRequest(400, "expected a JSON object")
-    said = sha256(f"{request.method} {request.scope['path']}\n".encode() + body).hexdigest()
-    return found, None if key is None else Repeatable(key, said)
+    request_digest = sha256(f"{request.method} {request.scope['path']}\n".encode() + body).hexdigest()
+    return found, None if key is None else Repeatable(key, request_digest)
 
 
 async def _body(request: Request, limit: int) -> bytes:

@@ -119,7 +119,7 @@ def _store_for_one_gateway(draft: Draft) -> Iterator[Note]:
     written = _url_of(store)
     url = _url_of(ledger) if written.value == OF_LEDGER else written
     if isinstance(url.value, str) and url.value.startswith("sqlite:"):
-        shared = " (`limits_store` suggests that there are several)" if draft.top.get("limits_store").value is not None else ""
+        shared = " (`limits_store` suggests several)" if draft.top.get("limits_store").value is not None else ""
         yield note(written, f"keys in SQLite are for one gateway{shared}: several gateways need PostgreSQL")
 
 

@@ -2,7 +2,7 @@
 
 The rules: the event loop waits for no database, so each query runs on a thread. Changes are applied in the order of the log, one after the
 other, and a change costs the keys that it names. While the database is away, the keys that are known are served for ``store.max_age``.
-After that they are unknown, and a client with one of them is asked to try again.
+After that they are unknown, and requests with an unknown key get 503.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class KeyStore:
     # Start, and the loop
 
     async def start(self) -> None:
-        """Learn the keys from the local copy and the database, or from one of them."""
+        """Learn the keys from the local copy and the database, or from either."""
         found = await run_in_thread(self._copy.read, _LOAD_TIMEOUT)
         if found is not None and (age := max(time.time() - found[1], 0.0)) < self._max_age:
             await self._load(found[0])
@@ -205,9 +205,9 @@ class KeyStore:
         """Yield all keys that are served."""
         return map(_decode, self._encoded.values())
 
-    def member(self, team: str) -> Key | None:
+    def key_of_team(self, team: str) -> Key | None:
         """Return any key of a team that is served, or None."""
-        return next(filter(None, map(self.key, self._state.members(team))), None)
+        return next(filter(None, map(self.key, self._state.keys_of_team(team))), None)
 
     async def change(self, work: Callable[[KeyService], T], seconds: float = CHANGE_TIMEOUT) -> T:
         """Run a change, and return when the workers of this gateway have applied it.

@@ -148,7 +148,7 @@ class GatewayReport:
         """Yield the keys of the store that a query names: the key, or any key of the team, which has the team's limits."""
         store = self._control.key_store
         if store is not None:
-            named = (query.get("key"), store.key), (query.get("team"), store.member)
+            named = (query.get("key"), store.key), (query.get("team"), store.key_of_team)
             yield from (key for name, find in named if name is not None and (key := find(name)) is not None)
 
     async def keys(self) -> dict[str, Any]:

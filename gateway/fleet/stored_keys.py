@@ -24,7 +24,7 @@ _MAX_TEMPLATES = 1_000
 
 
 class _Template(NamedTuple):
-    """A key without what is its own. ``own`` are its own limits with the rest of the name of their holder, ``shared`` those of its team."""
+    """The common part of keys. ``own`` are the limits of a key with the rest of the name of their holder, ``shared`` those of its team."""
 
     fields: Mapping[str, Any]
     own: tuple[tuple[str, Mapping[str, Any]], ...]
@@ -49,8 +49,8 @@ class KeyEncoder:
             template = self._template(identity, settings, of_team)
             digests = [bytes.fromhex(_text(one)[7:]) for one in hashes]
             fields = {"id": identity, "digests": digests, **template.fields}
-            if ends := {bytes.fromhex(one["hash"][7:]): _time(one["expires"]) for one in hashes if not isinstance(one, str)}:
-                fields["digest_expiries"] = ends
+            if expiries := {bytes.fromhex(one["hash"][7:]): _time(one["expires"]) for one in hashes if not isinstance(one, str)}:
+                fields["digest_expiries"] = expiries
             if labels is not None:
                 fields["labels"] = labels
             if expires is not None:
@@ -64,7 +64,7 @@ class KeyEncoder:
 
     def _template(self, identity: str, settings: Mapping[str, Any], of_team: conf.Limits | None) -> _Template:
         if self._config.isolate_prefix_cache is not None:
-            return self._made(identity, settings, of_team)  # each key has a salt of its own
+            return self._made(identity, settings, of_team)  # each key has its own salt
         known = msgspec.json.encode(settings)
         found = self._templates.get(known)
         if found is None:

@@ -18,5 +18,5 @@ def without_defaults(value: Any) -> Any:
 
 @cache
 def _defaults(kind: type[Any]) -> tuple[tuple[str, Any], ...]:
-    """Return the names and defaults of a dataclass's fields. A field without a default, or one that is computed, has ``MISSING``."""
+    """Return the names and defaults of a dataclass's fields. A field that has no default or is computed has ``MISSING``."""
     return tuple((each.name, each.default if each.default_factory is MISSING else each.default_factory()) for each in fields(kind))

@@ -48,7 +48,7 @@ class StoredKeys(msgspec.Struct, tag=True, frozen=True):
     """control → worker: what has changed among the store's keys. A worker gets all of them before its first snapshot.
 
     ``removed`` are IDs. ``changed`` are keys to add or replace. ``is_reset``: all keys that were known before are removed first.
-    ``is_unknown``: the store's keys are not known, so that an unknown key may be one of them.
+    ``is_unknown``: the store's keys are not known, so an unknown key may be a key of the store.
     """
 
     changed: tuple[Key, ...] = ()

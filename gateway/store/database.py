@@ -54,7 +54,7 @@ class Changed(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """What changed up to a position. ``is_complete``: it is everything that exists, not only what changed."""
+    """The changes up to a position. ``is_complete``: everything that exists, not only what changed."""
 
     position: Position
     keys: Changed

@@ -33,7 +33,7 @@ E = TypeVar("E", Key, Team)
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """What the YAML names: IDs and hashes of keys, IDs of teams, names of models. ``has_prices``: a model has a price."""
+    """The names of the YAML: IDs and hashes of keys, IDs of teams, names of models. ``has_prices``: a model has a price."""
 
     keys: Collection[str]
     hashes: Collection[str]

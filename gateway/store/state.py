@@ -20,7 +20,7 @@ Encode = Callable[[str, Limits | None], bytes]
 
 
 class Effect(NamedTuple):
-    """What workers have to know of a change: encoded keys by ID, and IDs of keys that are not served. ``is_reset``: it is everything."""
+    """The effect of a change on workers: encoded keys by ID, and IDs of keys that are not served. ``is_reset``: of all keys."""
 
     changed: dict[str, bytes]
     removed: list[str]
@@ -48,7 +48,7 @@ class StoreState:
         self._keys: dict[str, _Entry] = {}
         self._hashes: dict[str, str] = {}
         self._teams: dict[str, Team] = {}
-        self._members: dict[str, set[str]] = defaultdict(set)
+        self._keys_of_team: dict[str, set[str]] = defaultdict(set)
         self._in_yaml = _InYaml.of(config)
         self.position = Position()
         self.unserved: dict[str, str] = {}
@@ -59,21 +59,21 @@ class StoreState:
         """The number of keys."""
         return len(self._keys)
 
-    def members(self, team: str) -> Collection[str]:
+    def keys_of_team(self, team: str) -> Collection[str]:
         """Return the IDs of a team's keys."""
-        return self._members.get(team, ())
+        return self._keys_of_team.get(team, ())
 
     def apply(self, changes: Changes) -> Effect:
         """Apply changes of the database. Returns what workers have to know."""
         if changes.is_complete:
-            self._keys, self._hashes, self._teams, self._members, self.unserved = {}, {}, {}, defaultdict(set), {}
+            self._keys, self._hashes, self._teams, self._keys_of_team, self.unserved = {}, {}, {}, defaultdict(set), {}
         affected: dict[str, None] = {}
         for name in changes.teams.removed:
             self._teams.pop(name, None)
         for row in changes.teams.rows:
             self._teams[row.id] = parse_team(row.entry)
         for name in (*changes.teams.removed, *(row.id for row in changes.teams.rows)):
-            affected.update(dict.fromkeys(self._members.get(name, ())))
+            affected.update(dict.fromkeys(self._keys_of_team.get(name, ())))
         for identity in changes.keys.removed:
             self._forget(identity)
             affected[identity] = None
@@ -93,24 +93,24 @@ class StoreState:
         named = former.keys ^ self._in_yaml.keys
         old, new = former.teams, self._in_yaml.teams
         teams = {team for team in old.keys() | new.keys() if old.get(team) != new.get(team)}
-        members = (member for team in teams for member in self._members.get(team, ()))
-        return self._effect(dict.fromkeys((*(name for name in named if name in self._keys), *members)))
+        of_teams = (each for team in teams for each in self._keys_of_team.get(team, ()))
+        return self._effect(dict.fromkeys((*(name for name in named if name in self._keys), *of_teams)))
 
     def conflicts(self, config: Config) -> Iterator[tuple[str, str]]:
         """Yield what of a configuration the store has as well: the ID of its key or team, and a sentence."""
         for key in config.keys:
             if key.id in self._keys:
-                yield key.id, f"the key {key.id} is in the store as well; delete one of them"
+                yield key.id, f"the key {key.id} is in the store as well; delete either"
             for one in key.hashes:
                 if (holder := self._hashes.get(one.text)) is not None:
-                    yield key.id, f"the store has a key of {key.id} as {holder}; delete one of them"
+                    yield key.id, f"the store has a key of {key.id} as {holder}; delete either"
         for team in config.teams:
             if team.id in self._teams:
-                yield team.id, f"the team {team.id} is in the store as well; delete one of them"
+                yield team.id, f"the team {team.id} is in the store as well; delete either"
         known = {team.id for team in config.teams} | self._teams.keys()
-        for team_id, members in self._members.items():
-            if members and team_id not in known:
-                yield team_id, f"the key {min(members)} of the store belongs to the team {team_id}, which does not exist"
+        for team_id, ids in self._keys_of_team.items():
+            if ids and team_id not in known:
+                yield team_id, f"the key {min(ids)} of the store belongs to the team {team_id}, which does not exist"
 
     def _learn(self, identity: str, entry: str) -> None:
         try:
@@ -120,7 +120,7 @@ class StoreState:
         self._keys[identity] = _Entry(entry, team, tuple(hashes))
         self._hashes.update((one, identity) for one in hashes)
         if team is not None:
-            self._members[team].add(identity)
+            self._keys_of_team[team].add(identity)
 
     def _forget(self, identity: str) -> None:
         former = self._keys.pop(identity, None)
@@ -131,9 +131,9 @@ class StoreState:
             if self._hashes.get(one) == identity:
                 del self._hashes[one]
         if former.team is not None:
-            self._members[former.team].discard(identity)
-            if not self._members[former.team]:
-                del self._members[former.team]
+            self._keys_of_team[former.team].discard(identity)
+            if not self._keys_of_team[former.team]:
+                del self._keys_of_team[former.team]
 
     def _effect(self, ids: Iterable[str], *, is_reset: bool = False) -> Effect:
         effect, encode = Effect({}, [], is_reset), self._encode(self._config)

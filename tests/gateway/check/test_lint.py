@@ -176,7 +176,7 @@ def test_a_certificate_that_has_expired_or_expires_soon(tmp_path: Path, dates: t
         ("{store: ledger, ledger: sqlite:///usage.db}", "1: store: keys in SQLite are for one gateway: several gateways need PostgreSQL"),
         (
             "{store: sqlite:///keys.db, limits_store: redis://localhost}",
-            "1: store: keys in SQLite are for one gateway (`limits_store` suggests that there are several): several gateways need PostgreSQL",
+            "1: store: keys in SQLite are for one gateway (`limits_store` suggests several): several gateways need PostgreSQL",
         ),
         ("store: postgresql://me@db/keys", None),
         ("{store: ledger, ledger: postgresql://me@db/usage}", None),

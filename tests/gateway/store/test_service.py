@@ -19,7 +19,6 @@ from gateway.store.entries import Position, Repeatable, Row
 from gateway.store.errors import Reason, RefusedChangeError
 from gateway.store.service import KeyService
 from tests.support.ports import refusing
-from tests.support.postgres import Postgres
 
 NAMED = Named(keys={"yaml"}, hashes={hash_of("sk-of-the-yaml")}, teams={"lab"}, models={"qwen"}, has_prices=True)
 
@@ -259,9 +258,12 @@ def test_a_change_that_fails_leaves_nothing(service: KeyService, database: KeyDa
     assert database.changes_since(Position()).position == position
 
 
-def test_a_database_that_is_away(server: Postgres) -> None:
-    with refusing() as port, closing(KeyDatabase(database_url(f"postgresql://postgres@127.0.0.1:{port}/none", server.folder))) as away:
+def test_a_database_that_does_not_respond() -> None:
+    with (
+        refusing() as port,
+        closing(KeyDatabase(database_url(f"postgresql://postgres@127.0.0.1:{port}/none", server.folder))) as unreachable,
+    ):
         with pytest.raises(DatabaseUnavailableError):
-            KeyService(away, lambda: NAMED).create_key({"id": "alice"})
+            KeyService(unreachable, lambda: NAMED).create_key({"id": "alice"})
         with pytest.raises(DatabaseUnavailableError):
-            away.changes_since(Position())
+            unreachable.changes_since(Position())

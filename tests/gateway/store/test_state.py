@@ -1,4 +1,4 @@
-"""What workers get of the store: which keys are served, and what a change costs."""
+"""The keys of the store that are served, and the keys that a change costs."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def test_a_change_costs_the_keys_that_it_names() -> None:
 
 
 def test_a_team_changes_its_keys() -> None:
-    members = (row("a", team="ops"), row("b", team="ops"), row("c"))
-    state = started(*members, stored=(team("ops", 3),))
+    keys = (row("a", team="ops"), row("b", team="ops"), row("c"))
+    state = started(*keys, stored=(team("ops", 3),))
     assert state.apply(changes(teams=(team("ops", 5),))).changed == {"a": b"a 5", "b": b"b 5"}
     assert state.apply(changes(row("a"))).changed == {"a": b"a None"}
     assert state.apply(changes(teams=(team("ops", 7),))).changed == {"b": b"b 7"}
-    assert set(state.members("ops")) == {"b"}
+    assert set(state.keys_of_team("ops")) == {"b"}
 
 
 def test_a_team_of_the_yaml_changes_its_keys() -> None:
