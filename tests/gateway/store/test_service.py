@@ -6,6 +6,7 @@ import json
 import threading
 from collections.abc import Callable
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -261,7 +262,7 @@ def test_a_change_that_fails_leaves_nothing(service: KeyService, database: KeyDa
 def test_a_database_that_does_not_respond() -> None:
     with (
         refusing() as port,
-        closing(KeyDatabase(database_url(f"postgresql://postgres@127.0.0.1:{port}/none", server.folder))) as unreachable,
+        closing(KeyDatabase(database_url(f"postgresql://postgres@127.0.0.1:{port}/none", Path()))) as unreachable,
     ):
         with pytest.raises(DatabaseUnavailableError):
             KeyService(unreachable, lambda: NAMED).create_key({"id": "alice"})
