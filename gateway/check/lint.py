@@ -114,13 +114,13 @@ def _without_events(draft: Draft) -> Iterator[Note]:
 
 
 def _store_for_one_gateway(draft: Draft) -> Iterator[Note]:
-    """Report a store of keys that several gateways cannot share."""
+    """Report a store of keys in SQLite if there seem to be several gateways, which cannot share it."""
     store, ledger = draft.top.get("store"), draft.top.get("ledger")
     written = _url_of(store)
     url = _url_of(ledger) if written.value == OF_LEDGER else written
-    if isinstance(url.value, str) and url.value.startswith("sqlite:"):
-        shared = " (`limits_store` suggests several)" if draft.top.get("limits_store").value is not None else ""
-        yield note(written, f"keys in SQLite are for one gateway{shared}: several gateways need PostgreSQL")
+    is_sqlite = isinstance(url.value, str) and url.value.startswith("sqlite:")
+    if is_sqlite and draft.top.get("limits_store").value is not None:
+        yield note(written, "keys in SQLite are for one gateway, but `limits_store` is for several: they need PostgreSQL")
 
 
 def _url_of(database: ConfigValue) -> ConfigValue:

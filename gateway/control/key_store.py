@@ -24,7 +24,6 @@ from gateway.snapshot.link import StoredKeys
 from gateway.snapshot.snapshot import Key
 from gateway.store.database import Changed, Changes, KeyDatabase
 from gateway.store.decisions import Named
-from gateway.store.entries import Position
 from gateway.store.local_copy import LocalCopy
 from gateway.store.notifications import notifications
 from gateway.store.service import KeyService
@@ -35,6 +34,7 @@ from gateway.usage.database import run_in_thread
 
 _POLL = 0.5  # seconds between two polls
 _READ_TIMEOUT = 10.0  # seconds for the changes since the last poll
+_START_TIMEOUT = 3.0  # seconds that a start with a local copy waits for the database
 _LOAD_TIMEOUT = 60.0  # seconds for everything
 _COPY_TIMEOUT = 30.0
 _CONFIRM_EVERY = 30.0  # seconds after which the local copy gets the time of the last poll
@@ -71,7 +71,7 @@ class KeyStore:
         self._is_started = False
         self._error: str | None = None
         self._changed = asyncio.Event()
-        self._following = asyncio.Lock()
+        self._following, self._changing = asyncio.Lock(), asyncio.Lock()
         self.service = KeyService(database, lambda: Named.by(self._config))
 
     # Start, and the loop
@@ -82,8 +82,9 @@ class KeyStore:
         if found is not None and (age := max(time.time() - found[1], 0.0)) < self._max_age:
             await self._load(found[0])
             self._confirmed = time.monotonic() - age
-        with suppress(DatabaseUnavailableError):
-            await self.follow()
+        with suppress(DatabaseUnavailableError, TimeoutError):
+            async with asyncio.timeout(_LOAD_TIMEOUT if self._is_unknown else _START_TIMEOUT):
+                await self.follow()
         if self._is_unknown:
             _log.error("the keys of the store are unknown until its database responds: %s", self._error)
 
@@ -112,7 +113,7 @@ class KeyStore:
             if self._uncopied is not None and self._is_started:
                 changes, self._uncopied = self._uncopied, None
                 await self._copy_to_disk(changes)
-            position = Position() if self._is_unknown else self._state.position
+            position = None if self._is_unknown else self._state.position
             try:
                 seconds = _LOAD_TIMEOUT if self._is_unknown else _READ_TIMEOUT
                 changes = await run_in_thread(lambda: self._database.changes_since(position), seconds)
@@ -214,7 +215,8 @@ class KeyStore:
 
         Raises RefusedChangeError, and DatabaseUnavailableError also after ``seconds``. The change may then still be made.
         """
-        done = await run_in_thread(lambda: work(self.service), seconds)
+        async with self._changing:  # the database makes one change at a time, too
+            done = await run_in_thread(lambda: work(self.service), seconds)
         with suppress(DatabaseUnavailableError):  # it is committed, and applied with the next poll
             await self.follow()
             await self._applied()

@@ -218,18 +218,24 @@ class KeyDatabase:
         with self._connected() as connection:
             return next(iter(_rows(connection, kind, [identity])), None)
 
-    def changes_since(self, last: Position) -> Changes:
-        """Return what changed since a position; everything if the log does not lead on from it."""
+    def changes_since(self, last: Position | None) -> Changes:
+        """Return what changed since a position; everything if it is None, or if the log does not lead on from it."""
         with self._connected() as connection:
+            if last is None:
+                return _everything(connection)
             query = select(CHANGES.c.seq, CHANGES.c.mark, CHANGES.c.kind, CHANGES.c.id).where(CHANGES.c.seq >= last.seq)
             rows = connection.execute(query.order_by(CHANGES.c.seq)).all()
-            if last.seq == 0 or not rows or (rows[0].seq, rows[0].mark) != last:
+            if last == Position():
+                leads_on, later = not rows or rows[0].seq == 1, rows
+            else:
+                leads_on, later = bool(rows) and (rows[0].seq, rows[0].mark) == last, rows[1:]
+            if not leads_on:
                 return _everything(connection)
             ids: dict[Kind, dict[str, None]] = {"key": {}, "team": {}}
-            for row in rows[1:]:
+            for row in later:
                 ids[row.kind][row.id] = None
             keys, teams = (_changed(connection, kind, list(found)) for kind, found in ids.items())
-            return Changes(Position(rows[-1].seq, rows[-1].mark), keys, teams)
+            return Changes(Position(later[-1].seq, later[-1].mark) if later else last, keys, teams)
 
     @contextmanager
     def _connected(self) -> Iterator[Connection]:

@@ -59,7 +59,10 @@ class Repeatable:
 
 
 class Position(NamedTuple):
-    """A row of the change log: its number, and a random text that tells it from a row of a database that was restored since."""
+    """A row of the change log: its number, and a random text that tells it from a row of a database that was restored since.
+
+    The default is the position before the first row.
+    """
 
     seq: int = 0
     mark: str = ""

@@ -28,6 +28,7 @@ REASONS = (
     "it needs a GPU",
     "it needs Docker",
     "it needs another machine",
+    "it needs a gateway with a store",
     "it changes the machine",
     "it takes minutes",
     "it needs a package that the tests do not install",

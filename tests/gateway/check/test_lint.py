@@ -35,6 +35,7 @@ def notes_on(folder: Path, text: str, keys: str | None = None) -> list[str]:
     return [f"{Path(note.file).name}:{note.line}: {note.path}: {note.message}" for note in notes(draft, NOW)]
 
 
+SHARED = "keys in SQLite are for one gateway, but `limits_store` is for several: they need PostgreSQL"
 OPEN = (
     "gateway.yaml:1: server.admin.host: other machines can read /status, /keys and /usage on the admin port without a token: "
     "set server.admin.token"
@@ -171,14 +172,11 @@ def test_a_certificate_that_has_expired_or_expires_soon(tmp_path: Path, dates: t
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ("store: sqlite:///keys.db", "1: store: keys in SQLite are for one gateway: several gateways need PostgreSQL"),
-        ("store: {url: sqlite:///keys.db}", "1: store.url: keys in SQLite are for one gateway: several gateways need PostgreSQL"),
-        ("{store: ledger, ledger: sqlite:///usage.db}", "1: store: keys in SQLite are for one gateway: several gateways need PostgreSQL"),
-        (
-            "{store: sqlite:///keys.db, limits_store: redis://localhost}",
-            "1: store: keys in SQLite are for one gateway (`limits_store` suggests several): several gateways need PostgreSQL",
-        ),
-        ("store: postgresql://me@db/keys", None),
+        ("{store: sqlite:///keys.db, limits_store: redis://localhost}", f"1: store: {SHARED}"),
+        ("{store: {url: sqlite:///keys.db}, limits_store: redis://localhost}", f"1: store.url: {SHARED}"),
+        ("{store: ledger, ledger: sqlite:///usage.db, limits_store: redis://localhost}", f"1: store: {SHARED}"),
+        ("store: sqlite:///keys.db", None),
+        ("{store: postgresql://me@db/keys, limits_store: redis://localhost}", None),
         ("{store: ledger, ledger: postgresql://me@db/usage}", None),
     ],
 )

@@ -55,9 +55,9 @@ def test_a_key_lives(service: KeyService, database: KeyDatabase) -> None:
 
 def test_a_change_without_an_effect_is_no_change(service: KeyService, database: KeyDatabase) -> None:
     made = service.create_key({"id": "alice"})
-    position = database.changes_since(Position()).position
+    position = database.changes_since(None).position
     assert service.change_key("alice", {"team": None}, None).after == made.after
-    assert database.changes_since(Position()).position == position
+    assert database.changes_since(None).position == position
 
 
 def test_a_change_of_another_version_is_refused(service: KeyService) -> None:
@@ -165,10 +165,10 @@ def test_pages_contain_each_key_once(service: KeyService, database: KeyDatabase)
 
 
 def test_changes_lead_on_from_a_position(service: KeyService, database: KeyDatabase) -> None:
-    assert database.changes_since(Position()).is_complete
+    assert database.changes_since(None).is_complete
     service.create_key({"id": "alice"})
     service.create_team({"id": "ops"})
-    start = database.changes_since(Position())
+    start = database.changes_since(None)
     assert (ids(start.keys.rows), ids(start.teams.rows), start.is_complete) == (["alice"], ["ops"], True)
     same = database.changes_since(start.position)
     assert (same.position, same.keys, same.teams, same.is_complete) == (start.position, ([], []), ([], []), False)
@@ -182,9 +182,18 @@ def test_changes_lead_on_from_a_position(service: KeyService, database: KeyDatab
     assert '"revoked": true' in later.keys.rows[0].entry
 
 
+def test_an_empty_database_is_a_position_too(service: KeyService, database: KeyDatabase) -> None:
+    empty = database.changes_since(None)
+    assert (empty.position, empty.is_complete) == (Position(), True)
+    assert not database.changes_since(Position()).is_complete
+    service.create_key({"id": "alice"})
+    first = database.changes_since(Position())
+    assert (ids(first.keys.rows), first.is_complete, first.position.seq) == (["alice"], False, 1)
+
+
 def test_a_database_that_lost_changes_is_read_completely(service: KeyService, database: KeyDatabase) -> None:
     service.create_key({"id": "alice"})
-    last = database.changes_since(Position()).position
+    last = database.changes_since(None).position
     service.create_key({"id": "bob"})
     assert not database.changes_since(last).is_complete
     assert database.changes_since(Position(last.seq, "of another history")).is_complete
@@ -203,7 +212,7 @@ def test_changes_of_several_gateways_have_one_order(service: KeyService, databas
                 made.create_key({"id": f"{worker}-{number}"})
 
     def read() -> None:
-        position = database.changes_since(Position()).position
+        position = database.changes_since(None).position
         while True:
             is_last = done.is_set()
             changes = database.changes_since(position)
@@ -252,11 +261,11 @@ def test_a_change_that_fails_leaves_nothing(service: KeyService, database: KeyDa
         transaction.add("team", "half", '{"id": "half"}')
         raise RefusedChangeError(Reason.CONFLICT, "no")
 
-    position = database.changes_since(Position()).position
+    position = database.changes_since(None).position
     with pytest.raises(RefusedChangeError):
         database.change(work)
     assert database.find("team", "half") is None
-    assert database.changes_since(Position()).position == position
+    assert database.changes_since(None).position == position
 
 
 def test_a_database_that_does_not_respond() -> None:
@@ -267,4 +276,4 @@ def test_a_database_that_does_not_respond() -> None:
         with pytest.raises(DatabaseUnavailableError):
             KeyService(unreachable, lambda: NAMED).create_key({"id": "alice"})
         with pytest.raises(DatabaseUnavailableError):
-            unreachable.changes_since(Position())
+            unreachable.changes_since(None)
