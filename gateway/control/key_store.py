@@ -22,12 +22,13 @@ from gateway.fleet.stored_keys import KeyEncoder
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import StoredKeys
 from gateway.snapshot.snapshot import Key
-from gateway.store.database import Changed, Changes, KeyDatabase
+from gateway.store.database import Changes, KeyDatabase
 from gateway.store.decisions import Named
 from gateway.store.local_copy import LocalCopy
 from gateway.store.notifications import notifications
 from gateway.store.service import KeyService
 from gateway.store.state import Effect, StoreState
+from gateway.system.garbage_collector import collector_paused
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
 from gateway.usage.database import run_in_thread
@@ -39,7 +40,6 @@ _LOAD_TIMEOUT = 60.0  # seconds for everything
 _COPY_TIMEOUT = 30.0
 _CONFIRM_EVERY = 30.0  # seconds after which the local copy gets the time of the last poll
 _KEYS_IN_MESSAGE = 2_000
-_NO_CHANGES = Changed((), ())
 _log = logging.getLogger("vllm_gateway.control")
 T = TypeVar("T")
 
@@ -145,7 +145,8 @@ class KeyStore:
         """Use everything that exists. It is prepared on a thread, because there may be many keys."""
         config = self._config
         state = StoreState(config, KeyEncoder)
-        effect = await run_in_thread(lambda: state.apply(changes), _LOAD_TIMEOUT)
+        with collector_paused():  # the result stays in memory
+            effect = await run_in_thread(lambda: state.apply(changes), _LOAD_TIMEOUT)
         self._state, self._is_unknown = state, False
         self._use(effect)
         if config is not self._config:

@@ -47,10 +47,10 @@ T = TypeVar("T")
 
 
 class Changed(NamedTuple):
-    """Entries of one kind after changes: their rows, and the IDs that do not exist any more."""
+    """Entries of one kind after changes: their JSON by ID, and the IDs that do not exist any more."""
 
-    rows: Sequence[Row]
-    removed: Sequence[str]
+    entries: Mapping[str, str]
+    removed: Sequence[str] = ()
 
 
 class Changes(NamedTuple):
@@ -261,14 +261,22 @@ class KeyDatabase:
 def _everything(connection: Connection) -> Changes:
     # The position is read first: what is written meanwhile is read twice, which changes nothing.
     last = connection.execute(select(CHANGES.c.seq, CHANGES.c.mark).order_by(CHANGES.c.seq.desc()).limit(1)).first()
-    keys, teams = (Changed([_row(each) for each in connection.execute(select(*_columns(table)))], ()) for table in (KEYS, TEAMS))
+    keys, teams = (Changed(_entries(connection, table)) for table in (KEYS, TEAMS))
     return Changes(Position() if last is None else Position(*last), keys, teams, is_complete=True)
 
 
 def _changed(connection: Connection, kind: Kind, ids: Sequence[str]) -> Changed:
-    rows = [row for start in range(0, len(ids), _BATCH) for row in _rows(connection, kind, ids[start : start + _BATCH])]
-    found = {row.id for row in rows}
-    return Changed(rows, [identity for identity in ids if identity not in found])
+    entries: dict[str, str] = {}
+    for start in range(0, len(ids), _BATCH):
+        entries |= _entries(connection, _TABLES[kind], ids[start : start + _BATCH])
+    return Changed(entries, [identity for identity in ids if identity not in entries])
+
+
+def _entries(connection: Connection, table: Table, ids: Sequence[str] | None = None) -> dict[str, str]:
+    """Return the JSON of all entries, or of some, by ID."""
+    query = select(table.c.id, table.c.entry)
+    found = connection.execute(query if ids is None else query.where(table.c.id.in_(ids)))
+    return {identity: entry for identity, entry in found}  # noqa: C416  a row is no tuple of two
 
 
 def _rows(connection: Connection, kind: Kind, ids: Sequence[str]) -> list[Row]:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 
 from gateway.store.database import Changed, Changes
-from gateway.store.entries import Kind, Position, Row
+from gateway.store.entries import Kind, Position
 
 _TABLES = """
-CREATE TABLE IF NOT EXISTS entries (
-    kind TEXT, id TEXT, version INTEGER, entry TEXT, created TEXT, changed TEXT, PRIMARY KEY (kind, id)
-) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS entries (kind TEXT, id TEXT, entry TEXT, PRIMARY KEY (kind, id)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS state (only INTEGER PRIMARY KEY CHECK (only = 1), seq INTEGER, mark TEXT, confirmed REAL);
 """
 _FORMAT = 1
+_KINDS: tuple[Kind, Kind] = ("key", "team")
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -40,10 +37,7 @@ class LocalCopy:
             if state is None:
                 return None
             seq, mark, confirmed = state
-            entries: dict[Kind, list[Row]] = {"key": [], "team": []}
-            for kind, identity, version, entry, created, changed in connection.execute("SELECT * FROM entries"):
-                entries[kind].append(Row(identity, version, entry, datetime.fromisoformat(created), datetime.fromisoformat(changed)))
-            keys, teams = (Changed(rows, ()) for rows in entries.values())
+            keys, teams = (Changed(dict(connection.execute("SELECT id, entry FROM entries WHERE kind = ?", (kind,)))) for kind in _KINDS)
             return Changes(Position(seq, mark), keys, teams, is_complete=True), confirmed
         except (sqlite3.Error, OSError, ValueError) as error:
             self._failed("read", error)
@@ -55,9 +49,10 @@ class LocalCopy:
             with self._opened() as connection:
                 if changes.is_complete:
                     connection.execute("DELETE FROM entries")
-                for kind, changed in (("key", changes.keys), ("team", changes.teams)):
+                for kind, changed in zip(_KINDS, (changes.keys, changes.teams), strict=True):
                     connection.executemany("DELETE FROM entries WHERE kind = ? AND id = ?", [(kind, each) for each in changed.removed])
-                    connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?, ?, ?, ?)", _values(kind, changed.rows))
+                    written = ((kind, identity, entry) for identity, entry in changed.entries.items())
+                    connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", written)
                 connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?, ?)", (*changes.position, confirmed))
         except (sqlite3.Error, OSError) as error:
             self._failed("written", error)
@@ -90,7 +85,3 @@ class LocalCopy:
     def _failed(self, what: str, error: Exception) -> None:
         _log.error("the local copy of the store cannot be %s: %s", what, error)
         self.close()
-
-
-def _values(kind: str, rows: Iterable[Row]) -> Iterable[tuple[object, ...]]:
-    return ((kind, row.id, row.version, row.entry, row.created.isoformat(), row.changed.isoformat()) for row in rows)

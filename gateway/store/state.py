@@ -70,17 +70,16 @@ class StoreState:
         affected: dict[str, None] = {}
         for name in changes.teams.removed:
             self._teams.pop(name, None)
-        for row in changes.teams.rows:
-            self._teams[row.id] = parse_team(row.entry)
-        for name in (*changes.teams.removed, *(row.id for row in changes.teams.rows)):
+        self._teams |= {name: parse_team(entry) for name, entry in changes.teams.entries.items()}
+        for name in (*changes.teams.removed, *changes.teams.entries):
             affected.update(dict.fromkeys(self._keys_of_team.get(name, ())))
         for identity in changes.keys.removed:
             self._forget(identity)
             affected[identity] = None
-        for row in changes.keys.rows:
-            self._forget(row.id)
-            self._learn(row.id, row.entry)
-            affected[row.id] = None
+        for identity, entry in changes.keys.entries.items():
+            self._forget(identity)
+            self._learn(identity, entry)
+            affected[identity] = None
         self.position = changes.position
         return self._effect(affected, is_reset=changes.is_complete)
 

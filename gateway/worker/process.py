@@ -31,7 +31,7 @@ from gateway.snapshot import link
 from gateway.system import garbage_collector, logs
 from gateway.system.acceptor import Acceptor, Seats
 from gateway.system.file_descriptors import raise_limit
-from gateway.system.garbage_collector import FullCollections
+from gateway.system.garbage_collector import FullCollections, collector_paused
 from gateway.system.logs import LogSettings
 from gateway.system.malloc import keep_what_is_freed
 from gateway.telemetry.access_log import AccessLog, access_log
@@ -93,9 +93,10 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
         messages = to_control.messages()
         stored_keys = StoredKeyring()
         first = await anext(messages, None)
-        while isinstance(first, link.StoredKeys):  # before the first connection, which may have one of these keys
-            stored_keys.apply(first)
-            first = await anext(messages, None)
+        with collector_paused():  # the keys stay in memory
+            while isinstance(first, link.StoredKeys):  # before the first connection, which may have one of these keys
+                stored_keys.apply(first)
+                first = await anext(messages, None)
         if not isinstance(first, link.ApplySnapshot):
             return True
         logs.configure(first.snapshot.log, f"worker {arguments.number}")

@@ -133,7 +133,7 @@ def test_mistakes_are_one_line(one: Gateway) -> None:
 
 def test_a_gateway_elsewhere(one: Gateway, tmp_path: Path) -> None:
     elsewhere = ["--admin", f"http://127.0.0.1:{one.admin}", "--token-file", one.folder / "token"]
-    line = [one.program, "keys", "new", "--id", "remote", *elsewhere]
+    line: list[str | Path] = [one.program, "keys", "new", "--id", "remote", *elsewhere]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (done.returncode, status_of(one, done.stdout.strip())) == (0, 200), done.stderr
     assert shown(one, "remote")["state"] == "valid"
@@ -142,7 +142,7 @@ def test_a_gateway_elsewhere(one: Gateway, tmp_path: Path) -> None:
 def test_without_its_gateway_the_store_is_not_changed(tmp_path: Path) -> None:
     model = {"id": "sim/one", "servers": [{"url": "http://127.0.0.1:9"}]}
     (tmp_path / "gateway.yaml").write_text(yaml.safe_dump(configuration(model) | {"store": "sqlite:///keys.db"}))
-    line = [PROGRAM, "keys", "new", "--id", "alice", "--config", tmp_path / "gateway.yaml"]
+    line: list[str | Path] = [PROGRAM, "keys", "new", "--id", "alice", "--config", tmp_path / "gateway.yaml"]
     environ = {**os.environ, "XDG_RUNTIME_DIR": str(tmp_path)}
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, env=environ)
     assert done.returncode == 1 and "no gateway of this user runs with" in done.stderr and done.stdout == ""

@@ -5,21 +5,15 @@ from __future__ import annotations
 import stat
 from collections.abc import Iterator
 from contextlib import closing
-from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
 from gateway.store.database import Changed, Changes
-from gateway.store.entries import Position, Row
+from gateway.store.entries import Position
 from gateway.store.local_copy import LocalCopy
 
-NOW = datetime(2027, 1, 15, tzinfo=UTC)
-NONE = Changed((), ())
-
-
-def row(identity: str, entry: str = "{}") -> Row:
-    return Row(identity, 1, entry, NOW, NOW)
+NONE = Changed({})
 
 
 @pytest.fixture
@@ -30,17 +24,17 @@ def copy(tmp_path: Path) -> Iterator[LocalCopy]:
 
 def test_changes_add_up(copy: LocalCopy, tmp_path: Path) -> None:
     assert copy.read() is None
-    copy.apply(Changes(Position(3, "c"), Changed([row("a"), row("b")], ()), Changed([row("ops")], ()), is_complete=True), 100.0)
-    copy.apply(Changes(Position(5, "e"), Changed([row("b", '{"x": 1}'), row("d")], ["a"]), NONE), 101.5)
+    copy.apply(Changes(Position(3, "c"), Changed({"a": "{}", "b": "{}"}), Changed({"ops": "{}"}), is_complete=True), 100.0)
+    copy.apply(Changes(Position(5, "e"), Changed({"b": '{"x": 1}', "d": "{}"}, ["a"]), NONE), 101.5)
     with closing(LocalCopy(tmp_path / "store" / "copy.db")) as again:
         found = again.read()
     assert found is not None
     changes, confirmed = found
     assert (changes.position, changes.is_complete, confirmed) == (Position(5, "e"), True, 101.5)
-    assert list(changes.keys.rows) == [row("b", '{"x": 1}'), row("d")]
-    assert list(changes.teams.rows) == [row("ops")]
+    assert changes.keys.entries == {"b": '{"x": 1}', "d": "{}"}
+    assert changes.teams.entries == {"ops": "{}"}
     copy.apply(Changes(Position(1, "z"), NONE, NONE, is_complete=True), 102.0)
-    assert copy.read() == (Changes(Position(1, "z"), Changed([], ()), Changed([], ()), is_complete=True), 102.0)
+    assert copy.read() == (Changes(Position(1, "z"), NONE, NONE, is_complete=True), 102.0)
 
 
 def test_only_its_user_reads_it(copy: LocalCopy, tmp_path: Path) -> None:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from datetime import UTC, datetime
 from typing import Any
 
 from gateway import config as conf
 from gateway.auth.keys import hash_of
 from gateway.config import Config
 from gateway.store.database import Changed, Changes
-from gateway.store.entries import Position, Row, parse_key
+from gateway.store.entries import Position, parse_key
 from gateway.store.state import Encode, StoreState
 
-NOW = datetime(2027, 1, 15, tzinfo=UTC)
+Entry = tuple[str, str]
+"""The ID and the JSON of an entry."""
 
 
 def config(**more: Any) -> Config:
@@ -28,19 +28,19 @@ def encoder(_: Config) -> Encode:
     return encode
 
 
-def row(identity: str, **fields: Any) -> Row:
-    return Row(identity, 1, json.dumps({"id": identity, "hash": [hash_of(identity)], **fields}), NOW, NOW)
+def row(identity: str, **fields: Any) -> Entry:
+    return identity, json.dumps({"id": identity, "hash": [hash_of(identity)], **fields})
 
 
-def team(identity: str, concurrent: int) -> Row:
-    return Row(identity, 1, json.dumps({"id": identity, "limits": {"concurrent": concurrent}}), NOW, NOW)
+def team(identity: str, concurrent: int) -> Entry:
+    return identity, json.dumps({"id": identity, "limits": {"concurrent": concurrent}})
 
 
-def changes(*keys: Row, teams: tuple[Row, ...] = (), removed: tuple[str, ...] = (), gone: tuple[str, ...] = (), seq: int = 2) -> Changes:
-    return Changes(Position(seq, "m"), Changed(keys, removed), Changed(teams, gone))
+def changes(*keys: Entry, teams: tuple[Entry, ...] = (), removed: tuple[str, ...] = (), gone: tuple[str, ...] = ()) -> Changes:
+    return Changes(Position(2, "m"), Changed(dict(keys), removed), Changed(dict(teams), gone))
 
 
-def started(*keys: Row, stored: tuple[Row, ...] = (), **yaml: Any) -> StoreState:
+def started(*keys: Entry, stored: tuple[Entry, ...] = (), **yaml: Any) -> StoreState:
     state = StoreState(config(**yaml), encoder)
     state.apply(changes(*keys, teams=stored)._replace(is_complete=True))
     return state
@@ -95,7 +95,7 @@ def test_a_team_that_the_store_needs_is_not_removed_from_the_yaml() -> None:
 
 
 def test_an_invalid_entry_harms_no_other() -> None:
-    broken = row("a")._replace(entry="{"), row("b", limits={"concurrent": -1})
+    broken = ("a", "{"), row("b", limits={"concurrent": -1})
     state = started(*broken, row("c"))
     assert state.unserved == dict.fromkeys("ab", "its entry is invalid")
     assert state.apply(changes(row("a"))).changed == {"a": b"a None"}
