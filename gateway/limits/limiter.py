@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import inf
 from secrets import token_hex
 from time import monotonic, time
@@ -151,7 +152,8 @@ class Limiter:
             if self._by_key.pop(key.id, None) is None:
                 continue
             if key.allowances:
-                self._by_key[key.id] = KeyLimits(key.id, self.buckets, key.allowances)
+                with suppress(BucketsFullError):  # its next request is refused
+                    self._by_key[key.id] = KeyLimits(key.id, self.buckets, key.allowances)
             if self.store is not None:
                 self.store.leases.end_all()  # they are from the former limits
 

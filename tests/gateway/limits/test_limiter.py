@@ -14,7 +14,8 @@ from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
 from gateway.limits.rules import Holder
 from gateway.limits.windows import moment
-from gateway.snapshot.snapshot import Limits
+from gateway.snapshot.link import StoredKeys
+from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.redis_server import redis_server
@@ -65,3 +66,40 @@ def test_a_bounded_number_of_reported_budgets_is_remembered() -> None:
         assert (left(0), left(1), left(10_000)) == (100, 60, 60)
         limiter.note_budgets([(holders[10_000], msgspec.structs.replace(reported, used=70.0))])
         assert (left(1), left(10_000)) == (60, 30), "a new report replaces the earlier one"
+
+
+def limited(concurrent: int | None) -> Key:
+    limits = () if concurrent is None else (Allowance("key alice", Limits(concurrent=concurrent)),)
+    return Key("alice", allowances=limits)
+
+
+def limit_of(limiter: Limiter, key: Key) -> int | None:
+    (holder,) = limiter.limits_of(key).for_all_models
+    return holder.limits.concurrent
+
+
+def test_a_key_of_the_store_has_limits_from_its_first_request_on() -> None:
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        limiter = Limiter(WorkerMetrics(counters), buckets, lambda _: None)
+        former = limited(3)
+        limiter.apply_stored_keys(StoredKeys((former,)))
+        assert limit_of(limiter, former) == 3
+        limiter.apply_stored_keys(StoredKeys((limited(5),)))
+        assert limit_of(limiter, former) == 5, "a request in flight does not bring the former limits back"
+        stored = {"alice": limited(5)}
+        limiter.apply_snapshot(Snapshot(2, (), ()), stored)
+        assert limit_of(limiter, former) == 5
+        limiter.apply_stored_keys(StoredKeys((limited(None),)))
+        limiter.apply_stored_keys(StoredKeys((limited(7),)))
+        assert limit_of(limiter, limited(7)) == 7
+        limiter.apply_stored_keys(StoredKeys(removed=("alice",)))
+        limiter.apply_stored_keys(StoredKeys((limited(9),)))
+        assert limit_of(limiter, limited(9)) == 9
+
+
+def test_a_change_of_limits_keeps_the_use() -> None:
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        limiter = Limiter(WorkerMetrics(counters), buckets, lambda _: None)
+        first = limiter.limits_of(limited(3)).for_all_models[0]
+        limiter.apply_stored_keys(StoredKeys((limited(5),)))
+        assert limiter.limits_of(limited(5)).for_all_models[0].offset == first.offset
