@@ -114,7 +114,7 @@ async def assembled(
         keys = await _key_store(stored, config, workers, lambda: control.publisher, stack)
 
         async def before_start(snapshot: Snapshot) -> None:
-            await budgets.start(snapshot if keys is None else replace(snapshot, keys=(*snapshot.keys, *keys.keys())))
+            await budgets.start(snapshot if keys is None else replace(snapshot, keys=(*snapshot.keys, *keys.keys_with_budgets())))
             await counts.start(snapshot)
 
         workers.before_start = before_start

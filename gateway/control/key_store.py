@@ -21,7 +21,7 @@ from gateway.config import Config, Problem
 from gateway.fleet.stored_keys import KeyEncoder
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import StoredKeys
-from gateway.snapshot.snapshot import Key
+from gateway.snapshot.snapshot import CALENDAR, Key
 from gateway.store.database import Changes, KeyDatabase
 from gateway.store.decisions import Named
 from gateway.store.local_copy import LocalCopy
@@ -203,9 +203,11 @@ class KeyStore:
         found = self._encoded.get(identity)
         return None if found is None else _decode(found)
 
-    def keys(self) -> Iterator[Key]:
-        """Yield all keys that are served."""
-        return map(_decode, self._encoded.values())
+    def keys_with_budgets(self) -> Iterator[Key]:
+        """Yield the served keys that have a budget, or whose team has one."""
+        for encoded in self._encoded.values():
+            if any(not _BUDGETS.isdisjoint(each["limits"]) for each in _decode_limits(encoded).allowances):
+                yield _decode(encoded)
 
     def key_of_team(self, team: str) -> Key | None:
         """Return any key of a team that is served, or None."""
@@ -262,7 +264,16 @@ def _messages(changed: Mapping[str, bytes], removed: tuple[str, ...], *, is_rese
         yield StoredKeys(keys, removed if is_first else (), is_reset=is_reset and is_first)
 
 
+class _Limited(msgspec.Struct):
+    """The limits of a key, without the rest."""
+
+    allowances: list[dict[str, Any]] = []
+
+
 _decode = msgspec.msgpack.Decoder(Key).decode
+_decode_limits = msgspec.msgpack.Decoder(_Limited).decode
+_BUDGETS = frozenset({"budgets", "session", *(f"{kind}_per_{window}" for kind in ("tokens", "cost") for window in CALENDAR)})
+"""The fields of ``Limits`` with budgets."""
 
 
 @asynccontextmanager

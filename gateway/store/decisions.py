@@ -20,6 +20,7 @@ from gateway.config.models import matches
 from gateway.config.problems import did_you_mean
 from gateway.key_management.keys_import import has_key_shape
 from gateway.key_management.rotation import former_hashes
+from gateway.snapshot.identity import subject_prefix
 from gateway.snapshot.snapshot import CALENDAR
 from gateway.store.entries import StoredKey, StoredTeam, document, merged
 from gateway.store.errors import Reason, RefusedChangeError
@@ -33,13 +34,17 @@ E = TypeVar("E", Key, Team)
 
 @dataclass(frozen=True, slots=True)
 class Named:
-    """The names of the YAML: IDs and hashes of keys, IDs of teams, names of models. ``has_prices``: a model has a price."""
+    """The names of the YAML: IDs and hashes of keys, IDs of teams, names of models.
+
+    ``has_prices``: a model has a price. ``subjects`` are the starts of the names of subjects of tokens, which no ID of a key may have.
+    """
 
     keys: Collection[str]
     hashes: Collection[str]
     teams: Collection[str]
     models: Collection[str]
     has_prices: bool
+    subjects: tuple[str, ...] = ()
 
     @classmethod
     def by(cls, config: Config) -> Named:
@@ -50,7 +55,14 @@ class Named:
             teams=frozenset(team.id for team in config.teams),
             models=config.model_ids,
             has_prices=any(model.price is not None for model in config.models),
+            subjects=subject_prefixes(config),
         )
+
+
+def subject_prefixes(config: Config) -> tuple[str, ...]:
+    """Return how the names of subjects of tokens start."""
+    entries = {name for issuer in config.jwt for name in issuer.keys}
+    return tuple(sorted({prefix for name in entries for prefix in (subject_prefix(name), f"{name}/")}))
 
 
 # Keys
@@ -76,6 +88,8 @@ def _new(entry: Mapping[str, Any], named: Named, teams: Collection[str]) -> Key:
     if isinstance(identity, str) and has_key_shape(identity):
         raise RefusedChangeError(Reason.INVALID, "id: expected a name, and never a key")
     key = _validated(Key, entry)
+    if key.id.startswith(named.subjects):
+        raise RefusedChangeError(Reason.CONFLICT, f"{key.id} could be the name of a subject of tokens; choose another ID")
     if key.id in named.keys:
         raise RefusedChangeError(Reason.CONFLICT, f"{key.id} is a key of the configuration, which cannot be in the store as well")
     if any(one.text in named.hashes for one in key.hashes):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from gateway.config import Config, Limits, Team
 from gateway.store.database import Changes
+from gateway.store.decisions import subject_prefixes
 from gateway.store.entries import Position, hashes_and_team, parse_team
 
 Encode = Callable[[str, Limits | None], bytes]
@@ -87,7 +88,7 @@ class StoreState:
         """Use another configuration. Returns what workers have to know."""
         before, self._config = self._config, config
         former, self._in_yaml = self._in_yaml, _InYaml.of(config)
-        if before.isolate_prefix_cache != config.isolate_prefix_cache:
+        if before.isolate_prefix_cache != config.isolate_prefix_cache or former.subjects != self._in_yaml.subjects:
             return self._effect(self._keys, is_reset=True)
         named = former.keys ^ self._in_yaml.keys
         old, new = former.teams, self._in_yaml.teams
@@ -103,6 +104,9 @@ class StoreState:
             for one in key.hashes:
                 if (holder := self._hashes.get(one.text)) is not None:
                     yield key.id, f"the store has a key of {key.id} as {holder}; delete either"
+        prefixes = subject_prefixes(config)
+        if prefixes and (found := next((name for name in self._keys if name.startswith(prefixes)), None)) is not None:
+            yield found, f"the key {found} of the store could be the name of a subject of tokens; delete it, or rename the entry for tokens"
         for team in config.teams:
             if team.id in self._teams:
                 yield team.id, f"the team {team.id} is in the store as well; delete either"
@@ -154,6 +158,8 @@ class StoreState:
     def _check_served(self, identity: str, team: str | None) -> None:
         if identity in self._in_yaml.keys:
             raise _UnservedError("the configuration has a key with this ID")
+        if identity.startswith(self._in_yaml.subjects):
+            raise _UnservedError("it could be the name of a subject of tokens")
         if team is not None and team not in self._in_yaml.teams and team not in self._teams:
             raise _UnservedError(f"there is no team {team}")
 
@@ -163,11 +169,12 @@ class StoreState:
 
 
 class _InYaml(NamedTuple):
-    """The IDs of the YAML's keys, and its teams."""
+    """The IDs of the YAML's keys, its teams, and how the names of subjects of tokens start."""
 
     keys: Set[str]
     teams: dict[str, Team]
+    subjects: tuple[str, ...]
 
     @classmethod
     def of(cls, config: Config) -> _InYaml:
-        return cls(frozenset(key.id for key in config.keys), {team.id: team for team in config.teams})
+        return cls(frozenset(key.id for key in config.keys), {team.id: team for team in config.teams}, subject_prefixes(config))

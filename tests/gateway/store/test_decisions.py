@@ -14,7 +14,14 @@ from gateway.store.errors import Reason, RefusedChangeError
 
 NOW = datetime(2027, 1, 15, tzinfo=UTC)
 SECRET = mint("alice")
-NAMED = Named(keys={"yaml"}, hashes={hash_of("sk-of-the-yaml")}, teams={"lab"}, models={"qwen", "llama"}, has_prices=False)
+NAMED = Named(
+    keys={"yaml"},
+    hashes={hash_of("sk-of-the-yaml")},
+    teams={"lab"},
+    models={"qwen", "llama"},
+    has_prices=False,
+    subjects=("staff/",),
+)
 
 
 def made(**fields: Any) -> StoredKey:
@@ -41,6 +48,7 @@ def test_an_entry_survives_its_json() -> None:
     ("fields", "reason", "text"),
     [
         ({"id": "yaml"}, Reason.CONFLICT, "yaml is a key of the configuration"),
+        ({"id": "staff/alice"}, Reason.CONFLICT, "staff/alice could be the name of a subject of tokens"),
         ({"id": "a b"}, Reason.INVALID, "id: "),
         ({"id": "a\n"}, Reason.INVALID, "id: "),
         ({"id": ""}, Reason.INVALID, "id: "),

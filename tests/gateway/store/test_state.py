@@ -107,3 +107,12 @@ def test_another_secret_changes_every_key(tmp_path: Any) -> None:
     secret = conf.PrefixCacheIsolation.model_construct(secret="another")
     effect = state.use_config(config().model_copy(update={"isolate_prefix_cache": secret}))
     assert (sorted(effect.changed), effect.is_reset) == (["a", "b"], True)
+
+
+def test_a_key_with_the_name_of_a_subject_is_not_served() -> None:
+    state = started(row("staff/alice"), row("b"))
+    jwks = conf.Jwt.model_construct(issuer="https://login", keys=("staff",))
+    yaml = config().model_copy(update={"jwt": (jwks,)})
+    assert [name for name, _ in state.conflicts(yaml)] == ["staff/alice"]
+    assert state.use_config(yaml).removed == ["staff/alice"]
+    assert state.unserved == {"staff/alice": "it could be the name of a subject of tokens"}
