@@ -40,15 +40,11 @@ _MISPLACED = (b"x-api-key", b"api-key", b"x-goog-api-key")
 
 
 class Keyring:
-    """The keys of one snapshot by the SHA-256 of each.
-
-    ``verifier`` checks tokens of identity providers. ``stored`` has the keys of the store, which change while the keyring is used.
-    """
+    """The keys of one snapshot by the SHA-256 of each. ``verifier`` checks tokens of identity providers. ``stored``: keys of the store."""
 
     def __init__(self, keys: Iterable[Key], verifier: TokenVerifier | None = None, stored: StoredKeyring | None = None) -> None:
         self._verifier = verifier
-        self._store = stored or StoredKeyring()
-        self._stored = self._store.by_digest
+        self._stored = stored or StoredKeyring()
         self._by_digest: dict[bytes, Key] = {}
         self._anonymous: Key | None = None
         for key in keys:
@@ -68,8 +64,8 @@ class Keyring:
             return self._without_key(authorization, api_key, sent)
         digest = sha256(token).digest()
         key = self._by_digest.get(digest)
-        if key is None and self._stored:  # an empty store costs no look-up
-            key = self._stored.get(digest)
+        if key is None and self._stored.by_digest:  # an empty store costs no look-up
+            key = self._stored.by_digest.get(digest)
         if key is None:
             return (self._verifier.principal(token, digest) if self._verifier is not None else None) or self._unknown_key(token)
         if key.expires is not None and _is_expired(key):
@@ -103,21 +99,19 @@ class Keyring:
             return anonymous
         if len(token) > _MAX_LENGTH:
             raise Refusal("invalid_api_key", f"The API key is longer than {_MAX_LENGTH} bytes.")
-        if self._store.is_unknown and not _mistyped(token):
+        if _mistyped(token):
+            raise Refusal("invalid_api_key", "The API key is mistyped: its checksum is wrong.")
+        if self._stored.is_unknown:
             raise Refusal("overloaded", "The API key can't be verified at the moment.")
-        raise Refusal("invalid_api_key", _MISTYPED if _mistyped(token) else "The API key is not valid.")
+        raise Refusal("invalid_api_key", "The API key is not valid.")
 
 
 def _is_expired(key: Key) -> bool:
     return key.expires is not None and time.time() >= key.expires
 
 
-_MISTYPED = "The API key is mistyped: its checksum is wrong."
-
-
 def _mistyped(token: bytes) -> bool:
-    text = token.decode("ascii")
-    return keys.has_key_format(text) and not keys.has_valid_checksum(text)
+    return keys.has_key_format(text := token.decode("ascii")) and not keys.has_valid_checksum(text)
 
 
 def _bearer(value: bytes) -> bytes:

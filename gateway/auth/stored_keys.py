@@ -25,20 +25,16 @@ class StoredKeyring:
         if message.is_reset:
             self.by_digest.clear()
             self.by_id.clear()
-        for identity in message.removed:
-            self._remove(identity)
+        for identity in (*message.removed, *(key.id for key in message.changed)):
+            former = self.by_id.pop(identity, None)
+            for digest in () if former is None else former.digests:
+                holder = self.by_digest.get(digest)
+                if holder is not None and holder.id == identity:  # it may have moved to another key
+                    del self.by_digest[digest]
         for key in message.changed:
-            self._remove(key.id)
             self.by_id[key.id] = key
             self.by_digest.update((digest, with_expiry(key, digest)) for digest in key.digests)
         self.is_unknown = message.is_unknown
-
-    def _remove(self, identity: str) -> None:
-        former = self.by_id.pop(identity, None)
-        for digest in former.digests if former is not None else ():
-            holder = self.by_digest.get(digest)
-            if holder is not None and holder.id == identity:
-                del self.by_digest[digest]
 
 
 def with_expiry(key: Key, digest: bytes) -> Key:
