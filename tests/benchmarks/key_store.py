@@ -7,6 +7,7 @@ gateways, as an operator runs them, and a change counts when it is in force.
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import tempfile
@@ -62,6 +63,12 @@ def running(folder: Path, written: dict[str, Any] | None, token: str) -> Iterato
         yield one, time.perf_counter() - began
 
 
+def cpu_until_now(one: Gateway) -> float:
+    """Return the CPU seconds of control and of one worker, which a start needs one after the other."""
+    times = (psutil.Process(pid).cpu_times() for pid in (one.process.pid, one.workers()[0]))
+    return sum(each.user + each.system for each in times)
+
+
 def status(one: Gateway, token: str) -> int:
     try:
         return httpx2.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=60, verify=False).status_code
@@ -91,8 +98,8 @@ def by_size(count: int) -> dict[str, Any]:
         folder = Path(name)
         fill("sqlite:///keys.db", folder, count)
         token = LAST if count else "sk-a-test-key"
-        with running(folder, config("sqlite:///keys.db"), token) as (_, first):
-            pass
+        with running(folder, config("sqlite:///keys.db"), token) as (one, first):
+            cpu = cpu_until_now(one)
         with running(folder, None, token) as (one, again), httpx2.Client(verify=False, timeout=60) as client:
             used = memory(one)
             url, named = f"http://127.0.0.1:{one.admin}{KEYS}", {"authorization": f"Bearer {TOKEN}", "if-match": "*"}
@@ -106,7 +113,9 @@ def by_size(count: int) -> dict[str, Any]:
             ]
     return {
         "keys": count,
+        "load": round(os.getloadavg()[0], 1),
         "start_s": round(first, 2),
+        "start_cpu_s": round(cpu, 2),
         "start_with_copy_s": round(again, 2),
         "control_bytes": used[0],
         "worker_bytes": used[1],
