@@ -596,7 +596,7 @@ def _ledger(value: object, info: ValidationInfo) -> object:
 class Store(Section):
     """Keys and teams that are made at run time. A URL alone, or `ledger`, is short for `{url: …}`."""
 
-    url: KeyStore = Field(description="database: `ledger` for the ledger's, or a URL as for the ledger; SQLite serves one gateway only")
+    url: KeyStore = Field(description="database: `ledger`, or a URL as for the ledger; SQLite is for one gateway")
     max_age: Duration = quantity("time for which the known keys are served while the database is away", "24h")
 
 

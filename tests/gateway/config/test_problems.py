@@ -714,7 +714,7 @@ def test_whatever_shape_the_document_has_it_is_judged_in_words(tmp_path: Path) -
         ("store: ledger", ["store: there is no ledger; set ledger, or write the URL of a database here"]),
         ("store: {url: ledger}", ["store.url: there is no ledger; set ledger, or write the URL of a database here"]),
         ("store: mysql://a/b", ["store: expected a URL such as sqlite:///usage.db or postgresql://user@host:5432/name"]),
-        ("store: {max_age: 1h}", ["store.url: is missing"]),
+        ("store: {max_age: 1h}", ["store.url: is missing: database: `ledger`, or a URL as for the ledger; SQLite is for one gateway"]),
         ("teams: [{id: t, rpm_limit: 5}]", ["teams[0].rpm_limit: unknown key; write `limits: {requests_per_minute: …}`"]),
         ("teams: [{id: t, limits: {tokens_per_hour: 5}}]", [f"teams[0].limits.tokens_per_hour: unknown key; {HOUR}"]),
         ("drain: 5s", ["drain: unknown key; it belongs in `server`"]),
