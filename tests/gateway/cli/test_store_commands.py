@@ -132,7 +132,7 @@ def test_mistakes_are_one_line(one: Gateway) -> None:
 
 
 def test_a_gateway_elsewhere(one: Gateway, tmp_path: Path) -> None:
-    elsewhere = ["--admin", f"http://127.0.0.1:{one.admin}", "--token-file", one.folder / "token"]
+    elsewhere: list[str | Path] = ["--admin", f"http://127.0.0.1:{one.admin}", "--token-file", one.folder / "token"]
     line: list[str | Path] = [one.program, "keys", "new", "--id", "remote", *elsewhere]
     done = subprocess.run(line, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert (done.returncode, status_of(one, done.stdout.strip())) == (0, 200), done.stderr

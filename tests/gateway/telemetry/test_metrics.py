@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.admin.app import registry
 from gateway.admin.engine_metrics import Engine
 from gateway.api.usage import Usage
+from gateway.key_management.key_list import LastUse
 from gateway.snapshot.snapshot import Key, Snapshot
 from gateway.telemetry.metrics import FAMILIES, PREFIX, CounterSums, ReadGaps, Series, WorkerMetrics, observe, sum_series
 from gateway.telemetry.request_record import RequestRecord
@@ -71,6 +72,9 @@ class Shown:
 
     async def keys(self) -> dict[str, Any]:
         return {}
+
+    async def last_use(self, keys: Sequence[str]) -> LastUse:
+        return LastUse()
 
     def engines(self) -> dict[str, Engine]:
         return {}
