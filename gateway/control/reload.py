@@ -87,8 +87,8 @@ class Reloader:
     """Watches the files of the configuration at ``path``, and applies them to ``gateway``.
 
     ``launches`` checks the launches that a configuration changes. None: they are not checked. ``audit`` records each reload before it is
-    applied. None: nothing is recorded. ``conflicts`` returns further problems, which make a valid
-    configuration unusable.
+    applied. None: nothing is recorded. ``conflicts`` returns further problems, which make
+    a valid configuration unusable.
     """
 
     def __init__(
