@@ -35,6 +35,7 @@ ORDER = (
     "gateway.store",
     "gateway.audit",
     "gateway.usage",
+    "gateway.sign_in",
     "gateway.client",
     "gateway.proxy",
     "gateway.worker",

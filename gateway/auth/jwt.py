@@ -21,6 +21,7 @@ import jwt
 import orjson
 
 from gateway.api.errors import Refusal
+from gateway.auth.claims import claim_at
 from gateway.auth.jwks import VerificationKeys
 from gateway.snapshot.identity import subject_id
 from gateway.snapshot.snapshot import Allowance, Issuer, Key, Snapshot, weight_of
@@ -249,15 +250,15 @@ def _object(part: bytes) -> dict[str, Any]:
 
 def _read(claims: Mapping[str, Any], issuer: Issuer) -> VerifiedToken:
     """Return the result for a verified token. Raises Refusal if it cannot be a principal here."""
-    names, subject = issuer.claims, _claim(claims, issuer.claims.subject)
+    names, subject = issuer.claims, claim_at(claims, issuer.claims.subject)
     if not isinstance(subject, str) or not _SUBJECT.fullmatch(subject):
         raise Refusal("invalid_api_key", f"The token's claim {names.subject} is not a name.")
-    models, priority = _claim(claims, names.models), _claim(claims, names.priority)
+    models, priority = claim_at(claims, names.models), claim_at(claims, names.priority)
     return VerifiedToken(
         _entry(claims, issuer),
         subject,
         float(claims["exp"]) + issuer.leeway,
-        _names(_claim(claims, names.team), names.team),
+        _names(claim_at(claims, names.team), names.team),
         None if models is None else _names(models, names.models),
         None if priority is None else _number(priority, names.priority),
     )
@@ -267,20 +268,10 @@ def _entry(claims: Mapping[str, Any], issuer: Issuer) -> str:
     """Return the ID of its configured entry: the only entry, or the first entry that a claim names. Raises Refusal."""
     if issuer.claims.key is None:
         return issuer.keys[0]
-    named = _names(_claim(claims, issuer.claims.key), issuer.claims.key)
+    named = _names(claim_at(claims, issuer.claims.key), issuer.claims.key)
     found = next((name for name in named if name in issuer.keys), None)
     if found is None:
         raise Refusal("invalid_api_key", f"The token's claim {issuer.claims.key} names no key of this gateway.")
-    return found
-
-
-def _claim(claims: Mapping[str, Any], name: str | None) -> object:
-    """Return a claim by its name or by a dotted path; None if it is missing."""
-    if name is None or name in claims:
-        return claims.get(name) if name is not None else None
-    found: object = claims
-    for part in name.split("."):
-        found = found.get(part) if isinstance(found, dict) else None
     return found
 
 

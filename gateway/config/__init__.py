@@ -24,6 +24,8 @@ from gateway.config.models import (
     Queue,
     Server,
     ServerSection,
+    SignIn,
+    SignInIssuer,
     Team,
     plain_variables,
 )
@@ -31,7 +33,8 @@ from gateway.config.problems import ConfigurationError, Note, Problem
 
 __all__ = [
     "Config", "ConfigurationError", "Discover", "Jwt", "Key", "Launch", "Ledger", "Limits", "Model", "ModelLimits", "Note",
-    "PrefixCacheIsolation", "Price", "Problem", "Queue", "Server", "ServerSection", "Team", "drafted", "load", "plain_variables", "schema",
+    "PrefixCacheIsolation", "Price", "Problem", "Queue", "Server", "ServerSection", "SignIn", "SignInIssuer", "Team", "drafted",
+    "load", "plain_variables", "schema",
 ]  # fmt: skip
 
 

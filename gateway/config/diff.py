@@ -24,6 +24,7 @@ NEEDS_RESTART: Mapping[str, Callable[[object, object], bool]] = MappingProxyType
         **dict.fromkeys(("server.host", "server.port", "server.workers"), ne),
         **dict.fromkeys(("server.tls", "server.admin.tls"), _is_switched),  # changed certificates are read again
         **dict.fromkeys(("server.admin.host", "server.admin.port", "ledger", "store", "audit"), ne),
+        "sign_in": _is_switched,  # its routes are made at the start, its settings are read for each sign-in
     }
 )
 """Settings that take effect only at the start (ports, number of processes, what these inherit), and whether two values differ."""

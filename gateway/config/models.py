@@ -31,6 +31,7 @@ from gateway.config.values import (
     AdminRole,
     Balance,
     BodyFields,
+    BrowserUrl,
     Count,
     FilePath,
     Flag,
@@ -38,6 +39,7 @@ from gateway.config.values import (
     HeaderName,
     HttpUrl,
     Instant,
+    IssuerId,
     KeySet,
     ListenHost,
     LogPart,
@@ -622,6 +624,91 @@ class AuditSettings(Section):
         return secret
 
 
+class SignInClaims(Section):
+    """The claims of an ID token to use. A name with dots leads into a claim, e.g. realm_access.roles."""
+
+    name: Name = setting("name of the person, for display only", "name")
+    roles: Name | None = setting("values that `sign_in.roles` maps to roles; default: this issuer grants no role. `email` must be verified")
+    teams: Name | None = setting("IDs of the person's teams; default: this issuer grants no team")
+    owned_teams: Name | None = setting("IDs of the teams that the person owns; default: none")
+
+
+class SignInIssuer(Section):
+    """An OpenID Connect issuer at which people sign in, with the authorization code flow and PKCE."""
+
+    id: IssuerId = Field(description="ID in the redirect URI, `URL/sign-in/callback/ID`, and in the audit log; must not be reused")
+    issuer: Annotated[HttpUrl, requires("issuers require", "oidc", "jwt", "cryptography")] = Field(
+        description="issuer URL; its metadata is at `ISSUER/.well-known/openid-configuration`"
+    )
+    name: Text | None = setting("name on the sign-in page; default: the ID")
+    client_id: Text = Field(description="client ID that the issuer has assigned to this gateway")
+    client_secret: Secret | None = setting("client secret; default: a public client, with PKCE only")
+    scopes: Texts = setting("requested scopes; must contain openid", ("openid", "profile", "email"))
+    claims: SignInClaims = setting("claims to use", SignInClaims())
+    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = setting(
+        "accepted signature algorithms", ("RS256", "ES256", "EdDSA")
+    )
+    leeway: DurationOrZero = quantity("accepted difference between the clocks of issuer and gateway", "30s")
+    ca: ReadableFile | None = setting("file with the certificate authorities for the issuer, PEM")
+
+    @field_validator("issuer")
+    @classmethod
+    def _is_an_issuer(cls, issuer: str) -> str:
+        if "?" in issuer or "#" in issuer:
+            raise ValueError("an issuer has neither a query nor a fragment")
+        return issuer
+
+    @field_validator("scopes")
+    @classmethod
+    def _are_for_openid(cls, scopes: tuple[str, ...]) -> tuple[str, ...]:
+        if "openid" not in scopes:
+            raise ValueError("must contain openid")
+        return scopes
+
+
+class SignInSession(Section):
+    """The sessions of people who have signed in."""
+
+    idle: Duration = quantity("time without use after which a session ends", "8h")
+    lifetime: Duration = quantity("time after the sign-in at which a session ends", "24h")
+
+
+class SignInRoles(Section):
+    """The values of the claim `claims.roles` that grant each role on the admin port. A person gets the highest one."""
+
+    viewer: Texts = setting("values that grant `viewer`: read everything but the audit log", ())
+    operator: Texts = setting("values that grant `operator`: also operate models and servers, reload and drain", ())
+    admin: Texts = setting("values that grant `admin`: also change keys and teams, and read the audit log", ())
+
+
+MIN_SESSION_KEY = 32
+"""Characters of `sign_in.key`."""
+
+
+class SignIn(Section):
+    """People who sign in, with OpenID Connect or with one-time sign-in links."""
+
+    key: Secret = Field(description="secret with which sessions are signed, at least 32 characters; the same for all gateways")
+    url: BrowserUrl | None = setting("address of the data port in browsers, e.g. https://llm.example.com; default: no sign-in there")
+    admin_url: BrowserUrl | None = setting("address of the admin port in browsers; default: no sign-in there")
+    issuers: tuple[SignInIssuer, ...] = setting("issuers at which people sign in; default: sign-in links only", ())
+    roles: SignInRoles = setting("values of claims that grant roles", SignInRoles())
+    session: SignInSession = setting("sessions", SignInSession())
+
+    @field_validator("key")
+    @classmethod
+    def _is_long_enough(cls, key: SecretStr) -> SecretStr:
+        if len(key.get_secret_value()) < MIN_SESSION_KEY:
+            raise ValueError(f"must have at least {MIN_SESSION_KEY} characters (e.g. of `openssl rand -base64 48`)")
+        return key
+
+    @model_validator(mode="after")
+    def _has_an_address(self) -> SignIn:
+        if self.url is None and self.admin_url is None:
+            raise ValueError("set url, admin_url, or both: the addresses at which browsers reach the ports")
+        return self
+
+
 class KeysFile(Section):
     """A file with keys only, e.g. a mounted Secret."""
 
@@ -651,6 +738,7 @@ class Config(Section):
         "keys and teams that are made at run time: a URL, `ledger` or a section; default: none"
     )
     isolate_prefix_cache: PrefixCacheIsolation | None = setting("isolate keys in vLLM's prefix cache")
+    sign_in: SignIn | None = setting("people who sign in; default: none")
     log: Log = setting("the log", Log())
     tracing: Tracing | None = setting("export of traces")
 

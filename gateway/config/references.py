@@ -525,6 +525,24 @@ def _issuers(draft: Draft) -> Iterator[Problem]:
             yield keys.problem("set claims.key to select the entry of a token, or write a single entry")
 
 
+def _sign_in(draft: Draft) -> Iterator[Problem]:
+    section = draft.top.get("sign_in")
+    if not isinstance(section.value, dict):
+        return
+    if draft.top.get("ledger").value is None:
+        yield section.problem("requires a database for people and sessions: set ledger")
+    issuers = list(section.each("issuers"))
+    yield from _repeated((issuer.get("id") for issuer in issuers), "ID of an issuer")
+    yield from _repeated((issuer.get("issuer") for issuer in issuers), "issuer")
+    roles = section.get("roles").value
+    for issuer in issuers:
+        claims = issuer.get("claims")
+        if not any(claims.get(name).value is not None for name in ("roles", "teams", "owned_teams")):
+            yield claims.problem("grants nothing, so nobody could sign in there: set claims.roles, claims.teams, or both")
+        if claims.get("roles").value is not None and not roles:
+            yield claims.get("roles").problem("has no effect: `sign_in.roles` maps no value to a role")
+
+
 def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
     first: ConfigValue | None = None
     of_tokens = {setting.value for setting in _of_tokens(draft)}
@@ -674,6 +692,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _hash_or_anonymous,
     _user_headers,
     _issuers,
+    _sign_in,
     _scopes,
     _teams,
     _ports,

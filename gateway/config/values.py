@@ -61,6 +61,8 @@ _CREDENTIALS = frozenset({"authorization", "proxy-authorization", "cookie", "x-a
 _RENAMED_PARTS = {"relay": "worker"}
 """Parts of the log that had another name in earlier versions, and their current names."""
 
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+_ISSUER_ID_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,39}$"
 _OPTION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -95,6 +97,21 @@ def _http_url(value: str) -> str:
 def _origin(value: str) -> str:
     if value != "*" and not re.fullmatch(r"https?://[^/?#@\s]+", value):
         raise ValueError("expected an origin such as https://app.example.com, with no path, or *")
+    return value
+
+
+def _browser_url(value: str) -> str:
+    """Return an address as browsers send it in ``Origin``: in lowercase, without a slash and without the default port."""
+    found = re.fullmatch(r"(https?)://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?/?", value.lower())
+    if found is None:
+        raise ValueError("expected an address with no path such as https://llm.example.com or http://localhost:9090")
+    scheme, host, port = found.groups()
+    return f"{scheme}://{host}{'' if port in (None, _DEFAULT_PORTS[scheme]) else port}"
+
+
+def _issuer_id(value: str) -> str:
+    if not re.fullmatch(_ISSUER_ID_PATTERN, value) or value == "link":
+        raise ValueError("expected an ID of lowercase letters, digits, - and _, at most 40, and not `link`, which means sign-in links")
     return value
 
 
@@ -392,6 +409,9 @@ ListenHost = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_liste
 ServerUrl = Annotated[str, Strict(), AfterValidator(_server_url)]
 HttpUrl = Annotated[str, Strict(), AfterValidator(_http_url)]
 Origin = Annotated[str, Strict(), AfterValidator(_origin)]
+BrowserUrl = Annotated[str, Strict(), AfterValidator(_browser_url)]
+"""The address of a port in browsers, without a path."""
+IssuerId = Annotated[str, Strict(), AfterValidator(_issuer_id), Field(json_schema_extra={"pattern": _ISSUER_ID_PATTERN})]
 MediaHost = Annotated[str, Strict(), AfterValidator(_media_host)]
 Mount = Annotated[str, Strict(), AfterValidator(_mount), Field(json_schema_extra={"pattern": _MOUNT_PATTERN})]
 _INSTANT_SCHEMA: dict[str, Any] = {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}", "examples": ["2027-01-01"]}

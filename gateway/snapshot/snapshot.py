@@ -293,6 +293,23 @@ class Clients:
 
 
 @dataclass(frozen=True, slots=True)
+class SessionRules:
+    """The rules by which a port checks the sessions of people.
+
+    ``key`` signs cookies. ``secure``: browsers use TLS. ``idle`` and ``lifetime`` are in seconds. ``issuers`` are the trusted issuers; an
+    empty text is that of sign-in links. ``revoked`` are the IDs of sessions that ended early; None: they are not known yet, so no session
+    is valid.
+    """
+
+    key: bytes = field(repr=False)
+    secure: bool
+    idle: float
+    lifetime: float
+    issuers: tuple[str, ...]
+    revoked: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
     """One version of the data that workers serve.
 
@@ -328,6 +345,8 @@ class Snapshot:
     """The used share of a budget from which on responses have a warning."""
     has_store: bool = False
     """Whether there may be keys in addition to these: those of the store (see ``link``)."""
+    sessions: SessionRules | None = None
+    """The rules for the sessions of people on the data port. None: people do not sign in there."""
 
     @property
     def bases(self) -> tuple[Model, ...]:

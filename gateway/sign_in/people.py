@@ -1,0 +1,212 @@
+"""The database of people, sessions and sign-in links.
+
+The rules: whatever may happen once is decided by the database, so it happens once with any number of gateways. A change is complete when
+its call returns. Every call may take as long as the database does, so calls belong on a thread. Each raises DatabaseUnavailableError.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, Select, delete, insert, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.access.actor import Role
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.store import migrate, reason
+from gateway.sign_in.browser import Port
+from gateway.sign_in.sessions import Person, Session
+from gateway.sign_in.tables import PEOPLE, SESSIONS, SIGN_IN_LINKS, USED_ONCE
+
+_UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)
+_INSERTS: Mapping[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
+
+
+@dataclass(frozen=True, slots=True)
+class NewSession:
+    """A session to store. ``sid`` is the ID of the provider's own session, ``expires`` in seconds since the epoch."""
+
+    session: Session
+    port: Port
+    expires: float
+    sid: str | None = None
+    id_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SignInLink:
+    """What a sign-in link grants. ``created_by`` is the actor that made it; times are in seconds since the epoch."""
+
+    subject: str
+    role: Role | None
+    teams: tuple[str, ...]
+    owned_teams: tuple[str, ...]
+    created_by: str
+    expires: float
+
+
+@dataclass(frozen=True, slots=True)
+class EndedSession:
+    """A session that has been revoked. ``id_token`` is the hint for the provider's own logout."""
+
+    id: str
+    issuer: str
+    subject: str
+    id_token: str | None
+
+
+def digest(purpose: str, *values: str) -> bytes:
+    """Return the SHA-256 under which a value is stored."""
+    return hashlib.sha256("\0".join((purpose, *values)).encode()).digest()
+
+
+class PeopleStore:
+    """Reads and changes the tables. ``engine`` is the store's, which closes it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._insert = _INSERTS[engine.dialect.name]
+        self._ready = False
+        self._preparing = threading.Lock()
+
+    def use_once(self, value: bytes, expires: float) -> bool:
+        """Note that a value is used; False if it was used before. ``expires``: when the value is invalid anyway."""
+        with self._transaction() as connection:
+            return self._use(connection, value, expires)
+
+    def sign_in(self, new: NewSession, replaced: Sequence[str], now: float) -> bool:
+        """Store a person and a new session, and revoke the ``replaced`` ones; False if the provider's session has ended meanwhile."""
+        person = new.session.person
+        with self._transaction() as connection:
+            identity = self._store(connection, person, now)
+            if new.sid is not None and self._was_used(connection, _ended(person.issuer, new.sid)):
+                return False
+            row = {"id": new.session.id, "person": identity, "port": new.port, "sid": new.sid, "id_token": new.id_token}
+            connection.execute(insert(SESSIONS).values(**row, created=_time(now), expires=_time(new.expires)))
+            _revoke(connection, select(SESSIONS.c.id).where(SESSIONS.c.id.in_(replaced)), now)
+            return True
+
+    def sign_out(self, sessions: Sequence[str], now: float) -> list[EndedSession]:
+        """Revoke sessions, and those of the same session at the provider, on both ports. Returns them."""
+        with self._transaction() as connection:
+            same = select(SESSIONS.c.person, SESSIONS.c.sid).where(SESSIONS.c.id.in_(sessions), SESSIONS.c.sid.is_not(None)).subquery()
+            siblings = select(SESSIONS.c.id).join(same, (SESSIONS.c.person == same.c.person) & (SESSIONS.c.sid == same.c.sid))
+            return _revoke(connection, select(SESSIONS.c.id).where(SESSIONS.c.id.in_(sessions)).union(siblings), now)
+
+    def log_out(self, issuer: str, subject: str | None, sid: str | None, lifetime: float, now: float) -> list[EndedSession]:
+        """Revoke the sessions of a provider's session, or all of a person without a ``sid``. Returns them.
+
+        A sign-in of the same provider's session that is not complete yet is refused within ``lifetime``.
+        """
+        with self._transaction() as connection:
+            wanted = select(SESSIONS.c.id).join(PEOPLE, SESSIONS.c.person == PEOPLE.c.id).where(PEOPLE.c.issuer == issuer)
+            if subject is not None:
+                wanted = wanted.where(PEOPLE.c.subject == subject)
+            if sid is not None:
+                self._use(connection, _ended(issuer, sid), now + lifetime)
+                wanted = wanted.where(SESSIONS.c.sid == sid)
+            return _revoke(connection, wanted, now)
+
+    def revoked(self, now: float) -> tuple[str, ...]:
+        """Return the IDs of the revoked sessions that would still be valid."""
+        with self._transaction() as connection:
+            found = select(SESSIONS.c.id).where(SESSIONS.c.expires > _time(now), SESSIONS.c.revoked.is_not(None))
+            return tuple(sorted(connection.execute(found).scalars()))
+
+    def add_link(self, token: str, link: SignInLink, now: float) -> None:
+        """Store a sign-in link under the digest of its token."""
+        granted = {"role": link.role, "teams": list(link.teams), "owned_teams": list(link.owned_teams)}
+        times = {"created": _time(now), "expires": _time(link.expires)}
+        with self._transaction() as connection:
+            row = {"digest": digest("link", token), "subject": link.subject, "created_by": link.created_by}
+            connection.execute(insert(SIGN_IN_LINKS).values(**row, **granted, **times))
+
+    def link(self, token: str, now: float) -> SignInLink | None:
+        """Return an unused sign-in link; None if it was used, has expired or does not exist."""
+        unused = (SIGN_IN_LINKS.c.digest == digest("link", token), SIGN_IN_LINKS.c.used.is_(None), SIGN_IN_LINKS.c.expires > _time(now))
+        with self._transaction() as connection:
+            row = connection.execute(select(SIGN_IN_LINKS).where(*unused)).mappings().first()
+        return None if row is None else _link(row)
+
+    def use_link(self, token: str, now: float) -> SignInLink | None:
+        """Use a sign-in link, once; None if it was used, has expired or does not exist."""
+        unused = (SIGN_IN_LINKS.c.digest == digest("link", token), SIGN_IN_LINKS.c.used.is_(None), SIGN_IN_LINKS.c.expires > _time(now))
+        with self._transaction() as connection:
+            if not connection.execute(update(SIGN_IN_LINKS).where(*unused).values(used=_time(now))).rowcount:
+                return None
+            row = connection.execute(select(SIGN_IN_LINKS).where(SIGN_IN_LINKS.c.digest == digest("link", token))).mappings().one()
+        return _link(row)
+
+    def prune(self, now: float) -> None:
+        """Delete what has expired. People are retained."""
+        with self._transaction() as connection:
+            for table in (SESSIONS, SIGN_IN_LINKS, USED_ONCE):
+                connection.execute(delete(table).where(table.c.expires <= _time(now)))
+
+    @contextmanager
+    def _transaction(self) -> Iterator[Connection]:
+        try:
+            self._prepare()
+            with self._engine.begin() as connection:
+                yield connection
+        except _UNAVAILABLE as error:
+            raise DatabaseUnavailableError(reason(error)) from error
+
+    def _prepare(self) -> None:
+        """Create or upgrade the tables, once."""
+        with self._preparing:
+            if not self._ready:
+                with self._engine.begin() as connection:
+                    migrate(connection)
+                self._ready = True
+
+    def _use(self, connection: Connection, value: bytes, expires: float) -> bool:
+        row = self._insert(USED_ONCE).values(digest=value, expires=_time(expires)).on_conflict_do_nothing()
+        return bool(connection.execute(row).rowcount)
+
+    def _was_used(self, connection: Connection, value: bytes) -> bool:
+        return connection.execute(select(USED_ONCE.c.digest).where(USED_ONCE.c.digest == value)).first() is not None
+
+    def _store(self, connection: Connection, person: Person, now: float) -> str:
+        """Store a person as the sign-in describes them, and return the ID of the row."""
+        granted = {"name": person.name, "role": person.role, "teams": list(person.teams), "owned_teams": list(person.owned_teams)}
+        row = {"id": secrets.token_urlsafe(16), "issuer": person.issuer, "subject": person.subject, "created": _time(now)}
+        known = {**granted, "last_sign_in": _time(now)}
+        made = self._insert(PEOPLE).values(**row, **known).on_conflict_do_update(index_elements=["issuer", "subject"], set_=known)
+        return str(connection.execute(made.returning(PEOPLE.c.id)).scalar_one())
+
+
+def _revoke(connection: Connection, ids: Any, now: float) -> list[EndedSession]:
+    """Revoke the sessions that a query selects, and return those that were not revoked before. Their ID tokens are forgotten."""
+    wanted: Select[Any] = (
+        select(SESSIONS.c.id, PEOPLE.c.issuer, PEOPLE.c.subject, SESSIONS.c.id_token)
+        .join(PEOPLE, SESSIONS.c.person == PEOPLE.c.id)
+        .where(SESSIONS.c.id.in_(ids), SESSIONS.c.revoked.is_(None))
+    )
+    ended = [EndedSession(*row) for row in connection.execute(wanted)]
+    revoked = update(SESSIONS).where(SESSIONS.c.id.in_([each.id for each in ended])).values(revoked=_time(now), id_token=None)
+    connection.execute(revoked)
+    return ended
+
+
+def _ended(issuer: str, sid: str) -> bytes:
+    return digest("ended", issuer, sid)
+
+
+def _link(row: Any) -> SignInLink:
+    role = None if row["role"] is None else Role(row["role"])
+    expires = row["expires"].replace(tzinfo=UTC).timestamp()
+    return SignInLink(row["subject"], role, tuple(row["teams"]), tuple(row["owned_teams"]), row["created_by"], expires)
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)
