@@ -1,8 +1,8 @@
 """Requests that an ASGI application serves: every route that is not inference (ASGI 3.0, HTTP messages of version 2.3).
 
-None of these routes reads a body, so bodies are received and discarded. The rules: a response starts once and ends once; an application
-that fails before its response has started is answered with 500; a response that it leaves unfinished is cut, so that the client does not
-treat it as complete.
+Only the routes of the sign-in read a body, a small form. All other bodies are received and discarded. The rules: a response starts once and
+ends once; an application that fails before its response has started is answered with 500; a response that it leaves unfinished is cut, so
+that the client does not treat it as complete.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from gateway.api.errors import Refusal, draining, internal_error
 from gateway.client.connection_context import Application, Connection, Message
 from gateway.client.http.head import RequestHead
 from gateway.client.http.status_lines import STATUS_LINES
+from gateway.sign_in.paths import MAX_FORM, endpoint_of
 
 _NOT_IN_A_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
 _NOT_IN_A_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -39,6 +40,8 @@ class AsgiRequest:
         self.keep_alive = keep_alive
         self.size = 0
         self.body_complete = False
+        self._body = b"" if endpoint_of(head.url.partition(b"?")[0].decode("latin-1")) is not None else None
+        """The start of the body, to detect one that is too large; None for a route that reads none."""
         self.response_complete = False
         self.disconnected = False
         self.bytes_out = 0
@@ -73,8 +76,10 @@ class AsgiRequest:
     # For the parser and the connection
 
     def feed(self, data: bytes) -> None:
-        """Discard the next bytes of the body."""
+        """Store the next bytes of a form, or discard those of another body."""
         self.size += len(data)
+        if self._body is not None and len(self._body) <= MAX_FORM:
+            self._body += data[: MAX_FORM + 1 - len(self._body)]
 
     def finish(self) -> None:
         """Note that all of the body has been received."""
@@ -102,11 +107,11 @@ class AsgiRequest:
     # ASGI
 
     async def receive(self) -> Message:
-        """Return ``http.request`` with an empty body after the whole body was received. Then wait, and return ``http.disconnect``."""
+        """Return ``http.request`` with the stored body after the whole body was received. Then wait, and return ``http.disconnect``."""
         while not (self.disconnected or self.response_complete):
             if self.body_complete and not self._body_reported:
                 self._body_reported = True
-                return {"type": "http.request", "body": b"", "more_body": False}
+                return {"type": "http.request", "body": self._body or b"", "more_body": False}
             self._changed.clear()
             await self._changed.wait()
         return {"type": "http.disconnect"}

@@ -14,11 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gateway.audit.entry import NoAudit
 from gateway.check.launch_check import LaunchCheck
 from gateway.config import Config
 from gateway.control.budgets import BudgetRestorer
 from gateway.control.control import Control
 from gateway.control.ledger_queries import KeyUsage
+from gateway.control.page_responses import PageResponses
 from gateway.control.publisher import FirstResults, Publisher
 from gateway.control.readiness import Readiness
 from gateway.control.reload import Reloader, ReloadHistory
@@ -107,7 +109,8 @@ async def assembled(
         discovery = Discovery(sources)
         key_sets = await stack.enter_async_context(aclosing(JwksFetcher(lambda: control.key_set_changed())))
         usage = await stack.enter_async_context(aclosing(KeyUsage(reader)))
-        worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request)
+        pages = await stack.enter_async_context(aclosing(PageResponses()))
+        worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request, pages.request)
         workers = await stack.enter_async_context(running_workers(data, config.server.workers, worker_events, ledger))
         budgets = await stack.enter_async_context(aclosing(BudgetRestorer(ledger, reader, workers.buckets, started)))
         counts = await stack.enter_async_context(aclosing(StoreCounts(lambda: workers.snapshot, ledger, reader)))
@@ -146,6 +149,12 @@ async def assembled(
             history=history,
             key_store=keys,
         )
+        if config.sign_in is not None and ledger is not None:
+            from gateway.control.sign_in import signing_in  # it loads SQLAlchemy
+
+            signed = await stack.enter_async_context(signing_in(control, ledger.engine, audit or NoAudit()))
+            pages.application, control.sign_in = signed.pages, signed.service
+            workers.more_first_messages = lambda: (*events.first_messages(), *signed.first_messages())
         conflicts = None if keys is None else lambda config: keys.conflicts(config, str(path))
         launches = LaunchCheck(environment.environ, _log.info)
         yield control, Reloader(path, config, control, launches, audit, conflicts)

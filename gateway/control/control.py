@@ -40,6 +40,7 @@ from upstream.vllm.health import ServerHealth
 
 if TYPE_CHECKING:
     from gateway.control.key_store import KeyStore
+    from gateway.sign_in.service import SignIn
 
 _STOP_MARGIN = 30.0  # seconds for the parts of a stop that have no separate timeout
 
@@ -71,6 +72,8 @@ class Control:
     history: ReloadHistory
     key_store: KeyStore | None = None
     launch_counts: LaunchCounts = field(default_factory=LaunchCounts)
+    sign_in: SignIn | None = None
+    """The sign-in of people, if it is configured."""
     after_drain: Callable[[], Awaitable[None]] | None = None
     """Runs when all requests have finished, before the launched servers are stopped."""
     _is_draining: bool = False

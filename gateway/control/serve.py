@@ -134,8 +134,8 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)
         await stack.enter_async_context(_background(hung.run()))
         shown = application(report, AdminOperations(control, reloader, stop_requests), audit, keys)
-        guarded = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit)
-        critical.append(await stack.enter_async_context(_served(guarded, admin, control, certificate=certificate)))
+        guarded = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit, control.sign_in)
+        critical.append(await stack.enter_async_context(_served(_with_sign_in(control, guarded), admin, control, certificate=certificate)))
         if commands is not None:
             critical.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
         for work in (control.monitor.run(), control.workers.watch()):
@@ -180,6 +180,15 @@ async def _stop(control: Control, stop_requests: asyncio.Queue[int]) -> None:
     second_signal = asyncio.create_task(stop_requests.get())
     await asyncio.wait((stopping, second_signal), return_when=asyncio.FIRST_COMPLETED)
     await cancel(stopping, second_signal)
+
+
+def _with_sign_in(control: Control, guarded: ASGIApp) -> ASGIApp:
+    """Return the application of the admin port, with the routes of the sign-in if it is configured."""
+    if control.sign_in is None:
+        return guarded
+    from gateway.control.sign_in import before  # it loads SQLAlchemy
+
+    return before(control.sign_in, guarded)
 
 
 def _launch_environment(config: Config) -> dict[str, str]:

@@ -18,6 +18,7 @@ from gateway.config.redis_url import limits_store
 from gateway.config.section import Section
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
 from gateway.fleet.observed_servers import ObservedServers, api_key_of
+from gateway.sign_in.settings import session_rules
 from gateway.snapshot import snapshot
 from gateway.snapshot.key_properties import PROPERTIES
 from gateway.snapshot.money import Price
@@ -62,6 +63,7 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
         default_model=config.default_model,
         warn_at=config.limits.warn_at,
         has_store=config.store is not None,
+        sessions=None if config.sign_in is None else session_rules(config.sign_in, "data"),
     )
 
 

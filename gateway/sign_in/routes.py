@@ -17,9 +17,9 @@ from starlette.routing import Route
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.sign_in import pages
-from gateway.sign_in.authorization import ATTEMPT_SECONDS
 from gateway.sign_in.browser import Headers, Port, delete_cookie, is_for, is_from_this_origin, local_path, set_cookie
 from gateway.sign_in.errors import SignInError
+from gateway.sign_in.oidc.authorization import ATTEMPT_SECONDS
 from gateway.sign_in.paths import BACK_CHANNEL, CALLBACK, LINK, MAX_FORM, SESSION, SIGN_IN, SIGN_OUT
 from gateway.sign_in.service import SignedIn, SignIn
 from gateway.sign_in.sessions import Session
@@ -104,7 +104,9 @@ class _Routes:
     async def session(self, request: Request) -> Response:
         """Return the person of the session, as JSON."""
         session = self._session(request)
-        return session_response(session)
+        if session is None:
+            return JSONResponse({"error": "nobody is signed in"}, 401, _NOT_STORED)
+        return JSONResponse(session.document(), headers=_NOT_STORED)
 
     async def show_link(self, request: Request) -> Response:
         """Show what a sign-in link is for, without using it."""
@@ -138,15 +140,6 @@ class _Routes:
 
     def _session(self, request: Request) -> Session | None:
         return self._service.sessions(self._port).read(_headers(request), time.time())
-
-
-def session_response(session: Session | None) -> Response:
-    """Return the person of a session as JSON."""
-    if session is None:
-        return JSONResponse({"error": "nobody is signed in"}, 401, _NOT_STORED)
-    person = session.person
-    shown = {"name": person.name, "role": person.role, "teams": person.teams, "owned_teams": person.owned_teams}
-    return JSONResponse(shown, headers=_NOT_STORED)
 
 
 def _signed_in(signed_in: SignedIn) -> Response:

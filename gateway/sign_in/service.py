@@ -7,6 +7,7 @@ attempts, which unauthenticated clients can cause, are limited.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -15,8 +16,10 @@ from dataclasses import dataclass
 
 from gateway import config as conf
 from gateway.access.actor import Actor, Role
-from gateway.audit.entry import Entry
-from gateway.sign_in.authorization import (
+from gateway.audit.entry import Audit, Entry
+from gateway.sign_in.browser import Headers, Port, attempt_cookie, cookie
+from gateway.sign_in.errors import SignInError
+from gateway.sign_in.oidc.authorization import (
     ATTEMPT_SECONDS,
     Attempt,
     Started,
@@ -28,13 +31,11 @@ from gateway.sign_in.authorization import (
     start,
     verifier_of,
 )
-from gateway.sign_in.browser import Headers, Port, attempt_cookie, cookie
-from gateway.sign_in.errors import SignInError
-from gateway.sign_in.grants import GrantRules, person_of
+from gateway.sign_in.oidc.grants import GrantRules, person_of
+from gateway.sign_in.oidc.provider import end_session_url
+from gateway.sign_in.oidc.provider_client import ProviderClient
 from gateway.sign_in.paths import LINK
 from gateway.sign_in.people import EndedSession, NewSession, PeopleStore, SignInLink, digest
-from gateway.sign_in.provider import end_session_url
-from gateway.sign_in.provider_client import ProviderClient
 from gateway.sign_in.revocations import Revocations
 from gateway.sign_in.sessions import LINK_ISSUER, Person, Session, Sessions, new_session
 from gateway.sign_in.settings import client_of, grant_rules, key_of, origin_of, session_rules
@@ -43,9 +44,8 @@ from gateway.usage.database import run_in_thread
 LINK_SECONDS = 15 * 60
 _TIMEOUT = 10.0  # seconds for a change of the database
 _LINK_PROVIDER = "link"
-_REFUSALS, _REFUSAL_SECONDS = 20, 60.0  # entries of refused attempts, and the time in which so many are recorded
 _USED = "This sign-in link was used before, or has expired. Ask an administrator for a new one."
-_NOBODY = Actor("person", "", None)
+_NOBODY = Actor("unauthenticated", "", None)
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -60,7 +60,7 @@ class SignedIn:
 class SignIn:
     """The sign-ins of one gateway.
 
-    ``settings`` returns the present settings, ``teams`` the IDs of the present teams. ``record`` records an audit entry. ``applied`` waits
+    ``settings`` returns the present settings, ``teams`` the IDs of the present teams. ``audit`` is the audit log. ``applied`` waits
     until the workers know the revoked sessions.
     """
 
@@ -70,17 +70,16 @@ class SignIn:
         people: PeopleStore,
         revocations: Revocations,
         teams: Callable[[], Container[str]],
-        record: Callable[[Entry], None],
+        audit: Audit,
         applied: Callable[[], Awaitable[None]],
     ) -> None:
         self._settings = settings
         self._people = people
         self._revocations = revocations
         self._teams = teams
-        self._record = record
+        self._audit = audit
         self._applied = applied
         self._providers: dict[str, ProviderClient] = {}
-        self._refused: list[float] = []
 
     @property
     def issuers(self) -> Sequence[tuple[str, str]]:
@@ -93,9 +92,9 @@ class SignIn:
 
     def sessions(self, port: Port) -> Sessions:
         """Return the sessions of a port. People must sign in there."""
-        rules = session_rules(self._settings(), port, self._revocations.known)
+        rules = session_rules(self._settings(), port)
         assert rules is not None
-        return Sessions(rules, port)
+        return Sessions(rules, port, self._revocations.known)
 
     def attempt_cookie(self, port: Port) -> str:
         """Return the name of the cookie of attempts."""
@@ -124,7 +123,7 @@ class SignIn:
             claims, id_token = await self._claims(provider, code, nonce_of(signer, attempt), verifier_of(signer, attempt), port)
             person = person_of(claims, self._rules(issuer), self._teams())
         except SignInError as error:
-            self._record_refusal("sign_in.refused", issuer, origin, error)
+            await self._record_refused("sign_in.refused", issuer, origin, error)
             raise
         sid = claims.get("sid")
         written = await self._begin_session(port, person, headers, origin, sid if isinstance(sid, str) else None, id_token)
@@ -137,14 +136,14 @@ class SignIn:
 
     async def _claims(self, provider: ProviderClient, code: str, nonce: str, verifier: str, port: Port) -> tuple[Mapping[str, object], str]:
         """Exchange a code. Returns the verified claims and the ID token. Raises SignInError."""
-        from gateway.sign_in.tokens import verified_id_token  # with PyJWT, which is an extra
+        from gateway.sign_in.oidc.tokens import verified_id_token  # with PyJWT, which is an extra
 
         token = await provider.exchange(code, verifier, redirect_uri(self._origin(port), provider.client.id))
         return await provider.verified(lambda keys: verified_id_token(token, provider.client, keys, nonce)), token
 
     async def back_channel_logout(self, token: str, origin: str) -> None:
         """End the sessions that an issuer's logout token names (OpenID Connect Back-Channel Logout 1.0). Raises SignInError."""
-        from gateway.sign_in.tokens import unverified_issuer, verified_logout_token
+        from gateway.sign_in.oidc.tokens import unverified_issuer, verified_logout_token
 
         named = unverified_issuer(token)
         issuer = next((each.id for each in self._settings().issuers if each.issuer == named), None)
@@ -154,7 +153,7 @@ class SignIn:
             provider = self._provider(issuer)
             logout = await provider.verified(lambda keys: verified_logout_token(token, provider.client, keys))
         except SignInError as error:
-            self._record_refusal("logout.refused", issuer or "", origin, error)
+            await self._record_refused("logout.refused", issuer or "", origin, error)
             raise
         used, lifetime = digest("logout", logout.issuer, logout.identity), self._settings().session.lifetime
         if not await run_in_thread(lambda: self._people.use_once(used, logout.expires), _TIMEOUT):
@@ -163,7 +162,7 @@ class SignIn:
             lambda: self._people.log_out(logout.issuer, logout.subject, logout.sid, lifetime, time.time()), _TIMEOUT
         )
         await self._make_known()
-        self._record_ended("logout", ended, Actor("person", f"{issuer}:{logout.subject or ''}", None), origin)
+        await self._record_ended("logout", ended, Actor("person", f"{issuer}:{logout.subject or ''}", None), origin)
 
     # Sign-in links
 
@@ -175,7 +174,7 @@ class SignIn:
         link = SignInLink(subject, role, teams, owned_teams, str(actor), now + LINK_SECONDS)
         await run_in_thread(lambda: self._people.add_link(token, link, now), _TIMEOUT)
         granted = {"role": role, "teams": list(teams), "owned_teams": list(owned_teams), "seconds": LINK_SECONDS}
-        self._record(Entry("sign_in_link.create", actor, origin, f"{_LINK_PROVIDER}:{subject}", None, granted))
+        await self._record(Entry("sign_in_link.create", actor, origin, f"{_LINK_PROVIDER}:{subject}", None, granted))
         ports: tuple[Port, ...] = ("data", "admin")
         return [f"{address}{LINK}?token={token}" for port in ports if (address := self.origin(port)) is not None]
 
@@ -191,7 +190,7 @@ class SignIn:
         found = await run_in_thread(lambda: self._people.use_link(token, time.time()), _TIMEOUT)
         if found is None:
             error = SignInError(_USED, detail="a sign-in link was used before, has expired or does not exist", status=403)
-            self._record_refusal("sign_in.refused", _LINK_PROVIDER, origin, error)
+            await self._record_refused("sign_in.refused", _LINK_PROVIDER, origin, error)
             raise error
         person = Person(LINK_ISSUER, _LINK_PROVIDER, found.subject, found.subject, found.role, found.teams, found.owned_teams)
         return SignedIn(await self._begin_session(port, person, headers, origin, None, None), "/")
@@ -211,7 +210,7 @@ class SignIn:
         if replaced:
             await self._make_known()
         granted = {"role": person.role, "teams": list(person.teams), "owned_teams": list(person.owned_teams), "port": port}
-        self._record(Entry("sign_in", person.actor, origin, person.actor.name, None, granted))
+        await self._record(Entry("sign_in", person.actor, origin, person.actor.name, None, granted))
         return written
 
     async def sign_out(self, port: Port, headers: Headers, origin: str) -> str | None:
@@ -224,7 +223,7 @@ class SignIn:
             return None
         ended = await run_in_thread(lambda: self._people.sign_out([each.id for each in sessions], now), _TIMEOUT)
         await self._make_known()
-        self._record_ended("sign_out", ended, sessions[0].person.actor, origin)
+        await self._record_ended("sign_out", ended, sessions[0].person.actor, origin)
         return await self._end_session_url(port, sessions[0], ended)
 
     async def _end_session_url(self, port: Port, session: Session, ended: Sequence[EndedSession]) -> str | None:
@@ -272,15 +271,16 @@ class SignIn:
 
     # Records
 
-    def _record_ended(self, action: str, ended: Sequence[EndedSession], actor: Actor, origin: str) -> None:
-        if ended:
-            self._record(Entry(action, actor, origin, actor.name, {"sessions": len(ended)}, None))
+    async def _record(self, entry: Entry) -> None:
+        """Record what has happened. Raises AuditUnavailableError."""
+        await asyncio.to_thread(self._audit.record, entry)
 
-    def _record_refusal(self, action: str, issuer: str, origin: str, error: SignInError) -> None:
-        """Record a refused attempt, unless there were too many of them."""
+    async def _record_ended(self, action: str, ended: Sequence[EndedSession], actor: Actor, origin: str) -> None:
+        if ended:
+            await self._record(Entry(action, actor, origin, actor.name, {"sessions": len(ended)}, None))
+
+    async def _record_refused(self, action: str, issuer: str, origin: str, error: SignInError) -> None:
+        """Record and log a refused attempt."""
         _log.info("a sign-in at %s from %s was refused: %s", issuer, origin, error.detail or error)
-        now = time.monotonic()
-        self._refused = [at for at in self._refused if now - at < _REFUSAL_SECONDS]
-        if len(self._refused) < _REFUSALS:
-            self._refused.append(now)
-            self._record(Entry(action, _NOBODY, origin, issuer, None, {"reason": error.detail or str(error)}))
+        entry = Entry(action, _NOBODY, origin, issuer, None, {"reason": error.detail or str(error)})
+        await asyncio.to_thread(self._audit.record_refused, entry)

@@ -8,7 +8,9 @@ unknown, no session is valid.
 from __future__ import annotations
 
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gateway.access.actor import Actor, Role
 from gateway.sign_in.browser import Headers, Port, cookie, delete_cookie, session_cookie, set_cookie
@@ -53,6 +55,11 @@ class Session:
     created: int
     seen: int
 
+    def document(self) -> dict[str, Any]:
+        """Return the person of the session as JSON."""
+        person = self.person
+        return {"name": person.name, "role": person.role, "teams": person.teams, "owned_teams": person.owned_teams}
+
 
 def new_session(person: Person, now: float) -> Session:
     """Return a new session with a random ID of 128 bits."""
@@ -60,12 +67,12 @@ def new_session(person: Person, now: float) -> Session:
 
 
 class Sessions:
-    """Writes and checks the session cookies of one port."""
+    """Writes and checks the session cookies of one port. ``revoked`` are the IDs of revoked sessions; None: they are not known yet."""
 
-    def __init__(self, rules: SessionRules, port: Port) -> None:
+    def __init__(self, rules: SessionRules, port: Port, revoked: Collection[str] | None) -> None:
         self._rules = rules
         self.cookie = session_cookie(port, secure=rules.secure)
-        self._revoked = None if rules.revoked is None else frozenset(rules.revoked)
+        self._revoked = None if revoked is None else frozenset(revoked)
         self._issuers = frozenset(rules.issuers)
         self._signer = Signer(rules.key, f"session {port}", Session)
 

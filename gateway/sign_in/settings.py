@@ -5,8 +5,8 @@ from __future__ import annotations
 from gateway import config as conf
 from gateway.access.actor import Role
 from gateway.sign_in.browser import Port
-from gateway.sign_in.grants import GrantRules
-from gateway.sign_in.provider import Client
+from gateway.sign_in.oidc.grants import GrantRules
+from gateway.sign_in.oidc.provider import Client
 from gateway.sign_in.sessions import LINK_ISSUER
 from gateway.snapshot.snapshot import SessionRules
 
@@ -21,8 +21,8 @@ def origin_of(settings: conf.SignIn, port: Port) -> str | None:
     return settings.url if port == "data" else settings.admin_url
 
 
-def session_rules(settings: conf.SignIn, port: Port, revoked: tuple[str, ...] | None) -> SessionRules | None:
-    """Return the rules for the sessions of a port. ``revoked`` are the IDs of revoked sessions, None while they are unknown."""
+def session_rules(settings: conf.SignIn, port: Port) -> SessionRules | None:
+    """Return the rules for the sessions of a port; None: people do not sign in there."""
     origin = origin_of(settings, port)
     if origin is None:
         return None
@@ -32,7 +32,6 @@ def session_rules(settings: conf.SignIn, port: Port, revoked: tuple[str, ...] | 
         idle=settings.session.idle,
         lifetime=settings.session.lifetime,
         issuers=(LINK_ISSUER, *(issuer.issuer for issuer in settings.issuers)),
-        revoked=revoked,
     )
 
 

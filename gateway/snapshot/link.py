@@ -129,6 +129,36 @@ class UsageReported(msgspec.Struct, tag=True, frozen=True):
     wait: float = 0.0
 
 
+class PageRequested(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: a client's request for a route that control serves. ``number`` identifies it in this worker.
+
+    ``headers`` are those that such a route reads. ``client`` is the client's address, as far as it is known.
+    """
+
+    number: int
+    method: str
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    body: bytes
+    client: str | None
+
+
+class PageResponded(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: the response to the request with this number."""
+
+    number: int
+    status: int
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+    body: bytes = b""
+
+
+class RevokedSessions(msgspec.Struct, tag=True, frozen=True):
+    """control → worker: the IDs of all sessions that were revoked before they expired."""
+
+    ids: tuple[str, ...]
+
+
 class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
     """Changes of the blocks that a server has cached. Keys are 64-bit numbers in the machine's byte order.
 
@@ -163,7 +193,18 @@ class ChoiceExplained(msgspec.Struct, tag=True, frozen=True):
     explanation: Mapping[str, Any]
 
 
-_FromControl = ApplySnapshot | StoredKeys | Health | CachedBlocks | StopKeepAlive | Drain | Ping | UsageReported
+_FromControl = (
+    ApplySnapshot
+    | StoredKeys
+    | Health
+    | CachedBlocks
+    | StopKeepAlive
+    | Drain
+    | Ping
+    | UsageReported
+    | PageResponded
+    | RevokedSessions
+)
 _FromWorker = (
     ServerProgress
     | Ping
@@ -173,6 +214,7 @@ _FromWorker = (
     | UnknownSigningKey
     | StoreStatus
     | UsageRequested
+    | PageRequested
     | ChoiceExplained
 )
 Message = _FromControl | _FromWorker

@@ -294,11 +294,10 @@ class Clients:
 
 @dataclass(frozen=True, slots=True)
 class SessionRules:
-    """The rules by which a port checks the sessions of people.
+    """The rules by which a port checks the sessions of people. The IDs of revoked ones come in a separate message.
 
     ``key`` signs cookies. ``secure``: browsers use TLS. ``idle`` and ``lifetime`` are in seconds. ``issuers`` are the trusted issuers; an
-    empty text is that of sign-in links. ``revoked`` are the IDs of sessions that ended early; None: they are not known yet, so no session
-    is valid.
+    empty text is that of sign-in links.
     """
 
     key: bytes = field(repr=False)
@@ -306,7 +305,6 @@ class SessionRules:
     idle: float
     lifetime: float
     issuers: tuple[str, ...]
-    revoked: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

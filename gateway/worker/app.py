@@ -26,12 +26,14 @@ from gateway.auth.catalog import CatalogEntry
 from gateway.client.addresses import shown_address
 from gateway.client.http.head import FORWARDED
 from gateway.proxy.request_services import RequestServices
+from gateway.sign_in.paths import SESSION, endpoint_of
 from gateway.snapshot.link import Health
-from gateway.snapshot.snapshot import Key
+from gateway.snapshot.snapshot import Key, SessionRules
 from gateway.telemetry.metrics import OTHER
 from gateway.telemetry.request_record import RequestRecord, explained
 from gateway.worker import api_reference
 from gateway.worker.model_list import Reported, card, cards, page
+from gateway.worker.page_requests import PageRequests
 from gateway.worker.query_requests import UsageRequests
 
 _HEALTH, _MODELS, _VERSION, _USAGE, _LIMITS = "/health", "/v1/models", "/version", "/v1/usage", "/v1/limits"
@@ -43,12 +45,13 @@ _log = logging.getLogger("vllm_gateway.worker")
 class WorkerApp:
     """The ASGI application of one worker. A path that it does not serve gets an error."""
 
-    def __init__(self, worker: RequestServices, request_ids: Iterator[str], usage_requests: UsageRequests) -> None:
+    def __init__(self, worker: RequestServices, request_ids: Iterator[str], usage_requests: UsageRequests, pages: PageRequests) -> None:
         self._worker = worker
         self._request_ids = request_ids
         self.health = Health({}, {})
         """Control's last report about servers and models. ``Worker`` assigns it."""
         self._usage_requests = usage_requests
+        self._pages_of_control = pages
         self._reference = api_reference.ApiReference()
         self._pages: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             _HEALTH: self._health,
@@ -122,6 +125,12 @@ class WorkerApp:
         """Serve the model lists, of the gateway and of instance URLs, the version and the API reference. Raises Refusal for other paths."""
         active = self._worker.active
         path = _raw_path(request)
+        if active.snapshot.sessions is not None and (endpoint := endpoint_of(path)) is not None:
+            request.state.endpoint = endpoint
+            if endpoint == SESSION:
+                _require_method(request, "GET")
+                return self._session(request, active.snapshot.sessions)
+            return await self._pages_of_control.respond(request, self._client(request.scope))
         root, mark, rest = path.partition(_MODELS)
         mounted = active.catalog.mounted(root + _MODELS, _MODELS) if root else None
         lists = mark and (not root or mounted is not None) and (not rest or rest.startswith("/"))
@@ -143,6 +152,13 @@ class WorkerApp:
             _require_method(request, "GET")
             return await self._reference.page(path)
         raise unserved(request.method, path)
+
+    def _session(self, request: Request, rules: SessionRules) -> Response:
+        """Return the person who is signed in. Raises Refusal."""
+        session = self._pages_of_control.session(rules, request.scope["headers"], time.time())
+        if session is None:
+            raise Refusal("missing_api_key", "Nobody is signed in. Sign in at /sign-in.")
+        return JSONResponse(session.document(), headers=_NOT_STORED)
 
     async def _usage(self, request: Request) -> Response:
         """Return the key's own usage, from the ledger. Raises Refusal."""

@@ -120,6 +120,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             peers=PeerPlacements(PlacementLog(arguments.placements_fd, arguments.number)),
             on_unknown_token=lambda issuer: to_control.send(link.UnknownSigningKey(issuer)),
             request_usage=to_control.send,
+            request_page=to_control.send,
             stored_keys=stored_keys,
         )
         process = WorkerProcess(worker, to_control)
@@ -175,6 +176,10 @@ class WorkerProcess:
                     self._to_control.send(message)
                 case link.UsageReported():
                     self.worker.usage_requests.reported(message)
+                case link.PageResponded():
+                    self.worker.page_requests.responded(message)
+                case link.RevokedSessions(ids=ids):
+                    self.worker.page_requests.revoke(ids)
                 case link.Drain(seconds=seconds):
                     await drain(self.worker, self._acceptor, listener, seconds)
                     return

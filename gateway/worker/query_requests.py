@@ -1,4 +1,4 @@
-"""Pass on the requests for a key's own usage to control, which queries the ledger, and wait for its replies.
+"""Pass on requests to control, which may use the database, and wait for its replies.
 
 The rule: the worker holds a bounded number of these requests, for a bounded time.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Mapping
+from typing import Generic, TypeVar
 
 from gateway.api.errors import Refusal
 from gateway.snapshot.link import UsageReported, UsageRequested
@@ -15,31 +16,57 @@ from gateway.snapshot.snapshot import Key
 
 _MAX_WAITING = 64
 _TIMEOUT = 15.0  # seconds: longer than control's own timeout
+_FULL = "Too many clients are reading their usage. Try again in a moment."
+_UNAVAILABLE = "The usage can't be read at the moment."
+T = TypeVar("T")
+
+
+class Replies(Generic[T]):
+    """The requests that wait for a reply of control, by number."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._waiting: dict[int, asyncio.Future[T]] = {}
+
+    async def request(self, send: Callable[[int], None], *, full: str, unavailable: str) -> T:
+        """Send a request with a new number, and return the reply.
+
+        Raises Refusal with the text ``full`` if too many requests wait, and with ``unavailable`` if the reply does not come in time.
+        """
+        if len(self._waiting) >= _MAX_WAITING:
+            raise Refusal("overloaded", full)
+        self._number += 1
+        number = self._number
+        reply: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._waiting[number] = reply
+        try:
+            send(number)
+            async with asyncio.timeout(_TIMEOUT):
+                return await reply
+        except TimeoutError:
+            raise Refusal("overloaded", unavailable) from None
+        finally:
+            del self._waiting[number]
+
+    def reply(self, number: int, reply: T) -> None:
+        """Pass control's reply to the request that waits for it."""
+        waiting = self._waiting.get(number)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(reply)
 
 
 class UsageRequests:
-    """The requests that wait for control. ``send`` sends a message to it."""
+    """The requests for usage that wait for control. ``send`` sends a message to it."""
 
     def __init__(self, send: Callable[[UsageRequested], None]) -> None:
         self._send = send
-        self._number = 0
-        self._waiting: dict[int, asyncio.Future[UsageReported]] = {}
+        self._replies: Replies[UsageReported] = Replies()
 
     async def report(self, key: Key, parameters: Mapping[str, str]) -> bytes:
         """Return the usage of a key as JSON. Raises Refusal."""
-        if len(self._waiting) >= _MAX_WAITING:
-            raise Refusal("overloaded", "Too many clients are reading their usage. Try again in a moment.")
-        self._number += 1
-        number, reply = self._number, asyncio.get_running_loop().create_future()
-        self._waiting[number] = reply
-        try:
-            self._send(UsageRequested(number, key.id, dict(parameters)))
-            async with asyncio.timeout(_TIMEOUT):
-                reported: UsageReported = await reply
-        except TimeoutError:
-            raise Refusal("overloaded", "The usage can't be read at the moment.") from None
-        finally:
-            del self._waiting[number]
+        reported = await self._replies.request(
+            lambda number: self._send(UsageRequested(number, key.id, dict(parameters))), full=_FULL, unavailable=_UNAVAILABLE
+        )
         if reported.error is not None:
             wait = {"retry-after": str(math.ceil(reported.wait))} if reported.wait else {}
             raise Refusal(reported.error, reported.text, headers=wait)
@@ -47,6 +74,4 @@ class UsageRequests:
 
     def reported(self, message: UsageReported) -> None:
         """Pass control's reply to the request that waits for it."""
-        waiting = self._waiting.get(message.number)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+        self._replies.reply(message.number, message)

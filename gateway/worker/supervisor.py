@@ -69,12 +69,13 @@ class WorkerEvents:
 
     ``changed`` is called after a message of ``_CHANGES`` from a worker, and after its exit. ``unknown_signing_key`` is called with the
     issuer of a token whose signing key a worker does not have. ``usage_requested`` is called with a key's request for its usage, and a
-    function that sends the reply.
+    function that sends the reply; ``page_requested`` likewise with a request for a page that control serves.
     """
 
     changed: Callable[[], None]
     unknown_signing_key: Callable[[str], None]
     usage_requested: Callable[[link.UsageRequested, Callable[[link.UsageReported], None]], None] = lambda _, __: None
+    page_requested: Callable[[link.PageRequested, Callable[[link.PageResponded], None]], None] = lambda _, __: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,8 @@ class _WorkerSlot:
                     self.choices[model] = message
                 case link.UsageRequested():
                     self._events.usage_requested(message, to_worker.send)
+                case link.PageRequested():
+                    self._events.page_requested(message, to_worker.send)
             if isinstance(message, _CHANGES):
                 self._events.changed()
 

@@ -23,12 +23,13 @@ from gateway.client.connection_context import ConnectionContext
 from gateway.client.http.cors import Cors
 from gateway.client.request import Handler
 from gateway.proxy.request_services import RequestServices
-from gateway.snapshot.link import CachedBlocks, Health, StoredKeys, UsageRequested
+from gateway.snapshot.link import CachedBlocks, Health, PageRequested, StoredKeys, UsageRequested
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
 from gateway.telemetry.trace import Sampler
 from gateway.worker.app import WorkerApp
+from gateway.worker.page_requests import PageRequests
 from gateway.worker.peer_placements import PeerPlacements
 from gateway.worker.query_requests import UsageRequests
 from upstream.balancing.cost_model import CostModel
@@ -52,7 +53,8 @@ class Worker:
     """The connections and the requests of one worker, and its servers. ``number`` is the number of this worker.
 
     ``handle_request`` serves one inference request to its end. ``on_unknown_token`` is called with the issuer of a token that no known
-    JWKS key has signed. ``request_usage`` asks control for a key's usage. ``stored_keys`` are the store's keys at the start.
+    JWKS key has signed. ``request_usage`` asks control for a key's usage, and ``request_page`` for a page of the sign-in. ``stored_keys``
+    are the store's keys at the start.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Worker:
         peers: PeerPlacements | None = None,
         on_unknown_token: Callable[[str], None] = _ignore,
         request_usage: Callable[[UsageRequested], None] = _ignore,
+        request_page: Callable[[PageRequested], None] = _ignore,
         stored_keys: StoredKeyring | None = None,
     ) -> None:
         self.requests = requests
@@ -86,7 +89,10 @@ class Worker:
         self.progress: Mapping[str, Progress] = {}
         """The progress of the servers whose responses were awaited in the last tick."""
         self.usage_requests = UsageRequests(request_usage)
-        self._app = self.connections.other_routes = WorkerApp(requests, self.connections.request_ids, self.usage_requests)
+        self.page_requests = PageRequests(request_page)
+        self._app = self.connections.other_routes = WorkerApp(
+            requests, self.connections.request_ids, self.usage_requests, self.page_requests
+        )
         self.apply_snapshot(snapshot)
 
     @property

@@ -16,12 +16,12 @@ from gateway.sign_in.sessions import LINK_ISSUER, Person, Session, Sessions, new
 from gateway.snapshot.snapshot import SessionRules
 
 ISSUER, NOW = "https://login.example.com", 1_800_000_000.0
-RULES = SessionRules(b"k" * 32, True, 3600.0, 86_400.0, (LINK_ISSUER, ISSUER), ())
+RULES = SessionRules(b"k" * 32, True, 3600.0, 86_400.0, (LINK_ISSUER, ISSUER))
 ALICE = Person(ISSUER, "login", "alice", "Alice", Role.OPERATOR, ("lab", "ops"), ("lab",))
 
 
-def sessions(**more: Any) -> Sessions:
-    return Sessions(replace(RULES, **more), "data")
+def sessions(revoked: tuple[str, ...] | None = (), **more: Any) -> Sessions:
+    return Sessions(replace(RULES, **more), "data", revoked)
 
 
 def sent(written: str) -> Headers:
@@ -66,7 +66,7 @@ def test_a_shorter_lifetime_ends_older_sessions() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        Sessions(RULES, "admin"),
+        Sessions(RULES, "admin", ()),
         sessions(key=b"K" * 32),
         sessions(secure=False),
         sessions(issuers=(LINK_ISSUER,)),
@@ -92,7 +92,7 @@ def test_a_revoked_session_is_not_valid_after_a_renewal_either() -> None:
 
 
 def test_a_session_of_the_admin_port_has_another_cookie() -> None:
-    data, admin = sessions(), Sessions(RULES, "admin")
+    data, admin = sessions(), Sessions(RULES, "admin", ())
     session = new_session(ALICE, NOW)
     both = [*sent(data.write(session)), *sent(admin.write(session))]
     assert data.read(both, NOW) == admin.read(both, NOW) == session

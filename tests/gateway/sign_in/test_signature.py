@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sign_in.authorization import Attempt, attempts
+from gateway.sign_in.oidc.authorization import Attempt, attempts
 from gateway.sign_in.signature import MAX_VALUE, Signer, encoded
 
 KEY = b"k" * 32

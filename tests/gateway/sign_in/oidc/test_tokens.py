@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from gateway.auth.jwks import VerificationKeys, verification_keys
 from gateway.sign_in.errors import SignInError, UnknownKeyError
-from gateway.sign_in.provider import Client
-from gateway.sign_in.tokens import unverified_issuer, verified_id_token, verified_logout_token
+from gateway.sign_in.oidc.provider import Client
+from gateway.sign_in.oidc.tokens import unverified_issuer, verified_id_token, verified_logout_token
 from tests.support.issuer import SigningKey, part
 from tests.support.oidc_issuer import LOGOUT_EVENT
 

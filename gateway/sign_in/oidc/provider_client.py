@@ -17,7 +17,7 @@ import httpx2
 
 from gateway.auth.jwks import KeySetError, VerificationKeys, verification_keys
 from gateway.sign_in.errors import SignInError, UnknownKeyError
-from gateway.sign_in.provider import Client, Metadata, id_token_of, metadata_url, parsed_metadata, token_request
+from gateway.sign_in.oidc.provider import Client, Metadata, id_token_of, metadata_url, parsed_metadata, token_request
 
 _TIMEOUT = 10.0  # seconds for a whole response
 _MAX_SIZE = 1 << 20  # bytes of a response

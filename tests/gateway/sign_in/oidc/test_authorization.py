@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sign_in.authorization import (
+from gateway.sign_in.errors import SignInError
+from gateway.sign_in.oidc.authorization import (
     ATTEMPT_SECONDS,
     Attempt,
     attempts,
@@ -22,8 +23,7 @@ from gateway.sign_in.authorization import (
     start,
     verifier_of,
 )
-from gateway.sign_in.errors import SignInError
-from gateway.sign_in.provider import Client, Metadata
+from gateway.sign_in.oidc.provider import Client, Metadata
 
 KEY, NOW, HERE = b"k" * 32, 1_800_000_000.0, "https://llm.example.com"
 SIGNER = attempts(KEY)

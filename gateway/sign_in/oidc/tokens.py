@@ -17,7 +17,7 @@ import jwt
 
 from gateway.auth.jwks import VerificationKeys
 from gateway.sign_in.errors import SignInError, UnknownKeyError
-from gateway.sign_in.provider import Client
+from gateway.sign_in.oidc.provider import Client
 
 MAX_TOKEN = 64 * 1024
 """Bytes of a token; some providers put hundreds of groups into it."""

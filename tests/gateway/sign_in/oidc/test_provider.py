@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.sign_in.errors import SignInError
-from gateway.sign_in.provider import (
+from gateway.sign_in.oidc.provider import (
     Client,
     Metadata,
     end_session_url,

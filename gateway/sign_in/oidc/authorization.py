@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from gateway.sign_in.browser import Port
 from gateway.sign_in.errors import SignInError
+from gateway.sign_in.oidc.provider import Client, Metadata, with_query
 from gateway.sign_in.paths import CALLBACK
-from gateway.sign_in.provider import Client, Metadata, with_query
 from gateway.sign_in.signature import Signer, encoded
 
 ATTEMPT_SECONDS = 600

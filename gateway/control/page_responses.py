@@ -1,0 +1,87 @@
+"""Respond to the requests that workers pass on, with an ASGI application that runs in control.
+
+The rules: a worker never waits for a database, so control runs these routes. The number of requests that run at once is limited, and beyond
+the limit a client gets an error and nothing runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Message, Scope
+
+from gateway.snapshot.link import PageRequested, PageResponded
+
+_MAX_RUNNING = 64  # requests
+_TEXT = ((b"content-type", b"text/plain"), (b"cache-control", b"no-store"))
+_log = logging.getLogger("vllm_gateway.control")
+
+Reply = Callable[[PageResponded], None]
+
+
+class PageResponses:
+    """Runs the requests. Without an ``application`` workers send none."""
+
+    def __init__(self) -> None:
+        self.application: ASGIApp | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def request(self, message: PageRequested, reply: Reply) -> None:
+        """Run a request, and reply to its worker when it has finished."""
+        if self.application is None or len(self._tasks) >= _MAX_RUNNING:
+            reply(PageResponded(message.number, 503, _TEXT, b"too many people are signing in\n"))
+            return
+        task = asyncio.create_task(self._run(self.application, message, reply), name="page")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, application: ASGIApp, message: PageRequested, reply: Reply) -> None:
+        response = PageResponded(message.number, 500, _TEXT, b"internal error\n")
+        try:
+            response = await run(application, message)
+        except Exception:  # noqa: BLE001  the outer edge: the client must get a response
+            _log.exception("a page could not be made")
+        reply(response)
+
+    async def aclose(self) -> None:
+        """End all requests."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def run(application: ASGIApp, message: PageRequested) -> PageResponded:
+    """Run one request with an ASGI application (ASGI 3.0), and return the response."""
+    sent: list[Message] = []
+    received = [{"type": "http.request", "body": message.body, "more_body": False}]
+
+    async def receive() -> Message:
+        return received.pop() if received else {"type": "http.disconnect"}
+
+    async def send(part: Message) -> None:
+        sent.append(part)
+
+    await application(_scope(message), receive, send)
+    start, *parts = sent
+    body = b"".join(part.get("body", b"") for part in parts)
+    return PageResponded(message.number, start["status"], tuple((name, value) for name, value in start["headers"]), body)
+
+
+def _scope(message: PageRequested) -> Scope:
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "server": None,
+        "client": None if message.client is None else (message.client, 0),
+        "scheme": "http",
+        "method": message.method,
+        "root_path": "",
+        "path": message.path,
+        "raw_path": message.path.encode(),
+        "query_string": message.query,
+        "headers": list(message.headers),
+        "state": {},
+    }

@@ -1,0 +1,70 @@
+"""The sign-in of people in the running gateway: its database, the revoked sessions that workers get, and its routes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from sqlalchemy import Engine
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from gateway import config as conf
+from gateway.audit.entry import Audit
+from gateway.control.control import Control
+from gateway.sign_in.paths import endpoint_of
+from gateway.sign_in.people import PeopleStore
+from gateway.sign_in.revocations import Revocations
+from gateway.sign_in.routes import application
+from gateway.sign_in.service import SignIn
+from gateway.snapshot.link import RevokedSessions
+
+
+@dataclass(frozen=True, slots=True)
+class SigningIn:
+    """The running sign-in. ``pages`` are the routes of the data port."""
+
+    service: SignIn
+    pages: ASGIApp
+    revocations: Revocations
+
+    def first_messages(self) -> Iterable[RevokedSessions]:
+        """Return what a new worker gets: the revoked sessions, as far as they are known."""
+        known = self.revocations.known
+        return () if known is None else (RevokedSessions(known),)
+
+
+@asynccontextmanager
+async def signing_in(control: Control, engine: Engine, audit: Audit) -> AsyncIterator[SigningIn]:
+    """Run the sign-in for the length of the block. ``engine`` is the database's, ``audit`` records who signs in and out."""
+    people = PeopleStore(engine)
+    revocations = Revocations(people, lambda: control.workers.send(RevokedSessions(revocations.known or ())))
+
+    def settings() -> conf.SignIn:
+        settings = control.config.sign_in
+        assert settings is not None, "adding and removing it needs a restart"
+        return settings
+
+    async def applied() -> None:
+        # Messages arrive in order: a worker that knows this health knows the revoked sessions.
+        await control.wait_applied(control.publisher.publish_health())
+
+    service = SignIn(settings, people, revocations, lambda: {team.id for team in control.config.teams}, audit, applied)
+    task = asyncio.create_task(revocations.run(), name="revocations")
+    try:
+        yield SigningIn(service, application(service, "data"), revocations)
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def before(service: SignIn, others: ASGIApp) -> ASGIApp:
+    """Return the application of the admin port: the routes of the sign-in, which need no authorization, before all others."""
+    routes = application(service, "admin")
+
+    async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+        is_own = service.origin("admin") is not None and endpoint_of(scope["path"]) is not None
+        await (routes if is_own else others)(scope, receive, send)
+
+    return serve
