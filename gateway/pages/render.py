@@ -18,16 +18,24 @@ from starlette.responses import HTMLResponse
 
 
 def render(
-    template: str, style: str, script: str | None = None, *, status: int = 200, headers: Mapping[str, str] | None = None, **values: object
+    template: str,
+    style: str,
+    script: str | None = None,
+    *,
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+    has_forms: bool = False,
+    **values: object,
 ) -> HTMLResponse:
     """Return the response with a page. Files are named by their paths in ``gateway``; ``values`` are those of the template.
 
-    Its headers are the page's policy and ``headers``. The page may apply its style and the one of all pages, and run its script.
+    Its headers are the page's policy and ``headers``. The page may apply its style and the one of all pages, and run its script. With
+    ``has_forms`` it may send forms to this origin.
     """
     styles = _text("pages/base.css") + _text(style)
     run = _text(script) if script is not None else ""
     page = _environment().get_template(template).render(values, style=Markup(styles), script=Markup(run))  # noqa: S704  own files
-    return HTMLResponse(page, status, _policy(styles, run) | dict(headers or {}))
+    return HTMLResponse(page, status, _policy(styles, run, has_forms=has_forms) | dict(headers or {}))
 
 
 @cache
@@ -41,14 +49,17 @@ def _text(name: str) -> str:
     return (files("gateway") / name).read_text(encoding="utf-8")
 
 
-def _policy(style: str, script: str) -> dict[str, str]:
-    """Return the headers of a page that may apply this style, run this script, and nothing else (CSP Level 3)."""
+def _policy(style: str, script: str, *, has_forms: bool) -> dict[str, str]:
+    """Return the headers of a page that may apply this style, run this script, and perhaps send forms, and nothing else (CSP Level 3).
+
+    Without a referrer a form's ``Origin`` would be null (Fetch Standard, "append a request Origin header").
+    """
     scripts = f"script-src {_hash(script)}; connect-src 'self'; " if script else ""
     return {
         "content-security-policy": f"default-src 'none'; style-src {_hash(style)}; {scripts}img-src data:; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        f"base-uri 'none'; form-action {"'self'" if has_forms else "'none'"}; frame-ancestors 'none'",
         "x-content-type-options": "nosniff",
-        "referrer-policy": "no-referrer",
+        "referrer-policy": "same-origin" if has_forms else "no-referrer",
     }
 
 

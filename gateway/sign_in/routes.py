@@ -12,7 +12,7 @@ from urllib.parse import parse_qsl
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
 from gateway.ledger.errors import DatabaseUnavailableError
@@ -83,7 +83,7 @@ class _Routes:
         issuers, return_to = self._service.issuers, local_path(request.query_params.get("return_to"))
         chosen = request.query_params.get("issuer") or (issuers[0][0] if len(issuers) == 1 else None)
         if chosen is None:
-            return _page(pages.choice(issuers, return_to))
+            return pages.choice(issuers, return_to)
         started = await self._service.start(self._port, chosen, return_to)
         response = RedirectResponse(started.url, 303, _NOT_STORED)
         response.headers.append("set-cookie", set_cookie(self._service.attempt_cookie(self._port), started.cookie, ATTEMPT_SECONDS))
@@ -93,11 +93,12 @@ class _Routes:
         """Complete a sign-in at the redirect URI. The attempt is over in any case."""
         query = parse_qsl(request.url.query, keep_blank_values=True, max_num_fields=_MAX_PARAMETERS)
         over = delete_cookie(self._service.attempt_cookie(self._port))
+        response: Response
         try:
             issuer, client = request.path_params["issuer"], _client(request)
             response = _signed_in(await self._service.finish(self._port, issuer, query, _headers(request), client))
         except SignInError as error:
-            response = _failed(error)
+            response = pages.failed(str(error), error.status)
         response.headers.append("set-cookie", over)
         return response
 
@@ -111,7 +112,7 @@ class _Routes:
     async def show_link(self, request: Request) -> Response:
         """Show what a sign-in link is for, without using it."""
         token = request.query_params.get("token", "")
-        return _page(pages.confirm_link((await self._service.link(token)).subject, token))
+        return pages.confirm_link((await self._service.link(token)).subject, token)
 
     async def use_link(self, request: Request) -> Response:
         """Use a sign-in link."""
@@ -121,12 +122,12 @@ class _Routes:
     async def show_sign_out(self, request: Request) -> Response:
         """Show a button: a page of another site must not sign people out."""
         session = self._session(request)
-        return _page(pages.confirm_sign_out(None if session is None else session.person.name))
+        return pages.confirm_sign_out(None if session is None else session.person.name)
 
     async def sign_out(self, request: Request) -> Response:
         """End the sessions of the browser."""
         onward = await self._service.sign_out(self._port, _headers(request), _client(request))
-        response = _page(pages.signed_out(onward))
+        response = pages.signed_out(onward)
         response.headers.append("set-cookie", self._service.sessions(self._port).delete())
         return response
 
@@ -172,17 +173,9 @@ async def _form(request: Request) -> dict[str, str]:
         raise SignInError("This form is not valid.") from None
 
 
-def _page(text: str, status: int = 200) -> Response:
-    return HTMLResponse(text, status, pages.HEADERS)
-
-
-def _failed(error: SignInError) -> Response:
-    return _page(pages.failed(str(error)), error.status)
-
-
 async def _on_refused(_: Request, error: SignInError) -> Response:
-    return _failed(error)
+    return pages.failed(str(error), error.status)
 
 
 async def _on_unavailable(_: Request, __: DatabaseUnavailableError) -> Response:
-    return _page(pages.failed(_AWAY), 503)
+    return pages.failed(_AWAY, 503)
