@@ -57,7 +57,7 @@ def _policy(style: str, script: str, *, has_forms: bool) -> dict[str, str]:
     scripts = f"script-src {_hash(script)}; connect-src 'self'; " if script else ""
     return {
         "content-security-policy": f"default-src 'none'; style-src {_hash(style)}; {scripts}img-src data:; "
-        f"base-uri 'none'; form-action {"'self'" if has_forms else "'none'"}; frame-ancestors 'none'",
+        f"base-uri 'none'; form-action '{'self' if has_forms else 'none'}'; frame-ancestors 'none'",
         "x-content-type-options": "nosniff",
         "referrer-policy": "same-origin" if has_forms else "no-referrer",
     }
