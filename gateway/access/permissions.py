@@ -56,6 +56,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = MappingProxyType(
         ("GET", "/admin/v1/teams/{id:path}"): VIEW,
         ("PATCH", "/admin/v1/teams/{id:path}"): ADMINISTER,
         ("DELETE", "/admin/v1/teams/{id:path}"): ADMINISTER,
+        ("POST", "/admin/v1/sign-in-links"): ADMINISTER,
         ("POST", "/reload"): OPERATE,
         ("POST", "/drain"): OPERATE,
         ("POST", "/models/{id:path}/{operation}"): OPERATE,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from gateway.admin import engine_metrics, key_routes, openapi, status_page
+from gateway.admin import engine_metrics, key_routes, openapi, sign_in_links, status_page
 from gateway.admin.audited import AuditedHandlers, Handler, entry_of, log_operation
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
@@ -37,6 +37,9 @@ from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 from gateway.usage.errors import QueryError
+
+if TYPE_CHECKING:
+    from gateway.sign_in.service import SignIn
 
 
 class Overview(Protocol):
@@ -116,13 +119,16 @@ def registry(overview: Overview) -> CollectorRegistry:
     return made
 
 
-def application(overview: Overview, operations: Operations, audit: Audit, store: key_routes.Store | None = None) -> Starlette:
-    """Return the ASGI application of the admin port and the admin socket. ``store`` is None if none is configured.
+def application(
+    overview: Overview, operations: Operations, audit: Audit, store: key_routes.Store | None = None, sign_in: SignIn | None = None
+) -> Starlette:
+    """Return the ASGI application of the admin port and the admin socket. Requests have a ``requester`` in their state.
 
-    Requests have a ``requester`` in their state.
+    ``store`` and ``sign_in``: None if they are not configured.
     """
     audited = AuditedHandlers(audit)
-    handlers = _handlers(overview) | _operation_handlers(overview, operations, audited)
+    links = {sign_in_links.PATH: audited.recorded(sign_in_links.handler(sign_in))}
+    handlers = _handlers(overview) | _operation_handlers(overview, operations, audited) | links
     of_keys = key_routes.handlers(store, overview, audited.note)
 
     def handler(route: openapi.Described) -> Handler:

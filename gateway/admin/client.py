@@ -56,6 +56,10 @@ class AdminClient:
         """Perform an operation on a server. Returns the entry of its model in /status. Raises RefusedError."""
         return self._request("POST", f"/servers/{quote(server, safe='')}/{operation}")
 
+    def create_sign_in_link(self, query: Mapping[str, Any]) -> dict[str, Any]:
+        """Create a sign-in link. Returns its URLs. Raises RefusedError."""
+        return self._request("POST", "/admin/v1/sign-in-links", query)
+
     def reload(self) -> dict[str, Any]:
         """Reload the configuration. Returns the result in the form of /status. Raises RefusedError."""
         return self._request("POST", "/reload")

@@ -1,9 +1,9 @@
 """Access control of the admin port: bearer tokens if they are configured, and no web page of another site.
 
 The rules: /livez and /readyz need no token, because they only show whether the gateway is ready and what kind of part is down. Operations
-always need a token, and are refused for web pages. A security-relevant header must not be duplicated, so that a proxy cannot have
-evaluated another value. The admin socket needs none of this, because the kernel identifies its clients. The role that a route requires is
-checked where it is routed (``app``); the guard only identifies the client.
+always need a token, and are refused for web pages, except for those of this port when a person has signed in. A security-relevant header
+must not be duplicated, so that a proxy cannot have evaluated another value. The admin socket needs none of this, because the kernel
+identifies its clients. The role that a route requires is checked where it is routed (``app``); the guard only identifies the client.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -24,7 +25,11 @@ from gateway.admin import status_page
 from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, refused_request
 from gateway.config.models import Admin
+from gateway.sign_in.browser import is_for, is_from_this_origin
 from gateway.system.addresses import is_loopback
+
+if TYPE_CHECKING:
+    from gateway.sign_in.service import SignIn
 
 OPEN_PATHS = frozenset(path for (_, path), permission in PERMISSIONS.items() if permission == OPEN)
 READING = frozenset({"GET", "HEAD"})
@@ -39,13 +44,17 @@ _UNAUTHENTICATED = Actor("unauthenticated", "", None)
 
 
 class Guard:
-    """Wrap the admin port's application. ``settings`` returns the current ones, and ``host`` is the address on which the port listens."""
+    """Wrap the admin port's application. ``settings`` returns the current ones, and ``host`` is the address on which the port listens.
 
-    def __init__(self, application: ASGIApp, settings: Callable[[], Admin], host: str, audit: Audit) -> None:
+    ``people`` knows the people who have signed in; None: nobody does.
+    """
+
+    def __init__(self, application: ASGIApp, settings: Callable[[], Admin], host: str, audit: Audit, people: SignIn | None = None) -> None:
         self._application = application
         self._settings = settings
         self._local = is_loopback(host)
         self._audit = audit
+        self._people = people
         self._read: Admin | None = None
         self._tokens: tuple[Token, ...] = ()
 
@@ -54,7 +63,7 @@ class Guard:
             await _TWICE(scope, receive, send)
             return
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
-        actor = self._identified(headers)
+        actor = self._person(scope, headers) or self._identified(headers)
         refusal = self._refusal(scope, headers, actor)
         requester = Requester(actor or _UNAUTHENTICATED, (scope["client"] or ("nowhere",))[0])
         if refusal is not None and (scope["method"] not in READING or b"authorization" in headers):
@@ -69,6 +78,15 @@ class Guard:
             return _LOOPBACK
         token = presented_token(headers.get(b"authorization", b""), tokens)
         return None if token is None or token.has_expired(datetime.now(UTC)) else token.actor
+
+    def _person(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Actor | None:
+        """Return the person whose session a request without a token has. A change must come from a page of this port."""
+        if self._people is None or b"authorization" in headers:
+            return None
+        actor, origin = self._people.actor(scope["headers"]), self._people.origin("admin")
+        if actor is None or origin is None or not is_for(scope["headers"], origin):
+            return None
+        return actor if scope["method"] in READING or is_from_this_origin(scope["headers"], origin) else None
 
     def _current_tokens(self) -> tuple[Token, ...]:
         """Return the tokens of the settings, which a reload may have changed."""
@@ -85,7 +103,7 @@ class Guard:
     def _refusal_to_act(self, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
         if actor is _LOOPBACK:
             return _NO_TOKEN
-        if any(name in headers for name in _PAGES):
+        if any(name in headers for name in _PAGES) and (actor is None or actor.kind != "person"):
             return _NO_PAGES
         return _UNAUTHORIZED if actor is None else None
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from gateway import __version__
 from gateway.access.permissions import OPEN, PERMISSIONS, Permission
-from gateway.admin import key_routes
+from gateway.admin import key_routes, sign_in_links
 from gateway.admin.guard import READING, TWICE
 from gateway.config import Key, Team
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
@@ -123,6 +123,19 @@ ROUTES_OF_GATEWAY = (
     ),
     Described("/openapi.json", "This description.", {200: "OpenAPI 3.1"}),
     Described("/docs", "This description as a page.", {200: "a page"}, (HTML,)),
+    Described(
+        sign_in_links.PATH,
+        "Create a link with which the person `user` signs in once, on one of the ports. `team` and `owned_team` may be "
+        "repeated.",
+        {
+            201: "the URLs of the link, which are not shown again, and the seconds within which one of them can be used",
+            400: "an invalid parameter",
+            404: "sign_in is not configured",
+            503: "the database does not respond",
+        },
+        method="POST",
+        queries=sign_in_links.QUERIES,
+    ),
     Described("/reload", "Read the configuration again.", {200: "the result", 409: "refused; the text explains why"}, method="POST"),
     Described(
         "/drain",

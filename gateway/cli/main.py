@@ -406,6 +406,29 @@ def _counted(config: Config, notes: int) -> str:
     return ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
 
 
+def login_link(
+    user: Annotated[str, typer.Option("--user", metavar="NAME", help="The name of the person.", show_default=False)],
+    role: Annotated[str | None, typer.Option("--role", metavar="ROLE", help="viewer, operator or admin, on the admin port.",
+                                             show_default=False)] = None,
+    team: Annotated[list[str] | None, typer.Option("--team", metavar="TEAM", help="A team of the person; may be repeated.",
+                                                   show_default=False)] = None,
+    owned_team: Annotated[list[str] | None, typer.Option("--owned-team", metavar="TEAM", help="A team that the person owns.",
+                                                         show_default=False)] = None,
+    file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None,
+) -> int:  # fmt: skip
+    """Create a link with which a person signs in once, within 15 minutes.
+
+    Prints the link's URL for each port; using one of them uses the link. It needs `sign_in` in the configuration.
+    """
+    query = {"user": user, "role": role, "team": team or [], "owned_team": owned_team or []}
+
+    def act(gateway: AdminClient) -> None:
+        for url in gateway.create_sign_in_link({name: value for name, value in query.items() if value})["urls"]:
+            typer.echo(url)
+
+    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+
+
 _COMMANDS: dict[str, Callable[..., int]] = {
     "serve": serve,
     "check": check,
@@ -414,6 +437,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "drain": drain,
     "usage": usage,
     "limits": limits,
+    "login-link": login_link,
     "start": _operation("start", "Start a model's servers. Does not wait until they are ready."),
     "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. Waits until they have stopped."),
     "restart": _operation("restart", "Replace a model's servers, one after the other. Does not wait for the new ones."),

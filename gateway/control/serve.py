@@ -133,7 +133,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         progress_of_servers, served = control.workers.server_progress, control.observer.served
         hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)
         await stack.enter_async_context(_background(hung.run()))
-        shown = application(report, AdminOperations(control, reloader, stop_requests), audit, keys)
+        shown = application(report, AdminOperations(control, reloader, stop_requests), audit, keys, control.sign_in)
         guarded = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit, control.sign_in)
         critical.append(await stack.enter_async_context(_served(_with_sign_in(control, guarded), admin, control, certificate=certificate)))
         if commands is not None:

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from gateway.audit.entry import AuditUnavailableError
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.sign_in import pages
 from gateway.sign_in.browser import Headers, Port, delete_cookie, is_for, is_from_this_origin, local_path, set_cookie
@@ -44,7 +45,8 @@ def application(service: SignIn, port: Port) -> Starlette:
     )
     made = [Route(path, routes.checked(handler), methods=[method]) for method, path, handler in handlers]
     made.append(Route(BACK_CHANNEL, routes.back_channel_logout, methods=["POST"]))
-    return Starlette(routes=made, exception_handlers={SignInError: _on_refused, DatabaseUnavailableError: _on_unavailable})  # type: ignore[dict-item]
+    away = dict.fromkeys((DatabaseUnavailableError, AuditUnavailableError), _on_unavailable)
+    return Starlette(routes=made, exception_handlers={SignInError: _on_refused, **away})  # type: ignore[dict-item]
 
 
 class _Routes:
@@ -177,5 +179,5 @@ async def _on_refused(_: Request, error: SignInError) -> Response:
     return pages.failed(str(error), error.status)
 
 
-async def _on_unavailable(_: Request, __: DatabaseUnavailableError) -> Response:
+async def _on_unavailable(_: Request, __: Exception) -> Response:
     return pages.failed(_AWAY, 503)

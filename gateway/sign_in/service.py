@@ -1,8 +1,8 @@
 """Sign people in and out: the steps of the protocol in order, with the database, the providers and the audit log.
 
 The rules: a step that may happen once is noted in the database before anything follows from it. A new session gets a new ID, and replaces
-the browser's earlier one. A sign-out returns after this gateway's workers know it. Each outcome is an audit entry; entries about refused
-attempts, which unauthenticated clients can cause, are limited.
+the browser's earlier one. A sign-out returns after this gateway's workers know it. The entry of the audit log is durable before the
+response.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Container, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway import config as conf
@@ -31,7 +31,7 @@ from gateway.sign_in.oidc.authorization import (
     start,
     verifier_of,
 )
-from gateway.sign_in.oidc.grants import GrantRules, person_of
+from gateway.sign_in.oidc.grants import SUBJECT, GrantRules, person_of
 from gateway.sign_in.oidc.provider import end_session_url
 from gateway.sign_in.oidc.provider_client import ProviderClient
 from gateway.sign_in.paths import LINK
@@ -69,7 +69,7 @@ class SignIn:
         settings: Callable[[], conf.SignIn],
         people: PeopleStore,
         revocations: Revocations,
-        teams: Callable[[], Container[str]],
+        teams: Callable[[], Collection[str]],
         audit: Audit,
         applied: Callable[[], Awaitable[None]],
     ) -> None:
@@ -80,6 +80,8 @@ class SignIn:
         self._audit = audit
         self._applied = applied
         self._providers: dict[str, ProviderClient] = {}
+
+    link_seconds = LINK_SECONDS
 
     @property
     def issuers(self) -> Sequence[tuple[str, str]]:
@@ -164,16 +166,30 @@ class SignIn:
         await self._make_known()
         await self._record_ended("logout", ended, Actor("person", f"{issuer}:{logout.subject or ''}", None), origin)
 
+    def actor(self, headers: Headers) -> Actor | None:
+        """Return the person whose session on the admin port a request has, as an actor; None without one."""
+        if self.origin("admin") is None:
+            return None
+        session = self.sessions("admin").read(headers, time.time())
+        return None if session is None else session.person.actor
+
     # Sign-in links
 
     async def create_link(
-        self, actor: Actor, origin: str, subject: str, role: Role | None, teams: tuple[str, ...], owned_teams: tuple[str, ...]
+        self, actor: Actor, origin: str, subject: str, role: Role | None, teams: Sequence[str], owned_teams: Sequence[str]
     ) -> list[str]:
-        """Create a sign-in link for a person, and return its URLs, of which one can be used once."""
+        """Create a sign-in link for a person, and return its URLs, of which one can be used once. Raises SignInError."""
+        if not SUBJECT.fullmatch(subject):
+            raise SignInError("user is not a name without spaces, of at most 255 characters")
+        if unknown := {*teams, *owned_teams} - set(self._teams()):
+            raise SignInError(f"there is no team {min(unknown)}")
+        if role is None and not (teams or owned_teams):
+            raise SignInError("a link needs a role or a team")
         token, now = secrets.token_urlsafe(32), time.time()
-        link = SignInLink(subject, role, teams, owned_teams, str(actor), now + LINK_SECONDS)
+        all_teams = tuple(dict.fromkeys((*teams, *owned_teams)))
+        link = SignInLink(subject, role, all_teams, tuple(dict.fromkeys(owned_teams)), str(actor), now + LINK_SECONDS)
         await run_in_thread(lambda: self._people.add_link(token, link, now), _TIMEOUT)
-        granted = {"role": role, "teams": list(teams), "owned_teams": list(owned_teams), "seconds": LINK_SECONDS}
+        granted = {"role": role, "teams": link.teams, "owned_teams": link.owned_teams, "seconds": LINK_SECONDS}
         await self._record(Entry("sign_in_link.create", actor, origin, f"{_LINK_PROVIDER}:{subject}", None, granted))
         ports: tuple[Port, ...] = ("data", "admin")
         return [f"{address}{LINK}?token={token}" for port in ports if (address := self.origin(port)) is not None]

@@ -28,6 +28,18 @@ from tests.support.oidc_issuer import CLIENT, SECRET, OidcIssuer
 KEY = "k" * 32
 
 
+class Entries(list[Entry]):
+    """An audit log in memory."""
+
+    def check(self) -> None:
+        """Accept every change."""
+
+    def record(self, entry: Entry) -> None:
+        self.append(entry)
+
+    record_refused = record
+
+
 @dataclass
 class Ports:
     """The running ports. ``entries`` are the recorded audit entries."""
@@ -37,7 +49,7 @@ class Ports:
     service: SignIn
     people: PeopleStore
     revocations: Revocations
-    entries: list[Entry] = field(default_factory=list)
+    entries: Entries = field(default_factory=Entries)
 
     def actions(self) -> list[str]:
         return [entry.action for entry in self.entries]
@@ -89,13 +101,13 @@ async def ports(folder: Path, *issuers: dict[str, Any], url: str | None = None, 
     origins: dict[Port, str] = {port: f"http://127.0.0.1:{each.getsockname()[1]}" for port, each in sockets.items()}
     settings = settings_of(*issuers, **{"url": origins["data"], "admin_url": origins["admin"], **more})
     engine: Engine = create_database_engine(database_url(url or "sqlite:///people.db", folder))
-    people, entries = PeopleStore(engine), list[Entry]()
+    people, entries = PeopleStore(engine), Entries()
     revocations = Revocations(people, lambda: None)
 
     async def applied() -> None:
         """Nothing: there are no workers."""
 
-    service = SignIn(lambda: running.settings, people, revocations, lambda: {"lab", "ops"}, entries.append, applied)
+    service = SignIn(lambda: running.settings, people, revocations, lambda: {"lab", "ops"}, entries, applied)
     running = Ports(origins, settings, service, people, revocations, entries)
     await revocations.refresh()
     servers = []

@@ -534,12 +534,6 @@ async def test_a_body_that_is_no_small_form_is_refused(
     assert response.status_code == status
 
 
-async def test_entries_about_refused_attempts_are_limited(gateway: Ports, browser: httpx2.AsyncClient) -> None:
-    for _ in range(30):
-        assert (await browser.get(f"{gateway.origins['data']}/sign-in/callback/one?code=a&state=b")).status_code == 400
-    assert gateway.actions() == ["sign_in.refused"] * 20
-
-
 async def test_names_with_markup_are_shown_as_text(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer) -> None:
     await gateway.sign_in(browser, issuer, name="<script>alert(1)</script>\x00\u202e")
     page = await browser.get(f"{gateway.origins['data']}/sign-out")

@@ -10,7 +10,7 @@ from alembic import op
 from sqlalchemy.dialects.postgresql import JSONB
 
 revision = "0007"
-down_revision = "0004"
+down_revision = "0006"
 
 _LIST = sa.JSON().with_variant(JSONB(), "postgresql")
 
