@@ -46,7 +46,7 @@ _UNAUTHENTICATED = Actor("unauthenticated", "", None)
 class Guard:
     """Wrap the admin port's application. ``settings`` returns the current ones, and ``host`` is the address on which the port listens.
 
-    ``people`` knows the people who have signed in; None: nobody does.
+    ``people`` knows the people who have signed in, None without a sign-in.
     """
 
     def __init__(self, application: ASGIApp, settings: Callable[[], Admin], host: str, audit: Audit, people: SignIn | None = None) -> None:

@@ -418,7 +418,7 @@ def login_link(
 ) -> int:  # fmt: skip
     """Create a link with which a person signs in once, within 15 minutes.
 
-    Prints the link's URL for each port; using one of them uses the link. It needs `sign_in` in the configuration.
+    Prints the URL of the link for each port. The link can be used on one port. It needs `sign_in` in the configuration.
     """
     query = {"user": user, "role": role, "team": team or [], "owned_team": owned_team or []}
 

@@ -41,7 +41,7 @@ class AsgiRequest:
         self.size = 0
         self.body_complete = False
         self._body = b"" if endpoint_of(head.url.partition(b"?")[0].decode("latin-1")) is not None else None
-        """The start of the body, to detect one that is too large; None for a route that reads none."""
+        """The start of the body, enough to detect a body that is too large. None for a route that reads no body."""
         self.response_complete = False
         self.disconnected = False
         self.bytes_out = 0

@@ -538,7 +538,7 @@ def _sign_in(draft: Draft) -> Iterator[Problem]:
     for issuer in issuers:
         claims = issuer.get("claims")
         if not any(claims.get(name).value is not None for name in ("roles", "teams", "owned_teams")):
-            yield claims.problem("grants nothing, so nobody could sign in there: set claims.roles, claims.teams, or both")
+            yield claims.problem("grants nothing, so no person could sign in there: set claims.roles, claims.teams, or both")
         if claims.get("roles").value is not None and not roles:
             yield claims.get("roles").problem("has no effect: `sign_in.roles` maps no value to a role")
 

@@ -60,7 +60,7 @@ async def signing_in(control: Control, engine: Engine, audit: Audit) -> AsyncIte
 
 
 def before(service: SignIn, others: ASGIApp) -> ASGIApp:
-    """Return the application of the admin port: the routes of the sign-in, which need no authorization, before all others."""
+    """Return the application of the admin port: the routes of the sign-in, which need no authorization, in front of the others."""
     routes = application(service, "admin")
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""What a browser sends and stores: cookies, the origin of a request, and paths to return to. Pure.
+"""The values that a browser sends and stores: cookies, the origin of a request, and paths to return to. Pure.
 
 The rules: a cookie that was sent twice is ignored, because a page of a neighboring host can add one. A request that changes something must
 come from a page of this origin. A path to return to cannot leave this origin.

@@ -67,5 +67,15 @@ def failed(message: str, status: int) -> HTMLResponse:
 def _page(
     title: str, text: str = "", *, links: Sequence[Link] = (), form: Form | None = None, refresh: str | None = None, status: int = 200
 ) -> HTMLResponse:
-    headers, values = {"cache-control": "no-store"}, {"title": title, "text": text, "links": links, "form": form, "refresh": refresh}
-    return render("sign_in/page.html", "sign_in/page.css", status=status, headers=headers, has_forms=True, **values)
+    return render(
+        "sign_in/page.html",
+        "sign_in/page.css",
+        status=status,
+        headers={"cache-control": "no-store"},
+        has_forms=True,
+        title=title,
+        text=text,
+        links=links,
+        form=form,
+        refresh=refresh,
+    )

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, Select, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, Select, delete, insert, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -44,7 +44,7 @@ class NewSession:
 
 @dataclass(frozen=True, slots=True)
 class SignInLink:
-    """What a sign-in link grants. ``created_by`` is the actor that made it; times are in seconds since the epoch."""
+    """The role and teams that a sign-in link grants. ``created_by`` is the actor that made it; times are in seconds since the epoch."""
 
     subject: str
     role: Role | None
@@ -132,19 +132,16 @@ class PeopleStore:
 
     def link(self, token: str, now: float) -> SignInLink | None:
         """Return an unused sign-in link; None if it was used, has expired or does not exist."""
-        unused = (SIGN_IN_LINKS.c.digest == digest("link", token), SIGN_IN_LINKS.c.used.is_(None), SIGN_IN_LINKS.c.expires > _time(now))
         with self._transaction() as connection:
-            row = connection.execute(select(SIGN_IN_LINKS).where(*unused)).mappings().first()
+            row = connection.execute(select(SIGN_IN_LINKS).where(*_unused(token, now))).mappings().first()
         return None if row is None else _link(row)
 
     def use_link(self, token: str, now: float) -> SignInLink | None:
         """Use a sign-in link, once; None if it was used, has expired or does not exist."""
-        unused = (SIGN_IN_LINKS.c.digest == digest("link", token), SIGN_IN_LINKS.c.used.is_(None), SIGN_IN_LINKS.c.expires > _time(now))
+        used = update(SIGN_IN_LINKS).where(*_unused(token, now)).values(used=_time(now)).returning(*SIGN_IN_LINKS.c)
         with self._transaction() as connection:
-            if not connection.execute(update(SIGN_IN_LINKS).where(*unused).values(used=_time(now))).rowcount:
-                return None
-            row = connection.execute(select(SIGN_IN_LINKS).where(SIGN_IN_LINKS.c.digest == digest("link", token))).mappings().one()
-        return _link(row)
+            row = connection.execute(used).mappings().first()
+        return None if row is None else _link(row)
 
     def prune(self, now: float) -> None:
         """Delete what has expired. People are retained."""
@@ -170,8 +167,9 @@ class PeopleStore:
                 self._ready = True
 
     def _use(self, connection: Connection, value: bytes, expires: float) -> bool:
-        row = self._insert(USED_ONCE).values(digest=value, expires=_time(expires)).on_conflict_do_nothing()
-        return bool(connection.execute(row).rowcount)
+        # The driver of PostgreSQL reports no number of rows for an INSERT, so the row itself is returned.
+        row = self._insert(USED_ONCE).values(digest=value, expires=_time(expires)).on_conflict_do_nothing().returning(USED_ONCE.c.digest)
+        return connection.execute(row).first() is not None
 
     def _was_used(self, connection: Connection, value: bytes) -> bool:
         return connection.execute(select(USED_ONCE.c.digest).where(USED_ONCE.c.digest == value)).first() is not None
@@ -200,6 +198,11 @@ def _revoke(connection: Connection, ids: Any, now: float) -> list[EndedSession]:
 
 def _ended(issuer: str, sid: str) -> bytes:
     return digest("ended", issuer, sid)
+
+
+def _unused(token: str, now: float) -> tuple[ColumnElement[bool], ...]:
+    links = SIGN_IN_LINKS.c
+    return links.digest == digest("link", token), links.used.is_(None), links.expires > _time(now)
 
 
 def _link(row: Any) -> SignInLink:

@@ -27,7 +27,7 @@ from gateway.sign_in.sessions import Session
 
 Handler = Callable[[Request], Awaitable[Response]]
 _NOT_STORED = {"cache-control": "no-store"}
-_AWAY = "The sign-in is not available at the moment. Try again later."
+_UNAVAILABLE = "The sign-in is not available at the moment. Try again later."
 _MAX_PARAMETERS = 50
 
 
@@ -45,8 +45,8 @@ def application(service: SignIn, port: Port) -> Starlette:
     )
     made = [Route(path, routes.checked(handler), methods=[method]) for method, path, handler in handlers]
     made.append(Route(BACK_CHANNEL, routes.back_channel_logout, methods=["POST"]))
-    away = dict.fromkeys((DatabaseUnavailableError, AuditUnavailableError), _on_unavailable)
-    return Starlette(routes=made, exception_handlers={SignInError: _on_refused, **away})  # type: ignore[dict-item]
+    unavailable = dict.fromkeys((DatabaseUnavailableError, AuditUnavailableError), _on_unavailable)
+    return Starlette(routes=made, exception_handlers={SignInError: _on_refused, **unavailable})  # type: ignore[dict-item]
 
 
 class _Routes:
@@ -92,23 +92,23 @@ class _Routes:
         return response
 
     async def finish(self, request: Request) -> Response:
-        """Complete a sign-in at the redirect URI. The attempt is over in any case."""
+        """Complete a sign-in at the redirect URI. The cookie of the attempt is deleted in any case."""
         query = parse_qsl(request.url.query, keep_blank_values=True, max_num_fields=_MAX_PARAMETERS)
-        over = delete_cookie(self._service.attempt_cookie(self._port))
+        deleted = delete_cookie(self._service.attempt_cookie(self._port))
         response: Response
         try:
             issuer, client = request.path_params["issuer"], _client(request)
             response = _signed_in(await self._service.finish(self._port, issuer, query, _headers(request), client))
         except SignInError as error:
             response = pages.failed(str(error), error.status)
-        response.headers.append("set-cookie", over)
+        response.headers.append("set-cookie", deleted)
         return response
 
     async def session(self, request: Request) -> Response:
         """Return the person of the session, as JSON."""
         session = self._session(request)
         if session is None:
-            return JSONResponse({"error": "nobody is signed in"}, 401, _NOT_STORED)
+            return JSONResponse({"error": "no person is signed in"}, 401, _NOT_STORED)
         return JSONResponse(session.document(), headers=_NOT_STORED)
 
     async def show_link(self, request: Request) -> Response:
@@ -161,7 +161,7 @@ def _client(request: Request) -> str:
 
 
 async def _form(request: Request) -> dict[str, str]:
-    """Return the fields of a form. Raises SignInError for another kind of body, and for one that is too large."""
+    """Return the fields of a form. Raises SignInError for another kind of body, and for a body that is too large."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/x-www-form-urlencoded":
         raise SignInError("This request is not a form.", status=415)
     body = b""
@@ -180,4 +180,4 @@ async def _on_refused(_: Request, error: SignInError) -> Response:
 
 
 async def _on_unavailable(_: Request, __: Exception) -> Response:
-    return pages.failed(_AWAY, 503)
+    return pages.failed(_UNAVAILABLE, 503)

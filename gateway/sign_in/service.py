@@ -45,7 +45,7 @@ LINK_SECONDS = 15 * 60
 _TIMEOUT = 10.0  # seconds for a change of the database
 _LINK_PROVIDER = "link"
 _USED = "This sign-in link was used before, or has expired. Ask an administrator for a new one."
-_NOBODY = Actor("unauthenticated", "", None)
+_UNAUTHENTICATED = Actor("unauthenticated", "", None)
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -288,7 +288,7 @@ class SignIn:
     # Records
 
     async def _record(self, entry: Entry) -> None:
-        """Record what has happened. Raises AuditUnavailableError."""
+        """Record an entry. Raises AuditUnavailableError."""
         await asyncio.to_thread(self._audit.record, entry)
 
     async def _record_ended(self, action: str, ended: Sequence[EndedSession], actor: Actor, origin: str) -> None:
@@ -298,5 +298,5 @@ class SignIn:
     async def _record_refused(self, action: str, issuer: str, origin: str, error: SignInError) -> None:
         """Record and log a refused attempt."""
         _log.info("a sign-in at %s from %s was refused: %s", issuer, origin, error.detail or error)
-        entry = Entry(action, _NOBODY, origin, issuer, None, {"reason": error.detail or str(error)})
+        entry = Entry(action, _UNAUTHENTICATED, origin, issuer, None, {"reason": error.detail or str(error)})
         await asyncio.to_thread(self._audit.record_refused, entry)

@@ -154,10 +154,10 @@ class WorkerApp:
         raise unserved(request.method, path)
 
     def _session(self, request: Request, rules: SessionRules) -> Response:
-        """Return the person who is signed in. Raises Refusal."""
+        """Return the person of the session. Raises Refusal."""
         session = self._pages_of_control.session(rules, request.scope["headers"], time.time())
         if session is None:
-            raise Refusal("missing_api_key", "Nobody is signed in. Sign in at /sign-in.")
+            raise Refusal("missing_api_key", "No person is signed in. Sign in at /sign-in.")
         return JSONResponse(session.document(), headers=_NOT_STORED)
 
     async def _usage(self, request: Request) -> Response:

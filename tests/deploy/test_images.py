@@ -192,7 +192,7 @@ def test_the_images_lock_has_all_that_the_gateway_needs() -> None:
     locked = {_normalized(name) for name, _ in entries(FOLDER / "runtime.lock")}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*project["dependencies"], *extras["otel"], *extras["jwt"], *extras["kv-events"]]
+    wanted = [*project["dependencies"], *extras["otel"], *extras["jwt"], *extras["oidc"], *extras["kv-events"]]
     assert {_normalized(re.split(r"[\[<>=;~! ]", line)[0]) for line in wanted} <= locked
 
 

@@ -25,6 +25,7 @@ from tests.support.certificates import certificate
 
 BIN = Path(sys.executable).parent
 REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
+_SECRET_TEXT = "a-secret-that-is-long-enough-for-all-settings"
 _SECRET = re.compile(r"\{(env|file): ([^}]+)\}")
 CLIENTS = {".aider.conf.yml": {"model", "openai-api-base", "show-model-warnings"}, "config.yaml": {"name", "version", "schema", "models"}}
 """Settings of clients: the files' names, and their sections."""
@@ -56,7 +57,7 @@ def checked(folder: Path, text: str) -> str:
     secrets = _SECRET.findall(text)
     for kind, name in secrets:
         if kind == "file":
-            (folder / name).write_text("a-secret-of-the-reader\n")
+            (folder / name).write_text(_SECRET_TEXT + "\n")
     programs = gpus_and_vllm(folder)
     (folder / "gateway.yaml").write_text(re.sub(r"/opt/[\w./-]+/vllm\b", str(programs / "vllm"), text))
     if "tls:" in text:
@@ -64,7 +65,7 @@ def checked(folder: Path, text: str) -> str:
             file.rename(folder / name)
     for path in re.findall(r" (\./[\w./-]+)", text):
         (folder / path).mkdir(parents=True)
-    environ = os.environ | {name: "a-secret-of-the-reader" for kind, name in secrets if kind == "env"}
+    environ = os.environ | {name: _SECRET_TEXT for kind, name in secrets if kind == "env"}
     environ["PATH"] = f"{programs}{os.pathsep}{environ['PATH']}"
     command = [str(BIN / "vllm-gateway"), "check", "gateway.yaml"]
     done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True, timeout=60)

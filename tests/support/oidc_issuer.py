@@ -57,7 +57,7 @@ class OidcIssuer:
     def __post_init__(self) -> None:
         self.published = [key.jwk() for key in self.keys]
 
-    # What a person does at the issuer
+    # For the person at the issuer
 
     def approve(self, authorization: str, **claims: Any) -> str:
         """Sign a person in at an authorization URL. Returns the URL to which the browser is sent."""
@@ -85,7 +85,7 @@ class OidcIssuer:
         present = {name: value for name, value in (usual | claims).items() if value is not None}
         return self.signed(present, typ="logout+jwt")
 
-    # What the gateway requests
+    # For the gateway
 
     def respond(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, dict[str, Any]]:
         self.requests.append(path)

@@ -1,7 +1,7 @@
 """The authorization request and its response (OpenID Connect Core 1.0, section 3.1.2; RFC 7636; RFC 9207; RFC 9700). Sans I/O.
 
 The rules: a response counts only in the browser that started the sign-in, once, until it expires, and for the issuer and the port that were
-chosen then. Each issuer has its own redirect URI, so the response of one issuer cannot be taken for that of another, also without RFC 9207.
+chosen then. Each issuer has its own redirect URI, so the response of one issuer is not accepted for another one, also without RFC 9207.
 Nonce and PKCE verifier are derived from the state and the key, and are stored nowhere.
 """
 

@@ -65,14 +65,14 @@ class Ports:
         return response.headers["location"]
 
     async def sign_in(
-        self, browser: httpx2.AsyncClient, issuer: OidcIssuer, port: Port = "data", name: str = "one", **claims: Any
+        self, browser: httpx2.AsyncClient, issuer: OidcIssuer, port: Port = "data", provider: str = "one", **claims: Any
     ) -> httpx2.Response:
         """Sign a person in, and return the response at the redirect URI."""
-        authorization = await self.start(browser, port, name)
+        authorization = await self.start(browser, port, provider)
         return await browser.get(issuer.approve(authorization, **{"groups": ["lab", "llm-admins"], "name": "Alice", **claims}))
 
     async def person(self, browser: httpx2.AsyncClient, port: Port = "data") -> dict[str, Any] | None:
-        """Return who is signed in on a port; None: nobody."""
+        """Return the person of the session on a port, None without a session."""
         response = await browser.get(f"{self.origins[port]}/sign-in/session")
         found: dict[str, Any] = response.json()
         return found if response.status_code == 200 else None

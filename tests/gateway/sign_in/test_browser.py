@@ -9,6 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gateway.sign_in.browser import (
+    Port,
     attempt_cookie,
     cookie,
     delete_cookie,
@@ -52,7 +53,8 @@ def test_no_text_leads_to_another_origin(text: str) -> None:
 
 
 def test_the_names_of_cookies_differ_by_port_and_are_bound_to_the_host_with_tls() -> None:
-    kinds, ports = (session_cookie, attempt_cookie), ("data", "admin")
+    kinds = (session_cookie, attempt_cookie)
+    ports: tuple[Port, ...] = ("data", "admin")
     names = [make(port, secure=secure) for make in kinds for port in ports for secure in (True, False)]
     assert len(set(names)) == 8
     assert [name.startswith("__Host-") for name in names] == [True, False] * 4

@@ -71,7 +71,7 @@ def sign_in(running: Gateway, browser: httpx2.Client, issuer: OidcIssuer, port: 
 
 
 def people(browser: httpx2.Client, port: int, cookies: Any = None) -> list[Any]:
-    """Return who is signed in by several new connections, so that each worker responds."""
+    """Return the person of the session over several new connections, so that each worker responds."""
     found = []
     for _ in range(8):
         with httpx2.Client(trust_env=False, timeout=60, cookies=cookies or dict(browser.cookies)) as one:
@@ -94,12 +94,14 @@ def test_a_session_holds_in_every_worker_and_so_does_its_end(
     assert people(browser, number, cookies) == [None] * 8, "the response comes after every worker knows it"
 
 
-@pytest.mark.parametrize("told", ["data", "admin"])
-def test_a_logout_of_the_issuer_holds_on_both_ports(running: Gateway, browser: httpx2.Client, issuer: OidcIssuer, told: str) -> None:
+@pytest.mark.parametrize("port_of_logout", ["data", "admin"])
+def test_a_logout_of_the_issuer_holds_on_both_ports(
+    running: Gateway, browser: httpx2.Client, issuer: OidcIssuer, port_of_logout: str
+) -> None:
     for port in (running.data, running.admin):
-        assert sign_in(running, browser, issuer, port, sid=f"of {told}").status_code == 303
-    url = f"http://127.0.0.1:{getattr(running, told)}/back-channel-logout"
-    assert httpx2.post(url, data={"logout_token": issuer.logout_token(sid=f"of {told}")}, timeout=60).status_code == 200
+        assert sign_in(running, browser, issuer, port, sid=f"of {port_of_logout}").status_code == 303
+    url = f"http://127.0.0.1:{getattr(running, port_of_logout)}/back-channel-logout"
+    assert httpx2.post(url, data={"logout_token": issuer.logout_token(sid=f"of {port_of_logout}")}, timeout=60).status_code == 200
     assert people(browser, running.data) == people(browser, running.admin) == [None] * 8
 
 
@@ -154,7 +156,7 @@ def test_a_login_link_signs_a_person_in_once(running: Gateway, browser: httpx2.C
         (["--user", "a\x1b[31m", "--role", "viewer"], "user is not a name"),
     ],
 )
-def test_a_login_link_for_nobody_is_refused(running: Gateway, arguments: list[str], text: str) -> None:
+def test_a_login_link_without_a_valid_grant_is_refused(running: Gateway, arguments: list[str], text: str) -> None:
     made = running.command("login-link", *arguments)
     assert made.returncode == 1 and text in made.stderr
 
@@ -191,7 +193,7 @@ def test_the_routes_do_not_exist_without_the_setting(tmp_path: Path) -> None:
         ({"url": "https://llm.example.com/path"}, "expected an address with no path"),
         ({"issuers": [{"id": "link"}]}, "which means sign-in links"),
         ({"issuers": [{"id": "../x"}]}, "expected an ID of lowercase letters"),
-        ({"issuers": [{"claims": {}}]}, "nobody could sign in there"),
+        ({"issuers": [{"claims": {}}]}, "no person could sign in there"),
         ({"issuers": [{"scopes": "profile"}]}, "must contain openid"),
         ({"issuers": [{"algorithms": ["HS256"]}]}, "algorithms"),
         ({"issuers": [{}, {}]}, "issuer"),

@@ -135,7 +135,7 @@ def test_an_expired_session_needs_no_revocation(people: PeopleStore) -> None:
 
 def test_a_database_that_is_away_is_reported(tmp_path: Path) -> None:
     with refusing() as port:
-        away = PeopleStore(create_database_engine(database_url(f"postgresql://user@127.0.0.1:{port}/none", tmp_path)))
-        for call in (lambda: away.revoked(NOW), lambda: away.use_link("t", NOW), lambda: away.use_once(b"x", NOW)):
+        unreachable = PeopleStore(create_database_engine(database_url(f"postgresql://user@127.0.0.1:{port}/none", tmp_path)))
+        for call in (lambda: unreachable.revoked(NOW), lambda: unreachable.use_link("t", NOW), lambda: unreachable.use_once(b"x", NOW)):
             with pytest.raises(DatabaseUnavailableError):
                 call()

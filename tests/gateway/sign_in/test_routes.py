@@ -30,7 +30,7 @@ def issuer() -> Iterator[OidcIssuer]:
 
 @pytest.fixture
 def other() -> Iterator[OidcIssuer]:
-    """A second issuer, which attacks the first one. It is configured, and grants nothing but membership."""
+    """A second issuer, which attacks the first one. It is configured, and grants teams only."""
     with oidc_issuer() as running:
         yield running
 
@@ -59,7 +59,7 @@ async def test_a_person_signs_in_and_out(gateway: Ports, browser: httpx2.AsyncCl
     assert await gateway.person(browser, "admin") is None, "each port has its own session"
     page = await gateway.post(browser, "/sign-out")
     assert page.status_code == 200 and await gateway.person(browser) is None
-    onward = urlsplit(re.search(r'href="([^"]+)"', page.text).group(1).replace("&amp;", "&"))  # type: ignore[union-attr]
+    onward = urlsplit(re.search(r'class="way" href="([^"]+)"', page.text).group(1).replace("&amp;", "&"))  # type: ignore[union-attr]
     query = dict(parse_qsl(onward.query))
     assert f"{onward.scheme}://{onward.netloc}{onward.path}" == f"{issuer.url}/logout"
     assert query["client_id"] == "vllm-gateway" and query["id_token_hint"].count(".") == 2
@@ -202,7 +202,7 @@ RESPONSES: list[Attack] = [
 
 
 @pytest.mark.parametrize("attack", RESPONSES, ids=lambda attack: attack.__name__)
-async def test_a_response_that_was_not_requested_signs_nobody_in(
+async def test_a_response_that_was_not_requested_is_refused(
     gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer, other: OidcIssuer, attack: Attack
 ) -> None:
     callback = await attack(gateway, browser, issuer, other)
@@ -236,7 +236,7 @@ TOKENS: dict[str, Callable[[OidcIssuer], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("attack", TOKENS)
-async def test_a_token_that_is_not_for_this_sign_in_signs_nobody_in(
+async def test_a_token_that_is_not_for_this_sign_in_is_refused(
     gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer, attack: str
 ) -> None:
     response = await gateway.sign_in(browser, issuer, **TOKENS[attack](issuer))
@@ -244,7 +244,7 @@ async def test_a_token_that_is_not_for_this_sign_in_signs_nobody_in(
     assert gateway.actions() == ["sign_in.refused"]
 
 
-async def test_the_token_of_another_sign_in_signs_nobody_in(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer) -> None:
+async def test_the_token_of_another_sign_in_is_refused(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer) -> None:
     tokens: list[str] = []
 
     def sign(claims: dict[str, Any]) -> str:
@@ -266,14 +266,14 @@ async def test_one_issuer_cannot_sign_in_the_people_of_another(
     assert refused.status_code == 502 and "unusable response" in refused.text
     other.metadata = {}
     other.sign = lambda claims: other.signed({**claims, "iss": issuer.url})
-    assert (await gateway.sign_in(browser, other, name="two")).status_code == 502
+    assert (await gateway.sign_in(browser, other, provider="two")).status_code == 502
     other.sign = None
-    assert (await gateway.sign_in(browser, other, name="two")).status_code == 303
+    assert (await gateway.sign_in(browser, other, provider="two")).status_code == 303
     assert await gateway.person(browser) == {**ALICE, "role": None}
     assert gateway.entries[-1].actor.name == "two:alice"
 
 
-async def test_a_provider_that_is_away_signs_nobody_in(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer) -> None:
+async def test_without_a_provider_there_is_no_session(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer) -> None:
     issuer.down = True
     response = await browser.get(f"{gateway.origins['data']}/sign-in", params={"issuer": "one"})
     assert response.status_code == 502 and "does not respond" in response.text
@@ -364,7 +364,7 @@ async def test_an_issuer_signs_a_person_out_on_both_ports(
 
 
 @pytest.mark.parametrize("names", [{"sid": "s2"}, {"sub": "bob"}, {"sid": "s1", "sub": "bob"}], ids=str)
-async def test_an_issuer_signs_nobody_else_out(
+async def test_an_issuer_signs_no_other_person_out(
     gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer, names: dict[str, str]
 ) -> None:
     await gateway.sign_in(browser, issuer, sid="s1")
@@ -412,7 +412,7 @@ LOGOUTS: dict[str, Callable[[OidcIssuer], str]] = {
 
 
 @pytest.mark.parametrize("attack", LOGOUTS)
-async def test_a_forged_logout_token_signs_nobody_out(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer, attack: str) -> None:
+async def test_a_forged_logout_token_is_refused(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer, attack: str) -> None:
     await gateway.sign_in(browser, issuer)
     response = await logout(gateway, LOGOUTS[attack](issuer))
     assert (response.status_code, response.json()["error"]) == (400, "invalid_request")
@@ -486,7 +486,7 @@ FOREIGN: dict[str, dict[str, str]] = {
 
 @pytest.mark.parametrize("headers", FOREIGN)
 @pytest.mark.parametrize("port", ["data", "admin"])
-async def test_another_page_can_sign_nobody_in_or_out(gateway: Ports, issuer: OidcIssuer, headers: str, port: Port) -> None:
+async def test_another_page_can_sign_no_person_in_or_out(gateway: Ports, issuer: OidcIssuer, headers: str, port: Port) -> None:
     origin = gateway.origins[port]
     sent = {name: value.replace("HERE", origin) for name, value in FOREIGN[headers].items()}
     token = token_of(await link(gateway))

@@ -41,7 +41,7 @@ def test_values_grant_the_highest_role_and_the_known_teams(groups: Any, role: Ro
     "groups",
     [None, [], "llm-admins lab", ["LLM-Admins"], ["llm-admins "], [["llm-admins"]], {"llm-admins": True}, 1, True, [None, 5], "", ["*"]],
 )
-def test_whoever_has_no_role_and_no_team_is_refused(groups: Any) -> None:
+def test_a_person_without_a_role_and_a_team_is_refused(groups: Any) -> None:
     with pytest.raises(SignInError, match="no access here") as refused:
         person(groups=groups)
     assert refused.value.status == 403 and "login:alice" in refused.value.detail

@@ -6,6 +6,7 @@ import base64
 import hmac
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -68,7 +69,7 @@ def swapped() -> str:
 
 
 HOUR = 3600
-FORGED = {
+FORGED: dict[str, Callable[[], str]] = {
     "alg none": lambda: assembled({"alg": "none"}, id_claims()),
     "alg None": lambda: assembled({"alg": "None", "kid": "es"}, id_claims()),
     "alg none with a signature": lambda: assembled({"alg": "none", "kid": "es"}, id_claims(), b"signature"),
@@ -128,7 +129,7 @@ def test_a_forged_id_token_is_refused(attack: str) -> None:
     assert refused.value.detail and "eyJ" not in refused.value.detail
 
 
-def test_a_token_with_an_unknown_key_is_told_apart_so_that_keys_are_fetched() -> None:
+def test_a_token_with_an_unknown_key_leads_to_a_fetch() -> None:
     with pytest.raises(UnknownKeyError):
         verified_id_token(signed(id_claims(), kid="new"), CLIENT, KEYS, NONCE)
 
@@ -150,7 +151,7 @@ def test_a_logout_token_names_a_session_or_a_subject() -> None:
     assert verified_logout_token(signed(logout_claims()), CLIENT, KEYS).subject == "alice"
 
 
-NO_LOGOUT = {
+NO_LOGOUT: dict[str, Callable[[], str]] = {
     "an ID token": lambda: signed(id_claims(jti="1")),
     "an ID token with the event": lambda: signed(logout_claims(nonce=NONCE)),
     "a null nonce": lambda: signed({**logout_claims(), "nonce": None}),
