@@ -268,7 +268,7 @@ class SignIn:
         return origin
 
     def _provider(self, identity: str) -> ProviderClient:
-        """Return the provider of an issuer's entry. What is known of it is retained while its entry is unchanged. Raises SignInError."""
+        """Return the provider of an issuer's entry. Its metadata and keys are retained while its entry is unchanged. Raises SignInError."""
         issuer = self._entry(identity)
         client = client_of(issuer)
         known = self._providers.get(identity)

@@ -17,6 +17,7 @@ const provider = new Provider(issuer, {
   claims: { openid: ["sub", "name", "groups", "sid"] },
   conformIdTokenClaims: false,
   features: { backchannelLogout: { enabled: true }, rpInitiatedLogout: { enabled: true }, devInteractions: { enabled: true } },
+  fetch: (url, { dispatcher, ...options }) => fetch(url, options), // its own dispatcher refuses loopback addresses
   pkce: { required: () => true },
   findAccount: (_, sub) => ({ accountId: sub, claims: () => ({ sub, name: "Alice", groups: ["lab", "llm-admins"] }) }),
 });
