@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from sqlalchemy import Engine
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gateway import config as conf
 from gateway.audit.entry import Audit
@@ -60,11 +60,23 @@ async def signing_in(control: Control, engine: Engine, audit: Audit) -> AsyncIte
 
 
 def before(service: SignIn, others: ASGIApp) -> ASGIApp:
-    """Return the application of the admin port: the routes of the sign-in, which need no authorization, in front of the others."""
+    """Return the application of the admin port: the routes of the sign-in, which need no authorization, in front of the others.
+
+    Responses of the others renew the session of a person.
+    """
     routes = application(service, "admin")
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
-        is_own = service.origin("admin") is not None and endpoint_of(scope["path"]) is not None
-        await (routes if is_own else others)(scope, receive, send)
+        if service.origin("admin") is not None and endpoint_of(scope["path"]) is not None:
+            await routes(scope, receive, send)
+            return
+        renewal = [(name.encode(), value.encode()) for name, value in service.renewal(scope["headers"]).items()]
+
+        async def send_renewed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *renewal]
+            await send(message)
+
+        await others(scope, receive, send_renewed if renewal else send)
 
     return serve

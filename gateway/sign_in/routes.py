@@ -109,7 +109,8 @@ class _Routes:
         session = self._session(request)
         if session is None:
             return JSONResponse({"error": "no person is signed in"}, 401, _NOT_STORED)
-        return JSONResponse(session.document(), headers=_NOT_STORED)
+        renewal = self._service.sessions(self._port).renewal(session, time.time())
+        return JSONResponse(session.document(), headers=_NOT_STORED | renewal)
 
     async def show_link(self, request: Request) -> Response:
         """Show what a sign-in link is for, without using it."""

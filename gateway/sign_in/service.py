@@ -173,6 +173,14 @@ class SignIn:
         session = self.sessions("admin").read(headers, time.time())
         return None if session is None else session.person.actor
 
+    def renewal(self, headers: Headers) -> dict[str, str]:
+        """Return the header that records the use of the session on the admin port that a request has; empty if there is none to record."""
+        if self.origin("admin") is None:
+            return {}
+        sessions, now = self.sessions("admin"), time.time()
+        session = sessions.read(headers, now)
+        return {} if session is None else sessions.renewal(session, now)
+
     # Sign-in links
 
     async def create_link(

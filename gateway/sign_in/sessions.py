@@ -89,11 +89,11 @@ class Sessions:
         session = None if text is None else self._signer.read(text)
         return session if session is not None and self._is_valid(session, now) else None
 
-    def renewed(self, session: Session, now: float) -> str | None:
-        """Return the ``Set-Cookie`` value that records the use of a session; None while the present cookie is recent enough."""
+    def renewal(self, session: Session, now: float) -> dict[str, str]:
+        """Return the header that records the use of a session, for its response; empty while the present cookie is recent enough."""
         if now - session.seen < self._rules.idle / _RENEWALS:
-            return None
-        return self.write(replace(session, seen=int(now)))
+            return {}
+        return {"set-cookie": self.write(replace(session, seen=int(now)))}
 
     def delete(self) -> str:
         """Return the ``Set-Cookie`` value that deletes the cookie."""

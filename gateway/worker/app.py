@@ -155,10 +155,11 @@ class WorkerApp:
 
     def _session(self, request: Request, rules: SessionRules) -> Response:
         """Return the person of the session. Raises Refusal."""
-        session = self._pages_of_control.session(rules, request.scope["headers"], time.time())
+        sessions, now = self._pages_of_control.sessions(rules), time.time()
+        session = sessions.read(request.scope["headers"], now)
         if session is None:
             raise Refusal("missing_api_key", "No person is signed in. Sign in at /sign-in.")
-        return JSONResponse(session.document(), headers=_NOT_STORED)
+        return JSONResponse(session.document(), headers=_NOT_STORED | sessions.renewal(session, now))
 
     async def _usage(self, request: Request) -> Response:
         """Return the key's own usage, from the ledger. Raises Refusal."""

@@ -11,9 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.api.errors import Refusal
-from gateway.sign_in.browser import Headers
 from gateway.sign_in.paths import MAX_FORM
-from gateway.sign_in.sessions import Session, Sessions
+from gateway.sign_in.sessions import Sessions
 from gateway.snapshot.link import PageRequested, PageResponded
 from gateway.snapshot.snapshot import SessionRules
 from gateway.worker.query_requests import Replies
@@ -57,8 +56,8 @@ class PageRequests:
         """Refuse these sessions from now on, and no others."""
         self._revoked, self._sessions = ids, None
 
-    def session(self, rules: SessionRules, headers: Headers, now: float) -> Session | None:
-        """Return the valid session of a request, None without one."""
+    def sessions(self, rules: SessionRules) -> Sessions:
+        """Return the check of sessions by the rules of the snapshot."""
         if self._sessions is None or self._sessions[0] is not rules:
             self._sessions = rules, Sessions(rules, "data", self._revoked)
-        return self._sessions[1].read(headers, now)
+        return self._sessions[1]

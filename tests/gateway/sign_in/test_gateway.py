@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,8 +16,14 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
+from gateway.access.actor import Role
 from gateway.config import ConfigurationError, load
+from gateway.sign_in.browser import Port
+from gateway.sign_in.sessions import Person, Sessions, new_session
+from gateway.snapshot.snapshot import SessionRules
 from tests.support.oidc_issuer import CLIENT, OidcIssuer, oidc_issuer
+from tests.support.ports import refusing
+from tests.support.postgres import Postgres
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
 
 KEY = "a session key of more than 32 characters"
@@ -70,11 +78,11 @@ def sign_in(running: Gateway, browser: httpx2.Client, issuer: OidcIssuer, port: 
     return browser.get(issuer.approve(started.headers["location"], **{"groups": ["lab", "llm-admins"], "name": "Alice", **claims}))
 
 
-def people(browser: httpx2.Client, port: int, cookies: Any = None) -> list[Any]:
+def people(cookies: dict[str, str], port: int) -> list[Any]:
     """Return the person of the session over several new connections, so that each worker responds."""
     found = []
     for _ in range(8):
-        with httpx2.Client(trust_env=False, timeout=60, cookies=cookies or dict(browser.cookies)) as one:
+        with httpx2.Client(trust_env=False, timeout=60, cookies=cookies) as one:
             response = one.get(f"http://127.0.0.1:{port}/sign-in/session")
             found.append(response.json() if response.status_code == 200 else None)
     return found
@@ -87,11 +95,11 @@ def test_a_session_holds_in_every_worker_and_so_does_its_end(
     number = getattr(running, port)
     assert sign_in(running, browser, issuer, number).status_code == 303
     cookies = dict(browser.cookies)
-    assert people(browser, number) == [ALICE] * 8
+    assert people(dict(browser.cookies), number) == [ALICE] * 8
     origin = f"http://127.0.0.1:{number}"
     assert browser.post(f"{origin}/sign-out", data={"a": "b"}).status_code == 403
     assert browser.post(f"{origin}/sign-out", headers={"origin": origin}, data={"a": "b"}).status_code == 200
-    assert people(browser, number, cookies) == [None] * 8, "the response comes after every worker knows it"
+    assert people(cookies, number) == [None] * 8, "the response comes after every worker knows it"
 
 
 @pytest.mark.parametrize("port_of_logout", ["data", "admin"])
@@ -102,7 +110,7 @@ def test_a_logout_of_the_issuer_holds_on_both_ports(
         assert sign_in(running, browser, issuer, port, sid=f"of {port_of_logout}").status_code == 303
     url = f"http://127.0.0.1:{getattr(running, port_of_logout)}/back-channel-logout"
     assert httpx2.post(url, data={"logout_token": issuer.logout_token(sid=f"of {port_of_logout}")}, timeout=60).status_code == 200
-    assert people(browser, running.data) == people(browser, running.admin) == [None] * 8
+    assert people(dict(browser.cookies), running.data) == people(dict(browser.cookies), running.admin) == [None] * 8
 
 
 def test_a_restarted_worker_knows_what_was_revoked(running: Gateway, browser: httpx2.Client, issuer: OidcIssuer) -> None:
@@ -115,7 +123,7 @@ def test_a_restarted_worker_knows_what_was_revoked(running: Gateway, browser: ht
         os.kill(pid, 9)
     wait_for(lambda: len(running.workers()) == 2 and not {*running.workers().values()} & {*before.values()})
     wait_for(lambda: running.request().status_code == 200)
-    assert people(browser, running.data, cookies) == [None] * 8
+    assert people(cookies, running.data) == [None] * 8
 
 
 def test_a_person_operates_the_gateway_from_a_page_of_the_admin_port_only(
@@ -132,6 +140,55 @@ def test_a_person_operates_the_gateway_from_a_page_of_the_admin_port_only(
         assert viewer.post(f"{origin}/reload", headers={"origin": origin}).status_code == 403
 
 
+def cookie_of(port: Port, *, seen: int = 0) -> dict[str, str]:
+    """Return a session's cookie that was last renewed ``seen`` seconds ago."""
+    now = time.time()
+    session = new_session(Person("", "link", "dave", "Dave", Role.VIEWER, ("lab",)), now)
+    written = Sessions(SessionRules(KEY.encode(), False, 28_800, 86_400, ("",)), port, ()).write(replace(session, seen=int(now) - seen))
+    return {written.partition("=")[0]: written.partition("=")[2].partition(";")[0]}
+
+
+@pytest.mark.parametrize(("port", "path"), [("data", "/sign-in/session"), ("admin", "/sign-in/session"), ("admin", "/status")])
+def test_use_renews_a_session(running: Gateway, port: Port, path: str) -> None:
+    url = f"http://127.0.0.1:{getattr(running, port)}{path}"
+    assert "set-cookie" not in httpx2.get(url, cookies=cookie_of(port, seen=60), timeout=60).headers
+    assert "session=" in httpx2.get(url, cookies=cookie_of(port, seen=3600), timeout=60).headers["set-cookie"]
+    assert "set-cookie" not in httpx2.get(url, cookies=cookie_of(port, seen=28_800), timeout=60).headers
+
+
+def test_no_session_is_valid_until_the_revoked_ones_are_known(tmp_path: Path) -> None:
+    """A session that was revoked must not become valid by a restart while the database is unavailable."""
+    secrets(tmp_path)
+    data, admin = free_ports(2)
+    with refusing() as closed:
+        ledger = f"postgresql://user@127.0.0.1:{closed}/none"
+        with gateway(tmp_path, with_sign_in("http://127.0.0.1:1", data, admin, ledger=ledger)) as one:
+            assert people(cookie_of("data"), data) == [None] * 8
+            assert one.request().status_code == 200
+            origin = f"http://127.0.0.1:{data}"
+            link = httpx2.post(f"{origin}/sign-in/link", data={"token": "a"}, headers={"origin": origin}, timeout=60)
+            assert link.status_code == 503
+            assert "no session is valid until they are known" in one.output
+
+
+def test_a_logout_holds_on_every_gateway(server: Postgres, issuer: OidcIssuer, tmp_path: Path) -> None:
+    ledger = server.database()
+    with ExitStack() as stack:
+        gateways = []
+        for name in ("first", "second"):
+            folder = tmp_path / name
+            folder.mkdir()
+            secrets(folder)
+            gateways.append(stack.enter_context(gateway(folder, with_sign_in(issuer.url, *free_ports(2), ledger=ledger))))
+        browser = stack.enter_context(httpx2.Client(trust_env=False, timeout=60))
+        sign_in(gateways[0], browser, issuer, gateways[0].data, sid="both")
+        wait_for(lambda: people(dict(browser.cookies), gateways[1].data) == [ALICE] * 8)
+        url = f"http://127.0.0.1:{gateways[0].data}/back-channel-logout"
+        assert httpx2.post(url, data={"logout_token": issuer.logout_token(sid="both")}, timeout=60).status_code == 200
+        assert people(dict(browser.cookies), gateways[0].data) == [None] * 8
+        wait_for(lambda: people(dict(browser.cookies), gateways[1].data) == [None] * 8)
+
+
 def test_a_login_link_signs_a_person_in_once(running: Gateway, browser: httpx2.Client) -> None:
     made = running.command("login-link", "--user", "carol", "--role", "viewer", "--team", "lab")
     assert (made.returncode, made.stderr) == (0, "")
@@ -141,7 +198,7 @@ def test_a_login_link_signs_a_person_in_once(running: Gateway, browser: httpx2.C
     assert page.status_code == 200 and "Sign in as carol" in page.text
     origin, token = f"http://127.0.0.1:{running.data}", urlsplit(data).query.removeprefix("token=")
     used = browser.post(f"{origin}/sign-in/link", data={"token": token}, headers={"origin": origin})
-    assert used.status_code == 303 and people(browser, running.data)[0]["name"] == "carol"
+    assert used.status_code == 303 and people(dict(browser.cookies), running.data)[0]["name"] == "carol"
     assert browser.get(admin).status_code == 403
     assert token not in running.output + running.log
 
