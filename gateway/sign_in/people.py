@@ -24,7 +24,7 @@ from gateway.access.actor import Role
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import migrate, reason
 from gateway.sign_in.browser import Port
-from gateway.sign_in.sessions import Person, Session
+from gateway.sign_in.sessions import Logout, Person, Session
 from gateway.sign_in.tables import PEOPLE, SESSIONS, SIGN_IN_LINKS, USED_ONCE
 
 _UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)
@@ -102,12 +102,16 @@ class PeopleStore:
             siblings = select(SESSIONS.c.id).join(same, (SESSIONS.c.person == same.c.person) & (SESSIONS.c.sid == same.c.sid))
             return _revoke(connection, select(SESSIONS.c.id).where(SESSIONS.c.id.in_(sessions)).union(siblings), now)
 
-    def log_out(self, issuer: str, subject: str | None, sid: str | None, lifetime: float, now: float) -> list[EndedSession]:
-        """Revoke the sessions of a provider's session, or all of a person without a ``sid``. Returns them.
+    def log_out(self, logout: Logout, lifetime: float, now: float) -> list[EndedSession]:
+        """Revoke the sessions that a logout token names: those of the provider's session, or all of the person. Returns them.
 
-        A sign-in of the same provider's session that is not complete yet is refused within ``lifetime``.
+        A repeated token revokes nothing: it would also end sessions that began after it. A sign-in of the same provider's session that is
+        not complete yet is refused within ``lifetime``.
         """
+        issuer, subject, sid = logout.issuer, logout.subject, logout.sid
         with self._transaction() as connection:
+            if not self._use(connection, digest("logout", issuer, logout.identity), logout.expires):
+                return []
             wanted = select(SESSIONS.c.id).join(PEOPLE, SESSIONS.c.person == PEOPLE.c.id).where(PEOPLE.c.issuer == issuer)
             if subject is not None:
                 wanted = wanted.where(PEOPLE.c.subject == subject)

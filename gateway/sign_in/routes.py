@@ -69,7 +69,7 @@ class _Routes:
         async def handle(request: Request) -> Response:
             headers = _headers(request)
             if not is_for(headers, self._origin):
-                if request.method == "GET" and request.url.path == SIGN_IN:
+                if request.method == "GET" and request.scope["path"] == SIGN_IN:
                     return RedirectResponse(f"{self._origin}{SIGN_IN}", 303, _NOT_STORED)  # another name of this gateway
                 raise SignInError("Use the configured address of this gateway.", status=421)
             if request.method == "HEAD":  # Starlette adds it to GET; a program that only looks must not use a code
@@ -93,12 +93,11 @@ class _Routes:
 
     async def finish(self, request: Request) -> Response:
         """Complete a sign-in at the redirect URI. The cookie of the attempt is deleted in any case."""
-        query = parse_qsl(request.url.query, keep_blank_values=True, max_num_fields=_MAX_PARAMETERS)
         deleted = delete_cookie(self._service.attempt_cookie(self._port))
         response: Response
         try:
-            issuer, client = request.path_params["issuer"], _client(request)
-            response = _signed_in(await self._service.finish(self._port, issuer, query, _headers(request), client))
+            issuer, query = request.path_params["issuer"], _fields(request.scope["query_string"])
+            response = _signed_in(await self._service.finish(self._port, issuer, query, _headers(request), _client(request)))
         except SignInError as error:
             response = pages.failed(str(error), error.status)
         response.headers.append("set-cookie", deleted)
@@ -170,10 +169,15 @@ async def _form(request: Request) -> dict[str, str]:
         body += part
         if len(body) > MAX_FORM:
             raise SignInError("This form is too large.", status=413)
+    return dict(_fields(body))
+
+
+def _fields(encoded: bytes) -> list[tuple[str, str]]:
+    """Return the fields of a form or of a query. Raises SignInError."""
     try:
-        return dict(parse_qsl(body.decode("ascii"), keep_blank_values=True, max_num_fields=_MAX_PARAMETERS))
+        return parse_qsl(encoded.decode("ascii"), keep_blank_values=True, max_num_fields=_MAX_PARAMETERS)
     except ValueError:
-        raise SignInError("This form is not valid.") from None
+        raise SignInError("This request is not valid.") from None
 
 
 async def _on_refused(_: Request, error: SignInError) -> Response:

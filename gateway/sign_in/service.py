@@ -157,12 +157,8 @@ class SignIn:
         except SignInError as error:
             await self._record_refused("logout.refused", issuer or "", origin, error)
             raise
-        used, lifetime = digest("logout", logout.issuer, logout.identity), self._settings().session.lifetime
-        if not await run_in_thread(lambda: self._people.use_once(used, logout.expires), _TIMEOUT):
-            return  # a repeated token would also end the sessions that began after it
-        ended = await run_in_thread(
-            lambda: self._people.log_out(logout.issuer, logout.subject, logout.sid, lifetime, time.time()), _TIMEOUT
-        )
+        lifetime = self._settings().session.lifetime
+        ended = await run_in_thread(lambda: self._people.log_out(logout, lifetime, time.time()), _TIMEOUT)
         await self._make_known()
         await self._record_ended("logout", ended, Actor("person", f"{issuer}:{logout.subject or ''}", None), origin)
 

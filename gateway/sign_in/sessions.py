@@ -61,6 +61,20 @@ class Session:
         return {"name": person.name, "role": person.role, "teams": person.teams, "owned_teams": person.owned_teams}
 
 
+@dataclass(frozen=True, slots=True)
+class Logout:
+    """The verified claims of a logout token: the sessions with this ``sid``, or all of this subject.
+
+    ``identity`` is that of the token, and ``expires`` in seconds since the epoch.
+    """
+
+    issuer: str
+    identity: str
+    expires: float
+    subject: str | None
+    sid: str | None
+
+
 def new_session(person: Person, now: float) -> Session:
     """Return a new session with a random ID of 128 bits."""
     return Session(secrets.token_urlsafe(16), person, int(now), int(now))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import jwt
@@ -18,6 +17,7 @@ import jwt
 from gateway.auth.jwks import VerificationKeys
 from gateway.sign_in.errors import SignInError, UnknownKeyError
 from gateway.sign_in.oidc.provider import Client
+from gateway.sign_in.sessions import Logout
 
 MAX_TOKEN = 64 * 1024
 """Bytes of a token; some providers put hundreds of groups into it."""
@@ -26,17 +26,6 @@ _ID_TYPES = (None, "jwt")
 _LOGOUT_TYPES = (None, "jwt", "logout+jwt")
 _REFUSED = "The identity provider's token is not valid. Sign in again."
 _PARTS = re.compile(r"[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\Z")
-
-
-@dataclass(frozen=True, slots=True)
-class Logout:
-    """The verified claims of a logout token: the sessions with this ``sid``, or all of this subject. ``expires`` is in seconds."""
-
-    issuer: str
-    identity: str
-    expires: float
-    subject: str | None
-    sid: str | None
 
 
 def verified_id_token(token: str, client: Client, keys: VerificationKeys, nonce: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,8 +13,8 @@ from sqlalchemy import Engine, func, select
 from gateway.access.actor import Role
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import create_database_engine, database_url
-from gateway.sign_in.people import NewSession, PeopleStore, SignInLink, digest
-from gateway.sign_in.sessions import Person, Session, new_session
+from gateway.sign_in.people import EndedSession, NewSession, PeopleStore, SignInLink, digest
+from gateway.sign_in.sessions import Logout, Person, Session, new_session
 from gateway.sign_in.tables import PEOPLE, SESSIONS, SIGN_IN_LINKS, USED_ONCE
 from tests.support.ports import refusing
 
@@ -39,6 +40,10 @@ def begun(people: PeopleStore, person: Person = ALICE, sid: str | None = "s1", *
     session = new_session(person, NOW)
     assert people.sign_in(NewSession(session, "data", NOW + 3600, sid, "an.id.token"), replaced, NOW)
     return session
+
+
+def logged_out(people: PeopleStore, subject: str | None, sid: str | None, issuer: str = ISSUER, identity: str = "") -> list[EndedSession]:
+    return people.log_out(Logout(issuer, identity or secrets.token_hex(8), NOW + 120, subject, sid), 3600, NOW)
 
 
 def count(engine: Engine, table: object) -> int:
@@ -76,14 +81,22 @@ def test_a_sign_out_ends_the_sessions_of_the_same_providers_session(people: Peop
 
 def test_a_logout_ends_the_sessions_that_it_names(people: PeopleStore) -> None:
     one, two, bobs = begun(people), begun(people, ALICE, "s2"), begun(people, BOB, "s3")
-    assert people.log_out("https://other.example.com", "alice", None, 3600, NOW) == []
-    assert [each.id for each in people.log_out(ISSUER, None, "s1", 3600, NOW)] == [one.id]
-    assert [each.id for each in people.log_out(ISSUER, "alice", None, 3600, NOW)] == [two.id]
+    assert logged_out(people, "alice", None, "https://other.example.com") == []
+    assert [each.id for each in logged_out(people, None, "s1")] == [one.id]
+    assert [each.id for each in logged_out(people, "alice", None)] == [two.id]
     assert bobs.id not in people.revoked(NOW)
 
 
+def test_a_repeated_logout_revokes_nothing(people: PeopleStore) -> None:
+    begun(people)
+    assert len(logged_out(people, "alice", None, identity="one")) == 1
+    begun(people)
+    assert logged_out(people, "alice", None, identity="one") == []
+    assert len(logged_out(people, "alice", None, identity="two")) == 1
+
+
 def test_a_session_that_the_provider_has_ended_cannot_begin(people: PeopleStore) -> None:
-    people.log_out(ISSUER, None, "s1", 3600, NOW)
+    logged_out(people, None, "s1")
     assert not people.sign_in(NewSession(new_session(ALICE, NOW), "data", NOW + 3600, "s1"), (), NOW)
     assert people.sign_in(NewSession(new_session(ALICE, NOW), "data", NOW + 3600, "s2"), (), NOW)
 
