@@ -416,9 +416,9 @@ def login_link(
                                                          show_default=False)] = None,
     file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None,
 ) -> int:  # fmt: skip
-    """Create a link with which a person signs in once, within 15 minutes.
+    """Create a link with which a person signs in once.
 
-    Prints the URL of the link for each port. The link can be used on one port. It needs `sign_in` in the configuration.
+    Prints the URL of the link for each port. The link can be used on one port, within 15 minutes. It needs `sign_in` in the configuration.
     """
     query = {"user": user, "role": role, "team": team or [], "owned_team": owned_team or []}
 
