@@ -33,7 +33,7 @@ def handler(sign_in: SignIn | None) -> Callable[[Request], Awaitable[Response]]:
             teams, owned = query.getlist("team"), query.getlist("owned_team")
             urls = await sign_in.create_link(requester.actor, requester.origin, query.get("user", ""), role, teams, owned)
         except ValueError:
-            return JSONResponse({"error": f"role is none of {', '.join(Role)}"}, 400)
+            return JSONResponse({"error": f"role is not one of {', '.join(Role)}"}, 400)
         except SignInError as error:
             return JSONResponse({"error": str(error)}, 400)
         return JSONResponse({"urls": urls, "expires_in": sign_in.link_seconds}, 201, {"cache-control": "no-store"})

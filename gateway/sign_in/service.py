@@ -170,7 +170,7 @@ class SignIn:
         return None if session is None else session.person.actor
 
     def renewal(self, headers: Headers) -> dict[str, str]:
-        """Return the header that records the use of the session on the admin port that a request has; empty if there is none to record."""
+        """Return the header that records the use of the session on the admin port that a request has; empty without a use to record."""
         if self.origin("admin") is None:
             return {}
         sessions, now = self.sessions("admin"), time.time()

@@ -206,7 +206,7 @@ def test_a_login_link_signs_a_person_in_once(running: Gateway, browser: httpx2.C
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["--user", "carol", "--role", "root"], "role is none of viewer, operator, admin"),
+        (["--user", "carol", "--role", "root"], "role is not one of viewer, operator, admin"),
         (["--user", "carol", "--team", "none"], "there is no team none"),
         (["--user", "carol"], "a link needs a role or a team"),
         (["--user", "two words", "--role", "viewer"], "user is not a name"),
