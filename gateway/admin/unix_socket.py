@@ -19,7 +19,7 @@ from pathlib import Path
 from gateway.access.actor import Actor, Requester, Role
 from gateway.admin.connection import AdminProtocol
 
-_CREDENTIALS = struct.Struct("3i")  # struct ucred, as the kernel recorded it at the connect: pid, uid, gid (unix(7))
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid (unix(7))
 _ROOT = 0
 
 
@@ -81,6 +81,12 @@ def _clear(path: Path) -> None:
     raise SocketTakenError(f"another gateway runs with this configuration (it responds on {path})")
 
 
+def peer(connection: socket.socket) -> tuple[int, int]:
+    """Return the process and the user of a connection's client, as the kernel recorded them at the connect."""
+    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return pid, uid
+
+
 class OwnUsersProtocol(AdminProtocol):
     """A connection of the gateway's user or of root. Others are closed before they can send a request.
 
@@ -89,8 +95,7 @@ class OwnUsersProtocol(AdminProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        connection = transport.get_extra_info("socket")
-        pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+        pid, uid = peer(transport.get_extra_info("socket"))
         self.app_state = {**self.app_state, "requester": Requester(Actor("socket", f"uid {uid}", Role.ADMIN), f"pid {pid}")}
         if uid not in (os.geteuid(), _ROOT):
             transport.abort()
