@@ -39,6 +39,7 @@ _START_TIMEOUT = 3.0  # seconds that a start with a local copy waits for the dat
 _LOAD_TIMEOUT = 60.0  # seconds for everything
 _COPY_TIMEOUT = 30.0
 _CONFIRM_EVERY = 30.0  # seconds after which the local copy gets the time of the last poll
+_RETRY_COPY = 2.0  # seconds after which the local copy is written again after a failure
 _KEYS_IN_MESSAGE = 2_000
 _log = logging.getLogger("vllm_gateway.control")
 T = TypeVar("T")
@@ -66,8 +67,8 @@ class KeyStore:
         self._encoded: dict[str, bytes] = {}
         self._is_unknown = True
         self._confirmed = time.monotonic() - self._max_age  # when the database responded last
-        self._copied = 0.0  # when the local copy got this time
-        self._uncopied: Changes | None = None  # everything, if it is not in the local copy yet
+        self._copy_at = 0.0  # when the local copy is written next, if nothing changes
+        self._is_copy_behind = False  # it lacks changes, so that it must be written completely
         self._is_started = False
         self._error: str | None = None
         self._changed = asyncio.Event()
@@ -110,9 +111,8 @@ class KeyStore:
     async def follow(self) -> None:
         """Apply what has changed in the database. Raises DatabaseUnavailableError."""
         async with self._following:
-            if self._uncopied is not None and self._is_started:
-                changes, self._uncopied = self._uncopied, None
-                await self._copy_to_disk(changes)
+            if self._is_copy_behind and self._is_started and time.monotonic() >= self._copy_at:
+                await self._copy_to_disk(self._state.everything())
             position = None if self._is_unknown else self._state.position
             try:
                 seconds = _LOAD_TIMEOUT if self._is_unknown else _READ_TIMEOUT
@@ -128,18 +128,19 @@ class KeyStore:
             self._confirmed = now = time.monotonic()
             if changes.position != position or changes.is_complete:
                 await (self._load(changes) if changes.is_complete else self._apply(changes))
-            elif now - self._copied < _CONFIRM_EVERY:
+            elif now < self._copy_at:
                 return
-            self._copied = now
-            if changes.is_complete:
-                self._uncopied = changes  # of many keys, for which neither a start nor a change waits
-                return
-            await self._copy_to_disk(changes)
+            if changes.is_complete:  # many keys, for which neither a start nor a change waits
+                self._is_copy_behind, self._copy_at = True, now
+            elif not self._is_copy_behind:
+                await self._copy_to_disk(changes)
 
     async def _copy_to_disk(self, changes: Changes) -> None:
-        confirmed = time.time() - self.age
-        with suppress(DatabaseUnavailableError):  # the disk hangs, so the copy gets older
-            await run_in_thread(lambda: self._copy.apply(changes, confirmed), _COPY_TIMEOUT)
+        """Write changes to the local copy. After a failure it is written completely, because it lacks these changes."""
+        confirmed, is_done = time.time() - self.age, False
+        with suppress(DatabaseUnavailableError):  # the disk hangs
+            is_done = await run_in_thread(lambda: self._copy.apply(changes, confirmed), _COPY_TIMEOUT)
+        self._is_copy_behind, self._copy_at = not is_done, time.monotonic() + (_CONFIRM_EVERY if is_done else _RETRY_COPY)
 
     async def _load(self, changes: Changes) -> None:
         """Use everything that exists. It is prepared on a thread, because there may be many keys."""

@@ -43,8 +43,11 @@ class LocalCopy:
             self._failed("read", error)
             return None
 
-    def apply(self, changes: Changes, confirmed: float) -> None:
-        """Apply changes that the database confirmed at a time, in seconds since the epoch."""
+    def apply(self, changes: Changes, confirmed: float) -> bool:
+        """Apply changes that the database confirmed at a time, in seconds since the epoch. Returns whether they are on the disk.
+
+        After a failure the copy lacks them, so that the next changes must be complete.
+        """
         try:
             with self._opened() as connection:
                 if changes.is_complete:
@@ -56,6 +59,8 @@ class LocalCopy:
                 connection.execute("INSERT OR REPLACE INTO state VALUES (1, ?, ?, ?)", (*changes.position, confirmed))
         except (sqlite3.Error, OSError) as error:
             self._failed("written", error)
+            return False
+        return True
 
     def close(self) -> None:
         """Close the file."""

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Set
+from contextlib import suppress
 from typing import NamedTuple
 
 from gateway.config import Config, Limits, Team
-from gateway.store.database import Changes
+from gateway.store.database import Changed, Changes
 from gateway.store.decisions import subject_prefixes
-from gateway.store.entries import Position, hashes_and_team, parse_team
+from gateway.store.entries import Position, hashes_and_team, parse_team, team_json
 
 Encode = Callable[[str, Limits | None], bytes]
 """Returns a key, from its JSON, as workers decode it. The limits are those of its team. Raises ValueError for an invalid entry."""
@@ -60,6 +61,12 @@ class StoreState:
         """The number of keys."""
         return len(self._keys)
 
+    def everything(self) -> Changes:
+        """Return all entries, as changes that are complete."""
+        keys = {identity: entry.json for identity, entry in self._keys.items()}
+        teams = {name: team_json(team) for name, team in self._teams.items()}
+        return Changes(self.position, Changed(keys), Changed(teams), is_complete=True)
+
     def keys_of_team(self, team: str) -> Collection[str]:
         """Return the IDs of a team's keys."""
         return self._keys_of_team.get(team, ())
@@ -71,7 +78,10 @@ class StoreState:
         affected: dict[str, None] = {}
         for name in changes.teams.removed:
             self._teams.pop(name, None)
-        self._teams |= {name: parse_team(entry) for name, entry in changes.teams.entries.items()}
+        for name, entry in changes.teams.entries.items():
+            self._teams.pop(name, None)
+            with suppress(ValueError):  # without its limits, the team does not exist
+                self._teams[name] = parse_team(entry)
         for name in (*changes.teams.removed, *changes.teams.entries):
             affected.update(dict.fromkeys(self._keys_of_team.get(name, ())))
         for identity in changes.keys.removed:

@@ -9,7 +9,7 @@ import signal
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -324,3 +324,33 @@ def test_no_acknowledged_change_is_lost_when_control_is_killed(tmp_path: Path, s
         assert {status_of(one, token) for token in acknowledged.values()} == {200}
         found = {each["id"] for each in send(one, "GET", f"{KEYS}?limit=1000").json()["keys"]}
         assert found == set(acknowledged)
+
+
+def test_a_copy_that_lacks_a_change_is_written_again(tmp_path: Path, server: Postgres) -> None:
+    """A change that could not be copied must not be missing in the copy after the next one."""
+    config = settings(server.database(), workers=1)
+    with running(tmp_path, config) as one:
+        token = create(one, "alice")
+        folder = tmp_path / "vllm-gateway" / "store"
+        (copy,) = wait_for(lambda: list(folder.glob("*.db")))
+        with sqlite3.connect(copy) as held:
+            held.execute("BEGIN EXCLUSIVE")
+            send(one, "POST", f"{KEYS}/alice/revoke", headers=ANY)
+            wait_for(lambda: "the local copy of the store cannot be written" in one.output)
+        create(one, "bob")
+        assert status_of(one, token) == 401
+
+        def copied() -> list[str]:
+            with closing(sqlite3.connect(copy)) as reading:
+                return [entry for (entry,) in reading.execute("SELECT entry FROM entries WHERE kind = 'key' ORDER BY id")]
+
+        wait_for(lambda: len(copied()) == 2)
+        assert '"revoked": true' in copied()[0]
+        server.stop()
+        try:
+            one.stop()
+            with running(tmp_path, None) as again:
+                assert status_of(again, token) == 401
+        finally:
+            server.stop()
+            server.start()

@@ -24,7 +24,7 @@ def copy(tmp_path: Path) -> Iterator[LocalCopy]:
 
 def test_changes_add_up(copy: LocalCopy, tmp_path: Path) -> None:
     assert copy.read() is None
-    copy.apply(Changes(Position(3, "c"), Changed({"a": "{}", "b": "{}"}), Changed({"ops": "{}"}), is_complete=True), 100.0)
+    assert copy.apply(Changes(Position(3, "c"), Changed({"a": "{}", "b": "{}"}), Changed({"ops": "{}"}), is_complete=True), 100.0)
     copy.apply(Changes(Position(5, "e"), Changed({"b": '{"x": 1}', "d": "{}"}, ["a"]), NONE), 101.5)
     with closing(LocalCopy(tmp_path / "store" / "copy.db")) as again:
         found = again.read()
@@ -48,11 +48,11 @@ def test_a_file_that_is_no_copy_is_no_harm(tmp_path: Path) -> None:
     file.write_bytes(b"this is no database, but it is long enough to have a header" * 40)
     with closing(LocalCopy(file)) as copy:
         assert copy.read() is None
-        copy.apply(Changes(Position(1, "a"), NONE, NONE), 1.0)
+        assert not copy.apply(Changes(Position(1, "a"), NONE, NONE), 1.0)
 
 
 def test_a_folder_that_cannot_be_created_is_no_harm(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with closing(LocalCopy(tmp_path / "file" / "copy.db")) as copy:
         assert copy.read() is None
-        copy.apply(Changes(Position(1, "a"), NONE, NONE), 1.0)
+        assert not copy.apply(Changes(Position(1, "a"), NONE, NONE), 1.0)

@@ -116,3 +116,16 @@ def test_a_key_with_the_name_of_a_subject_is_not_served() -> None:
     assert [name for name, _ in state.conflicts(yaml)] == ["staff/alice"]
     assert state.use_config(yaml).removed == ["staff/alice"]
     assert state.unserved == {"staff/alice": "it could be the name of a subject of tokens"}
+
+
+def test_everything_leads_to_the_same_state() -> None:
+    state = started(row("a", team="ops"), row("b"), stored=(team("ops", 3),))
+    state.apply(changes(row("c"), removed=("b",)))
+    other = StoreState(config(), encoder)
+    assert other.apply(state.everything()).changed == {"a": b"a 3", "c": b"c None"}
+    assert (other.position, other.everything()) == (state.position, state.everything())
+
+
+def test_keys_of_an_invalid_team_are_not_served() -> None:
+    state = started(row("a", team="ops"), row("b"), stored=(("ops", "{"),))
+    assert state.unserved == {"a": "there is no team ops"}
