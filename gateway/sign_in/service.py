@@ -125,7 +125,7 @@ class SignIn:
             claims, id_token = await self._claims(provider, code, nonce_of(signer, attempt), verifier_of(signer, attempt), port)
             person = person_of(claims, self._rules(issuer), self._teams())
         except SignInError as error:
-            await self._record_refused("sign_in.refused", issuer, origin, error)
+            await self._record_refused("person.sign_in.refused", issuer, origin, error)
             raise
         sid = claims.get("sid")
         written = await self._begin_session(port, person, headers, origin, sid if isinstance(sid, str) else None, id_token)
@@ -155,12 +155,12 @@ class SignIn:
             provider = self._provider(issuer)
             logout = await provider.verified(lambda keys: verified_logout_token(token, provider.client, keys))
         except SignInError as error:
-            await self._record_refused("logout.refused", issuer or "", origin, error)
+            await self._record_refused("person.logout.refused", issuer or "", origin, error)
             raise
         lifetime = self._settings().session.lifetime
         ended = await run_in_thread(lambda: self._people.log_out(logout, lifetime, time.time()), _TIMEOUT)
         await self._make_known()
-        await self._record_ended("logout", ended, Actor("person", f"{issuer}:{logout.subject or ''}", None), origin)
+        await self._record_ended("person.logout", ended, Actor("person", f"{issuer}:{logout.subject or ''}", None), origin)
 
     def actor(self, headers: Headers) -> Actor | None:
         """Return the person whose session on the admin port a request has, as an actor; None without one."""
@@ -210,7 +210,7 @@ class SignIn:
         found = await run_in_thread(lambda: self._people.use_link(token, time.time()), _TIMEOUT)
         if found is None:
             error = SignInError(_USED, detail="a sign-in link was used before, has expired or does not exist", status=403)
-            await self._record_refused("sign_in.refused", _LINK_PROVIDER, origin, error)
+            await self._record_refused("person.sign_in.refused", _LINK_PROVIDER, origin, error)
             raise error
         person = Person(LINK_ISSUER, _LINK_PROVIDER, found.subject, found.subject, found.role, found.teams, found.owned_teams)
         return SignedIn(await self._begin_session(port, person, headers, origin, None, None), "/")
@@ -230,7 +230,7 @@ class SignIn:
         if replaced:
             await self._make_known()
         granted = {"role": person.role, "teams": list(person.teams), "owned_teams": list(person.owned_teams), "port": port}
-        await self._record(Entry("sign_in", person.actor, origin, person.actor.name, None, granted))
+        await self._record(Entry("person.sign_in", person.actor, origin, person.actor.name, None, granted))
         return written
 
     async def sign_out(self, port: Port, headers: Headers, origin: str) -> str | None:
@@ -243,7 +243,7 @@ class SignIn:
             return None
         ended = await run_in_thread(lambda: self._people.sign_out([each.id for each in sessions], now), _TIMEOUT)
         await self._make_known()
-        await self._record_ended("sign_out", ended, sessions[0].person.actor, origin)
+        await self._record_ended("person.sign_out", ended, sessions[0].person.actor, origin)
         return await self._end_session_url(port, sessions[0], ended)
 
     async def _end_session_url(self, port: Port, session: Session, ended: Sequence[EndedSession]) -> str | None:

@@ -122,7 +122,7 @@ def test_the_operations_are_those_of_the_admin_port() -> None:
     operations = {route.template for route in openapi.ROUTES if route.is_operation}
     expected = {(f"/models/{{id}}/{name}", name) for name in OPERATIONS}
     expected |= {(f"/servers/{{server}}/{name}", name) for name in SERVER_OPERATIONS}
-    expected |= {(path, path[1:]) for path in operations if "{" not in path}
+    expected |= {(path, path[1:]) for path in operations if "{" not in path and not path.startswith("/admin/")}
     assert documented == expected
 
 

@@ -99,7 +99,7 @@ async def test_the_end_of_the_providers_session_signs_a_person_out(gateway: Port
         assert xsrf is not None
         await browser.post(f"{issuer}/session/end/confirm", data={"xsrf": xsrf[1], "logout": "yes"})
         assert await gateway.person(browser) is None
-        assert gateway.actions() == ["sign_in", "logout"]
+        assert gateway.actions() == ["person.sign_in", "person.logout"]
 
 
 async def test_a_code_of_the_provider_works_once(gateway: Ports) -> None:

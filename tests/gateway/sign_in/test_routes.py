@@ -64,7 +64,7 @@ async def test_a_person_signs_in_and_out(gateway: Ports, browser: httpx2.AsyncCl
     assert f"{onward.scheme}://{onward.netloc}{onward.path}" == f"{issuer.url}/logout"
     assert query["client_id"] == "vllm-gateway" and query["id_token_hint"].count(".") == 2
     assert query["post_logout_redirect_uri"] == f"{gateway.origins['data']}/sign-in"
-    assert gateway.actions() == ["sign_in", "sign_out"]
+    assert gateway.actions() == ["person.sign_in", "person.sign_out"]
     assert gateway.entries[0].actor == Actor("person", "one:alice", Role.ADMIN)
 
 
@@ -217,7 +217,7 @@ async def test_a_response_that_was_not_requested_is_refused(
     assert not any("session=" in each and "Max-Age=0" not in each for each in response.headers.get_list("set-cookie"))
     assert "<script>" not in response.text
     assert len(other.exchanges) == exchanged, "the hostile issuer gets no code"
-    recorded = [] if attack is too_many_parameters else ["sign_in.refused"]
+    recorded = [] if attack is too_many_parameters else ["person.sign_in.refused"]
     assert [each.action for each in gateway.entries[before:]] == recorded
 
 
@@ -247,7 +247,7 @@ async def test_a_token_that_is_not_for_this_sign_in_is_refused(
 ) -> None:
     response = await gateway.sign_in(browser, issuer, **TOKENS[attack](issuer))
     assert response.status_code in (400, 403, 502) and await gateway.person(browser) is None
-    assert gateway.actions() == ["sign_in.refused"]
+    assert gateway.actions() == ["person.sign_in.refused"]
 
 
 async def test_the_token_of_another_sign_in_is_refused(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer) -> None:
@@ -366,7 +366,7 @@ async def test_an_issuer_signs_a_person_out_on_both_ports(
     response = await logout(gateway, issuer.logout_token(**names), port)
     assert (response.status_code, response.content, response.headers["cache-control"]) == (200, b"", "no-store")
     assert await gateway.person(browser, "data") is None and await gateway.person(browser, "admin") is None
-    assert gateway.actions()[-1] == "logout" and gateway.entries[-1].before == {"sessions": 2}
+    assert gateway.actions()[-1] == "person.logout" and gateway.entries[-1].before == {"sessions": 2}
 
 
 @pytest.mark.parametrize("names", [{"sid": "s2"}, {"sub": "bob"}, {"sid": "s1", "sub": "bob"}], ids=str)
@@ -450,7 +450,7 @@ async def test_a_sign_in_link_signs_a_person_in_once(gateway: Ports, browser: ht
             assert (await thief.get(url)).status_code == 403
             assert (await gateway.post(thief, "/sign-in/link", token=token_of(url))).status_code == 403
             assert await gateway.person(thief) is None
-    assert gateway.actions() == ["sign_in_link.create", "sign_in", "sign_in.refused", "sign_in.refused"]
+    assert gateway.actions() == ["sign_in_link.create", "person.sign_in", "person.sign_in.refused", "person.sign_in.refused"]
     assert token_of(urls[0]) not in str(gateway.entries)
 
 
