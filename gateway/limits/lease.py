@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from gateway.limits.redis.result import StoreResult
 from gateway.limits.rules import Amounts, Holder, bucket_state
+from gateway.limits.states import StoreResult
 from gateway.limits.windows import BudgetState, seconds_left_in_period
 
 DURATION = 1.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from math import inf
 from secrets import token_hex
 from time import monotonic, time
 
@@ -30,7 +29,6 @@ from upstream.http.write_batching import WriteBatch
 ARRIVAL = Amounts(requests=1, slots=1)
 """Reserved before the body is read."""
 Holders = tuple[Holder, ...]
-_Counts = Sequence[tuple[HolderRates, Sequence[BudgetState]]]
 _log = logging.getLogger("vllm_gateway.limits")
 
 _MOST_REPORTED = 10_000  # budgets, and exceeded soft budgets, that are remembered
@@ -52,11 +50,10 @@ class KeyLimits:
         self.counting_tokens = tuple(holder for holder in self.for_all_models if holder.counts_tokens)
         self.session_owners = tuple((each.holder, each.limits.session) for each in allowances if each.limits.session is not None)
         self.is_known_on_arrival = not self.counting_tokens and len(self.for_all_models) == len(holders) and not self.session_owners
-        self.has_budgets = bool(self.session_owners) or any(holder.windows for _, holder in holders)
-        self.has_hard_budgets = bool(self.session_owners) or any(
-            window.tokens < inf or window.cost < inf for _, holder in holders for window in holder.windows
-        )
-        self.has_soft_budgets = any(budget.soft for _, holder in holders for window in holder.windows for budget in window.budgets)
+        budgets = [budget for _, holder in holders for window in holder.windows for budget in window.budgets]
+        self.has_budgets = bool(self.session_owners or budgets)
+        self.has_hard_budgets = bool(self.session_owners) or not all(budget.soft for budget in budgets)
+        self.has_soft_budgets = any(budget.soft for budget in budgets)
         self.holders = tuple(holders)
         self.layout = headers.layout_of(self.for_all_models)
         self._for_models: dict[str, tuple[Holders, Holders, headers.Layout | None]] = {}
@@ -187,7 +184,10 @@ class Limiter:
         if not key.allowances:
             return []
         limits, now = self.limits_of(key), monotonic()
-        counts = await self._counts_in_store(limits, identity) or self._counts_in_memory(limits, now)
+        counts = await self._counts_in_store(limits, identity)
+        if counts is None:
+            at, buckets = moment(now, time()), self.buckets
+            counts = [(buckets.rates(holder), buckets.budget_states(holder, at)) for _, holder in limits.holders]
         found = [
             state
             for (allowance, _), (rates, budgets) in zip(limits.holders, counts, strict=True)
@@ -196,7 +196,7 @@ class Limiter:
         uncounted = [each for each in key.allowances if not _is_counted(each.limits)]
         return [*found, *(state for each in uncounted for state in limit_states(each, None, (), now))]
 
-    async def _counts_in_store(self, limits: KeyLimits, identity: str) -> _Counts | None:
+    async def _counts_in_store(self, limits: KeyLimits, identity: str) -> Sequence[tuple[HolderRates, Sequence[BudgetState]]] | None:
         """Return the counts of the holders in the store; None without one, or if it is unavailable and memory counts. Raises Refusal."""
         if self.store is None or not limits.holders:
             return None
@@ -211,32 +211,18 @@ class Limiter:
         rates = (HolderRates(requests, tokens, None) for _, requests, tokens in result.full_times)
         return list(zip(rates, budgets, strict=True))
 
-    def _counts_in_memory(self, limits: KeyLimits, now: float) -> _Counts:
-        at, buckets = moment(now, time()), self.buckets
-        return [(buckets.rates(holder), buckets.budget_states(holder, at)) for _, holder in limits.holders]
-
     def limits_of(self, key: Key) -> KeyLimits:
-        """Return the limits of a key that has some."""
-        if key.entry is not None:
-            return self._limits_of_subject(key, key.entry)
-        try:
-            return self._by_key[key.id]
-        except KeyError:
-            return self._limits_of_stored(key)
+        """Return the limits of a key that has some.
 
-    def _limits_of_stored(self, key: Key) -> KeyLimits:
-        """Return the limits of a key of the store, which exist from its first request on. Without memory for its counts, it is refused."""
-        try:
-            found = self._by_key[key.id] = KeyLimits(key.id, self.buckets, key.allowances)
-        except BucketsFullError:
-            raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
-        return found
 
-    def _limits_of_subject(self, key: Key, entry: str) -> KeyLimits:
-        """Return the holders of a token's subject, which exist from its first request on.
-
-        If the shared memory is full, the subject counts as its configured entry.
+        The holders of a token's subject exist from its first request on. If the shared memory is full, it counts as its configured entry.
         """
+        entry = key.entry
+        if entry is None:
+            try:
+                return self._by_key[key.id]
+            except KeyError:
+                return self._limits_of_stored(key)
         known = self._subjects.get((key.id, key.team))
         if known is None:
             try:
@@ -245,6 +231,14 @@ class Limiter:
                 known = self._by_key.get(entry) or KeyLimits(entry, self.buckets, ())
             self._subjects[key.id, key.team] = known
         return known
+
+    def _limits_of_stored(self, key: Key) -> KeyLimits:
+        """Return the limits of a key of the store, which exist from its first request on. Without memory for its counts, it is refused."""
+        try:
+            found = self._by_key[key.id] = KeyLimits(key.id, self.buckets, key.allowances)
+        except BucketsFullError:
+            raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
+        return found
 
     def session_holders(self, limits: KeyLimits, session: str) -> Holders:
         """Return the holders of a request's session: of its key, and of its team."""
@@ -272,11 +266,9 @@ class Limiter:
         """Log each soft budget that is exceeded, once until it is within its limit again."""
         for holder, state in states:
             budget, known = state.budget, (holder.name, state.budget.name)
-            if not budget.soft or (state.used > budget.limit) == (known in self._exceeded):
-                continue
-            if known in self._exceeded:
-                self._exceeded.remove(known)
-            else:
+            if budget.soft and state.used <= budget.limit:
+                self._exceeded.discard(known)
+            elif budget.soft and known not in self._exceeded:
                 if len(self._exceeded) >= _MOST_REPORTED:
                     self._exceeded.clear()  # subjects of tokens are many; some are reported again
                 self._exceeded.add(known)

@@ -22,9 +22,9 @@ from gateway.limits.lease import Lease
 from gateway.limits.limiter import KeyLimits, Limiter
 from gateway.limits.messages import refusal
 from gateway.limits.redis.leases import LeasedHolders
-from gateway.limits.redis.result import StoreResult
 from gateway.limits.redis.store import StoreUnavailableError
 from gateway.limits.rules import Amounts, Holder
+from gateway.limits.states import StoreResult
 from gateway.limits.windows import ExceededLimit, Moment, moment
 from gateway.snapshot.snapshot import Key, Model
 

@@ -6,13 +6,13 @@ counted here is None.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from gateway.limits.rules import RATES, bucket_state
-from gateway.limits.windows import BudgetState, session_window, windows_of
+from gateway.limits.rules import RATES, Holder, bucket_state
+from gateway.limits.windows import BudgetState, ExceededLimit, session_window, windows_of
 from gateway.snapshot.money import json_number
-from gateway.snapshot.snapshot import Allowance
+from gateway.snapshot.snapshot import Allowance, Limits
 
 
 class HolderRates(NamedTuple):
@@ -24,6 +24,19 @@ class HolderRates(NamedTuple):
     requests_full: float
     tokens_full: float
     in_flight: int | None
+
+
+class StoreResult(NamedTuple):
+    """Result of an admission or a read by the store.
+
+    It has the holder and limit that refuse it, if any, when the buckets of each holder are full, and the state of each budget.
+    """
+
+    exceeded: tuple[Holder, ExceededLimit] | None
+    full_times: Sequence[tuple[Limits, float, float]]
+    budgets: Sequence[tuple[Holder, BudgetState]] = ()
+    evicted: int = 0
+    """Sessions that the store has forgotten for a new one."""
 
 
 class LimitState(NamedTuple):

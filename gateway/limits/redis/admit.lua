@@ -26,28 +26,6 @@ local function seconds_until_free(window, kind, missing)
   return (last + SLICES + 1) * window.slice - now
 end
 
--- Return the current period of a window, emptied if it is new. In a window of the calendar, the later one of the two other known
--- periods is remembered: windows._start_period.
-local function start_period(window)
-  local period = period_of(window, now)
-  if window.slice > 0 then
-    local slot = period % (SLICES + 1)
-    local slice = window.slots[slot]
-    if not slice or slice.number ~= period then
-      slice = {number = period, tokens = 0, cost = 0}
-      window.slots[slot] = slice
-    end
-    window.changed = slot
-    return slice
-  end
-  local before, known = window.current, window.other
-  if before.number ~= period then
-    window.current = known.number == period and known or {number = period, tokens = 0, cost = 0}
-    if known.number == period or before.number > known.number then window.other = before end
-  end
-  return window.current
-end
-
 -- Note the use of a session, and forget the session of its owner that was used least recently if there are too many: sessions.py.
 local function note_session(sessions, key)
   redis.call('ZREMRANGEBYSCORE', sessions, '-inf', now - LIFETIMES.session)
@@ -117,8 +95,7 @@ if refusing_holder == 0 then
     if a.rpm > 0 then take_from_bucket(holder, 'r', 60 * a.requests / a.rpm) end
     if a.tpm > 0 then take_from_bucket(holder, 't', 60 * math.min(a.tokens / a.tpm, 1)) end
     for _, window in ipairs(holder.windows) do
-      local period = start_period(window)
-      period.tokens, period.cost = period.tokens + window.tokens_ahead, period.cost + window.cost_ahead
+      add_to_period(window, period_of(window, now), window.tokens_ahead, window.cost_ahead)
     end
     write_holder(KEYS[2 * i - 1], holder)
     if holder.windows[1] and holder.windows[1].name == 'session' then evicted = evicted + note_session(KEYS[2 * i], KEYS[2 * i - 1]) end
@@ -135,7 +112,6 @@ end
 
 local reply = {refusing_holder, refusing_limit, math.ceil(longest * 1000), math.floor(now * 1000000), text_of(left), evicted}
 for i = 1, count do
-  append(reply, math.ceil(math.max(holders[i].r - now, 0) * 1000), math.ceil(math.max(holders[i].t - now, 0) * 1000))
-  append_usage(reply, holders[i])
+  append_counts(reply, holders[i])
 end
 return reply_of(reply)

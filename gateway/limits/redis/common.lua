@@ -1,4 +1,4 @@
--- Shared by admit.lua and settle.lua: reads and writes what a holder of limits has used. The Python twins are
+-- The beginning of all scripts: reads and writes what a holder of limits has used. The Python twins are
 -- gateway/limits/rules.py and gateway/limits/windows.py; the comments name the functions.
 -- A holder is a hash with these fields: when its buckets of requests (r) and tokens (t) are full again, the seconds that were
 -- returned to each (rb, tb), the current day (d) with its tokens and cost (dt, dn), another day (od, odt, odn), and the
@@ -99,15 +99,37 @@ local function take_from_bucket(holder, bucket, seconds)
   if seconds > 0 then holder[bucket] = math.max(holder[bucket], now) + seconds end
 end
 
+-- Return a period or slice of a window; nothing if it is not remembered: windows._known_period.
+local function known_period(window, number)
+  if window.slice == 0 then
+    return window.current.number == number and window.current or window.other.number == number and window.other or nil
+  end
+  local slice = window.slots[number % (SLICES + 1)]
+  return slice and slice.number == number and slice or nil
+end
+
+-- Add to a period or slice, which is remembered from then on. In a window of the calendar, the later one of the two other known periods is
+-- remembered too: windows._start_period. Here the later of both is the current one, also after a clock was set back.
+local function add_to_period(window, number, tokens, cost)
+  local period = known_period(window, number)
+  window.changed = number % (SLICES + 1)
+  if not period then
+    period = {number = number, tokens = 0, cost = 0}
+    if window.slice > 0 then
+      window.slots[window.changed] = period
+    else
+      local later = window.current.number > window.other.number and window.current or window.other
+      window.current, window.other = period, later
+      if later.number > number then window.current, window.other = later, period end
+    end
+  end
+  period.tokens, period.cost = period.tokens + tokens, period.cost + cost
+end
+
 -- Return the periods of a window that count, with the oldest first: windows.used_in. Slices ahead of the clock count too.
 local function counted_periods(window)
   local period, found = period_of(window, now), {}
-  if window.slice == 0 then
-    for _, each in ipairs({window.current, window.other}) do
-      if each.number == period then return {each} end
-    end
-    return found
-  end
+  if window.slice == 0 then return {known_period(window, period)} end
   for slot = 0, SLICES do
     local slice = window.slots[slot]
     if slice and math.abs(slice.number - period) <= SLICES then found[#found + 1] = slice end
@@ -139,8 +161,10 @@ local function seconds_until_unused(window)
   return seconds
 end
 
--- Append what is used of each window of a holder: its tokens, its cost, and the milliseconds until nothing of it is used.
-local function append_usage(reply, holder)
+-- Append the milliseconds until a holder's buckets are full, and for each window its tokens, its cost, and the milliseconds until nothing
+-- of it is used.
+local function append_counts(reply, holder)
+  append(reply, math.ceil(math.max(holder.r - now, 0) * 1000), math.ceil(math.max(holder.t - now, 0) * 1000))
   for _, window in ipairs(holder.windows) do
     local tokens, cost = used_in(window)
     append(reply, tokens, cost, math.ceil(seconds_until_unused(window) * 1000))

@@ -1,6 +1,7 @@
 """One connection to the store, and how it is opened: to a socket, to the first of several hosts, or to the primary that Sentinels know.
 
-The rule: the store is used on a connection after the last command of the greeting, a write, has succeeded. So a replica is skipped.
+The rule: the store is used on a connection after the last command of the greeting, a write, has succeeded. So a replica is skipped. The
+reply of a Sentinel is a candidate, because a Sentinel notices a failover late. Only a write shows that it is the primary.
 """
 
 from __future__ import annotations
@@ -10,21 +11,34 @@ import ssl
 from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
-from hiredis import ProtocolError, Reader, ReplyError
+from hiredis import HiredisError, ProtocolError, Reader, ReplyError, pack_command
 
-from gateway.limits.redis.sentinel import primary_address
 from gateway.snapshot.snapshot import LimitsStore
 from upstream.http.inline_task import Signal
 from upstream.http.write_batching import LeadingTransport, WriteBatch
 
 _READING = 0.001  # seconds in which the event loop reads what has arrived
 _ATTEMPT = 1.0  # seconds of an attempt to connect to one host, which takes several round trips; more if a reply may take longer
+_BYTES = 4096  # of a read from a Sentinel; its replies are short
 _INCOMPLETE = object()  # what the reader returns instead of a reply that has not arrived completely
 
 Reply: TypeAlias = int | bytes | list["Reply"] | ReplyError | None
 """A reply of the store. The text of an error starts with a code such as NOSCRIPT."""
+
+
+def packed_command(*parts: str | int) -> bytes:
+    """Return the bytes of a command."""
+    packed: bytes = pack_command(cast(Any, parts))  # hiredis declares tuples of one part
+    return packed
+
+
+def authentication(settings: LimitsStore) -> list[bytes]:
+    """Return the command that authenticates a connection, if there is a password."""
+    if settings.password is None:
+        return []
+    return [packed_command("AUTH", *([settings.user] if settings.user else []), settings.password)]
 
 
 class ReplyLostError(ReplyError):
@@ -149,9 +163,43 @@ async def _opened(settings: LimitsStore, address: str | tuple[str, int], new_con
         return line
     context = ssl.create_default_context() if settings.tls else None
     if settings.primary is not None:
-        address = await primary_address(settings, address, context)
+        address = await _primary_address(settings, address, context)
     _, line = await loop.create_connection(new_connection, *address, ssl=context)
     return line
+
+
+async def _primary_address(settings: LimitsStore, sentinel: tuple[str, int], context: ssl.SSLContext | None) -> tuple[str, int]:
+    """Return the host and port of the primary. Raises OSError and ReplyError."""
+    # A Sentinel with a password usually has that of the store. One without a password replies with an error to AUTH, and serves.
+    commands = [*authentication(settings), packed_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", settings.primary or "")]
+    stream, writer = await asyncio.open_connection(*sentinel, ssl=context)
+    try:
+        writer.write(b"".join(commands))
+        *_, reply = await _replies(stream, len(commands))
+    finally:
+        writer.transport.abort()
+    match reply:
+        case ReplyError():
+            raise reply
+        case [bytes(host), bytes(port)] if port.isdigit():
+            return host.decode(), int(port)
+    raise ConnectionError(f"the Sentinel knows no primary {settings.primary}")
+
+
+async def _replies(stream: asyncio.StreamReader, count: int) -> list[object]:
+    """Read replies. Raises OSError."""
+    reader, found = Reader(notEnoughData=_INCOMPLETE), list[object]()
+    try:
+        while len(found) < count:
+            if (reply := reader.gets()) is not _INCOMPLETE:
+                found.append(reply)
+            elif data := await stream.read(_BYTES):
+                reader.feed(data)
+            else:
+                raise ConnectionError("the Sentinel closed the connection")
+    except HiredisError as error:
+        raise ConnectionError(f"the Sentinel sent an invalid reply: {error}") from None
+    return found
 
 
 async def _greeted(line: StoreConnection, greeting: Sequence[bytes]) -> PendingCommand:

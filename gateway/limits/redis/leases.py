@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 
 from gateway.limits.lease import DURATION, LEAST, Lease, next_amounts, seconds_of_lease
-from gateway.limits.redis.result import OnResult, StoreResult
 from gateway.limits.rules import Amounts, Holder
+from gateway.limits.states import StoreResult
 
+OnResult = Callable[[StoreResult | None, float, float], None]
+"""Called with a result, None if nothing was reserved, the ``monotonic`` time of the command, and the store's time, since the epoch."""
 _RETRY = DURATION / 4
 """Seconds after a lease was too small or refused until the next one is tried."""
 

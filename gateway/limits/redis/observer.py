@@ -34,7 +34,7 @@ async def read_counts(store: RedisStore, holders: Sequence[Holder]) -> dict[str,
     for start in range(0, len(holders), _AT_ONCE):
         some = holders[start : start + _AT_ONCE]
         parts = [encoded(each) for each in some]
-        reply = await store.run(store.scripts.read, [each.keys[0] for each in parts], [each.windows for each in parts])
+        reply = await store.run(store.scripts["read"], [each.keys[0] for each in parts], [each.windows for each in parts])
         numbers, now = map(int, reply.split()), monotonic()
         for holder in some:
             is_restored = bool(next(numbers))
@@ -49,11 +49,11 @@ async def add_earlier_use(store: RedisStore, holder: Holder, used: PeriodUse) ->
     numbers = {window.name: number for number, window in enumerate(holder.windows, 1)}
     periods = ((numbers[name], period, *amounts) for (name, period), amounts in sorted(used.items()))
     parts = encoded(holder)
-    await store.run(store.scripts.restore, [parts.keys[0]], [parts.windows, *(" ".join(map(str, each)) for each in periods)])
+    await store.run(store.scripts["restore"], [parts.keys[0]], [parts.windows, *(" ".join(map(str, each)) for each in periods)])
 
 
 async def upgrade_counts(store: RedisStore) -> None:
     """Upgrade what gateways of commit 3c1fad8 have counted. Raises StoreUnavailableError."""
     cursor = "0"
-    while (cursor := (await store.run(store.scripts.upgrade, [], [cursor])).decode()) != "0":
+    while (cursor := (await store.run(store.scripts["upgrade"], [], [cursor])).decode()) != "0":
         pass

@@ -4,9 +4,8 @@
 -- write of the same script it would accept it.
 -- Returns a text of numbers: the time, and the time since which this store has counts, both in microseconds. A store that has lost its
 -- counts has lost the latter too. It lasts as long as the longest count, from its last use on.
-local clock = redis.call('TIME')
-local now = string.format('%.0f', tonumber(clock[1]) * 1000000 + tonumber(clock[2]))
 local store, hash, set = KEYS[1], KEYS[2], KEYS[3]
+local now = string.format('%.0f', tonumber(clock[1]) * 1000000 + tonumber(clock[2]))
 redis.call('HSET', hash, 'trial', now)
 redis.call('HDEL', hash, 'trial')
 redis.call('ZADD', set, now, 'trial')

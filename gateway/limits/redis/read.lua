@@ -8,7 +8,6 @@ local reply = {}
 for i, key in ipairs(KEYS) do
   local holder = read_holder(key, windows_of(ARGV[i]))
   append(reply, redis.call('HEXISTS', key, 'e'))
-  append(reply, math.ceil(math.max(holder.r - now, 0) * 1000), math.ceil(math.max(holder.t - now, 0) * 1000))
-  append_usage(reply, holder)
+  append_counts(reply, holder)
 end
 return reply_of(reply)

@@ -2,8 +2,6 @@
 --
 -- KEYS: leases. ARGV: the seconds of a lease, the time after which this is too late, then for each key the id of a request.
 -- Returns the time in microseconds.
-local clock = redis.call('TIME')
-local now = tonumber(clock[1]) + tonumber(clock[2]) / 1000000
 if now <= tonumber(ARGV[2]) then
   for i, key in ipairs(KEYS) do
     redis.call('ZADD', key, now + tonumber(ARGV[1]), ARGV[i + 2])

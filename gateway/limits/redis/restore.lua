@@ -7,31 +7,11 @@
 local key, holder = KEYS[1], read_holder(KEYS[1], windows_of(ARGV[1]))
 if redis.call('HGET', key, 'e') == 'all' then return 'OK' end
 
--- Return a period or slice, which is added if it is later than another known one; nothing if it is forgotten.
-local function period_to_restore(window, number)
-  if window.slice > 0 then
-    local slot = number % (SLICES + 1)
-    local slice = window.slots[slot]
-    if slice and slice.number > number then return nil end
-    if not slice or slice.number < number then
-      slice = {number = number, tokens = 0, cost = 0}
-      window.slots[slot] = slice
-    end
-    window.changed = slot
-    return slice
-  end
-  if window.current.number == number then return window.current end
-  if window.other.number == number then return window.other end
-  local added = {number = number, tokens = 0, cost = 0}
-  if window.current.number < number then
-    if window.current.number > window.other.number then window.other = window.current end
-    window.current = added
-  elseif window.other.number < number then
-    window.other = added
-  else
-    return nil
-  end
-  return added
+-- Return whether a period or slice is forgotten, because later ones have its place.
+local function is_forgotten(window, number)
+  if window.slice == 0 then return math.min(window.current.number, window.other.number) > number end
+  local slice = window.slots[number % (SLICES + 1)]
+  return slice and slice.number > number
 end
 
 for at = 2, #ARGV do
@@ -40,9 +20,8 @@ for at = 2, #ARGV do
   local field = 'e ' .. window.name .. ' ' .. words[2]
   local known = words_of(redis.call('HGET', key, field) or '0 0')
   local more_tokens, more_cost = math.max(tokens - tonumber(known[1]), 0), math.max(cost - tonumber(known[2]), 0)
-  local period = period_to_restore(window, number)
-  if period and (more_tokens > 0 or more_cost > 0) then
-    period.tokens, period.cost = period.tokens + more_tokens, period.cost + more_cost
+  if not is_forgotten(window, number) and (more_tokens > 0 or more_cost > 0) then
+    add_to_period(window, number, more_tokens, more_cost)
     redis.call('HSET', key, field, text_of(tonumber(known[1]) + more_tokens) .. ' ' .. text_of(tonumber(known[2]) + more_cost))
     write_holder(key, holder)
   end

@@ -7,11 +7,11 @@ A lease that is not renewed expires, so the slots of a gateway that died become 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from hashlib import sha1
 from importlib.resources import files
 
-_ALONE = ("open", "renew", "upgrade")  # scripts that use nothing of ``common``
+NAMES = ("open", "admit", "settle", "renew", "read", "restore", "upgrade")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,24 +22,10 @@ class Script:
     digest: str
 
 
-@dataclass(frozen=True, slots=True)
-class Scripts:
-    """All scripts of the limits store."""
-
-    open: Script
-    admit: Script
-    settle: Script
-    renew: Script
-    read: Script
-    restore: Script
-    upgrade: Script
-
-
-def load_scripts() -> Scripts:
-    """Read the scripts from the package's files."""
+def load_scripts() -> dict[str, Script]:
+    """Read the scripts of ``NAMES`` from the package's files."""
     common = source("calendar") + source("common")
-    texts = {each.name: source(each.name) for each in fields(Scripts)}
-    return Scripts(**{name: _script(text if name in _ALONE else common + text) for name, text in texts.items()})
+    return {name: _script(common + source(name)) for name in NAMES}
 
 
 def source(name: str) -> str:

@@ -16,21 +16,6 @@ local function return_to_bucket(holder, bucket, seconds, reserved_at, bucket_end
   end
 end
 
--- Return the period of a window in which a request has reserved; nothing if it is forgotten: windows.settle.
-local function known_period(window, period)
-  if window.slice > 0 then
-    local slot = period % (SLICES + 1)
-    local slice = window.slots[slot]
-    if slice and slice.number == period then
-      window.changed = slot
-      return slice
-    end
-    return nil
-  end
-  if window.current.number == period then return window.current end
-  return window.other.number == period and window.other or nil
-end
-
 local ids = words_of(ARGV[1])
 local request = ids[1]
 for i = 1, (#KEYS - 1) / 2 do
@@ -47,9 +32,11 @@ for i = 1, (#KEYS - 1) / 2 do
     return_to_bucket(holder, 'r', -requests, reserved_at, tonumber(requests_end))
     return_to_bucket(holder, 't', -tokens, reserved_at, tonumber(tokens_end))
     for _, window in ipairs(windows) do
-      local period = known_period(window, period_of(window, reserved_at))
+      local number = period_of(window, reserved_at)
+      local period = known_period(window, number)
       if period then
         period.tokens, period.cost = math.max(period.tokens + window.tokens, 0), math.max(period.cost + window.cost, 0)
+        window.changed = number % (SLICES + 1)
       end
     end
     write_holder(key, holder)

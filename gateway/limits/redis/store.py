@@ -30,12 +30,11 @@ from typing import NamedTuple
 from hiredis import ReplyError
 
 from gateway.limits import rules, windows
-from gateway.limits.redis.commands import authentication, packed_command
-from gateway.limits.redis.connection import PendingCommand, Reply, ReplyLostError, StoreConnection, connect
-from gateway.limits.redis.leases import Leases
-from gateway.limits.redis.result import OnResult, StoreResult
-from gateway.limits.redis.scripts import Script, Scripts, load_scripts
+from gateway.limits.redis.connection import PendingCommand, Reply, ReplyLostError, StoreConnection, authentication, connect, packed_command
+from gateway.limits.redis.leases import Leases, OnResult
+from gateway.limits.redis.scripts import Script, load_scripts
 from gateway.limits.rules import Amounts, Holder
+from gateway.limits.states import StoreResult
 from gateway.limits.windows import BudgetState, ExceededLimit, Window
 from gateway.snapshot.snapshot import Limits, LimitsStore
 from upstream.http.inline_task import Signal
@@ -64,28 +63,14 @@ class StoreUnavailableError(Exception):
     """The limits store cannot be reached, or its reply did not come in time."""
 
 
-class StoreClock:
-    """Estimate the store's clock from this process's monotonic clock.
+def seconds_ahead(estimate: float, store_time: float, sent: float, now: float) -> float:
+    """Return by how many seconds the store's clock, since the epoch, is ahead of this process's monotonic clock, after one more reply.
 
-    Update the estimate: the store wrote a reply after its command was sent and before now. The estimate stays as close to the earlier one
-    as this allows. So a slow reply does not worsen the estimate of a quick reply, and a changed clock is followed immediately.
+    ``store_time`` is in the reply; ``sent`` and ``now`` are the ``monotonic`` times of its command and of the reply. The store wrote the
+    reply between them. The result stays as close to the earlier estimate as this allows. So a slow reply does not worsen the estimate of
+    a quick reply, and a changed clock is followed immediately.
     """
-
-    __slots__ = ("_ahead",)
-
-    def __init__(self) -> None:
-        self._ahead = -inf
-
-    def synchronize(self, store_time: float, sent: float, now: float) -> None:
-        """Update the estimate from a reply.
-
-        ``store_time`` is in seconds since the epoch; ``sent`` and ``now`` are ``monotonic`` times of the command and of its reply.
-        """
-        self._ahead = min(max(self._ahead, store_time - now), store_time - sent)
-
-    def time_at(self, moment: float) -> float:
-        """Return the store's time, in seconds since the epoch, at a ``monotonic`` moment."""
-        return moment + self._ahead
+    return min(max(estimate, store_time - now), store_time - sent)
 
 
 class RedisStore:
@@ -117,7 +102,7 @@ class RedisStore:
         self._reason: str | None = None
         self._reserved = f"{_PREFIX}reserved {worker}"
         self._by_holder: dict[str, Encoded] = {}
-        self._clock = StoreClock()
+        self._ahead = -inf
         self._open_connection: StoreConnection | None = None
         self._opening: asyncio.Task[None] | None = None
         self._opened_at = 0.0
@@ -176,9 +161,9 @@ class RedisStore:
                 self._release(identity, wanted, reply)
                 on_result(None, 0.0, 0.0)
                 return
-            now, wall = monotonic(), _store_time(reply)
-            self._clock.synchronize(wall, pending.sent, now)
-            on_result(_parse_result(wanted, reply, now), pending.sent, wall)
+            wall = _store_time(reply)
+            self._synchronize(wall, pending.sent)
+            on_result(_parse_result(wanted, reply, monotonic()), pending.sent, wall)
 
         pending.on_reply = apply
 
@@ -192,14 +177,17 @@ class RedisStore:
             pending.on_reply = lambda reply: self._release(identity, wanted, reply)
             raise
         if isinstance(pending.reply, bytes):
-            self._clock.synchronize(_store_time(pending.reply), pending.sent, monotonic())
+            self._synchronize(_store_time(pending.reply), pending.sent)
         else:
             self._release(identity, wanted, pending.reply)
         return pending
 
     def _not_after(self) -> float:
         """Return the time, by the store's clock, until which it may run a command that is sent now."""
-        return self._clock.time_at(monotonic() + self.settings.timeout)
+        return monotonic() + self.settings.timeout + self._ahead
+
+    def _synchronize(self, store_time: float, sent: float) -> None:
+        self._ahead = seconds_ahead(self._ahead, store_time, sent, monotonic())
 
     def cached_refusal(self, holders: Sequence[Holder], now: float) -> StoreResult | None:
         """Return a stored refusal that still holds, or None.
@@ -247,7 +235,7 @@ class RedisStore:
             parts = self._encoded(holder)
             keys += parts.keys
             arguments += parts.limits, f"{amounts.requests} {amounts.slots} {amounts.tokens} {amounts.cost}"
-        return _command(self.scripts.admit, (*keys, self._reserved), arguments)
+        return _command(self.scripts["admit"], (*keys, self._reserved), arguments)
 
     def _settlement(self, identity: str, reserved: Sequence[tuple[Holder, Amounts]], used: Amounts) -> _Command:
         keys: list[str] = []
@@ -259,7 +247,7 @@ class RedisStore:
             for window in holder.windows:
                 added += windows.settlement(window, (amounts.tokens, amounts.cost), (used.tokens, used.cost))
             arguments += parts.windows, " ".join(map(repr, added))
-        return _command(self.scripts.settle, (*keys, self._reserved), arguments)
+        return _command(self.scripts["settle"], (*keys, self._reserved), arguments)
 
     def _encoded(self, holder: Holder) -> Encoded:
         found = self._by_holder.get(holder.name)
@@ -321,13 +309,13 @@ class RedisStore:
         held = [(key, identity) for identity, keys in self._slot_leases.items() for key in keys]
         if held:
             arguments = [str(LEASE), repr(self._not_after()), *(identity for _, identity in held)]
-            pending = line.send(*_command(self.scripts.renew, [key for key, _ in held], arguments))
+            pending = line.send(*_command(self.scripts["renew"], [key for key, _ in held], arguments))
             pending.on_reply = lambda reply: self._slots_renewed(reply, pending.sent)
 
     def _slots_renewed(self, store_time: Reply, sent: float) -> None:
         """Synchronize the clock. Late renewals work too, and the next renewal is in time."""
         if isinstance(store_time, int):
-            self._clock.synchronize(store_time / 1_000_000, sent, monotonic())
+            self._synchronize(store_time / 1_000_000, sent)
 
     async def _connection(self) -> StoreConnection:
         """Return the connection; wait for the first attempt to connect. Raises StoreUnavailableError."""
@@ -363,7 +351,7 @@ class RedisStore:
         """Synchronize the clock, and remember since when the store counts."""
         if isinstance(reply, bytes):
             now, since = (int(each) / 1_000_000 for each in reply.split())
-            self._clock.synchronize(now, sent, monotonic())
+            self._synchronize(now, sent)
             self.since, self.has_just_begun = since, now == since
 
     def _mark_available(self, line: StoreConnection) -> None:
@@ -416,16 +404,16 @@ class RedisStore:
 # On the wire
 
 
-def _greeting(settings: LimitsStore, scripts: Scripts) -> list[bytes]:
+def _greeting(settings: LimitsStore, scripts: dict[str, Script]) -> list[bytes]:
     """Return the first commands of a connection. The last one returns the time."""
     select = [packed_command("SELECT", settings.database)] if settings.database else []
-    load = (packed_command("SCRIPT", "LOAD", each.text) for each in (scripts.open, scripts.admit, scripts.settle, scripts.renew))
+    load = (packed_command("SCRIPT", "LOAD", scripts[name].text) for name in ("open", "admit", "settle", "renew"))
     return [*authentication(settings), *select, *load, _trial(scripts)[0]]
 
 
-def _trial(scripts: Scripts) -> _Command:
+def _trial(scripts: dict[str, Script]) -> _Command:
     """Return a command that writes in the store, as the commands of requests do."""
-    return _command(scripts.open, [f"{_PREFIX}{name}" for name in ("store", "trial", "trial leases")], ())
+    return _command(scripts["open"], [f"{_PREFIX}{name}" for name in ("store", "trial", "trial leases")], ())
 
 
 def _command(script: Script, keys: Sequence[str], arguments: Sequence[str]) -> _Command:

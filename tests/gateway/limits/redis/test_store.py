@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from datetime import UTC, date, datetime, timedelta
+from math import inf
 from time import monotonic, sleep, time
 from typing import Any
 
@@ -22,7 +23,7 @@ from hypothesis import strategies as st
 from gateway.limits import rules
 from gateway.limits.buckets import Buckets
 from gateway.limits.redis.scripts import Script, load_scripts, source
-from gateway.limits.redis.store import RedisStore, StoreClock, StoreUnavailableError
+from gateway.limits.redis.store import RedisStore, StoreUnavailableError, seconds_ahead
 from gateway.limits.rules import SIZE, Amounts, Holder
 from gateway.limits.windows import SLICES, BudgetState, moment, month_of
 from gateway.snapshot.link import Health
@@ -444,17 +445,16 @@ async def test_a_change_of_state_is_reported_once_and_without_the_password(serve
 
 def test_the_clock_of_the_store_is_derived_from_the_local_clock() -> None:
     """Bound the clock by a reply: its time belongs to a moment between sending the command and reading the reply."""
-    clock = StoreClock()
-    clock.synchronize(1000.4, sent=10.0, now=11.0)
-    assert clock.time_at(10.0) == pytest.approx(999.4), "never too late"
-    clock.synchronize(1010.1, sent=20.0, now=20.3)
-    assert clock.time_at(20.0) == pytest.approx(1009.8), "what a quick one says is nearer"
-    clock.synchronize(1020.1, sent=30.0, now=35.0)
-    assert clock.time_at(30.0) == pytest.approx(1019.8), "a slow one knows no better"
-    clock.synchronize(1090.1, sent=40.0, now=40.1)
-    assert clock.time_at(40.0) == pytest.approx(1090.0), "it was set forward"
-    clock.synchronize(1050.0, sent=50.0, now=51.0)
-    assert clock.time_at(50.0) == pytest.approx(1050.0), "it was set back"
+    ahead = seconds_ahead(-inf, 1000.4, sent=10.0, now=11.0)
+    assert 10.0 + ahead == pytest.approx(999.4), "never too late"
+    ahead = seconds_ahead(ahead, 1010.1, sent=20.0, now=20.3)
+    assert 20.0 + ahead == pytest.approx(1009.8), "what a quick one says is nearer"
+    ahead = seconds_ahead(ahead, 1020.1, sent=30.0, now=35.0)
+    assert 30.0 + ahead == pytest.approx(1019.8), "a slow one knows no better"
+    ahead = seconds_ahead(ahead, 1090.1, sent=40.0, now=40.1)
+    assert 40.0 + ahead == pytest.approx(1090.0), "it was set forward"
+    ahead = seconds_ahead(ahead, 1050.0, sent=50.0, now=51.0)
+    assert 50.0 + ahead == pytest.approx(1050.0), "it was set back"
 
 
 async def test_a_clock_that_is_set_forward_is_used_at_once(server: RedisServer) -> None:
@@ -462,7 +462,7 @@ async def test_a_clock_that_is_set_forward_is_used_at_once(server: RedisServer) 
     async with opened(server.store_config()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
         store.settle("r1", wanted, Amounts(1, 0, 5))
-        store._clock._ahead -= 3600  # as if the clock of the store had been an hour behind until now
+        store._ahead -= 3600  # as if the clock of the store had been an hour behind until now
         assert (await store.admit("r2", wanted)).exceeded is None
     with server.client() as each:
         assert each.hget("vllm-gateway:key a", "dt") == b"15"
@@ -473,7 +473,7 @@ async def test_leases_are_renewed_after_the_clock_is_set_forward(server: RedisSe
     wanted = [(Holder.placed("key a", Limits(concurrent=1)), Amounts(1, 1, 10))]
     async with opened(server.store_config()) as store:
         assert (await store.admit("r1", wanted)).exceeded is None
-        store._clock._ahead -= 3600  # as if the clock of the store had been an hour behind until now
+        store._ahead -= 3600  # as if the clock of the store had been an hour behind until now
         with server.client() as each:
             before = each.zscore("vllm-gateway:key a leases", "r1") or 0
             async with asyncio.timeout(30):
@@ -921,12 +921,12 @@ def replied(server: RedisServer, script: Script, keys: list[str], *arguments: st
 def admitted(server: RedisServer, limits: str = "10 1000 0", amounts: str = "5 1 0 0", name: str = "key a") -> list[float]:
     """Reserve amounts of one holder, given as the script has them. See admit.lua."""
     keys = [f"vllm-gateway:{name}", f"vllm-gateway:{name} slots", "vllm-gateway:reserved"]
-    return replied(server, load_scripts().admit, keys, "r1", f"30 {time() + 60}", limits, amounts)
+    return replied(server, load_scripts()["admit"], keys, "r1", f"30 {time() + 60}", limits, amounts)
 
 
 def test_a_request_that_is_too_late_gets_the_time_of_the_store(server: RedisServer) -> None:
     before = time()
-    code, _, _, now = replied(server, load_scripts().admit, ["vllm-gateway:reserved"], "r1", "30 1.5")
+    code, _, _, now = replied(server, load_scripts()["admit"], ["vllm-gateway:reserved"], "r1", "30 1.5")
     assert code == -1 and before - 1 <= now / 1e6 <= time() + 1
 
 
@@ -935,7 +935,7 @@ def test_the_store_replies_with_the_time_until_its_buckets_are_full(server: Redi
     assert refused == 0 and 30_000 <= requests <= 30_001 and tokens == 0
     refused, _, _, _, _, _, _, tokens = admitted(server, amounts="0 0 500 0")
     assert refused == 0 and 30_000 <= tokens <= 30_001
-    began, requests, tokens = replied(server, load_scripts().read, ["vllm-gateway:key a"], "")
+    began, requests, tokens = replied(server, load_scripts()["read"], ["vllm-gateway:key a"], "")
     assert began == 0 and 0 < requests <= 30_000 and 0 < tokens <= 30_001
 
 
@@ -959,18 +959,18 @@ def test_slots_of_a_gateway_that_has_died_are_released_for_each_holder(server: R
             each.zadd(f"vllm-gateway:{name} slots", {"of a dead gateway": 1.0})
     keys = [key for name in names for key in (f"vllm-gateway:{name}", f"vllm-gateway:{name} slots")]
     arguments = [text for _ in names for text in ("0 0 1", "1 1 0 0")]
-    found = replied(server, load_scripts().admit, [*keys, "vllm-gateway:reserved"], "r1", f"30 {time() + 60}", *arguments)
+    found = replied(server, load_scripts()["admit"], [*keys, "vllm-gateway:reserved"], "r1", f"30 {time() + 60}", *arguments)
     assert found[0] == 0
 
 
 def test_a_renewal_extends_the_leases_by_their_seconds(server: RedisServer) -> None:
     with server.client() as each:
         before = time()
-        (now,) = [int(each.eval(load_scripts().renew.text, 2, "one", "two", "30", f"{before + 60}", "r1", "r2"))]
+        (now,) = [int(each.eval(load_scripts()["renew"].text, 2, "one", "two", "30", f"{before + 60}", "r1", "r2"))]
         scores = each.zscore("one", "r1"), each.zscore("two", "r2")
         assert scores == (pytest.approx(now / 1e6 + 30, abs=1e-3),) * 2
         assert 30 <= each.ttl("one") <= 31
-        each.eval(load_scripts().renew.text, 1, "one", "3000", f"{before - 60}", "r1")
+        each.eval(load_scripts()["renew"].text, 1, "one", "3000", f"{before - 60}", "r1")
         assert each.zscore("one", "r1") == scores[0], "it is too late"
 
 
@@ -979,12 +979,12 @@ _WINDOWS_OF_DAY_AND_RING = "day 0 7d 25200"
 
 def restored(server: RedisServer, *used: str) -> None:
     with server.client() as each:
-        assert each.eval(load_scripts().restore.text, 1, "vllm-gateway:key a", _WINDOWS_OF_DAY_AND_RING, *used) == b"OK"
+        assert each.eval(load_scripts()["restore"].text, 1, "vllm-gateway:key a", _WINDOWS_OF_DAY_AND_RING, *used) == b"OK"
 
 
 def used_of(server: RedisServer) -> list[float]:
     """Return whether earlier use was added, then the tokens and the cost of the day and of the ring."""
-    found = replied(server, load_scripts().read, ["vllm-gateway:key a"], _WINDOWS_OF_DAY_AND_RING)
+    found = replied(server, load_scripts()["read"], ["vllm-gateway:key a"], _WINDOWS_OF_DAY_AND_RING)
     return [found[0], *found[3:5], *found[6:8]]
 
 
