@@ -72,23 +72,17 @@ def _to_jwk(key: Mapping[str, Any], algorithm: str) -> jwt.PyJWK | None:
 
 
 class VerificationKeys:
-    """The keys of a JWKS by id and algorithm."""
+    """The keys of a JWKS, each with its ID and an algorithm."""
 
     def __init__(self, keys: bytes, algorithms: Iterable[str]) -> None:
         """Load keys as ``verification_keys`` returns them."""
-        self._by_id: dict[tuple[str | None, str], jwt.PyJWK] = {}
-        self._by_algorithm: dict[str, list[jwt.PyJWK]] = {}
-        wanted = frozenset(algorithms)
+        self._keys: list[tuple[object, str, jwt.PyJWK]] = []
         for key in orjson.loads(keys):
-            for algorithm in wanted.intersection(_algorithms(key)):
+            for algorithm in frozenset(algorithms).intersection(_algorithms(key)):
                 if (jwk := _to_jwk(key, algorithm)) is not None:
-                    named = key.get("kid")
-                    self._by_id.setdefault((named if isinstance(named, str) else None, algorithm), jwk)
-                    self._by_algorithm.setdefault(algorithm, []).append(jwk)
+                    self._keys.append((key.get("kid"), algorithm, jwk))
 
     def find(self, identity: str | None, algorithm: str) -> jwt.PyJWK | None:
         """Return the key that a token names. A token without a key ID uses the only key for its algorithm."""
-        if identity is not None:
-            return self._by_id.get((identity, algorithm))
-        supported = self._by_algorithm.get(algorithm, [])
-        return supported[0] if len(supported) == 1 else None
+        found = [jwk for named, each, jwk in self._keys if each == algorithm and identity in (None, named)]
+        return found[0] if len(found) == 1 or (found and identity is not None) else None

@@ -55,7 +55,7 @@ class TokenVerifier:
     def __init__(self, on_unknown_key: Callable[[str], None]) -> None:
         self._on_unknown_key = on_unknown_key
         self._issuers: tuple[Issuer, ...] = ()
-        self._by_name: dict[str, _Issuer] = {}
+        self._by_name: dict[str, tuple[Issuer, VerificationKeys | None]] = {}
         self._verified_tokens: dict[bytes, VerifiedToken] = {}
         self._refused: dict[bytes, tuple[str, str, float]] = {}
         self._principals: dict[bytes, Key] = {}  # by token, of this snapshot
@@ -72,7 +72,7 @@ class TokenVerifier:
         self._teams = snapshot.teams
         if snapshot.issuers != self._issuers:
             self._issuers = snapshot.issuers
-            self._by_name = {issuer.name: _Issuer(issuer, self._request_keys) for issuer in snapshot.issuers}
+            self._by_name = {issuer.name: (issuer, _verification_keys(issuer)) for issuer in snapshot.issuers}
             self._limit = max(issuer.limit for issuer in snapshot.issuers)
             self._verified_tokens.clear()
             self._refused.clear()
@@ -106,15 +106,30 @@ class TokenVerifier:
         return verified
 
     def _verify(self, token: bytes) -> VerifiedToken:
+        """Verify a token, cheapest check first. Raises Refusal."""
         if len(token) > self._limit:
             raise Refusal("invalid_api_key", f"The token is larger than {self._limit} bytes.")
         head, claims, _ = token.split(b".")
         header, claimed = _object(head), _object(claims)
-        name = claimed.get("iss")
-        issuer = self._by_name.get(name) if isinstance(name, str) else None
-        if issuer is None:
+        name, algorithm, expires = claimed.get("iss"), header.get("alg"), claimed.get("exp")
+        known = self._by_name.get(name) if isinstance(name, str) else None
+        if known is None:
             raise Refusal("invalid_api_key", "The token's issuer is not known here.")
-        return issuer.verify(token, header, claimed)
+        issuer, keys = known
+        if len(token) > issuer.limit:
+            raise Refusal("invalid_api_key", f"The token is larger than {issuer.limit} bytes.")
+        if algorithm not in issuer.algorithms:
+            raise Refusal("invalid_api_key", f"The token is not signed by one of {', '.join(issuer.algorithms)}.")
+        if isinstance(expires, int | float) and time.time() >= expires + issuer.leeway:
+            raise Refusal(*_EXPIRED)
+        if keys is None:
+            raise Refusal("overloaded", "The keys of the token's issuer are not known yet.")
+        identity = header.get("kid")
+        key = keys.find(identity, algorithm) if identity is None or isinstance(identity, str) else None
+        if key is None:
+            self._request_keys(issuer.name)
+            raise Refusal("invalid_api_key", "The token is signed by a key that its issuer has not published, as far as is known here.")
+        return _read(_decode(token, key, issuer), issuer)
 
     def _request_keys(self, issuer: str) -> None:
         """Request an issuer's keys from control, at most once a second, whatever tokens clients send."""
@@ -175,51 +190,27 @@ def _keep(where: dict[bytes, V], digest: bytes, value: V, most: int) -> None:
     where[digest] = value
 
 
-class _Issuer:
-    """An issuer and the keys that verify its tokens."""
+def _verification_keys(issuer: Issuer) -> VerificationKeys | None:
+    return None if issuer.key_set is None else VerificationKeys(issuer.key_set, issuer.algorithms)
 
-    def __init__(self, issuer: Issuer, request_keys: Callable[[str], None]) -> None:
-        self._issuer = issuer
-        self._request_keys = request_keys
-        self._keys = None if issuer.key_set is None else VerificationKeys(issuer.key_set, issuer.algorithms)
 
-    def verify(self, token: bytes, header: Mapping[str, Any], claimed: Mapping[str, Any]) -> VerifiedToken:
-        """Verify a token, cheapest check first. ``claimed`` are its unverified claims. Raises Refusal."""
-        issuer, algorithm, expires = self._issuer, header.get("alg"), claimed.get("exp")
-        if len(token) > issuer.limit:
-            raise Refusal("invalid_api_key", f"The token is larger than {issuer.limit} bytes.")
-        if algorithm not in issuer.algorithms:
-            raise Refusal("invalid_api_key", f"The token is not signed by one of {', '.join(issuer.algorithms)}.")
-        if isinstance(expires, int | float) and time.time() >= expires + issuer.leeway:
-            raise Refusal(*_EXPIRED)
-        return _read(self._decode(token, self._key(header.get("kid"), algorithm)), issuer)
-
-    def _key(self, identity: object, algorithm: str) -> jwt.PyJWK:
-        if self._keys is None:
-            raise Refusal("overloaded", "The keys of the token's issuer are not known yet.")
-        known = self._keys.find(identity, algorithm) if identity is None or isinstance(identity, str) else None
-        if known is None:
-            self._request_keys(self._issuer.name)
-            raise Refusal("invalid_api_key", "The token is signed by a key that its issuer has not published, as far as is known here.")
-        return known
-
-    def _decode(self, token: bytes, key: jwt.PyJWK) -> dict[str, Any]:
-        issuer = self._issuer
-        try:
-            return jwt.decode(
-                token,
-                key,
-                algorithms=[key.algorithm_name],
-                audience=issuer.audiences,
-                issuer=issuer.name,
-                leeway=issuer.leeway,
-                options={"require": ["exp", "iss", "aud"]},
-            )
-        except jwt.MissingRequiredClaimError as error:
-            raise Refusal("invalid_api_key", f"The token has no claim {error.claim}.") from None
-        except (jwt.PyJWTError, ValueError, OverflowError, RecursionError) as error:
-            code, message = next((found for kind, found in _MESSAGES.items() if isinstance(error, kind)), _INVALID)
-            raise Refusal(code, message) from None
+def _decode(token: bytes, key: jwt.PyJWK, issuer: Issuer) -> dict[str, Any]:
+    """Verify the signature, and return the claims. Raises Refusal."""
+    try:
+        return jwt.decode(
+            token,
+            key,
+            algorithms=[key.algorithm_name],
+            audience=issuer.audiences,
+            issuer=issuer.name,
+            leeway=issuer.leeway,
+            options={"require": ["exp", "iss", "aud"]},
+        )
+    except jwt.MissingRequiredClaimError as error:
+        raise Refusal("invalid_api_key", f"The token has no claim {error.claim}.") from None
+    except (jwt.PyJWTError, ValueError, OverflowError, RecursionError) as error:
+        code, message = next((found for kind, found in _MESSAGES.items() if isinstance(error, kind)), _INVALID)
+        raise Refusal(code, message) from None
 
 
 _INVALID = ("invalid_api_key", "The token is not valid.")

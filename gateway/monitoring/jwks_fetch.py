@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator, Set
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gateway import config as conf
@@ -49,16 +50,10 @@ class JwksSource:
 
     issuer: str
     url: str
-    ca: str | None
-
-    @classmethod
-    def of(cls, issuer: conf.Jwt) -> JwksSource | None:
-        """Return the source of an issuer, None for a file, which is read with the configuration."""
-        url = issuer.jwks.url
-        return None if url is None else cls(issuer.issuer, url, None if issuer.ca is None else str(issuer.ca))
+    ca: Path | None
 
 
-class FetchError(Exception):
+class FetchError(OSError):
     """A JWKS cannot be fetched. The text explains why."""
 
 
@@ -71,7 +66,8 @@ class JwksFetcher:
 
     def follow(self, config: conf.Config) -> None:
         """Fetch the JWKS of this configuration's issuers, and no others. An unchanged source is not fetched again."""
-        wanted = {source: issuer for issuer in config.jwt if (source := JwksSource.of(issuer)) is not None}
+        # A file is read with the configuration.
+        wanted = {JwksSource(each.issuer, each.jwks.url, each.ca): each for each in config.jwt if each.jwks.url is not None}
         for source in self._polls.keys() - wanted.keys():
             self._polls.pop(source).task.cancel()
         for source, issuer in wanted.items():
@@ -147,18 +143,15 @@ class _JwksPoll:
         self.requested.clear()
 
     async def _poll(self) -> None:
-        before = self.status
+        before, source = self.status, self._source
         try:
             async with asyncio.timeout(_TIMEOUT):
                 keys = await self._fetch()
-        except (FetchError, TimeoutError, OSError) as error:
-            self.status = replace(before, problem=str(error) or "it does not respond in time", concluded=True)
+        except OSError as error:
+            status = replace(before, problem=str(error) or "it does not respond in time", concluded=True)
         else:
-            self.status = JwksStatus(keys or before.keys, "", time.time(), concluded=True)
-        self._report(before)
-
-    def _report(self, before: JwksStatus) -> None:
-        status, source = self.status, self._source
+            status = JwksStatus(keys or before.keys, "", time.time(), concluded=True)
+        self.status = status
         if status.problem and status.problem != before.problem:
             retained = "; the last known keys stay in use" if status.keys else ""
             _log.warning("the keys of %s cannot be fetched from %s: %s%s", source.issuer, source.url, status.problem, retained)
