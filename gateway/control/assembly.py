@@ -34,7 +34,7 @@ from gateway.monitoring.monitor import Monitor
 from gateway.monitoring.server_observer import ServerObserver
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.service_manager import ServiceManager
-from gateway.worker.supervisor import WorkerEvents, WorkerSupervisor, running_workers
+from gateway.worker.supervisor import WorkerEvents, WorkerSupervisor
 from upstream.discovery.dns import Resolve, system_resolver
 from upstream.discovery.kubernetes import Cluster
 from upstream.discovery.sources import Sources
@@ -111,7 +111,7 @@ async def assembled(
         usage = await stack.enter_async_context(aclosing(KeyUsage(reader)))
         pages = await stack.enter_async_context(aclosing(PageResponses()))
         worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request, pages.request)
-        workers = await stack.enter_async_context(running_workers(data, config.server.workers, worker_events, ledger))
+        workers = await stack.enter_async_context(aclosing(WorkerSupervisor(data, config.server.workers, worker_events, ledger)))
         budgets = await stack.enter_async_context(aclosing(BudgetRestorer(ledger, reader, workers.buckets, started)))
         counts = await stack.enter_async_context(aclosing(StoreCounts(lambda: workers.snapshot, ledger, reader)))
         keys = await _key_store(stored, config, workers, lambda: control.publisher, stack)

@@ -22,7 +22,7 @@ from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.rules import Holder
 from gateway.limits.windows import BudgetState, moment, windows_of
 from gateway.snapshot.snapshot import Allowance, Snapshot
-from gateway.system.tasks import cancel, wait_at_most
+from gateway.system.tasks import cancel, wait_at_most, wait_until
 
 if TYPE_CHECKING:
     from gateway.ledger.writer import Ledger
@@ -137,8 +137,7 @@ class StoreCounts:
             return
         missing = [name for name, known in self.known.items() if not known.is_restored]
         if missing or self._may_have_more:
-            while ledger.has_earlier_rows and ledger.unavailable is None:  # noqa: ASYNC110  the writer is a thread
-                await asyncio.sleep(_ROWS_POLL)
+            await wait_until(lambda: not ledger.has_earlier_rows or ledger.unavailable is not None, _ROWS_POLL)
             await self._restore(store, snapshot, reader, missing)
             await self.refresh()
         self._restored_at, self._error, self._is_first = self._restored_at or time.time(), None, False

@@ -214,7 +214,6 @@ class Limiter:
     def limits_of(self, key: Key) -> KeyLimits:
         """Return the limits of a key that has some.
 
-
         The holders of a token's subject exist from its first request on. If the shared memory is full, it counts as its configured entry.
         """
         entry = key.entry

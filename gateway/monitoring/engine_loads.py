@@ -17,7 +17,6 @@ from gateway.config import Config
 from upstream.balancing.placement_log import Kind, PlacementLog, server_key
 from upstream.vllm import metrics
 from upstream.vllm.engine_load import parse_load
-from upstream.vllm.metrics import MetricsUnavailableError
 
 INTERVAL = 1.0
 """Seconds between two samples."""
@@ -56,11 +55,8 @@ class EngineLoads:
     async def _sample(self, name: str, engine: Engine) -> None:
         async with self._readers:
             now = time.monotonic_ns()
-            try:
-                text = await metrics.read(engine.target, _READ_TIMEOUT)
-            except MetricsUnavailableError:
-                return  # its health checks report what is wrong with it
-        found = parse_load(text)
+            text = await metrics.read_if_available(engine.target, _READ_TIMEOUT)
+        found = None if text is None else parse_load(text)
         if found is not None:
             key = server_key(name)
             self._placements.write(Kind.LOAD, key, now, (found.running, found.waiting, round(1000 * found.kv_usage)))

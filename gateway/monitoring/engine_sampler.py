@@ -30,7 +30,6 @@ from gateway.usage.reconciliation import UNBILLED, unbilled
 from gateway.usage.reconciliation_queries import ReconciliationQuery
 from upstream.vllm import metrics
 from upstream.vllm.engine_counters import EngineCounters, parse_counters
-from upstream.vllm.metrics import MetricsUnavailableError
 
 _READ_TIMEOUT = 5.0  # seconds
 _READERS = 8  # servers that are read at the same time
@@ -100,10 +99,10 @@ class EngineSampler:
 
     async def _read(self, engine: Engine) -> EngineCounters | None:
         async with self._readers:
-            try:
-                counters = parse_counters(await metrics.read(engine.target, _READ_TIMEOUT))
-            except MetricsUnavailableError:
-                return None  # its health checks report what is wrong with it
+            text = await metrics.read_if_available(engine.target, _READ_TIMEOUT)
+        if text is None:
+            return None
+        counters = parse_counters(text)
         if counters is None and engine.target.name not in self._without_counters:
             self._without_counters.add(engine.target.name)
             _log.warning("%s has no token counters in its metrics, so `usage --reconcile` leaves it out", engine.target.name)

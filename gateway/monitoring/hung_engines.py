@@ -26,7 +26,6 @@ from upstream.balancing.server import Progress
 from upstream.vllm import metrics
 from upstream.vllm.engine_counters import EngineCounters, parse_counters
 from upstream.vllm.failures import HUNG
-from upstream.vllm.metrics import MetricsUnavailableError
 
 SILENCE = 5.0
 """Seconds without any progress after which an engine is suspected."""
@@ -122,10 +121,8 @@ class HungEngines:
 
     def _run_pass(self, elapsed: float) -> None:
         progress, engines = self._progress(), self._engines()
-        for name in self._silences.keys() - engines.keys():
-            self._forget(name)
         for name, silence in list(self._silences.items()):
-            if name not in progress and not silence.is_hung:
+            if name not in engines or (name not in progress and not silence.is_hung):
                 self._forget(name)
         for name, one in progress.items():
             if name in engines:
@@ -187,7 +184,5 @@ class HungEngines:
 
 
 async def _counters(engine: Engine) -> EngineCounters | None:
-    try:
-        return parse_counters(await metrics.read(engine.target, _METRICS_TIMEOUT))
-    except MetricsUnavailableError:
-        return None
+    text = await metrics.read_if_available(engine.target, _METRICS_TIMEOUT)
+    return None if text is None else parse_counters(text)

@@ -5,19 +5,20 @@ The rule: every query makes a new observation, so one result never mixes the sta
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping, Set
-from contextlib import suppress
 
 from gateway.config import Config
 from gateway.fleet.configured_servers import configured_servers
 from gateway.fleet.observed_servers import ObservedServers, conditions, health_check_targets, ready_servers, without_first_result
 from gateway.monitoring.discovery import Discovery
 from gateway.monitoring.jwks_fetch import JwksFetcher
+from gateway.system.tasks import wait_at_most, wait_until
 from upstream.balancing.server import Condition
 from upstream.discovery.endpoints import EndpointState
 from upstream.launcher.launcher import Launcher
 from upstream.vllm.health import Prober
+
+_PAUSE = 0.01  # seconds between two checks of what the network reports
 
 
 class ServerObserver:
@@ -99,17 +100,13 @@ class ServerObserver:
         So a model that moves to new servers is already up on them when the configuration is applied.
         """
         self._discovery.set_sources(self.config_as_read, config)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self.added_timeout):
-                while not self._discovery.has_results(config):  # noqa: ASYNC110  the condition depends on the network
-                    await asyncio.sleep(0.01)
-                await self._check_new_targets(self._discovery.fill(config))
+        await wait_at_most(self.added_timeout, self._check_new_targets(config))
 
     async def _check_new_targets(self, config: Config) -> None:
+        await wait_until(lambda: self._discovery.has_results(config), _PAUSE)
         observed = self.observe()
-        targets = health_check_targets(config, observed)
+        targets = health_check_targets(self._discovery.fill(config), observed)
         new = {target.name for target in targets} - {server.name for server in configured_servers(self.config)}
         if new:
             self._prober.set_targets((*health_check_targets(self.config, observed), *targets))
-            while not new <= self.observe().probes.keys():  # noqa: ASYNC110  the condition depends on the network
-                await asyncio.sleep(0.01)
+            await wait_until(lambda: new <= self.observe().probes.keys(), _PAUSE)

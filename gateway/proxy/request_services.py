@@ -61,7 +61,7 @@ class RequestServices:
         self.inflight = InflightCounts()
         self.limiter = Limiter(metrics, buckets or Buckets.private(), report_store, write_batch)
         self.mirrors = MirrorTasks()
-        self.queues = ModelQueues(self.deadlines, metrics.queued, report_demand)
+        self.queues = ModelQueues(self.deadlines, lambda model: metrics.cells("queued_requests", model), report_demand)
         self._report_choice = report_choice
         self._choice_times: dict[str, float] = {}
         # Records of finished requests

@@ -1,9 +1,9 @@
-"""Wait for a limited time, and end tasks."""
+"""Wait for a limited time or for a condition, and end tasks."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
 
@@ -15,7 +15,13 @@ async def wait_at_most(seconds: float | None, work: Awaitable[object]) -> None:
             await work
 
 
-async def cancel(*tasks: asyncio.Task[Any]) -> None:
+async def wait_until(condition: Callable[[], bool], pause: float) -> None:
+    """Wait until a condition holds whose changes nothing reports: check it every ``pause`` seconds."""
+    while not condition():  # noqa: ASYNC110  the callers' conditions are in the kernel, in other processes or in threads
+        await asyncio.sleep(pause)
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
     """Cancel tasks, and wait until they have ended."""
     for task in tasks:
         task.cancel()

@@ -127,17 +127,11 @@ class AccessLog:
         self._waiting: queue.Queue[list[bytes] | None] = queue.Queue(_MAX_WAITING)
         self._refused = 0  # the buffer was full, or a line could not be encoded; written by the event loop
         self._unwritten = 0  # written by the writer thread
-        self._reported = 0
 
     @property
     def dropped(self) -> int:
         """Number of requests whose lines were not written."""
         return self._refused + self._unwritten
-
-    def newly_dropped(self) -> int:
-        """Return how many lines were dropped since the last call."""
-        before, self._reported = self._reported, self.dropped
-        return self._reported - before
 
     def add(self, record: RequestRecord) -> None:
         """Add a request; the next flush writes its line."""

@@ -22,7 +22,7 @@ import msgspec
 from gateway.api.errors import AUTH_REASONS
 from gateway.api.routes import ENDPOINTS
 from gateway.snapshot.snapshot import Snapshot
-from gateway.telemetry.request_record import ReadGapCounts, RequestRecord
+from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.shared_counters import SharedCells, SharedCounters, SharedCountersFullError
 from gateway.telemetry.token_rates import ModelTokens
 
@@ -43,16 +43,12 @@ _LAG = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, _INF
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One metric, without the prefix of its name. ``buckets`` are the upper bounds of a histogram, the last one infinite.
-
-    ``per_model``: workers create a series for each model when a snapshot is applied, so that its first increase is visible.
-    """
+    """One metric, without the prefix of its name. ``buckets`` are the upper bounds of a histogram, the last one infinite."""
 
     name: str
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
-    per_model: bool = False
 
     @property
     def kind(self) -> str:
@@ -73,19 +69,12 @@ _FAMILIES = (
     ),
     Family("key_requests_total", "Requests of known keys by the HTTP status sent.", ("key", "code")),
     Family("request_duration_seconds", "Time from a request's headers to the last byte of its response.", ("model", "endpoint"), _DURATION),
-    Family(
-        "time_to_first_token_seconds",
-        "Time from a request's headers to the first event of its stream.",
-        ("model",),
-        _FIRST_TOKEN,
-        per_model=True,
-    ),
+    Family("time_to_first_token_seconds", "Time from a request's headers to the first event of its stream.", ("model",), _FIRST_TOKEN),
     Family(
         "inter_chunk_latency_seconds",
         "Time between two reads of a stream's events; one read may have several events.",
         ("model",),
         CHUNK_GAPS,
-        per_model=True,
     ),
     Family("overhead_seconds", "Time in the gateway itself, without waiting for client or server.", (), _OVERHEAD),
     Family("tokens_total", "Tokens reported by the server; cached is part of prompt, reasoning of completion.", ("key", "model", "type")),
@@ -95,8 +84,8 @@ _FAMILIES = (
         ("model", "type"),
     ),
     Family("prefix_index_blocks", "Blocks in the worker's prefix index of the model.", ("model", "worker")),
-    Family("inflight_requests", "Requests in flight.", ("model",), per_model=True),
-    Family("queued_requests", "Requests queued for a server.", ("model",), per_model=True),
+    Family("inflight_requests", "Requests in flight.", ("model",)),
+    Family("queued_requests", "Requests queued for a server.", ("model",)),
     Family("auth_failures_total", "Requests refused because of their key.", ("reason",)),
     Family("limited_total", "Requests refused by a limit.", ("key", "reason")),
     Family("limits_store_admissions_total", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)),
@@ -117,7 +106,7 @@ _FAMILIES = (
     Family("discovery_up", "1 when the service discovery of the model works.", ("model",)),
     Family("key_set_up", "1 when the last fetch of the issuer's JWKS succeeded.", ("issuer",)),
     Family("dependency_up", "1 when the dependency works, 0 when /status shows it as down.", ("dependency",)),
-    Family("retries_total", "Requests sent to a server again.", ("model",), per_model=True),
+    Family("retries_total", "Requests sent to a server again.", ("model",)),
     Family("fallbacks_total", "Requests served by a fallback model.", ("model", "fallback")),
     Family("split_requests_total", "Requests for a split by the model that served them.", ("split", "model")),
     Family("mirrored_requests_total", "Copies of requests for another model by result.", ("model", "to", "result")),
@@ -164,6 +153,7 @@ _FAMILIES = (
 FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _FAMILIES})
 
 
+_PER_MODEL = ("time_to_first_token_seconds", "inter_chunk_latency_seconds", "inflight_requests", "queued_requests", "retries_total")
 _TOKEN_TYPES = ("prompt", "completion", "cached", "reasoning")
 MIRROR_RESULTS = ("completed", "failed", "no_capacity", "limit", "drain")
 INCOMPLETE_REASONS = ("client", "upstream", "drain")
@@ -207,8 +197,8 @@ class WorkerMetrics:
 
     def _reset_gauges(self) -> None:
         """Set all gauges to 0: the requests of the previous process ended with it."""
-        for reading in tuple(self._counters.readings()):
-            series = Series.decode(reading.name)
+        for name, _ in tuple(self._counters.readings()):
+            series = Series.decode(name)
             if FAMILIES[series.family].kind == "gauge":
                 self.cells(series.family, *series.labels)[0] = 0.0
 
@@ -238,9 +228,8 @@ class WorkerMetrics:
         self._create("requests_total", models, ENDPOINTS, ["200"], [""])
         self._create("request_duration_seconds", models, ENDPOINTS[:1])
         self._create("incomplete_total", models, INCOMPLETE_REASONS)
-        for family in FAMILIES.values():
-            if family.per_model:
-                self._create(family.name, models)
+        for name in _PER_MODEL:
+            self._create(name, models)
         for model in snapshot.bases:
             for name in ("server_inflight", "server_ejected"):
                 self._create(name, [model.id], [server.name for server in model.servers])
@@ -265,22 +254,9 @@ class WorkerMetrics:
             cells = self._in_flight[model] = InflightGauge(self.cells("inflight_requests", model))
             return cells
 
-    def queued(self, model: str) -> SharedCells:
-        """Return the gauge of a model's queued requests."""
-        return self.cells("queued_requests", model)
-
-    def count_auth_failure(self, code: str) -> None:
-        """Count a request that was refused because of its key."""
-        self.cells("auth_failures_total", AUTH_REASONS[code])[0] += 1
-
     def count_client_fault(self, reason: str) -> None:
         """Count a connection that is closed for a reason of ``CLIENT_FAULTS``."""
         self.cells("client_faults_total", reason)[0] += 1
-
-    def count_dropped_lines(self, count: int) -> None:
-        """Count requests without a line in the access log."""
-        if count:
-            self.cells("log_lines_dropped_total")[0] += count
 
     def count_prediction(self, model: str, predicted: float, cached: int) -> None:
         """Count the cached tokens of a prompt, and their prediction."""
@@ -340,7 +316,7 @@ class WorkerMetrics:
         cells = self._uses[key, model, status] = (self.cells("key_requests_total", key, str(status)), *tokens)
         return cells
 
-    def _count_stream(self, record: RequestRecord, model: str, gaps: ReadGapCounts) -> None:
+    def _count_stream(self, record: RequestRecord, model: str, gaps: ReadGaps) -> None:
         if record.first_token is not None:
             observe(self.cells("time_to_first_token_seconds", model), _FIRST_TOKEN, record.first_token)
         latencies = self.cells("inter_chunk_latency_seconds", model)
@@ -359,7 +335,7 @@ class WorkerMetrics:
         if record.incomplete is not None:
             self.cells("incomplete_total", model, record.incomplete)[0] += 1
         if record.code is not None and record.code in AUTH_REASONS:
-            self.count_auth_failure(record.code)
+            self.cells("auth_failures_total", AUTH_REASONS[record.code])[0] += 1
 
 
 class InflightGauge:
@@ -413,10 +389,10 @@ def sum_series(counters: Iterable[SharedCounters]) -> dict[Series, list[float]]:
     """Sum all series over all shared counters, cell by cell."""
     total: dict[Series, list[float]] = {}
     for each in counters:
-        for reading in each.readings():
-            series = Series.decode(reading.name)
+        for name, values in each.readings():
+            series = Series.decode(name)
             before = total.get(series)
-            total[series] = [a + b for a, b in zip(before, reading.values, strict=True)] if before else list(reading.values)
+            total[series] = [a + b for a, b in zip(before, values, strict=True)] if before else list(values)
     return total
 
 
@@ -424,9 +400,9 @@ def tokens_by_model(counters: Iterable[SharedCounters]) -> dict[str, ModelTokens
     """Return the tokens that each model has read and generated. No other series is read, so it is cheap."""
     total = defaultdict[str, defaultdict[str, float]](lambda: defaultdict(float))
     for each in counters:
-        for reading in each.readings('["tokens_total",'):
-            _, model, kind = Series.decode(reading.name).labels
-            total[model][kind] += reading.values[0]
+        for name, values in each.readings('["tokens_total",'):
+            _, model, kind = Series.decode(name).labels
+            total[model][kind] += values[0]
     return {model: ModelTokens(tokens["prompt"], tokens["completion"]) for model, tokens in total.items()}
 
 

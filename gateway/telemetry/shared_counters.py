@@ -17,7 +17,6 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TypeAlias
 
 SIZE = 256 * 1024 * 1024
@@ -27,14 +26,6 @@ _USED = struct.Struct("<Q")
 _RECORD = struct.Struct("<II")
 SharedCells: TypeAlias = "memoryview[float]"
 """A view of float64 cells in the shared memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class CounterReading:
-    """The values of one series when it was read."""
-
-    name: str
-    values: tuple[float, ...]
 
 
 class SharedCountersFullError(Exception):
@@ -76,12 +67,12 @@ class SharedCounters:
         cells = self._index.get(name)
         return self._append(name, count) if cells is None else cells
 
-    def readings(self, prefix: str = "") -> Iterator[CounterReading]:
-        """Return every series whose name starts with the prefix, with its current values."""
+    def readings(self, prefix: str = "") -> Iterator[tuple[str, tuple[float, ...]]]:
+        """Yield the name of every series that starts with the prefix, and its current values."""
         self._read_index()
         for name, cells in self._index.items():
             if name.startswith(prefix):
-                yield CounterReading(name, tuple(cells))
+                yield name, tuple(cells)
 
     def new_names(self, seen: int) -> list[str]:
         """Return the names of the series after the first ``seen`` ones."""

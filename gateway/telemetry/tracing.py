@@ -9,8 +9,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -54,7 +54,6 @@ class Spans:
         self._waiting: queue.Queue[tuple[str, list[RequestRecord]] | None] = queue.Queue(_MAX_WAITING)
         self._thread: threading.Thread | None = None
         self._exporters: dict[str, SpanExporter] = {}
-        self._resource: Resource | None = None
         self.dropped = 0
 
     def add(self, record: RequestRecord) -> None:
@@ -79,19 +78,17 @@ class Spans:
 
     def _export(self) -> None:
         """Export batches until stopped. Runs in the thread."""
+        resource = None
         while (batch := self._waiting.get()) is not None:
             endpoint, records = batch
             try:
-                self._send(endpoint, records)
+                resource = resource or _resource()
+                exporter = self._exporters.get(endpoint) or self._exporters.setdefault(endpoint, _exporter(endpoint))
+                exporter.export(list(_encoded(records, resource, self.scheme)))
             except Exception:  # noqa: BLE001  the outer edge: later spans are still exported
                 _log.exception("%d spans could not be exported", len(records))
 
-    def _send(self, endpoint: str, records: Sequence[RequestRecord]) -> None:
-        resource = self._resource = self._resource or _resource()
-        exporter = self._exporters.get(endpoint) or self._exporters.setdefault(endpoint, _exporter(endpoint))
-        exporter.export(list(_encoded(records, resource, self.scheme)))
-
-    def stop(self, timeout: float) -> None:
+    def close(self, timeout: float = _TIMEOUT) -> None:
         """Export what is left and end the thread; a blocked collector gets this many seconds."""
         self.flush()
         if self._thread is None:
@@ -103,16 +100,6 @@ class Spans:
         self._thread.join(timeout)
         for exporter in self._exporters.values():
             exporter.shutdown()  # no more retries
-
-
-@contextmanager
-def spans() -> Iterator[Spans]:
-    """Yield spans that are exported when the block ends, unless their collector is blocked."""
-    gathered = Spans()
-    try:
-        yield gathered
-    finally:
-        gathered.stop(_TIMEOUT)
 
 
 def _exporter(endpoint: str) -> SpanExporter:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
+from functools import cached_property
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -31,12 +33,12 @@ from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Key, SessionRules
 from gateway.telemetry.metrics import OTHER
 from gateway.telemetry.request_record import RequestRecord, explained
-from gateway.worker import api_reference
-from gateway.worker.model_list import Reported, card, cards, page
+from gateway.worker.model_list import card, cards, page
 from gateway.worker.page_requests import PageRequests
 from gateway.worker.query_requests import UsageRequests
 
 _HEALTH, _MODELS, _VERSION, _USAGE, _LIMITS = "/health", "/v1/models", "/version", "/v1/usage", "/v1/limits"
+_REFERENCE = frozenset({"/docs", "/openapi.json"})
 _NOT_STORED = {"cache-control": "no-store"}
 _METHODS = ["GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT"]
 _log = logging.getLogger("vllm_gateway.worker")
@@ -52,7 +54,6 @@ class WorkerApp:
         """Control's last report about servers and models. ``Worker`` assigns it."""
         self._usage_requests = usage_requests
         self._pages_of_control = pages
-        self._reference = api_reference.ApiReference()
         self._pages: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             _HEALTH: self._health,
             _VERSION: self._version,
@@ -148,9 +149,9 @@ class WorkerApp:
             request.state.endpoint = page
             _require_method(request, "GET")
             return await self._pages[page](request)
-        if active.snapshot.docs and path in api_reference.PATHS:
+        if active.snapshot.docs and path in _REFERENCE:
             _require_method(request, "GET")
-            return await self._reference.page(path)
+            return (await run_in_threadpool(lambda: self._reference))[path]
         raise unserved(request.method, path)
 
     def _session(self, request: Request, rules: SessionRules) -> Response:
@@ -160,6 +161,14 @@ class WorkerApp:
         if session is None:
             raise Refusal("missing_api_key", "No person is signed in. Sign in at /sign-in.")
         return JSONResponse(session.document(), headers=_NOT_STORED | sessions.renewal(session, now))
+
+    @cached_property
+    def _reference(self) -> dict[str, Response]:
+        """The API reference by path. The first request for it builds it, so a worker without such a request neither loads nor holds it."""
+        from gateway.api import reference
+
+        document = reference.document()
+        return {"/openapi.json": JSONResponse(document), "/docs": reference.page(document)}
 
     async def _usage(self, request: Request) -> Response:
         """Return the key's own usage, from the ledger. Raises Refusal."""
@@ -193,14 +202,11 @@ class WorkerApp:
         key = self._authenticate(request)
         visible = self._worker.active.catalog.visible(key, mounted)
         if not name:
-            return JSONResponse(page(cards((entry.model, self._reported(entry)) for entry in visible), request.query_params))
+            return JSONResponse(page(cards((entry.model for entry in visible), self.health), request.query_params))
         entry = next((entry for entry in visible if name in (entry.model.id, *entry.model.aliases)), None)
         if entry is None:
             raise unknown_model(name)
-        return JSONResponse(card(entry.model, self._reported(entry)))
-
-    def _reported(self, entry: CatalogEntry) -> Reported:
-        return Reported(self.health.max_model_len.get(entry.model.id), self.health.tasks.get(entry.model.id))
+        return JSONResponse(card(entry.model, self.health))
 
     def _authenticate(self, request: Request) -> Key:
         """Return the key of a request, also from ``x-api-key``: Anthropic's clients list models too. Raises Refusal."""
@@ -228,24 +234,20 @@ def _require_method(request: Request, method: str) -> None:
 
 
 async def _on_refusal(request: Request, refusal: Refusal) -> Response:
-    return _error_response(request, refusal)
+    request.state.code, request.state.refusal = refusal.code, refusal
+    path = request.scope["path"]  # request.url is built from the Host header
+    body = render(refusal, anthropic=path.endswith(("/v1/messages", "/v1/messages/count_tokens")))
+    return Response(body, refusal.spec.status, refusal.headers, media_type="application/json")
 
 
 async def _on_http_error(request: Request, error: HTTPException) -> Response:
     """Translate Starlette's own errors: 405 for a method that no route has, 404 for a path that its router cannot read."""
     if error.status_code == 405:
-        return _error_response(request, Refusal("method_not_allowed", f"The method {shown_text(request.method)} is not allowed here."))
-    return _error_response(request, unserved(request.method, _raw_path(request)))
+        return await _on_refusal(request, Refusal("method_not_allowed", f"The method {shown_text(request.method)} is not allowed here."))
+    return await _on_refusal(request, unserved(request.method, _raw_path(request)))
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     identity = request.state.request_id
     _log.error("request %s failed inside the gateway", identity, exc_info=error, extra={"request_id": identity})
-    return _error_response(request, internal_error())
-
-
-def _error_response(request: Request, refusal: Refusal) -> Response:
-    request.state.code, request.state.refusal = refusal.code, refusal
-    path = request.scope["path"]  # request.url is built from the Host header
-    body = render(refusal, anthropic=path.endswith(("/v1/messages", "/v1/messages/count_tokens")))
-    return Response(body, refusal.spec.status, refusal.headers, media_type="application/json")
+    return await _on_refusal(request, internal_error())

@@ -8,12 +8,12 @@ One list serves several kinds of clients: OpenAI's SDKs, vLLM's (``max_model_len
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
 from gateway.api.errors import Refusal
+from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Model
 
 Card = dict[str, Any]
@@ -34,19 +34,11 @@ MODALITIES = ("image", "audio", "video")
 _GENERATING = frozenset({"chat", "completion"})
 
 
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """The facts that servers report about a model: its context length in tokens, and its task. None: not known."""
+def card(model: Model, reported: Health) -> Card:
+    """Return the entry of a model under its ID. An adapter names its base in ``parent``, as in vLLM's list.
 
-    max_model_len: int | None = None
-    task: str | None = None
-
-
-_NOTHING = Reported()
-
-
-def card(model: Model, reported: Reported = _NOTHING) -> Card:
-    """Return the entry of a model under its ID. An adapter names its base in ``parent``, as in vLLM's list."""
+    ``reported`` has the context length and the task that servers report about it.
+    """
     shown: Card = {
         "id": model.id,
         "object": "model",
@@ -60,9 +52,9 @@ def card(model: Model, reported: Reported = _NOTHING) -> Card:
     }
     if model.parent is not None:
         shown["parent"] = model.parent
-    if (task := model.task or reported.task) is not None:
+    if (task := model.task or reported.tasks.get(model.id)) is not None:
         shown["task"] = task
-    if (length := reported.max_model_len) is not None:
+    if (length := reported.max_model_len.get(model.id)) is not None:
         shown |= dict.fromkeys(("max_model_len", "context_length", "context_window", "max_input_tokens"), length)
     return shown | _abilities(model, task)
 
@@ -83,10 +75,10 @@ def _abilities(model: Model, task: str | None) -> Card:
     return shown if modalities is None else shown | {"architecture": {"input_modalities": modalities}}
 
 
-def cards(models: Iterable[tuple[Model, Reported]]) -> list[Card]:
+def cards(models: Iterable[Model], reported: Health) -> list[Card]:
     """Return the entries of all names. An alias has the entry of its model, and names the model in ``root``."""
     found: list[Card] = []
-    for model, reported in models:
+    for model in models:
         own = card(model, reported)
         found.append(own)
         found += [{**own, "id": alias, "root": model.id, "aliases": []} for alias in model.aliases]

@@ -6,7 +6,7 @@ behind. The requests of a worker that has died stop counting when its successor 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
 from upstream.balancing.cost_model import CostModel, EngineLoad
@@ -22,14 +22,12 @@ class PeerPlacements:
         self._log = log
         self._models: dict[int, tuple[CostModel, str]] = {}
         self._keys: dict[str, int] = {}
-        self._in_flight: Counter[tuple[int, int]] = Counter()
+        self._in_flight = defaultdict[int, Counter[int]](Counter)  # by section and server
         self._is_new = True
 
     def set_models(self, costs: Mapping[str, CostModel]) -> None:
         """Share the placements of these models from now on."""
-        for model in costs.values():
-            for name in model.servers:
-                self._keys[name] = server_key(name)
+        self._keys |= {name: server_key(name) for model in costs.values() for name in model.servers}
         self._models = {self._keys[name]: (model, name) for model in costs.values() for name in model.servers}
         if self._is_new and costs:
             self._is_new = False
@@ -55,20 +53,18 @@ class PeerPlacements:
 
     def _forget(self, section: int) -> None:
         """End all requests of a section: they ended with its earlier process."""
-        for (writer, server), count in tuple(self._in_flight.items()):
-            if writer == section:
-                del self._in_flight[writer, server]
-                if (found := self._models.get(server)) is not None:
-                    model, name = found
-                    model.peers_ended(name, count)
+        for server, count in self._in_flight.pop(section, Counter[int]()).items():
+            if (found := self._models.get(server)) is not None:
+                model, name = found
+                model.peers_ended(name, count)
 
     def _apply(self, record: Record, model: CostModel, name: str) -> None:
         match record.kind:
             case Kind.PLACED:
-                self._in_flight[record.section, record.server] += 1
+                self._in_flight[record.section][record.server] += 1
                 model.peer_placed(name, record.keys, float(record.value))
             case Kind.FINISHED:
-                self._in_flight[record.section, record.server] -= 1
+                self._in_flight[record.section][record.server] -= 1
                 model.peer_finished(name, record.keys, record.value)
             case Kind.LOAD:
                 running, waiting, used = record.keys

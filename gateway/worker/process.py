@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
+from contextlib import closing
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -37,8 +38,8 @@ from gateway.system.malloc import keep_what_is_freed
 from gateway.telemetry.access_log import AccessLog, access_log
 from gateway.telemetry.metrics import FAMILIES, WorkerMetrics, observe
 from gateway.telemetry.shared_counters import SharedCounters
-from gateway.telemetry.tracing import Spans, spans
-from gateway.worker.drain import Closable, drain
+from gateway.telemetry.tracing import Spans
+from gateway.worker.drain import AnyAcceptor, drain
 from gateway.worker.peer_placements import PeerPlacements
 from gateway.worker.worker import Worker
 from upstream.balancing.placement_log import PlacementLog
@@ -66,7 +67,7 @@ def main() -> None:
     keep_what_is_freed()
     raise_limit()
     recorder = Recorder(Journal(arguments.journal_fd)) if arguments.journal_fd is not None else None
-    with access_log(sys.stdout.fileno()) as log, spans() as traced:
+    with access_log(sys.stdout.fileno()) as log, closing(Spans()) as traced:
         orphaned = uvloop.run(_run(arguments, log, recorder, traced))
         if orphaned and recorder is not None:
             recorder.save(arguments.spool, sys.stderr)  # after the loop, in which requests may still have finished
@@ -138,7 +139,6 @@ class WorkerProcess:
     def __init__(self, worker: Worker, to_control: link.Link) -> None:
         self.worker = worker
         self._to_control = to_control
-        self._acceptor: Closable | None = None
 
     def apply_health(self, health: link.Health) -> None:
         """Apply a health report, and acknowledge it."""
@@ -147,14 +147,14 @@ class WorkerProcess:
 
     async def serve(self, listener: socket.socket, seats: Seats | None, messages: AsyncIterator[link.Message]) -> None:
         """Serve until control has exited, or has had this worker drained."""
-        self._acceptor = await start_accepting(self.worker, listener, seats)
+        acceptor = await start_accepting(self.worker, listener, seats)
         collections = garbage_collector.take_over()
         async with asyncio.TaskGroup() as group:
             ticking = group.create_task(self._tick(collections))
-            await self._handle_messages(messages, listener)
+            await self._handle_messages(messages, acceptor, listener)
             ticking.cancel()
 
-    async def _handle_messages(self, messages: AsyncIterator[link.Message], listener: socket.socket) -> None:
+    async def _handle_messages(self, messages: AsyncIterator[link.Message], acceptor: AnyAcceptor, listener: socket.socket) -> None:
         """Handle control's messages. Returns when control has exited or the drain has finished."""
         self._to_control.send(link.SnapshotApplied(self.worker.snapshot.version))
         async for message in messages:
@@ -181,7 +181,7 @@ class WorkerProcess:
                 case link.RevokedSessions(ids=ids):
                     self.worker.page_requests.revoke(ids)
                 case link.Drain(seconds=seconds):
-                    await drain(self.worker, self._acceptor, listener, seconds)
+                    await drain(self.worker, acceptor, listener, seconds)
                     return
 
     async def _tick(self, collections: FullCollections) -> None:
@@ -201,7 +201,7 @@ class WorkerProcess:
                 collections.tick(idle=not self.worker.connections.handlers)
 
 
-async def start_accepting(worker: Worker, listener: socket.socket, seats: Seats | None = None) -> Closable:
+async def start_accepting(worker: Worker, listener: socket.socket, seats: Seats | None = None) -> AnyAcceptor:
     """Accept the data port's connections from now on. ``seats``: if several workers share the listener."""
     listener.setsockopt(socket.IPPROTO_TCP, _NOTSENT_LOWAT, _UNSENT)  # accepted connections inherit it
     loop = asyncio.get_running_loop()

@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -25,6 +25,7 @@ from gateway.limits.windows import BudgetState
 from gateway.snapshot import link
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.acceptor import Seats
+from gateway.system.tasks import cancel, wait_at_most, wait_until
 from gateway.telemetry.shared_counters import SharedCounters
 from upstream.backoff import Backoff
 from upstream.balancing.placement_log import PlacementLog
@@ -103,7 +104,7 @@ class _WorkerSlot:
         self._unanswered = 0
         self._version = 0
         self._health_number = 0
-        self.requested: dict[str, float] = {}
+        self.requested: dict[str, float | None] = {}
         self.choices: dict[str, link.ChoiceExplained] = {}
         self.store: link.StoreStatus | None = None
         self.progress: tuple[float, link.ServerProgress] | None = None
@@ -185,10 +186,8 @@ class _WorkerSlot:
                     self._version = version
                 case link.HealthApplied(number=number):
                     self._health_number = number
-                case link.ModelRequested(model=model, since=since) if since is not None:
+                case link.ModelRequested(model=model, since=since):
                     self.requested[model] = since
-                case link.ModelRequested(model=model):
-                    self.requested.pop(model, None)
                 case link.UnknownSigningKey(issuer=issuer):
                     self._events.unknown_signing_key(issuer)
                 case link.StoreStatus():
@@ -246,9 +245,7 @@ class _WorkerSlot:
 async def _ended(process: asyncio.subprocess.Process) -> None:
     """Wait for a process to exit. It is killed after a timeout, and when the wait is cancelled."""
     try:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_EXIT_GRACE):
-                await process.wait()
+        await wait_at_most(_EXIT_GRACE, process.wait())
     finally:
         if process.returncode is None:
             process.kill()
@@ -259,15 +256,17 @@ class WorkerSupervisor:
     """All workers of a gateway. Each worker has a separate slot, in which its process is kept running.
 
     ``buckets`` are the counts of limits, which all workers share. ``placements`` is the log of placements, in which control's section is
-    the last one. ``snapshot`` is the last snapshot that was sent; None before the first.
+    the last one. ``snapshot`` is the last snapshot that was sent; None before the first. ``ledger`` has a journal for each worker.
     """
 
-    def __init__(self, listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None) -> None:
+    def __init__(self, listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None = None) -> None:
         self.buckets = Buckets.create("buckets", count)
         self.placements = PlacementLog.create(count + 1, count)
         self._seats = Seats.create(count) if count > 1 else None
         inherited = _Inherited(listener, self.buckets, self.placements, self._seats, ledger)
         self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
+        self.boards = tuple(slot.counters for slot in self._slots)
+        """The workers' shared counters."""
         self._preparation: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.snapshot: Snapshot | None = None
@@ -280,11 +279,6 @@ class WorkerSupervisor:
         """Returns the store's keys, which a new process gets before the snapshot."""
         self.more_first_messages: Callable[[], Iterable[link.Message]] = tuple
         """Returns what a new process gets after the snapshot."""
-
-    @property
-    def boards(self) -> tuple[SharedCounters, ...]:
-        """The workers' shared counters. They stay the same for the life of control."""
-        return tuple(slot.counters for slot in self._slots)
 
     @property
     def statuses(self) -> tuple[WorkerStatus, ...]:
@@ -337,14 +331,11 @@ class WorkerSupervisor:
 
     async def wait_applied(self, number: int, within: float = _APPLY_TIMEOUT) -> None:
         """Wait until every worker has applied the health message with this number, for ``within`` seconds at most."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(within):
-                while not self.have_applied(number):  # noqa: ASYNC110  the condition is in other processes
-                    await asyncio.sleep(0.005)
+        await wait_at_most(within, wait_until(lambda: self.have_applied(number), 0.005))
 
     def requested_since(self, model: str) -> float | None:
         """Return the time since which requests wait for a model, in seconds of the monotonic clock, or None if no request waits."""
-        return min((slot.requested[model] for slot in self._slots if model in slot.requested), default=None)
+        return min((since for slot in self._slots if (since := slot.requested.get(model)) is not None), default=None)
 
     def server_progress(self) -> dict[str, Progress]:
         """Return the progress of the servers whose responses are awaited, over all workers that reported it recently."""
@@ -402,12 +393,9 @@ class WorkerSupervisor:
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=seconds + _EXIT_GRACE)
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """End every worker, drained or not, and release the shared memory."""
-        running = [*self._tasks, *([] if self._preparation is None else [self._preparation])]
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        await cancel(*self._tasks, *([] if self._preparation is None else [self._preparation]))
         for slot in self._slots:
             slot.counters.close()
         self.buckets.close()
@@ -426,15 +414,3 @@ def pause_after(lifetime: float, backoff: Backoff) -> float:
         return backoff.next_pause()
     backoff.reset()
     return 0.0
-
-
-@asynccontextmanager
-async def running_workers(
-    listener: socket.socket, count: int, events: WorkerEvents, ledger: Ledger | None = None
-) -> AsyncIterator[WorkerSupervisor]:
-    """Run workers for the length of the block. ``ledger`` has a journal for each of them."""
-    supervisor = WorkerSupervisor(listener, count, events, ledger)
-    try:
-        yield supervisor
-    finally:
-        await supervisor.close()

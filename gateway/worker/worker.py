@@ -85,7 +85,7 @@ class Worker:
         self._catalog: Catalog | None = None
         self.costs: dict[str, CostModel] = {}
         """The knowledge about the servers of each model with the policy ``cost``, by the model's ID."""
-        self._ticks = 0
+        self._ticks = self._dropped_lines = 0
         self.progress: Mapping[str, Progress] = {}
         """The progress of the servers whose responses were awaited in the last tick."""
         self.usage_requests = UsageRequests(request_usage)
@@ -193,7 +193,8 @@ class Worker:
             requests.ledger.tick()
         self._apply_placements()
         requests.log.flush()
-        requests.metrics.count_dropped_lines(requests.log.newly_dropped())
+        before, self._dropped_lines = self._dropped_lines, requests.log.dropped
+        requests.metrics.cells("log_lines_dropped_total")[0] += self._dropped_lines - before
         requests.spans.flush()
         self._ticks += 1
         if self._ticks % _SWEEP_EVERY == 0:

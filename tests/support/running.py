@@ -7,7 +7,7 @@ import hashlib
 import os
 import socket
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.metrics import WorkerMetrics, sum_series
 from gateway.telemetry.request_record import RequestRecord
 from gateway.telemetry.shared_counters import SharedCounters
-from gateway.telemetry.tracing import spans
+from gateway.telemetry.tracing import Spans
 from gateway.worker.process import start_accepting
 from gateway.worker.worker import Worker
 from upstream.balancing.pool import live_servers
@@ -128,7 +128,7 @@ async def serving(
     models: Sequence[Model], keys: Sequence[Key] = (), *, up: bool = True, ledger: Recorder | None = None, **settings: Any
 ) -> AsyncIterator[Served]:
     """Serve a fixed snapshot. ``up``: treat every server as healthy without a probe."""
-    with shared_counters() as counts, live_servers() as servers, _nowhere() as nowhere, spans() as traced:
+    with shared_counters() as counts, live_servers() as servers, _nowhere() as nowhere, closing(Spans()) as traced:
         log = AccessLog(nowhere)
         received: list[tuple[str, float | None]] = []
         context = WatchedRequests(

@@ -5,6 +5,8 @@ The rule: the text is not parsed, so a server's text cannot do harm here.
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from upstream.http.errors import UpstreamError
 from upstream.vllm.bounded_get import get_within
 from upstream.vllm.health import ProbeTarget
@@ -30,3 +32,10 @@ async def read(target: ProbeTarget, deadline: float) -> bytes:
     if len(body) == SIZE_LIMIT:
         raise MetricsUnavailableError(f"{target.name}: its metrics are longer than {SIZE_LIMIT} bytes")
     return body
+
+
+async def read_if_available(target: ProbeTarget, deadline: float) -> bytes | None:
+    """Do the same. Return None if the metrics could not be read: the server's health checks report what is wrong with it."""
+    with suppress(MetricsUnavailableError):
+        return await read(target, deadline)
+    return None

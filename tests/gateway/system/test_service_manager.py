@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import time
-from contextlib import closing
+from contextlib import aclosing, closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from gateway.fleet.observed_servers import ObservedServers
 from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.snapshot.link import Health
 from gateway.system.service_manager import VARIABLES, ServiceManager
-from gateway.worker.supervisor import WorkerEvents, running_workers
+from gateway.worker.supervisor import WorkerEvents, WorkerSupervisor
 from tests.support.process import SIMULATOR, configuration, gateway, launched, wait_for, write
 from tests.support.running import until
 from tests.support.service_manager import Inbox, service_manager
@@ -248,7 +248,7 @@ def suspend(pid: int) -> None:
 async def test_a_worker_that_hangs_is_replaced_and_the_others_are_not(tmp_path: Path) -> None:
     config, listener = config_and_listener(tmp_path, 2)
     with closing(listener):
-        async with running_workers(listener, 2, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
+        async with aclosing(WorkerSupervisor(listener, 2, WorkerEvents(lambda: None, lambda _: None))) as supervisor:
             supervisor.apply_snapshot(build_snapshot(config, ObservedServers({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: all(worker.up for worker in supervisor.statuses), 60)
             first, second = (worker.pid for worker in supervisor.statuses)
@@ -265,7 +265,7 @@ async def test_a_worker_that_hangs_is_replaced_and_the_others_are_not(tmp_path: 
 async def test_a_worker_that_hangs_before_it_serves_is_replaced_too(tmp_path: Path) -> None:
     config, listener = config_and_listener(tmp_path, 1)
     with closing(listener):
-        async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
+        async with aclosing(WorkerSupervisor(listener, 1, WorkerEvents(lambda: None, lambda _: None))) as supervisor:
             supervisor.apply_snapshot(build_snapshot(config, ObservedServers({}, {}, {}), 1, 1), Health({}, {}))
             await until(lambda: supervisor.statuses[0].pid is not None, 60)
             first = supervisor.statuses[0].pid
@@ -282,7 +282,7 @@ async def test_a_worker_that_hangs_before_it_serves_is_replaced_too(tmp_path: Pa
 async def test_workers_that_do_not_start_are_reported(tmp_path: Path) -> None:
     config, listener = config_and_listener(tmp_path, 1)
     with closing(listener):
-        async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
+        async with aclosing(WorkerSupervisor(listener, 1, WorkerEvents(lambda: None, lambda _: None))) as supervisor:
             now = time.monotonic()
             assert supervisor.failure(now) is None
             supervisor.check(now)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 
 import httpx2
@@ -27,7 +27,7 @@ from gateway.api.usage import Usage
 from gateway.config import load
 from gateway.snapshot.snapshot import Tracing
 from gateway.telemetry.trace import Sampler, Trace
-from gateway.telemetry.tracing import Spans, attributes, operation, spans
+from gateway.telemetry.tracing import Spans, attributes, operation
 from tests.gateway.telemetry.test_metrics import record
 from tests.support.collector import Collector, collector
 from tests.support.collector import attributes as plain
@@ -92,7 +92,7 @@ async def test_a_request_is_a_span(collected: Collector) -> None:
 
 
 def test_a_span_that_cannot_be_made_costs_itself_alone(collected: Collector, caplog: pytest.LogCaptureFixture) -> None:
-    with spans() as gathered:
+    with closing(Spans()) as gathered:
         gathered.endpoint = "no URL"
         gathered.add(record(trace=Trace(TRACE, PARENT, None, True)))
         gathered.flush()
@@ -237,7 +237,7 @@ def test_a_blocked_collector_delays_no_request(collected: Collector) -> None:
     assert max(took) < 9, "a request waited for the collector, which is given ten seconds for each batch"
     assert len(gathered._records) <= 2048
     collected.held.set()
-    gathered.stop(60)
+    gathered.close(60)
     assert 2048 < len(collected.spans) < 40_000
 
 
@@ -252,16 +252,16 @@ def test_a_blocked_collector_with_a_full_queue_delays_the_stop_by_its_timeout(co
     while not gathered._records:  # until a flush finds the queue full
         gathered.add(record(trace=trace))
         gathered.flush()
-    gathered.stop(0.05)
+    gathered.close(0.05)
     assert gathered._waiting.full() and gathered._records
     collected.held.set()
     wait_for(lambda: gathered._waiting.empty())
-    gathered.stop(60)
+    gathered.close(60)
     assert not gathered._records
 
 
 def test_a_collector_that_is_not_there_is_survived() -> None:
-    with spans() as gathered:
+    with closing(Spans()) as gathered:
         gathered.endpoint = "http://127.0.0.1:1"
         gathered.add(record(trace=Sampler(Tracing("-")).start_trace(None)))
         gathered.flush()

@@ -10,7 +10,7 @@ import pytest
 from gateway.api.errors import Refusal
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Model
-from gateway.worker.model_list import Reported, card, cards, page
+from gateway.worker.model_list import card, cards, page
 from tests.support.running import key, model, serving
 from tests.support.wire import request, request_once
 from upstream.balancing.server import Condition
@@ -19,14 +19,14 @@ QWEN = Model("Qwen/big", (), aliases=("qwen", "default"), created=1_760_000_000)
 
 
 def test_an_entry_has_the_fields_of_openai_and_anthropic() -> None:
-    assert card(QWEN) == {
+    assert card(QWEN, Health({}, {})) == {
         "id": "Qwen/big", "object": "model", "created": 1_760_000_000, "owned_by": "vllm-gateway", "type": "model",
         "display_name": "Qwen/big", "created_at": "2025-10-09T08:53:20Z", "lifecycle": "active", "aliases": ["qwen", "default"],
     }, "what is not known is absent"  # fmt: skip
 
 
 def test_the_context_length_has_the_names_that_clients_read() -> None:
-    shown = card(QWEN, Reported(2048))
+    shown = card(QWEN, Health({}, {QWEN.id: 2048}))
     assert {shown[name] for name in ("max_model_len", "context_length", "context_window", "max_input_tokens")} == {2048}
 
 
@@ -61,12 +61,12 @@ def test_the_context_length_has_the_names_that_clients_read() -> None:
     ],
 )
 def test_task_capabilities_and_parameters_of_a_model(settings: dict[str, Any], reported: str | None, expected: dict[str, Any]) -> None:
-    shown = card(Model("m", (), **settings), Reported(task=reported))
+    shown = card(Model("m", (), **settings), Health({}, {}, tasks={"m": reported} if reported else {}))
     assert {name: shown[name] for name in ("task", "supported_parameters", "architecture") if name in shown} == expected
 
 
 def test_an_alias_has_its_own_entry() -> None:
-    listed = cards([(QWEN, Reported(2048)), (Model("sql", (), aliases=("s",), parent="Qwen/big"), Reported())])
+    listed = cards([QWEN, Model("sql", (), aliases=("s",), parent="Qwen/big")], Health({}, {QWEN.id: 2048}))
     assert [each["id"] for each in listed] == ["Qwen/big", "qwen", "default", "sql", "s"]
     assert [each.get("root") for each in listed] == [None, "Qwen/big", "Qwen/big", None, "sql"]
     assert [each.get("parent") for each in listed] == [None, None, None, "Qwen/big", "Qwen/big"]

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from array import array
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, aclosing, closing
 from typing import Any
 
 from gateway.control.serve import listen
@@ -15,7 +15,7 @@ from gateway.limits.buckets import Buckets
 from gateway.snapshot.link import BlockChanges, CachedBlocks, Health
 from gateway.snapshot.snapshot import Snapshot
 from gateway.telemetry.shared_counters import SharedCounters
-from gateway.worker.supervisor import WorkerEvents, running_workers
+from gateway.worker.supervisor import WorkerEvents, WorkerSupervisor
 from tests.support.running import key, model, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import chat, request, request_once
@@ -42,7 +42,7 @@ async def test_requests_reach_the_server_that_has_their_blocks_by_its_events() -
     async with scripted(respond) as one, scripted(respond) as other:
         served = model(one.port, other.port, balance="cost", policy={"explain": True})
         with closing(listen("127.0.0.1", 0, "server.port")) as listener:
-            async with running_workers(listener, 1, WorkerEvents(lambda: None, lambda _: None)) as supervisor:
+            async with aclosing(WorkerSupervisor(listener, 1, WorkerEvents(lambda: None, lambda _: None))) as supervisor:
                 health = Health({spec.name: Condition.UP for spec in served.servers}, {})
                 supervisor.apply_snapshot(Snapshot(1, (key(),), (served,)), health)
                 await until(lambda: supervisor.statuses[0].up, 60)

@@ -7,7 +7,7 @@ import os
 import resource
 import signal
 import time
-from contextlib import closing
+from contextlib import aclosing, closing
 
 import psutil
 import pytest
@@ -15,7 +15,7 @@ import pytest
 from gateway.control.serve import listen
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Snapshot
-from gateway.worker.supervisor import PAUSES, WorkerEvents, pause_after, running_workers
+from gateway.worker.supervisor import PAUSES, WorkerEvents, WorkerSupervisor, pause_after
 from tests.support.running import until
 from upstream.backoff import Backoff
 
@@ -26,7 +26,7 @@ NO_EVENTS = WorkerEvents(lambda: None, lambda _: None)
 async def test_cancellation_while_a_worker_starts_leaves_no_process(iterations: int) -> None:
     before = set(psutil.Process().children())
     with closing(listen("127.0.0.1", 0, "server.port")) as listener:
-        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+        async with aclosing(WorkerSupervisor(listener, 1, NO_EVENTS)) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             for _ in range(iterations):
                 await asyncio.sleep(0)
@@ -36,7 +36,7 @@ async def test_cancellation_while_a_worker_starts_leaves_no_process(iterations: 
 @pytest.mark.parametrize("iterations", [0, 1, 3])
 async def test_the_gateway_does_not_wait_for_a_starting_worker_when_it_stops(iterations: int) -> None:
     with closing(listen("127.0.0.1", 0, "server.port")) as listener:
-        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+        async with aclosing(WorkerSupervisor(listener, 1, NO_EVENTS)) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             for _ in range(iterations):
                 await asyncio.sleep(0)
@@ -46,7 +46,7 @@ async def test_the_gateway_does_not_wait_for_a_starting_worker_when_it_stops(ite
 
 async def test_without_workers_there_is_nothing_to_drain() -> None:
     with closing(listen("127.0.0.1", 0, "server.port")) as listener:
-        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+        async with aclosing(WorkerSupervisor(listener, 1, NO_EVENTS)) as supervisor:
             await supervisor.drain(600)
 
 
@@ -55,7 +55,7 @@ async def test_a_failed_preparation_is_a_failure_of_the_supervision() -> None:
         raise OSError
 
     with closing(listen("127.0.0.1", 0, "server.port")) as listener:
-        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+        async with aclosing(WorkerSupervisor(listener, 1, NO_EVENTS)) as supervisor:
             assert supervisor.failure(time.monotonic()) is None
             supervisor.before_start = fails
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
@@ -66,7 +66,7 @@ async def test_a_failed_preparation_is_a_failure_of_the_supervision() -> None:
 async def test_a_worker_that_does_not_exit_is_killed() -> None:
     """It is stopped, so that it cannot notice that its link has closed."""
     with closing(listen("127.0.0.1", 0, "server.port")) as listener:
-        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+        async with aclosing(WorkerSupervisor(listener, 1, NO_EVENTS)) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             await until(lambda: supervisor.statuses[0].up, 60)
             pid = supervisor.statuses[0].pid
@@ -77,7 +77,7 @@ async def test_a_worker_that_does_not_exit_is_killed() -> None:
 
 async def test_a_worker_that_cannot_be_replaced_at_once_is_replaced_later(caplog: pytest.LogCaptureFixture) -> None:
     with closing(listen("127.0.0.1", 0, "server.port")) as listener:
-        async with running_workers(listener, 1, NO_EVENTS) as supervisor:
+        async with aclosing(WorkerSupervisor(listener, 1, NO_EVENTS)) as supervisor:
             supervisor.apply_snapshot(Snapshot(1, (), ()), Health({}, {}))
             await until(lambda: supervisor.statuses[0].up, 60)
             pid = supervisor.statuses[0].pid
