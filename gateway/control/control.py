@@ -126,8 +126,7 @@ class Control:
         await self.workers.drain(self.config.server.drain)
         if self.after_drain is not None:
             await self.after_drain()
-        names = [status.name for status in self.launcher.statuses()]
-        await asyncio.gather(*(self.launcher.stop(name, STOP_GRACE) for name in names))
+        await asyncio.gather(*(self.launcher.stop(name, STOP_GRACE) for name in self.launcher.servers))
 
     # Another configuration: what the reloader needs
 
@@ -202,13 +201,13 @@ class Control:
 
     def server_lost(self, probe: ServerHealth) -> None:
         """Handle a server that will not recover. A launched server is restarted."""
-        if probe.name in self.launcher.specs:
-            self.launcher.restart(probe.name, probe.reason, STOP_GRACE)
+        if probe.name in self.launcher.servers:
+            self.launcher.servers[probe.name].restart(probe.reason, STOP_GRACE)
 
     def engine_hung(self, server: str, reason: str) -> None:
         """Handle a server whose engine hangs. A launched server is replaced, any other one is out of rotation until it recovers."""
-        if server in self.launcher.specs:
-            self.launcher.restart(server, reason, STOP_GRACE)
+        if server in self.launcher.servers:
+            self.launcher.servers[server].restart(reason, STOP_GRACE)
             return
         self.observer.hung[server] = reason
         self.announcer.probed(ServerHealth(server, False, reason))

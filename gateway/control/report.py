@@ -210,7 +210,7 @@ class GatewayReport:
         shown, control = self.status(), self._control
         await control.workers.wait_applied(control.publisher.publish_health(), _APPLY_TIMEOUT)
         launched = [server for model in shown["models"] for server in model["servers"] if "log" in server]
-        logs = [control.launcher.log(server["name"]) for server in launched]
+        logs = [control.launcher.servers[server["name"]].log for server in launched]
         tails = await asyncio.to_thread(lambda: [log.tail() for log in logs])
         for server, tail in zip(launched, tails, strict=True):
             server["last_log_lines"] = tail.splitlines()

@@ -133,11 +133,11 @@ class Fleet:
 
     def _configure(self, known: LaunchedModel, config: Config, model: conf.Model, launch: conf.Launch) -> None:
         before, was_removed = comparable(known.specs), known.removed
-        running = known.names & self._launcher.specs.keys()
+        running = known.names & self._launcher.servers.keys()
         known.configure(config, model, launch, running)
         for spec in known.specs:
             if spec.name in running:
-                self._launcher.set_startup_timeout(spec.name, spec.startup_timeout)
+                self._launcher.servers[spec.name].set_startup_timeout(spec.startup_timeout)
         if was_removed or comparable(known.specs) != before:
             self._cancel_replacement(known)
 
@@ -153,7 +153,7 @@ class Fleet:
         wanted = comparable(model.specs)
         if wanted == model.tried:
             return
-        running = [spec for name, spec in self._launcher.specs.items() if name in model.names]
+        running = [server.spec for name, server in self._launcher.servers.items() if name in model.names]
         diff, model.tried = launch_diff(running, model.specs), wanted
         if not running or not diff:
             model.surplus_stopped()
@@ -255,9 +255,8 @@ class Fleet:
 
     def out_of_rotation(self) -> frozenset[str]:
         """Return the launched servers that get no requests: stopped, asleep or draining."""
-        launched = {status.name for status in self._launcher.statuses()}
         names = (model.names if model.step is not None else model.out_of_rotation for model in self._launched.values())
-        return frozenset().union(*names, self._by_server.keys() - launched)
+        return frozenset().union(*names, self._by_server.keys() - self._launcher.servers.keys())
 
     def expected(self) -> Mapping[str, float]:
         """Return when each model that is down may be up, for the models that are worth waiting for."""

@@ -62,7 +62,7 @@ class Transitions:
     async def stop(self, model: LaunchedModel) -> None:
         """Stop its servers now."""
         started = time.monotonic()
-        launched = [status.name for status in self._launcher.statuses() if status.name in model.names]
+        launched = model.names & self._launcher.servers.keys()
         await asyncio.gather(*(self._launcher.stop(name, STOP_GRACE) for name in launched))
         model.stop_times.append(time.monotonic() - started)
         model.step = None
@@ -153,11 +153,8 @@ class Transitions:
         await until(lambda: self._rotation.is_applied(number))
 
     def _targets(self, model: LaunchedModel) -> list[ProbeTarget]:
-        return [
-            ProbeTarget(status.name, status.address, self._launcher.api_key(status.name))
-            for status in self._launcher.statuses()
-            if status.name in model.names
-        ]
+        servers = [server for name, server in self._launcher.servers.items() if name in model.names]
+        return [ProbeTarget(server.spec.name, server.status.address, server.api_key) for server in servers]
 
     def _status(self, name: str) -> LaunchStatus | None:
         return next((status for status in self._launcher.statuses() if status.name == name), None)

@@ -46,7 +46,7 @@ class ServerObserver:
         return ObservedServers(
             launched,
             probes,
-            api_keys={name: self._launcher.api_key(name) for name in launched},
+            api_keys={name: self._launcher.servers[name].api_key for name in launched},
             out_of_rotation=self.launched_out_of_rotation() | self.cordoned | self._discovery.named(EndpointState.TERMINATING),
             hung=frozenset(self.hung),
             unready=self._discovery.named(EndpointState.UNREADY),

@@ -45,7 +45,8 @@ class Launcher:
     environ: Mapping[str, str]
     runtime_parent: str | None = None
     restart_policy: RestartPolicy = field(default_factory=RestartPolicy)
-    _servers: dict[str, LaunchedServer] = field(init=False, default_factory=dict)
+    servers: dict[str, LaunchedServer] = field(init=False, default_factory=dict)
+    """The servers from ``start`` to the end of ``stop``, by name. Only this class adds and removes them."""
     _numbers: Iterator[int] = field(init=False, default_factory=itertools.count)
     _folder: str = field(init=False, default="")
 
@@ -66,9 +67,9 @@ class Launcher:
     async def __aexit__(self, *_: object) -> None:
         """Kill the servers that were not stopped."""
         try:
-            await asyncio.gather(*(server.kill() for server in self._servers.values()))
+            await asyncio.gather(*(server.kill() for server in self.servers.values()))
         finally:
-            self._servers.clear()
+            self.servers.clear()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def start(self, spec: LaunchSpec) -> None:
@@ -76,11 +77,11 @@ class Launcher:
 
         Raises ValueError if a server of this name exists (also while it is being stopped), or for settings that cannot work.
         """
-        if spec.name in self._servers:
+        if spec.name in self.servers:
             raise ValueError(f"{spec.name} is launched already")
         if wrong := problems(spec.settings):
             raise ValueError("; ".join(wrong))
-        self._servers[spec.name] = server = LaunchedServer(
+        self.servers[spec.name] = server = LaunchedServer(
             spec=spec,
             log=LogFile(self.log_folder, spec.name),
             folder=self._folder,
@@ -91,44 +92,16 @@ class Launcher:
         )
         server.start()
 
-    def restart(self, name: str, why: str, grace: float) -> None:
-        """Stop a ready server as ``stop`` does, and start it again. Returns immediately. ``why`` is reported to the operator.
-
-        Use it for a server that runs but does not work. It counts as not ready immediately, so it is out of rotation before it stops. Has
-        no effect on a server that is not ready. Raises KeyError for a name that is not launched.
-        """
-        self._servers[name].restart(why, grace)
-
-    def set_startup_timeout(self, name: str, startup_timeout: float) -> None:
-        """Change the timeout of a server's start in seconds, also for a start in progress. A server that was given up is started again.
-
-        Raises KeyError for a name that is not launched.
-        """
-        self._servers[name].set_startup_timeout(startup_timeout)
-
     async def stop(self, name: str, grace: float) -> None:
         """Stop a server: SIGTERM, and after ``grace`` seconds SIGKILL to its remaining processes. Its name is free afterwards.
 
         Take it out of rotation first: vLLM fails its requests in flight. Raises KeyError for a name that is not launched.
         """
-        server = self._servers[name]
+        server = self.servers[name]
         await server.stop(grace)
-        if self._servers.get(name) is server:  # another waiting caller may have started it again
-            del self._servers[name]
+        if self.servers.get(name) is server:  # another waiting caller may have started it again
+            del self.servers[name]
 
     def statuses(self) -> tuple[LaunchStatus, ...]:
         """Return the status of every server from ``start`` to the end of ``stop``."""
-        return tuple(server.status for server in self._servers.values())
-
-    @property
-    def specs(self) -> Mapping[str, LaunchSpec]:
-        """The specification of each server."""
-        return {name: server.spec for name, server in self._servers.items()}
-
-    def api_key(self, name: str) -> str:
-        """Return the internal key of a launched server, which is the same for all its restarts. Raises KeyError."""
-        return self._servers[name].api_key
-
-    def log(self, name: str) -> LogFile:
-        """Return the log of a launched server. Raises KeyError."""
-        return self._servers[name].log
+        return tuple(server.status for server in self.servers.values())

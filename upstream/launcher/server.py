@@ -22,8 +22,8 @@ from upstream.launcher import memory
 from upstream.launcher.lifecycle import TRANSITIONS, Failure, LaunchSpec, LaunchState, LaunchStatus, RestartPolicy, describe_exit
 from upstream.launcher.logfile import LogFile
 from upstream.launcher.ports import check_free, free_port
-from upstream.launcher.shim import unlink_socket
-from upstream.launcher.shim_process import ServerCommand, ShimProcess, shim_process
+from upstream.launcher.shim import ServerCommand, unlink_socket
+from upstream.launcher.shim_process import ShimProcess, shim_process
 from upstream.vllm.command_line import RPC_FOLDER, address_for, command_line, lacks_uds_option
 from upstream.vllm.failures import Cause, ProcessExit, find_cause
 from upstream.vllm.health import HealthCheck, ProbeTarget
@@ -39,7 +39,7 @@ LOG_CHECK = 1.0
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class LaunchedServer:
-    """A replica that should be up. ``api_key``: the internal key of all its processes.
+    """A replica that should be up. ``api_key``: the internal key of all its processes, the same for all its restarts.
 
     ``scratch``: a path in the private ``folder`` for this server alone. With ``.sock`` it is the server's socket. As a folder it is for the
     server's own files (vLLM's sockets between its processes, which vLLM does not remove).
@@ -71,7 +71,11 @@ class LaunchedServer:
         self._task.add_done_callback(self._task_done)
 
     def restart(self, why: str, grace: float) -> None:
-        """Stop the current process as ``stop`` does, then start a new process. Has no effect unless the server is ready."""
+        """Stop the current process as ``stop`` does, then start a new process. Returns immediately. ``why`` is reported to the operator.
+
+        Use it for a server that runs but does not work. It counts as not ready immediately, so it is out of rotation before it stops. Has
+        no effect on a server that is not ready.
+        """
         if self.status.state is LaunchState.READY and self._restart_request is not None and not self._restart_request.done():
             self._restart_request.set_result((why, grace))
 
@@ -120,7 +124,7 @@ class LaunchedServer:
         self._memory_kills = memory.kills()
         try:
             with self.log.appending() as output:
-                async with _running(self._watch_log()), shim_process(self._server_command(), output) as process:
+                async with _running(self._watch_log()), shim_process(*self._server_command(), output) as process:
                     await self._supervise(process)
         except OSError as error:
             self._report_failure(ProcessExit(str(error)))
@@ -128,8 +132,8 @@ class LaunchedServer:
             log.exception("launch of %s", self.spec.name)
             self._report_failure(ProcessExit(repr(error)))
 
-    def _server_command(self) -> ServerCommand:
-        """Prepare the next process: remove the files of the last one, and check its port. Raises OSError."""
+    def _server_command(self) -> tuple[ServerCommand, dict[str, str]]:
+        """Prepare the next process: remove the files of the last one, and check its port. Return it and its environment. Raises OSError."""
         address = self.status.address
         if address.uds:
             unlink_socket(address.uds)
@@ -139,7 +143,7 @@ class LaunchedServer:
         os.mkdir(self.scratch, 0o700)
         line = command_line(self._settings, address, self.api_key, self.scratch)
         env = {**self.environ, RPC_FOLDER: self.scratch, **line.env}
-        return ServerCommand(self.spec.name, line.argv, env, address.uds or "", self.scratch, self.folder)
+        return ServerCommand(self.spec.name, line.argv, address.uds or "", self.scratch, self.folder), env
 
     async def _supervise(self, process: ShimProcess) -> None:
         self._update(pid=process.pid)

@@ -48,22 +48,22 @@ TRACKER_GRACE = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class ShimOptions:
-    """The shim's command line."""
+class ServerCommand:
+    """A server's process to start, and the paths that are removed after it; an empty path is none."""
 
     name: str
-    control: int
+    argv: tuple[str, ...]
     socket: str
     scratch: str
     folder: str
-    command: tuple[str, ...]
 
-    @classmethod
-    def parse(cls, argv: Sequence[str]) -> ShimOptions:
-        cut = list(argv).index("--")
-        named = dict(zip(argv[:cut:2], argv[1:cut:2], strict=True))
-        socket_path, scratch, folder = (named.get(option, "") for option in ("--socket", "--scratch", "--folder"))
-        return cls(named["--name"], int(named["--control"]), socket_path, scratch, folder, tuple(argv[cut + 1 :]))
+
+def parse_options(argv: Sequence[str]) -> tuple[int, ServerCommand]:
+    """Return the descriptor of the socket to control, and the server's process, by the shim's command line."""
+    cut = list(argv).index("--")
+    named = dict(zip(argv[:cut:2], argv[1:cut:2], strict=True))
+    paths = (named.get(option, "") for option in ("--socket", "--scratch", "--folder"))
+    return int(named["--control"]), ServerCommand(named["--name"], tuple(argv[cut + 1 :]), *paths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +109,9 @@ def read(path: str) -> bytes:
 class Shim:
     """Starts one server, waits for the first reason to end it, and ends all of its processes."""
 
-    def __init__(self, options: ShimOptions) -> None:
-        self._options = options
-        self._control = socket.socket(fileno=options.control)
+    def __init__(self, control: int, command: ServerCommand) -> None:
+        self._command = command
+        self._control = socket.socket(fileno=control)
         self._control.set_inheritable(False)  # an inherited copy would hide the shim's exit from control
         self._woken, self._waker = socket.socketpair()
         self._server = 0
@@ -152,7 +152,7 @@ class Shim:
         shim = os.getpid()
         self._server = os.fork()
         if self._server == 0:
-            _exec_server(self._options.command, env, shim)
+            _exec_server(self._command.argv, env, shim)
         self._report(pid=self._server)
 
     def _wait_for_end(self) -> None:
@@ -202,13 +202,13 @@ class Shim:
             self._control.sendall(json.dumps(report).encode() + b"\n")
 
     def _clean_up(self) -> None:
-        if self._options.socket:
-            unlink_socket(self._options.socket)
-        if self._options.scratch:
-            shutil.rmtree(self._options.scratch, ignore_errors=True)
-        if self._options.folder and self._is_orphan():
+        if self._command.socket:
+            unlink_socket(self._command.socket)
+        if self._command.scratch:
+            shutil.rmtree(self._command.scratch, ignore_errors=True)
+        if self._command.folder and self._is_orphan():
             with suppress(OSError):  # another shim's files are still in it; the last shim removes it
-                os.rmdir(self._options.folder)
+                os.rmdir(self._command.folder)
 
     def _is_orphan(self) -> bool:
         """Return whether control has exited. It may have exited after the server, so its socket is read again."""
@@ -262,4 +262,4 @@ def unlink_socket(path: str) -> None:
 
 
 if __name__ == "__main__":
-    Shim(ShimOptions.parse(sys.argv[1:])).run()
+    Shim(*parse_options(sys.argv[1:])).run()

@@ -16,7 +16,6 @@ import sys
 from asyncio.subprocess import DEVNULL, Process, create_subprocess_exec
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 
 from upstream.launcher import shim
 from upstream.launcher.lifecycle import SHIM_LOST
@@ -33,24 +32,15 @@ PASS_PAUSE = 0.02
 TRACKER_PASSES = round(shim.TRACKER_GRACE / PASS_PAUSE)
 
 
-@dataclass(frozen=True, slots=True)
-class ServerCommand:
-    """A server's process to start. ``env``: its whole environment. The paths are those of upstream/launcher/shim.py."""
-
-    name: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(repr=False)
-    socket: str
-    scratch: str
-    folder: str
-
-
 @asynccontextmanager
-async def shim_process(command: ServerCommand, output: int, timeout: float = KILL_TIMEOUT) -> AsyncIterator[ShimProcess]:
+async def shim_process(
+    command: shim.ServerCommand, env: Mapping[str, str], output: int, timeout: float = KILL_TIMEOUT
+) -> AsyncIterator[ShimProcess]:
     """Start a server that writes to the descriptor ``output``, and kill all of its processes on exit.
 
-    ``timeout``: seconds that the shim has for the kill. Control then does it, and kills the shim too. Raises OSError if the process could
-    not be created. A command that cannot be executed is not an error here: it ends with exit code 127 and a message in its output.
+    ``env``: the server's whole environment. ``timeout``: seconds that the shim has for the kill. Control then does it, and kills the shim
+    too. Raises OSError if the process could not be created. A command that cannot be executed is not an error here: it ends with exit
+    code 127 and a message in its output.
     """
     ours, theirs = socket.socketpair()
     with ours, theirs:
@@ -63,13 +53,13 @@ async def shim_process(command: ServerCommand, output: int, timeout: float = KIL
         process = ShimProcess(shim_of_server, reader, writer, mark := secrets.token_hex(16))  # no await since its start
         theirs.close()  # so that the shim's exit ends the stream
         try:
-            await process.send_environment({**command.env, MARK: mark})
+            await process.send_environment({**env, MARK: mark})
             yield process
         finally:
             await process.kill(timeout)
 
 
-async def _start_shim(command: ServerCommand, control: int, output: int) -> Process:
+async def _start_shim(command: shim.ServerCommand, control: int, output: int) -> Process:
     paths = ("--socket", command.socket, "--scratch", command.scratch, "--folder", command.folder)
     shim = (sys.executable, "-P", "-m", "upstream.launcher.shim", "--name", command.name, "--control", str(control), *paths)
     return await create_subprocess_exec(

@@ -107,7 +107,7 @@ async def test_the_events_of_a_server_are_shown_if_it_publishes_any(tmp_path: Pa
 async def test_a_log_that_blocks_does_not_delay_other_requests(tmp_path: Path) -> None:
     async with controlled(tmp_path, launched(A)) as one:
         [server] = (await one.report.status_with_logs())["models"][0]["servers"]
-        assert server["last_log_lines"] == one.control.launcher.log(f"{A}#0").tail().splitlines() != []
+        assert server["last_log_lines"] == one.control.launcher.servers[f"{A}#0"].log.tail().splitlines() != []
         os.unlink(server["log"])
         os.mkfifo(server["log"])
         reading = asyncio.create_task(one.report.status_with_logs())

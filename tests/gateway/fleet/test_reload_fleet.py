@@ -319,7 +319,7 @@ async def test_a_model_that_moves_to_other_servers_is_never_without_one(tmp_path
     async with controlled(tmp_path, *both) as one:
 
         def moved(server: str, **more: Any) -> dict[str, Any]:
-            keys = {each: one.control.launcher.api_key(f"{each}#0") for each in (A, B)}
+            keys = {each: one.control.launcher.servers[f"{each}#0"].api_key for each in (A, B)}
             (tmp_path / "key").write_text(keys[A if server == "a" else B])
             servers = [{"url": f"unix:{tmp_path}/{server}.sock", "model": f"sim/{server}", "api_key": {"file": "key"}}]
             return {"id": "far", "servers": servers, **more}

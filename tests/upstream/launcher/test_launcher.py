@@ -19,8 +19,8 @@ import pytest
 from tests.upstream.launcher.launching import QUICK, SERVER, Case, alive, until
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import SHIM_LOST, LaunchSpec, LaunchState, LaunchStatus
-from upstream.launcher.shim import read
-from upstream.launcher.shim_process import ServerCommand, shim_process
+from upstream.launcher.shim import ServerCommand, read
+from upstream.launcher.shim_process import shim_process
 from upstream.vllm.command_line import LaunchSettings
 from upstream.vllm.health import HealthCheck, ProbeTarget
 
@@ -53,7 +53,7 @@ async def test_the_server_demands_the_internal_key_which_is_shown_nowhere(case: 
     async with case.launcher() as launcher:
         launcher.start(case.spec())
         ready = await case.reached(LaunchState.READY)
-        key = launcher.api_key(ready.name)
+        key = launcher.servers[ready.name].api_key
         assert await models(ready, key) == ["org/m", "m"]
         assert await models(ready, "another") == "the server rejected the gateway's key (GET /v1/models: status 401)"
         assert ready.pid is not None
@@ -79,7 +79,7 @@ async def test_a_server_whose_log_was_removed_stays_up(case: Case, caplog: pytes
         ready.log.unlink()
         await until(lambda: "log of org/m#0: [Errno 2] No such file or directory" in caplog.text)
         assert launcher.statuses() == (ready,)
-        assert await models(ready, launcher.api_key(ready.name)) == ["org/m", "m"]
+        assert await models(ready, launcher.servers[ready.name].api_key) == ["org/m", "m"]
 
 
 async def test_a_folder_of_logs_that_others_could_write_is_closed_to_them(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ async def test_a_bad_flag_is_a_failure_with_the_last_lines_of_the_log(case: Case
         assert failed.tail.startswith("usage: ") and failed.first_start_finished
         waiting = await case.reached(LaunchState.BACKING_OFF)
         assert (waiting.reason, waiting.cause, waiting.pid) == (failed.reason, failed.cause, None)
-        assert launcher.log("org/m#0").tail().endswith("--no-such-flag 1")
+        assert launcher.servers["org/m#0"].log.tail().endswith("--no-such-flag 1")
 
 
 async def test_a_failed_start_is_repeated_and_shows_only_its_own_log(case: Case) -> None:
@@ -146,7 +146,7 @@ async def test_a_killed_server_is_reported_at_once_and_started_again(case: Case)
     async with case.launcher(QUICK) as launcher:
         launcher.start(case.spec(engine_core=True))
         first = await case.reached(LaunchState.READY)
-        pids, key = case.pids(), launcher.api_key(first.name)
+        pids, key = case.pids(), launcher.servers[first.name].api_key
         os.kill(pids["main"], signal.SIGKILL)
         crashed = await case.reached(LaunchState.CRASHED)
         assert crashed.reason.startswith("org/m#0 ended: ") and "signal SIGKILL" in crashed.reason
@@ -242,7 +242,7 @@ async def test_control_does_the_work_of_a_frozen_shim(case: Case) -> None:
     argv = (sys.executable, str(SERVER), "m", "--uds", str(case.folder / "s"), "--engine-core", "--pids", str(pids_file))
     with (case.folder / "out").open("wb") as output:
         async with shim_process(
-            ServerCommand("m", argv, os.environ, str(case.folder / "s"), "", ""), output.fileno(), timeout=0.2
+            ServerCommand("m", argv, str(case.folder / "s"), "", ""), os.environ, output.fileno(), timeout=0.2
         ) as process:
             await until(lambda: "main" in case.pids("m") and "stray" in case.pids("m"))
             shim_pid = shim_of(process.pid)
@@ -253,7 +253,7 @@ async def test_control_does_the_work_of_a_frozen_shim(case: Case) -> None:
 @pytest.mark.parametrize("iterations", range(8))
 async def test_a_cancelled_start_leaves_no_process(case: Case, iterations: int) -> None:
     async def start(output: int) -> None:
-        async with shim_process(ServerCommand("m", (sys.executable, "-c", "pass"), os.environ, "", "", ""), output):
+        async with shim_process(ServerCommand("m", (sys.executable, "-c", "pass"), "", "", ""), os.environ, output):
             await asyncio.sleep(60)
 
     before = set(psutil.Process().children())
@@ -322,8 +322,8 @@ async def test_two_servers_on_a_socket_and_on_tcp_are_independent(case: Case) ->
         launcher.start(case.spec("b#0", host="127.0.0.1"))
         a, b = await case.reached(LaunchState.READY, "a#0"), await case.reached(LaunchState.READY, "b#0")
         assert a.address.uds and b.address.port and a.log != b.log
-        assert launcher.api_key("a#0") != launcher.api_key("b#0")
-        assert await models(b, launcher.api_key("b#0")) == ["org/m", "m"]
+        assert launcher.servers["a#0"].api_key != launcher.servers["b#0"].api_key
+        assert await models(b, launcher.servers["b#0"].api_key) == ["org/m", "m"]
         await launcher.stop("a#0", grace=10)
         assert [left.name for left in launcher.statuses()] == ["b#0"]
         assert b.pid and alive(b.pid)
@@ -370,7 +370,7 @@ async def test_the_simulator_is_launched_like_vllm(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(LaunchSpec("org/m#0", settings, 30))
         ready = await case.reached(LaunchState.READY)
-        assert await models(ready, launcher.api_key(ready.name)) == ["org/m", "m"]
+        assert await models(ready, launcher.servers[ready.name].api_key) == ["org/m", "m"]
         await launcher.stop("org/m#0", grace=10)
 
 

@@ -29,11 +29,11 @@ async def probed(launcher: Launcher, name: str = "org/m#0", grace: float = 5.0, 
     (status,) = launcher.statuses()
 
     def renew(probe: ServerHealth) -> None:
-        launcher.restart(name, probe.reason, grace)
+        launcher.servers[name].restart(probe.reason, grace)
 
     prober = Prober(on_change=lambda _: None, on_lost=renew, interval=0.02, deadline=deadline)
     async with prober:
-        prober.set_targets([ProbeTarget(name, status.address, launcher.api_key(name))])
+        prober.set_targets([ProbeTarget(name, status.address, launcher.servers[name].api_key)])
         yield prober
 
 
@@ -77,14 +77,14 @@ async def test_a_hung_server_is_renewed_though_it_hears_no_signal_but_sigkill(ca
 async def test_only_a_ready_server_is_renewed_and_only_once(case: Case) -> None:
     async with case.launcher(QUICK) as launcher:
         with pytest.raises(KeyError):
-            launcher.restart("org/m#0", "nobody knows it", 0)
+            launcher.servers["org/m#0"].restart("nobody knows it", 0)
         launcher.start(case.spec())
-        launcher.restart("org/m#0", "too early", 0)
+        launcher.servers["org/m#0"].restart("too early", 0)
         await case.reached(LaunchState.READY)
-        launcher.restart("org/m#0", "first", 5)
-        launcher.restart("org/m#0", "second", 5)
+        launcher.servers["org/m#0"].restart("first", 5)
+        launcher.servers["org/m#0"].restart("second", 5)
         assert "it is restarted: first" in (await case.reached(LaunchState.CRASHED)).reason
-        launcher.restart("org/m#0", "too late", 0)
+        launcher.servers["org/m#0"].restart("too late", 0)
         await case.reached(LaunchState.READY, restarts=1)
     assert case.states().count(LaunchState.CRASHED) == 1
 
@@ -93,7 +93,7 @@ async def test_a_stop_in_the_middle_of_a_renewal(case: Case) -> None:
     async with case.launcher() as launcher:
         launcher.start(case.spec(engine_core=True, ignore_term=True))
         await case.reached(LaunchState.READY)
-        launcher.restart("org/m#0", "ill", 600)
+        launcher.servers["org/m#0"].restart("ill", 600)
         await case.reached(LaunchState.CRASHED)
         await launcher.stop("org/m#0", grace=0.1)
         assert not any(map(alive, case.pids().values()))
@@ -122,7 +122,7 @@ async def test_a_server_that_was_given_up_starts_again_with_a_longer_timeout(cas
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(startup_timeout=0.001))
         await until(lambda: case.status_updates[-1].given_up and case.status_updates[-1].pid is None, 60.0)
-        launcher.set_startup_timeout("org/m#0", 120.0)
+        launcher.servers["org/m#0"].set_startup_timeout(120.0)
         assert not (await case.reached(LaunchState.READY, restarts=3)).given_up
 
 
@@ -130,7 +130,7 @@ async def test_a_start_that_is_under_way_lasts_as_long_as_is_allowed_now(case: C
     async with case.launcher(THRICE) as launcher:
         launcher.start(case.spec(startup_timeout=3600.0, never_ready=True))
         await until(lambda: case.status_updates[-1].state is LaunchState.STARTING and case.status_updates[-1].pid is not None, 60.0)
-        launcher.set_startup_timeout("org/m#0", 0.1)
+        launcher.servers["org/m#0"].set_startup_timeout(0.1)
         assert "no response to GET /health within 0.1 s" in (await case.reached(LaunchState.FAILED)).reason
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from upstream.launcher.shim import ShimOptions, descendants, kill, processes, read, unlink_socket
+from upstream.launcher.shim import ServerCommand, descendants, kill, parse_options, processes, read, unlink_socket
 
 SERVER = Path(__file__).with_name("launched_server.py")
 
@@ -258,8 +258,9 @@ def test_shared_memory_of_a_killed_server_is_unlinked(keep: Callable[..., ShimUn
 
 
 def test_the_command_line_is_read() -> None:
-    assert ShimOptions.parse(["--name", "m#0", "--control", "7", "--", "vllm", "--", "x"]) == ShimOptions(
-        "m#0", 7, "", "", "", ("vllm", "--", "x")
+    assert parse_options(["--name", "m#0", "--control", "7", "--", "vllm", "--", "x"]) == (
+        7,
+        ServerCommand("m#0", ("vllm", "--", "x"), "", "", ""),
     )
 
 
