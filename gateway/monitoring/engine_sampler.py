@@ -25,9 +25,9 @@ from gateway.ledger.writer import Ledger
 from gateway.system.tasks import wait_at_most
 from gateway.telemetry.metrics import CounterSums
 from gateway.telemetry.shared_counters import SharedCounters
+from gateway.usage.queries import UsageQuery
 from gateway.usage.reader import UsageReader
 from gateway.usage.reconciliation import UNBILLED, unbilled
-from gateway.usage.reconciliation_queries import ReconciliationQuery
 from upstream.vllm import metrics
 from upstream.vllm.engine_counters import EngineCounters, parse_counters
 
@@ -138,7 +138,7 @@ class EngineSampler:
         until = self._slot(time.time() - _DELIVERY)
         if until <= self._reconciled:
             return
-        query = ReconciliationQuery(datetime.fromtimestamp(self._reconciled, UTC), datetime.fromtimestamp(until, UTC))
+        query = UsageQuery((), datetime.fromtimestamp(self._reconciled, UTC), datetime.fromtimestamp(until, UTC))
         try:
             result = await self._reader.reconcile(query)
         except DatabaseUnavailableError:

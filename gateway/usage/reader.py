@@ -20,8 +20,8 @@ from gateway.usage.database import run_in_thread
 from gateway.usage.key_activity import known_last_use, last_use
 from gateway.usage.key_report import own_usage, parse_own_query
 from gateway.usage.period_sums import earlier_use
-from gateway.usage.queries import parse_query, run_query
-from gateway.usage.reconciliation_queries import Reconciliation, ReconciliationQuery, parse_reconciliation_query, run_reconciliation
+from gateway.usage.queries import UsageQuery, parse_query, run_query
+from gateway.usage.reconciliation_queries import Reconciliation, parse_reconciliation_query, run_reconciliation
 
 _QUERY_TIMEOUT = 60.0
 _OWN_QUERY_TIMEOUT = 5.0  # of a key's query for its own usage
@@ -47,7 +47,7 @@ class UsageReader:
         query = parse_own_query(request, now)
         return await run_in_thread(lambda: own_usage(self._engine, query, _OWN_QUERY_TIMEOUT), _OWN_QUERY_TIMEOUT + _MARGIN)
 
-    async def reconcile(self, query: ReconciliationQuery) -> Reconciliation:
+    async def reconcile(self, query: UsageQuery) -> Reconciliation:
         """Compare the ledger with the engines' counters. Raises DatabaseUnavailableError."""
         return await run_in_thread(lambda: run_reconciliation(self._engine, query), _QUERY_TIMEOUT)
 

@@ -24,7 +24,7 @@ from gateway.ledger.row import LOST, MIRRORED
 from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
 from gateway.usage.database import connected, open_ledger
 from gateway.usage.errors import QueryError
-from gateway.usage.queries import parse_query
+from gateway.usage.queries import UsageQuery, parse_query
 from gateway.usage.reconciliation import (
     KINDS,
     Classes,
@@ -46,19 +46,10 @@ _KNOWN = ("since", "until", "model", "reconcile")
 
 
 @dataclass(frozen=True, slots=True)
-class ReconciliationQuery:
-    """The time to reconcile, and the model or all models."""
-
-    since: datetime
-    until: datetime
-    model: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """The result of a query, by server."""
+    """The result of a query, by server. The query decides the time and the model, or all models."""
 
-    query: ReconciliationQuery
+    query: UsageQuery
     servers: Sequence[ReconciledServer]
 
     def document(self) -> dict[str, Any]:
@@ -69,27 +60,26 @@ class Reconciliation:
 
 def parse_reconciliation(document: Mapping[str, Any]) -> Reconciliation:
     """Parse a gateway's JSON result."""
-    query = ReconciliationQuery(datetime.fromisoformat(document["since"]), datetime.fromisoformat(document["until"]))
+    query = UsageQuery((), datetime.fromisoformat(document["since"]), datetime.fromisoformat(document["until"]))
     return Reconciliation(query, msgspec.convert(document["servers"], list[ReconciledServer]))
 
 
-def parse_reconciliation_query(parameters: Mapping[str, str], now: datetime) -> ReconciliationQuery:
+def parse_reconciliation_query(parameters: Mapping[str, str], now: datetime) -> UsageQuery:
     """Parse a query from the parameters ``since``, ``until`` and ``model``. Raises QueryError."""
     for name in parameters:
         if name not in _KNOWN:
             raise QueryError(f"the reconciliation is by model and server, and takes no {name}")
-    query = parse_query({name: value for name, value in parameters.items() if name != "reconcile"}, now)
-    return ReconciliationQuery(query.since, query.until, query.model)
+    return parse_query({name: value for name, value in parameters.items() if name != "reconcile"}, now)
 
 
-def run_reconciliation(engine: Engine, query: ReconciliationQuery) -> Reconciliation:
+def run_reconciliation(engine: Engine, query: UsageQuery) -> Reconciliation:
     """Reconcile. Raises DatabaseUnavailableError."""
     with connected(engine) as connection:
         has_samples = inspect(connection).has_table(ENGINE_SAMPLES.name)
         return Reconciliation(query, list(_servers(connection, query)) if has_samples else ())
 
 
-def _servers(connection: Connection, query: ReconciliationQuery) -> Iterator[ReconciledServer]:
+def _servers(connection: Connection, query: UsageQuery) -> Iterator[ReconciledServer]:
     since, until = query.since.timestamp(), query.until.timestamp()
     samples = read_samples(connection, query.since, query.until, query.model)
     of_servers = {server: list(found) for server, found in groupby(windows(samples, since, until), attrgetter("server"))}

@@ -19,11 +19,11 @@ from gateway.ledger.engine_samples import EngineSample, PendingSamples
 from gateway.ledger.row import LOST, MIRRORED
 from gateway.ledger.store import UsageStore, database_url
 from gateway.usage.errors import QueryError
+from gateway.usage.queries import UsageQuery
 from gateway.usage.reconciliation import Classes
 from gateway.usage.reconciliation_output import FORMATS
 from gateway.usage.reconciliation_queries import (
     Reconciliation,
-    ReconciliationQuery,
     parse_reconciliation,
     parse_reconciliation_query,
     run_reconciliation,
@@ -48,7 +48,7 @@ def write(store: UsageStore, samples: Sequence[EngineSample], rows: Sequence[Any
 
 def reconciled(store: UsageStore, seconds: float = 1000.0, model: str | None = None) -> Reconciliation:
     until = datetime.fromtimestamp(STARTED + seconds, UTC)
-    return run_reconciliation(store.engine, ReconciliationQuery(NOW, until, model))
+    return run_reconciliation(store.engine, UsageQuery((), NOW, until, model))
 
 
 ROWS = (
@@ -146,7 +146,7 @@ def test_an_engine_that_was_killed_leaves_rows_that_no_counter_confirms(store: U
 
 def test_a_database_without_samples_has_nothing(tmp_path: Path) -> None:
     engine = create_engine(f"sqlite:///{tmp_path}/empty.db")
-    assert run_reconciliation(engine, ReconciliationQuery(NOW, NOW)).servers == ()
+    assert run_reconciliation(engine, UsageQuery((), NOW, NOW)).servers == ()
     engine.dispose()
 
 
