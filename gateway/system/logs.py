@@ -46,38 +46,30 @@ class LogSettings:
     levels: Mapping[str, str] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _Kind:
-    """The lines of one kind in its window."""
-
-    since: float
-    lines: int = 0
-
-
 class Repeats:
     """Decides which lines are written."""
 
     def __init__(self, burst: int = BURST, window: float = WINDOW) -> None:
         self._burst = burst
         self._window = window
-        self._kinds: dict[tuple[str, int, str], _Kind] = {}
+        self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}  # when the window of each kind began, and its lines
 
     def admits(self, name: str, level: int, message: str, now: float) -> bool:
         """Count a line, and return whether it is written. ``message`` is the format string."""
-        kind = self._kinds.get((name, level, message))
-        if kind is None:
-            if len(self._kinds) >= _KINDS:
-                self._kinds.pop(next(iter(self._kinds)))
-            kind = self._kinds[name, level, message] = _Kind(now)
-        kind.lines += 1
-        return kind.lines <= self._burst
+        kind = name, level, message
+        if kind not in self._kinds and len(self._kinds) >= _KINDS:
+            self._kinds.pop(next(iter(self._kinds)))
+        since, lines = self._kinds.get(kind, (now, 0))
+        self._kinds[kind] = since, lines + 1
+        return lines < self._burst
 
     def expired(self, now: float) -> Iterator[tuple[str, int, str, int]]:
         """Forget kinds whose window has expired. Yields logger, level, message and number of suppressed lines."""
-        for key in [key for key, kind in self._kinds.items() if now - kind.since >= self._window]:
-            suppressed = self._kinds.pop(key).lines - self._burst
-            if suppressed > 0:
-                yield (*key, suppressed)
+        for kind, (since, lines) in tuple(self._kinds.items()):
+            if now - since >= self._window:
+                del self._kinds[kind]
+                if lines > self._burst:
+                    yield (*kind, lines - self._burst)
 
 
 class Handler(logging.StreamHandler[TextIO]):

@@ -76,17 +76,14 @@ class Certificate:
             return
         self._stamp = stamp
         try:
-            self._renew(Pair.read(files))
+            pair = Pair.read(files)
+            if pair != self._pair:
+                pair.check()
+                pair.load_into(self.context)
+                self._pair = pair
+                _log.warning("the certificate was renewed")
         except CertificateError as error:
             _log.error("the new certificate is not used, the old one stays: %s", error)
-
-    def _renew(self, pair: Pair) -> None:
-        if pair == self._pair:
-            return
-        pair.check()
-        pair.load_into(self.context)
-        self._pair = pair
-        _log.warning("the certificate was renewed")
 
 
 def _context() -> ssl.SSLContext:
