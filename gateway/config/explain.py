@@ -6,7 +6,7 @@ A message names the error and the expected value. It repeats numbers and short w
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
@@ -36,9 +36,15 @@ def findings(error: ValidationError, model: type[BaseModel]) -> Iterator[Finding
 def _message(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
     if isinstance(detail["input"], str) and (hint := unexpanded(detail["input"])):
         return hint
-    explain = _MESSAGES.get(detail["type"])
-    if explain is not None:
-        return explain(detail, path, model)
+    match detail["type"]:
+        case "value_error":
+            return str(detail["ctx"]["error"])
+        case "missing":
+            return _missing(path, model)
+        case "extra_forbidden":
+            return _unknown(path, model)
+        case "literal_error":
+            return _no_choice(detail)
     wanted = _WANTED.get(detail["type"])
     if wanted is None:
         return detail["msg"]
@@ -84,16 +90,12 @@ def _number_hint(text: str) -> str:
     return ""
 
 
-def _raised_message(detail: ErrorDetails, _path: Path, _model: type[BaseModel]) -> str:
-    return str(detail["ctx"]["error"])
-
-
-def _missing(_detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
-    field = _fields(path[:-1], model).get(str(path[-1]))
+def _missing(path: Path, model: type[BaseModel]) -> str:
+    field = _field_at(path, model)
     return f"is missing: {field.description}" if field and field.description else "is missing"
 
 
-def _unknown(_detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
+def _unknown(path: Path, model: type[BaseModel]) -> str:
     """Name what was probably meant: a renamed setting, a similar one, one of another product, or the section to which it belongs."""
     name = str(path[-1])
     if renamed := _RENAMED.get(path):
@@ -132,18 +134,12 @@ def _sections_with(model: type[BaseModel], name: str, path: str = "") -> Iterato
             yield from _sections_with(section, name, f"{path}.{key}{repeated}".removeprefix("."))
 
 
-def _no_choice(detail: ErrorDetails, _path: Path, _model: type[BaseModel]) -> str:
+def _no_choice(detail: ErrorDetails) -> str:
     expected = detail["ctx"]["expected"].replace("'", "`")
     hint = did_you_mean(detail["input"], re.findall("`(.*?)`", expected)) if isinstance(detail["input"], str) else ""
     return f"expected {expected}{hint}"
 
 
-_MESSAGES: dict[str, Callable[[ErrorDetails, Path, type[BaseModel]], str]] = {
-    "value_error": _raised_message,
-    "missing": _missing,
-    "extra_forbidden": _unknown,
-    "literal_error": _no_choice,
-}
 _RENAMED: dict[Path, str] = {("server", "relays"): "workers"}
 """Names of settings in earlier versions, by path, and the names that replace them."""
 
@@ -194,17 +190,12 @@ _WANTED = {
 
 def _fields(path: Path, model: type[BaseModel]) -> dict[str, FieldInfo]:
     """Return the fields of the section at ``path`` below ``model``, by their YAML names."""
-    here = _section_at(path, model)
-    return _by_name(here) if here else {}
-
-
-def _section_at(path: Path, model: type[BaseModel]) -> type[BaseModel] | None:
-    here: type[BaseModel] | None = model
+    fields = _by_name(model)
     for part in path:
-        if here is not None and isinstance(part, str):
-            field = _by_name(here).get(part)
-            here = _section_in(field.annotation) if field else None
-    return here
+        if isinstance(part, str):
+            section = _section_in(fields[part].annotation) if part in fields else None
+            fields = _by_name(section) if section else {}
+    return fields
 
 
 def _field_at(path: Path, model: type[BaseModel]) -> FieldInfo | None:

@@ -117,7 +117,8 @@ def parse(text: str, file: str) -> Source:
         parser.source.whole = True
     except yaml.MarkedYAMLError as error:
         lines = text.splitlines() or [""]
-        line = min(_line_of(error), len(lines))
+        mark = error.problem_mark or error.context_mark
+        line = min(mark.line + 1 if mark else 1, len(lines))
         parser.say(line, (), _what_is_wrong(error, lines[line - 1]))
     except _Refused as error:
         parser.say(error.line, (), str(error))
@@ -127,11 +128,6 @@ def parse(text: str, file: str) -> Source:
 def _line(event: yaml.Event) -> int:
     assert event.start_mark is not None
     return event.start_mark.line + 1
-
-
-def _line_of(error: yaml.MarkedYAMLError) -> int:
-    mark = error.problem_mark or error.context_mark
-    return mark.line + 1 if mark else 1
 
 
 def _what_is_wrong(error: yaml.MarkedYAMLError, line: str) -> str:

@@ -11,10 +11,9 @@ searched. Libraries write the reason below the name of an exception, or leave it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from signal import SIGKILL
-from typing import NamedTuple
 
 LINE_LENGTH = 300
 """Characters of a log line that a cause shows."""
@@ -64,11 +63,8 @@ class ProcessExit:
     memory_kills: int | None = 0
 
 
-class _CauseRule(NamedTuple):
-    """A row: a line of the log that matches ``pattern`` shows this cause."""
-
-    cause: Cause
-    pattern: re.Pattern[str]
+_Causes = dict[Cause, re.Pattern[str]]
+"""Causes, and the pattern of the log lines that show each of them."""
 
 
 def _row(summary: str, hint: str, *patterns: str) -> tuple[str, str, str]:
@@ -76,9 +72,9 @@ def _row(summary: str, hint: str, *patterns: str) -> tuple[str, str, str]:
     return summary, hint, "|".join(patterns) or r"(?!)"
 
 
-def _table(**rows: tuple[str, str, str]) -> tuple[_CauseRule, ...]:
-    """Return the rules for rows by code."""
-    return tuple(_CauseRule(Cause(code, summary, hint), re.compile(pattern)) for code, (summary, hint, pattern) in rows.items())
+def _table(**rows: tuple[str, str, str]) -> _Causes:
+    """Return the causes of rows by code."""
+    return {Cause(code, summary, hint): re.compile(pattern) for code, (summary, hint, pattern) in rows.items()}
 
 
 # Sources of the patterns: vLLM 0.32 (v1/core/kv_cache_utils.py, v1/worker, config, model_executor/models/registry.py, tool_parsers,
@@ -308,7 +304,7 @@ _CONSEQUENCES = _table(
     ),
 )
 
-_DEATHS = tuple(row for row in (*_LESSER_CAUSES, *_CONSEQUENCES) if row.cause.code in ("worker_died", "engine_died"))
+_DEATHS = {cause: pattern for cause, pattern in (_LESSER_CAUSES | _CONSEQUENCES).items() if cause.code in ("worker_died", "engine_died")}
 
 HUNG = "its engine makes no progress"
 """The reason for the restart of a server whose engine hangs."""
@@ -339,7 +335,7 @@ _BY_EXIT = _table(
     unknown=_row("", "Read the server's log; `vllm-gateway command MODEL` prints the command, to be run by hand."),
 )
 
-CAUSES: tuple[Cause, ...] = tuple(row.cause for row in (*_ROOT_CAUSES, *_LESSER_CAUSES, *_CONSEQUENCES, *_BY_EXIT))
+CAUSES: tuple[Cause, ...] = (*_ROOT_CAUSES, *_LESSER_CAUSES, *_CONSEQUENCES, *_BY_EXIT)
 """Every cause, without a log line."""
 _BY_CODE = {cause.code: cause for cause in CAUSES}
 
@@ -404,15 +400,15 @@ def _failure_lines(lines: Iterable[str]) -> Iterator[_Line]:
             code = ""
 
 
-def _last(rows: Sequence[_CauseRule], lines: list[_Line]) -> Cause | None:
+def _last(causes: _Causes, lines: list[_Line]) -> Cause | None:
     """Return the cause that the last matching line shows, or None."""
     for line in reversed(lines):
         for code, raised_by in _RAISED_BY:
             if line.code and raised_by.search(line.code):
-                return next((replace(row.cause, line=_shown(line.text)) for row in rows if row.cause.code == code), None)
-        for row in rows:
-            if row.pattern.search(line.text):
-                return replace(row.cause, line=_shown(line.text))
+                return next((replace(cause, line=_shown(line.text)) for cause in causes if cause.code == code), None)
+        for cause, pattern in causes.items():
+            if pattern.search(line.text):
+                return replace(cause, line=_shown(line.text))
     return None
 
 
@@ -431,7 +427,7 @@ def _last_exception(lines: list[_Line], *, of_engine: bool) -> Cause | None:
     for line in reversed(lines):
         if of_engine and not _ENGINE_PROCESS.match(line.process):
             continue
-        follows = any(row.pattern.search(line.text) for row in _CONSEQUENCES)
+        follows = any(pattern.search(line.text) for pattern in _CONSEQUENCES.values())
         if not follows and any(shape.match(line.text) for shape in (_EXCEPTION, _USAGE, _DETAIL)):
             return replace(_BY_CODE["unknown"], line=_shown(line.text))
     return None
