@@ -9,11 +9,9 @@ from __future__ import annotations
 import asyncio
 import math
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -23,6 +21,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from gateway import config as conf
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import create_database_engine, database_url, reason
+from upstream.daemon_thread import run_in_daemon_thread
 
 _STEPS_BETWEEN_CHECKS = 10_000  # steps of SQLite's virtual machine between two checks of a query's time
 T = TypeVar("T")
@@ -70,23 +69,10 @@ def time_limited(engine: Engine, seconds: float) -> Iterator[Connection]:
 async def run_in_thread(work: Callable[[], T], seconds: float) -> T:
     """Return what ``work`` returns, or raise what it raises.
 
-    Raises DatabaseUnavailableError after ``seconds``; the work then continues. The interpreter waits for asyncio's own threads when
-    it exits, which a hanging database would block.
+    Raises DatabaseUnavailableError after ``seconds``; the work then continues.
     """
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-
-    def run() -> None:
-        try:
-            report = partial(outcome.set_result, work())
-        except Exception as error:  # noqa: BLE001  the caller gets it
-            report = partial(outcome.set_exception, error)
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(lambda: outcome.done() or report())
-
-    threading.Thread(target=run, name="ledger-query", daemon=True).start()
     try:
         async with asyncio.timeout(seconds):
-            return await outcome
+            return await run_in_daemon_thread(work, "ledger-query")
     except TimeoutError:
         raise DatabaseUnavailableError(f"no response within {seconds:g} s") from None

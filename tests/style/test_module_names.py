@@ -98,6 +98,7 @@ TESTED_BY = {
     "upstream/balancing/retry_budget": "upstream/balancing/test_attempt",
     "upstream/balancing/server": "upstream/balancing/test_pool",
     "upstream/cells": "upstream/balancing/test_pool",
+    "upstream/daemon_thread": "gateway/usage/test_database",
     "upstream/discovery/sources": "upstream/discovery/test_kubernetes",
     "gateway/config/section": "gateway/config/test_models",
     "gateway/proxy/json_body": "gateway/proxy/test_body",

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import socket
-import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from upstream.daemon_thread import run_in_daemon_thread
 from upstream.discovery.endpoints import Endpoint, Observation
 
 Resolve: TypeAlias = Callable[[str], Awaitable[list[str]]]
@@ -50,17 +49,7 @@ async def watch(source: DnsName, resolve: Resolve, on_endpoints: Callable[[Obser
 async def system_resolver(name: str) -> list[str]:
     """Resolve a name with the system's resolver (``/etc/hosts``, search domains). Raises OSError and UnicodeError.
 
-    It runs in a daemon thread. If the name servers do not respond, the resolver waits half a minute; other lookups and the exit of the
-    process should not wait for it.
+    If the name servers do not respond, the resolver waits half a minute; other lookups and the exit of the process do not wait for it.
     """
-    found: Future[list[str]] = Future()
-    found.set_running_or_notify_cancel()  # from now on, a cancellation of the waiting task does not reach it
-
-    def resolve() -> None:
-        try:
-            found.set_result([str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)])
-        except (OSError, UnicodeError) as error:
-            found.set_exception(error)
-
-    threading.Thread(target=resolve, name=f"resolve {name}", daemon=True).start()
-    return await asyncio.wrap_future(found)
+    entries = await run_in_daemon_thread(lambda: socket.getaddrinfo(name, None, type=socket.SOCK_STREAM), f"resolve {name}")
+    return [str(entry[4][0]) for entry in entries]

@@ -140,7 +140,7 @@ class _ServerEvents:
     def __init__(self, context: zmq.asyncio.Context, target: ProbeTarget, on_change: OnChange, check_interval: float) -> None:
         self._context = context
         self.target = target
-        self._on_change: OnChange | None = on_change
+        self._on_change = on_change
         self._check_interval = check_interval
         self._decoder = BatchDecoder()
         self._ranks: int | None = None
@@ -173,7 +173,7 @@ class _ServerEvents:
     def stop(self) -> None:
         """Forget all blocks, and report no more changes."""
         self._forget()
-        self._on_change = None
+        self._on_change = lambda *_: None
         self.task.cancel()
 
     async def _run(self) -> None:
@@ -276,14 +276,13 @@ class _ServerEvents:
                 follower.check()
 
     def _change(self, changes: Changes) -> None:
-        if self._on_change is not None and any(changes):
+        if any(changes):
             self._on_change(self.target.name, self.facts(), changes)
 
     def _forget(self) -> None:
         self._gaps += sum(each.gaps for each in self._followers)
         self._followers = []
-        if self._on_change is not None:
-            self._on_change(self.target.name, UNKNOWN, Changes(cleared=True))
+        self._on_change(self.target.name, UNKNOWN, Changes(cleared=True))
 
 
 @contextmanager
