@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
-from gateway.cli.output import BAD_USAGE, FAILED, print_problems, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, say_error
 
 if TYPE_CHECKING:
     from gateway.audit.log import Where
@@ -120,14 +120,11 @@ def _instant(text: str) -> datetime:
 def _with_log(configured: Path, act: Callable[[Config, Where], int]) -> int:
     """Run a command on the log of a configuration. Returns the exit code."""
     from gateway.audit.location import where_of
-    from gateway.config import ConfigurationError, load
+    from gateway.config import load
     from gateway.control.serve import state_folder
     from gateway.ledger.errors import DatabaseUnavailableError
 
-    try:
-        known = load(configured)
-    except ConfigurationError as error:
-        return print_problems(error.problems, err=True)
+    known = load(configured)
     if known.audit is None:
         return say_error(f"{configured} has no audit log; set audit", FAILED)
     where = where_of(known.audit, known, configured, state_folder())

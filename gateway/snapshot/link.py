@@ -194,16 +194,7 @@ class ChoiceExplained(msgspec.Struct, tag=True, frozen=True):
 
 
 _FromControl = (
-    ApplySnapshot
-    | StoredKeys
-    | Health
-    | CachedBlocks
-    | StopKeepAlive
-    | Drain
-    | Ping
-    | UsageReported
-    | PageResponded
-    | RevokedSessions
+    ApplySnapshot | StoredKeys | Health | CachedBlocks | StopKeepAlive | Drain | Ping | UsageReported | PageResponded | RevokedSessions
 )
 _FromWorker = (
     ServerProgress
