@@ -158,7 +158,7 @@ def _budgets(limits: ConfigValue) -> Iterator[ConfigValue]:
 def _days_of(budget: ConfigValue) -> float:
     """Return the days whose rows a budget counts at most; 0 for an invalid window."""
     window = budget.get("window").value or str(budget.path[-1]).rpartition("_")[2]
-    if window in _LONGEST:
+    if isinstance(window, str) and window in _LONGEST:
         return _LONGEST[window]
     return _days(window) * _COUNTED_SHARE if _days(window) < math.inf else 0
 

@@ -613,7 +613,7 @@ class AuditSettings(Section):
     """The audit log, with an entry for each change and each refused attempt."""
 
     secret: Secret = Field(description="secret of the entries' HMACs, at least 16 characters; store it outside of the log")
-    file: WrittenFile | None = setting("file of the log, JSON lines; default: the table of `store`")
+    file: WrittenFile | None = setting("file of the log, JSON lines; default: a table in the database of `store`, otherwise of `ledger`")
     stdout: Flag = setting("also write each entry to standard output, as a line of JSON", False)
 
     @field_validator("secret")

@@ -604,8 +604,9 @@ def _is_administered(draft: Draft) -> bool:
 
 def _audit_location(draft: Draft) -> Iterator[Problem]:
     audit = draft.top.get("audit")
-    if isinstance(audit.value, dict) and audit.get("file").value is None and draft.top.get("ledger").value is None:
-        yield audit.problem("set audit.file, or ledger for its table")
+    databases = (draft.top.get(name).value for name in ("store", "ledger"))
+    if isinstance(audit.value, dict) and audit.get("file").value is None and not any(databases):
+        yield audit.problem("set audit.file, or store or ledger for its table")
 
 
 def _limited_models(draft: Draft) -> Iterator[Problem]:

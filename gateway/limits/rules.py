@@ -124,12 +124,22 @@ def admit(
         if holder.windows and (amounts.tokens or amounts.cost):
             _add_to_windows(holder, amounts, cells, at, changes, other_windows, refusals)
     if refusals:
-        return max(refusals, key=lambda refusal: inf if refusal[1].wait is None else refusal[1].wait)
+        return _longest(refusals)
     for offset, count in changes.items():
         cells[offset] = count
     for window, amounts in other_windows:
         windows.reserve(window, cells, amounts.tokens, amounts.cost, at)
     return None
+
+
+def _longest(refusals: Sequence[tuple[Holder, ExceededLimit]]) -> tuple[Holder, ExceededLimit]:
+    """Return the refusal with the longest wait; of equal waits the first, whatever their rounding. ``refuse`` in admit.lua does the same."""
+    found, longest = refusals[0], -1.0
+    for refusal in refusals:
+        wait = inf if refusal[1].wait is None else refusal[1].wait
+        if wait > longest + _ROUNDING:
+            found, longest = refusal, wait
+    return found
 
 
 def _add_to_windows(

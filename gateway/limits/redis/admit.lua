@@ -36,10 +36,10 @@ local function note_session(sessions, key)
   return 1
 end
 
--- The limit with the longest wait is reported.
+-- The limit with the longest wait is reported; of equal waits the first, whatever their rounding: rules._longest.
 local longest, refusing_holder, refusing_limit, left = -1, 0, 0, 0
 local function refuse(holder, limit, wait, still_left)
-  if wait > longest then longest, refusing_holder, refusing_limit, left = wait, holder, limit, still_left end
+  if wait > longest + 0.000001 then longest, refusing_holder, refusing_limit, left = wait, holder, limit, still_left end
 end
 local function check_bucket(holder, number, full, limit, amount)
   if limit > 0 and amount > 0 then

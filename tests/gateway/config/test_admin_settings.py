@@ -68,7 +68,7 @@ def test_an_open_admin_port_must_not_change_keys(tmp_path: Path, section: str, a
     [
         ("audit: {secret: {env: SECRET}, file: a.jsonl}", []),
         ("audit: {secret: {env: SECRET}}\nledger: sqlite:///l.db", []),
-        ("audit: {secret: {env: SECRET}}", ["audit: set audit.file, or ledger for its table"]),
+        ("audit: {secret: {env: SECRET}}", ["audit: set audit.file, or store or ledger for its table"]),
         ("audit: {file: a.jsonl}", ["audit.secret: is missing"]),
         ("audit: {secret: a-secret-in-the-file, file: a.jsonl}", ["audit.secret: secrets must not be in this file"]),
         ("audit: {secret: {env: SHORT}, file: a.jsonl}", ["audit.secret: the secret has fewer than 16 characters"]),
