@@ -14,8 +14,8 @@ from urllib.parse import urlsplit
 Port = Literal["data", "admin"]
 Headers = Sequence[tuple[bytes, bytes]]
 
-_SESSIONS: dict[Port, str] = {"data": "vllm_gateway_session", "admin": "vllm_gateway_admin_session"}
-_ATTEMPTS: dict[Port, str] = {"data": "vllm_gateway_sign_in", "admin": "vllm_gateway_admin_sign_in"}
+_SESSIONS: dict[Port, str] = {"data": "vllm-gateway-session", "admin": "vllm-gateway-admin-session"}
+_ATTEMPTS: dict[Port, str] = {"data": "vllm-gateway-sign-in", "admin": "vllm-gateway-admin-sign-in"}
 _LOCAL_PATH = re.compile(r"/(?![/\\])[!-\[\]-~]{0,1000}\Z")  # visible ASCII without a backslash, which browsers read as a slash
 
 

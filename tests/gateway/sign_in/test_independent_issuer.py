@@ -74,7 +74,7 @@ async def test_a_person_signs_in_and_out(gateway: Ports) -> None:
         assert (response.status_code, response.headers["location"]) == (303, "/keys"), response.text
         assert "iss=" in str(response.url), "the provider sends its issuer (RFC 9207)"
         assert await gateway.person(browser) == {"name": "Alice", "role": "admin", "teams": ["lab"], "owned_teams": []}
-        stolen = browser.cookies["vllm_gateway_session"]
+        stolen = browser.cookies["vllm-gateway-session"]
         page = await gateway.post(browser, "/sign-out")
         onward = re.search(r'class="way" href="([^"]+)"', page.text)
         assert onward is not None
@@ -85,7 +85,7 @@ async def test_a_person_signs_in_and_out(gateway: Ports) -> None:
         ended = await browser.post(urljoin(str(confirm.url), "/session/end/confirm"), data={"xsrf": xsrf[1], "logout": "yes"})
         assert ended.headers["location"] == f"{gateway.origins['data']}/sign-in"
     async with gateway.browser() as thief:
-        thief.cookies.set("vllm_gateway_session", stolen, domain="127.0.0.1", path="/")
+        thief.cookies.set("vllm-gateway-session", stolen, domain="127.0.0.1", path="/")
         assert await gateway.person(thief) is None
 
 

@@ -163,7 +163,7 @@ async def without_the_announced_issuer(gateway: Ports, browser: httpx2.AsyncClie
 async def the_other_port(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer, other: OidcIssuer) -> str:
     """Use a response for the data port on the admin port, under the name of its cookie."""
     callback = issuer.approve(await gateway.start(browser), groups=["llm-admins"])
-    browser.cookies.set("vllm_gateway_admin_sign_in", browser.cookies["vllm_gateway_sign_in"])
+    browser.cookies.set("vllm-gateway-admin-sign-in", browser.cookies["vllm-gateway-sign-in"])
     return callback.replace(gateway.origins["data"], gateway.origins["admin"])
 
 
@@ -171,14 +171,14 @@ async def a_session_as_an_attempt(gateway: Ports, browser: httpx2.AsyncClient, i
     """Send a session as the cookie of an attempt: both are signed with keys of one secret."""
     await gateway.sign_in(browser, issuer)
     callback = issuer.approve(await gateway.start(browser), groups=["lab"])
-    browser.cookies.set("vllm_gateway_sign_in", browser.cookies["vllm_gateway_session"])
+    browser.cookies.set("vllm-gateway-sign-in", browser.cookies["vllm-gateway-session"])
     return callback
 
 
 async def a_cookie_twice(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer, other: OidcIssuer) -> str:
     """Add a second cookie of an attempt, as a page of a neighboring host can."""
     callback = issuer.approve(await gateway.start(browser), groups=["lab"])
-    browser.headers["cookie"] = "vllm_gateway_sign_in=x; vllm_gateway_sign_in=" + browser.cookies["vllm_gateway_sign_in"]
+    browser.headers["cookie"] = "vllm-gateway-sign-in=x; vllm-gateway-sign-in=" + browser.cookies["vllm-gateway-sign-in"]
     return callback
 
 
@@ -306,16 +306,16 @@ async def test_a_new_sign_in_gets_a_new_session_and_ends_the_old_one(
     """A session that an attacker has planted is not that of the victim afterwards (session fixation)."""
     async with gateway.browser() as attacker:
         await gateway.sign_in(attacker, issuer, sub="mallory", groups=["lab"])
-        planted = attacker.cookies["vllm_gateway_session"]
-        browser.cookies.set("vllm_gateway_session", planted, domain="127.0.0.1", path="/")
+        planted = attacker.cookies["vllm-gateway-session"]
+        browser.cookies.set("vllm-gateway-session", planted, domain="127.0.0.1", path="/")
         await gateway.sign_in(browser, issuer)
-        assert browser.cookies["vllm_gateway_session"] != planted
+        assert browser.cookies["vllm-gateway-session"] != planted
         assert await gateway.person(browser) == ALICE
         assert await gateway.person(attacker) is None
 
 
 async def test_an_arbitrary_cookie_is_no_session(gateway: Ports, browser: httpx2.AsyncClient) -> None:
-    browser.cookies.set("vllm_gateway_session", "x" * 22, domain="127.0.0.1", path="/")
+    browser.cookies.set("vllm-gateway-session", "x" * 22, domain="127.0.0.1", path="/")
     assert await gateway.person(browser) is None
 
 
@@ -323,7 +323,7 @@ async def test_a_session_of_the_data_port_is_none_of_the_admin_port(
     gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer
 ) -> None:
     await gateway.sign_in(browser, issuer)
-    browser.cookies.set("vllm_gateway_admin_session", browser.cookies["vllm_gateway_session"], domain="127.0.0.1", path="/")
+    browser.cookies.set("vllm-gateway-admin-session", browser.cookies["vllm-gateway-session"], domain="127.0.0.1", path="/")
     assert await gateway.person(browser, "admin") is None
 
 

@@ -32,7 +32,7 @@ def test_a_session_is_read_as_it_was_written() -> None:
     session = new_session(ALICE, NOW)
     written = sessions().write(session)
     assert sessions().read(sent(written), NOW) == session
-    assert written.startswith("__Host-vllm_gateway_session=") and written.endswith("; Max-Age=86400; HttpOnly; SameSite=Lax; Secure")
+    assert written.startswith("__Host-vllm-gateway-session=") and written.endswith("; Max-Age=86400; HttpOnly; SameSite=Lax; Secure")
     assert len(session.id) == 22 and new_session(ALICE, NOW).id != session.id
 
 
@@ -77,7 +77,7 @@ def test_a_session_is_not_valid_elsewhere(other: Sessions) -> None:
     value = sessions().write(new_session(ALICE, NOW)).partition(";")[0].partition("=")[2]
     assert sessions().read([(b"cookie", f"{sessions().cookie}={value}".encode())], NOW) is not None
     read = other.read([(b"cookie", f"{other.cookie}={value}".encode())], NOW)
-    assert read is None or other.cookie == "vllm_gateway_session"
+    assert read is None or other.cookie == "vllm-gateway-session"
 
 
 def test_a_revoked_session_is_not_valid_after_a_renewal_either() -> None:
