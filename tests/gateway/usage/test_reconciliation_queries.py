@@ -48,7 +48,7 @@ def write(store: UsageStore, samples: Sequence[EngineSample], rows: Sequence[Any
 
 def reconciled(store: UsageStore, seconds: float = 1000.0, model: str | None = None) -> Reconciliation:
     until = datetime.fromtimestamp(STARTED + seconds, UTC)
-    return run_reconciliation(store.engine, UsageQuery((), NOW, until, model))
+    return run_reconciliation(store.engine, UsageQuery((), NOW, until, model=model))
 
 
 ROWS = (
