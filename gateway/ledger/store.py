@@ -125,7 +125,9 @@ class UsageStore:
 
     def _write(self, rows: Sequence[UsageRow]) -> int:
         try:
-            self._commit(rows)
+            with self._writer.begin() as connection:
+                for start in range(0, len(rows), _STATEMENT):
+                    connection.exec_driver_sql(*self._insertion.prepare(rows[start : start + _STATEMENT]))
         except (SQLAlchemyError, OverflowError, ValueError) as error:
             if not _is_of_a_row(error):
                 raise
@@ -135,11 +137,6 @@ class UsageStore:
             _log.error("the ledger cannot store the row of request %s: %s", rows[0].id, reason(error))
             return 1
         return 0
-
-    def _commit(self, rows: Sequence[UsageRow]) -> None:
-        with self._writer.begin() as connection:
-            for start in range(0, len(rows), _STATEMENT):
-                connection.exec_driver_sql(*self._insertion.prepare(rows[start : start + _STATEMENT]))
 
     @contextmanager
     def _prepared(self) -> Iterator[None]:

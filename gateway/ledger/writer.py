@@ -184,12 +184,14 @@ class Ledger:
             self._log_limited("disk", f"the ledger's spool cannot be written; usage goes directly to the database: {error}")
         try:
             self._write(list(frames(data)))
-            self._database_recovered()
-            return True
         except DatabaseUnavailableError as error:
             self._both = str(error)
             self._log_limited("both", f"the ledger has neither its disk nor its database; usage waits in memory: {error}")
             return False
+        if self._both is not None:
+            self._log_recovery("both", "the ledger's database accepts rows again")
+        self._both = None
+        return True
 
     def _disk_recovered(self) -> None:
         """Log that the spool accepts rows again."""
@@ -197,12 +199,6 @@ class Ledger:
             self._log_recovery("disk", "the ledger's spool can be written again")
         self._disk = self._both = None
         self._next_log.pop("both", None)
-
-    def _database_recovered(self) -> None:
-        """Log that the database accepts rows again."""
-        if self._both is not None:
-            self._log_recovery("both", "the ledger's database accepts rows again")
-        self._both = None
 
     def _probe_the_disk(self) -> None:
         """Check whether a failed spool accepts rows again, if there are no rows to write."""
