@@ -239,8 +239,11 @@ def delete(
     token_file: TokenFile = None,
 ) -> int:
     """Delete a key of the store. Its rows in the ledger stay."""
+    from gateway.key_management.key_file import KeyFiles
+
     where = Where(config_file(file, config), admin, token_file)
     if not means_store(where, store, id):
+        KeyFiles(where.config).entry(id)  # so that an unknown key, or a file that cannot be read, is reported as such
         return say_error(f"remove the entry of {id} from the file by hand, or revoke it", FAILED)
     return store_commands.delete(where, store_commands.KEYS, id)
 

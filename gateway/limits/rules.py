@@ -133,7 +133,7 @@ def admit(
 
 
 def _longest(refusals: Sequence[tuple[Holder, ExceededLimit]]) -> tuple[Holder, ExceededLimit]:
-    """Return the refusal with the longest wait; of equal waits the first, whatever their rounding. ``refuse`` in admit.lua does the same."""
+    """Return the refusal with the longest wait; of equal waits the first, whatever their rounding: as ``refuse`` in admit.lua."""
     found, longest = refusals[0], -1.0
     for refusal in refusals:
         wait = inf if refusal[1].wait is None else refusal[1].wait
