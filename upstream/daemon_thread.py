@@ -1,7 +1,7 @@
 """Wait for blocking work on a thread that cannot keep the process alive.
 
-The interpreter waits for asyncio's own threads when it exits, which a hanging database or name server would block. So each call gets a
-daemon thread of its own.
+The interpreter waits for asyncio's own threads when it exits, which a hanging database or name server would block. So each call gets
+its own daemon thread.
 """
 
 from __future__ import annotations

@@ -291,7 +291,7 @@ def settle(window: Window, cells: Cells, reserved: tuple[float, float], used: tu
 
 def _known_period(window: Window, cells: Cells, period: int) -> int | None:
     """Return the offset of a period or slice; None if it is not remembered: of the calendar, two are."""
-    start = _place_of_slice(window, period) if window.slice_seconds else window.start
+    start = _cell_of_slice(window, period) if window.slice_seconds else window.start
     if cells[start] == period:
         return start
     return start + _OTHER if not window.slice_seconds and cells[start + _OTHER] == period else None
@@ -311,7 +311,7 @@ def _start_period(window: Window, cells: Cells, period: int) -> int:
 
     A rolling window has one place for a slice, which is emptied if it still holds an older slice.
     """
-    start = _place_of_slice(window, period) if window.slice_seconds else window.start
+    start = _cell_of_slice(window, period) if window.slice_seconds else window.start
     before = cells[start], cells[start + USED], cells[start + SPENT]
     if before[0] == period:
         return start
@@ -328,14 +328,14 @@ def _start_period(window: Window, cells: Cells, period: int) -> int:
 
 def add_earlier_use(window: Window, cells: Cells, period: int, tokens: float, cost: float) -> None:
     """Add the use from before these cells counted to a period or slice. A slice that was replaced by a later slice is not restored."""
-    if window.slice_seconds and cells[_place_of_slice(window, period)] > period:
+    if window.slice_seconds and cells[_cell_of_slice(window, period)] > period:
         return
     start = _start_period(window, cells, period)
     cells[start + USED] += tokens
     cells[start + SPENT] += cost
 
 
-def _place_of_slice(window: Window, period: int) -> int:
+def _cell_of_slice(window: Window, period: int) -> int:
     return window.start + period % (SLICES + 1) * _CELLS_OF_SLICE
 
 

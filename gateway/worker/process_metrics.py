@@ -14,7 +14,7 @@ from gateway.telemetry.metrics import Series
 from gateway.worker.supervisor import WorkerStatus
 
 _SHOWN = ("cpu_seconds_total", "resident_memory_bytes", "open_fds", "max_fds")
-"""What follows ``process_`` in the names of the collector, and ``worker_`` in those of the gateway."""
+"""The ends of metric names, which begin with ``process_`` in the collector, and with ``worker_`` in the gateway."""
 
 
 def process_series(workers: Iterable[WorkerStatus]) -> Iterator[tuple[Series, float]]:

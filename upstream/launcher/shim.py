@@ -49,7 +49,7 @@ TRACKER_GRACE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class ServerCommand:
-    """A server's process to start, and the paths that are removed after it; an empty path is none."""
+    """A server's process to start, and the paths that are removed after it; an empty path is not removed."""
 
     name: str
     argv: tuple[str, ...]

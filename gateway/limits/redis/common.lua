@@ -108,7 +108,7 @@ local function known_period(window, number)
   return slice and slice.number == number and slice or nil
 end
 
--- Add to a period or slice, which is remembered from then on. In a window of the calendar, the later one of the two other known periods is
+-- Add to a period or slice, which is remembered. In a window of the calendar, the later one of the two other known periods is
 -- remembered too: windows._start_period. Here the later of both is the current one, also after a clock was set back.
 local function add_to_period(window, number, tokens, cost)
   local period = known_period(window, number)
