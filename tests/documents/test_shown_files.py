@@ -26,7 +26,6 @@ from tests.support.certificates import certificate
 BIN = Path(sys.executable).parent
 REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
 _SECRET_TEXT = "a-secret-that-is-long-enough-for-all-settings"
-_SECRET = re.compile(r"\{(env|file): ([^}]+)\}")
 CLIENTS = {".aider.conf.yml": {"model", "openai-api-base", "show-model-warnings"}, "config.yaml": {"name", "version", "schema", "models"}}
 """Settings of clients: the files' names, and their sections."""
 READERS = ("gateway.yaml", "keys.yaml", "prometheus.yml", "values*.yaml", "rbac.yaml", *CLIENTS)
@@ -49,12 +48,24 @@ def whole(text: str) -> str:
     return text if shown.keys() >= BASE.keys() else yaml.safe_dump(BASE | shown)
 
 
+def references(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield the references to secrets, ``{env: NAME}`` and ``{file: PATH}``, as pairs."""
+    if isinstance(value, dict):
+        if value.keys() in ({"env"}, {"file"}):
+            yield from value.items()
+        for each in value.values():
+            yield from references(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from references(each)
+
+
 def checked(folder: Path, text: str) -> str:
     """Return the output of ``check`` for a file, with the files beside it and the secrets that it refers to."""
     for block in YAML:
         if block.file == "keys.yaml":
             (folder / block.file).write_text(block.text)
-    secrets = _SECRET.findall(text)
+    secrets = [*references(yaml.safe_load(text))]
     for kind, name in secrets:
         if kind == "file":
             (folder / name).write_text(_SECRET_TEXT + "\n")
