@@ -462,13 +462,20 @@ def test_only_a_change_of_what_needs_a_restart_rolls_the_pods() -> None:
         "server.port": 9000,
         "server.workers": 2,
         "server.tls": {"cert": "/tls/tls.crt", "key": "/tls/tls.key"},
-        "server.admin": {"host": "::"},
+        "server.admin.host": "::",
+        "server.admin.port": 9000,
+        "server.admin.tls": {"cert": "/tls/tls.crt", "key": "/tls/tls.key"},
         "ledger": {"url": "sqlite:////tmp/usage.db", "retention": "90d"},
+        "store": {"url": "sqlite:////tmp/keys.db"},
+        "audit": {"secret": {"env": "AUDIT_SECRET"}, "file": "/tmp/audit.jsonl"},
+        "sign_in": {"key": {"env": "SESSION_KEY"}, "url": "https://llm.example.com"},
     }
     assert changes.keys() == NEEDS_RESTART.keys()
     for path, change in changes.items():
-        section, _, name = path.partition(".")
-        assert annotations() != annotations(**{section: {name: change} if name else change}), path
+        section, *names = path.split(".")
+        for name in reversed(names):
+            change = {name: change}
+        assert annotations() != annotations(**{section: change}), path
 
 
 def test_promtool_accepts_the_alerts(two_models: Rendered, tmp_path: Path) -> None:

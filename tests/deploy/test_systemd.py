@@ -228,7 +228,7 @@ def test_what_cannot_be_meant_is_refused(arguments: list[str], says: str) -> Non
 
 
 SETTINGS = "gateway/config/models.py"
-FORMER = ("    workers: Workers = Field(", '    relays: Workers = Field(default=1, description="-")\n    workers: Workers = Field(')
+FORMER = ("    workers: Workers = setting(", '    relays: Workers = setting("-", 1)\n    workers: Workers = setting(')
 """An earlier version, which has `relays`. This version names what replaces it."""
 SERVE = "gateway/control/serve.py"
 NEVER_READY = ("from __future__ import annotations\n", "from __future__ import annotations\n\nraise SystemExit(3)\n")

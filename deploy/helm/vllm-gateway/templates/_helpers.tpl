@@ -104,7 +104,9 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- /* The settings of config.server that need a restart, as JSON; gateway/config/diff.py lists the same. */ -}}
 {{- define "vllm-gateway.server" -}}
 {{- $server := .Values.config.server | default dict }}
-{{- merge (dict "tls" (empty $server.tls | not)) (pick $server "host" "port" "workers" "admin") | toJson }}
+{{- $admin := $server.admin | default dict }}
+{{- $ofAdmin := merge (dict "tls" (empty $admin.tls | not)) (pick $admin "host" "port") }}
+{{- merge (dict "tls" (empty $server.tls | not) "admin" $ofAdmin) (pick $server "host" "port" "workers") | toJson }}
 {{- end }}
 
 {{- define "vllm-gateway.grace" -}}
