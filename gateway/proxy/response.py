@@ -319,6 +319,7 @@ class EventRelay(ResponseRelay):
         self._prompt: Usage | None = None  # the usage of the prompt in the first event of a stream of messages
         self._last = b""
         self._waiting: tuple[bytes, dict[str, Any]] | None = None  # the last event of a choice, until the next event has arrived
+        self._leading = b""  # blank lines before the first event, which are sent with it
         self._lacks_line_feed = False  # the LF of the CRLF that ended a hidden event comes with the next read
         self._first_error: Refusal | None = None  # an error as the first event: it is sent with its status
 
@@ -366,29 +367,37 @@ class EventRelay(ResponseRelay):
         received = events
         if self._lacks_line_feed:
             events, self._lacks_line_feed = events.removeprefix(b"\n"), False
-        if self.gaps is None:
-            events = events.lstrip(b"\r\n")  # the response has not started, and the first event may be an error with its own status
         separate = split(events)
-        left = sum(not event.isspace() for event in separate)
-        has_event = left > 0
-        if has_event:
-            self._count_read(left)
-        shown = []
+        left = sum(not event.isspace() for event in separate)  # blank lines behind an event are not an event
+        if not left:
+            self._forward_blank(self._behind_waiting(events))
+            return
+        self._count_read(left)
+        shown, first = [self._leading], left
         for event in separate:
-            if event.isspace():  # blank lines behind an event are not an event
+            if event.isspace():
                 shown.append(self._behind_waiting(event))
                 continue
             shown.append(self._process(event, left))
-            left -= 1
-            if self.failure is not None and not self._request.response_started and len(shown) == 1:
+            if self.failure is not None and not self._request.response_started and left == first:
                 self._first_error, self.gaps, self.first_token = self.failure, None, None
                 return
-        if has_event:
-            self._last = received  # not before: a stream whose last events cannot be translated has not ended
+            left -= 1
+        self._leading = b""
+        self._last = received  # not before: a stream whose last events cannot be translated has not ended
         events = self._renamed(b"".join(shown))
         if self._request.reservation is not None and self._has_ended():
             self._settle_limits()
         self._write(events)
+
+    def _forward_blank(self, lines: bytes) -> None:
+        """Send blank lines. Before the first event they wait: it may be an error with its own status. Raises BadResponse."""
+        if self._request.response_started:
+            self._request.write(lines)
+            return
+        self._leading += lines
+        if len(self._leading) > EVENT_LIMIT:
+            raise BadResponse(self._response.server.name, "blank lines instead of an event")
 
     def _count_read(self, events: int) -> None:
         """Note the time of a read with these events. ``FastPath`` does the same for one (tests/gateway/proxy/test_fast_path.py)."""
