@@ -28,7 +28,7 @@ _CHAIN = 5  # causes of an error that are shown
 _FIELDS = ("request_id", "model", "server", "cause")
 
 _OF_UPSTREAM = {"launcher": "upstream.launcher", "health": "upstream.vllm.health", "discovery": "upstream.discovery"}
-_OF_GATEWAY = ("control", "worker", "exchange", "fleet", "tracing", "limits", "ledger", "certificate", *_OF_UPSTREAM, "kv_events")
+_OF_GATEWAY = ("control", "worker", "exchange", "fleet", "tracing", "limits", "ledger", "audit", "certificate", *_OF_UPSTREAM, "kv_events")
 PARTS: Mapping[str, str] = MappingProxyType({part: _OF_UPSTREAM.get(part, f"vllm_gateway.{part}") for part in _OF_GATEWAY})
 """The parts whose level can be set, and their loggers."""
 
