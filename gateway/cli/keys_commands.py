@@ -123,7 +123,7 @@ def rotate(
     if entry.revoked or entry.expired(now):
         return say_error(f"{id} {'is revoked' if entry.revoked else 'has expired'}, which would apply to its new key", FAILED)
     good = former_hashes(entry, end, now)
-    changed = key_files.change(id, "hash", [*good, keys.hash_of(key)])
+    changed = key_files.change(id, {"hash": [*good, keys.hash_of(key)]})
     last = min(max((one["expires"] for one in good), default=""), instant(entry.expires or end))
     until = f"; the former {'key is' if len(good) == 1 else 'keys are'} valid until {last}" if good else ""
     _show_new(key, f"{id} has a new key in {changed}{until}")
@@ -153,7 +153,7 @@ def revoke(
     if entry.get("anonymous") is True:
         return say_error(f"{id} is for requests without a key; remove it from the file to refuse them", FAILED)
     was_revoked = entry.get("revoked") is True
-    typer.echo(f"{id} is already revoked" if was_revoked else f"{id} is revoked in {key_files.change(id, 'revoked', True)}")
+    typer.echo(f"{id} is already revoked" if was_revoked else f"{id} is revoked in {key_files.change(id, {'revoked': True})}")
     return 0
 
 
@@ -173,7 +173,7 @@ def restore(
         return store_commands.operate(where, id, "restore", "restored")
     key_files = KeyFiles(where.config)
     was_revoked = key_files.entry(id).get("revoked") is True
-    typer.echo(f"{id} is restored in {key_files.change(id, 'revoked', False)}" if was_revoked else f"{id} is not revoked")
+    typer.echo(f"{id} is restored in {key_files.change(id, {'revoked': False})}" if was_revoked else f"{id} is not revoked")
     return 0
 
 
@@ -212,22 +212,21 @@ def change(
         return store_commands.change(where, store_commands.KEYS, id, patch)
     if "name" in patch:
         return say_error("--name is for keys of the store", BAD_USAGE)
-
-    for each, value in _written_fields(KeyFiles(configured).entry(id), patch):
-        changed = KeyFiles(configured).change(id, each, value)
-    typer.echo(f"{id} is changed in {changed}")
+    key_files = KeyFiles(configured)
+    typer.echo(f"{id} is changed in {key_files.change(id, _written_fields(key_files.entry(id), patch))}")
     return 0
 
 
-def _written_fields(entry: Mapping[str, Any], patch: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the fields of an entry in a file that a patch changes, with their values. A field that is removed gets its default."""
+def _written_fields(entry: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of an entry in a file that a patch changes, with their values. A field that is removed gets its default."""
     from gateway.config import Key
     from gateway.store.entries import merged
 
-    after = merged(entry, patch)
+    after, fields = merged(entry, patch), {}
     for name in patch:
         default = Key.model_fields[name].get_default(call_default_factory=True)
-        yield name, after.get(name, list(default) if isinstance(default, tuple) else default)
+        fields[name] = after.get(name, list(default) if isinstance(default, tuple) else default)
+    return fields
 
 
 def delete(

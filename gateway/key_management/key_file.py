@@ -112,16 +112,22 @@ class KeyFiles:
         """The file that receives new entries."""
         return self._files[0] if self._files[0].source.at(("keys",)) is not None else self._files[-1]
 
-    def change(self, identity: str, name: str, value: Any) -> Path:
-        """Set a field of an id's entry; returns the file. Raises KeyFileError."""
+    def change(self, identity: str, fields: Mapping[str, Any]) -> Path:
+        """Set fields of an id's entry, all of them or none; returns the file. Raises KeyFileError."""
         page, entry = self._find(identity)
         expected = copy.deepcopy(page.source.value)
         target: Any = expected
         for part in entry.path:
             target = target[part]
-        target[name] = value
-        by_hand = f"set `{name}` of `{identity}` in {page.file} by hand"
-        self._write(page, lambda text: set_field(text, entry.path, name, value), expected, by_hand)
+        target.update(fields)
+
+        def edit(text: str) -> str:
+            for name, value in fields.items():
+                text = set_field(text, entry.path, name, value)
+            return text
+
+        named = " and ".join(f"`{name}`" for name in fields)
+        self._write(page, edit, expected, f"set {named} of `{identity}` in {page.file} by hand")
         return page.file
 
     def _find(self, identity: str) -> tuple[_KeyFile, ConfigValue]:

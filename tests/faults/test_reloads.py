@@ -214,7 +214,7 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
             file.add([{"id": f"team-{number}", "hash": keys.hash_of(former)}])
             await _until_all(one, former, 200)
             async with sending(one, [KEY, former]) as seen:
-                KeyFiles(one.file).change(f"team-{number}", "hash", [keys.hash_of(former), keys.hash_of(latter)])
+                KeyFiles(one.file).change(f"team-{number}", {"hash": [keys.hash_of(former), keys.hash_of(latter)]})
                 await _until_all(one, latter, 200)
                 assert set(seen[former].statuses) == {200}, "two keys of one principal overlap"
                 async with sending(one, [latter]) as fresh:
@@ -227,7 +227,7 @@ async def test_revoke_and_rotate_under_load(tmp_path: Path, measured: Callable[[
 
 async def _time_to_reject(one: Controlled, identity: str, name: str, value: Any, token: str, seen: dict[str, Seen]) -> float:
     """Change an entry so that a key becomes invalid. Return the seconds for which it was still served."""
-    KeyFiles(one.file).change(identity, name, value)
+    KeyFiles(one.file).change(identity, {name: value})
     began = time.monotonic()
     await _until_all(one, token, 401)
     count = seen[token].statuses[401]
@@ -251,7 +251,7 @@ async def test_an_expired_hash_is_rejected_without_a_reload(tmp_path: Path, meas
     async with scripted(source) as server, harmless(tmp_path, server) as one:
         end = time.time() + 3.0
         soon = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(end)) + f".{int(end % 1 * 1e6):06}Z"
-        KeyFiles(one.file).change("team-a", "hash", [{"hash": keys.hash_of("sk-ends"), "expires": soon}, keys.hash_of(KEY)])
+        KeyFiles(one.file).change("team-a", {"hash": [{"hash": keys.hash_of("sk-ends"), "expires": soon}, keys.hash_of(KEY)]})
         assert (await one.reloader.reload()).successful
         assert (await request_once(one.port, request(token="sk-ends"))).status == 200
         async with sending(one, [KEY, "sk-ends"]) as seen:

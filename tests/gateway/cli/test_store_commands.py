@@ -106,6 +106,9 @@ def test_the_files_are_changed_by_the_same_commands(one: Gateway) -> None:
         run(one, "keys", "set", "in-file", "--unset", "concurrent", "--tokens-per-day", "7", "--unset", "models")
         entry = entry_of(file, "in-file")
         assert (entry["models"], entry["limits"]) == (["*"], {"tokens_per_day": 7})
+        unchanged = file.read_bytes()
+        assert "].team: " in refused(one, "keys", "set", "in-file", "--models", "s*", "--team", "absent")
+        assert file.read_bytes() == unchanged, "all fields are changed, or none"
         assert "in-file is revoked in " in run(one, "keys", "revoke", "in-file")
         assert "by hand" in refused(one, "keys", "delete", "in-file")
         assert "for keys of the store" in refused(one, "keys", "set", "in-file", "--name", "a")
