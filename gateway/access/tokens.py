@@ -38,7 +38,7 @@ def digest_of(token: bytes) -> bytes:
 
 
 def presented_token(authorization: bytes, tokens: Iterable[Token]) -> Token | None:
-    """Return the token of an Authorization header, also if it has expired. None: it is none of the tokens."""
+    """Return the token of an Authorization header, also if it has expired. None for any other text."""
     scheme, _, text = authorization.partition(b" ")
     digest = digest_of(text.strip(b" "))
     found = [token for token in tokens if hmac.compare_digest(digest, token.digest)]

@@ -8,7 +8,6 @@ that has created it.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.admin.audited import Handler, error_response, log_operation
 from gateway.config.quantities import parse_duration
 from gateway.key_management.key_list import LastUse, instant, shown_key
 from gateway.ledger.errors import DatabaseUnavailableError
@@ -43,9 +43,7 @@ _IMPORT_TIMEOUT = 120.0
 _ETAG = re.compile(r'"(\d{1,18})"')
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _NO_STORE = "no store is configured; add `store: ledger`, or `store: sqlite:///keys.db`, to the configuration"
-_log = logging.getLogger("vllm_gateway.control")
 T = TypeVar("T")
-Handler = Callable[[Request], Awaitable[Response]]
 Entry = Mapping[str, Any]
 Audit = Callable[[Request, str, str, Entry | None, Entry | None], Awaitable[None]]
 """Records a change: the request, the action, the entry, and the entry's document before and after it."""
@@ -96,9 +94,9 @@ def _guarded(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except _RefusedRequest as refused:
-            return JSONResponse({"error": str(refused)}, refused.status)
+            return error_response(str(refused), refused.status)
         except RefusedChangeError as refused:
-            return JSONResponse({"error": str(refused)}, refused.reason.value)
+            return error_response(str(refused), refused.reason.value)
         except DatabaseUnavailableError as error:
             text = f"the store's database does not respond, so keys cannot be changed: {error}"
             return JSONResponse({"error": text}, 503, {"retry-after": "5"})
@@ -136,8 +134,8 @@ class _Entries:
         return row
 
     async def _note(self, request: Request, action: str, identity: str, before: Entry | None, after: Entry | None) -> None:
-        """Record a change. The text is formatted here, so that no line is suppressed as a repetition."""
-        _log.info(f"{action} of {self.kind} {identity} requested by {request.state.requester}")
+        """Log and record a change."""
+        log_operation(f"{action} of {self.kind} {identity}", request)
         await self._audit(request, f"{self.kind}.{action}", identity, before, after)
 
 

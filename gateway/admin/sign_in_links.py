@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.access.actor import Requester, Role
+from gateway.admin.audited import Handler, error_response
 from gateway.sign_in.errors import SignInError
 
 if TYPE_CHECKING:
@@ -18,24 +18,24 @@ PATH = "/admin/v1/sign-in-links"
 QUERIES = ("user", "role", "team", "owned_team")
 
 
-def handler(sign_in: SignIn | None) -> Callable[[Request], Awaitable[Response]]:
+def handler(sign_in: SignIn | None) -> Handler:
     """Return the handler. ``sign_in``: None if it is not configured."""
 
     async def create(request: Request) -> Response:
         if sign_in is None:
-            return JSONResponse({"error": "sign_in is not configured"}, 404)
+            return error_response("sign_in is not configured", 404)
         query = request.query_params
         if unknown := set(query) - set(QUERIES):
-            return JSONResponse({"error": f"there is no parameter {min(unknown)}"}, 400)
+            return error_response(f"there is no parameter {min(unknown)}", 400)
         requester: Requester = request.state.requester
         try:
             role = Role(query["role"]) if "role" in query else None
             teams, owned = query.getlist("team"), query.getlist("owned_team")
             urls = await sign_in.create_link(requester.actor, requester.origin, query.get("user", ""), role, teams, owned)
         except ValueError:
-            return JSONResponse({"error": f"role is not one of {', '.join(Role)}"}, 400)
+            return error_response(f"role is not one of {', '.join(Role)}", 400)
         except SignInError as error:
-            return JSONResponse({"error": str(error)}, 400)
+            return error_response(str(error), 400)
         return JSONResponse({"urls": urls, "expires_in": sign_in.link_seconds}, 201, {"cache-control": "no-store"})
 
     return create

@@ -18,6 +18,7 @@ from secrets import token_hex
 
 from gateway.audit.chain import START, Checkpoint, is_next, next_line, read_line, signed_checkpoints
 from gateway.audit.entry import AuditUnavailableError, Entry
+from gateway.ledger.spool import sync_folder
 
 _MODE = 0o600
 _TAIL = 4096  # bytes that are read at first to find the last lines
@@ -216,8 +217,4 @@ def _replace(file: Path, text: str) -> None:
     finally:
         os.close(fd)
     fresh.replace(file)
-    folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(file.parent)

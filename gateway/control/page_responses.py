@@ -13,6 +13,7 @@ from collections.abc import Callable
 from starlette.types import ASGIApp, Message, Scope
 
 from gateway.snapshot.link import PageRequested, PageResponded
+from gateway.system.tasks import cancel
 
 _MAX_RUNNING = 64  # requests
 _TEXT = ((b"content-type", b"text/plain"), (b"cache-control", b"no-store"))
@@ -47,9 +48,7 @@ class PageResponses:
 
     async def aclose(self) -> None:
         """End all requests."""
-        for task in tuple(self._tasks):
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await cancel(*self._tasks)
 
 
 async def run(application: ASGIApp, message: PageRequested) -> PageResponded:

@@ -70,8 +70,8 @@ class Spool:
             for path in waiting_files(other):
                 path.rename(moved := self.folder / path.name)
                 self._adopt([moved])
-            _sync(self.folder)
-            _sync(other)
+            sync_folder(self.folder)
+            sync_folder(other)
             return self.rows - before
 
     def append(self, data: bytes, rows: int) -> None:
@@ -216,10 +216,11 @@ def write_synced(path: Path, data: bytes, at: int = 0) -> None:
     finally:
         os.close(fd)
     if not at:
-        _sync(path.parent)
+        sync_folder(path.parent)
 
 
-def _sync(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Sync the names of a folder's files. Raises OSError."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -235,7 +236,7 @@ def save(folder: Path, data: bytes, payloads: Sequence[bytes]) -> None:
     name = f"{_SAVED}{time.time_ns():020}-{os.getpid()}"
     write_synced(folder / name, content)
     (folder / name).rename(folder / (name + _SUFFIX))
-    _sync(folder)
+    sync_folder(folder)
 
 
 def waiting_files(folder: Path) -> list[Path]:
