@@ -14,6 +14,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import psutil
+
 from tests.accounting.client import USER_HEADER
 from tests.accounting.engines import LaunchedEngine
 from tests.accounting.evidence import Tokens
@@ -109,8 +111,14 @@ def play(run: AccountingRun, database: Postgres, requests: int, victims: Sequenc
 
 
 def worker_killer(run: AccountingRun) -> Callable[[], None]:
-    """Return a function that kills a worker of the gateway."""
-    return partial(os.kill, run.gateway.workers()[0], signal.SIGKILL)
+    """Return a function that kills the worker of the gateway that has the most connections of clients."""
+    gateway = run.gateway
+
+    def connections(pid: int) -> int:
+        found = psutil.Process(pid).net_connections("tcp")
+        return sum(each.status == psutil.CONN_ESTABLISHED and each.laddr.port == gateway.data for each in found)
+
+    return lambda: os.kill(max(gateway.workers().values(), key=connections), signal.SIGKILL)
 
 
 def engine_results(run: AccountingRun) -> Iterator[EngineResult]:

@@ -17,12 +17,18 @@ from tests.vllm.server import NOT_INSTALLED, installed
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED), pytest.mark.timeout(600)]
 
+_MOST_KILLS = 4
+"""A worker that is killed on a busy machine can have sent all of its responses. Then another one is killed."""
+
 
 def test_each_row_is_what_its_client_received(real: Real) -> None:
     engine = LaunchedEngine(real.gateway, MODEL, real.folder)
     run = AccountingRun(real.gateway, [engine], LEDGER, 8, Random(5), texts=2)
     run.play_references()
-    run.play(Phase("worker", 0, DISCONNECTING, partial(worker_killer, run)), 70)
+    for attempt in range(_MOST_KILLS):
+        run.play(Phase(f"worker {attempt}", 0, DISCONNECTING, partial(worker_killer, run)), 70)
+        if any(verdict.end == LOST for verdict in run.verdicts):
+            break
     run.play(Phase("engine", 0, DISCONNECTING, partial(engine.killer, "EngineCore")), 50)
     assert [verdict.problem for verdict in run.verdicts if verdict.problem] == []
     by_end = Counter(verdict.end for verdict in run.verdicts)
