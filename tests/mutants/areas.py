@@ -135,13 +135,13 @@ _EARLIER_USE, _HEADERS, _RESERVATION = f"{_FOLDER}/test_budget_holders.py", f"{_
 _SESSIONS = _without(f"{_FOLDER}/test_sessions.py", "test_all_workers_count_a_session_together")
 
 _SHOWN = (
-    f"{_FOLDER}/test_limiter.py::test_a_bounded_number_of_reported_budgets_is_remembered",
+    *_without(f"{_FOLDER}/test_limiter.py", "test_the_used_share_of_each_budget_is_a_metric"),
     f"{_LEASES}::test_shown_limits_are_without_the_lease",
 )
 
 LIMITS = {
     "gateway/limits/rules.py": Tested((_RULES, _HEADERS, *_LIMITS)),
-    "gateway/limits/buckets.py": Tested((f"{_FOLDER}/test_buckets.py", _RULES, _EARLIER_USE, *_SESSIONS)),
+    "gateway/limits/buckets.py": Tested((f"{_FOLDER}/test_buckets.py", f"{_FOLDER}/test_subjects.py", _RULES, _EARLIER_USE, *_SESSIONS)),
     "gateway/limits/windows.py": Tested(
         (_WINDOWS, _RULES, _EARLIER_USE, _HEADERS, f"{_FOLDER}/test_buckets.py::test_the_capacity_of_hard_budgets")
     ),
@@ -162,7 +162,17 @@ LIMITS = {
     ),
     "gateway/limits/expected_use.py": Tested((_RESERVATION, *_LIMITS, *_SESSIONS)),
     "gateway/limits/response_headers.py": Tested((_RESERVATION, *_LIMITS, *_SETTLED_IN_STORE)),
-    "gateway/limits/states.py": Tested((_RESERVATION, f"{_FOLDER}/test_states.py::test_a_cost_is_shown_with_all_of_its_digits")),
+    "gateway/limits/states.py": Tested(
+        (
+            _RESERVATION,
+            *_some(
+                f"{_FOLDER}/test_states.py",
+                "test_a_cost_is_shown_with_all_of_its_digits",
+                "test_concurrent_requests_are_shown",
+                "test_a_limit_without_known_counts_is_shown_without_use",
+            ),
+        )
+    ),
     "gateway/limits/lease.py": Tested((f"{_FOLDER}/test_lease.py", *_SETTLED_IN_STORE)),
 }
 

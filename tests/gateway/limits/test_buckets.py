@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from threading import Thread
 from time import monotonic, sleep
 
 import pytest
@@ -275,3 +276,21 @@ def test_a_holder_may_use_the_last_byte_of_the_memory() -> None:
     buckets = Buckets(memory(least))
     holder = buckets.holder("key a", LIMITS)
     assert holder.offset + SIZE + 1 == len(buckets.cells), "the requests in flight of its worker are in the last cell"
+
+
+def test_private_counts_have_one_worker() -> None:
+    with closing(Buckets.private()) as buckets:
+        holder, other = buckets.holder("key a", LIMITS), buckets.holder("key b", LIMITS)
+        assert other.offset - holder.offset > SIZE
+        assert buckets.reserve([(holder, Amounts(slots=1))], moment(0.0, WALL), {}) is None
+        assert (buckets.in_flight(holder), buckets.in_flight(other)) == (1, 0)
+
+
+def test_a_process_waits_for_the_lock_of_another() -> None:
+    with shared(2) as buckets:
+        waiting = Thread(target=buckets.holder, args=("key a", LIMITS))
+        with locked_elsewhere(buckets):
+            waiting.start()
+            waiting.join(0.3)
+            assert waiting.is_alive()
+        waiting.join()

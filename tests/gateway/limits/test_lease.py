@@ -185,3 +185,9 @@ def test_a_lease_that_is_used_up_is_shown_as_used() -> None:
     one = Lease("lease", (HOLDER,), Amounts(1, 0, 10, 5), 0.0, DURATION, reported)
     assert one.admit("r1", Amounts(1, 0, 10, 5))
     assert one.current() == reported
+
+
+def test_an_ended_lease_has_expired() -> None:
+    one = lease(Amounts(requests=5, tokens=5))
+    one.end()
+    assert one.expires < one.began

@@ -15,7 +15,7 @@ from gateway.limits.buckets import Buckets
 from gateway.limits.rules import Holder
 from gateway.limits.windows import moment
 from gateway.snapshot.link import StoredKeys
-from gateway.snapshot.snapshot import Allowance, Key, Limits, Snapshot
+from gateway.snapshot.snapshot import Allowance, Budget, Key, Limits, LimitsStore, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.redis_server import redis_server
@@ -103,3 +103,21 @@ def test_a_change_of_limits_keeps_the_use() -> None:
         first = limiter.limits_of(limited(3)).for_all_models[0]
         limiter.apply_stored_keys(StoredKeys((limited(5),)))
         assert limiter.limits_of(limited(5)).for_all_models[0].offset == first.offset
+
+
+def test_only_a_key_with_sessions_has_their_metric() -> None:
+    sessions = Key("with", allowances=(Allowance("key with", Limits(session=Budget("session", tokens=5))),))
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        limiter = Limiter(WorkerMetrics(counters), buckets, lambda _: None)
+        limiter.apply_snapshot(Snapshot(1, (sessions, limited(3)), ()))
+        shown = [name for name, _ in counters.readings() if "session_evictions_total" in name]
+        assert len(shown) == 1 and "with" in shown[0]
+
+
+@pytest.mark.parametrize(("concurrent", "store", "is_used"), [(3, True, True), (None, True, False), (3, False, False)])
+def test_a_store_is_used_if_the_snapshot_has_limits_for_it(concurrent: int | None, store: bool, is_used: bool) -> None:
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        limiter = Limiter(WorkerMetrics(counters), buckets, lambda _: None)
+        limiter.apply_snapshot(Snapshot(1, (limited(3),), (), limits_store=LimitsStore()))
+        limiter.apply_snapshot(Snapshot(2, (limited(concurrent),), (), limits_store=LimitsStore(database=1) if store else None))
+        assert (limiter.store is not None) is is_used

@@ -176,3 +176,10 @@ def test_a_cost_is_shown_with_all_of_its_digits() -> None:
 def test_concurrent_requests_are_shown(rates: HolderRates | None, used: int | None, left: int | None) -> None:
     (shown,) = limit_states(Allowance("key a", Limits(concurrent=5)), rates, [], 0.0)
     assert (shown.limit, shown.amount, shown.used, shown.remaining, shown.soft) == ("concurrent", 5, used, left, False)
+
+
+def test_a_limit_without_known_counts_is_shown_without_use() -> None:
+    limits = Limits(requests_per_minute=60, tokens_per_month=7, cost_per_day=10**9)
+    shown = [each.document() for each in limit_states(Allowance("key a", limits), None, None, 0.0)]
+    assert [each["limit"] for each in shown] == ["requests_per_minute", "cost_per_day", "tokens_per_month"]
+    assert {(each["used"], each["remaining"], each["reset_seconds"]) for each in shown} == {(None, None, None)}

@@ -12,7 +12,19 @@ from hypothesis import strategies as st
 from gateway.limits import rules, windows
 from gateway.limits.buckets import Buckets
 from gateway.limits.rules import SIZE, Amounts, Holder
-from gateway.limits.windows import RING_CELLS, SLICES, ExceededLimit, Moment, Window, moment, period_of, windows_of
+from gateway.limits.windows import (
+    RING_CELLS,
+    SLICES,
+    SPENT,
+    USED,
+    ExceededLimit,
+    Moment,
+    Window,
+    moment,
+    period_of,
+    session_window,
+    windows_of,
+)
 from gateway.snapshot.snapshot import Budget, Limits
 
 WEDNESDAY = datetime(2027, 6, 2, 12, tzinfo=UTC)
@@ -175,3 +187,19 @@ def test_what_is_left_is_that_of_the_tightest_hard_budget() -> None:
     left, whole = windows.hard_capacity([(day, 40, 2), (week, 450, 15)])
     assert (left.tokens, left.cost) == (50, 5)
     assert (whole.tokens, whole.cost) == (100, 10)
+
+
+def test_the_window_of_a_session_is_that_of_its_number() -> None:
+    window = session_window(Budget("session", tokens=5), 3, 40)
+    assert (window.name, window.number, window.start, window.tokens, window.cost) == ("session", 3, 40, 5, float("inf"))
+    assert [budget.name for budget in window.budgets] == ["tokens_per_session"]
+
+
+def test_a_period_starts_empty_and_is_found_again_with_what_it_counted() -> None:
+    window, cells = only(Limits(tokens_per_day=100, cost_per_day=100)), memoryview(bytearray(8 * 64)).cast("d")
+    today, tomorrow = at(WEDNESDAY.timestamp()), at((WEDNESDAY + timedelta(days=1)).timestamp())
+    windows.reserve(window, cells, 3, 7, today)
+    windows.reserve(window, cells, 0, 0, tomorrow)
+    assert (cells[window.start + USED], cells[window.start + SPENT]) == (0, 0)
+    windows.reserve(window, cells, 2, 4, today)
+    assert (cells[window.start + USED], cells[window.start + SPENT]) == (5, 11)
