@@ -121,7 +121,7 @@ def test_the_events_have_the_fields_that_the_server_sends_without_running_usage(
     got = field_lists(real.post(path, {**body, "stream": True}).content)
     sent = field_lists(real.bytes_directly(path, {**body, "model": MODEL, "stream": True}))
     assert got.last == sent.last
-    assert got.ends <= {*sent.ends, sent.last[:-1]}  # of several choices, only the last one has the fingerprint
+    assert got.finishing <= {*sent.finishing, sent.last[:-1]}  # of several choices, only the last one has the fingerprint
     assert got.others == sent.others or not (got.others and sent.others)
 
 
@@ -137,14 +137,15 @@ class FieldLists(NamedTuple):
     """The names of the fields of events, in their order: of the last event, of those that end a choice, and of the others."""
 
     last: tuple[str, ...]
-    ends: set[tuple[str, ...]]
+    finishing: set[tuple[str, ...]]
     others: set[tuple[str, ...]]
 
 
 def field_lists(stream: bytes) -> FieldLists:
     events = [json.loads(event.removeprefix(b"data: ")) for event in stream.split(b"\n\n") if event.startswith(b"data: {")]
-    ends = [any(choice["finish_reason"] for choice in event["choices"]) for event in events]
-    found = {is_end: {tuple(event) for event, each in zip(events, ends, strict=True) if each is is_end} for is_end in (True, False)}
+    found: dict[bool, set[tuple[str, ...]]] = {True: set(), False: set()}
+    for event in events:
+        found[any(choice["finish_reason"] for choice in event["choices"])].add(tuple(event))
     return FieldLists(tuple(events[-1]), found[True], found[False])
 
 
