@@ -22,7 +22,7 @@ from gateway.limits.limiter import PART_FOR_SUBJECTS
 from gateway.limits.rules import Holder
 from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Snapshot
-from gateway.system.tasks import cancel, wait_at_most
+from gateway.system.tasks import cancel, wait_at_most, wait_until
 from upstream.backoff import Backoff
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ class BudgetRestorer:
         found = budgets.use_by_holder(await reader.earlier_use(budgets, starts, self._before), starts, at)
         self._buckets.announce_writes()
         try:
-            while not self._buckets.may_write:  # noqa: ASYNC110  the worker that acknowledges is another process
-                await asyncio.sleep(_FIRST_POLL)
+            await wait_until(lambda: self._buckets.may_write, _FIRST_POLL)
             for number, (name, one) in enumerate(found.items(), 1):
                 self._add(name, one)
                 if number % _HOLDERS_PER_ITERATION == 0:

@@ -13,7 +13,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -23,7 +22,8 @@ from gateway.fleet.discovered_model import ExternalModel, external_servers, may_
 from gateway.fleet.launch_diff import LaunchDiff, can_replace_one_at_a_time, comparable, launch_diff
 from gateway.fleet.launched_model import LaunchedModel
 from gateway.fleet.operations import RefusedOperation
-from gateway.fleet.transitions import POLL_INTERVAL, Rotation, Transitions, until
+from gateway.fleet.transitions import POLL_INTERVAL, Rotation, Transitions
+from gateway.system.tasks import cancel, wait_at_most, wait_until
 from gateway.telemetry.metrics import CounterSums
 from gateway.telemetry.shared_counters import SharedCounters
 from upstream.launcher.launcher import Launcher
@@ -185,18 +185,14 @@ class Fleet:
             while True:
                 self._pass_due.clear()
                 is_draining = any(model.step is ModelPhase.DRAINING for model in self._launched.values())
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(POLL_INTERVAL if is_draining else _PASS_INTERVAL):
-                        await self._pass_due.wait()
+                await wait_at_most(POLL_INTERVAL if is_draining else _PASS_INTERVAL, self._pass_due.wait())
                 await asyncio.sleep(_GATHER)
                 try:
                     self.run_pass()
                 except Exception:  # noqa: BLE001  the outer edge: the models stay as they are until the next pass
                     _log.exception("a pass over the models failed")
         finally:
-            for task in self._tasks:
-                task.cancel()
-            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await cancel(*self._tasks)
 
     def request_pass(self) -> None:
         """Run a pass soon, because something has changed."""
@@ -352,11 +348,10 @@ class Fleet:
         """Drain and stop a model, and keep it stopped until ``start`` or ``wake``. Returns when it is stopped."""
         known = self._find(model)
         if known.task is not None and not known.stopping:
-            known.task.cancel()
-            await asyncio.gather(known.task, return_exceptions=True)
+            await cancel(known.task)
         known.held, known.wanted_since = True, None
         self.run_pass()
-        await until(lambda: known.phase is ModelPhase.STOPPED or not known.held)
+        await wait_until(lambda: known.phase is ModelPhase.STOPPED or not known.held, POLL_INTERVAL)
 
     async def restart(self, model: str) -> None:
         """Replace a model's servers, one at a time. Returns when the first server is out of rotation."""

@@ -12,12 +12,12 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import suppress
 from typing import Protocol
 
 from gateway.fleet.launch_diff import LaunchDiff
 from gateway.fleet.launched_model import LaunchedModel
 from gateway.fleet.operations import RefusedOperation
+from gateway.system.tasks import wait_at_most, wait_until
 from upstream.balancing.server import Condition
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchSpec, LaunchStatus
@@ -129,9 +129,8 @@ class Transitions:
     async def _drain(self, model: LaunchedModel, names: Collection[str], seconds: float) -> None:
         """Take servers out of rotation, and wait until nothing is in flight on them, for ``seconds`` at most."""
         number = self.take_out_of_rotation(model, names)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(None if seconds == math.inf else seconds):
-                await until(lambda: self._rotation.is_applied(number) and not self._in_flight(names))
+        drained = wait_until(lambda: self._rotation.is_applied(number) and not self._in_flight(names), POLL_INTERVAL)
+        await wait_at_most(None if seconds == math.inf else seconds, drained)
 
     async def _remove(self, model: LaunchedModel, name: str) -> None:
         """Stop a server that the configuration no longer has, after its last request."""
@@ -146,11 +145,11 @@ class Transitions:
         model.out_of_rotation.discard(name)
         self._launcher.start(spec)
         # The next server is replaced only once every worker uses this one again.
-        await until(lambda: (status := self._status(name)) is None or status.first_start_finished)
+        await wait_until(lambda: (status := self._status(name)) is None or status.first_start_finished, POLL_INTERVAL)
         if self._rotation.conditions()[name] is not Condition.UP:
             raise RefusedOperation(f"the restart stops here because {name} did not become ready again")
         number = self._rotation.publish_health()
-        await until(lambda: self._rotation.is_applied(number))
+        await wait_until(lambda: self._rotation.is_applied(number), POLL_INTERVAL)
 
     def _targets(self, model: LaunchedModel) -> list[ProbeTarget]:
         servers = [server for name, server in self._launcher.servers.items() if name in model.names]
@@ -158,9 +157,3 @@ class Transitions:
 
     def _status(self, name: str) -> LaunchStatus | None:
         return next((status for status in self._launcher.statuses() if status.name == name), None)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until a condition is true."""
-    while not condition():  # noqa: ASYNC110  the condition is in other processes
-        await asyncio.sleep(POLL_INTERVAL)
