@@ -15,11 +15,10 @@ import msgspec
 from msgspec.structs import replace
 
 from gateway.api.routes import ENDPOINTS
-from gateway.api.usage import Usage
 from gateway.api.vllm.lax_int import lax_int
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_resort import write_out
-from gateway.ledger.row import LOST, MIRRORED, UsageRow, encode, frames
+from gateway.ledger.row import LOST, UsageRow, encode, frames
 from gateway.ledger.spool import save
 from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import Key, Model, Snapshot
@@ -131,32 +130,10 @@ class Recorder:
                     self._journal.update_slot(slot, b"")
             self._journal.clear_slot(slot)
 
-    def record_mirrored(
-        self,
-        id: str,
-        started: float,
-        endpoint: str,
-        model: str,
-        server: str,
-        *,
-        status: int | None,
-        incomplete: str | None,
-        usage: Usage | None,
-        duration: float,
-        choices: object,
-    ) -> None:
-        """Append the row of the copy of a request. It belongs to no key and has no price; the reconciliation needs it."""
-        row = UsageRow(
-            id, started, endpoint, MIRRORED, None, model, server,
-            status=status,
-            incomplete=incomplete,
-            prompt=usage.prompt if usage else None,
-            completion=usage.completion if usage else None,
-            cached=usage.cached if usage else None,
-            reasoning=usage.reasoning if usage else None,
-            duration=duration,
-            choices=_choices(choices) if endpoint in _WITH_CHOICES else None,
-        )  # fmt: skip
+    def record_mirrored(self, row: UsageRow, choices: object) -> None:
+        """Append the row of the copy of a request. ``choices``: the request's ``n``. The reconciliation needs the row."""
+        if row.endpoint in _WITH_CHOICES:
+            row.choices = _choices(choices)
         self._journal.append(encode(row))
 
     def _row(self, record: RequestRecord, key: Key, open_request: _OpenRequest | None) -> UsageRow:

@@ -21,6 +21,7 @@ from gateway.api.routes import Dialect, Route
 from gateway.api.strict_json import Document
 from gateway.api.usage import Usage, merged
 from gateway.auth.catalog import CatalogEntry, MirrorTarget
+from gateway.ledger.row import MIRRORED, UsageRow
 from gateway.proxy.json_body import JsonBody
 from gateway.proxy.request_services import RequestServices
 from gateway.proxy.response import EVENT_LIMIT, is_binary, is_stream, read_error
@@ -152,24 +153,19 @@ class RequestCopy(msgspec.Struct, eq=False, kw_only=True):
         return headers, content
 
     def _record(self, attempt: Attempt, result: str, duration: float) -> None:
-        """Record what the copy has used, for the reconciliation with the server's counters."""
+        """Record what the copy has used, for the reconciliation with the server's counters. It belongs to no key and has no price."""
         ledger, started = self.worker.ledger, self.started
         if ledger is None or started is None or attempt.composed_at is None:
             return
         is_error = self.status is not None and self.status >= 300
         incomplete = None if result == "completed" or is_error else "drain" if result == "drain" else "upstream"
-        ledger.record_mirrored(
-            self.id,
-            started,
-            self.route.endpoint,
-            self.mirror.entry.model.id,
-            attempt.tried[-1].name,
-            status=self.status,
-            incomplete=incomplete,
-            usage=self.usage(),
-            duration=duration,
-            choices=self.choices,
-        )
+        row = UsageRow(
+            self.id, started, self.route.endpoint, MIRRORED, None, self.mirror.entry.model.id, attempt.tried[-1].name,
+            status=self.status, incomplete=incomplete, duration=duration,
+        )  # fmt: skip
+        if (usage := self.usage()) is not None:
+            row.prompt, row.completion, row.cached, row.reasoning = usage.prompt, usage.completion, usage.cached, usage.reasoning
+        ledger.record_mirrored(row, self.choices)
 
 
 # The response
