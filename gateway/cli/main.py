@@ -333,7 +333,7 @@ def command(model: Model, file: ConfigArgument = None, config: ConfigOption = No
     if found is None:
         return say_error(f"there is no model {model} in {configured}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
     if found.launch is None:
-        return say_error(f"{model} is not launched: {'it is a split' if found.is_split else 'its servers run elsewhere'}", FAILED)
+        return say_error(f"{model} is not launched: {'it is a split' if found.split else 'its servers run elsewhere'}", FAILED)
     typer.echo("\n\n".join(shown_launches(known, model)))
     return 0
 

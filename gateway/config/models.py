@@ -186,6 +186,11 @@ class Launch(Section):
     group: Name | None = setting("group that limits how many of its models run at the same time; see `groups`")
     startup_timeout: Duration = quantity("time in which a server must become healthy after its start", "20m")
 
+    @property
+    def all_gpus(self) -> frozenset[int]:
+        """The GPUs of all replicas."""
+        return frozenset(gpu for replica in self.gpus or () for gpu in replica)
+
     @field_validator("command")
     @classmethod
     def _programs_of_the_folder(cls, command: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
@@ -260,17 +265,20 @@ class Queue(Section):
     wait: Duration = quantity("maximum time in the queue", "30s")
 
 
-class Lora(Section):
-    """A LoRA adapter of the model, which clients request by its own ID."""
-
+class _Named(Section):
     id: Name = Field(description="ID that clients send in `model`")
     aliases: tuple[Name, ...] = setting("further names for clients", ())
-    path: WeightsSource | None = setting("what a launched server loads: a name on the hub or a folder")
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names that clients may use, the ID first."""
         return (self.id, *self.aliases)
+
+
+class Lora(_Named):
+    """A LoRA adapter of the model, which clients request by its own ID."""
+
+    path: WeightsSource | None = setting("what a launched server loads: a name on the hub or a folder")
 
 
 class Body(Section):
@@ -327,11 +335,9 @@ Capability = Literal["tools", "reasoning", "structured_outputs", "image", "audio
 
 
 @_with_policy_settings
-class Model(Section):
+class Model(_Named):
     """A model and its servers."""
 
-    id: Name = Field(description="ID that clients send in `model`")
-    aliases: tuple[Name, ...] = setting("further names for clients", ())
     mounts: tuple[Mount, ...] = setting("path prefixes that serve only this model, e.g. /team/model", ())
     launch: Launch | None = setting("servers that the gateway launches; {} for the defaults")
     servers: Annotated[tuple[Server, ...], Field(min_length=1)] | None = setting("servers that the gateway does not launch")
@@ -375,19 +381,9 @@ class Model(Section):
         return {} if settings is None else asdict(settings)
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """The names that clients may use, the ID first."""
-        return (self.id, *self.aliases)
-
-    @property
     def entries(self) -> tuple[Model | Lora, ...]:
         """The model and its LoRA adapters."""
         return (self, *self.loras)
-
-    @property
-    def is_split(self) -> bool:
-        """Whether it has no servers, and other models serve its requests."""
-        return self.split is not None
 
 
 class Group(Section):
@@ -512,6 +508,7 @@ class Claims(Section):
 Algorithm = Literal[
     "RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA"
 ]  # no symmetric ones: their verification key can also sign
+Algorithms = Annotated[tuple[Algorithm, ...], Field(min_length=1)]
 
 
 class Jwt(Section):
@@ -526,9 +523,7 @@ class Jwt(Section):
     refresh: Duration = quantity("time between two requests to the URL", "10m")
     keys: Texts = Field(description="entries of `keys` as which its tokens count, one or a list")
     claims: Claims = setting("claims to use", Claims())
-    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = setting(
-        "accepted signature algorithms", ("RS256", "ES256", "EdDSA")
-    )
+    algorithms: Algorithms = setting("accepted signature algorithms", ("RS256", "ES256", "EdDSA"))
     leeway: DurationOrZero = quantity("accepted difference between the clocks of issuer and gateway", "30s")
     token_limit: Size = quantity("maximum size of a token", "8KiB")
     subjects: Annotated[int, Strict(), Field(ge=1, le=100_000)] = setting(
@@ -645,9 +640,7 @@ class SignInIssuer(Section):
     client_secret: Secret | None = setting("client secret; default: a public client, with PKCE only")
     scopes: Texts = setting("requested scopes; must contain openid", ("openid", "profile", "email"))
     claims: SignInClaims = setting("claims to use", SignInClaims())
-    algorithms: Annotated[tuple[Algorithm, ...], Field(min_length=1)] = setting(
-        "accepted signature algorithms", ("RS256", "ES256", "EdDSA")
-    )
+    algorithms: Algorithms = setting("accepted signature algorithms", ("RS256", "ES256", "EdDSA"))
     leeway: DurationOrZero = quantity("accepted difference between the clocks of issuer and gateway", "30s")
     ca: ReadableFile | None = setting("file with the certificate authorities for the issuer, PEM")
 
@@ -745,12 +738,25 @@ class Config(Section):
     @property
     def served_models(self) -> tuple[Model, ...]:
         """The models with servers: all but the splits."""
-        return tuple(model for model in self.models if not model.is_split)
+        return tuple(model for model in self.models if model.split is None)
 
     @property
     def model_ids(self) -> dict[str, str]:
         """The ID of the model or LoRA adapter that each name means."""
         return {name: entry.id for model in self.models for entry in model.entries for name in entry.names}
+
+    def may_stop(self, model: Model) -> bool:
+        """Return whether a model is launched and not always up.
+
+        It starts on demand, stops or sleeps when idle, shares a group, or shares a GPU with a model that starts on demand.
+        """
+        launch = model.launch
+        if launch is None:
+            return False
+        if launch.start == "on_demand" or launch.idle_stop is not None or launch.idle_sleep is not None or launch.group is not None:
+            return True
+        launches = (other.launch for other in self.models if other.launch is not None)
+        return any(other.start == "on_demand" and launch.all_gpus & other.all_gpus for other in launches)
 
     @property
     def store_url(self) -> str | None:

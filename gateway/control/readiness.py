@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 
 from gateway import config as conf
 from gateway.api.errors import counted
-from gateway.config.launches import may_be_stopped
 from gateway.control.publisher import FirstResults
 from gateway.control.reload import ReloadHistory
 from gateway.fleet.fleet import Fleet
@@ -69,7 +68,7 @@ class Readiness:
     def _is_inactive(self, model: conf.Model) -> bool:
         """Return whether the gateway itself has stopped a model's servers, or is starting them again."""
         phase = self._fleet.phase(model.id)
-        return phase in _INACTIVE or (phase is ModelPhase.STARTING and may_be_stopped(self._observer.config, model))
+        return phase in _INACTIVE or (phase is ModelPhase.STARTING and self._observer.config.may_stop(model))
 
     def broken(self) -> str | None:
         """Return what has failed and will not recover without a restart, or None."""

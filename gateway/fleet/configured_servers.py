@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from gateway import config as conf
 from gateway.config import Config, plain_variables
-from gateway.config.launches import all_gpus
 from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.fleet.launch_diff import comparable
 from upstream.launcher.lifecycle import LaunchSpec
@@ -88,7 +87,7 @@ def exclusive_resources(launch: conf.Launch) -> frozenset[int | str]:
         addresses.add(f"unix:{args['uds']}")
     elif "port" in args:
         addresses.add(f"{args.get('host', '127.0.0.1')}:{args['port']}")
-    return frozenset[int | str](all_gpus(launch)) | addresses
+    return frozenset[int | str](launch.all_gpus) | addresses
 
 
 def _settings(config: Config, model: conf.Model, launch: conf.Launch, number: int) -> LaunchSettings:

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from gateway import config as conf
 from gateway.config import Config
-from gateway.config.launches import may_be_stopped
 from gateway.config.quantities import window_seconds
 from gateway.config.redis_url import limits_store
 from gateway.config.section import Section
@@ -112,7 +111,7 @@ def _queue(config: Config, model: conf.Model) -> snapshot.Queue | None:
 
     Servers that were just configured are not known to be up before their first health check, so requests wait for its result.
     """
-    has_default = bool(model.servers) or model.max_inflight is not None or may_be_stopped(config, model)
+    has_default = bool(model.servers) or model.max_inflight is not None or config.may_stop(model)
     queue = model.queue or (conf.Queue() if has_default else None)
     return None if queue is None else snapshot.Queue(math.ceil(queue.size / config.server.workers), queue.wait)
 

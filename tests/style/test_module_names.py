@@ -61,7 +61,6 @@ TESTED_BY = {
     "gateway/client/connection_context": "gateway/client/test_connection",
     "gateway/config/database_url": "gateway/config/test_problems",
     "gateway/config/explain": "gateway/config/test_problems",
-    "gateway/config/launches": "gateway/fleet/test_snapshot_builder",
     "gateway/config/load": "gateway/config/test_problems",
     "gateway/config/quantities": "gateway/config/test_models",
     "gateway/config/references": "gateway/config/test_problems",

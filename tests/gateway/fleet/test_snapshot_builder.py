@@ -9,7 +9,6 @@ import pytest
 import yaml
 
 from gateway.config import Config, load
-from gateway.config.launches import may_be_stopped
 from gateway.fleet.configured_servers import configured_servers, launches
 from gateway.fleet.observed_servers import (
     ObservedServers,
@@ -225,7 +224,7 @@ def lazy(tmp_path: Path) -> Config:
 
 
 def test_a_model_that_may_be_stopped_has_a_queue_and_each_worker_its_share(lazy: Config) -> None:
-    assert [may_be_stopped(lazy, model) for model in lazy.models] == [True, True, False]
+    assert [lazy.may_stop(model) for model in lazy.models] == [True, True, False]
     models = build_snapshot(lazy, NOTHING, 1, 0).models
     assert [model.queue for model in models] == [Queue(43, 30.0), Queue(3, 5.0), None]
     assert [model.keepalive for model in models] == [9.0, None, None]
