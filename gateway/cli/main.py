@@ -174,16 +174,16 @@ def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
 
 def _preflight(file: Path, once: Mapping[Path, Source]) -> list[Problem]:
     """Return the problems of launches on this machine, and notes."""
-    from gateway.check import lint
-    from gateway.check.launch_check import LaunchCheck
+    from gateway.check import lint, preflight
+    from gateway.check.launch_check import this_machine
     from gateway.config import drafted
     from upstream.vllm.command_line import inherited
 
     draft = drafted(file, once)
     if draft is None:
         return []
-    launches = LaunchCheck(inherited(os.environ, Path(sys.executable).parent), lambda text: typer.echo(text, err=True))
-    return [*launches.problems(draft), *lint.notes(draft, datetime.now(UTC))]
+    machine = this_machine(draft, inherited(os.environ, Path(sys.executable).parent), lambda text: typer.echo(text, err=True))
+    return [*preflight.problems(draft, machine), *lint.notes(draft, datetime.now(UTC))]
 
 
 def schema() -> int:

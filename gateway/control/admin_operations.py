@@ -35,8 +35,7 @@ class AdminOperations:
 
     async def wake(self, model: str) -> None:
         """Start a model as a request would."""
-        self._refuse_while_stopping()
-        await self._control.fleet.wake(model)
+        await self.start(model)
 
     async def cordon(self, server: str) -> None:
         """Take one server out of rotation until ``uncordon`` or the end of the gateway."""

@@ -11,11 +11,12 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.audit.entry import NoAudit
-from gateway.check.launch_check import LaunchCheck
+from gateway.check.launch_check import this_machine
 from gateway.config import Config
 from gateway.control.budgets import BudgetRestorer
 from gateway.control.control import Control
@@ -156,8 +157,8 @@ async def assembled(
             pages.application, control.sign_in = signed.pages, signed.service
             workers.more_first_messages = lambda: (*events.first_messages(), *signed.first_messages())
         conflicts = None if keys is None else lambda config: keys.conflicts(config, str(path))
-        launches = LaunchCheck(environment.environ, _log.info)
-        yield control, Reloader(path, config, control, launches, audit, conflicts)
+        machine = partial(this_machine, environ=environment.environ, say=_log.info)
+        yield control, Reloader(path, config, control, machine, audit, conflicts)
 
 
 async def _key_store(

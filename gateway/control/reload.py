@@ -16,14 +16,16 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from gateway.access.actor import Actor, Requester
 from gateway.audit.configuration import differences
 from gateway.audit.entry import Audit, AuditUnavailableError, Entry
-from gateway.check.launch_check import LaunchCheck
+from gateway.check.preflight import Machine, certain_failures
 from gateway.config import Config, ConfigurationError, Problem, diff, drafted, load
+from gateway.config.references import Draft
 from gateway.config.source import Source, read
 from gateway.fleet.configured_servers import relaunched
 from gateway.fleet.operations import ReloadResult
@@ -83,35 +85,29 @@ class Reloadable(Protocol):
         """Report the result, and add it to the history."""
 
 
+@dataclass(eq=False)
 class Reloader:
     """Watches the files of the configuration at ``path``, and applies them to ``gateway``.
 
-    ``launches`` checks the launches that a configuration changes. None: they are not checked. ``audit`` records each reload before it is
-    applied. None: nothing is recorded. ``conflicts`` returns further problems, which make
-    a valid configuration unusable.
+    ``machine`` returns the machine on which the launches that a configuration changes are checked. None: they are not checked. ``audit``
+    records each reload before it is applied. None: nothing is recorded. ``conflicts`` returns further problems, which make a valid
+    configuration unusable.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        config: Config,
-        gateway: Reloadable,
-        launches: LaunchCheck | None = None,
-        audit: Audit | None = None,
-        conflicts: Callable[[Config], Sequence[Problem]] | None = None,
-    ) -> None:
-        self._path = path
-        self._config = config
-        self._gateway = gateway
-        self._launches = launches
-        self._audit = audit
-        self._conflicts = conflicts or _no_conflicts
-        self._is_half_applied = False
-        """Whether applying a configuration has failed, so that it may be applied in part until the next one is applied."""
-        self._files = config.files
+    _path: Path
+    _config: Config
+    _gateway: Reloadable
+    _machine: Callable[[Draft], Machine] | None = None
+    _audit: Audit | None = None
+    _conflicts: Callable[[Config], Sequence[Problem]] | None = None
+    _is_half_applied: bool = False
+    """Whether applying a configuration has failed, so that it may be applied in part until the next one is applied."""
+    _requested: asyncio.Event = field(default_factory=asyncio.Event)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        self._files = self._config.files
         self._seen = file_stats(self._files)
-        self._requested = asyncio.Event()
-        self._lock = asyncio.Lock()
 
     async def run(self) -> None:
         """Watch the files until cancelled."""
@@ -144,7 +140,7 @@ class Reloader:
         self._seen = await asyncio.to_thread(file_stats, self._files)
         try:
             config = await asyncio.to_thread(self._loaded)
-            if conflicts := self._conflicts(config):
+            if self._conflicts is not None and (conflicts := self._conflicts(config)):
                 raise ConfigurationError(conflicts, config.files)
         except ConfigurationError as error:
             await self._watch((*self._config.files, *error.files))
@@ -168,7 +164,7 @@ class Reloader:
         once: dict[Path, Source] = {Path(os.path.abspath(self._path)): read(self._path)}
         config = load(self._path, instead=once)
         changed, draft = relaunched(self._config, config), drafted(self._path, once)
-        if changed and self._launches is not None and draft is not None and (problems := self._launches.certain_failures(draft, changed)):
+        if changed and draft and self._machine and (problems := certain_failures(draft, self._machine(draft), changed)):
             raise ConfigurationError(sorted(problems, key=lambda problem: problem.line), config.files)
         return config
 
@@ -209,10 +205,6 @@ class Reloader:
         self._files = tuple(dict.fromkeys(files))
         before, now = self._seen, await asyncio.to_thread(file_stats, self._files)
         self._seen = {file: before.get(file, stat) for file, stat in now.items()}
-
-
-def _no_conflicts(_: Config) -> Sequence[Problem]:
-    return ()
 
 
 def file_stats(files: Iterable[Path]) -> Mapping[Path, FileStat]:

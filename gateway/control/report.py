@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
@@ -41,16 +41,14 @@ _COUNTED_BY_WORKERS = ("server_inflight", "server_ejected")  # 0 for a server th
 SeriesValues = Mapping[Series, Sequence[float]]
 
 
+@dataclass(eq=False, slots=True)
 class GatewayReport:
     """The admin port's ``Overview`` of the gateway. ``ledger``, ``reader`` and ``audit`` are None if they are not configured."""
 
-    def __init__(
-        self, control: Control, ledger: Ledger | None = None, reader: UsageReader | None = None, audit: AuditLog | None = None
-    ) -> None:
-        self._control = control
-        self._audit = audit
-        self._ledger = ledger
-        self._reader = reader
+    _control: Control
+    _ledger: Ledger | None = None
+    _reader: UsageReader | None = None
+    _audit: AuditLog | None = None
 
     def not_ready(self) -> str | None:
         """Return why the gateway is not ready for traffic, or None if it is ready."""

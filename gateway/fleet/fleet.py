@@ -13,7 +13,7 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import InitVar, dataclass, replace
 from typing import Any, Protocol
 
 from gateway import config as conf
@@ -63,28 +63,23 @@ class ModelStatus:
     is_held: bool
 
 
+@dataclass(eq=False)
 class Fleet:
     """Every model of the configuration. Launched models are started and stopped here.
 
     ``undiscovered`` returns the models whose discovery has had no result yet. ``on_action`` is called with each action that is started.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        launcher: Launcher,
-        rotation: Rotation,
-        requests: Requests,
-        undiscovered: Callable[[], Set[str]],
-        on_action: Callable[[Action], None],
-    ) -> None:
-        self._launcher = launcher
-        self._rotation = rotation
-        self._requests = requests
-        self._undiscovered = undiscovered
-        self._on_action = on_action
-        self._tally = CounterSums(requests.boards, _COUNTED)
-        self._transitions = Transitions(launcher, rotation, self._in_flight)
+    config: InitVar[Config]
+    _launcher: Launcher
+    _rotation: Rotation
+    _requests: Requests
+    _undiscovered: Callable[[], Set[str]]
+    _on_action: Callable[[Action], None]
+
+    def __post_init__(self, config: Config) -> None:
+        self._tally = CounterSums(self._requests.boards, _COUNTED)
+        self._transitions = Transitions(self._launcher, self._rotation, self._in_flight)
         self._launched: dict[str, LaunchedModel] = {}
         self._external: dict[str, ExternalModel] = {}
         self.apply_config(config)
@@ -339,10 +334,6 @@ class Fleet:
             known.wanted_since = time.monotonic()
         self.run_pass()
         await self._rotation.wait_applied(self._rotation.publish_health())
-
-    async def wake(self, model: str) -> None:
-        """Start a model as a request would, even if an operator has stopped it."""
-        await self.start(model)
 
     async def stop(self, model: str) -> None:
         """Drain and stop a model, and keep it stopped until ``start`` or ``wake``. Returns when it is stopped."""

@@ -11,7 +11,6 @@ from gateway.config import Config
 from gateway.config.problems import one_line
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
 from upstream.balancing.server import Condition
-from upstream.http.address import Address
 from upstream.launcher.lifecycle import LaunchState, LaunchStatus
 from upstream.vllm.health import ProbeTarget, ServerHealth
 
@@ -72,7 +71,7 @@ def health_check_targets(config: Config, observed: ObservedServers) -> tuple[Pro
     """Return what the prober checks: every external server in rotation, and every launched server that became ready."""
     unchecked = observed.out_of_rotation | observed.unready
     external = [
-        ProbeTarget(server.name, Address.parse(server.external.url), api_key_of(server.external))
+        ProbeTarget(server.name, server.external.address, api_key_of(server.external))
         for server in configured_servers(config)
         if server.external and server.name not in unchecked
     ]

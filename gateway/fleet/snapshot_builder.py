@@ -24,7 +24,6 @@ from gateway.snapshot.money import Price
 from gateway.system.logs import LogSettings
 from upstream.balancing.server import ServerSpec
 from upstream.http import deadlines
-from upstream.http.address import Address
 from upstream.vllm.capabilities import capabilities_of, task_of
 from upstream.vllm.presets import with_preset
 
@@ -102,8 +101,8 @@ def _server(server: ConfiguredServer, observed: ObservedServers) -> ServerSpec:
     if server.external is None:
         address, api_key = observed.launched[server.name].address, observed.api_keys[server.name]
         return ServerSpec(server.name, address, server.served_model, api_key, keep_idle=KEEP_IDLE_LAUNCHED)
-    address = Address.parse(server.external.url)
-    return ServerSpec(server.name, address, server.served_model, api_key_of(server.external), float(server.external.weight))
+    external = server.external
+    return ServerSpec(server.name, external.address, server.served_model, api_key_of(external), float(external.weight))
 
 
 def _queue(config: Config, model: conf.Model) -> snapshot.Queue | None:
