@@ -47,46 +47,29 @@ class UnknownPortError(Exception):
     """A slice lacks the configured port, or has several ports although no port is configured. The text names the problem."""
 
 
-class EndpointSlices:
-    """The EndpointSlices of a service by name, from list and watch."""
-
-    def __init__(self) -> None:
-        self._slices: dict[str, Mapping[str, Any]] = {}
-
-    def replace(self, slices: Iterable[Mapping[str, Any]]) -> None:
-        """Replace all slices, after a list."""
-        self._slices = {_name(each): each for each in slices}
-
-    def put(self, each: Mapping[str, Any]) -> None:
-        """Add or update a slice."""
-        self._slices[_name(each)] = each
-
-    def remove(self, each: Mapping[str, Any]) -> None:
-        """Remove a slice."""
-        self._slices.pop(_name(each), None)
-
-    def observation(self, port: int | str | None) -> Observation:
-        """Return the endpoints with ``port``: its number or its name, or None for the only port."""
-        # IPv4 first: every other pod can reach this address of a pod with two.
-        filled = (each for each in self._slices.values() if each.get("endpoints") or each.get("ports"))  # others are placeholders
-        ordered = sorted(filled, key=lambda each: (str(each.get("addressType")) != "IPv4", _name(each)))
-        found: dict[tuple[str, int], EndpointState] = {}
-        pods: dict[str, str] = {}  # the address family of each pod's endpoint
-        problems = []
-        for each in ordered:
-            try:
-                number = _port(each, port)
-            except UnknownPortError as error:
-                problems.append(str(error))
-                continue
-            for host, pod, state in _endpoints(each):
-                family = str(each.get("addressType"))
-                if pod is None or pods.setdefault(pod, family) == family:
-                    found[host, number] = min(found.get((host, number), state), state, key=[*EndpointState].index)
-        return Observation(tuple(sorted(Endpoint(*address, state) for address, state in found.items())), "; ".join(problems[:1]))
+def observed(slices: Iterable[Mapping[str, Any]], port: int | str | None) -> Observation:
+    """Return the endpoints of a service's slices with ``port``: its number or its name, or None for the only port."""
+    # IPv4 first: every other pod can reach this address of a pod with two.
+    filled = (each for each in slices if each.get("endpoints") or each.get("ports"))  # others are placeholders
+    ordered = sorted(filled, key=lambda each: (str(each.get("addressType")) != "IPv4", name_of(each)))
+    found: dict[tuple[str, int], EndpointState] = {}
+    pods: dict[str, str] = {}  # the address family of each pod's endpoint
+    problems = []
+    for each in ordered:
+        try:
+            number = _port(each, port)
+        except UnknownPortError as error:
+            problems.append(str(error))
+            continue
+        for host, pod, state in _endpoints(each):
+            family = str(each.get("addressType"))
+            if pod is None or pods.setdefault(pod, family) == family:
+                found[host, number] = min(found.get((host, number), state), state, key=[*EndpointState].index)
+    return Observation(tuple(sorted(Endpoint(*address, state) for address, state in found.items())), "; ".join(problems[:1]))
 
 
-def _name(each: Mapping[str, Any]) -> str:
+def name_of(each: Mapping[str, Any]) -> str:
+    """Return the name of a slice."""
     return str(each["metadata"]["name"])
 
 

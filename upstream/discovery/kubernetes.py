@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from upstream.backoff import Backoff
-from upstream.discovery.endpoints import EndpointSlices, Observation
+from upstream.discovery.endpoints import Observation, name_of, observed
 
 if TYPE_CHECKING:
     import httpx2
@@ -125,7 +125,7 @@ class _Follower:
         self._source = source
         self._cluster = cluster
         self._on_endpoints = on_endpoints
-        self._slices = EndpointSlices()
+        self._slices: dict[str, Mapping[str, Any]] = {}  # by name
         self.version: str | None = None
         self.progressed = False
 
@@ -148,7 +148,7 @@ class _Follower:
     async def _list(self, client: httpx2.AsyncClient) -> None:
         async with asyncio.timeout(2 * _RESPONSE), self._get(client) as response:
             document = json.loads(await response.aread())
-        self._slices.replace(document["items"])
+        self._slices = {name_of(each): each for each in document["items"]}
         self.version = str(document["metadata"]["resourceVersion"])
         self._report()
 
@@ -177,16 +177,16 @@ class _Follower:
         if kind == "ERROR":
             raise DiscoveryError(f"the API server ended the watch: {str(resource.get('message'))[:_MESSAGE]}")
         if kind in ("ADDED", "MODIFIED"):
-            self._slices.put(resource)
+            self._slices[name_of(resource)] = resource
         elif kind == "DELETED":
-            self._slices.remove(resource)
+            self._slices.pop(name_of(resource), None)
         self.version = str(resource["metadata"]["resourceVersion"])
         self.progressed = True
         if kind != "BOOKMARK":
             self._report()
 
     def _report(self) -> None:
-        self._on_endpoints(self._slices.observation(self._source.port))
+        self._on_endpoints(observed(self._slices.values(), self._source.port))
 
     @asynccontextmanager
     async def _get(self, client: httpx2.AsyncClient, **query: str) -> AsyncIterator[httpx2.Response]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.kubernetes_api import endpoint, slice_of
-from upstream.discovery.endpoints import Endpoint, EndpointSlices, EndpointState, Observation
+from upstream.discovery.endpoints import Endpoint, EndpointState, Observation, observed
 from upstream.http.address import Address
 
 READY, UNREADY, TERMINATING = EndpointState.READY, EndpointState.UNREADY, EndpointState.TERMINATING
@@ -15,9 +15,7 @@ HTTP = ("http", 8000)
 
 
 def seen(*slices: dict[str, Any], port: int | str | None = None) -> Observation:
-    known = EndpointSlices()
-    known.replace(slices)
-    return known.observation(port)
+    return observed(slices, port)
 
 
 @pytest.mark.parametrize(
@@ -70,17 +68,6 @@ def test_ports() -> None:
     datagrams = slice_of("a", [endpoint("10.0.0.1")], HTTP)
     datagrams["ports"].append({"name": "quic", "port": 8443, "protocol": "UDP"})
     assert seen(datagrams).endpoints == (Endpoint("10.0.0.1", 8000),)
-
-
-def test_changes() -> None:
-    known = EndpointSlices()
-    known.put(slice_of("a", [endpoint("10.0.0.1")], HTTP))
-    known.put(slice_of("b", [endpoint("10.0.0.2")], HTTP))
-    known.put(slice_of("a", [endpoint("10.0.0.3")], HTTP))
-    assert [each.host for each in known.observation(None).endpoints] == ["10.0.0.2", "10.0.0.3"]
-    known.remove(slice_of("b", [], HTTP))
-    known.remove(slice_of("never", [], HTTP))
-    assert [each.host for each in known.observation(None).endpoints] == ["10.0.0.3"]
 
 
 def test_what_is_no_address_is_left_out() -> None:

@@ -69,6 +69,8 @@ async def test_what_there_is_and_what_changes(tmp_path: Path) -> None:
         await one.sees("10.0.0.1", "10.0.0.2")
         await api.put(slice_of("a", [endpoint("10.0.0.3")], HTTP))
         await one.sees("10.0.0.2", "10.0.0.3")
+        api.slices["never"] = slice_of("never", [], HTTP)  # neither a list nor the watch has had it
+        await api.remove("never")
         await api.remove("b")
         await one.sees("10.0.0.3")
         await api.put(slice_of("elsewhere", [endpoint("10.0.0.9")], HTTP, service="other"), slice_of("a", [], HTTP))
