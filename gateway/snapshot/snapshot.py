@@ -241,7 +241,6 @@ class Model:
     rewrite: bool = False
     running_usage: bool = True
     """Streams whose tokens are counted request the server's running usage."""
-    owned_by: str = "vllm-gateway"
     created: int = 0
     parent: str | None = None
     served: str | None = None

@@ -43,7 +43,7 @@ def card(model: Model, reported: Health) -> Card:
         "id": model.id,
         "object": "model",
         "created": model.created,
-        "owned_by": model.owned_by,
+        "owned_by": "vllm-gateway",
         "type": "model",
         "display_name": model.id,
         "created_at": datetime.fromtimestamp(model.created, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),

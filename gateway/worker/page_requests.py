@@ -15,19 +15,19 @@ from gateway.sign_in.paths import MAX_FORM
 from gateway.sign_in.sessions import Sessions
 from gateway.snapshot.link import PageRequested, PageResponded
 from gateway.snapshot.snapshot import SessionRules
-from gateway.worker.query_requests import Replies
+from gateway.worker.query_requests import ControlRequests
 
 _PASSED_ON = frozenset({b"host", b"cookie", b"origin", b"sec-fetch-site", b"content-type"})
 _FULL = "Too many people are signing in. Try again in a moment."
 _UNAVAILABLE = "The sign-in is not available at the moment."
 
 
-class PageRequests:
+class PageRequests(ControlRequests[PageResponded]):
     """The requests that wait for control. ``send`` sends a message to it."""
 
     def __init__(self, send: Callable[[PageRequested], None]) -> None:
+        super().__init__()
         self._send = send
-        self._replies: Replies[PageResponded] = Replies()
         self._revoked: tuple[str, ...] | None = None
         self._sessions: tuple[SessionRules, Sessions] | None = None
 
@@ -43,14 +43,10 @@ class PageRequests:
             path, query = scope["path"], scope["query_string"]
             self._send(PageRequested(number, request.method, path, query, headers, body, client))
 
-        responded = await self._replies.request(send, full=_FULL, unavailable=_UNAVAILABLE)
+        responded = await self.request(send, full=_FULL, unavailable=_UNAVAILABLE)
         response = Response(responded.body, responded.status)
         response.raw_headers = list(responded.headers)
         return response
-
-    def responded(self, message: PageResponded) -> None:
-        """Pass control's response to the request that waits for it."""
-        self._replies.reply(message.number, message)
 
     def revoke(self, ids: tuple[str, ...]) -> None:
         """Refuse these sessions from now on, and no others."""

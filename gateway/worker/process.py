@@ -175,9 +175,9 @@ class WorkerProcess:
                 case link.Ping():
                     self._to_control.send(message)
                 case link.UsageReported():
-                    self.worker.usage_requests.reported(message)
+                    self.worker.usage_requests.reply(message)
                 case link.PageResponded():
-                    self.worker.page_requests.responded(message)
+                    self.worker.page_requests.reply(message)
                 case link.RevokedSessions(ids=ids):
                     self.worker.page_requests.revoke(ids)
                 case link.Drain(seconds=seconds):

@@ -11,17 +11,17 @@ from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from gateway.api.errors import Refusal
-from gateway.snapshot.link import UsageReported, UsageRequested
+from gateway.snapshot.link import PageResponded, UsageReported, UsageRequested
 from gateway.snapshot.snapshot import Key
 
 _MAX_WAITING = 64
 _TIMEOUT = 15.0  # seconds: longer than control's own timeout
 _FULL = "Too many clients are reading their usage. Try again in a moment."
 _UNAVAILABLE = "The usage can't be read at the moment."
-T = TypeVar("T")
+T = TypeVar("T", UsageReported, PageResponded)
 
 
-class Replies(Generic[T]):
+class ControlRequests(Generic[T]):
     """The requests that wait for a reply of control, by number."""
 
     def __init__(self) -> None:
@@ -48,30 +48,26 @@ class Replies(Generic[T]):
         finally:
             del self._waiting[number]
 
-    def reply(self, number: int, reply: T) -> None:
+    def reply(self, reply: T) -> None:
         """Pass control's reply to the request that waits for it."""
-        waiting = self._waiting.get(number)
+        waiting = self._waiting.get(reply.number)
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
 
 
-class UsageRequests:
+class UsageRequests(ControlRequests[UsageReported]):
     """The requests for usage that wait for control. ``send`` sends a message to it."""
 
     def __init__(self, send: Callable[[UsageRequested], None]) -> None:
+        super().__init__()
         self._send = send
-        self._replies: Replies[UsageReported] = Replies()
 
     async def report(self, key: Key, parameters: Mapping[str, str]) -> bytes:
         """Return the usage of a key as JSON. Raises Refusal."""
-        reported = await self._replies.request(
+        reported = await self.request(
             lambda number: self._send(UsageRequested(number, key.id, dict(parameters))), full=_FULL, unavailable=_UNAVAILABLE
         )
         if reported.error is not None:
             wait = {"retry-after": str(math.ceil(reported.wait))} if reported.wait else {}
             raise Refusal(reported.error, reported.text, headers=wait)
         return reported.body
-
-    def reported(self, message: UsageReported) -> None:
-        """Pass control's reply to the request that waits for it."""
-        self._replies.reply(message.number, message)

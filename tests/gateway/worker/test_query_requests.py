@@ -24,7 +24,7 @@ async def test_requests_that_wait_for_control_are_bounded() -> None:
         await requests.report(Key("key"), {})
     assert refused.value.code == "overloaded" and len(sent) == AT_ONCE
     for each in reversed(sent):
-        requests.reported(UsageReported(each.number, each.key.encode()))
+        requests.reply(UsageReported(each.number, each.key.encode()))
     assert await asyncio.gather(*waiting) == [b"key-%d" % number for number in range(AT_ONCE)]
     assert (sent[0].key, sent[0].parameters) == ("key-0", {"period": "day"})
 
@@ -37,7 +37,7 @@ async def test_a_reply_for_a_client_that_has_disconnected_is_ignored() -> None:
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
     for each in sent:
-        requests.reported(UsageReported(each.number, b"usage of " + each.key.encode()))
+        requests.reply(UsageReported(each.number, b"usage of " + each.key.encode()))
     assert await waits == b"usage of waits"
 
 
@@ -46,7 +46,7 @@ async def test_an_error_of_control_is_the_clients_error() -> None:
     requests = UsageRequests(sent.append)
     waits = asyncio.create_task(requests.report(Key("key"), {}))
     await until(lambda: sent)
-    requests.reported(UsageReported(sent[0].number, error="overloaded", text="The ledger is busy.", wait=1.2))
+    requests.reply(UsageReported(sent[0].number, error="overloaded", text="The ledger is busy.", wait=1.2))
     with pytest.raises(Refusal, match="The ledger is busy") as refused:
         await waits
     assert (refused.value.code, refused.value.headers["retry-after"]) == ("overloaded", "2")
