@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -168,13 +167,8 @@ class HungEngines:
         if task not in _CANARIES:
             return True
         path, body = _CANARIES[task]
-        address, key = engine.target.address, engine.target.api_key
-        trust = ssl.create_default_context() if address.tls else False
-        transport = httpx2.AsyncHTTPTransport(uds=address.uds, verify=trust, trust_env=False)
-        headers = {} if key is None else {"authorization": f"Bearer {key}"}
-        client = httpx2.AsyncClient(transport=transport, base_url=address.base_url, headers=headers, timeout=None, trust_env=False)
         try:
-            async with client, asyncio.timeout(max(_CANARY_TIMEOUT, silence.prefill)):
+            async with engine.target.client(None) as client, asyncio.timeout(max(_CANARY_TIMEOUT, silence.prefill)):
                 await client.post(path, json={"model": model, **body})
         except TimeoutError:
             return False

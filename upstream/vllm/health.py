@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from upstream.http.address import Address
 from upstream.http.errors import LocalLimit, UpstreamError
 from upstream.vllm.bounded_get import get
 from upstream.vllm.capabilities import TASK_ROUTES
+
+if TYPE_CHECKING:
+    import httpx2
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +49,15 @@ class ProbeTarget:
     name: str
     address: Address
     api_key: str | None = field(default=None, repr=False)
+
+    def client(self, timeout: float | None) -> httpx2.AsyncClient:
+        """Return an HTTP client for what is not probed. ``timeout``: seconds for each step of a request."""
+        import httpx2  # loaded only where it is used
+
+        trust = ssl.create_default_context() if self.address.tls else False
+        transport = httpx2.AsyncHTTPTransport(uds=self.address.uds, verify=trust, trust_env=False)
+        headers = {} if self.api_key is None else {"authorization": f"Bearer {self.api_key}"}
+        return httpx2.AsyncClient(transport=transport, base_url=self.address.base_url, headers=headers, timeout=timeout, trust_env=False)
 
 
 @dataclass(frozen=True, slots=True)

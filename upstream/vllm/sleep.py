@@ -25,13 +25,13 @@ class SleepError(Exception):
 
 async def fall_asleep(target: ProbeTarget, level: Level) -> None:
     """Put a server to sleep. Raises SleepError."""
-    async with _client(target) as client:
+    async with target.client(DEADLINE) as client:
         await _post(client, "/sleep", params={"level": level})
 
 
 async def wake_up(target: ProbeTarget, level: Level) -> None:
     """Wake a server that sleeps at this level. Raises SleepError."""
-    async with _client(target) as client:
+    async with target.client(DEADLINE) as client:
         if level == 1:
             await _post(client, "/wake_up")
             return
@@ -40,16 +40,8 @@ async def wake_up(target: ProbeTarget, level: Level) -> None:
         await _post(client, "/wake_up", params={"tags": "kv_cache"})
 
 
-def _client(target: ProbeTarget) -> httpx2.AsyncClient:
-    import httpx2  # loaded only where a model sleeps
-
-    transport = httpx2.AsyncHTTPTransport(verify=False, uds=target.address.uds, trust_env=False)
-    headers = {"authorization": f"Bearer {target.api_key}"} if target.api_key else {}
-    return httpx2.AsyncClient(transport=transport, base_url=target.address.base_url, headers=headers, timeout=DEADLINE, trust_env=False)
-
-
 async def _post(client: httpx2.AsyncClient, path: str, **more: Any) -> None:
-    import httpx2
+    import httpx2  # loaded only where a model sleeps
 
     try:
         response = await client.post(path, **more)
