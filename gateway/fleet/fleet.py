@@ -12,9 +12,9 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Set
 from dataclasses import InitVar, dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from gateway import config as conf
 from gateway.config import Config
@@ -25,7 +25,7 @@ from gateway.fleet.operations import RefusedOperation
 from gateway.fleet.transitions import POLL_INTERVAL, Rotation, Transitions
 from gateway.system.tasks import cancel, wait_at_most, wait_until
 from gateway.telemetry.metrics import CounterSums
-from gateway.telemetry.shared_counters import SharedCounters
+from gateway.worker.supervisor import WorkerSupervisor
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchSpec, LaunchState, LaunchStatus
 from upstream.launcher.schedule import NOT_RUNNING, Action, ActionKind, ModelPhase, ModelView, compete, decide, forecast
@@ -36,17 +36,6 @@ _MIN_SHIFT = 1.0  # seconds by which a model's expected time must change before 
 _COUNTED = {"requests_total": 0, "inflight_requests": 0, "queued_requests": 0, "server_inflight": 1}
 _USE = ("requests_total", "inflight_requests")
 _log = logging.getLogger("vllm_gateway.fleet")
-
-
-class Requests(Protocol):
-    """The requests as the workers report them."""
-
-    @property
-    def boards(self) -> Sequence[SharedCounters]:
-        """The workers' shared counters."""
-
-    def requested_since(self, model: str) -> float | None:
-        """Return the time since which requests wait for a model, in seconds of the monotonic clock, or None if no request waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +62,12 @@ class Fleet:
     config: InitVar[Config]
     _launcher: Launcher
     _rotation: Rotation
-    _requests: Requests
+    _workers: WorkerSupervisor
     _undiscovered: Callable[[], Set[str]]
     _on_action: Callable[[Action], None]
 
     def __post_init__(self, config: Config) -> None:
-        self._tally = CounterSums(self._requests.boards, _COUNTED)
+        self._tally = CounterSums(self._workers.boards, _COUNTED)
         self._transitions = Transitions(self._launcher, self._rotation, self._in_flight)
         self._launched: dict[str, LaunchedModel] = {}
         self._external: dict[str, ExternalModel] = {}
@@ -236,7 +225,7 @@ class Fleet:
 
     def _view(self, model: LaunchedModel) -> ModelView:
         return model.view(
-            requested_since=self._requests.requested_since(model.id),
+            requested_since=self._workers.requested_since(model.id),
             in_flight=self._in_flight(model.names),
             acknowledged=self._rotation.is_applied(model.drain_number),
         )
@@ -273,7 +262,7 @@ class Fleet:
         """Return a model as operators see it."""
         now = time.monotonic()
         known = self._external.get(model) or self._launched[model]
-        queued, requested = int(self._tally.sum("queued_requests", model)), self._requests.requested_since(model)
+        queued, requested = int(self._tally.sum("queued_requests", model)), self._workers.requested_since(model)
         waiting = now - requested if queued and requested is not None else None
         is_held = model in self._launched and self._launched[model].held
         return ModelStatus(known.phase, time.time() - (now - known.since), queued, waiting, is_held)
