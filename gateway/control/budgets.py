@@ -82,7 +82,9 @@ class BudgetRestorer:
         while True:
             deliveries = ledger.earlier_deliveries  # read first: a file that is delivered meanwhile changes it
             if ledger.has_earlier_rows or deliveries == summed:
-                self._note_outage(ledger)
+                if ledger.unavailable is not None and self._restored_at is None:  # the rows cannot be delivered now: let the workers start
+                    self._error = ledger.unavailable
+                    self._attempted.set()
                 await asyncio.sleep(_POLL if self._attempted.is_set() else _FIRST_POLL)
                 continue
             try:
@@ -99,12 +101,6 @@ class BudgetRestorer:
             else:
                 summed = deliveries
                 backoff.reset()
-
-    def _note_outage(self, ledger: Ledger) -> None:
-        """Let the workers start if rows of former gateways cannot be delivered now."""
-        if ledger.unavailable is not None and self._restored_at is None:
-            self._error = ledger.unavailable
-            self._attempted.set()
 
     async def _restore(self, reader: UsageReader, budgets: Budgets) -> None:
         """Add the use from before the start to the counts, as far as it was not added yet. Raises DatabaseUnavailableError."""

@@ -111,10 +111,6 @@ class Publisher:
         self._first_results.pending(self._observer.without_first_result())
         config, observed = self._observer.config, self._observer.observe()
         present = conditions(config, observed)
-        self._date(present)
-        return Health(present, max_model_len(config, observed), self.expected(), tasks=tasks(config, observed))
-
-    def _date(self, present: Mapping[str, Condition]) -> None:
-        """Record when each server entered its condition. Every change is published, so none is missed."""
-        now, before, self.published = time.time(), self.published, present
+        now, before, self.published = time.time(), self.published, present  # every change is published, so none is missed
         self.changed_at = {name: self.changed_at[name] if before.get(name) is condition else now for name, condition in present.items()}
+        return Health(present, max_model_len(config, observed), self.expected(), tasks=tasks(config, observed))

@@ -103,7 +103,8 @@ def has_key_shape(text: str) -> bool:
 
 
 def _lines(text: str) -> Iterator[ImportedKey]:
-    rows = [(f"line {number}", _fields(line)) for number, line in enumerate(text.splitlines(), 1) if _has_content(line)]
+    lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+    rows = [(f"line {number}", _fields(line)) for number, line in lines if line and not line.startswith("#")]
     order = _header(*rows[0]) if rows else None
     for position, fields in rows[0 if order is None else 1 :]:
         if len(fields) > 2:
@@ -111,10 +112,6 @@ def _lines(text: str) -> Iterator[ImportedKey]:
         identity, token = ("", fields[0]) if len(fields) == 1 else fields if order is None else order(fields)
         digest = _hash_in(position, token)
         yield ImportedKey(position, {"id": identity or _generated_id(digest), "hash": digest})
-
-
-def _has_content(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _fields(line: str) -> list[str]:

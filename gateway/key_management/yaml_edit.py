@@ -128,15 +128,10 @@ def _line_end(text: str, at: int) -> int:
 
 
 def _spliced(text: str, splices: Sequence[_Splice]) -> str:
-    end = _line_break(text)
+    end = "\r\n" if text[: text.find("\n") + 1].endswith("\r\n") else "\n"  # as at the end of the first line
     for splice in sorted(splices, key=lambda splice: splice.start, reverse=True):
         text = text[: splice.start] + splice.text.replace("\n", end) + text[splice.end :]
     return text
-
-
-def _line_break(text: str) -> str:
-    """Return the line break of the text's first line."""
-    return "\r\n" if text[: text.find("\n") + 1].endswith("\r\n") else "\n"
 
 
 # Edits
