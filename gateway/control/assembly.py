@@ -174,7 +174,7 @@ async def _key_store(
     from gateway.control.key_store import key_store  # it loads SQLAlchemy
 
     async def applied() -> None:
-        await publisher().wait_applied(publisher().publish_health())  # a worker applies messages in their order
+        await workers.wait_applied(publisher().publish_health())  # a worker applies messages in their order
 
     keys = await stack.enter_async_context(key_store(*stored, config, workers.send, applied))
     workers.stored_keys = keys.messages

@@ -110,7 +110,7 @@ class Control:
                     while self.readiness.pending():
                         self._changed.clear()
                         await self._changed.wait()
-        await self.publisher.wait_applied(self.publisher.publish_health())
+        await self.workers.wait_applied(self.publisher.publish_health())
         self.announcer.serving(self.observer.up(), self.observer.in_rotation())
 
     def announce_stop(self) -> None:
@@ -161,7 +161,7 @@ class Control:
 
     async def wait_applied(self, number: int) -> None:
         """Wait until every worker has applied a configuration, up to a timeout."""
-        await self.publisher.wait_applied(number)
+        await self.workers.wait_applied(number)
 
     def reloaded(self, result: ReloadResult) -> None:
         """Report to the operator that the configuration was read again."""

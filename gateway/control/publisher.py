@@ -71,13 +71,13 @@ class Publisher:
         """Returns when each model that is down may be up."""
 
     def publish_snapshot(self) -> int:
-        """Send the workers a snapshot of the current servers. Returns the message's number for ``is_applied``."""
+        """Send the workers a snapshot of the current servers. Returns the message's number for ``have_applied``."""
         self.version += 1
         snapshot = build_snapshot(self._observer.config, self._observer.observe(), self.version, int(self._started))
         return self._published(self._workers.apply_snapshot(snapshot, self._health()))
 
     def publish_health(self) -> int:
-        """Send the workers the current health of servers and models. Returns the message's number for ``is_applied``."""
+        """Send the workers the current health of servers and models. Returns the message's number for ``have_applied``."""
         return self._published(self._workers.apply_health(self._health()))
 
     def schedule_health(self, then: Callable[[], None]) -> None:
@@ -90,14 +90,6 @@ class Publisher:
         self._is_scheduled = False
         self.publish_health()
         then()
-
-    def is_applied(self, number: int) -> bool:
-        """Return whether every worker has applied the message with this number, or a later one."""
-        return self._workers.have_applied(number)
-
-    async def wait_applied(self, number: int) -> None:
-        """Wait until every worker has applied the message with this number, up to a timeout."""
-        await self._workers.wait_applied(number)
 
     def conditions(self) -> Mapping[str, Condition]:
         """Return the condition of every server."""

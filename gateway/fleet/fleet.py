@@ -68,7 +68,7 @@ class Fleet:
 
     def __post_init__(self, config: Config) -> None:
         self._tally = CounterSums(self._workers.boards, _COUNTED)
-        self._transitions = Transitions(self._launcher, self._rotation, self._in_flight)
+        self._transitions = Transitions(self._launcher, self._rotation, self._workers, self._in_flight)
         self._launched: dict[str, LaunchedModel] = {}
         self._external: dict[str, ExternalModel] = {}
         self.apply_config(config)
@@ -227,7 +227,7 @@ class Fleet:
         return model.view(
             requested_since=self._workers.requested_since(model.id),
             in_flight=self._in_flight(model.names),
-            acknowledged=self._rotation.is_applied(model.drain_number),
+            acknowledged=self._workers.have_applied(model.drain_number),
         )
 
     def _in_flight(self, servers: Iterable[str]) -> int:
@@ -322,7 +322,7 @@ class Fleet:
         if known.phase is not ModelPhase.READY and known.phase is not ModelPhase.STARTING:
             known.wanted_since = time.monotonic()
         self.run_pass()
-        await self._rotation.wait_applied(self._rotation.publish_health())
+        await self._workers.wait_applied(self._rotation.publish_health())
 
     async def stop(self, model: str) -> None:
         """Drain and stop a model, and keep it stopped until ``start`` or ``wake``. Returns when it is stopped."""
@@ -343,7 +343,7 @@ class Fleet:
         specs = self._transitions.down_first(known.specs)
         number = self._transitions.take_out_of_rotation(known, [specs[0].name])
         self._spawn(known, self._transitions.replace(known, specs))
-        await self._rotation.wait_applied(number)
+        await self._workers.wait_applied(number)
 
     def _find(self, model: str) -> LaunchedModel:
         known = self._launched.get(model)

@@ -18,6 +18,7 @@ from gateway.fleet.launch_diff import LaunchDiff
 from gateway.fleet.launched_model import LaunchedModel
 from gateway.fleet.operations import RefusedOperation
 from gateway.system.tasks import wait_at_most, wait_until
+from gateway.worker.supervisor import WorkerSupervisor
 from upstream.balancing.server import Condition
 from upstream.launcher.launcher import Launcher
 from upstream.launcher.lifecycle import LaunchSpec, LaunchStatus
@@ -36,16 +37,10 @@ class Rotation(Protocol):
     """The functions of control that the fleet needs to take servers in and out of the workers' rotation."""
 
     def publish_snapshot(self) -> int:
-        """Send the workers a snapshot of the current servers. Returns the message's number for ``is_applied``."""
+        """Send the workers a snapshot of the current servers. Returns the message's number for ``have_applied``."""
 
     def publish_health(self) -> int:
-        """Send the workers the current health of servers and models. Returns the message's number for ``is_applied``."""
-
-    def is_applied(self, number: int) -> bool:
-        """Return whether every worker has applied the message with this number, or a later one."""
-
-    async def wait_applied(self, number: int) -> None:
-        """Wait until every worker has applied the message with this number, up to a timeout."""
+        """Send the workers the current health of servers and models. Returns the message's number for ``have_applied``."""
 
     def conditions(self) -> Mapping[str, Condition]:
         """Return the condition of every server."""
@@ -54,9 +49,12 @@ class Rotation(Protocol):
 class Transitions:
     """The steps of transitions. ``in_flight`` returns the number of requests on the given servers, in all workers."""
 
-    def __init__(self, launcher: Launcher, rotation: Rotation, in_flight: Callable[[Iterable[str]], int]) -> None:
+    def __init__(
+        self, launcher: Launcher, rotation: Rotation, workers: WorkerSupervisor, in_flight: Callable[[Iterable[str]], int]
+    ) -> None:
         self._launcher = launcher
         self._rotation = rotation
+        self._workers = workers
         self._in_flight = in_flight
 
     async def stop(self, model: LaunchedModel) -> None:
@@ -122,14 +120,14 @@ class Transitions:
         await self.stop(model)
 
     def take_out_of_rotation(self, model: LaunchedModel, names: Collection[str]) -> int:
-        """Take servers out of rotation. Returns the message's number for ``is_applied``."""
+        """Take servers out of rotation. Returns the message's number for ``have_applied``."""
         model.out_of_rotation |= set(names)
         return self._rotation.publish_health()
 
     async def _drain(self, model: LaunchedModel, names: Collection[str], seconds: float) -> None:
         """Take servers out of rotation, and wait until nothing is in flight on them, for ``seconds`` at most."""
         number = self.take_out_of_rotation(model, names)
-        drained = wait_until(lambda: self._rotation.is_applied(number) and not self._in_flight(names), POLL_INTERVAL)
+        drained = wait_until(lambda: self._workers.have_applied(number) and not self._in_flight(names), POLL_INTERVAL)
         await wait_at_most(None if seconds == math.inf else seconds, drained)
 
     async def _remove(self, model: LaunchedModel, name: str) -> None:
@@ -149,7 +147,7 @@ class Transitions:
         if self._rotation.conditions()[name] is not Condition.UP:
             raise RefusedOperation(f"the restart stops here because {name} did not become ready again")
         number = self._rotation.publish_health()
-        await wait_until(lambda: self._rotation.is_applied(number), POLL_INTERVAL)
+        await wait_until(lambda: self._workers.have_applied(number), POLL_INTERVAL)
 
     def _targets(self, model: LaunchedModel) -> list[ProbeTarget]:
         servers = [server for name, server in self._launcher.servers.items() if name in model.names]

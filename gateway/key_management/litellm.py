@@ -56,7 +56,7 @@ def _key(number: int, one: object) -> LiteLlmKey:
     alias, team = one.get("key_alias"), one.get("team_id")
     if not isinstance(alias, str | None) or not isinstance(team, str | None):
         raise FormatError(f"key {number} has a key_alias or a team_id that is not text")
-    limits = _limits(one) | _budget(one)
+    limits = {name: one[theirs] for theirs, name in _LIMITS.items() if one.get(theirs)} | _budget(one)
     more = {"models": _models(one), "expires": one.get("expires"), "limits": limits, "revoked": one.get("blocked") is True, "team": team}
     return LiteLlmKey(alias, f"sha256:{hashed[1].lower()}", {name: value for name, value in more.items() if value}, tuple(_left_out(one)))
 
@@ -64,10 +64,6 @@ def _key(number: int, one: object) -> LiteLlmKey:
 def _models(one: Mapping[str, Any]) -> Any:
     models = one.get("models")
     return [model for model in models if model not in (_ALL, _TEAMS)] if isinstance(models, list) else models
-
-
-def _limits(one: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: one[theirs] for theirs, name in _LIMITS.items() if one.get(theirs)}
 
 
 def _budget(one: Mapping[str, Any]) -> dict[str, Any]:
