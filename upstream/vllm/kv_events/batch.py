@@ -63,20 +63,17 @@ class _Typed(msgspec.Struct):
     type: str
 
 
-class BatchDecoder:
-    """Decodes batches. One instance can be used for all engines."""
+_decode_raw = msgspec.msgpack.Decoder(_RawBatch).decode
+_decode_type = msgspec.msgpack.Decoder(_Typed).decode
+_event: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+_KNOWN = frozenset(each.__name__ for each in (BlockStored, BlockRemoved, AllBlocksCleared))
 
-    def __init__(self) -> None:
-        self._batch = msgspec.msgpack.Decoder(_RawBatch)
-        self._type = msgspec.msgpack.Decoder(_Typed)
-        self._event: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
-        self._known = {each.__name__ for each in (BlockStored, BlockRemoved, AllBlocksCleared)}
 
-    def decode(self, payload: bytes) -> Batch:
-        """Decode the payload of one message. Raises ValueError for anything else than a batch of events."""
-        try:
-            raw = self._batch.decode(payload)
-            events = tuple(self._event.decode(each) for each in raw.events if self._type.decode(each).type in self._known)
-        except (msgspec.DecodeError, RecursionError) as error:
-            raise ValueError(f"no batch of KV cache events: {error}") from None
-        return Batch(raw.time, events)
+def decode_batch(payload: bytes) -> Batch:
+    """Decode the payload of one message. Raises ValueError for anything else than a batch of events."""
+    try:
+        raw = _decode_raw(payload)
+        events = tuple(_event.decode(each) for each in raw.events if _decode_type(each).type in _KNOWN)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"no batch of KV cache events: {error}") from None
+    return Batch(raw.time, events)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from enum import Enum, auto
 
-from upstream.vllm.kv_events.batch import Batch, BatchDecoder
+from upstream.vllm.kv_events.batch import Batch, decode_batch
 from upstream.vllm.kv_events.blocks import Changes, EngineBlocks
 
 _WAITING = 10_000
@@ -40,8 +40,7 @@ class EngineFollower:
     from there, and pass its batches to ``add_replayed`` and its end to ``end_replay``. All methods return the changes in order.
     """
 
-    def __init__(self, decoder: BatchDecoder, *, can_replay: bool = True) -> None:
-        self._decoder = decoder
+    def __init__(self, *, can_replay: bool = True) -> None:
         self._can_replay = can_replay
         self.blocks = EngineBlocks()
         self.replay_from: int | None = None
@@ -77,7 +76,7 @@ class EngineFollower:
             if len(self._waiting) < _WAITING:
                 self._waiting.append((number, payload))
             return []
-        batch = self._decoder.decode(payload)
+        batch = decode_batch(payload)
         if number < self._next and self._last is not None and batch.time <= self._last.time:
             return []  # a replay has brought it already
         if number == self._next:
@@ -96,7 +95,7 @@ class EngineFollower:
         """Take a batch of the replay. Raises ValueError for an invalid batch."""
         if self.replay_from is None or self._replay is _Replay.SKIP or (self._replay is _Replay.APPLY and number < self._next):
             return []
-        batch = self._decoder.decode(payload)
+        batch = decode_batch(payload)
         changes: list[Changes] = []
         if self._replay is _Replay.VERIFY:
             self._replay = _Replay.APPLY

@@ -28,7 +28,6 @@ from upstream.backoff import Backoff
 from upstream.http.errors import UpstreamError
 from upstream.vllm.bounded_get import get_within
 from upstream.vllm.health import ProbeTarget
-from upstream.vllm.kv_events.batch import BatchDecoder
 from upstream.vllm.kv_events.blocks import Changes
 from upstream.vllm.kv_events.follower import EngineFollower
 from upstream.vllm.kv_events.ranks import RankUnion
@@ -142,7 +141,6 @@ class _ServerEvents:
         self.target = target
         self._on_change = on_change
         self._check_interval = check_interval
-        self._decoder = BatchDecoder()
         self._ranks: int | None = None
         self._problem = ""
         self._followers: list[EngineFollower] = []
@@ -220,7 +218,7 @@ class _ServerEvents:
     async def _follow(self, sources: tuple[EventSource, ...]) -> None:
         """Follow all ranks until a rank is lost. Raises EventsLostError."""
         self._union = RankUnion(len(sources))
-        self._followers = [EngineFollower(self._decoder, can_replay=source.replay_endpoint is not None) for source in sources]
+        self._followers = [EngineFollower(can_replay=source.replay_endpoint is not None) for source in sources]
         try:
             async with asyncio.TaskGroup() as group:
                 for index, source in enumerate(sources):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upstream.vllm.kv_events.batch import AllBlocksCleared, Batch, BatchDecoder, BlockRemoved, BlockStored
+from upstream.vllm.kv_events.batch import AllBlocksCleared, Batch, BlockRemoved, BlockStored, decode_batch
 
 STORED = {
     "type": "BlockStored",
@@ -36,16 +36,16 @@ def test_a_batch_with_all_types() -> None:
     removed = {"type": "BlockRemoved", "block_hashes": [b"\x01\x02"], "medium": "GPU", "group_idx": 1}
     stored = BlockStored([2**64 - 1], None, [1, 2], 2, "GPU", None, [["salt", ["image", 3]]], 0, "full_attention")
     expected = Batch(12.5, (stored, BlockRemoved([b"\x01\x02"], "GPU", 1), AllBlocksCleared()))
-    assert BatchDecoder().decode(encoded(STORED, removed, {"type": "AllBlocksCleared"})) == expected
+    assert decode_batch(encoded(STORED, removed, {"type": "AllBlocksCleared"})) == expected
 
 
 def test_fields_with_defaults_may_be_missing() -> None:
     least = {name: STORED[name] for name in ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size")}
-    assert BatchDecoder().decode(msgspec.msgpack.encode([1.0, [least]])).events == (BlockStored([2**64 - 1], None, [1, 2], 2),)
+    assert decode_batch(msgspec.msgpack.encode([1.0, [least]])).events == (BlockStored([2**64 - 1], None, [1, 2], 2),)
 
 
 def test_an_unknown_type_is_skipped() -> None:
-    assert BatchDecoder().decode(encoded({"type": "BlockMoved", "to": "CPU"}, {"type": "AllBlocksCleared"})).events == (AllBlocksCleared(),)
+    assert decode_batch(encoded({"type": "BlockMoved", "to": "CPU"}, {"type": "AllBlocksCleared"})).events == (AllBlocksCleared(),)
 
 
 @pytest.mark.parametrize(
@@ -55,10 +55,10 @@ def test_an_unknown_type_is_skipped() -> None:
 )
 def test_anything_else_is_an_error(payload: bytes) -> None:
     with pytest.raises(ValueError, match="no batch of KV cache events"):
-        BatchDecoder().decode(payload)
+        decode_batch(payload)
 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_decoded_or_refused(payload: bytes) -> None:
     with suppress(ValueError):
-        assert isinstance(BatchDecoder().decode(payload), Batch)
+        assert isinstance(decode_batch(payload), Batch)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.kv_engine import FULL, WINDOW, PlainEngine, Prefix
-from upstream.vllm.kv_events.batch import BatchDecoder, BlockRemoved, BlockStored
+from upstream.vllm.kv_events.batch import BlockRemoved, BlockStored, decode_batch
 from upstream.vllm.kv_events.blocks import Changes, EngineBlocks
 from upstream.vllm.kv_events.keys import block_keys, prompt_keys, root_key, token_bytes
 
@@ -33,7 +33,7 @@ def key_of(prefix: Prefix) -> int:
 
 @given(st.lists(st.one_of(PROMPT, st.none()), max_size=30), st.integers(1, 12), KINDS)
 def test_they_are_those_of_the_engine(prompts: list[Any], capacity: int, kinds: tuple[str | None, ...]) -> None:
-    engine, blocks, decoder = PlainEngine(block_size=SIZE, capacity=capacity, kinds=kinds), EngineBlocks(), BatchDecoder()
+    engine, blocks = PlainEngine(block_size=SIZE, capacity=capacity, kinds=kinds), EngineBlocks()
     reported: set[int] = set()
     for prompt in prompts:
         if prompt is None:
@@ -48,7 +48,7 @@ def test_they_are_those_of_the_engine(prompts: list[Any], capacity: int, kinds: 
             if published is None:
                 continue
             batch = published
-        changes = blocks.apply(decoder.decode(batch[1]).events)
+        changes = blocks.apply(decode_batch(batch[1]).events)
         if changes.cleared:
             reported.clear()
         assert reported.issuperset(changes.removed) and reported.isdisjoint(changes.inserted)
@@ -61,8 +61,8 @@ def test_a_block_counts_until_its_last_copy_is_evicted() -> None:
     blocks, event = EngineBlocks(), stored([1], [5] * SIZE)
     removed = msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": [1], "medium": "GPU"}]])
     [key] = blocks.apply([event, event]).inserted
-    assert blocks.apply(BatchDecoder().decode(removed).events) == Changes()
-    assert blocks.apply(BatchDecoder().decode(removed).events).removed == (key,)
+    assert blocks.apply(decode_batch(removed).events) == Changes()
+    assert blocks.apply(decode_batch(removed).events).removed == (key,)
     assert len(blocks) == 0
 
 

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from tests.support.kv_engine import PlainEngine
 from tests.upstream.vllm.kv_events.test_blocks import SIZE, key_of
-from upstream.vllm.kv_events.batch import BatchDecoder
 from upstream.vllm.kv_events.blocks import Changes
 from upstream.vllm.kv_events.follower import EngineFollower
 
@@ -27,7 +26,7 @@ class Followed:
     """A follower, and the keys that it has reported. ``dropped``: batches of each replay that the engine's socket drops."""
 
     def __init__(self, engine: PlainEngine, *, can_replay: bool = True, dropped: int = 0) -> None:
-        self.follower = EngineFollower(BatchDecoder(), can_replay=can_replay)
+        self.follower = EngineFollower(can_replay=can_replay)
         self.engine, self.dropped = engine, dropped
         self.reported: set[int] = set()
         self.replays: list[int] = []
@@ -138,7 +137,7 @@ def test_a_batch_that_nothing_brings_back_ends_the_replays() -> None:
 def test_batches_that_arrive_during_a_replay_wait_for_its_end() -> None:
     engine = PlainEngine(block_size=SIZE)
     old = prompts(engine, 5)
-    follower = EngineFollower(BatchDecoder())
+    follower = EngineFollower()
     follower.restart()
     new = prompts(engine, 5, start=5)
     assert [changes for batch in (old[4], *new) for changes in follower.add(*batch)] == []
@@ -178,7 +177,7 @@ def test_a_check_finds_an_engine_with_fewer_batches() -> None:
 def test_a_replay_that_is_cut_off_continues_with_its_last_batch() -> None:
     engine = PlainEngine(block_size=SIZE)
     batches = prompts(engine, 10)
-    follower = EngineFollower(BatchDecoder())
+    follower = EngineFollower()
     follower.restart()
     for batch in batches[:4]:
         follower.add_replayed(*batch)
@@ -191,14 +190,14 @@ def test_a_replay_that_is_cut_off_continues_with_its_last_batch() -> None:
 
 
 def test_an_engine_without_a_replay_endpoint_is_not_checked() -> None:
-    follower = EngineFollower(BatchDecoder(), can_replay=False)
+    follower = EngineFollower(can_replay=False)
     follower.restart()
     follower.check()
     assert follower.replay_from is None
 
 
 def test_an_invalid_batch_is_an_error() -> None:
-    follower = EngineFollower(BatchDecoder(), can_replay=False)
+    follower = EngineFollower(can_replay=False)
     follower.restart()
     with pytest.raises(ValueError, match="no batch"):
         follower.add(0, b"?")
