@@ -84,32 +84,17 @@ def rotate(where: Where, identity: str, overlap: str, show: Callable[[str, str],
 
 def operate(where: Where, identity: str, operation: str, done: str) -> int:
     """Revoke or restore a key of the store. ``done`` says what it is afterwards."""
-
-    def act(gateway: AdminClient) -> None:
-        gateway.send("POST", f"{_path(KEYS, identity)}/{operation}", {}, _ANY_VERSION)
-        typer.echo(f"{identity} is {done} in the store")
-
-    return call_gateway(where, act)
+    return _send(where, "POST", f"{_path(KEYS, identity)}/{operation}", {}, _ANY_VERSION, f"{identity} is {done} in the store")
 
 
 def change(where: Where, path: str, identity: str, patch: Mapping[str, Any]) -> int:
     """Change a key or a team of the store."""
-
-    def act(gateway: AdminClient) -> None:
-        gateway.send("PATCH", _path(path, identity), patch, _ANY_VERSION)
-        typer.echo(f"{identity} is changed in the store")
-
-    return call_gateway(where, act)
+    return _send(where, "PATCH", _path(path, identity), patch, _ANY_VERSION, f"{identity} is changed in the store")
 
 
 def delete(where: Where, path: str, identity: str) -> int:
     """Delete a key or a team of the store."""
-
-    def act(gateway: AdminClient) -> None:
-        gateway.send("DELETE", _path(path, identity), None, _ANY_VERSION)
-        typer.echo(f"{identity} is deleted from the store")
-
-    return call_gateway(where, act)
+    return _send(where, "DELETE", _path(path, identity), None, _ANY_VERSION, f"{identity} is deleted from the store")
 
 
 def show_one(where: Where, path: str, identity: str) -> int:
@@ -144,6 +129,16 @@ def entries(gateway: AdminClient, path: str, name: str) -> tuple[list[dict[str, 
         query = {"limit": _PAGE, "cursor": page["next_cursor"]}
 
 
+def _send(where: Where, method: str, path: str, body: Any, headers: Mapping[str, str], done: str) -> int:
+    """Send a request, and print what was done."""
+
+    def act(gateway: AdminClient) -> None:
+        gateway.send(method, path, body, headers)
+        typer.echo(done)
+
+    return call_gateway(where, act)
+
+
 def _path(path: str, identity: str) -> str:
     return f"{path}/{quote(identity, safe='')}"
 
@@ -161,12 +156,7 @@ def new_team(
 ) -> int:
     """Create a team in the store."""
     fields = {"id": id, "limits": {name: value for name, value in limits.items() if value is not None}}
-
-    def act(gateway: AdminClient) -> None:
-        gateway.send("POST", TEAMS, fields)
-        typer.echo(f"{id} is in the store")
-
-    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+    return _send(Where(config_file(file, config), admin, token_file), "POST", TEAMS, fields, {}, f"{id} is in the store")
 
 
 def set_team(
