@@ -126,10 +126,6 @@ class Admin(Section):
     tokens: tuple[AdminToken, ...] = setting("further bearer tokens, each with a role", ())
     tls: Tls | None = setting("TLS on the admin port")
 
-    @property
-    def requires_token(self) -> bool:
-        return self.token is not None or bool(self.tokens)
-
 
 class ServerSection(Section):
     """The gateway's ports and limits."""

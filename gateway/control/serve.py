@@ -142,7 +142,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         for work in (control.monitor.run(), control.workers.watch()):
             critical.append(await stack.enter_async_context(_background(work)))
         announcer.summary(config, data, admin)
-        if not config.server.admin.requires_token and not is_loopback(config.server.admin.host):
+        if not (config.server.admin.token or config.server.admin.tokens or is_loopback(config.server.admin.host)):
             _log.warning(OPEN_ADMIN_PORT)
 
         # Start the servers and workers, and wait for a signal.

@@ -119,13 +119,9 @@ class Discovery:
         if not self.may_be_undiscovered(config):
             return frozenset()
         checked = {server.model.id for server in configured_servers(config) if server.name in probes}
-        pending = set()
-        for model, finding in self._findings(config):
-            if finding.first_result and (model in checked or not _is_any_ready(finding.endpoints)):
-                self._had_result.add(model)
-            if model not in self._had_result:
-                pending.add(model)
-        return pending
+        known = ((model, finding.endpoints) for model, finding in self._findings(config) if finding.first_result)
+        self._had_result |= {model for model, endpoints in known if model in checked or not _is_any_ready(endpoints)}
+        return {model.id for model, _ in discovered_models(config)} - self._had_result
 
     def well(self, config: Config) -> Iterator[tuple[str, bool]]:
         """Yield, for each model with discovered servers, whether its source responds without a problem."""
