@@ -106,7 +106,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         certificate = _certificate(config)
         commands = _admin_socket(path, stack)
         manager = ServiceManager.of(os.environ, os.getpid())
-        environment = Environment(log_folder(), _launch_environment(config), Cluster.of(os.environ))
+        environment = Environment(state_folder() / "logs", _launch_environment(config), Cluster.of(os.environ))
         audit_log = _audit(config, path, stack)
         audit = audit_log or NoAudit()
         ledger, reader = _ledger(config, path, stack)
@@ -135,8 +135,12 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)
         await stack.enter_async_context(_background(hung.run()))
         shown = application(report, AdminOperations(control, reloader, stop_requests), audit, keys, control.sign_in)
-        guarded = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit, control.sign_in)
-        critical.append(await stack.enter_async_context(_served(_with_sign_in(control, guarded), admin, control, certificate=certificate)))
+        guarded: ASGIApp = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit, control.sign_in)
+        if control.sign_in is not None:
+            from gateway.control.sign_in import before  # it loads SQLAlchemy
+
+            guarded = before(control.sign_in, guarded)
+        critical.append(await stack.enter_async_context(_served(guarded, admin, control, certificate=certificate)))
         if commands is not None:
             critical.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
         for work in (control.monitor.run(), control.workers.watch()):
@@ -183,15 +187,6 @@ async def _stop(control: Control, stop_requests: asyncio.Queue[int]) -> None:
     await cancel(stopping, second_signal)
 
 
-def _with_sign_in(control: Control, guarded: ASGIApp) -> ASGIApp:
-    """Return the application of the admin port, with the routes of the sign-in if it is configured."""
-    if control.sign_in is None:
-        return guarded
-    from gateway.control.sign_in import before  # it loads SQLAlchemy
-
-    return before(control.sign_in, guarded)
-
-
 def _launch_environment(config: Config) -> dict[str, str]:
     """Return the environment that launched servers inherit: the gateway's own without its secrets."""
     withheld = {*config.withheld, *VARIABLES}
@@ -213,11 +208,6 @@ def state_folder() -> Path:
     """Return the folder for what is stored between runs: the user's state folder (XDG base directories)."""
     state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(state) / "vllm-gateway"
-
-
-def log_folder() -> Path:
-    """Return the folder for the logs of launched servers."""
-    return state_folder() / "logs"
 
 
 def _audit(config: Config, path: Path, stack: AsyncExitStack) -> AuditLog | None:
