@@ -9,6 +9,7 @@ import os
 import socket
 import sys
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -16,6 +17,7 @@ import yaml
 from gateway.auth import keys
 from gateway.control.serve import serve
 from gateway.control.startup_messages import Announcer
+from upstream.launcher.ports import free_port
 
 MODEL = "demo/qwen3"
 _PORTS = (8000, 9090)
@@ -82,10 +84,6 @@ Press Ctrl-C to stop."""
 
 def _free(port: int) -> int:
     """Return a port if it is free, else another free port."""
-    for wish in (port, 0):
-        try:
-            with socket.create_server(("127.0.0.1", wish)) as probe:
-                return int(probe.getsockname()[1])
-        except OSError:
-            continue
-    raise OSError("no port is free on 127.0.0.1")
+    with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+        return port
+    return free_port()
