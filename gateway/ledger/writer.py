@@ -20,6 +20,7 @@ from typing import Any, TextIO
 import msgspec
 
 from gateway import config as conf
+from gateway.config.source import reason
 from gateway.ledger import last_resort
 from gateway.ledger.engine_samples import PendingSamples
 from gateway.ledger.errors import DatabaseUnavailableError
@@ -180,7 +181,7 @@ class Ledger:
             self._disk_recovered()
             return True
         except OSError as error:
-            self._disk = _error_text(error)
+            self._disk = reason(error)
             self._log_limited("disk", f"the ledger's spool cannot be written; usage goes directly to the database: {error}")
         try:
             self._write(list(frames(data)))
@@ -208,7 +209,7 @@ class Ledger:
         try:
             self._spool.probe()
         except OSError as error:
-            self._disk = _error_text(error)
+            self._disk = reason(error)
         else:
             self._disk_recovered()
 
@@ -325,10 +326,6 @@ class Ledger:
         if now >= self._next_log.get(what, now):
             self._next_log[what] = now + _LOG_EVERY
             _log.error("%s", message)
-
-
-def _error_text(error: OSError) -> str:
-    return error.strerror or str(error)
 
 
 @contextmanager
