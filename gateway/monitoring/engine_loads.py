@@ -16,7 +16,7 @@ from gateway.admin.engine_metrics import Engine
 from gateway.config import Config
 from upstream.balancing.placement_log import Kind, PlacementLog, server_key
 from upstream.vllm import metrics
-from upstream.vllm.engine_load import parse_load
+from upstream.vllm.engine_counters import parse_load
 
 INTERVAL = 1.0
 """Seconds between two samples."""

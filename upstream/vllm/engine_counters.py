@@ -1,8 +1,9 @@
-"""The token counters of a vLLM server, from the text of its metrics.
+"""The token counters of a vLLM server, its load and the size of its KV cache, from the text of its metrics.
 
 vLLM counts tokens twice. The totals count each token when it is made. The histograms count the tokens of a request when the engine has
 finished it, so a request that its client aborted is never in them (``OutputProcessor`` in vllm/v1/engine/output_processor.py). Both count
-the prompt once for each of ``n`` choices. The rule: the counters of all engines of a server (data parallel) are summed.
+the prompt once for each of ``n`` choices. The rule: the counters, requests and cache sizes of all engines of a server (data parallel) are
+summed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,10 @@ _WITHOUT_ENGINE = frozenset(
     }
 )
 """Handlers of POST requests that never reach the engine."""
+_REQUESTS = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
+_CACHE_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{.*\})? (\S+)$", re.MULTILINE)
+_CACHE = re.compile(rb"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
+_LABEL = re.compile(rb'(block_size|num_gpu_blocks)="(\d+)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,7 @@ class EngineCounters:
 def parse_counters(text: bytes) -> EngineCounters | None:
     """Parse the text of GET /metrics. Returns None if it has no token counters, or an invalid number."""
     try:
-        sums = summed(_VALUE, text)
+        sums = _summed(_VALUE, text)
         started = round(sums.get(b"process_start_time_seconds", 0.0) * 1000)
         prompt, completion, finished_prompt, finished_completion = (int(sums[b"vllm:" + name]) for name in _TOKENS)
         unfinished = int(sums.get(b"vllm:num_requests_running", 0.0) + sums.get(b"vllm:num_requests_waiting", 0.0))
@@ -72,7 +77,34 @@ def parse_counters(text: bytes) -> EngineCounters | None:
         return None
 
 
-def summed(samples: re.Pattern[bytes], text: bytes) -> dict[bytes, float]:
+@dataclass(frozen=True, slots=True)
+class EngineMetrics:
+    """``running``, ``waiting``: requests in the engine. ``kv_usage``: the used share of its KV cache, of the fullest engine.
+
+    ``cache_tokens``: the size of the KV cache; 0 if it is not reported.
+    """
+
+    running: int
+    waiting: int
+    cache_tokens: int
+    kv_usage: float = 0.0
+
+
+def parse_load(text: bytes) -> EngineMetrics | None:
+    """Parse the text of GET /metrics. Returns None without the numbers of requests, or with an invalid number."""
+    try:
+        sums = _summed(_REQUESTS, text)
+        caches = (dict(_LABEL.findall(labels)) for labels in _CACHE.findall(text))
+        tokens = sum(int(each.get(b"block_size", 0)) * int(each.get(b"num_gpu_blocks", 0)) for each in caches)
+        used = max((float(value) for value in _CACHE_USAGE.findall(text)), default=0.0)
+        if not 0.0 <= used <= 1.0:
+            return None
+        return EngineMetrics(int(sums[b"num_requests_running"]), int(sums[b"num_requests_waiting"]), tokens, used)
+    except (KeyError, ValueError, OverflowError):
+        return None
+
+
+def _summed(samples: re.Pattern[bytes], text: bytes) -> dict[bytes, float]:
     """Return the sum of each metric over its samples: a pattern for the name and the value. Raises ValueError for an invalid number."""
     sums: dict[bytes, float] = {}
     for name, value in samples.findall(text):
