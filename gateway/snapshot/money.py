@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from decimal import Decimal
 from math import inf
-from typing import Protocol
+from typing import TypeAlias
 
 import msgspec
+
+from gateway.api.usage import Usage
 
 NANO = 1_000_000_000
 """Nano-units in one unit of the currency."""
@@ -26,24 +28,7 @@ MAX_DECIMALS, MAX_DIGITS = 9, 15
 _MILLION = 1_000_000
 
 
-class TokenCounts(Protocol):
-    """The tokens of one request. ``cached`` is part of ``prompt``, ``reasoning`` part of ``completion``."""
-
-    @property
-    def prompt(self) -> int:
-        """Return the tokens of the prompt."""
-
-    @property
-    def completion(self) -> int:
-        """Return the tokens of the response."""
-
-    @property
-    def cached(self) -> int:
-        """Return the tokens of the prompt that were in the prefix cache."""
-
-    @property
-    def reasoning(self) -> int:
-        """Return the tokens of the response that are reasoning."""
+TokenCounts: TypeAlias = Usage  # as the limits name it
 
 
 class Price(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -55,7 +40,7 @@ class Price(msgspec.Struct, frozen=True, array_like=True, gc=False):
     reasoning: int
 
 
-def cost_of(tokens: TokenCounts, price: Price) -> int:
+def cost_of(tokens: Usage, price: Price) -> int:
     """Return the cost of a request in nano-units, at most ``MAX_COST``."""
     prompt, completion = tokens.prompt, tokens.completion
     cached = min(tokens.cached, prompt)
