@@ -25,6 +25,7 @@ from gateway.system.garbage_collector import collector_paused
 S = TypeVar("S", bound=Section)
 
 
+@collector_paused()  # the result stays in memory, and collecting garbage would take a quarter of the time
 def load(
     path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, instead: Mapping[Path, Source] = MappingProxyType({})
 ) -> Config:
@@ -35,11 +36,6 @@ def load(
     """
     folder = Path(os.path.abspath(path)).parent
     around = Surroundings(os.environ if environ is None else environ, folder, [Path(os.path.abspath(path))])
-    with collector_paused():  # the result stays in memory, and collecting garbage would take a quarter of the time
-        return _loaded(path, around, instead)
-
-
-def _loaded(path: str | os.PathLike[str], around: Surroundings, instead: Mapping[Path, Source]) -> Config:
     main = _read(path, instead)
     if not main.whole:
         raise ConfigurationError(main.problems, around.files)
