@@ -119,9 +119,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             fleet=servers,
             number=arguments.number,
             peers=PeerPlacements(PlacementLog(arguments.placements_fd, arguments.number)),
-            on_unknown_token=lambda issuer: to_control.send(link.UnknownSigningKey(issuer)),
-            request_usage=to_control.send,
-            request_page=to_control.send,
+            send=to_control.send,
             stored_keys=stored_keys,
         )
         process = WorkerProcess(worker, to_control)

@@ -23,7 +23,7 @@ from gateway.client.connection_context import ConnectionContext
 from gateway.client.http.cors import Cors
 from gateway.client.request import Handler
 from gateway.proxy.request_services import RequestServices
-from gateway.snapshot.link import CachedBlocks, Health, PageRequested, StoredKeys, UsageRequested
+from gateway.snapshot.link import CachedBlocks, Health, Message, StoredKeys, UnknownSigningKey
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
@@ -52,9 +52,8 @@ def _ignore(_: object) -> None:
 class Worker:
     """The connections and the requests of one worker, and its servers. ``number`` is the number of this worker.
 
-    ``handle_request`` serves one inference request to its end. ``on_unknown_token`` is called with the issuer of a token that no known
-    JWKS key has signed. ``request_usage`` asks control for a key's usage, and ``request_page`` for a page of the sign-in. ``stored_keys``
-    are the store's keys at the start.
+    ``handle_request`` serves one inference request to its end. ``send`` sends a message to control. ``stored_keys`` are the store's keys at
+    the start.
     """
 
     def __init__(
@@ -66,9 +65,7 @@ class Worker:
         fleet: LiveServers,
         number: int = 0,
         peers: PeerPlacements | None = None,
-        on_unknown_token: Callable[[str], None] = _ignore,
-        request_usage: Callable[[UsageRequested], None] = _ignore,
-        request_page: Callable[[PageRequested], None] = _ignore,
+        send: Callable[[Message], None] = _ignore,
         stored_keys: StoredKeyring | None = None,
     ) -> None:
         self.requests = requests
@@ -78,7 +75,7 @@ class Worker:
         self.fleet = fleet
         self.number = number
         self._peers = peers
-        self._on_unknown_token = on_unknown_token
+        self._send = send
         self._tokens: TokenVerifier | None = None
         self._stored_keys = stored_keys or StoredKeyring()
         self.certificate = Certificate(snapshot.tls) if snapshot.tls else None
@@ -88,8 +85,8 @@ class Worker:
         self._ticks = self._dropped_lines = 0
         self.progress: Mapping[str, Progress] = {}
         """The progress of the servers whose responses were awaited in the last tick."""
-        self.usage_requests = UsageRequests(request_usage)
-        self.page_requests = PageRequests(request_page)
+        self.usage_requests = UsageRequests(send)
+        self.page_requests = PageRequests(send)
         self._app = self.connections.other_routes = WorkerApp(
             requests, self.connections.request_ids, self.usage_requests, self.page_requests
         )
@@ -151,7 +148,7 @@ class Worker:
             return None
         from gateway.auth.jwt import TokenVerifier  # with PyJWT, which is an optional dependency
 
-        self._tokens = self._tokens or TokenVerifier(self._on_unknown_token)
+        self._tokens = self._tokens or TokenVerifier(lambda issuer: self._send(UnknownSigningKey(issuer)))
         self._tokens.apply_snapshot(snapshot)
         return self._tokens
 
