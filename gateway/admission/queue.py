@@ -32,10 +32,6 @@ RETURN_GRACE = 2.0
 """Seconds that a client may be late when it retries after its Retry-After."""
 
 
-def report_nothing(_model: str, _since: float | None) -> None:
-    """Do nothing: for a worker without a control process."""
-
-
 class ModelQueues:
     """The queues of a worker. ``cells`` returns a model's gauge of waiting requests."""
 

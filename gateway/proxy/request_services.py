@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping
 from gateway.admission.body_memory import BodyMemory
 from gateway.admission.inflight_slot import InflightCounts
 from gateway.admission.mirror_tasks import MirrorTasks
-from gateway.admission.queue import ModelQueues, ReportDemand, report_nothing
+from gateway.admission.queue import ModelQueues
 from gateway.client.active_snapshot import ActiveSnapshot
 from gateway.client.request import ClientRequest
 from gateway.ledger.recorder import Recorder
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
-from gateway.snapshot.link import ChoiceExplained
+from gateway.snapshot.link import ChoiceExplained, Message, ModelRequested, StoreStatus
 from gateway.snapshot.snapshot import Key
 from gateway.system.steps import Steps
 from gateway.telemetry.access_log import AccessLog
@@ -31,7 +31,10 @@ from upstream.vllm.tokenize import Tokenization
 
 
 class RequestServices:
-    """The objects that the requests of a worker share. All of it but ``active`` lives as long as the worker."""
+    """The objects that the requests of a worker share. All of it but ``active`` lives as long as the worker.
+
+    ``send`` sends a message to control.
+    """
 
     active: ActiveSnapshot
     """The current snapshot. ``Worker`` assigns it."""
@@ -45,9 +48,7 @@ class RequestServices:
         ledger: Recorder | None = None,
         buckets: Buckets | None = None,
         spans: Spans | None = None,
-        report_demand: ReportDemand = report_nothing,
-        report_store: Callable[[str | None], None] = lambda _: None,
-        report_choice: Callable[[ChoiceExplained], None] = lambda _: None,
+        send: Callable[[Message], None] = lambda _: None,
     ) -> None:
         self.draining = False
         """The drain timeout has expired: requests are refused."""
@@ -59,10 +60,12 @@ class RequestServices:
         """The reported caches of the servers of each model whose policy uses them, by the model's ID. ``Worker`` assigns it."""
         self.memory = BodyMemory(0)
         self.inflight = InflightCounts()
-        self.limiter = Limiter(metrics, buckets or Buckets.private(), report_store, write_batch)
+        self.limiter = Limiter(metrics, buckets or Buckets.private(), lambda error: send(StoreStatus(error)), write_batch)
         self.mirrors = MirrorTasks()
-        self.queues = ModelQueues(self.deadlines, lambda model: metrics.cells("queued_requests", model), report_demand)
-        self._report_choice = report_choice
+        self.queues = ModelQueues(
+            self.deadlines, lambda model: metrics.cells("queued_requests", model), lambda model, since: send(ModelRequested(model, since))
+        )
+        self.send = send
         self._choice_times: dict[str, float] = {}
         # Records of finished requests
         self.metrics = metrics
@@ -74,7 +77,7 @@ class RequestServices:
         """Report to control why a server was chosen, for /status; at most once a second for each model."""
         if choice.time - self._choice_times.get(choice.model, 0.0) >= 1.0:
             self._choice_times[choice.model] = choice.time
-            self._report_choice(choice)
+            self.send(choice)
 
     def authenticate(self, request: ClientRequest) -> Key:
         """Return the key of a request. Raises Refusal if the key is missing or invalid."""

@@ -108,9 +108,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             ledger=recorder,
             buckets=Buckets.inherited(arguments.buckets_fd, arguments.number),
             spans=traced,
-            report_demand=lambda model, since: to_control.send(link.ModelRequested(model, since)),
-            report_store=lambda error: to_control.send(link.StoreStatus(error)),
-            report_choice=to_control.send,
+            send=to_control.send,
         )
         worker = Worker(
             first.snapshot,
@@ -119,7 +117,6 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             fleet=servers,
             number=arguments.number,
             peers=PeerPlacements(PlacementLog(arguments.placements_fd, arguments.number)),
-            send=to_control.send,
             stored_keys=stored_keys,
         )
         process = WorkerProcess(worker, to_control)

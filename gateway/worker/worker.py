@@ -7,7 +7,7 @@ when a snapshot is applied; everything that is compiled from a snapshot is repla
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from gateway.client.connection_context import ConnectionContext
 from gateway.client.http.cors import Cors
 from gateway.client.request import Handler
 from gateway.proxy.request_services import RequestServices
-from gateway.snapshot.link import CachedBlocks, Health, Message, StoredKeys, UnknownSigningKey
+from gateway.snapshot.link import CachedBlocks, Health, StoredKeys, UnknownSigningKey
 from gateway.snapshot.snapshot import Snapshot
 from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
@@ -45,15 +45,10 @@ if TYPE_CHECKING:
 _SWEEP_EVERY = 4  # ticks
 
 
-def _ignore(_: object) -> None:
-    """Do nothing: there is no control process to report to."""
-
-
 class Worker:
     """The connections and the requests of one worker, and its servers. ``number`` is the number of this worker.
 
-    ``handle_request`` serves one inference request to its end. ``send`` sends a message to control. ``stored_keys`` are the store's keys at
-    the start.
+    ``handle_request`` serves one inference request to its end. ``stored_keys`` are the store's keys at the start.
     """
 
     def __init__(
@@ -65,7 +60,6 @@ class Worker:
         fleet: LiveServers,
         number: int = 0,
         peers: PeerPlacements | None = None,
-        send: Callable[[Message], None] = _ignore,
         stored_keys: StoredKeyring | None = None,
     ) -> None:
         self.requests = requests
@@ -75,7 +69,6 @@ class Worker:
         self.fleet = fleet
         self.number = number
         self._peers = peers
-        self._send = send
         self._tokens: TokenVerifier | None = None
         self._stored_keys = stored_keys or StoredKeyring()
         self.certificate = Certificate(snapshot.tls) if snapshot.tls else None
@@ -85,8 +78,8 @@ class Worker:
         self._ticks = self._dropped_lines = 0
         self.progress: Mapping[str, Progress] = {}
         """The progress of the servers whose responses were awaited in the last tick."""
-        self.usage_requests = UsageRequests(send)
-        self.page_requests = PageRequests(send)
+        self.usage_requests = UsageRequests(requests.send)
+        self.page_requests = PageRequests(requests.send)
         self._app = self.connections.other_routes = WorkerApp(
             requests, self.connections.request_ids, self.usage_requests, self.page_requests
         )
@@ -148,7 +141,7 @@ class Worker:
             return None
         from gateway.auth.jwt import TokenVerifier  # with PyJWT, which is an optional dependency
 
-        self._tokens = self._tokens or TokenVerifier(lambda issuer: self._send(UnknownSigningKey(issuer)))
+        self._tokens = self._tokens or TokenVerifier(lambda issuer: self.requests.send(UnknownSigningKey(issuer)))
         self._tokens.apply_snapshot(snapshot)
         return self._tokens
 

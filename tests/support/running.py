@@ -16,7 +16,7 @@ from gateway.client.request import ClientRequest
 from gateway.ledger.recorder import Recorder
 from gateway.proxy.exchange import handle_request
 from gateway.proxy.request_services import RequestServices
-from gateway.snapshot.link import Health
+from gateway.snapshot.link import Health, Message, ModelRequested
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.access_log import AccessLog
 from gateway.telemetry.metrics import WorkerMetrics, sum_series
@@ -131,11 +131,16 @@ async def serving(
     with shared_counters() as counts, live_servers() as servers, _nowhere() as nowhere, closing(Spans()) as traced:
         log = AccessLog(nowhere)
         received: list[tuple[str, float | None]] = []
+
+        def send(message: Message) -> None:
+            if isinstance(message, ModelRequested):
+                received.append((message.model, message.since))
+
         context = WatchedRequests(
             metrics=WorkerMetrics(counts),
             log=log,
             write_batch=servers.write_batch,
-            report_demand=lambda name, since: received.append((name, since)),
+            send=send,
             ledger=ledger,
             spans=traced,
         )
