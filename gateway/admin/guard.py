@@ -12,7 +12,6 @@ import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
-from ipaddress import ip_address
 from typing import TYPE_CHECKING
 
 from starlette.responses import JSONResponse, Response
@@ -26,7 +25,7 @@ from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, refused_request
 from gateway.config.models import Admin
 from gateway.sign_in.browser import is_for, is_from_this_origin
-from gateway.system.addresses import is_loopback
+from gateway.system.addresses import is_loopback, parsed_address
 
 if TYPE_CHECKING:
     from gateway.sign_in.service import SignIn
@@ -136,13 +135,7 @@ def _is_local(host: str) -> bool:
     With DNS rebinding a page of another site can only use its own host name.
     """
     name = _PORT.sub("", host)
-    if name.lower() in ("", "localhost"):
-        return True
-    try:
-        ip_address(name.removeprefix("[").removesuffix("]"))
-    except ValueError:
-        return False
-    return True
+    return name.lower() in ("", "localhost") or parsed_address(name.removeprefix("[").removesuffix("]")) is not None
 
 
 class _Refusal:

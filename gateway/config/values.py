@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, date, datetime, time
 from importlib.util import find_spec
-from ipaddress import IPv4Network, IPv6Network, ip_address, ip_network
+from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +40,7 @@ from gateway.api.media_urls import is_entry
 from gateway.config.problems import did_you_mean
 from gateway.config.secret import REFERENCE_SCHEMA, read_file, resolve, surroundings
 from gateway.snapshot.money import NANO, nano_units
+from gateway.system.addresses import parsed_address
 from gateway.system.cpus import usable_cpus
 from gateway.system.logs import PARTS
 from upstream.balancing.policies import POLICIES
@@ -238,12 +239,8 @@ def _network_around(text: str) -> str:
 
 
 def _listen_host(value: str) -> str:
-    try:
-        ip_address(value)
-    except ValueError:
-        if value in _EVERY_ADDRESS or not re.fullmatch(_HOST_PATTERN, value):
-            text = "expected an address of this machine, e.g. 127.0.0.1; 0.0.0.0 is all IPv4 addresses, and :: is all addresses"
-            raise ValueError(text) from None
+    if parsed_address(value) is None and (value in _EVERY_ADDRESS or not re.fullmatch(_HOST_PATTERN, value)):
+        raise ValueError("expected an address of this machine, e.g. 127.0.0.1; 0.0.0.0 is all IPv4 addresses, and :: is all addresses")
     return value
 
 
