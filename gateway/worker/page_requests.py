@@ -13,7 +13,7 @@ from starlette.responses import Response
 from gateway.api.errors import Refusal
 from gateway.sign_in.paths import MAX_FORM
 from gateway.sign_in.sessions import Sessions
-from gateway.snapshot.link import PageRequested, PageResponded
+from gateway.snapshot.link import Message, PageRequested, PageResponded
 from gateway.snapshot.snapshot import SessionRules
 from gateway.worker.query_requests import ControlRequests
 
@@ -23,11 +23,10 @@ _UNAVAILABLE = "The sign-in is not available at the moment."
 
 
 class PageRequests(ControlRequests[PageResponded]):
-    """The requests that wait for control. ``send`` sends a message to it."""
+    """The requests that wait for control."""
 
-    def __init__(self, send: Callable[[PageRequested], None]) -> None:
-        super().__init__()
-        self._send = send
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        super().__init__(send)
         self._revoked: tuple[str, ...] | None = None
         self._sessions: tuple[SessionRules, Sessions] | None = None
 

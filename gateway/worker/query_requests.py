@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
 from gateway.api.errors import Refusal
-from gateway.snapshot.link import PageResponded, UsageReported, UsageRequested
+from gateway.snapshot.link import Message, PageResponded, UsageReported, UsageRequested
 from gateway.snapshot.snapshot import Key
 
 _MAX_WAITING = 64
@@ -22,9 +22,10 @@ T = TypeVar("T", UsageReported, PageResponded)
 
 
 class ControlRequests(Generic[T]):
-    """The requests that wait for a reply of control, by number."""
+    """The requests that wait for a reply of control, by number. ``send`` sends a message to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, send: Callable[[Message], None]) -> None:
+        self._send = send
         self._number = 0
         self._waiting: dict[int, asyncio.Future[T]] = {}
 
@@ -56,11 +57,7 @@ class ControlRequests(Generic[T]):
 
 
 class UsageRequests(ControlRequests[UsageReported]):
-    """The requests for usage that wait for control. ``send`` sends a message to it."""
-
-    def __init__(self, send: Callable[[UsageRequested], None]) -> None:
-        super().__init__()
-        self._send = send
+    """The requests for usage that wait for control."""
 
     async def report(self, key: Key, parameters: Mapping[str, str]) -> bytes:
         """Return the usage of a key as JSON. Raises Refusal."""
