@@ -47,13 +47,13 @@ _log = logging.getLogger("vllm_gateway.worker")
 class WorkerApp:
     """The ASGI application of one worker. A path that it does not serve gets an error."""
 
-    def __init__(self, worker: RequestServices, request_ids: Iterator[str], usage_requests: UsageRequests, pages: PageRequests) -> None:
+    def __init__(self, worker: RequestServices, request_ids: Iterator[str]) -> None:
         self._worker = worker
         self._request_ids = request_ids
         self.health = Health({}, {})
         """Control's last report about servers and models. ``Worker`` assigns it."""
-        self._usage_requests = usage_requests
-        self._pages_of_control = pages
+        self.usage_requests = UsageRequests(worker.send)
+        self.page_requests = PageRequests(worker.send)
         self._pages: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             _HEALTH: self._health,
             _VERSION: self._version,
@@ -131,7 +131,7 @@ class WorkerApp:
             if endpoint == SESSION:
                 _require_method(request, "GET")
                 return self._session(request, active.snapshot.sessions)
-            return await self._pages_of_control.respond(request, self._client(request.scope))
+            return await self.page_requests.respond(request, self._client(request.scope))
         root, mark, rest = path.partition(_MODELS)
         mounted = active.catalog.mounted(root + _MODELS, _MODELS) if root else None
         lists = mark and (not root or mounted is not None) and (not rest or rest.startswith("/"))
@@ -156,7 +156,7 @@ class WorkerApp:
 
     def _session(self, request: Request, rules: SessionRules) -> Response:
         """Return the person of the session. Raises Refusal."""
-        sessions, now = self._pages_of_control.sessions(rules), time.time()
+        sessions, now = self.page_requests.sessions(rules), time.time()
         session = sessions.read(request.scope["headers"], now)
         if session is None:
             raise Refusal("missing_api_key", "No person is signed in. Sign in at /sign-in.")
@@ -175,7 +175,7 @@ class WorkerApp:
         key = self._authenticate(request)
         if self._worker.ledger is None:
             raise Refusal("not_found", "The usage of keys is not recorded here: no ledger is configured.")
-        body = await self._usage_requests.report(key, request.query_params)
+        body = await self.usage_requests.report(key, request.query_params)
         return Response(body, media_type="application/json", headers=_NOT_STORED)
 
     async def _limits(self, request: Request) -> Response:

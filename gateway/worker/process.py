@@ -170,11 +170,11 @@ class WorkerProcess:
                 case link.Ping():
                     self._to_control.send(message)
                 case link.UsageReported():
-                    self.worker.usage_requests.reply(message)
+                    self.worker.app.usage_requests.reply(message)
                 case link.PageResponded():
-                    self.worker.page_requests.reply(message)
+                    self.worker.app.page_requests.reply(message)
                 case link.RevokedSessions(ids=ids):
-                    self.worker.page_requests.revoke(ids)
+                    self.worker.app.page_requests.revoke(ids)
                 case link.Drain(seconds=seconds):
                     await drain(self.worker, acceptor, listener, seconds)
                     return

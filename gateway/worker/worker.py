@@ -29,9 +29,7 @@ from gateway.system.tls import Certificate
 from gateway.telemetry.body_shape import ShapeSample
 from gateway.telemetry.trace import Sampler
 from gateway.worker.app import WorkerApp
-from gateway.worker.page_requests import PageRequests
 from gateway.worker.peer_placements import PeerPlacements
-from gateway.worker.query_requests import UsageRequests
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.cost import Cost, CostSettings
@@ -78,11 +76,7 @@ class Worker:
         self._ticks = self._dropped_lines = 0
         self.progress: Mapping[str, Progress] = {}
         """The progress of the servers whose responses were awaited in the last tick."""
-        self.usage_requests = UsageRequests(requests.send)
-        self.page_requests = PageRequests(requests.send)
-        self._app = self.connections.other_routes = WorkerApp(
-            requests, self.connections.request_ids, self.usage_requests, self.page_requests
-        )
+        self.app = self.connections.other_routes = WorkerApp(requests, self.connections.request_ids)
         self.apply_snapshot(snapshot)
 
     @property
@@ -157,7 +151,7 @@ class Worker:
                 self._apply_placements()  # of the earlier process
                 for costs in self.costs.values():
                     costs.restarted(name)  # the cache of a new process is empty
-        self._app.health = health
+        self.app.health = health
         self.requests.limiter.max_model_len = health.max_model_len
         self.requests.queues.set_expected(health.expected)
 
