@@ -33,9 +33,9 @@ from gateway.admin.unix_socket import OwnUsersProtocol, SocketTakenError
 from gateway.audit.configuration import fingerprint
 from gateway.audit.entry import Entry, NoAudit
 from gateway.audit.journal import JournalLockedError
+from gateway.check import preflight
 from gateway.check.launch_check import this_machine
 from gateway.check.lint import OPEN_ADMIN_PORT
-from gateway.check.preflight import missing
 from gateway.config import Config, drafted, load
 from gateway.config.source import read
 from gateway.control.admin_operations import AdminOperations
@@ -90,7 +90,7 @@ def serve(path: Path, announcer: Announcer | None = None) -> int:
     raise_limit(_MAX_DESCRIPTORS)
     announcer = announcer or Announcer()
     if (draft := drafted(path, once)) is not None:
-        for problem in missing(draft, this_machine(draft, _launch_environment(config), _log.info, with_gpus=False)):
+        for problem in preflight.missing(draft, this_machine(draft, _launch_environment(config), _log.info, with_gpus=False)):
             announcer.cannot_launch(problem)
     return asyncio.run(run(config, path, announcer))
 
