@@ -47,7 +47,7 @@ class KeyEncoder:
             expires = settings.pop("expires", None)
             settings.pop("name", None)
             template = self._template(identity, settings, of_team)
-            digests = [bytes.fromhex(_text(one)[7:]) for one in hashes]
+            digests = [bytes.fromhex((one if isinstance(one, str) else one["hash"])[7:]) for one in hashes]
             fields = {"id": identity, "digests": digests, **template.fields}
             if expiries := {bytes.fromhex(one["hash"][7:]): _time(one["expires"]) for one in hashes if not isinstance(one, str)}:
                 fields["digest_expiries"] = expiries
@@ -56,7 +56,7 @@ class KeyEncoder:
             if expires is not None:
                 fields["expires"] = _time(expires)
             if template.own or template.shared:
-                own = ({"holder": f"key {identity}{rest}", **limits} for rest, limits in template.own)
+                own = ({**limits, "holder": f"key {identity}{rest}"} for rest, limits in template.own)
                 fields["allowances"] = [*own, *template.shared]
             return self._encoder.encode(fields)
         except (msgspec.MsgspecError, KeyError, TypeError, AttributeError) as error:
@@ -79,17 +79,8 @@ class KeyEncoder:
         own = [each for each in key.allowances if each.holder.startswith(mark)]
         fields = without_defaults(replace(key, digests=(), allowances=()))
         del fields["id"]
-        limits = ((each.holder[len(mark) :], _without_holder(without_defaults(each))) for each in own)
+        limits = ((each.holder[len(mark) :], without_defaults(each)) for each in own)
         return _Template(fields, tuple(limits), tuple(without_defaults(each) for each in key.allowances if each not in own))
-
-
-def _without_holder(allowance: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in allowance.items() if name != "holder"}
-
-
-def _text(one: Any) -> str:
-    text: str = one if isinstance(one, str) else one["hash"]
-    return text
 
 
 def _time(text: str) -> float:
