@@ -22,7 +22,7 @@ import msgspec
 from gateway.api.errors import AUTH_REASONS
 from gateway.api.routes import ENDPOINTS
 from gateway.snapshot.snapshot import Snapshot
-from gateway.telemetry.request_record import RequestRecord
+from gateway.telemetry.request_record import ReadGapCounts, RequestRecord
 from gateway.telemetry.shared_counters import SharedCells, SharedCounters, SharedCountersFullError
 from gateway.telemetry.token_rates import ModelTokens
 
@@ -316,7 +316,7 @@ class WorkerMetrics:
         cells = self._uses[key, model, status] = (self.cells("key_requests_total", key, str(status)), *tokens)
         return cells
 
-    def _count_stream(self, record: RequestRecord, model: str, gaps: ReadGaps) -> None:
+    def _count_stream(self, record: RequestRecord, model: str, gaps: ReadGapCounts) -> None:
         if record.first_token is not None:
             observe(self.cells("time_to_first_token_seconds", model), _FIRST_TOKEN, record.first_token)
         latencies = self.cells("inter_chunk_latency_seconds", model)

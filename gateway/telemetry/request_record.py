@@ -6,7 +6,7 @@ The rule: every report of a request is made from its record, and nothing changes
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import msgspec
 
@@ -17,12 +17,23 @@ from gateway.snapshot.snapshot import Key
 from gateway.telemetry.body_shape import field_path
 from gateway.telemetry.trace import Trace
 
-if TYPE_CHECKING:
-    from gateway.telemetry.metrics import ReadGaps
-
 USER_LIMIT = 256
 """Characters of a client's ``user`` field that are logged and stored."""
 _NAME_LIMIT = 64  # characters of a client's name of a model
+
+
+class ReadGapCounts(Protocol):
+    """Times between the reads of a stream: ``counts`` by bucket, their ``total``, and the number of events."""
+
+    counts: list[int]
+
+    @property
+    def events(self) -> int:
+        """Number of events, including the first."""
+
+    @property
+    def total(self) -> float:
+        """In seconds."""
 
 
 class RequestRecord(msgspec.Struct, eq=False, gc=False):
@@ -66,7 +77,7 @@ class RequestRecord(msgspec.Struct, eq=False, gc=False):
     queued: float = 0.0
     first_byte: float | None = None
     first_token: float | None = None
-    gaps: ReadGaps | None = None
+    gaps: ReadGapCounts | None = None
     user: str | None = None
     failures: tuple[tuple[str, str, str], ...] = ()
     detail: str | None = None
