@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 from sqlalchemy.engine import URL, make_url
 
+from gateway.config.database_url import database_url as parsed_url
 from gateway.ledger import upgrade
 from gateway.ledger.errors import SpoolLockedError
 from gateway.ledger.spool import Spool, locked, spool, waiting_files
@@ -58,7 +59,7 @@ class Owner(msgspec.Struct, frozen=True):
 def owner_of(url: str, config: Path) -> Owner:
     """Return the owner for a configuration file with this ``ledger.url``."""
     config = Path(os.path.abspath(config))
-    return Owner(_without_secrets(database_url(url, config.parent)), _without_secrets(make_url(url)), str(config))
+    return Owner(_without_secrets(database_url(url, config.parent)), _without_secrets(parsed_url(url)), str(config))
 
 
 def _without_secrets(url: URL) -> str:

@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -80,6 +81,14 @@ def test_another_password_or_tls_setting_changes_nothing(tmp_path: Path) -> None
     strand(tmp_path, "postgresql://u:one@db/usage", tmp_path / "a.yaml", 1)
     with spool_of(owner_of("postgresql://u:two@db/usage?sslmode=require", tmp_path / "b.yaml"), tmp_path) as spooled:
         assert spooled.rows == 1
+
+
+def test_a_database_with_several_hosts_and_ports(tmp_path: Path) -> None:
+    url = "postgresql://u:{}@a:5432,b:5433/usage?target_session_attrs=read-write"
+    folder = strand(tmp_path, url.format("one"), tmp_path / "a.yaml", 1)
+    with spool_of(owner_of(url.format("two"), tmp_path / "b.yaml"), tmp_path) as spooled:
+        assert spooled.rows == 1
+    assert "b:5433" in unquote((folder / "owner.json").read_text()) and "one" not in (folder / "owner.json").read_text()
 
 
 def test_gateways_with_the_same_database_have_separate_folders(tmp_path: Path) -> None:
