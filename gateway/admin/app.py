@@ -129,7 +129,7 @@ def application(
     audited = AuditedHandlers(audit)
     links = {sign_in_links.PATH: audited.recorded(sign_in_links.handler(sign_in))}
     handlers = _handlers(overview) | _operation_handlers(overview, operations, audited) | links
-    of_keys = key_routes.handlers(store, overview, audited.note)
+    of_keys = key_routes.handlers(store, overview, audited)
 
     def handler(route: openapi.Described) -> Handler:
         if route.path not in of_keys:

@@ -1,7 +1,7 @@
 """Wrappers of the admin port's handlers: the check of the client's role, and the entry of the audit log for each operation.
 
 The rules: an operation is refused while the audit log cannot be written. Its entry is durable before the response, so there is no
-acknowledged change without an entry.
+acknowledged change without an entry. The entry of a change in the store is durable before its commit.
 """
 
 from __future__ import annotations
@@ -75,6 +75,17 @@ class AuditedHandlers:
     ) -> None:
         """Record a change that was made. Raises AuditUnavailableError, and then the change must not be acknowledged."""
         await asyncio.to_thread(self._audit.record, replace(entry_of(action, request, target, before), after=after))
+
+    def record(self, request: Request, action: str, target: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> None:
+        """Record a change before it is committed. It waits for a disk. Raises AuditUnavailableError, and then it must not be made."""
+        self._audit.record(replace(entry_of(action, request, target, before), after=after))
+
+    async def note_unconfirmed(
+        self, request: Request, action: str, target: str, before: Mapping[str, Any] | None, reason: Exception
+    ) -> None:
+        """Record that a change was recorded, and may not have been made."""
+        entry = replace(entry_of(f"{action}.unconfirmed", request, target, before), after={"reason": str(reason)})
+        await asyncio.to_thread(self._audit.record_refused, entry)
 
 
 def entry_of(action: str, request: Request, target: str, before: Mapping[str, Any] | None) -> Entry:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -19,7 +19,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.admin.audited import Handler, error_response, log_operation
+from gateway.admin.audited import AuditedHandlers, Handler, error_response, log_operation
+from gateway.audit.entry import AuditUnavailableError
 from gateway.config.quantities import parse_duration
 from gateway.key_management.key_list import LastUse, instant, shown_key
 from gateway.ledger.errors import DatabaseUnavailableError
@@ -29,7 +30,7 @@ from gateway.store.errors import Reason, RefusedChangeError
 
 if TYPE_CHECKING:
     from gateway.store.database import KeyDatabase
-    from gateway.store.service import KeyService
+    from gateway.store.service import ImportedKeys, KeyChange, KeyService, TeamChange
 
 KEYS, TEAMS = "/admin/v1/keys", "/admin/v1/teams"
 OPERATIONS = ("rotate", "revoke", "restore")
@@ -45,15 +46,18 @@ _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _NO_STORE = "no store is configured; add `store: ledger`, or `store: sqlite:///keys.db`, to the configuration"
 T = TypeVar("T")
 Entry = Mapping[str, Any]
-Audit = Callable[[Request, str, str, Entry | None, Entry | None], Awaitable[None]]
-"""Records a change: the request, the action, the entry, and the entry's document before and after it."""
+Described = tuple[str, Entry | None, Entry | None]
+"""A change for the audit log: the ID of the entry, and the entry's document before and after it."""
 
 
 class Store(Protocol):
     """The store of a running gateway."""
 
-    async def change(self, work: Callable[[KeyService], T], seconds: float = CHANGE_TIMEOUT) -> T:
-        """Run a change. Raises RefusedChangeError, and DatabaseUnavailableError also after ``seconds``."""
+    async def change(self, work: Callable[[KeyService], T], record: Callable[[T], None], seconds: float = CHANGE_TIMEOUT) -> T:
+        """Run a change. ``record`` gets its result on a thread, before the commit.
+
+        Raises RefusedChangeError, what ``record`` raises, and DatabaseUnavailableError also after ``seconds``.
+        """
 
     async def read(self, work: Callable[[KeyDatabase], T]) -> T:
         """Run a query. Raises DatabaseUnavailableError."""
@@ -66,7 +70,7 @@ class Usage(Protocol):
         """Return when keys were last used, or why that is unknown."""
 
 
-def handlers(store: Store | None, usage: Usage, audit: Audit) -> dict[str, Mapping[str, Handler]]:
+def handlers(store: Store | None, usage: Usage, audit: AuditedHandlers) -> dict[str, Mapping[str, Handler]]:
     """Return the handlers by path and method. ``store`` is None if none is configured."""
     keys, teams = _Keys(store, usage, audit), _Teams(store, audit)
     return {
@@ -100,6 +104,8 @@ def _guarded(handler: Handler) -> Handler:
         except DatabaseUnavailableError as error:
             text = f"the store's database does not respond, so keys cannot be changed: {error}"
             return JSONResponse({"error": text}, 503, {"retry-after": "5"})
+        except AuditUnavailableError as error:
+            return error_response(f"the audit log cannot be written, so nothing was changed: {error}", 503)
 
     return handle
 
@@ -109,7 +115,7 @@ class _Entries:
 
     kind: Kind
 
-    def __init__(self, store: Store | None, audit: Audit) -> None:
+    def __init__(self, store: Store | None, audit: AuditedHandlers) -> None:
         self._configured = store
         self._audit = audit
 
@@ -133,16 +139,37 @@ class _Entries:
             raise RefusedChangeError(Reason.NOT_FOUND, f"there is no {self.kind} {identity} in the store")
         return row
 
-    async def _note(self, request: Request, action: str, identity: str, before: Entry | None, after: Entry | None) -> None:
-        """Log and record a change."""
-        log_operation(f"{action} of {self.kind} {identity}", request)
-        await self._audit(request, f"{self.kind}.{action}", identity, before, after)
+    async def _change(
+        self,
+        request: Request,
+        action: str,
+        work: Callable[[KeyService], T],
+        described: Callable[[T], Described | None],
+        seconds: float = CHANGE_TIMEOUT,
+    ) -> T:
+        """Run a change, and log it. Its entry of the audit log is durable before the commit. None: nothing was changed."""
+        name, recorded = f"{self.kind}.{action}", list[Described]()
+
+        def record(done: T) -> None:
+            if (change := described(done)) is not None:
+                self._audit.record(request, name, *change)
+                recorded.append(change)
+
+        try:
+            done = await self._store.change(work, record, seconds)
+        except DatabaseUnavailableError as error:
+            for identity, before, _ in recorded:
+                await self._audit.note_unconfirmed(request, name, identity, before, error)
+            raise
+        for identity, _, _ in recorded:
+            log_operation(f"{action} of {self.kind} {identity}", request)
+        return done
 
 
 class _Keys(_Entries):
     kind = "key"
 
-    def __init__(self, store: Store | None, usage: Usage, audit: Audit) -> None:
+    def __init__(self, store: Store | None, usage: Usage, audit: AuditedHandlers) -> None:
         super().__init__(store, audit)
         self._usage = usage
 
@@ -155,9 +182,7 @@ class _Keys(_Entries):
 
     async def create(self, request: Request) -> Response:
         fields, repeatable = await _sent(request)
-        done = await self._store.change(lambda service: service.create_key(fields, repeatable))
-        if not done.is_repeated:
-            await self._note(request, "create", done.after.key.id, None, _audited(done.after))
+        done = await self._change(request, "create", lambda service: service.create_key(fields, repeatable), _key_change)
         return await self._with_secret(done.after, done.secret, 201, is_repeated=done.is_repeated)
 
     async def show(self, request: Request) -> Response:
@@ -165,14 +190,12 @@ class _Keys(_Entries):
 
     async def change(self, request: Request) -> Response:
         identity, version, (patch, _) = request.path_params["id"], _version(request), await _sent(request)
-        done = await self._store.change(lambda service: service.change_key(identity, patch, version))
-        await self._note(request, "change", identity, _audited(done.before), _audited(done.after))
+        done = await self._change(request, "change", lambda service: service.change_key(identity, patch, version), _key_change)
         return await self._shown(done.after)
 
     async def delete(self, request: Request) -> Response:
         identity, version = request.path_params["id"], _version(request)
-        before = await self._store.change(lambda service: service.delete_key(identity, version))
-        await self._note(request, "delete", identity, _audited(before), None)
+        await self._change(request, "delete", lambda service: service.delete_key(identity, version), _key_deletion)
         return Response(status_code=204)
 
     async def operate(self, request: Request) -> Response:
@@ -182,9 +205,8 @@ class _Keys(_Entries):
         version = _version(request)
         if operation == "rotate":
             return await self._rotate(request, identity, version)
-        is_revoked = operation == "revoke"
-        done = await self._store.change(lambda service: service.revoke_key(identity, version, revoked=is_revoked))
-        await self._note(request, operation, identity, _audited(done.before), _audited(done.after))
+        revoked = operation == "revoke"
+        done = await self._change(request, operation, lambda service: service.revoke_key(identity, version, revoked=revoked), _key_change)
         return await self._shown(done.after)
 
     async def _rotate(self, request: Request, identity: str, version: int | None) -> Response:
@@ -195,9 +217,9 @@ class _Keys(_Entries):
             overlap = parse_duration(fields.get("overlap", _OVERLAP))
         except ValueError as error:
             raise _RefusedRequest(400, f"overlap: {error}") from None
-        done = await self._store.change(lambda service: service.rotate_key(identity, overlap, version, repeatable))
-        if not done.is_repeated:
-            await self._note(request, "rotate", identity, _audited(done.before), _audited(done.after))
+        done = await self._change(
+            request, "rotate", lambda service: service.rotate_key(identity, overlap, version, repeatable), _key_change
+        )
         return await self._with_secret(done.after, done.secret, 200, is_repeated=done.is_repeated)
 
     async def take_over(self, request: Request) -> Response:
@@ -205,10 +227,8 @@ class _Keys(_Entries):
             text = (await _body(request, _MAX_IMPORT)).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise _RefusedRequest(400, "the body is not UTF-8 text") from None
-        done = await self._store.change(lambda service: service.import_keys(text), _IMPORT_TIMEOUT)
+        done = await self._change(request, "import", lambda service: service.import_keys(text), _imported, _IMPORT_TIMEOUT)
         added = [each.key.id for each in done.added]
-        if added:
-            await self._note(request, "import", f"{len(added)} keys", None, {"added": added})
         return _json({"added": added, "known": done.known, "messages": list(done.messages)})
 
     async def _shown(self, stored: StoredKey) -> Response:
@@ -230,9 +250,7 @@ class _Teams(_Entries):
 
     async def create(self, request: Request) -> Response:
         fields, repeatable = await _sent(request)
-        done = await self._store.change(lambda service: service.create_team(fields, repeatable))
-        if not done.is_repeated:
-            await self._note(request, "create", done.after.team.id, None, document(done.after.team))
+        done = await self._change(request, "create", lambda service: service.create_team(fields, repeatable), _team_change)
         return _json(_team(done.after), 201, version=done.after.version)
 
     async def show(self, request: Request) -> Response:
@@ -241,15 +259,12 @@ class _Teams(_Entries):
 
     async def change(self, request: Request) -> Response:
         identity, version, (patch, _) = request.path_params["id"], _version(request), await _sent(request)
-        done = await self._store.change(lambda service: service.change_team(identity, patch, version))
-        before = None if done.before is None else document(done.before.team)
-        await self._note(request, "change", identity, before, document(done.after.team))
+        done = await self._change(request, "change", lambda service: service.change_team(identity, patch, version), _team_change)
         return _json(_team(done.after), version=done.after.version)
 
     async def delete(self, request: Request) -> Response:
         identity, version = request.path_params["id"], _version(request)
-        before = await self._store.change(lambda service: service.delete_team(identity, version))
-        await self._note(request, "delete", identity, document(before.team), None)
+        await self._change(request, "delete", lambda service: service.delete_team(identity, version), _team_deletion)
         return Response(status_code=204)
 
 
@@ -322,12 +337,38 @@ def _team(stored: StoredTeam) -> dict[str, Any]:
     return {"id": stored.team.id, "limits": limits, "created": instant(stored.created), "changed": instant(stored.changed)}
 
 
+def _key_change(done: KeyChange) -> Described | None:
+    return None if done.is_repeated else (done.after.key.id, _audited(done.before), _audited(done.after))
+
+
+def _team_change(done: TeamChange) -> Described | None:
+    return None if done.is_repeated else (done.after.team.id, _audited_team(done.before), _audited_team(done.after))
+
+
+def _key_deletion(before: StoredKey) -> Described:
+    return before.key.id, _audited(before), None
+
+
+def _team_deletion(before: StoredTeam) -> Described:
+    return before.team.id, _audited_team(before), None
+
+
+def _imported(done: ImportedKeys) -> Described | None:
+    if not done.added:
+        return None
+    return f"{len(done.added)} keys", None, {"added": [each.key.id for each in done.added], "version": done.added[0].version}
+
+
+def _audited_team(stored: StoredTeam | None) -> Entry | None:
+    return None if stored is None else document(stored.team) | {"version": stored.version}
+
+
 def _audited(stored: StoredKey | None) -> Entry | None:
-    """Return a key without its hashes, for the audit log."""
+    """Return a key without its hashes, for the audit log. Its version is the number of the change in the store's log."""
     if stored is None:
         return None
     shown = {name: value for name, value in document(stored.key).items() if name != "hash"}
-    return shown | {"name": stored.name, "hashes": len(stored.key.hashes)}
+    return shown | {"name": stored.name, "hashes": len(stored.key.hashes), "version": stored.version}
 
 
 def _json(content: Mapping[str, Any], status: int = 200, *, version: int | None = None, headers: Mapping[str, str] = {}) -> Response:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gateway.access.actor import Actor
+from gateway.audit.chain import Line, read_line
 from gateway.audit.entry import AuditUnavailableError, Entry
 from gateway.audit.journal import Journal, journal
 from gateway.ledger.errors import DatabaseUnavailableError
@@ -37,6 +38,7 @@ _PAUSES = 1.0, 15.0  # seconds before the database is tried again, at first and 
 _BURST, _PER_SECOND = 100, 1.0  # refused attempts that are recorded
 _MAX_WAITING = 1000  # lines that may wait for standard output
 _STOP_TIMEOUT = 5.0  # seconds for the database at the end; what is left stays in the spool
+_TAIL = 64 * 1024  # bytes of the journal's last lines
 _GATEWAY = Actor("gateway", "", None)
 _log = logging.getLogger("vllm_gateway.audit")
 
@@ -68,7 +70,8 @@ class AuditLog:
         self._undelivered: str | None = None
         self._delivered = 0  # bytes of the spool that are in the table
         self._waiting = len(opened.read(0)) if table is not None else 0
-        self._logged_checkpoint = opened.checkpoint
+        self._logged_checkpoint = self._start = opened.checkpoint
+        self._before_start = opened.read(max(opened.size - _TAIL, 0))
 
     # Recording
 
@@ -112,6 +115,14 @@ class AuditLog:
             self._counts["suppressed"] += 1
             self._unreported += 1
         self._wake.set()
+
+    def before_start(self) -> Iterator[Line]:
+        """Yield the last lines of this chain from before the start, the newest first. Raises DatabaseUnavailableError."""
+        waiting = [line for line in map(read_line, self._before_start) if line is not None and line.chain == self._start.chain]
+        yield from reversed(waiting)
+        if self._table is not None:
+            first = waiting[0].seq if waiting else self._start.seq + 1
+            yield from filter(None, map(read_line, self._table.read_before(self._start.chain, first)))
 
     # The thread
 

@@ -93,6 +93,16 @@ class AuditTable:
                 yield f"chain {row.chain}, entry {row.seq}", data if is_whole else b""
             last = rows[-1].chain, rows[-1].seq
 
+    def read_before(self, chain: str, seq: int) -> list[bytes]:
+        """Return the last lines of a chain before a number, the newest first, at most as many as a statement has."""
+        query = select(AUDIT.c.entry).where(AUDIT.c.chain == chain, AUDIT.c.seq < seq).order_by(AUDIT.c.seq.desc()).limit(_BATCH)
+        try:
+            self._prepare()
+            with self._engine.connect() as connection:
+                return [entry.encode("utf-8", "surrogatepass") for entry in connection.execute(query).scalars()]
+        except _UNAVAILABLE as error:
+            raise DatabaseUnavailableError(reason(error)) from error
+
     def _page(self, last: tuple[str, int]) -> Sequence[Row[Any]]:
         """Return the next rows after one, none of a table that does not exist yet."""
         if self._is_missing_file():

@@ -73,7 +73,6 @@ class KeyStore:
         self._error: str | None = None
         self._changed = asyncio.Event()
         self._following, self._changing = asyncio.Lock(), asyncio.Lock()
-        self.service = KeyService(database, lambda: Named.by(self._config))
 
     # Start, and the loop
 
@@ -214,13 +213,15 @@ class KeyStore:
         """Return any key of a team that is served, or None."""
         return next(filter(None, map(self.key, self._state.keys_of_team(team))), None)
 
-    async def change(self, work: Callable[[KeyService], T], seconds: float = CHANGE_TIMEOUT) -> T:
-        """Run a change, and return when the workers of this gateway have applied it.
+    async def change(self, work: Callable[[KeyService], T], record: Callable[[T], None], seconds: float = CHANGE_TIMEOUT) -> T:
+        """Run a change, and return when the workers of this gateway have applied it. ``record`` gets its result before the commit.
 
-        Raises RefusedChangeError, and DatabaseUnavailableError also after ``seconds``. The change may then still be made.
+        Raises RefusedChangeError, what ``record`` raises, and DatabaseUnavailableError also after ``seconds``. The change may then still
+        be made.
         """
+        service = KeyService(self._database.recorded(record), lambda: Named.by(self._config))
         async with self._changing:  # the database makes one change at a time, too
-            done = await run_in_thread(lambda: work(self.service), seconds)
+            done = await run_in_thread(lambda: work(service), seconds)
         with suppress(DatabaseUnavailableError):  # it is committed, and applied with the next poll
             await self.follow()
             await self._applied()

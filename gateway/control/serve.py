@@ -117,6 +117,10 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         if (keys := control.key_store) is not None:
             await _learn_keys(keys, config, path)
             critical.append(await stack.enter_async_context(_background(keys.run())))
+        if audit_log is not None and stored is not None:
+            from gateway.control.last_change import check_last_change  # it loads SQLAlchemy
+
+            await stack.enter_async_context(_background(check_last_change(audit_log, stored[0])))
         on_hangup(stop_requests, reloader.request)
 
         # Serve operators, and start the tasks that run until the end.

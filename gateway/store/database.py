@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import copy
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
 from pathlib import Path
@@ -34,6 +35,8 @@ _LOCKS = {
     "postgresql": (
         "SET LOCAL lock_timeout = '5s'",
         "SET LOCAL statement_timeout = '10s'",
+        # A gateway that is cut off during a change blocks the others only until the server ends its transaction.
+        "SET LOCAL idle_in_transaction_session_timeout = '10s'",
         "SELECT pg_advisory_xact_lock(1986817134)",
     ),
     "sqlite": ("BEGIN IMMEDIATE",),
@@ -186,6 +189,16 @@ class KeyDatabase:
         self._url = url
         self.engine: Engine = create_database_engine(url)
         self._is_ready = False
+        self._record: Callable[[Any], None] | None = None
+
+    def recorded(self, record: Callable[[Any], None]) -> KeyDatabase:
+        """Return the same database for a change that is recorded: ``record`` gets its result before it is committed.
+
+        If ``record`` raises, nothing is changed.
+        """
+        made = copy(self)
+        made._record = record
+        return made
 
     @property
     def is_postgres(self) -> bool:
@@ -204,6 +217,8 @@ class KeyDatabase:
             done = work(Transaction(connection, now or datetime.now(UTC)))
             if self.is_postgres:
                 connection.exec_driver_sql(f"NOTIFY {CHANNEL}")
+            if self._record is not None:
+                self._record(done)
         return done
 
     def page(self, kind: Kind, after: str, limit: int, team: str | None = None) -> list[Row]:
@@ -217,6 +232,15 @@ class KeyDatabase:
         """Return an entry, or None."""
         with self._connected() as connection:
             return next(iter(_rows(connection, kind, [identity])), None)
+
+    def has_change(self, kind: Kind, identity: str, first: int, last: int) -> bool:
+        """Return whether the log has a change of an entry with a number from ``first`` to ``last``, or does not go back so far."""
+        with self._connected() as connection:
+            oldest = connection.execute(select(func.min(CHANGES.c.seq))).scalar()
+            if oldest is not None and oldest > max(first, 1):
+                return True
+            found = select(CHANGES.c.seq).where(CHANGES.c.seq.between(first, last), CHANGES.c.kind == kind, CHANGES.c.id == identity)
+            return connection.execute(found.limit(1)).scalar() is not None
 
     def changes_since(self, last: Position | None) -> Changes:
         """Return what changed since a position; everything if it is None, or if the log does not lead on from it."""

@@ -20,6 +20,8 @@ from gateway.store.entries import Position, Repeatable
 from gateway.store.errors import Reason, RefusedChangeError
 from gateway.store.service import KeyService
 from tests.support.ports import refusing
+from tests.support.postgres import Postgres
+from tests.support.process import wait_for
 
 NAMED = Named(keys={"yaml"}, hashes={hash_of("sk-of-the-yaml")}, teams={"lab"}, models={"qwen"}, has_prices=True)
 
@@ -252,6 +254,37 @@ def test_two_changes_at_once_cannot_both_have_read_the_same_version(service: Key
     for each in threads:
         each.join(60)
     assert sorted(outcomes) == ["CHANGED", "CHANGED", "CHANGED", "changed"]
+
+
+def test_a_gateway_that_hangs_during_a_change_blocks_the_others_for_seconds(server: Postgres, tmp_path: Path) -> None:
+    url, begun, finish, failed = database_url(server.database(), tmp_path), threading.Event(), threading.Event(), list[str]()
+    with closing(KeyDatabase(url)) as hanging, closing(KeyDatabase(url)) as other:
+
+        def work(transaction: Transaction) -> None:
+            transaction.add("team", "half", '{"id": "half"}')
+            begun.set()
+            finish.wait(120)
+
+        def change() -> None:
+            try:
+                hanging.change(work)
+            except DatabaseUnavailableError as error:
+                failed.append(str(error))
+
+        def is_changed() -> bool:
+            try:
+                KeyService(other, lambda: NAMED).create_team({"id": "ops"})
+            except DatabaseUnavailableError:
+                return False
+            return True
+
+        thread = threading.Thread(target=change)
+        thread.start()
+        assert begun.wait(60)
+        wait_for(is_changed, 60)
+        finish.set()
+        thread.join(60)
+        assert failed and other.find("team", "half") is None
 
 
 def test_a_change_that_fails_leaves_nothing(service: KeyService, database: KeyDatabase) -> None:
