@@ -21,7 +21,7 @@ from gateway.config import Config, Problem
 from gateway.fleet.stored_keys import KeyEncoder
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import StoredKeys
-from gateway.snapshot.snapshot import CALENDAR, Key
+from gateway.snapshot.snapshot import CALENDAR, Allowance, Key
 from gateway.store.database import Changes, KeyDatabase
 from gateway.store.decisions import Named
 from gateway.store.local_copy import LocalCopy
@@ -65,10 +65,13 @@ class KeyStore:
         self._applied = applied
         self._state = StoreState(config, KeyEncoder)
         self._encoded: dict[str, bytes] = {}
+        self._budgeted: dict[str, tuple[str, ...]] = {}  # the names of holders with budgets, by the ID of a key
         self._is_unknown = True
         self._confirmed = time.monotonic() - self._max_age  # when the database responded last
         self._copy_at = 0.0  # when the local copy is written next, if nothing changes
         self._is_copy_behind = False  # it lacks changes, so that it must be written completely
+        self._copied: float | None = None  # when the database confirmed what is in the local copy; None without a copy
+        self._is_copy_failing = False
         self._is_started = False
         self._error: str | None = None
         self._changed = asyncio.Event()
@@ -81,7 +84,7 @@ class KeyStore:
         found = await run_in_thread(self._copy.read, _LOAD_TIMEOUT)
         if found is not None and (age := max(time.time() - found[1], 0.0)) < self._max_age:
             await self._load(found[0])
-            self._confirmed = time.monotonic() - age
+            self._confirmed = self._copied = time.monotonic() - age
         with suppress(DatabaseUnavailableError, TimeoutError):
             async with asyncio.timeout(_LOAD_TIMEOUT if self._is_unknown else _START_TIMEOUT):
                 await self.follow()
@@ -140,6 +143,7 @@ class KeyStore:
         with suppress(DatabaseUnavailableError):  # the disk hangs
             is_done = await run_in_thread(lambda: self._copy.apply(changes, confirmed), _COPY_TIMEOUT)
         self._is_copy_behind, self._copy_at = not is_done, time.monotonic() + (_CONFIRM_EVERY if is_done else _RETRY_COPY)
+        self._copied, self._is_copy_failing = self._confirmed if is_done else self._copied, not is_done
 
     async def _load(self, changes: Changes) -> None:
         """Use everything that exists. It is prepared on a thread, because there may be many keys."""
@@ -158,7 +162,7 @@ class KeyStore:
     def _use(self, effect: Effect) -> None:
         """Send what has changed to the workers. New workers get it from ``messages``."""
         if effect.is_reset:
-            self._encoded = dict(effect.changed)
+            self._encoded, self._budgeted = dict(effect.changed), {}
             messages = self.messages()
         else:
             for identity in effect.removed:
@@ -167,6 +171,10 @@ class KeyStore:
             messages = _messages(effect.changed, tuple(effect.removed), is_reset=False)
         for message in messages:
             self._send(message)
+        for identity in (*effect.removed, *effect.changed):
+            self._budgeted.pop(identity, None)
+            if holders := _holders_with_budgets(effect.changed.get(identity)):
+                self._budgeted[identity] = holders
         for identity in effect.removed:
             if why := self._state.unserved.get(identity):
                 _log.error("the key %s of the store is not served: %s", identity, why)
@@ -175,7 +183,7 @@ class KeyStore:
         if self._is_unknown or self.age < self._max_age:
             return
         _log.error("the store's database has not responded for %.0f s (store.max_age): its keys are not served any more", self.age)
-        self._state, self._encoded, self._is_unknown = StoreState(self._config, KeyEncoder), {}, True
+        self._state, self._encoded, self._budgeted, self._is_unknown = StoreState(self._config, KeyEncoder), {}, {}, True
         for message in self.messages():
             self._send(message)
 
@@ -205,9 +213,16 @@ class KeyStore:
 
     def keys_with_budgets(self) -> Iterator[Key]:
         """Yield the served keys that have a budget, or whose team has one."""
-        for encoded in self._encoded.values():
-            if any(not _BUDGETS.isdisjoint(each["limits"]) for each in _decode_limits(encoded).allowances):
-                yield _decode(encoded)
+        return (_decode(self._encoded[identity]) for identity in self._budgeted)
+
+    def used_budgets(self, is_counted: Callable[[str], bool]) -> Iterator[Allowance]:
+        """Yield the limits of keys and teams with a budget, some of them several times, if their use is counted.
+
+        ``is_counted`` returns this for the name of a holder. So a report costs the keys that are used.
+        """
+        for identity, holders in self._budgeted.items():
+            if any(map(is_counted, holders)):
+                yield from _decode(self._encoded[identity]).allowances
 
     def key_of_team(self, team: str) -> Key | None:
         """Return any key of a team that is served, or None."""
@@ -242,10 +257,15 @@ class KeyStore:
         """Yield the metrics of the store."""
         yield Series("key_store_keys", ()), self._state.count
         yield Series("key_store_age_seconds", ()), self.age
+        if self._copied is not None:
+            yield Series("key_store_copy_age_seconds", ()), time.monotonic() - self._copied
+        for identity, moment in self._state.expiries.items():
+            yield Series("key_expires_timestamp_seconds", (identity,)), moment
 
     def dependency(self) -> Observation:
         """Return the state of the database."""
-        return Observation("key_store", error=self._error)
+        warning = "the local copy cannot be written, so it lacks changes after a restart" if self._is_copy_failing else None
+        return Observation("key_store", error=self._error, warning=warning)
 
     def status(self) -> Mapping[str, Any]:
         """Return the entry of /status."""
@@ -264,6 +284,12 @@ def _messages(changed: Mapping[str, bytes], removed: tuple[str, ...], *, is_rese
         keys: Any = tuple(encoded[start : start + _KEYS_IN_MESSAGE])
         is_first = start == 0
         yield StoredKeys(keys, removed if is_first else (), is_reset=is_reset and is_first)
+
+
+def _holders_with_budgets(encoded: bytes | None) -> tuple[str, ...]:
+    """Return the names of the holders of a key that have a budget, its own and its team's."""
+    allowances = [] if encoded is None else _decode_limits(encoded).allowances
+    return tuple([each["holder"] for each in allowances if not _BUDGETS.isdisjoint(each["limits"])])
 
 
 class _Limited(msgspec.Struct):

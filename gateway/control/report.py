@@ -108,9 +108,10 @@ class GatewayReport:
         yield Series("build_info", (__version__, core())), 1
 
     def _budgets(self) -> Iterator[tuple[str, BudgetState]]:
-        workers = self._control.workers
-        in_store = workers.snapshot is not None and workers.snapshot.uses_store
-        return self._control.store_counts.budgets() if in_store else workers.budgets()
+        workers, keys = self._control.workers, self._control.key_store
+        if workers.snapshot is not None and workers.snapshot.uses_store:
+            return self._control.store_counts.budgets()
+        return workers.budgets(() if keys is None else keys.used_budgets(workers.buckets.is_counted))
 
     def _without_removed_servers(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
         """Omit discovered servers that were removed and have nothing in flight.

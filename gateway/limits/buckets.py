@@ -219,6 +219,11 @@ class Buckets:
 
     # For an observer
 
+    def is_counted(self, name: str) -> bool:
+        """Return whether a holder has counts, which it gets with its first request."""
+        self._find_new_records()
+        return _digest(name) in self._offsets
+
     def shown_states(self, name: str, limits: Limits, at: Moment) -> list[BudgetState]:
         """Return the state of each budget of a holder for an observer, which changes nothing and takes no lock."""
         self._find_new_records()

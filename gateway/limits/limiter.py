@@ -300,10 +300,10 @@ def _reasons(key: Key) -> Iterator[str]:
         yield from (budget.name for window in windows_of(allowance.limits) for budget in window.budgets if not budget.soft)
 
 
-def shown_budgets(buckets: Buckets, snapshot: Snapshot) -> Iterator[tuple[str, BudgetState]]:
-    """Yield each budget of the configured keys and teams, with the name of its holder, for an observer. They are counted in memory."""
+def shown_budgets(buckets: Buckets, allowances: Iterable[Allowance]) -> Iterator[tuple[str, BudgetState]]:
+    """Yield each budget of keys and teams once, with the name of its holder, for an observer. They are counted in memory."""
     at = moment(monotonic(), time())
-    holders = {each.holder: each.limits for key in snapshot.keys for each in key.allowances}
+    holders = {each.holder: each.limits for each in allowances}
     for name, limits in holders.items():
         if windows_of(limits):
             yield from ((name, state) for state in buckets.shown_states(name, limits, at))

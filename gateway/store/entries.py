@@ -10,6 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from math import inf
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -95,18 +96,52 @@ def parse_team(entry: str) -> Team:
     return Team.model_validate_json(entry)
 
 
-def hashes_and_team(entry: str) -> tuple[list[str], str | None]:
-    """Return the hashes of a key's JSON, and its team, without validating the rest. Raises ValueError."""
+class KeySummary(NamedTuple):
+    """The hashes of a key, its team, and when its last hash expires, in seconds since the epoch. None: never, or it is revoked."""
+
+    hashes: tuple[str, ...]
+    team: str | None = None
+    expires: float | None = None
+
+
+def key_summary(entry: str) -> KeySummary:
+    """Return the summary of a key's JSON, without validating the rest. Raises ValueError."""
     try:
-        shape = msgspec.json.decode(entry, type=_Shape)
-        return [one if isinstance(one, str) else one["hash"] for one in shape.hash], shape.team
-    except (msgspec.DecodeError, KeyError) as error:
+        shape = _decode_shape(entry)
+        if shape.expires is None and len(shape.hash) == 1 and isinstance(shape.hash[0], str):  # as most of many keys
+            return KeySummary((shape.hash[0],), shape.team)
+        hashes = tuple([one if isinstance(one, str) else one["hash"] for one in shape.hash])
+        return KeySummary(hashes, shape.team, None if shape.revoked else _last_expiry(shape))
+    except (msgspec.DecodeError, KeyError, ValueError) as error:
         raise ValueError("the entry is invalid") from error
+
+
+def hashes_and_team(entry: str) -> tuple[tuple[str, ...], str | None]:
+    """Return the hashes of a key's JSON, and its team, without validating the rest. Raises ValueError."""
+    return key_summary(entry)[:2]
+
+
+def _last_expiry(shape: _Shape) -> float | None:
+    """Return when the last hash expires, as ``key_list.expiry`` does for a validated key."""
+    of_hashes = [None if isinstance(one, str) else one.get("expires") for one in shape.hash]
+    last = [] if None in of_hashes else [max((_seconds(each) for each in of_hashes if each is not None), default=inf)]
+    own = [] if shape.expires is None else [_seconds(shape.expires)]
+    first = min((*own, *last), default=inf)
+    return None if first == inf else first
+
+
+def _seconds(time: str) -> float:
+    return datetime.fromisoformat(time).timestamp()
 
 
 class _Shape(msgspec.Struct):
     hash: list[str | dict[str, str]]
     team: str | None = None
+    expires: str | None = None
+    revoked: bool = False
+
+
+_decode_shape = msgspec.json.Decoder(_Shape).decode
 
 
 def stored_key(row: Row) -> StoredKey:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from gateway.config import Config, Limits, Team
 from gateway.store.database import Changed, Changes
 from gateway.store.decisions import subject_prefixes
-from gateway.store.entries import Position, hashes_and_team, parse_team, team_json
+from gateway.store.entries import KeySummary, Position, key_summary, parse_team, team_json
 
 Encode = Callable[[str, Limits | None], bytes]
 """Returns a key, from its JSON, as workers decode it. The limits are those of its team. Raises ValueError for an invalid entry."""
@@ -34,11 +34,10 @@ class _UnservedError(Exception):
 
 
 class _Entry(NamedTuple):
-    """A key as it is stored, its team and its hashes."""
+    """A key as it is stored, and its summary."""
 
     json: str
-    team: str | None
-    hashes: tuple[str, ...]
+    summary: KeySummary
 
 
 class StoreState:
@@ -55,6 +54,8 @@ class StoreState:
         self.position = Position()
         self.unserved: dict[str, str] = {}
         """Why a key is not served, by its ID."""
+        self.expiries: dict[str, float] = {}
+        """When a key expires, in seconds since the epoch, by its ID. Keys that do not expire, or are revoked, are omitted."""
 
     @property
     def count(self) -> int:
@@ -74,7 +75,8 @@ class StoreState:
     def apply(self, changes: Changes) -> Effect:
         """Apply changes of the database. Returns what workers have to know."""
         if changes.is_complete:
-            self._keys, self._hashes, self._teams, self._keys_of_team, self.unserved = {}, {}, {}, defaultdict(set), {}
+            self._keys, self._hashes, self._teams, self._keys_of_team = {}, {}, {}, defaultdict(set)
+            self.unserved, self.expiries = {}, {}
         affected: dict[str, None] = {}
         for name in changes.teams.removed:
             self._teams.pop(name, None)
@@ -88,7 +90,8 @@ class StoreState:
             self._forget(identity)
             affected[identity] = None
         for identity, entry in changes.keys.entries.items():
-            self._forget(identity)
+            if not changes.is_complete:
+                self._forget(identity)
             self._learn(identity, entry)
             affected[identity] = None
         self.position = changes.position
@@ -127,26 +130,31 @@ class StoreState:
 
     def _learn(self, identity: str, entry: str) -> None:
         try:
-            hashes, team = hashes_and_team(entry)
+            summary = key_summary(entry)
         except ValueError:
-            hashes, team = [], None  # it is not served
-        self._keys[identity] = _Entry(entry, team, tuple(hashes))
-        self._hashes.update((one, identity) for one in hashes)
-        if team is not None:
-            self._keys_of_team[team].add(identity)
+            summary = KeySummary(())  # it is not served
+        self._keys[identity] = _Entry(entry, summary)
+        for one in summary.hashes:
+            self._hashes[one] = identity
+        if summary.team is not None:
+            self._keys_of_team[summary.team].add(identity)
+        if summary.expires is not None:
+            self.expiries[identity] = summary.expires
 
     def _forget(self, identity: str) -> None:
         former = self._keys.pop(identity, None)
         self.unserved.pop(identity, None)
+        self.expiries.pop(identity, None)
         if former is None:
             return
-        for one in former.hashes:
+        _, (hashes, team, _) = former
+        for one in hashes:
             if self._hashes.get(one) == identity:
                 del self._hashes[one]
-        if former.team is not None:
-            self._keys_of_team[former.team].discard(identity)
-            if not self._keys_of_team[former.team]:
-                del self._keys_of_team[former.team]
+        if team is not None:
+            self._keys_of_team[team].discard(identity)
+            if not self._keys_of_team[team]:
+                del self._keys_of_team[team]
 
     def _effect(self, ids: Iterable[str], *, is_reset: bool = False) -> Effect:
         effect, encode = Effect({}, [], is_reset), self._encode(self._config)
@@ -155,8 +163,9 @@ class StoreState:
             self.unserved.pop(identity, None)
             try:
                 if entry is not None:
-                    self._check_served(identity, entry.team)
-                    effect.changed[identity] = encode(entry.json, self._limits_of(entry.team))
+                    team = entry.summary.team
+                    self._check_served(identity, team)
+                    effect.changed[identity] = encode(entry.json, self._limits_of(team))
                     continue
             except _UnservedError as error:
                 self.unserved[identity] = str(error)

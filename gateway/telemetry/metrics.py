@@ -132,6 +132,7 @@ _FAMILIES = (
     Family("audit_lines_dropped_total", "Entries of the audit log that could not be written to standard output."),
     Family("key_store_keys", "Keys of the store."),
     Family("key_store_age_seconds", "Seconds since the store's database confirmed the keys that are served."),
+    Family("key_store_copy_age_seconds", "Seconds since the store's database confirmed the keys in the local copy."),
     Family("prompt_counts_total", "Prompts of truncated requests that their server counted afterwards, by outcome.", ("model", "outcome")),
     Family(
         "unbilled_tokens_total", "Tokens counted by engines and not billed, by the reason found by the reconciliation.", ("model", "reason")

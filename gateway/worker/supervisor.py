@@ -23,7 +23,7 @@ from gateway.limits.buckets import Buckets
 from gateway.limits.limiter import shown_budgets
 from gateway.limits.windows import BudgetState
 from gateway.snapshot import link
-from gateway.snapshot.snapshot import Snapshot
+from gateway.snapshot.snapshot import Allowance, Snapshot
 from gateway.system.acceptor import Seats
 from gateway.system.tasks import cancel, wait_at_most, wait_until
 from gateway.telemetry.shared_counters import SharedCounters
@@ -351,9 +351,10 @@ class WorkerSupervisor:
         choices = [slot.choices[model] for slot in self._slots if model in slot.choices]
         return max(choices, key=lambda choice: choice.time, default=None)
 
-    def budgets(self) -> Iterator[tuple[str, BudgetState]]:
-        """Yield each budget of the configured keys and teams, with the name of its holder."""
-        return iter(()) if self.snapshot is None else shown_budgets(self.buckets, self.snapshot)
+    def budgets(self, stored: Iterable[Allowance] = ()) -> Iterator[tuple[str, BudgetState]]:
+        """Yield each budget of the configured keys and teams, and of the stored ones, with the name of its holder."""
+        configured = () if self.snapshot is None else (each for key in self.snapshot.keys for each in key.allowances)
+        return shown_budgets(self.buckets, (*configured, *stored))
 
     def store_status(self) -> link.StoreStatus | None:
         """Return the status of the limits store: unreachable if any worker cannot reach it. None: it is not used, or not reported yet."""

@@ -9,61 +9,18 @@ import signal
 import sqlite3
 import stat
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 import yaml
 
 from gateway.auth.keys import hash_of
+from tests.support.key_store import ANY, KEYS, TEAMS, TOKEN, create, running, send, settings, status_of
 from tests.support.postgres import Postgres
-from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.process import Gateway, gateway, launched, wait_for
 from tests.support.running import KEY
-
-TOKEN = "an-admin-token-of-the-tests"
-SERVER = {"id": "sim/one", "servers": [{"url": "http://127.0.0.1:9"}]}  # authentication needs no server
-KEYS, TEAMS = "/admin/v1/keys", "/admin/v1/teams"
-ANY = {"if-match": "*"}
-
-
-def settings(store: Any, *models: dict[str, Any], workers: int = 2, **more: Any) -> dict[str, Any]:
-    admin = {"port": 0, "token": {"env": "ADMIN_TOKEN"}}
-    return configuration(*(models or (SERVER,)), workers=workers, admin=admin) | {"store": store} | more
-
-
-@contextmanager
-def running(folder: Path, config: dict[str, Any] | None, **more: Any) -> Iterator[Gateway]:
-    folder.mkdir(exist_ok=True)
-    with gateway(folder, config, variables={"ADMIN_TOKEN": TOKEN}, ready=False, **more) as one:
-        wait_for(lambda: one.process.poll() is not None or status_of(one, KEY) == 200, 60, why=lambda: one.output)
-        yield one
-
-
-def send(one: Gateway, method: str, path: str, *, headers: dict[str, str] | None = None, **more: Any) -> httpx2.Response:
-    named = {"authorization": f"Bearer {TOKEN}", **(headers or {})}
-    return httpx2.request(method, f"http://127.0.0.1:{one.admin}{path}", headers=named, timeout=60, verify=False, **more)
-
-
-def create(one: Gateway, identity: str, **fields: Any) -> str:
-    reply = send(one, "POST", KEYS, json={"id": identity, **fields})
-    assert reply.status_code == 201, reply.text
-    secret: str = reply.json()["secret"]
-    return secret
-
-
-def status_of(one: Gateway, token: str, count: int = 1) -> int:
-    """Return the status that every one of some connections gets; -1 if it differs. They are accepted by all workers."""
-    found: set[int] = set()
-    for _ in range(count):
-        try:
-            found.add(
-                httpx2.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=60, verify=False).status_code
-            )
-        except httpx2.HTTPError:
-            return 0
-    return found.pop() if len(found) == 1 else -1
 
 
 @pytest.fixture(scope="module")
@@ -230,6 +187,52 @@ def test_a_limit_is_in_force_for_the_next_request(tmp_path: Path) -> None:
         assert chat() == 200
 
 
+def test_keys_of_the_store_have_the_metrics_of_keys_in_files(tmp_path: Path) -> None:
+    config = settings("sqlite:///keys.db", launched("sim/one", **{"sim-tokens-per-second": 0}), workers=1)
+    config["teams"] = [{"id": "lab", "limits": {"tokens_per_month": 1000}}]
+    with running(tmp_path, config) as one:
+        wait_for(lambda: one.get("/readyz").status_code == 200)
+        token = create(one, "alice", expires="2090-01-01", team="lab", limits={"tokens_per_day": 100, "requests_per_minute": 60})
+        create(one, "unused", limits={"tokens_per_day": 100})
+
+        def metric(text: str) -> float | None:
+            lines = [line for line in send(one, "GET", "/metrics").text.splitlines() if line.startswith(f"vllm_gateway_{text} ")]
+            return float(lines[0].rpartition(" ")[2]) if lines else None
+
+        assert metric('key_expires_timestamp_seconds{key="alice"}') == 3786912000
+        assert metric('key_expires_timestamp_seconds{key="unused"}') is None
+        budget = 'budget_used_ratio{{budget="{}",holder="{}",soft="false"}}'.format
+        assert metric(budget("tokens_per_day", "key alice")) is None, "it has no counts yet"
+        body = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+        reply = httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {token}"}, timeout=60)
+        used = reply.json()["usage"]["total_tokens"]
+        wait_for(lambda: metric(budget("tokens_per_day", "key alice")) == used / 100)
+        assert metric(budget("tokens_per_month", "team lab")) == used / 1000
+        assert metric(budget("tokens_per_day", "key unused")) is None
+        send(one, "POST", f"{KEYS}/alice/revoke", headers=ANY)
+        assert metric('key_expires_timestamp_seconds{key="alice"}') is None
+        age = metric("key_store_copy_age_seconds")
+        assert age is not None and age >= 0
+
+
+def test_nothing_is_changed_without_an_entry_in_the_audit_log(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("a-secret-of-the-audit-log")
+    config = settings("sqlite:///keys.db", audit={"secret": {"file": "secret"}, "file": "audit.jsonl"})
+    with running(tmp_path, config) as one:
+        [checkpoint] = (tmp_path / "vllm-gateway" / "audit").glob("*/checkpoint")
+        kept = checkpoint.rename(tmp_path / "checkpoint")
+        checkpoint.mkdir()
+        for _ in range(2):
+            reply = send(one, "POST", KEYS, json={"id": "alice"})
+            assert (reply.status_code, "so nothing was changed" in reply.json()["error"]) == (503, True)
+        assert send(one, "GET", f"{KEYS}/alice").status_code == 404
+        checkpoint.rmdir()
+        kept.rename(checkpoint)
+        version = send(one, "POST", KEYS, json={"id": "alice"}).headers["etag"]
+        last = json.loads((tmp_path / "audit.jsonl").read_bytes().splitlines()[-1])
+        assert (last["action"], last["target"], f'"{last["after"]["version"]}"') == ("key.create", "alice", version)
+
+
 def test_a_configuration_with_an_id_of_the_store_does_not_start(tmp_path: Path) -> None:
     config = settings("sqlite:///keys.db")
     with running(tmp_path, config) as one:
@@ -282,11 +285,16 @@ def test_known_keys_are_served_while_the_database_is_away_also_after_a_restart(t
 def test_known_keys_are_refused_after_the_maximum_age(tmp_path: Path, server: Postgres) -> None:
     config = settings({"url": server.database(), "max_age": "2s"})
     with running(tmp_path, config) as one:
-        token = create(one, "alice")
+        token = create(one, "alice", expires="2090-01-01", limits={"tokens_per_day": 100})
+        body = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}]}
+        httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers={"authorization": f"Bearer {token}"}, timeout=60)
+        series = ('key_expires_timestamp_seconds{key="alice"}', 'holder="key alice"')
+        assert all(each in send(one, "GET", "/metrics").text for each in series)
         server.stop()
         try:
             wait_for(lambda: status_of(one, token) == 503)
             assert status_of(one, KEY) == 200
+            assert not any(each in send(one, "GET", "/metrics").text for each in series)
             one.stop()
             with running(tmp_path, None) as again:
                 assert (status_of(again, token), status_of(again, KEY)) == (503, 200)

@@ -1,4 +1,4 @@
-"""An expired, an expiring and a renewed certificate of the data port are reported by check, log, status, readiness and metrics."""
+"""An expired, an expiring and a renewed certificate of a port are reported by check, log, status, readiness and metrics."""
 
 from __future__ import annotations
 
@@ -65,3 +65,16 @@ def test_each_change_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert text in (observed.error or observed.warning or "")
     (tmp_path / "cert.pem").write_text("half of a file")
     assert list(watched.dependencies(config)) == [observed], "the workers still use the last certificate"
+
+
+def test_the_admin_port_has_its_own_certificate(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own = with_tls(tmp_path, FINE)
+    (tmp_path / "admin").mkdir()
+    dated(tmp_path / "admin", *SOON)
+    own["server"]["admin"]["tls"] = {"cert": "admin/cert.pem", "key": "admin/key.pem"}
+    write(tmp_path / "gateway.yaml", own)
+    config, watched = load(tmp_path / "gateway.yaml"), CertificateDates()
+    expires = {series.labels: value for series, value in watched.series(config)}
+    assert expires == {("server.tls",): FINE[1].timestamp(), ("server.admin.tls",): SOON[1].timestamp()}
+    assert [(each.subject, each.state) for each in watched.dependencies(config)] == [("server.tls", "up"), ("server.admin.tls", "degraded")]
+    assert "the certificate of server.admin.tls expires on" in caplog.text

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gateway import config as conf
 from gateway.auth.keys import hash_of
-from gateway.config import Config
+from gateway.config import Config, Key
+from gateway.key_management.key_list import expiry
 from gateway.store.database import Changed, Changes
-from gateway.store.entries import Position, parse_key
+from gateway.store.entries import Position, key_json, key_summary, parse_key
 from gateway.store.state import Encode, StoreState
 
 Entry = tuple[str, str]
@@ -129,3 +134,27 @@ def test_everything_leads_to_the_same_state() -> None:
 def test_keys_of_an_invalid_team_are_not_served() -> None:
     state = started(row("a", team="ops"), row("b"), stored=(("ops", "{"),))
     assert state.unserved == {"a": "there is no team ops"}
+
+
+_moments = st.datetimes(datetime(2020, 1, 1), datetime(2090, 1, 1), timezones=st.just(UTC)).map(lambda moment: moment.isoformat())
+_hashes = st.integers(0, 9).map(lambda number: hash_of(f"key {number}"))
+
+
+@given(
+    st.fixed_dictionaries(
+        {"hash": st.lists(_hashes | st.fixed_dictionaries({"hash": _hashes, "expires": _moments}), min_size=1, max_size=3)},
+        optional={"expires": _moments, "revoked": st.booleans(), "team": st.just("ops")},
+    )
+)
+def test_the_summary_of_a_key_is_that_of_the_validated_key(fields: dict[str, Any]) -> None:
+    key = Key.model_validate({"id": "a", **fields})
+    end = expiry(key)
+    expected = (tuple(one.text for one in key.hashes), key.team, None if end is None else end.timestamp())
+    assert key_summary(json.dumps({"id": "a", **fields})) == key_summary(key_json(key, "a name")) == expected
+
+
+def test_keys_that_expire_are_known() -> None:
+    state = started(row("a", expires="2030-01-01T00:00:00Z"), row("b"), row("c", expires="2031-01-01T00:00:00Z"))
+    assert state.expiries == {"a": 1893456000, "c": 1924992000}
+    state.apply(changes(row("a", expires="2030-01-01T00:00:00Z", revoked=True), removed=("c",)))
+    assert state.expiries == {}
