@@ -11,7 +11,6 @@ import os
 import platform
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -25,21 +24,17 @@ import psutil
 
 from gateway.ledger.store import database_url
 from gateway.store.database import KeyDatabase
+from tests.support import key_store
+from tests.support.key_store import KEYS, TOKEN, propagation, settings, status_of
 from tests.support.postgres import postgres
-from tests.support.process import Gateway, configuration, gateway, wait_for
+from tests.support.process import Gateway, gateway, wait_for
+from tests.support.running import KEY
 
 REPORT = Path(__file__).resolve().parents[2] / "docs" / "performance" / "key-store.json"
-SIZES = (0, 1_000, 10_000, 100_000)
+SIZES = (0, 100, 10_000, 100_000)
 CHANGES = 100
-TOKEN = "an-admin-token-of-the-benchmark"
 LAST = "sk-the-last-key"
-KEYS = "/admin/v1/keys"
 _RATE = 500  # requests per second during changes on two gateways
-
-
-def config(store: str) -> dict[str, Any]:
-    model = {"id": "sim/one", "servers": [{"url": "http://127.0.0.1:9"}]}
-    return configuration(model, workers=2, admin={"port": 0, "token": {"env": "ADMIN_TOKEN"}}) | {"store": store}
 
 
 def fill(url: str, folder: Path, count: int) -> None:
@@ -59,7 +54,7 @@ def running(folder: Path, written: dict[str, Any] | None, token: str) -> Iterato
     """Run a gateway. Yields it, and the seconds from its start until a request with the token is accepted."""
     began = time.perf_counter()
     with gateway(folder, written, variables={"ADMIN_TOKEN": TOKEN}, ready=False) as one:
-        wait_for(lambda: status(one, token) == 200, 120, why=lambda: one.output)
+        wait_for(lambda: status_of(one, token) == 200, 120, why=lambda: one.output)
         yield one, time.perf_counter() - began
 
 
@@ -67,13 +62,6 @@ def cpu_until_now(one: Gateway) -> float:
     """Return the CPU seconds of control and of one worker, which a start needs one after the other."""
     times = (psutil.Process(pid).cpu_times() for pid in (one.process.pid, one.workers()[0]))
     return sum(each.user + each.system for each in times)
-
-
-def status(one: Gateway, token: str) -> int:
-    try:
-        return httpx2.get(f"{one.url}/v1/models", headers={"authorization": f"Bearer {token}"}, timeout=60, verify=False).status_code
-    except httpx2.HTTPError:
-        return 0
 
 
 def memory(one: Gateway) -> tuple[int, int]:
@@ -97,8 +85,8 @@ def by_size(count: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         fill("sqlite:///keys.db", folder, count)
-        token = LAST if count else "sk-a-test-key"
-        with running(folder, config("sqlite:///keys.db"), token) as (one, first):
+        token = LAST if count else KEY
+        with running(folder, settings("sqlite:///keys.db"), token) as (one, first):
             cpu = cpu_until_now(one)
         with running(folder, None, token) as (one, again), httpx2.Client(verify=False, timeout=60) as client:
             used = memory(one)
@@ -127,46 +115,17 @@ def by_size(count: int) -> dict[str, Any]:
 def on_two_gateways() -> dict[str, Any]:
     """Measure how long changes on one gateway take to be in force on another one, while requests run."""
     with postgres() as server, tempfile.TemporaryDirectory() as name:
-        store, first, second = config(server.database()), Path(name) / "a", Path(name) / "b"
-        first.mkdir()
-        second.mkdir()
-        with running(first, store, "sk-a-test-key") as (a, _), running(second, store, "sk-a-test-key") as (b, _), load(b) as sent:
-            url, named = f"http://127.0.0.1:{a.admin}{KEYS}", {"authorization": f"Bearer {TOKEN}", "if-match": "*"}
-            created, revoked = [], []
-            for number in range(CHANGES):
-                token = httpx2.post(url, headers=named, json={"id": f"new-{number}"}, verify=False, timeout=60).json()["secret"]
-                created.append(timed(lambda token=token: wait_for(lambda: status(b, token) == 200)))  # type: ignore[misc]
-                httpx2.post(f"{url}/new-{number}/revoke", headers=named, verify=False, timeout=60).raise_for_status()
-                revoked.append(timed(lambda token=token: wait_for(lambda: status(b, token) == 401)))  # type: ignore[misc]
+        store = settings(server.database(), workers=1)
+        with key_store.running(Path(name) / "a", store) as a, key_store.running(Path(name) / "b", store) as b:
+            found = propagation(a, b, CHANGES, _RATE)
+    created, revoked = ([each * 1000 for each in times] for times in (found.created, found.revoked))
     return {
-        "created_ms": {"p50": share(created, 0.5), "p99": share(created, 0.99)},
-        "revoked_ms": {"p50": share(revoked, 0.5), "p99": share(revoked, 0.99)},
-        **sent,
+        "created_ms": {"p50": share(created, 0.5), "p99": share(created, 0.99), "max": share(created, 1)},
+        "revoked_ms": {"p50": share(revoked, 0.5), "p99": share(revoked, 0.99), "max": share(revoked, 1)},
+        "requests": sum(one.sent for one in found.loads),
+        "failed_requests": sum(one.failed + one.refused for one in found.loads),
+        "requests_per_second": round(sum(one.rate for one in found.loads)),
     }
-
-
-@contextmanager
-def load(one: Gateway) -> Iterator[dict[str, Any]]:
-    """Send requests to a gateway during the block, at a constant rate. The yielded counts are complete afterwards."""
-    stop, sent = threading.Event(), {"requests": 0, "failed_requests": 0, "requests_per_second": 0.0}
-
-    def work() -> None:
-        with httpx2.Client(verify=False, timeout=60, headers={"authorization": "Bearer sk-a-test-key"}) as client:
-            began = time.perf_counter()
-            while not stop.is_set():
-                reply = client.get(f"{one.url}/v1/models")
-                sent["requests"] += 1
-                sent["failed_requests"] += reply.status_code != 200
-                time.sleep(max(began + sent["requests"] / _RATE - time.perf_counter(), 0))
-            sent["requests_per_second"] = round(sent["requests"] / (time.perf_counter() - began))
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        yield sent
-    finally:
-        stop.set()
-        thread.join()
 
 
 def main() -> None:

@@ -149,4 +149,12 @@ ROWS: dict[int, Row] = {
         "Ten clients that continuously send the most expensive bodies of 20 MiB",
         "99 of 100 requests of another client have their first byte within 1.5 s; no worker is replaced",
     ),
+    35: Row(
+        "Keys of the store are created and revoked on one of two gateways under load",
+        "in force on the other within a second; no request fails",
+    ),
+    36: Row(
+        "The store's database is killed, cut off, or replaced by its standby; a disk is full; control is killed during changes",
+        "no acknowledged change is lost, none is half done; known keys never fail",
+    ),
 }

@@ -8,11 +8,12 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
+import psutil
 import psycopg
 
 from tests.support.ports import reserved
@@ -85,6 +86,44 @@ class Postgres:
             self.process.send_signal(signal.SIGINT)
             self.process.wait(60)
         self.process = None
+
+    def kill(self) -> None:
+        """Kill every process of the server (SIGKILL). Nothing is shut down, and the next start recovers from the log."""
+        if self.process is not None:
+            whole = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
+            for each in whole:
+                with suppress(psutil.NoSuchProcess):
+                    each.kill()
+            self.process.wait(60)
+            psutil.wait_procs(whole, 60)
+        self.process = None
+
+    def promote(self) -> None:
+        """Make a standby the primary."""
+        with psycopg.connect(self.url("postgres"), autocommit=True) as connection:
+            assert connection.execute("SELECT pg_promote(true, 60)").fetchone() == (True,)
+
+
+@contextmanager
+def standby(primary: Postgres) -> Iterator[Postgres]:
+    """Run a standby. The primary commits a transaction when the standby has it (synchronous replication), until the end of the block."""
+    with tempfile.TemporaryDirectory(prefix="pg-") as name, reserved() as port:
+        folder = Path(name)
+        if os.geteuid() == 0:
+            shutil.chown(folder, "postgres", "postgres")
+        source = f"postgresql://postgres@127.0.0.1:{primary.port}/?application_name=standby"
+        command = [*_DIES_WITH_US, *_as_user(), program("pg_basebackup"), "-d", source, "-D", str(folder / "data"), "-R", "--no-sync"]
+        subprocess.run([*command, "--checkpoint=fast"], check=True, capture_output=True, cwd="/")
+        made = Postgres(folder, port)
+        try:
+            made.start()
+            with psycopg.connect(primary.url("postgres"), autocommit=True) as connection:
+                connection.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+                connection.execute("SELECT pg_reload_conf()")
+                wait_for(lambda: connection.execute("SELECT 1 FROM pg_stat_replication WHERE sync_state = 'sync'").fetchone(), 60)
+            yield made
+        finally:
+            made.stop()
 
 
 @contextmanager
