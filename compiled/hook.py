@@ -43,6 +43,7 @@ MODULES = (
     "gateway.limits.estimate",
     "gateway.limits.expected_use",
     "gateway.limits.headers",
+    "gateway.limits.key_limits",
     "gateway.limits.limiter",
     "gateway.limits.reservation",
     "gateway.limits.response_headers",

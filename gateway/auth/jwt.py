@@ -176,11 +176,15 @@ class TokenVerifier:
 
 
 def _allowances(entry: Key, identity: str, of_team: tuple[Allowance, ...] | None) -> tuple[Allowance, ...]:
-    """Return the entry's own limits for this identity, and the limits of a team: the team of the token, or of the entry."""
+    """Return the entry's own limits for this identity, and the limits of a team: the team of the token, or of the entry.
+
+    Limits of end users stay those of the entry: its subjects are its end users.
+    """
     mark = f"key {entry.id}"
     own = [each for each in entry.allowances if each.holder.startswith(mark)]
     shared = of_team if of_team is not None else [each for each in entry.allowances if each not in own]
-    return (*(replace(each, holder=f"key {identity}{each.holder[len(mark) :]}") for each in own), *shared)
+    renamed = (each if each.users is not None else replace(each, holder=f"key {identity}{each.holder[len(mark) :]}") for each in own)
+    return (*renamed, *shared)
 
 
 def _keep(where: dict[bytes, V], digest: bytes, value: V, most: int) -> None:

@@ -99,11 +99,13 @@ def _certificate(draft: Draft, now: datetime) -> Iterator[Note]:
 
 
 def _unrecorded_users(draft: Draft) -> Iterator[Note]:
-    """Report headers of end users without a ledger, where alone they are stored."""
+    """Report headers of end users that are neither stored, for which there must be a ledger, nor limited."""
     if draft.top.get("ledger").value is None:
-        for header in (key.get("user_header") for key in draft.keys):
-            if header.value is not None:
-                yield note(header, "has no effect without `ledger`")
+        teams = {team.get("id").value for team in draft.top.each("teams") if team.get("limits", "per_user").value is not None}
+        for key in draft.keys:
+            header, is_limited = key.get("user_header"), key.get("limits", "per_user").value is not None or key.get("team").value in teams
+            if header.value is not None and not is_limited:
+                yield note(header, "has no effect without `ledger` or `limits.per_user`")
 
 
 def _without_events(draft: Draft) -> Iterator[Note]:
@@ -149,7 +151,7 @@ def _not_restored(draft: Draft) -> Iterator[Note]:
 
 
 def _budgets(limits: ConfigValue) -> Iterator[ConfigValue]:
-    for value in (limits, *limits.each("models")):
+    for value in (limits, limits.get("per_user"), *limits.each("models")):
         names = (f"{kind}_per_{window}" for kind in ("cost", "tokens") for window in CALENDAR)
         yield from (value.get(name) for name in names if value.get(name).value is not None)
         yield from value.each("budgets")
@@ -186,7 +188,11 @@ def _unbounded(draft: Draft) -> Iterator[Note]:
 
 def _of(holder: ConfigValue, scopes: Iterable[Scope], free: Iterable[_Model]) -> Iterator[Note]:
     limits = holder.get("limits")
-    costs = [(rows, cost) for rows in (limits, *limits.each("models")) if (cost := next(costs_in(rows), None)) is not None]
+    costs = [
+        (rows, cost)
+        for rows in (limits, limits.get("per_user"), *limits.each("models"))
+        if (cost := next(costs_in(rows), None)) is not None
+    ]
     if not costs:
         return
     usable = [model for model in free if any(_matches(scope, model) for scope in scopes)]

@@ -563,7 +563,7 @@ def _with_derived_options(command: Callable[..., int], *, with_properties: bool 
     return run
 
 
-_NOT_AMOUNTS = ("models", "budgets", "session")
+_NOT_AMOUNTS = ("models", "budgets", "session", "per_user")
 
 
 def _option(name: str, kind: Any, metavar: str, help: str, parser: Callable[[str], Any] | None = None) -> inspect.Parameter:

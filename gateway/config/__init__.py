@@ -19,6 +19,7 @@ from gateway.config.models import (
     Limits,
     Model,
     ModelLimits,
+    PerUser,
     PrefixCacheIsolation,
     Price,
     Queue,
@@ -33,7 +34,7 @@ from gateway.config.problems import ConfigurationError, Note, Problem
 
 __all__ = [
     "Config", "ConfigurationError", "Discover", "Jwt", "Key", "Launch", "Ledger", "Limits", "Model", "ModelLimits", "Note",
-    "PrefixCacheIsolation", "Price", "Problem", "Queue", "Server", "ServerSection", "SignIn", "SignInIssuer", "Team", "drafted",
+    "PerUser", "PrefixCacheIsolation", "Price", "Problem", "Queue", "Server", "ServerSection", "SignIn", "SignInIssuer", "Team", "drafted",
     "load", "plain_variables", "schema",
 ]  # fmt: skip
 

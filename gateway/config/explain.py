@@ -43,7 +43,7 @@ def _message(detail: ErrorDetails, path: Path, model: type[BaseModel]) -> str:
             return _missing(path, model)
         case "extra_forbidden":
             return _unknown(path, model)
-        case "literal_error":
+        case "literal_error" | "enum":
             return _no_choice(detail)
     wanted = _WANTED.get(detail["type"])
     if wanted is None:

@@ -418,7 +418,7 @@ class SessionBudget(Section):
     _check = model_validator(mode="after")(_counts_something)
 
 
-class _Amounts(Section):
+class _Counted(Section):
     requests_per_minute: Count | None = setting("requests per minute")
     tokens_per_minute: Count | None = setting("prompt and completion tokens per minute")
     tokens_per_day: Count | None = setting("prompt and completion tokens per day (UTC)")
@@ -428,7 +428,6 @@ class _Amounts(Section):
     cost_per_week: _Cost | None = setting("cost per week (UTC, from Monday), by the models' prices")
     cost_per_month: _Cost | None = setting("cost per month (UTC), by the models' prices")
     concurrent: Count | None = setting("concurrent requests")
-    max_tokens: Count | None = setting("maximum tokens of one response; also the max_tokens of a request without one")
     budgets: Annotated[tuple[Budget, ...], Field(max_length=8)] = setting(
         "further budgets: of rolling windows, and soft budgets, which only warn", ()
     )
@@ -441,6 +440,28 @@ class _Amounts(Section):
         return budgets
 
 
+class _Amounts(_Counted):
+    max_tokens: Count | None = setting("maximum tokens of one response; also the max_tokens of a request without one")
+
+
+class PerUser(_Counted):
+    """The limits of each end user, whom the key's `user_header` names, or without it the field `user` of the body."""
+
+    missing: Literal["shared", "refused", "unlimited"] = setting(
+        "requests without an end user: `shared` (they share the limits of one end user), `refused`, or `unlimited` by these limits",
+        "shared",
+    )
+    max_users: Annotated[int, Strict(), Field(ge=1, le=100_000)] = setting(
+        "end users that are counted separately; while all of them have use, further ones share the limits of one", 10_000
+    )
+
+    @model_validator(mode="after")
+    def _has_a_limit(self) -> PerUser:
+        if not any(getattr(self, name) for name in _Counted.model_fields):
+            raise ValueError("contains no limit, e.g. requests_per_minute")
+        return self
+
+
 class ModelLimits(_Amounts):
     """Additional limits for some models."""
 
@@ -451,6 +472,7 @@ class Limits(_Amounts):
     """The limits of a key or a team."""
 
     session: SessionBudget | None = setting("budget of each session")
+    per_user: PerUser | None = setting("limits of each end user")
     models: tuple[ModelLimits, ...] = setting("additional limits for some models", ())
 
 
@@ -468,7 +490,7 @@ class _Key(Section):
         "priority in the gateway's queues (as a share) and in vLLM's scheduler; lower is sooner"
     )
     user_header: HeaderName | None = setting(
-        "header that names the end user in its usage records, e.g. X-OpenWebUI-User-Id; only for trusted clients"
+        "header that names the end user in usage records and for `limits.per_user`, e.g. X-OpenWebUI-User-Id; only for trusted clients"
     )
 
     def expired(self, now: datetime) -> bool:

@@ -92,9 +92,14 @@ class Draft:
 
     @cached_property
     def limits(self) -> list[ConfigValue]:
-        """Every mapping of limits: of teams and keys, and for some models below them."""
+        """Every mapping of limits: of teams and keys, and below them for end users and for some models."""
         owners = [owner.get("limits") for owner in [*self.top.each("teams"), *self.keys]]
-        return [setting for limits in owners if isinstance(limits.value, dict) for setting in (limits, *limits.each("models"))]
+        return [
+            setting
+            for limits in owners
+            if isinstance(limits.value, dict)
+            for setting in (limits, limits.get("per_user"), *limits.each("models"))
+        ]
 
     @cached_property
     def names(self) -> list[ConfigValue]:
@@ -499,6 +504,9 @@ def _user_headers(draft: Draft) -> Iterator[Problem]:
     for key in draft.keys:
         if key.get("user_header").value is not None and key.get("anonymous").value is True:
             yield key.get("user_header").problem("an anonymous entry is used by unknown clients, which could name any user")
+        users = key.get("limits", "per_user")
+        if users.value is not None and key.get("anonymous").value is True:
+            yield users.problem("an anonymous entry is used by unknown clients, whose end users are not known")
 
 
 def _issuers(draft: Draft) -> Iterator[Problem]:

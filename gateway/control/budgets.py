@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.limits.buckets import Buckets, BucketsFullError
 from gateway.limits.budget_holders import Budgets, HolderUse, PeriodUse, beyond
-from gateway.limits.limiter import PART_FOR_SUBJECTS
+from gateway.limits.end_users import other_users, owner_of
+from gateway.limits.key_limits import PART_FOR_SUBJECTS
 from gateway.limits.rules import Holder
+from gateway.limits.user_table import UserTable
 from gateway.limits.windows import moment
-from gateway.snapshot.snapshot import Snapshot
+from gateway.snapshot.snapshot import Allowance, Snapshot
 from gateway.system.tasks import cancel, wait_at_most, wait_until
 from upstream.backoff import Backoff
 
@@ -49,6 +51,7 @@ class BudgetRestorer:
     _before: float
     clock: Callable[[], float] = time.time
     _added: dict[str, PeriodUse] = field(default_factory=dict)  # by the name of the holder
+    _tables: dict[str, UserTable] = field(default_factory=dict)  # of end users, by their holder
     _attempted: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Task[None] | None = None
     _restored_at: float | None = None
@@ -131,9 +134,22 @@ class BudgetRestorer:
     def _holder(self, one: HolderUse) -> Holder:
         """Return the holder in the form of the workers: a subject without space for separate counts uses the counts of its entry."""
         own = one.allowance
+        if one.of_users is not None and one.end_user is not None:
+            return self._holder_of_user(one.of_users, one.end_user)
         if one.entry is None:
             return self._buckets.holder(own.holder, own.limits)
         try:
             return self._buckets.holder(own.holder, own.limits, PART_FOR_SUBJECTS)
         except BucketsFullError:
             return self._buckets.holder(one.entry.holder, one.entry.limits)
+
+    def _holder_of_user(self, limits: Allowance, name: str) -> Holder:
+        """Return the holder of an end user, or the holder that all end users beyond the bound share."""
+        try:
+            table = self._tables.get(limits.holder) or UserTable(self._buckets, limits, PART_FOR_SUBJECTS)
+        except BucketsFullError:
+            placed = None
+        else:
+            self._tables[limits.holder] = table
+            placed = table.allocate(name, moment(time.monotonic(), self.clock()))
+        return placed or self._buckets.holder(other_users(owner_of(limits.holder)), limits.limits)

@@ -48,6 +48,8 @@ def _chosen(snapshot: Snapshot, parameters: Mapping[str, str]) -> list[Allowance
 
 def _states(snapshot: Snapshot, buckets: Buckets, stored: StoreCounts, allowance: Allowance) -> Iterator[LimitState]:
     name, now = allowance.holder, monotonic()
+    if allowance.users is not None:
+        return limit_states(allowance, None, None, now)  # of each end user, so nothing is used of them as a whole
     if snapshot.uses_store:
         known = stored.known.get(name)
         return limit_states(allowance, known and known.rates, known and known.budgets, now)

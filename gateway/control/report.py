@@ -101,6 +101,8 @@ class GatewayReport:
         yield from ((Series("key_expires_timestamp_seconds", (key,)), last.timestamp()) for key, last in expiries if last is not None)
         for holder, state in self._budgets():
             yield Series("budget_used_ratio", (holder, state.budget.name, str(state.budget.soft).lower())), state.share
+        for owner, users in control.workers.users_held().items():
+            yield Series("limited_users", (owner,)), users
         if control.key_store is not None:
             yield from control.key_store.series()
         yield Series("worker_restarts_total", ()), sum(worker.restarts for worker in control.workers.statuses)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.limits.budget_holders import Budgets
+from gateway.limits.end_users import fixed_holders
 from gateway.limits.redis.observer import StoredCounts, add_earlier_use, read_counts, upgrade_counts
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
 from gateway.limits.rules import Holder
@@ -166,7 +167,7 @@ class StoreCounts:
         if snapshot is None:
             return {}
         allowances = (*(each for key in snapshot.keys for each in key.allowances), *(each for of in snapshot.teams.values() for each in of))
-        return {each.holder: _holder(each) for each in allowances}
+        return {each.holder: _holder(each) for some in allowances for each in fixed_holders(some)}
 
 
 def _holder(allowance: Allowance) -> Holder:

@@ -17,6 +17,7 @@ from gateway.config.redis_url import limits_store
 from gateway.config.section import Section
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
 from gateway.fleet.observed_servers import ObservedServers, api_key_of
+from gateway.limits.end_users import each_user
 from gateway.sign_in.settings import session_rules
 from gateway.snapshot import snapshot
 from gateway.snapshot.key_properties import PROPERTIES
@@ -212,11 +213,13 @@ def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[snapshot.Al
     amounts = _amounts(limits)
     if amounts != snapshot.Limits():
         yield snapshot.Allowance(holder, amounts)
+    if (users := limits.per_user) is not None:
+        yield snapshot.Allowance(each_user(holder), _amounts(users), users=_made(snapshot.PerUser, users))
     for row in limits.models:
         yield snapshot.Allowance(f"{holder} for {' '.join(sorted(row.models))}", _amounts(row), row.models)
 
 
-def _amounts(limits: conf.Limits | conf.ModelLimits) -> snapshot.Limits:
+def _amounts(limits: conf.Limits | conf.ModelLimits | conf.PerUser) -> snapshot.Limits:
     session = limits.session if isinstance(limits, conf.Limits) else None
     return _made(
         snapshot.Limits,

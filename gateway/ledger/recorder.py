@@ -20,6 +20,7 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.last_resort import write_out
 from gateway.ledger.row import LOST, UsageRow, encode, frames
 from gateway.ledger.spool import save
+from gateway.limits.end_users import header_text
 from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.request_record import USER_LIMIT, RequestRecord, requested_model
@@ -94,7 +95,7 @@ class Recorder:
         """Return the end user: the key's header names it, or the body if the configuration allows that."""
         named = headers.get(key.user_header) if key.user_header is not None else None
         if named:
-            return _user(_text(named))
+            return _user(header_text(named))
         return _user(body.get("user")) if self._with_user else None
 
     def watch(self, id: str, stream: OpenStream) -> None:
@@ -172,14 +173,6 @@ class Recorder:
             save(folder, reading.data, held)
         except OSError:
             write_out([*frames(reading.data), *held], stream)
-
-
-def _text(value: bytes) -> str:
-    """Decode a header's value. Names beyond ASCII come as UTF-8, or from older clients as Latin-1."""
-    try:
-        return value.decode()
-    except UnicodeDecodeError:
-        return value.decode("latin-1")
 
 
 def _user(value: object) -> str | None:

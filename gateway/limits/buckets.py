@@ -46,6 +46,10 @@ class BucketsFullError(Exception):
     """The memory has no capacity for another record."""
 
 
+class CountsMovedError(Exception):
+    """The counts of an end user belong to another end user now."""
+
+
 class Buckets:
     """The shared counts as one worker sees them. ``fd`` is inherited by child processes; -1: not shared."""
 
@@ -53,8 +57,8 @@ class Buckets:
         self.fd = fd
         self._map = memory
         self.cells = memoryview(memory).cast("d")
-        self._workers: int = _MARKS.unpack_from(self._map)[0]
-        self._is_only_writer = self._workers == 1 and worker is not None
+        self.workers: int = _MARKS.unpack_from(self._map)[0]
+        self._is_only_writer = self.workers == 1 and worker is not None
         self._worker = worker or 0
         self._holders: list[int] = []
         self._offsets: dict[bytes, int] = {}
@@ -97,7 +101,7 @@ class Buckets:
 
     # The lock
 
-    def _exclusive(self) -> AbstractContextManager[Any]:
+    def exclusive(self) -> AbstractContextManager[Any]:
         """Return the lock, or nothing to hold if no other process may write at the moment."""
         return _UNLOCKED if self._is_only_writer and not self.cells[_ANNOUNCED] else self._lock
 
@@ -112,7 +116,7 @@ class Buckets:
         self._announced += 1
         with self._lock:  # a worker that attaches later sees the number
             self.cells[_ANNOUNCED] = self._announced
-            self._waits_for_worker = self._workers == 1 and self.cells[_ATTACHED] != 0.0
+            self._waits_for_worker = self.workers == 1 and self.cells[_ATTACHED] != 0.0
 
     @property
     def may_write(self) -> bool:
@@ -128,9 +132,9 @@ class Buckets:
 
     def holder(self, name: str, limits: Limits, part: float = 1.0) -> Holder:
         """Return a holder; its counts are created for the first request, in a part of the memory. Raises BucketsFullError."""
-        with self._exclusive():
+        with self.exclusive():
             self._find_new_records()
-            offset = self._record(name, SIZE + self._workers, part, is_holder=True)
+            offset = self._record(name, SIZE + self.workers, part, is_holder=True)
             rings = {each.window: self._record(_ring(name, each.window), RING_CELLS, part) for each in limits.budgets if each.seconds}
         return Holder.placed(name, limits, offset, rings)
 
@@ -139,9 +143,9 @@ class Buckets:
 
         Raises BucketsFullError if the memory has no capacity for the table.
         """
-        with self._exclusive():
+        with self.exclusive():
             self._find_new_records()
-            shared = self._record("sessions", SIZE + self._workers, is_holder=True)  # for rates, which sessions do not limit
+            shared = self._record("sessions", SIZE + self.workers, is_holder=True)  # for rates, which sessions do not limit
             table = self._record("sessions\n", sessions.CELLS)
             entry = sessions.find_entry(self.cells, table, owner, name, wall)
         window = session_window(budget, entry.number, entry.offset)
@@ -162,6 +166,14 @@ class Buckets:
             self._holders.append(offset)
         return offset
 
+    def record(self, name: str, cells: int, part: float = 1.0, *, is_holder: bool = False) -> int:
+        """Return the offset of the cells of a record, which is added if there is none of this name. Its caller has ``exclusive``.
+
+        Raises BucketsFullError.
+        """
+        self._find_new_records()
+        return self._record(name, cells, part, is_holder=is_holder)
+
     def _record(self, name: str, cells: int, part: float = 1.0, *, is_holder: bool = False) -> int:
         """Return the offset of the cells of a record, which is added if there is none of this name. Raises BucketsFullError."""
         digest = _digest(name)
@@ -172,7 +184,7 @@ class Buckets:
         if start + size > len(self._map) * part:
             raise BucketsFullError(f"no capacity for another holder of limits: there are {len(self._holders)}")
         self._map[start : start + size] = _RECORD.pack(digest, cells, is_holder) + bytes(_CELL * cells)
-        _MARKS.pack_into(self._map, 0, self._workers, self._read + size)
+        _MARKS.pack_into(self._map, 0, self.workers, self._read + size)
         return self._index(digest, start, cells, is_holder)
 
     # Counts
@@ -185,9 +197,13 @@ class Buckets:
                     if name == window.name:
                         windows.add_earlier_use(window, self.cells, period, tokens, cost)
 
+    def number_cell(self, holder: Holder) -> int:
+        """Return the cell with the number of the end user that a holder counts now (see ``user_table``)."""
+        return holder.offset + SIZE + self.workers
+
     def in_flight(self, holder: Holder) -> float:
         """Return a holder's requests in flight in all workers."""
-        return rules.in_flight_of(holder, self.cells, self._workers)
+        return rules.in_flight_of(holder, self.cells, self.workers)
 
     def full_times(self, holders: Iterable[Holder]) -> list[tuple[Limits, float, float]]:
         """Return for each holder when its buckets of requests and of tokens are full."""
@@ -240,6 +256,12 @@ class Buckets:
         offset = self._offsets.get(_digest(name))
         return HolderRates(0.0, 0.0, 0) if offset is None else self.rates(Holder.placed(name, Limits(), offset, {}))
 
+    def shown_cell(self, name: str, cell: int) -> float:
+        """Return a cell of a record for an observer, 0 without the record."""
+        self._find_new_records()
+        offset = self._offsets.get(_digest(name))
+        return 0.0 if offset is None else self.cells[offset + cell]
+
     # Decisions
 
     def reserve(
@@ -250,10 +272,21 @@ class Buckets:
         ``reservation_ends``: see ``rules.admit``.
         """
         cells = self.cells
-        if self._is_only_writer and not cells[_ANNOUNCED]:  # ``_exclusive``, without its call
+        if self._is_only_writer and not cells[_ANNOUNCED]:  # ``exclusive``, without its call
             return rules.admit(wanted, cells, at, reservation_ends)
         with self._lock:
-            return rules.admit(wanted, cells, at, reservation_ends, self._worker, self._workers)
+            return rules.admit(wanted, cells, at, reservation_ends, self._worker, self.workers)
+
+    def reserve_for_user(
+        self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment, reservation_ends: dict[int, float]
+    ) -> tuple[Holder, ExceededLimit] | None:
+        """Do the same for holders of which some count an end user. Raises CountsMovedError if a holder counts another end user now."""
+        cells = self.cells
+        with self.exclusive():
+            for holder, _ in wanted:
+                if holder.number and cells[self.number_cell(holder)] != holder.number:
+                    raise CountsMovedError
+            return rules.admit(wanted, cells, at, reservation_ends, self._worker, self.workers)
 
     def settle(
         self, reserved: Iterable[tuple[Holder, Amounts]], reservation_ends: Mapping[int, float], used: Amounts, then: Moment, now: float
@@ -264,6 +297,19 @@ class Buckets:
             return
         with self._lock:
             rules.settle(reserved, self.cells, used, reservation_ends, now, then, self._worker)
+
+
+class UserCounts:
+    """The counts of holders of which some count an end user, for reservations."""
+
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+
+    def reserve(
+        self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment, reservation_ends: dict[int, float]
+    ) -> tuple[Holder, ExceededLimit] | None:
+        """Reserve as ``Buckets.reserve_for_user`` does."""
+        return self._buckets.reserve_for_user(wanted, at, reservation_ends)
 
 
 def _digest(name: str) -> bytes:

@@ -18,31 +18,37 @@ from gateway.limits.sessions import session_of
 from gateway.snapshot.snapshot import Model
 
 
-def estimate_request(reservation: Reservation, document: dict[str, Any], path: str, size: int, media: InlineMedia, model: Model) -> None:
+def estimate_request(
+    reservation: Reservation, document: dict[str, Any], path: str, size: int, media: InlineMedia, model: Model, user: object = None
+) -> None:
     """Estimate what a request with a JSON body will use, and apply the limit on its response. Raises Refusal.
 
-    ``path``: at the server. ``size`` and ``media``: of the body as the client sent it.
+    ``path``: at the server. ``size``, ``media`` and the field ``user``: of the body as the client sent it.
     """
-    limits, before = reservation.limits, reservation.estimated
+    limits = reservation.limits
     reservation.model = model
     if limits.max_tokens_limits:
         apply_max_tokens(document, path, limits.max_tokens(model))
-    if limits.session_owners:
-        _find_session(reservation, document)
-    reservation.estimated = estimated = estimate(document, path, size, media)
+    if limits.reads_body:
+        _find_holders(reservation, document, user)
+        limits = reservation.limits
+    estimated = estimate(document, path, size, media)
     if limits.has_hard_budgets and (budgets := _hard_budgets(reservation, model)) is not None:
         # A fallback reserves no more for its response than the previous model did.
+        before = reservation.estimated
         most = before.completion // before.choices if reservation.has_reserved_tokens else None
         context = reservation.limiter.max_model_len.get(model.id)
-        reservation.estimated = bound_response(document, path, estimated, budgets, context, most)
+        estimated = bound_response(document, path, estimated, budgets, context, most)
+    reservation.estimated = estimated
 
 
 def estimate_form(reservation: Reservation, model: Model) -> int | None:
     """Estimate the usage of a form, which is unknown. Returns the most tokens that its response may have. Raises Refusal."""
-    limits, estimated = reservation.limits, TokenEstimate(prompt=1)
+    estimated = TokenEstimate(prompt=1)
     reservation.model, reservation.estimated = model, estimated
-    if limits.session_owners:
-        _find_session(reservation, {})
+    if reservation.limits.reads_body:
+        _find_holders(reservation, {}, None)
+    limits = reservation.limits
     most, budgets = limits.max_tokens(model), _hard_budgets(reservation, model)
     context = reservation.limiter.max_model_len.get(model.id)
     if budgets is None or context is None:
@@ -62,8 +68,12 @@ def _hard_budgets(reservation: Reservation, model: Model) -> HardBudgets | None:
     return HardBudgets(left, whole, model.price) if has_budget else None
 
 
-def _find_session(reservation: Reservation, document: Mapping[str, Any]) -> None:
-    """Find the counts of the request's session, once. Raises Refusal."""
+def _find_holders(reservation: Reservation, document: Mapping[str, Any], user: object) -> None:
+    """Find the counts of the end user and of the session that the body names, once. Raises Refusal."""
+    if (end_user := reservation.limits.end_user) is not None and end_user.is_awaited:
+        reservation.add_user(user)
+    if not reservation.limits.session_owners:
+        return
     name = session_of(reservation.fields, document)
     if name is None or reservation.sessions:
         return

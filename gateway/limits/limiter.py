@@ -12,83 +12,24 @@ from secrets import token_hex
 from time import monotonic, time
 
 from gateway.api.errors import Refusal
-from gateway.limits import headers
 from gateway.limits.buckets import Buckets, BucketsFullError
-from gateway.limits.lease import can_lease
+from gateway.limits.end_users import fixed_holders
+from gateway.limits.key_limits import PART_FOR_SUBJECTS, Holders, KeyLimits, is_counted
 from gateway.limits.messages import limit_text
-from gateway.limits.redis.leases import LeasedHolders
 from gateway.limits.redis.store import RedisStore, StoreUnavailableError
-from gateway.limits.rules import RATES, Amounts, Holder
+from gateway.limits.rules import RATES, Holder
 from gateway.limits.states import HolderRates, LimitState, limit_states
+from gateway.limits.user_limits import NO_USER, UserLimits, counts_users
+from gateway.limits.user_table import note_store_use
 from gateway.limits.windows import BudgetState, Capacity, Window, hard_capacity, moment, session_window, windows_of
 from gateway.snapshot.link import StoredKeys
-from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
+from gateway.snapshot.snapshot import Key, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from upstream.http.write_batching import WriteBatch
 
-ARRIVAL = Amounts(requests=1, slots=1)
-"""Reserved before the body is read."""
-Holders = tuple[Holder, ...]
 _log = logging.getLogger("vllm_gateway.limits")
 
 _MOST_REPORTED = 10_000  # budgets, and exceeded soft budgets, that are remembered
-PART_FOR_SUBJECTS = 0.75
-"""Part of the shared memory for the subjects of tokens. The rest stays free for configured holders."""
-
-
-class KeyLimits:
-    """The holders that count the requests of one key. ``is_known_on_arrival``: all amounts are known before the body is read.
-
-    ``holders`` are all of them, each with its allowance.
-    """
-
-    def __init__(self, key: str, buckets: Buckets, allowances: tuple[Allowance, ...], part: float = 1.0) -> None:
-        self.key = key
-        holders = [(each, buckets.holder(each.holder, each.limits, part)) for each in allowances if _is_counted(each.limits)]
-        self.for_all_models = tuple(holder for each, holder in holders if each.models is None)
-        self.on_arrival = tuple((holder, ARRIVAL) for holder in self.for_all_models)
-        self.counting_tokens = tuple(holder for holder in self.for_all_models if holder.counts_tokens)
-        self.session_owners = tuple((each.holder, each.limits.session) for each in allowances if each.limits.session is not None)
-        self.is_known_on_arrival = not self.counting_tokens and len(self.for_all_models) == len(holders) and not self.session_owners
-        budgets = [budget for _, holder in holders for window in holder.windows for budget in window.budgets]
-        self.has_budgets = bool(self.session_owners or budgets)
-        self.has_hard_budgets = bool(self.session_owners) or not all(budget.soft for budget in budgets)
-        self.has_soft_budgets = any(budget.soft for budget in budgets)
-        self.holders = tuple(holders)
-        self.layout = headers.layout_of(self.for_all_models)
-        self._for_models: dict[str, tuple[Holders, Holders, headers.Layout | None]] = {}
-        self._leased: dict[str | None, LeasedHolders | None] = {}
-        self.max_tokens_limits = tuple(each for each in allowances if each.limits.max_tokens is not None)
-
-    def for_model(self, model: Model) -> tuple[Holders, Holders, headers.Layout | None]:
-        """Return the additional holders for a model, all holders together, and the layout of their headers."""
-        found = self._for_models.get(model.id)
-        if found is None:
-            own = tuple(holder for each, holder in self.holders if each.models is not None and _covers(each, model))
-            found = self._for_models[model.id] = own, (*self.for_all_models, *own), headers.layout_of((*self.for_all_models, *own))
-        return found
-
-    def leased(self, store: RedisStore, model: Model | None) -> LeasedHolders | None:
-        """Return the leases for a model, or for requests on arrival; None if these requests must not be admitted from a lease."""
-        name = None if model is None else model.id
-        if name not in self._leased:
-            holders = self.for_all_models if model is None else self.for_model(model)[1]
-            self._leased[name] = LeasedHolders(store.leases, holders) if can_lease(holders) else None
-        return self._leased[name]
-
-    def max_tokens(self, model: Model) -> int | None:
-        """Return the largest number of tokens that a response of this model may have."""
-        limits = (each.limits.max_tokens for each in self.max_tokens_limits if _covers(each, model))
-        return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _is_counted(limits: Limits) -> bool:
-    """Check whether limits need counts: all but the length of a response."""
-    return bool(windows_of(limits)) or any(getattr(limits, name) is not None for name in RATES)
-
-
-def _covers(allowance: Allowance, model: Model) -> bool:
-    return allowance.models is None or model.is_in(allowance.models)
 
 
 class Limiter:
@@ -104,6 +45,7 @@ class Limiter:
         self._write_batch = write_batch
         self._on_store = on_store
         self.store: RedisStore | None = None
+        self.end_users = UserLimits(buckets, metrics)
         self._metrics = metrics
         self._name = token_hex(8)
         self._by_key: dict[str, KeyLimits] = {}
@@ -122,7 +64,12 @@ class Limiter:
         ``stored`` are the store's keys by ID. Only those that were used get new limits here; the others get theirs on their first request.
         """
         used = (stored[name] for name in self._by_key if name in stored)
-        self._by_key = {key.id: KeyLimits(key.id, self.buckets, key.allowances) for key in (*used, *snapshot.keys) if key.allowances}
+        self._by_key = {
+            key.id: KeyLimits(key.id, self.buckets, key.allowances)
+            for key in (*used, *snapshot.keys)
+            if key.allowances and not counts_users(key)
+        }
+        self.end_users.apply_keys(snapshot.keys)
         for key in snapshot.keys:
             for reason in _reasons(key):
                 self._metrics.cells("limited_total", key.id, reason)
@@ -142,13 +89,14 @@ class Limiter:
 
     def apply_stored_keys(self, message: StoredKeys) -> None:
         """Use the limits of these keys of the store for new requests. Usage so far stays counted."""
+        self.end_users.forget()
         for identity in message.removed:
             self._by_key.pop(identity, None)
         for key in message.changed:
             # A request in flight may look up the limits of the former key. It finds these, and does not store the former ones again.
             if self._by_key.pop(key.id, None) is None:
                 continue
-            if key.allowances:
+            if key.allowances and not counts_users(key):
                 with suppress(BucketsFullError):  # its next request is refused
                     self._by_key[key.id] = KeyLimits(key.id, self.buckets, key.allowances)
             if self.store is not None:
@@ -179,11 +127,14 @@ class Limiter:
             (window, used(holder, window, is_cost=False), used(holder, window, is_cost=True)) for holder, window in windows
         )
 
-    async def states(self, key: Key, identity: str) -> list[LimitState]:
-        """Return the state of each limit that a key is subject to, for a request by its id. Raises Refusal if it cannot be known."""
+    async def states(self, key: Key, identity: str, fields: Mapping[bytes, bytes] = {}, user: str | None = None) -> list[LimitState]:
+        """Return the state of each limit that a request of a key is subject to, by the id of the request.
+
+        ``fields``: its headers. ``user``: the end user, if the bodies of its requests name it. Raises Refusal if a state cannot be known.
+        """
         if not key.allowances:
             return []
-        limits, now = self.limits_of(key), monotonic()
+        limits, now = self.end_users.shown(key, fields, user) if counts_users(key) else self.limits_of(key), monotonic()
         counts = await self._counts_in_store(limits, identity)
         if counts is None:
             at, buckets = moment(now, time()), self.buckets
@@ -193,7 +144,7 @@ class Limiter:
             for (allowance, _), (rates, budgets) in zip(limits.holders, counts, strict=True)
             for state in limit_states(allowance, rates, budgets, now)
         ]
-        uncounted = [each for each in key.allowances if not _is_counted(each.limits)]
+        uncounted = [each for each in key.allowances if each.users is None and not is_counted(each.limits)]
         return [*found, *(state for each in uncounted for state in limit_states(each, None, (), now))]
 
     async def _counts_in_store(self, limits: KeyLimits, identity: str) -> Sequence[tuple[HolderRates, Sequence[BudgetState]]] | None:
@@ -207,23 +158,27 @@ class Limiter:
             if self.store.settings.refuses:
                 raise Refusal("overloaded", "The limits of this key can't be counted at the moment.") from None
             return None
+        if limits.end_user is not None:
+            note_store_use(self.buckets, holders, result)  # the store remembers this end user too
         budgets = [[state for owner, state in result.budgets if owner == holder] for holder in holders]
         rates = (HolderRates(requests, tokens, None) for _, requests, tokens in result.full_times)
         return list(zip(rates, budgets, strict=True))
 
-    def limits_of(self, key: Key) -> KeyLimits:
-        """Return the limits of a key that has some.
+    def limits_of(self, key: Key, fields: Mapping[bytes, bytes] = {}) -> KeyLimits:
+        """Return the limits of a request of a key that has some. ``fields``: its headers. Raises Refusal.
 
         The holders of a token's subject exist from its first request on. If the shared memory is full, it counts as its configured entry.
         """
-        entry = key.entry
-        if entry is None:
+        if key.entry is None:
             try:
                 return self._by_key[key.id]
             except KeyError:
-                return self._limits_of_stored(key)
+                return self.end_users.on_arrival(key, fields) if counts_users(key) else self._limits_of_stored(key)
         known = self._subjects.get((key.id, key.team))
         if known is None:
+            if counts_users(key):
+                return self.end_users.on_arrival(key, fields)
+            entry = key.entry
             try:
                 known = KeyLimits(entry, self.buckets, key.allowances, PART_FOR_SUBJECTS)
             except BucketsFullError:
@@ -295,15 +250,20 @@ def _reasons(key: Key) -> Iterator[str]:
     """Yield the reason of each refusal that is possible for a key."""
     for allowance in key.allowances:
         yield from (name for name in RATES if getattr(allowance.limits, name) is not None)
+        if allowance.users is not None and allowance.users.missing == "refused":
+            yield NO_USER
         if (session := allowance.limits.session) is not None:
             yield from (budget.name for budget in session_window(session, 0).budgets)
         yield from (budget.name for window in windows_of(allowance.limits) for budget in window.budgets if not budget.soft)
 
 
 def shown_budgets(buckets: Buckets, allowances: Iterable[Allowance]) -> Iterator[tuple[str, BudgetState]]:
-    """Yield each budget of keys and teams once, with the name of its holder, for an observer. They are counted in memory."""
+    """Yield each budget of keys and teams once, with the name of its holder, for an observer. They are counted in memory.
+
+    End users have no such budgets, except those that several end users share.
+    """
     at = moment(monotonic(), time())
-    holders = {each.holder: each.limits for each in allowances}
+    holders = {each.holder: each.limits for some in allowances for each in fixed_holders(some)}
     for name, limits in holders.items():
         if windows_of(limits):
             yield from ((name, state) for state in buckets.shown_states(name, limits, at))

@@ -16,15 +16,18 @@ import msgspec
 from gateway.api.errors import Refusal
 from gateway.api.settlement import Settlement
 from gateway.api.usage import Usage
+from gateway.limits.buckets import CountsMovedError
 from gateway.limits.estimate import TokenEstimate, counts_as_request, reserved_amounts, used_amounts
 from gateway.limits.headers import Layout
+from gateway.limits.key_limits import ARRIVAL, KeyLimits
 from gateway.limits.lease import Lease
-from gateway.limits.limiter import KeyLimits, Limiter
+from gateway.limits.limiter import Limiter
 from gateway.limits.messages import refusal
 from gateway.limits.redis.leases import LeasedHolders
 from gateway.limits.redis.store import StoreUnavailableError
 from gateway.limits.rules import Amounts, Holder
 from gateway.limits.states import StoreResult
+from gateway.limits.user_table import note_store_use
 from gateway.limits.windows import ExceededLimit, Moment, moment
 from gateway.snapshot.snapshot import Key, Model
 
@@ -67,6 +70,26 @@ class Reservation(msgspec.Struct, eq=False):
             self._apply_result(store.cached_refusal(limits.for_all_models, monotonic()))
         return None
 
+    def add_user(self, field: object) -> None:
+        """Count the request for the end user that its body names, from here on. ``field``: its field ``user``. Raises Refusal.
+
+        The request itself is reserved from the end user's limits here, as it was from the other limits on arrival.
+        """
+        before, reserved = self.limits, self._reserved
+        self.limits = self.limiter.end_users.with_body(before, field)
+        self.shown_holders, self.layout = self.limits.for_all_models, self.limits.layout
+        if self.limiter.store is None and (reserved or not before.on_arrival):
+            known = {holder.name for holder, _ in reserved}
+            self._reserve_in_memory([(holder, ARRIVAL) for holder in self.limits.for_all_models if holder.name not in known], self._now())
+            self._reserved = (*reserved, *self._reserved)
+
+    def _found_again(self, wanted: Sequence[tuple[Holder, Amounts]]) -> Sequence[tuple[Holder, Amounts]]:
+        """Find the counts of the end user again, which belong to another one now. Returns the same amounts from the holders found."""
+        before, self.limits = self.limits, self.limiter.end_users.found_again(self.limits)
+        found = {old.name: new for (_, old), (_, new) in zip(before.holders, self.limits.holders, strict=True)}
+        self.layout, self.shown_holders = None, [found.get(each.name, each) for each in self.shown_holders]
+        return [(found.get(holder.name, holder), amounts) for holder, amounts in wanted]
+
     def holders(self, model: Model) -> Sequence[Holder]:
         """Return all holders that count the request for a model, its sessions included."""
         return (*self.limits.for_model(model)[1], *self.sessions)
@@ -97,10 +120,10 @@ class Reservation(msgspec.Struct, eq=False):
             more = list(zip(limits.counting_tokens, repeat(tokens)))
             if for_model:
                 more += zip(for_model, repeat(all_amounts))
+            self._reserve_in_memory(more, self._now())
+            self._reserved = reserved
         else:
-            more = reserved  # nothing was reserved on arrival: all limits are for models, or there was a store
-        self._reserve_in_memory(more, self._now())
-        self._reserved = reserved
+            self._reserve_in_memory(reserved, self._now())  # nothing was on arrival: all limits are for models, or there was a store
         return None
 
     async def _change_model(self, for_model: Sequence[Holder], remaining: Sequence[Holder], all_amounts: Amounts) -> None:
@@ -127,7 +150,11 @@ class Reservation(msgspec.Struct, eq=False):
 
     def _reserve_in_memory(self, wanted: Sequence[tuple[Holder, Amounts]], at: Moment) -> None:
         """Reserve in this gateway's memory. Raises Refusal."""
-        exceeded = self.limiter.buckets.reserve(wanted, at, self._bucket_ends)
+        try:
+            exceeded = self.limits.counts.reserve(wanted, at, self._bucket_ends)
+        except CountsMovedError:
+            self._reserve_in_memory(self._found_again(wanted), at)
+            return
         if exceeded is not None:
             raise self._refusal(*exceeded)
         self._reserved = wanted
@@ -160,6 +187,8 @@ class Reservation(msgspec.Struct, eq=False):
             result = result._replace(full_times=(*before.full_times, *result.full_times), budgets=(*before.budgets, *result.budgets))
         self.limiter.count_evictions(self.limits.key, result.evicted)
         self._apply_result(result)
+        if self.limits.end_user is not None:
+            note_store_use(self.limiter.buckets, (holder for holder, _ in wanted), result)
         self._reserved = (*self._reserved, *wanted)
         self.limiter.count_admission("call")
         if leased is not None:
@@ -214,6 +243,6 @@ class Reservation(msgspec.Struct, eq=False):
 
 
 def reservation_of(limiter: Limiter, key: Key, request_id: str, fields: Mapping[bytes, bytes]) -> Reservation:
-    """Return the reservation for a request of a key with limits. ``fields``: the headers of the request."""
-    limits = limiter.limits_of(key)
+    """Return the reservation for a request of a key with limits. ``fields``: the headers of the request. Raises Refusal."""
+    limits = limiter.limits_of(key, fields)
     return Reservation(limiter, limits, request_id, fields, moment(monotonic(), time()), limits.for_all_models, limits.layout)

@@ -56,7 +56,8 @@ class Amounts(msgspec.Struct, frozen=True, gc=False):
 class Holder(msgspec.Struct, frozen=True, gc=False):
     """A holder of limits. ``offset`` is the first cell of its counts. ``windows`` have its budgets.
 
-    ``first_slot`` is the first cell of its requests in flight, 0 if they are not counted.
+    ``first_slot`` is the first cell of its requests in flight, 0 if they are not counted. ``number`` is that of its end user, 0 for
+    other holders (see ``user_table``).
     """
 
     name: str
@@ -64,6 +65,7 @@ class Holder(msgspec.Struct, frozen=True, gc=False):
     offset: int
     first_slot: int
     windows: tuple[Window, ...]
+    number: float = 0.0
 
     @classmethod
     def placed(cls, name: str, limits: Limits, offset: int = 0, rings: Mapping[str, int] | None = None) -> Holder:

@@ -88,7 +88,7 @@ def _for_model(
     reservation = request.reservation
     prepared = yield from prepare(document, model.policy, request.target.route, size, key.fields, large=large)
     if reservation is not None:
-        estimate_request(reservation, prepared.document, prepared.path, size, prepared.media, model.model)
+        estimate_request(reservation, prepared.document, prepared.path, size, prepared.media, model.model, context.user)
     if prepared.stream:
         context.stream = True
         counts_tokens = context.worker.ledger is not None or (reservation is not None and reservation.counts_tokens)

@@ -81,12 +81,28 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class PerUser:
+    """How limits count each end user.
+
+    ``missing`` is what a request without an end user gets: ``shared`` (one count for all of them), ``refused`` or ``unlimited``.
+    ``max_users`` is how many end users have their own counts.
+    """
+
+    missing: str = "shared"
+    max_users: int = 10_000
+
+
+@dataclass(frozen=True, slots=True)
 class Allowance:
-    """Limits and the name of their holder. Keys with the same ``holder`` share them. ``models`` are globs, None for all models."""
+    """Limits and the name of their holder. Keys with the same ``holder`` share them. ``models`` are globs, None for all models.
+
+    ``users``: the limits are those of each end user, and nothing counts for ``holder`` itself (see ``limits/end_users``).
+    """
 
     holder: str
     limits: Limits
     models: tuple[str, ...] | None = None
+    users: PerUser | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -208,7 +208,7 @@ def _check_limits(limits: Limits | None, named: Named) -> None:
 
 
 def _costs(limits: Limits) -> Iterator[int | None]:
-    for row in (limits, *limits.models):
+    for row in (limits, *limits.models, *([] if limits.per_user is None else [limits.per_user])):
         yield from (getattr(row, f"cost_per_{window}") for window in CALENDAR)
         yield from (budget.cost for budget in row.budgets)
     yield None if limits.session is None else limits.session.cost

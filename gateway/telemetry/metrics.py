@@ -91,6 +91,8 @@ _FAMILIES = (
     Family("limits_store_admissions_total", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)),
     Family("budget_used_ratio", "Used share of a budget, reservations included; above 1 if it is exceeded.", ("holder", "budget", "soft")),
     Family("session_evictions_total", "Sessions whose use was forgotten because the table of sessions was full.", ("key",)),
+    Family("limited_users", "End users of a key or team with their own counts.", ("holder",)),
+    Family("limited_users_overflow_total", "Requests of end users that share counts, because all others have use.", ("holder",)),
     Family("client_faults_total", "Connections closed because of what their client did.", ("reason",)),
     Family("log_lines_dropped_total", "Requests whose access log line could not be written."),
     Family("server_up", "1 when the server passes its health checks.", ("model", "server")),

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
+from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, case, func, inspect, or_, select
+from sqlalchemy import ColumnElement, Engine, Select, case, func, inspect, or_, select
 
 from gateway.ledger.schema import USAGE
 from gateway.limits.budget_holders import Budgets, UsedSince
@@ -39,8 +40,13 @@ def _sums(engine: Engine, budgets: Budgets, starts: Sequence[float], before: flo
     moments = [datetime.fromtimestamp(start, UTC) for start in starts]
     slot = case(*((USAGE.c.time >= moment, number) for number, moment in reversed([*enumerate(moments)])), else_=-1).label("slot")
     tokens = func.coalesce(USAGE.c.prompt_tokens, 0) + func.coalesce(USAGE.c.completion_tokens, 0)
-    holder = (USAGE.c.key, USAGE.c.team, USAGE.c.model)
-    statement = (
+    holder: tuple[ColumnElement[Any], ...] = (
+        USAGE.c.key,
+        USAGE.c.team,
+        USAGE.c.model,
+        *([USAGE.c.end_user] if budgets.counts_users else []),
+    )
+    statement: Select[Any] = (
         select(*holder, slot, func.sum(tokens).label("tokens"), *cost_parts())
         .where(USAGE.c.time >= moments[0], USAGE.c.time < datetime.fromtimestamp(before, UTC), *_holders(budgets))
         .group_by(*holder, "slot")
@@ -50,7 +56,8 @@ def _sums(engine: Engine, budgets: Budgets, starts: Sequence[float], before: flo
             return
         rows = connection.execute(statement).all()
     for row in rows:
-        yield UsedSince(row.key, row.team, row.model, row.slot, int(row.tokens or 0), summed_cost(row) or 0)
+        user = row.end_user if budgets.counts_users else None
+        yield UsedSince(row.key, row.team, row.model, row.slot, int(row.tokens or 0), summed_cost(row) or 0, user)
 
 
 def _holders(budgets: Budgets) -> list[ColumnElement[bool]]:

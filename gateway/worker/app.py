@@ -181,7 +181,8 @@ class WorkerApp:
     async def _limits(self, request: Request) -> Response:
         """Return the state of the limits that the key is subject to. Raises Refusal."""
         key = self._authenticate(request)
-        states = await self._worker.limiter.states(key, request.state.request_id)
+        headers, user = dict(request.scope["headers"]), request.query_params.get("user")
+        states = await self._worker.limiter.states(key, request.state.request_id, headers, user)
         body = msgspec.json.encode({"key": key.id, "team": key.team, "limits": [each.document() for each in states]})
         return Response(body, media_type="application/json", headers=_NOT_STORED)
 

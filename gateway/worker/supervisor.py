@@ -12,7 +12,7 @@ import logging
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ import msgspec
 
 from gateway.limits.buckets import Buckets
 from gateway.limits.limiter import shown_budgets
+from gateway.limits.user_table import users_held
 from gateway.limits.windows import BudgetState
 from gateway.snapshot import link
 from gateway.snapshot.snapshot import Allowance, Snapshot
@@ -355,6 +356,11 @@ class WorkerSupervisor:
         """Yield each budget of the configured keys and teams, and of the stored ones, with the name of its holder."""
         configured = () if self.snapshot is None else (each for key in self.snapshot.keys for each in key.allowances)
         return shown_budgets(self.buckets, (*configured, *stored))
+
+    def users_held(self) -> Mapping[str, int]:
+        """Return how many end users have their own counts, by the key or team that limits them."""
+        allowances = () if self.snapshot is None else (each for key in self.snapshot.keys for each in key.allowances)
+        return users_held(self.buckets, {each.holder for each in allowances if each.users is not None})
 
     def store_status(self) -> link.StoreStatus | None:
         """Return the status of the limits store: unreachable if any worker cannot reach it. None: it is not used, or not reported yet."""

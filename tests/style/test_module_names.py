@@ -59,6 +59,7 @@ TESTED_BY = {
     "gateway/client/request": "gateway/client/test_disconnects",
     "gateway/client/active_snapshot": "gateway/client/test_connection",
     "gateway/client/connection_context": "gateway/client/test_connection",
+    "gateway/limits/key_limits": "gateway/limits/test_limits",
     "gateway/config/database_url": "gateway/config/test_problems",
     "gateway/config/explain": "gateway/config/test_problems",
     "gateway/config/load": "gateway/config/test_problems",

@@ -47,7 +47,7 @@ _WRITE_EVERY = 5.0  # seconds after which a failure is noticed without requests
 _RETRY_EVERY = 1.0  # longer than a reply may take, so earlier commands have finished
 _OWED = 10_000  # settlements that are retained while the store is unavailable
 _LATE, _ADMITTED = b"-1 ", b"0 "  # starts of the reply of admit.lua
-_MOST_ENCODED = 10_000  # holders whose part of a command is stored: sessions and subjects are many
+_MOST_ENCODED = 10_000  # holders whose part of a command, or whose refusal, is stored: end users, sessions and subjects are many
 _NO_LIMIT = 1e300  # larger than any amount, for a store whose numbers may lack infinity
 _PREFIX = "vllm-gateway:"
 _STATES = re.compile(  # older servers send the code after ERR; a script without permission has no code
@@ -276,6 +276,8 @@ class RedisStore:
             if leases:
                 self._slot_leases[identity] = (*self._slot_leases.get(identity, ()), *leases)
         elif result.exceeded[1].reason == "requests_per_minute":
+            if len(self._cached_refusals) >= _MOST_ENCODED:
+                self._cached_refusals.clear()
             self._cached_refusals[result.exceeded[0].name] = monotonic() + (result.exceeded[1].wait or 0), result
         return result
 

@@ -81,10 +81,14 @@ def test_a_key_that_has_ended(tmp_path: Path, key: str, message: str | None) -> 
     assert notes_on(tmp_path, text, f"- {{id: a, {key}}}\n") == ([message] if message else [])
 
 
-def test_a_user_header_requires_a_ledger(tmp_path: Path) -> None:
+def test_a_user_header_requires_a_ledger_or_a_limit(tmp_path: Path) -> None:
     text = f"models: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}, user_header: X-User}}]\n"
-    assert notes_on(tmp_path, text) == ["gateway.yaml:2: keys[0].user_header: has no effect without `ledger`"]
+    assert notes_on(tmp_path, text) == ["gateway.yaml:2: keys[0].user_header: has no effect without `ledger` or `limits.per_user`"]
     assert notes_on(tmp_path, f"{text}ledger: sqlite:///usage.db\n") == []
+    limited = text.replace("X-User}", "X-User, limits: {per_user: {concurrent: 1}}}")
+    assert notes_on(tmp_path, limited) == []
+    in_team = text.replace("X-User}", "X-User, team: t}") + "teams: [{id: t, limits: {per_user: {concurrent: 1}}}]\n"
+    assert notes_on(tmp_path, in_team) == []
 
 
 @pytest.mark.parametrize(

@@ -397,6 +397,10 @@ def test_fallbacks_that_go_round(tmp_path: Path) -> None:
             ["3: keys[0].user_header: an anonymous entry is used by unknown clients, which could name any user"],
         ),
         (
+            "- {id: a, anonymous: true, limits: {per_user: {concurrent: 1}}}\n",
+            ["3: keys[0].limits.per_user: an anonymous entry is used by unknown clients, whose end users are not known"],
+        ),
+        (
             f"- {{id: a, hash: sha256:{'a' * 64}, user_header: 'X User'}}\n",
             ["3: keys[0].user_header: expected the name of a header such as X-OpenWebUI-User-Id"],
         ),
@@ -544,6 +548,26 @@ def test_limits(tmp_path: Path) -> None:
 )
 def test_budgets(tmp_path: Path, limits: str, reported: str | None) -> None:
     assert about_limits(tmp_path, limits) == ([] if reported is None else [f"keys[0].limits.{reported}"])
+
+
+@pytest.mark.parametrize(
+    ("limits", "reported"),
+    [
+        ("requests_per_minute: 1, budgets: [{window: 7d, tokens: 1}], missing: refused, max_users: 100000", None),
+        ("missing: unlimited", ": contains no limit, e.g. requests_per_minute"),
+        ("concurrent: 1, missing: refuse", ".missing: expected `shared`, `refused` or `unlimited`; did you mean `refused`?"),
+        (
+            "concurrent: 1, max_tokens: 5",
+            ".max_tokens: unknown key; it belongs in `models[].body` or `keys[].limits` or `keys[].limits.models[]`",
+        ),
+        ("concurrent: 1, max_users: 0", ".max_users: expected 1 or more, found 0"),
+        ("cost_per_day: 1", ".cost_per_day: no model has a price, so no request has a cost; set models[].price"),
+    ],
+)
+def test_limits_of_end_users(tmp_path: Path, limits: str, reported: str | None) -> None:
+    keys = f"keys: [{{id: k, hash: sha256:{'a' * 64}, limits: {{per_user: {{{limits}}}}}}}]"
+    found = problems(tmp_path, f"models: [{{id: m, launch: {{}}}}]\n{keys}\n")
+    assert [each.split(": ", 1)[1] for each in found] == ([] if reported is None else [f"keys[0].limits.per_user{reported}"])
 
 
 def test_the_address_of_a_collector(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from gateway.limits.buckets import Buckets
 from gateway.limits.budget_holders import Budgets, UsedSince, beyond
 from gateway.limits.rules import Amounts
 from gateway.limits.windows import BudgetState, counted_starts, moment, windows_of
-from gateway.snapshot.snapshot import Allowance, Budget, Issuer, Key, Limits, Model, Snapshot
+from gateway.snapshot.snapshot import Allowance, Budget, Issuer, Key, Limits, Model, PerUser, Snapshot
 
 MANY = 10**12
 LIMITS = Limits(
@@ -125,6 +126,51 @@ def test_a_row_counts_for_its_key_its_team_and_its_model(key: str, team: str | N
     budgets, at = Budgets(SNAPSHOT), moment(0.0, NOW)
     starts = budgets.counted_starts(at)
     assert set(budgets.use_by_holder([UsedSince(key, team, model, len(starts) - 1, 1, 1)], starts, at)) == holders
+
+
+def per_user(owner: str, missing: str = "shared") -> Allowance:
+    return Allowance(f"{owner} each user", LIMITS, users=PerUser(missing))
+
+
+HEADER = Key("header", user_header=b"x-user", team="lab", allowances=(per_user("key header"), per_user("team lab")))
+FIELD = Key("field", allowances=(per_user("key field"),))
+UNNAMED = Key("unnamed", user_header=b"x-user", allowances=(per_user("key unnamed", "unlimited"),))
+OF_USERS = Snapshot(
+    1,
+    (HEADER, FIELD, UNNAMED, Key("staff", allowances=(per_user("key staff"),))),
+    (),
+    issuers=(Issuer("https://id.example", ("gateway",), ("staff",), ("RS256",)),),
+    teams={"lab": (per_user("team lab"),)},
+    ledger_user=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("key", "team", "user", "holders"),
+    [
+        ("header", "lab", "J%C3%BCrgen ", {"key header user j%C3%BCrgen", "team lab user j%C3%BCrgen"}),
+        ("header", None, None, {"key header without user"}),
+        ("field", None, "Jane%20Doe", {"key field user jane%2520doe"}),
+        ("unnamed", None, None, set()),
+        ("unnamed", None, "x", {"key unnamed user x"}),
+        ("staff/Alice", "lab", "other", {"key staff user staff%2FAlice", "team lab user staff%2FAlice"}),
+        ("removed", "lab", "jane", {"team lab user jane"}),
+    ],
+)
+def test_a_row_counts_for_its_end_user(key: str, team: str | None, user: str | None, holders: set[str]) -> None:
+    budgets, at = Budgets(OF_USERS), moment(0.0, NOW)
+    starts = budgets.counted_starts(at)
+    assert budgets.counts_users
+    found = budgets.use_by_holder([UsedSince(key, team, "m", len(starts) - 1, 1, 1, user)], starts, at)
+    assert set(found) == holders
+    named = {one.end_user for one in found.values() if one.of_users is not None}
+    assert named == {name.partition(" user ")[2] for name in holders if " without " not in name}
+
+
+def test_fields_of_bodies_that_the_ledger_does_not_store_count_for_no_end_user() -> None:
+    budgets, at = Budgets(replace(OF_USERS, ledger_user=False)), moment(0.0, NOW)
+    starts = budgets.counted_starts(at)
+    assert budgets.use_by_holder([UsedSince("field", None, "m", len(starts) - 1, 1, 1)], starts, at) == {}
 
 
 def test_only_the_difference_to_what_was_added_is_added() -> None:

@@ -21,7 +21,7 @@ from gateway.auth import keys
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
 from gateway.limits.expected_use import estimate_request
-from gateway.limits.limiter import KeyLimits
+from gateway.limits.key_limits import KeyLimits
 from gateway.limits.redis.store import RedisStore
 from gateway.limits.reservation import reservation_of
 from gateway.limits.rules import Amounts
