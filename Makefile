@@ -139,8 +139,8 @@ release-images:  ## both images of a release; BASE and VLLM_BASE name what they 
 
 COMPILE = uv pip compile --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-annotate --no-header
 lock:  ## write requirements.lock and the images' locks (needs uv)
-	$(COMPILE) pyproject.toml --extra otel --extra jwt --extra oidc --extra kv-events --group dev -o requirements.lock
-	$(COMPILE) --constraint requirements.lock pyproject.toml --extra otel --extra jwt --extra oidc --extra kv-events -o deploy/docker/runtime.lock
+	$(COMPILE) pyproject.toml --extra otel --extra jwt --extra oidc --extra kv-events --extra record --extra record-s3 --group dev -o requirements.lock
+	$(COMPILE) --constraint requirements.lock pyproject.toml --extra otel --extra jwt --extra oidc --extra kv-events --extra record --extra record-s3 -o deploy/docker/runtime.lock
 	$(COMPILE) --constraint requirements.lock --group build -o deploy/docker/build.lock
 	$(COMPILE) --constraint requirements.lock --group compiled -o compiled/requirements.lock
 

@@ -34,6 +34,7 @@ ORDER = (
     "gateway.ledger",
     "gateway.store",
     "gateway.audit",
+    "gateway.recording",
     "gateway.usage",
     "gateway.sign_in",
     "gateway.client",

@@ -6,7 +6,7 @@ key's scope get the same response with the same text, so clients cannot probe fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from gateway.api.errors import Refusal, invalid_value, unknown_model
@@ -23,6 +23,10 @@ from upstream.balancing.server import Server
 _IDS = 0x1_0000_0000  # values of the last eight hexadecimal digits of a request's ID
 
 
+def _never(_: Model) -> bool:
+    return False
+
+
 @dataclass(frozen=True, slots=True)
 class MirrorTarget:
     """The model that gets copies of requests, and how many copies may be in flight. ``below``: the share of the requests times ``_IDS``."""
@@ -37,7 +41,8 @@ class CatalogEntry:
     """A model with its live servers and its body policy.
 
     ``name``: the model name in its responses; None: unchanged. ``split``: chooses the model that serves a request; None for a model with
-    servers. ``mirror``: the model that gets copies of its requests.
+    servers. ``mirror``: the model that gets copies of its requests. ``is_recorded``: its requests may be recorded. ``is_observed``:
+    either of both, so that one check decides for all other models.
     """
 
     model: Model
@@ -46,6 +51,8 @@ class CatalogEntry:
     name: str | None = None
     split: Split[CatalogEntry] | None = None
     mirror: MirrorTarget | None = None
+    is_recorded: bool = False
+    is_observed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +67,29 @@ class Catalog:
     """The models of one snapshot."""
 
     def __init__(
-        self, models: Iterable[Model], servers: Mapping[str, Server], default: str | None = None, costs: Mapping[str, CostModel] = {}
+        self,
+        models: Iterable[Model],
+        servers: Mapping[str, Server],
+        default: str | None = None,
+        costs: Mapping[str, CostModel] = {},
+        is_recorded: Callable[[Model], bool] = _never,
     ) -> None:
-        """Compile the models. ``costs`` has what is known of the servers of each model with the policy ``cost``, by the model's ID."""
+        """Compile the models. ``costs`` has what is known of the servers of each model with the policy ``cost``, by the model's ID.
+
+        ``is_recorded`` returns whether requests for a model may be recorded.
+        """
         self._costs = costs
         self._pools: dict[str, Pool] = {}  # an adapter has its base's
         entries = {
-            model.id: CatalogEntry(model, self._pool(model, servers), BodyPolicy.for_model(model), model.id if model.rewrite else None)
-            for model in models
+            model.id: CatalogEntry(
+                model,
+                self._pool(model, servers),
+                BodyPolicy.for_model(model),
+                model.id if model.rewrite else None,
+                is_recorded=recorded,
+                is_observed=recorded or model.mirror is not None,
+            )
+            for model, recorded in ((model, is_recorded(model)) for model in models)
         }
         entries |= {
             name: _with_mirror(entry, mirror, entries) for name, entry in entries.items() if (mirror := entry.model.mirror) is not None

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from gateway import __version__
-from gateway.cli import audit_commands, keys_commands
+from gateway.cli import audit_commands, keys_commands, record_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, print_problem, say_error
@@ -86,6 +86,7 @@ def application(*, with_keys: bool) -> typer.Typer:
         "keys": ("Create, change, replace, revoke and list keys.", keys_commands.commands, with_keys),
         "teams": ("Create, change and list the teams of the store.", keys_commands.team_commands, with_keys),
         "audit": ("List and verify the audit log.", audit_commands.commands, True),
+        "record": ("Show recorded requests.", record_commands.commands, True),
     }
     for group, (text, commands, shown) in groups.items():
         made = typer.Typer(help=text, rich_markup_mode=None)
@@ -444,6 +445,7 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "wake": _operation("wake", "Start a model as a request for it would. Does not wait until it is ready."),
     "cordon": _operation("cordon", "Take one server out of rotation until `uncordon`. Its open requests finish.", of_server=True),
     "uncordon": _operation("uncordon", "Return a server to rotation.", of_server=True),
+    "replay": record_commands.replay,
     "command": command,
     "schema": schema,
     "demo": demo,

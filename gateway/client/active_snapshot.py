@@ -14,7 +14,7 @@ from gateway.auth.keyring import Keyring
 from gateway.client.addresses import Proxies
 from gateway.client.http.cors import Cors
 from gateway.snapshot.snapshot import Snapshot
-from gateway.telemetry.body_shape import ShapeSample
+from gateway.telemetry.request_ids import RequestSample
 from gateway.telemetry.trace import Sampler
 
 
@@ -33,5 +33,5 @@ class ActiveSnapshot:
     """The limit on all requests in flight; None without a limit."""
     sampler: Sampler | None
     """Decides which requests are traced; None if tracing is off."""
-    shape_sample: ShapeSample | None
+    shape_sample: RequestSample | None
     """Decides for which requests the shape of the body is logged; None if no shape is logged."""

@@ -7,7 +7,7 @@ The rule: this module imports neither ``connection`` nor a request, so the modul
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from email.utils import formatdate
 from typing import Any, Protocol
 
@@ -25,6 +25,52 @@ from upstream.http.write_batching import BatchingTransport, WriteBatch
 
 Message = MutableMapping[str, Any]
 Application = Callable[[Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]]
+
+
+class ResponseTransport(Protocol):
+    """The writing end of a connection, as responses use it."""
+
+    def write(self, data: Any) -> None:
+        """Send bytes."""
+
+    def write_at_once(self, data: bytes) -> None:
+        """Send bytes before those of other connections."""
+
+    def writelines(self, list_of_data: Iterable[Any]) -> None:
+        """Send several pieces of bytes."""
+
+
+class ResponseConnection(Protocol):
+    """The part of a client connection that a request uses after its body."""
+
+    @property
+    def worker(self) -> ConnectionContext:
+        """The objects that the connections of the worker share."""
+
+    @property
+    def transport(self) -> ResponseTransport:
+        """The writing end."""
+
+    @property
+    def flow(self) -> FlowControl:
+        """Whether the client reads as fast as the gateway writes."""
+
+    @property
+    def address(self) -> str:
+        """The address of the peer."""
+
+    @property
+    def proxied(self) -> bool:
+        """Whether the peer is a trusted proxy."""
+
+    def client_of(self, headers: Mapping[bytes, bytes]) -> str:
+        """Return the address of the client that sent a request, as far as it is known."""
+
+    def response_finished(self, *, keep_alive: bool, body_complete: bool) -> None:
+        """Serve the next request, or close: the current request's response has been written."""
+
+    def cut(self) -> None:
+        """Close immediately, in the middle of a response."""
 
 
 class Connection(Protocol):

@@ -15,7 +15,7 @@ from msgspec import field
 
 from gateway.auth.catalog import Target
 from gateway.client.body import RequestBody
-from gateway.client.connection_context import Connection
+from gateway.client.connection_context import ResponseConnection
 from gateway.client.http.head import RequestHead
 from gateway.client.http.status_lines import STATUS_LINES
 from gateway.limits import Reservation
@@ -29,7 +29,7 @@ _SENT_WITHOUT_COPY = 256 * 1024  # bytes of a response from which its body is no
 class ClientRequest(msgspec.Struct, eq=False):
     """One inference request and its response."""
 
-    connection: Connection
+    connection: ResponseConnection
     target: Target
     id: str
     head: RequestHead

@@ -23,6 +23,7 @@ from gateway.config.models import (
     PrefixCacheIsolation,
     Price,
     Queue,
+    Record,
     Server,
     ServerSection,
     SignIn,
@@ -34,8 +35,8 @@ from gateway.config.problems import ConfigurationError, Note, Problem
 
 __all__ = [
     "Config", "ConfigurationError", "Discover", "Jwt", "Key", "Launch", "Ledger", "Limits", "Model", "ModelLimits", "Note",
-    "PerUser", "PrefixCacheIsolation", "Price", "Problem", "Queue", "Server", "ServerSection", "SignIn", "SignInIssuer", "Team", "drafted",
-    "load", "plain_variables", "schema",
+    "PerUser", "PrefixCacheIsolation", "Price", "Problem", "Queue", "Record", "Server", "ServerSection", "SignIn", "SignInIssuer", "Team",
+    "drafted", "load", "plain_variables", "schema",
 ]  # fmt: skip
 
 

@@ -6,11 +6,14 @@ The YAML, the error messages and the JSON Schema all come from these classes. Th
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import asdict, fields
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 from pydantic import (
     BeforeValidator,
@@ -62,7 +65,10 @@ from gateway.config.values import (
     Workers,
     WrittenFile,
     exists,
+    installed,
     money,
+    needs_extra,
+    record_key,
     requires,
 )
 from gateway.snapshot.key_properties import KeyProperties
@@ -75,6 +81,9 @@ from upstream.http.address import Address
 from upstream.vllm import path_options
 from upstream.vllm.command_line import takes_vllms_flags
 from upstream.vllm.installed_vllm import runs_vllm_itself
+
+_BUCKET_SCHEMES = ("https://", "http://")
+_BUCKET_PATH = re.compile(r"/[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/(?!\.+(/|$))[A-Za-z0-9._-]+)*/?")
 
 
 def quantity(description: str, text: str) -> Any:
@@ -637,6 +646,78 @@ class AuditSettings(Section):
         return secret
 
 
+RedactedField = Annotated[str, Strict(), Field(pattern=r"^[^.\s]+(\.[^.\s]+)*$", max_length=256)]
+"""The name of a field, or a path with dots."""
+
+
+def _keys_of_records(value: object) -> object:
+    return value if isinstance(value, list | tuple) else [value]
+
+
+RecordKeys = Annotated[
+    tuple[Secret, ...], Field(min_length=1), BeforeValidator(_keys_of_records, json_schema_input_type=Secret | list[Secret])
+]
+"""An encryption key, or a list of them."""
+
+
+class Record(Section):
+    """A record of requests with their bodies, for debugging and evaluation. Clients see in a header that a request is recorded."""
+
+    store: Text = Field(description="where records are stored: a folder, or the URL of a bucket, https://HOST/BUCKET/PREFIX")
+    keys: Annotated[tuple[Name, ...], Field(min_length=1)] = setting("keys whose requests are recorded: IDs or patterns with *", ("*",))
+    models: Annotated[tuple[Name, ...], Field(min_length=1)] = setting("models whose requests are recorded: IDs or patterns with *", ("*",))
+    share: Share = setting("share of the requests of these keys and models that is recorded", 0.01, json_schema_extra={"default": "1%"})
+    retention: Duration = quantity("age after which records are deleted, by whole days (UTC)", "7d")
+    redact: tuple[RedactedField, ...] = setting("fields whose values are not recorded: names, or paths such as messages.*.content", ())
+    key: RecordKeys | None = setting("encryption key, base64 of 32 bytes; of a list, the first encrypts; default: no encryption")
+    access_key_id: Secret | None = setting("ID of the access key for the bucket")
+    secret_access_key: Secret | None = setting("secret of the access key for the bucket")
+    region: Text = setting("region of the bucket", "us-east-1")
+
+    @property
+    def is_in_bucket(self) -> bool:
+        return self.store.startswith(_BUCKET_SCHEMES)
+
+    @field_validator("store")
+    @classmethod
+    def _is_a_store(cls, store: str, info: ValidationInfo) -> str:
+        if not store.startswith(_BUCKET_SCHEMES):
+            if "://" in store:
+                raise ValueError("expected a folder, or the URL of a bucket such as https://s3.example.com/bucket/records")
+            return os.path.abspath(surroundings(info).folder / store)
+        parts = urlsplit(store)
+        if not parts.hostname or "@" in parts.netloc or parts.query or parts.fragment or not _BUCKET_PATH.fullmatch(parts.path):
+            raise ValueError("expected the URL of a bucket such as https://s3.example.com/bucket/records")
+        if not installed("obstore"):
+            raise ValueError(needs_extra("a bucket requires", "record-s3"))
+        return store
+
+    @field_validator("key")
+    @classmethod
+    def _are_keys(cls, keys: tuple[SecretStr, ...] | None) -> tuple[SecretStr, ...] | None:
+        for key in keys or ():
+            record_key(key.get_secret_value())
+        if keys and not installed("cryptography"):
+            raise ValueError(needs_extra("encrypted records require", "record"))
+        return keys
+
+    @model_validator(mode="after")
+    def _has_credentials(self) -> Record:
+        if self.is_in_bucket != (self.access_key_id is not None) or self.is_in_bucket != (self.secret_access_key is not None):
+            raise ValueError("a bucket needs access_key_id and secret_access_key, and a folder needs neither")
+        return self
+
+    @property
+    def encryption_keys(self) -> tuple[bytes, ...]:
+        return tuple(record_key(key.get_secret_value()) for key in self.key or ())
+
+    @property
+    def credentials(self) -> tuple[str, str] | None:
+        if self.access_key_id is None or self.secret_access_key is None:
+            return None
+        return self.access_key_id.get_secret_value(), self.secret_access_key.get_secret_value()
+
+
 class SignInClaims(Section):
     """The claims of an ID token to use. A name with dots leads into a claim, e.g. realm_access.roles."""
 
@@ -745,6 +826,7 @@ class Config(Section):
         "usage ledger: a URL or a section; default: none"
     )
     audit: AuditSettings | None = setting("audit log; default: none")
+    record: Record | None = setting("record of requests with their bodies; default: none")
     store: Annotated[Store, BeforeValidator(_store, json_schema_input_type=KeyStore | Store)] | None = setting(
         "keys and teams that are made at run time: a URL, `ledger` or a section; default: none"
     )

@@ -621,6 +621,10 @@ def _limited_models(draft: Draft) -> Iterator[Problem]:
     yield from _patterns(draft, draft.limits, draft.owners.keys() - draft.split_names)
 
 
+def _recorded_models(draft: Draft) -> Iterator[Problem]:
+    yield from _patterns(draft, [draft.top.get("record")], draft.owners.keys() - draft.split_names)
+
+
 def _patterns(draft: Draft, holders: Iterable[ConfigValue], served: Collection[str]) -> Iterator[Problem]:
     """Check that patterns match one of these models. Each pattern is evaluated once, however many holders share it."""
 
@@ -709,6 +713,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _open_admin_port,
     _audit_location,
     _limited_models,
+    _recorded_models,
     _empty_limits,
     _priced,
     _divided_bounds,

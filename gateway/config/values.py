@@ -5,6 +5,8 @@ Messages say what is expected. They do not repeat text of the file, because a ke
 
 from __future__ import annotations
 
+import base64
+import binascii
 import math
 import os
 import re
@@ -302,12 +304,31 @@ def installed(*modules: str) -> bool:
         return False
 
 
+_RECORD_KEY = 32  # bytes, for AES-256
+
+
+def record_key(text: str) -> bytes:
+    """Return the encryption key of a text in base64. Raises ValueError."""
+    try:
+        key = base64.b64decode(text, validate=True)
+    except binascii.Error:
+        key = b""
+    if len(key) != _RECORD_KEY:
+        raise ValueError(f"the key is not base64 of {_RECORD_KEY} bytes; create one with `openssl rand -base64 {_RECORD_KEY}`")
+    return key
+
+
+def needs_extra(what: str, extra: str) -> str:
+    """Return the message for a setting whose packages are not installed. ``what`` begins it."""
+    return f"{what} packages that are not installed: the extra `{extra}` (pip install 'vllm-gateway[{extra}]')"
+
+
 def requires(what: str, extra: str, *modules: str) -> AfterValidator:
     """Return a check that the packages of an extra are installed. ``what`` begins the message."""
 
     def check(value: str) -> str:
         if not installed(*modules):
-            raise ValueError(f"{what} packages that are not installed: the extra `{extra}` (pip install 'vllm-gateway[{extra}]')")
+            raise ValueError(needs_extra(what, extra))
         return value
 
     return AfterValidator(check)

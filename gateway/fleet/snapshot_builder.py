@@ -62,6 +62,7 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
         default_model=config.default_model,
         warn_at=config.limits.warn_at,
         has_store=config.store is not None,
+        recording=None if config.record is None else recording(config.record),
         sessions=None if config.sign_in is None else session_rules(config.sign_in, "data"),
     )
 
@@ -91,6 +92,11 @@ def client_limits(server: conf.ServerSection) -> snapshot.Clients:
 def log_settings(config: Config) -> LogSettings:
     """Return the settings of the log."""
     return LogSettings(config.log.level, config.log.format, config.log.levels)
+
+
+def recording(record: conf.Record) -> snapshot.Recording:
+    """Return which requests are recorded, and where."""
+    return _made(snapshot.Recording, record, encryption_keys=record.encryption_keys, credentials=record.credentials)
 
 
 def _tracing(config: Config) -> snapshot.Tracing | None:

@@ -23,7 +23,7 @@ from gateway.limits.user_limits import NO_USER, UserLimits, counts_users
 from gateway.limits.user_table import note_store_use
 from gateway.limits.windows import BudgetState, Capacity, Window, hard_capacity, moment, session_window, windows_of
 from gateway.snapshot.link import StoredKeys
-from gateway.snapshot.snapshot import Key, Snapshot
+from gateway.snapshot.snapshot import Allowance, Key, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from upstream.http.write_batching import WriteBatch
 

@@ -25,6 +25,7 @@ from gateway.prompts.token_keys import TokenRequest, token_request
 from gateway.proxy.context import Fallbacks, RequestContext
 from gateway.proxy.json_body import JsonBody
 from gateway.proxy.mirror import mirrored
+from gateway.proxy.recorded import start_recording
 from gateway.proxy.upstream_request import UpstreamRequest
 from gateway.snapshot.snapshot import Key
 from gateway.system.steps import finished
@@ -39,27 +40,37 @@ def prepare_request(
     body: bytes | bytearray, context: RequestContext, key: Key, *, large: bool = False
 ) -> Generator[None, None, UpstreamRequest]:
     """Parse a body, resolve its model, and make the request for its servers. ``large``: the body is processed in steps."""
-    request, worker = context.request, context.worker
-    active, target = worker.active, request.target
+    request = context.request
+    worker = context.worker
+    active = worker.active
     document = merge((yield from parse(body, active.snapshot.body_values)))
     context.user = document.get("user")
-    if (sample := active.shape_sample) is not None and sample.includes(request.id):
+    if active.shape_sample is not None and active.shape_sample.includes(request.id):
         context.shape = shape(document)
     name = document.get("model")
-    named = active.catalog.resolve(name, key, target.mounted)
+    named = active.catalog.resolve(name, key, request.target.mounted)
     name = name or named.model.id
     context.model = model = named if named.split is None else context.choose_from_split(named, named.split, key, document)
     upstream = yield from _for_model(document, body, context, key, name, model, large)
-    if model.mirror is not None:
-        upstream = mirrored(upstream, model, model.mirror, worker, document)
-    if (ledger := worker.ledger) is not None:
-        ledger.start_request(
-            request.id, context.started_at, target.route.endpoint, key, model.model, context.stream, document, request.head.headers
+    if model.is_observed:
+        upstream = _observed(upstream, context, key, model, body, document)
+    if worker.ledger is not None:
+        worker.ledger.start_request(
+            request.id, context.started_at, request.target.route.endpoint, key, model.model, context.stream, document, request.head.headers
         )
-    if model.model.fallbacks and target.mounted is None:
+    if model.model.fallbacks and request.target.mounted is None:
         again = partial(_prepare_again, body, context, key, name, large)
         context.fallbacks = Fallbacks(model, active.catalog.fallbacks(model, key, named), again)
     return upstream
+
+
+def _observed(
+    upstream: UpstreamRequest, context: RequestContext, key: Key, model: CatalogEntry, body: bytes | bytearray, document: Document
+) -> UpstreamRequest:
+    """Record and mirror a request if it is selected. Returns the request to send."""
+    if model.is_recorded:
+        start_recording(context, key, body, upstream)
+    return upstream if model.mirror is None else mirrored(upstream, model, model.mirror, context.worker, document)
 
 
 async def _prepare_again(
@@ -74,17 +85,18 @@ def _parse_again(
     body: bytes | bytearray, context: RequestContext, key: Key, name: str, model: CatalogEntry, large: bool
 ) -> Generator[None, None, UpstreamRequest]:
     document = merge((yield from parse(body)))
-    return (yield from _for_model(document, body, context, key, name, model, large))
+    upstream = yield from _for_model(document, body, context, key, name, model, large)
+    if context.capture is not None:
+        context.capture.sent = upstream.body
+    return upstream
 
 
 def _for_model(
     document: Document, body: bytes | bytearray, context: RequestContext, key: Key, name: str, model: CatalogEntry, large: bool
 ) -> Generator[None, None, UpstreamRequest]:
-    """Apply a model's policy and the key's limits to a merged document, and make the request of it.
-
-    ``body``: as received. ``name``: the model's name as the client sent it.
-    """
-    request, size = context.request, len(body)
+    """Apply a model's policy and the key's limits to a merged document, and make the request. ``body`` and ``name`` are the client's."""
+    request = context.request
+    size = len(body)
     reservation = request.reservation
     prepared = yield from prepare(document, model.policy, request.target.route, size, key.fields, large=large)
     if reservation is not None:

@@ -31,6 +31,8 @@ from gateway.limits.sessions import session_of
 from gateway.proxy.request_services import RequestServices
 from gateway.proxy.response import NoResponse, ResponseRelay, end_truncated
 from gateway.proxy.upstream_request import UpstreamRequest
+from gateway.recording.capture import Capture
+from gateway.recording.recorder import HEADER as RECORDED
 from gateway.snapshot.link import ChoiceExplained
 from gateway.snapshot.snapshot import Key
 from gateway.telemetry.metrics import OTHER
@@ -99,6 +101,8 @@ class RequestContext(msgspec.Struct, eq=False):
     detail: str | None = None
     refusal: Refusal | None = None
     """The error that the client got."""
+    capture: Capture | None = None
+    """The record of the request with its bodies, if it is recorded."""
 
     def __enter__(self) -> RequestContext:
         return self
@@ -110,7 +114,10 @@ class RequestContext(msgspec.Struct, eq=False):
             if error is not None:
                 self._fail(error)
         finally:
-            self.worker.record_request(self._record())
+            record = self._record()
+            self.worker.record_request(record)
+            if self.capture is not None:
+                self._finish_capture(self.capture, record)
             self.request.release()
         return error is not None and isinstance(error, Exception | asyncio.CancelledError)
 
@@ -148,7 +155,8 @@ class RequestContext(msgspec.Struct, eq=False):
         self.model = model
         name = quote(model.model.id, safe=_VISIBLE).encode()
         of_split = b"" if self.split is None else b"x-vllm-gateway-model: %b\r\n" % name
-        self.request.extra_headers = of_split + (b"" if model is requested else b"x-vllm-gateway-fallback: %b\r\n" % name)
+        recorded = b"" if self.capture is None else RECORDED
+        self.request.extra_headers = recorded + of_split + (b"" if model is requested else b"x-vllm-gateway-fallback: %b\r\n" % name)
 
     # Its end
 
@@ -292,6 +300,13 @@ class RequestContext(msgspec.Struct, eq=False):
         if self.refusal is not None:
             record.param, record.unknown_model = explained(self.refusal)
         return record
+
+    def _finish_capture(self, capture: Capture, record: RequestRecord) -> None:
+        """Complete the record with the bodies of the request."""
+        served = None
+        if self.attempt is not None and self.attempt.tried and self.model is not None:
+            served = self.model.model.served or self.attempt.tried[-1].spec.model
+        capture.finish(record, served, is_event_stream=self.request.is_event_stream)
 
     def _finish_placement(self, placement: Placement, usage: Usage | None) -> Mapping[str, Any] | None:
         """End the placement of the request. Return the reason for the choice of its server if that is to be logged.

@@ -16,6 +16,7 @@ from gateway.client.request import ClientRequest
 from gateway.ledger.recorder import Recorder
 from gateway.limits import Limiter
 from gateway.limits.buckets import Buckets
+from gateway.recording.recorder import BodyRecorder
 from gateway.snapshot.link import ChoiceExplained, Message, ModelRequested, StoreStatus
 from gateway.snapshot.snapshot import Key
 from gateway.system.steps import Steps
@@ -48,6 +49,7 @@ class RequestServices:
         ledger: Recorder | None = None,
         buckets: Buckets | None = None,
         spans: Spans | None = None,
+        recorder: BodyRecorder | None = None,
         send: Callable[[Message], None] = lambda _: None,
     ) -> None:
         self.draining = False
@@ -72,6 +74,8 @@ class RequestServices:
         self.log = log
         self.ledger = ledger
         self.spans = spans or Spans()
+        self.recorder = recorder
+        """Records the bodies of selected requests; None in a worker without a place for them."""
 
     def report_choice(self, choice: ChoiceExplained) -> None:
         """Report to control why a server was chosen, for /status; at most once a second for each model."""

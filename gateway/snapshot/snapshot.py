@@ -180,6 +180,26 @@ class Mirror:
 
 
 @dataclass(frozen=True, slots=True)
+class Recording:
+    """Which requests are recorded, and where.
+
+    ``keys`` are patterns of IDs, and ``models`` of IDs and aliases. ``share`` is above 0 and up to 1. ``store`` is the path of a folder, or
+    the URL of a bucket if there are ``credentials``: the ID and the secret of an access key. ``retention`` is in seconds. ``redact`` names
+    the fields whose values are not recorded. The first of the ``encryption_keys`` encrypts; without keys, records are not encrypted.
+    """
+
+    store: str
+    keys: tuple[str, ...] = ("*",)
+    models: tuple[str, ...] = ("*",)
+    share: float = 0.01
+    retention: float = 7 * 86400.0
+    redact: tuple[str, ...] = ()
+    encryption_keys: tuple[bytes, ...] = field(default=(), repr=False)
+    credentials: tuple[str, str] | None = field(default=None, repr=False)
+    region: str = "us-east-1"
+
+
+@dataclass(frozen=True, slots=True)
 class BodyRules:
     """A model's settings for request bodies, in addition to the general rules (see ``policy``)."""
 
@@ -358,6 +378,8 @@ class Snapshot:
     """The used share of a budget from which on responses have a warning."""
     has_store: bool = False
     """Whether there may be keys in addition to these: those of the store (see ``link``)."""
+    recording: Recording | None = None
+    """Which requests are recorded with their bodies. None: none."""
     sessions: SessionRules | None = None
     """The rules for the sessions of people on the data port. None: people do not sign in there."""
 

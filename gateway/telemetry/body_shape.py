@@ -13,7 +13,6 @@ from typing import Any
 
 from gateway.api.media_urls import CONTAINERS
 
-_DIGITS, _IDS = 8, 0x1_0000_0000  # hexadecimal digits of a request id that decide, and the number of their values
 _MAX_VALUES = 48  # values of one shape: its log line stays below what a pipe takes at once
 _MAX_ITEMS = 8  # of a list
 _MAX_DEPTH = 6  # of a field's path
@@ -62,17 +61,6 @@ def field_path(param: str) -> str:
     """Return the path of a field of the tables: ``messages.*.content``. A name that is not in them is ``other``, an index is ``*``."""
     names = _SEPARATORS.split(param, _MAX_DEPTH)[:_MAX_DEPTH]
     return ".".join("*" if name.isdigit() else name if name in SETTINGS or name in PARTS else "other" for name in names)
-
-
-class ShapeSample:
-    """Selects the requests to show: a ``share`` of them, above 0 up to 1, by their ids, which clients cannot choose."""
-
-    def __init__(self, share: float) -> None:
-        self._below = round(share * _IDS)
-
-    def includes(self, request_id: str) -> bool:
-        """Check whether a request is selected."""
-        return int(request_id[-_DIGITS:], 16) < self._below
 
 
 def shape(document: Mapping[str, Any]) -> dict[str, Any]:

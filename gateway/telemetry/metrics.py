@@ -113,6 +113,7 @@ _FAMILIES = (
     Family("split_requests_total", "Requests for a split by the model that served them.", ("split", "model")),
     Family("mirrored_requests_total", "Copies of requests for another model by result.", ("model", "to", "result")),
     Family("mirrored_inflight_requests", "Copies of requests in flight.", ("model", "to")),
+    Family("recorded_requests_total", "Requests selected to be recorded with their bodies, by result.", ("result",)),
     Family("launches_total", "Starts of launched servers.", ("model", "outcome")),
     Family("launch_failures_total", "Failed starts and crashes of launched servers by cause.", ("model", "cause")),
     Family("incomplete_total", "Truncated responses by what ended them.", ("model", "reason")),
@@ -159,6 +160,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for famil
 _PER_MODEL = ("time_to_first_token_seconds", "inter_chunk_latency_seconds", "inflight_requests", "queued_requests", "retries_total")
 _TOKEN_TYPES = ("prompt", "completion", "cached", "reasoning")
 MIRROR_RESULTS = ("completed", "failed", "no_capacity", "limit", "drain")
+RECORD_RESULTS = ("stored", "too_large", "no_memory", "not_parsed", "store_failed", "failed", "stopped")
 INCOMPLETE_REASONS = ("client", "upstream", "drain")
 CLIENT_FAULTS = ("malformed", "silent", "slow_head", "slow_body", "slow_reader", "too_many", "evicted")
 
@@ -227,6 +229,8 @@ class WorkerMetrics:
         self._create("auth_failures_total", AUTH_REASONS.values())
         self._create("client_faults_total", CLIENT_FAULTS)
         self._create("log_lines_dropped_total")
+        if snapshot.recording is not None:
+            self._create("recorded_requests_total", RECORD_RESULTS)
         models = (*(model.id for model in snapshot.models if not model.split), OTHER)
         self._create("requests_total", models, ENDPOINTS, ["200"], [""])
         self._create("request_duration_seconds", models, ENDPOINTS[:1])
@@ -260,6 +264,10 @@ class WorkerMetrics:
     def count_client_fault(self, reason: str) -> None:
         """Count a connection that is closed for a reason of ``CLIENT_FAULTS``."""
         self.cells("client_faults_total", reason)[0] += 1
+
+    def count_record(self, result: str) -> None:
+        """Count a request that was selected to be recorded."""
+        self.cells("recorded_requests_total", result)[0] += 1
 
     def count_prediction(self, model: str, predicted: float, cached: int) -> None:
         """Count the cached tokens of a prompt, and their prediction."""

@@ -28,6 +28,7 @@ from gateway.ledger.recorder import Recorder
 from gateway.limits.buckets import Buckets
 from gateway.proxy.exchange import handle_request
 from gateway.proxy.request_services import RequestServices
+from gateway.recording.recorder import BodyRecorder
 from gateway.snapshot import link
 from gateway.system import garbage_collector, logs
 from gateway.system.acceptor import Acceptor, Seats
@@ -101,13 +102,16 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
         if not isinstance(first, link.ApplySnapshot):
             return True
         logs.configure(first.snapshot.log, f"worker {arguments.number}")
+        metrics = WorkerMetrics(SharedCounters(arguments.counters_fd))
+        bodies = BodyRecorder(metrics.count_record, deletes=arguments.number == 0)
         requests = RequestServices(
-            metrics=WorkerMetrics(SharedCounters(arguments.counters_fd)),
+            metrics=metrics,
             log=log,
             write_batch=servers.write_batch,
             ledger=recorder,
             buckets=Buckets.inherited(arguments.buckets_fd, arguments.number),
             spans=traced,
+            recorder=bodies,
             send=to_control.send,
         )
         worker = Worker(
@@ -122,7 +126,8 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
         process = WorkerProcess(worker, to_control)
         process.apply_health(first.health)  # before the first request, which would find no server
         seats = Seats(arguments.seats_fd, arguments.number) if arguments.seats_fd is not None else None
-        await process.serve(socket.socket(fileno=arguments.listen_fd), seats, messages)
+        with closing(bodies):
+            await process.serve(socket.socket(fileno=arguments.listen_fd), seats, messages)
     orphaned = to_control.ended
     to_control.close()
     return orphaned

@@ -7,7 +7,7 @@ when a snapshot is applied; everything that is compiled from a snapshot is repla
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,9 @@ from gateway.client.http.cors import Cors
 from gateway.client.request import Handler
 from gateway.proxy.request_services import RequestServices
 from gateway.snapshot.link import CachedBlocks, Health, StoredKeys, UnknownSigningKey
-from gateway.snapshot.snapshot import Snapshot
+from gateway.snapshot.snapshot import Model, Snapshot
 from gateway.system.tls import Certificate
-from gateway.telemetry.body_shape import ShapeSample
+from gateway.telemetry.request_ids import RequestSample
 from gateway.telemetry.trace import Sampler
 from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
@@ -106,7 +106,8 @@ class Worker:
             if POLICIES[model.balance] is Cost
         }
         requests.engine_caches = {model: costs.engines for model, costs in self.costs.items()}
-        self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs)
+        is_recorded = self._recorded_models(snapshot)
+        self._catalog = catalog = Catalog(snapshot.models, servers, snapshot.default_model, self.costs, is_recorded)
         if self._peers is not None:
             self._peers.set_models(self.costs)
         self.connections.active = requests.active = ActiveSnapshot(
@@ -118,7 +119,7 @@ class Worker:
             body_allowance=min(snapshot.body_limit, FREE),
             concurrency_limit=None if limit is None else ConcurrencyLimit(worker_share(limit, self.number, snapshot.workers)),
             sampler=None if tracing is None else Sampler(tracing),
-            shape_sample=ShapeSample(snapshot.log_sample) if snapshot.log_sample else None,
+            shape_sample=RequestSample(snapshot.log_sample) if snapshot.log_sample else None,
         )
         if tracing is not None:
             requests.spans.endpoint, requests.spans.scheme = tracing.endpoint, "http" if self.certificate is None else "https"
@@ -127,6 +128,13 @@ class Worker:
         if requests.ledger is not None:
             requests.ledger.apply_snapshot(snapshot)
         requests.queues.set_models((entry.model, entry.pool) for entry in catalog.entries if entry.model.has_own_servers)
+
+    def _recorded_models(self, snapshot: Snapshot) -> Callable[[Model], bool]:
+        """Record by this snapshot. Returns whether requests for a model may be recorded."""
+        if (recorder := self.requests.recorder) is None:
+            return lambda _: False
+        recorder.apply_settings(snapshot.recording)
+        return (lambda _: False) if recorder.selection is None else recorder.selection.includes_model
 
     def _token_verifier(self, snapshot: Snapshot) -> TokenVerifier | None:
         """Return what verifies the tokens of this snapshot's issuers; None without issuers."""
@@ -175,6 +183,8 @@ class Worker:
         requests.limiter.tick()
         if requests.ledger is not None:
             requests.ledger.tick()
+        if requests.recorder is not None:
+            requests.recorder.tick()
         self._apply_placements()
         requests.log.flush()
         before, self._dropped_lines = self._dropped_lines, requests.log.dropped

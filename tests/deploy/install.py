@@ -79,6 +79,7 @@ TOOLS: dict[str, tuple[Builder, str, Path]] = {
     "helm": (build_helm, "bin/helm", LOCKS / "helm.lock"),
     "kubernetes": (build_python, "bin/python", LOCKS / "kubernetes.lock"),
     "shellcheck": (build_python, "bin/shellcheck", LOCKS / "shellcheck.lock"),
+    "s3": (build_python, "bin/moto_server", LOCKS / "s3.lock"),
     "cyclonedx": (build_python, "bin/cyclonedx-py", LOCKS / "cyclonedx.lock"),
     "images": (build_python, "bin/python", LOCKS / "images.lock"),
     "base": (build_base, "rootfs.tar", LOCKS / "base.packages"),

@@ -193,6 +193,7 @@ def test_the_images_lock_has_all_that_the_gateway_needs() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["otel"], *extras["jwt"], *extras["oidc"], *extras["kv-events"]]
+    wanted += [*extras["record"], *extras["record-s3"]]
     assert {_normalized(re.split(r"[\[<>=;~! ]", line)[0]) for line in wanted} <= locked
 
 

@@ -29,6 +29,7 @@ REASONS = (
     "it needs Docker",
     "it needs another machine",
     "it needs a gateway with a store",
+    "it needs the ID of a recorded request",
     "it changes the machine",
     "it takes minutes",
     "it needs a package that the tests do not install",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import configparser
 import json
 import os
@@ -25,7 +26,8 @@ from tests.support.certificates import certificate
 
 BIN = Path(sys.executable).parent
 REFERENCE = runpy.run_path(str(DOCS / "reference.py"))
-_SECRET_TEXT = "a-secret-that-is-long-enough-for-all-settings"
+_SECRET_TEXT = base64.b64encode(b"a-secret-that-fits-all-settings!").decode()
+"""Long enough for each setting, and an encryption key."""
 CLIENTS = {".aider.conf.yml": {"model", "openai-api-base", "show-model-warnings"}, "config.yaml": {"name", "version", "schema", "models"}}
 """Settings of clients: the files' names, and their sections."""
 READERS = ("gateway.yaml", "keys.yaml", "prometheus.yml", "values*.yaml", "rbac.yaml", *CLIENTS)

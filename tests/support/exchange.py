@@ -19,8 +19,9 @@ from gateway.ledger.journal import Journal
 from gateway.ledger.recorder import Recorder
 from gateway.proxy.exchange import handle_request
 from gateway.proxy.request_services import RequestServices
+from gateway.recording.recorder import BodyRecorder
 from gateway.snapshot.link import Health
-from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Snapshot
+from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Recording, Snapshot
 from gateway.telemetry.access_log import access_log
 from gateway.telemetry.metrics import WorkerMetrics
 from gateway.telemetry.shared_counters import SharedCounters
@@ -116,6 +117,17 @@ class Exchange(NamedTuple):
         keys = tuple(replace(key, allowances=(Allowance(f"key {key.id}", limits),)) for key in before.keys)
         self.worker.apply_snapshot(replace(before, keys=keys))
         self.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, {}))
+
+    def record_bodies(self, rules: Recording) -> None:
+        """Record requests with their bodies."""
+        self.context.recorder = BodyRecorder(lambda _: None, deletes=False)
+        self.worker.apply_snapshot(replace(self.worker.snapshot, recording=rules))
+        self.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, {}))
+
+    def stop_recording(self) -> None:
+        """End the thread that stores records, if there is one."""
+        if self.context.recorder is not None:
+            self.context.recorder.close()
 
     def serve_another(self, requests: Iterator[bytes]) -> None:
         """Serve the next request. The iterator yields requests whose keys differ."""

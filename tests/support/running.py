@@ -16,6 +16,7 @@ from gateway.client.request import ClientRequest
 from gateway.ledger.recorder import Recorder
 from gateway.proxy.exchange import handle_request
 from gateway.proxy.request_services import RequestServices
+from gateway.recording.recorder import BodyRecorder
 from gateway.snapshot.link import Health, Message, ModelRequested
 from gateway.snapshot.snapshot import Key, Model, Snapshot
 from gateway.telemetry.access_log import AccessLog
@@ -131,18 +132,21 @@ async def serving(
     with shared_counters() as counts, live_servers() as servers, _nowhere() as nowhere, closing(Spans()) as traced:
         log = AccessLog(nowhere)
         received: list[tuple[str, float | None]] = []
+        metrics = WorkerMetrics(counts)
+        recorder = BodyRecorder(metrics.count_record, deletes=True)
 
         def send(message: Message) -> None:
             if isinstance(message, ModelRequested):
                 received.append((message.model, message.since))
 
         context = WatchedRequests(
-            metrics=WorkerMetrics(counts),
+            metrics=metrics,
             log=log,
             write_batch=servers.write_batch,
             send=send,
             ledger=ledger,
             spans=traced,
+            recorder=recorder,
         )
         worker = Worker(Snapshot(1, tuple(keys or [key()]), tuple(models), **settings), context, context.handle, fleet=servers)
         if up:
@@ -162,6 +166,7 @@ async def serving(
             ticking.cancel()
             context.mirrors.close()
             context.limiter.close()
+            recorder.close()
             tasks = [each for each in worker.connections.handlers if isinstance(each, asyncio.Task)]
             await asyncio.gather(ticking, *tasks, return_exceptions=True)
 

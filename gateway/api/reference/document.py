@@ -44,6 +44,7 @@ _HEADERS = {
     "x-request-id": "the id of the request, for the operator",
     "x-vllm-gateway-fallback": "the model that served the request, if it is not the requested one",
     "x-vllm-gateway-model": "the model that serves the request, if the requested name is divided between models",
+    "x-vllm-gateway-recorded": "`true` if the operator records the request and its response",
     "retry-after": "seconds to wait",
     "x-should-retry": "`false` if a retry of the same request cannot succeed; the SDKs of OpenAI and Anthropic obey it",
     "www-authenticate": "`Bearer`",
@@ -51,7 +52,7 @@ _HEADERS = {
     **_LIMITS,
 }
 _STATUS_HEADERS: Mapping[int, tuple[str, ...]] = {
-    200: ("x-vllm-gateway-fallback", "x-vllm-gateway-model", *_LIMITS),
+    200: ("x-vllm-gateway-fallback", "x-vllm-gateway-model", "x-vllm-gateway-recorded", *_LIMITS),
     **dict.fromkeys((400, 404, 413, 415, 431), ("x-should-retry",)),
     401: ("www-authenticate", "x-should-retry"),
     405: ("allow", "x-should-retry"),
