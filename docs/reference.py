@@ -174,7 +174,8 @@ def api() -> str:
 def _statuses(whole: Mapping[str, Any]) -> str:
     responses = {name: each for name, each in whole["components"]["responses"].items() if name.startswith("Error")}
     rows = [f"| {name.removeprefix('Error')} | {each['description']} |" for name, each in responses.items()]
-    return "\n".join(["## Errors", "", "Every route can return these errors; [errors](errors.md) explains each of them.", "",
+    text = "Every route can return these errors; 403 and 409 are of [self-service](self-service.md). [Errors](errors.md) explains each."
+    return "\n".join(["## Errors", "", text, "",
                       "| status | codes |", "|---|---|", *rows])  # fmt: skip
 
 

@@ -134,7 +134,7 @@ EVIDENCE: dict[str, bool] = {
     "keys without a database": has_setting("keys_file"),
     "models per key": has_setting("keys[].models"),
     "tokens of an identity provider": has_setting("jwt[].issuer"),
-    "users create their own keys": has_module("portal"),
+    "users create their own keys": has_setting("teams[].self_service"),
     "single sign-on for people": has_module("sign_in"),
     "limits on requests per minute": has_setting("keys[].limits.requests_per_minute"),
     "limits on tokens per minute": has_setting("keys[].limits.tokens_per_minute"),

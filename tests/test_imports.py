@@ -37,6 +37,7 @@ ORDER = (
     "gateway.recording",
     "gateway.usage",
     "gateway.sign_in",
+    "gateway.self_service",
     "gateway.client",
     "gateway.proxy",
     "gateway.worker",

@@ -5,9 +5,9 @@ The rule: an actor is made once, where it is authenticated, and is never changed
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Kind = Literal["token", "person", "socket", "loopback", "unauthenticated", "gateway"]
 """``loopback`` is a client of an admin port without tokens, and ``gateway`` the gateway itself, for example after a file has changed."""
@@ -27,18 +27,27 @@ class Role(StrEnum):
 RANKS = {role: rank for rank, role in enumerate(Role)}
 
 
+class PersonId(NamedTuple):
+    """A person: the URL of the issuer, empty for sign-in links, and the subject there. Only the pair is unique."""
+
+    issuer: str
+    subject: str
+
+
 @dataclass(frozen=True, slots=True)
 class Actor:
     """An authenticated client.
 
     ``name`` is the name of the token, the person's subject, or the process behind the socket. ``role`` is None without a role on the whole
-    gateway, as for the owner of a team. ``teams`` are the IDs of the teams that the actor owns.
+    gateway, as for the owner of a team. ``teams`` are the IDs of the teams that the actor owns. ``person`` is None for other kinds; two
+    actors with the same ``name`` are the same person.
     """
 
     kind: Kind
     name: str
     role: Role | None
     teams: frozenset[str] = frozenset()
+    person: PersonId | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}" if self.name else self.kind

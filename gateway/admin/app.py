@@ -24,7 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from gateway.admin import engine_metrics, key_routes, openapi, sign_in_links, status_page
+from gateway.admin import engine_metrics, key_routes, openapi, people_routes, sign_in_links, status_page
 from gateway.admin.audited import AuditedHandlers, Handler, entry_of, log_operation
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
@@ -40,6 +40,7 @@ from gateway.usage.errors import QueryError
 
 if TYPE_CHECKING:
     from gateway.sign_in.service import SignIn
+    from gateway.store.service import Store
 
 
 class Overview(Protocol):
@@ -120,7 +121,7 @@ def registry(overview: Overview) -> CollectorRegistry:
 
 
 def application(
-    overview: Overview, operations: Operations, audit: Audit, store: key_routes.Store | None = None, sign_in: SignIn | None = None
+    overview: Overview, operations: Operations, audit: Audit, store: Store | None = None, sign_in: SignIn | None = None
 ) -> Starlette:
     """Return the ASGI application of the admin port and the admin socket. Requests have a ``requester`` in their state.
 
@@ -129,12 +130,12 @@ def application(
     audited = AuditedHandlers(audit)
     links = {sign_in_links.PATH: audited.recorded(sign_in_links.handler(sign_in))}
     handlers = _handlers(overview) | _operation_handlers(overview, operations, audited) | links
-    of_keys = key_routes.handlers(store, overview, audited)
+    by_method = key_routes.handlers(store, overview, audited) | people_routes.handlers(sign_in)
 
     def handler(route: openapi.Described) -> Handler:
-        if route.path not in of_keys:
+        if route.path not in by_method:
             return handlers[route.path]
-        found = of_keys[route.path][route.method]
+        found = by_method[route.path][route.method]
         return audited.recorded(found) if route.is_operation else found
 
     routes = [Route(route.path, audited.permitted(handler(route), route.permission), methods=[route.method]) for route in openapi.ROUTES]

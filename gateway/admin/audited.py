@@ -10,17 +10,22 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
+import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.access.actor import Requester
 from gateway.access.permissions import Permission, is_permitted
 from gateway.audit.entry import Audit, AuditUnavailableError, Entry, refused_request
+from gateway.audit.recorded_change import recorded_change
 from gateway.fleet.operations import RefusedOperation
+from gateway.store.documents import Described
+from gateway.store.service import KeyService, Store
 
 Handler = Callable[[Request], Awaitable[Response]]
+T = TypeVar("T")
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -45,14 +50,18 @@ class AuditedHandlers:
         return handle
 
     def recorded(self, handler: Handler) -> Handler:
-        """Return a handler of an operation that refuses it while it cannot be recorded."""
+        """Return a handler of an operation that refuses it while it cannot be recorded, and records what the handler forbids."""
 
         async def handle(request: Request) -> Response:
             try:
                 await asyncio.to_thread(self._audit.check)
             except AuditUnavailableError as error:
                 return error_response(f"the audit log cannot be written, so nothing was changed: {error}", 503)
-            return await handler(request)
+            response = await handler(request)
+            if response.status_code == 403:
+                requester, reason = request.state.requester, msgspec.json.decode(response.body)["error"]
+                await asyncio.to_thread(self._audit.record_refused, refused_request(requester, request.method, request.url.path, reason))
+            return response
 
         return handle
 
@@ -76,16 +85,22 @@ class AuditedHandlers:
         """Record a change that was made. Raises AuditUnavailableError, and then the change must not be acknowledged."""
         await asyncio.to_thread(self._audit.record, replace(entry_of(action, request, target, before), after=after))
 
-    def record(self, request: Request, action: str, target: str, before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> None:
-        """Record a change before it is committed. It waits for a disk. Raises AuditUnavailableError, and then it must not be made."""
-        self._audit.record(replace(entry_of(action, request, target, before), after=after))
+    async def change(
+        self,
+        request: Request,
+        store: Store,
+        action: str,
+        work: Callable[[KeyService], T],
+        described: Callable[[T], Described | None],
+        seconds: float,
+    ) -> T:
+        """Run a change of the store, with its entry. Raises what ``recorded_change`` raises."""
 
-    async def note_unconfirmed(
-        self, request: Request, action: str, target: str, before: Mapping[str, Any] | None, reason: Exception
-    ) -> None:
-        """Record that a change was recorded, and may not have been made."""
-        entry = replace(entry_of(f"{action}.unconfirmed", request, target, before), after={"reason": str(reason)})
-        await asyncio.to_thread(self._audit.record_refused, entry)
+        def entry(done: T) -> Entry | None:
+            change = described(done)
+            return None if change is None else replace(entry_of(action, request, change.target, change.before), after=change.after)
+
+        return await recorded_change(store, self._audit, work, entry, seconds)
 
 
 def entry_of(action: str, request: Request, target: str, before: Mapping[str, Any] | None) -> Entry:

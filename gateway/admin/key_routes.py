@@ -9,58 +9,46 @@ from __future__ import annotations
 
 import json
 import re
-from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from gateway.access.actor import Actor
+from gateway.access.permissions import MANAGE_TEAM, VIEW_TEAM, Permission, may_manage
 from gateway.admin.audited import AuditedHandlers, Handler, error_response, log_operation
 from gateway.audit.entry import AuditUnavailableError
 from gateway.config.quantities import parse_duration
-from gateway.key_management.key_list import LastUse, instant, shown_key
+from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.store.decisions import SETTABLE
-from gateway.store.entries import Kind, Repeatable, StoredKey, StoredTeam, document, stored_key, stored_team
+from gateway.store.cursor import cursor_to, page_length, position_of
+from gateway.store.documents import (
+    Described,
+    imported_keys,
+    key_change,
+    key_deletion,
+    key_document,
+    team_change,
+    team_deletion,
+    team_document,
+)
+from gateway.store.entries import Kind, Repeatable, StoredKey, stored_key, stored_team
 from gateway.store.errors import Reason, RefusedChangeError
-
-if TYPE_CHECKING:
-    from gateway.store.database import KeyDatabase
-    from gateway.store.service import ImportedKeys, KeyChange, KeyService, TeamChange
+from gateway.store.self_service import Grant
+from gateway.store.service import CHANGE_TIMEOUT, KeyService, Store
 
 KEYS, TEAMS = "/admin/v1/keys", "/admin/v1/teams"
 OPERATIONS = ("rotate", "revoke", "restore")
 """The operations on a key."""
 _MAX_BODY, _MAX_IMPORT = 1024 * 1024, 64 * 1024 * 1024  # bytes
-_PAGE, _MAX_PAGE = 100, 1000  # entries
 _OVERLAP = "7d"
-CHANGE_TIMEOUT = 15.0
-"""Seconds for a change."""
 _IMPORT_TIMEOUT = 120.0
 _ETAG = re.compile(r'"(\d{1,18})"')
-_IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _NO_STORE = "no store is configured; add `store: ledger`, or `store: sqlite:///keys.db`, to the configuration"
 T = TypeVar("T")
-Entry = Mapping[str, Any]
-Described = tuple[str, Entry | None, Entry | None]
-"""A change for the audit log: the ID of the entry, and the entry's document before and after it."""
-
-
-class Store(Protocol):
-    """The store of a running gateway."""
-
-    async def change(self, work: Callable[[KeyService], T], record: Callable[[T], None], seconds: float = CHANGE_TIMEOUT) -> T:
-        """Run a change. ``record`` gets its result on a thread, before the commit.
-
-        Raises RefusedChangeError, what ``record`` raises, and DatabaseUnavailableError also after ``seconds``.
-        """
-
-    async def read(self, work: Callable[[KeyDatabase], T]) -> T:
-        """Run a query. Raises DatabaseUnavailableError."""
 
 
 class Usage(Protocol):
@@ -101,11 +89,11 @@ def _guarded(handler: Handler) -> Handler:
             return error_response(str(refused), refused.status)
         except RefusedChangeError as refused:
             return error_response(str(refused), refused.reason.value)
+        except AuditUnavailableError as error:
+            return error_response(f"the audit log cannot be written, so nothing was changed: {error}", 503)
         except DatabaseUnavailableError as error:
             text = f"the store's database does not respond, so keys cannot be changed: {error}"
             return JSONResponse({"error": text}, 503, {"retry-after": "5"})
-        except AuditUnavailableError as error:
-            return error_response(f"the audit log cannot be written, so nothing was changed: {error}", 503)
 
     return handle
 
@@ -126,11 +114,14 @@ class _Entries:
         return self._configured
 
     async def _page(self, request: Request, team: str | None = None) -> tuple[list[Any], str | None]:
-        """Return the rows of a page, and the cursor of the next one."""
-        limit, after = _limit(request), _after(request)
-        rows = await self._store.read(lambda database: database.page(self.kind, after, limit + 1, team))
+        """Return the rows of a page that the client may see, and the cursor of the next one."""
+        limit, after, grant = _limit(request), _after(request), _grant(request, VIEW_TEAM)
+        teams: tuple[str, ...] | None = None if team is None else (team,)
+        if grant is not None:
+            teams = tuple(each for each in grant.owned if team in (None, each))
+        rows = await self._store.read(lambda database: database.page(self.kind, after, limit + 1, teams))
         more = len(rows) > limit
-        return rows[:limit], urlsafe_b64encode(rows[limit - 1].id.encode()).decode().rstrip("=") if more else None
+        return rows[:limit], cursor_to(rows[limit - 1].id) if more else None
 
     async def _row(self, request: Request) -> Any:
         identity = request.path_params["id"]
@@ -147,22 +138,10 @@ class _Entries:
         described: Callable[[T], Described | None],
         seconds: float = CHANGE_TIMEOUT,
     ) -> T:
-        """Run a change, and log it. Its entry of the audit log is durable before the commit. None: nothing was changed."""
-        name, recorded = f"{self.kind}.{action}", list[Described]()
-
-        def record(done: T) -> None:
-            if (change := described(done)) is not None:
-                self._audit.record(request, name, *change)
-                recorded.append(change)
-
-        try:
-            done = await self._store.change(work, record, seconds)
-        except DatabaseUnavailableError as error:
-            for identity, before, _ in recorded:
-                await self._audit.note_unconfirmed(request, name, identity, before, error)
-            raise
-        for identity, _, _ in recorded:
-            log_operation(f"{action} of {self.kind} {identity}", request)
+        """Run a change, record it in the audit log, and log it. ``described`` returns None if nothing was changed."""
+        done = await self._audit.change(request, self._store, f"{self.kind}.{action}", work, described, seconds)
+        if (change := described(done)) is not None:
+            log_operation(f"{action} of {self.kind} {change.target}", request)
         return done
 
 
@@ -177,25 +156,35 @@ class _Keys(_Entries):
         rows, cursor = await self._page(request, request.query_params.get("team"))
         use = await self._usage.last_use([row.id for row in rows])
         now = datetime.now(UTC)
-        shown = [_key(stored_key(row), use.times.get(row.id), now) for row in rows]
+        shown = [key_document(stored_key(row), use.times.get(row.id), now) for row in rows]
         return _json({"keys": shown, "next_cursor": cursor, "last_use_unknown": use.unknown})
 
     async def create(self, request: Request) -> Response:
-        fields, repeatable = await _sent(request)
-        done = await self._change(request, "create", lambda service: service.create_key(fields, repeatable), _key_change)
+        (fields, repeatable), grant, maker = await _sent(request), _grant(request, MANAGE_TEAM), _actor(request).person
+        if grant is None:
+            done = await self._change(request, "create", lambda service: service.create_key(fields, repeatable), key_change)
+        else:
+            assert maker is not None, "only people own teams"
+            done = await self._change(
+                request, "create", lambda service: service.create_own_key(maker, grant, fields, repeatable), key_change
+            )
         return await self._with_secret(done.after, done.secret, 201, is_repeated=done.is_repeated)
 
     async def show(self, request: Request) -> Response:
-        return await self._shown(stored_key(await self._row(request)))
+        stored, grant = stored_key(await self._row(request)), _grant(request, VIEW_TEAM)
+        if grant is not None:
+            grant.check(stored)
+        return await self._shown(stored)
 
     async def change(self, request: Request) -> Response:
         identity, version, (patch, _) = request.path_params["id"], _version(request), await _sent(request)
-        done = await self._change(request, "change", lambda service: service.change_key(identity, patch, version), _key_change)
+        grant = _grant(request, MANAGE_TEAM)
+        done = await self._change(request, "change", lambda service: service.change_key(identity, patch, version, grant), key_change)
         return await self._shown(done.after)
 
     async def delete(self, request: Request) -> Response:
-        identity, version = request.path_params["id"], _version(request)
-        await self._change(request, "delete", lambda service: service.delete_key(identity, version), _key_deletion)
+        identity, version, grant = request.path_params["id"], _version(request), _grant(request, MANAGE_TEAM)
+        await self._change(request, "delete", lambda service: service.delete_key(identity, version, grant), key_deletion)
         return Response(status_code=204)
 
     async def operate(self, request: Request) -> Response:
@@ -205,12 +194,14 @@ class _Keys(_Entries):
         version = _version(request)
         if operation == "rotate":
             return await self._rotate(request, identity, version)
-        revoked = operation == "revoke"
-        done = await self._change(request, operation, lambda service: service.revoke_key(identity, version, revoked=revoked), _key_change)
+        revoked, grant = operation == "revoke", _grant(request, MANAGE_TEAM)
+        done = await self._change(
+            request, operation, lambda service: service.revoke_key(identity, version, revoked=revoked, grant=grant), key_change
+        )
         return await self._shown(done.after)
 
     async def _rotate(self, request: Request, identity: str, version: int | None) -> Response:
-        fields, repeatable = await _sent(request)
+        (fields, repeatable), grant = await _sent(request), _grant(request, MANAGE_TEAM)
         if unknown := fields.keys() - {"overlap"}:
             raise _RefusedRequest(400, f"there is no field {min(unknown)}")
         try:
@@ -218,7 +209,7 @@ class _Keys(_Entries):
         except ValueError as error:
             raise _RefusedRequest(400, f"overlap: {error}") from None
         done = await self._change(
-            request, "rotate", lambda service: service.rotate_key(identity, overlap, version, repeatable), _key_change
+            request, "rotate", lambda service: service.rotate_key(identity, overlap, version, repeatable, grant), key_change
         )
         return await self._with_secret(done.after, done.secret, 200, is_repeated=done.is_repeated)
 
@@ -227,16 +218,16 @@ class _Keys(_Entries):
             text = (await _body(request, _MAX_IMPORT)).decode("utf-8-sig")
         except UnicodeDecodeError:
             raise _RefusedRequest(400, "the body is not UTF-8 text") from None
-        done = await self._change(request, "import", lambda service: service.import_keys(text), _imported, _IMPORT_TIMEOUT)
+        done = await self._change(request, "import", lambda service: service.import_keys(text), imported_keys, _IMPORT_TIMEOUT)
         added = [each.key.id for each in done.added]
         return _json({"added": added, "known": done.known, "messages": list(done.messages)})
 
     async def _shown(self, stored: StoredKey) -> Response:
         use = await self._usage.last_use([stored.key.id])
-        return _json(_key(stored, use.times.get(stored.key.id), datetime.now(UTC)), version=stored.version)
+        return _json(key_document(stored, use.times.get(stored.key.id), datetime.now(UTC)), version=stored.version)
 
     async def _with_secret(self, stored: StoredKey, secret: str | None, status: int, *, is_repeated: bool) -> Response:
-        shown = _key(stored, None, datetime.now(UTC)) | {"secret": secret}
+        shown = key_document(stored, None, datetime.now(UTC)) | {"secret": secret}
         replayed = {"idempotency-replayed": "true"} if is_repeated else {}
         return _json(shown, status, version=stored.version, headers=replayed)
 
@@ -246,45 +237,57 @@ class _Teams(_Entries):
 
     async def list(self, request: Request) -> Response:
         rows, cursor = await self._page(request)
-        return _json({"teams": [_team(stored_team(row)) for row in rows], "next_cursor": cursor})
+        return _json({"teams": [team_document(stored_team(row)) for row in rows], "next_cursor": cursor})
 
     async def create(self, request: Request) -> Response:
         fields, repeatable = await _sent(request)
-        done = await self._change(request, "create", lambda service: service.create_team(fields, repeatable), _team_change)
-        return _json(_team(done.after), 201, version=done.after.version)
+        done = await self._change(request, "create", lambda service: service.create_team(fields, repeatable), team_change)
+        return _json(team_document(done.after), 201, version=done.after.version)
 
     async def show(self, request: Request) -> Response:
+        if not may_manage(_actor(request), VIEW_TEAM, request.path_params["id"]):
+            raise RefusedChangeError(Reason.NOT_FOUND, f"there is no team {request.path_params['id']} in the store")
         stored = stored_team(await self._row(request))
-        return _json(_team(stored), version=stored.version)
+        return _json(team_document(stored), version=stored.version)
 
     async def change(self, request: Request) -> Response:
         identity, version, (patch, _) = request.path_params["id"], _version(request), await _sent(request)
-        done = await self._change(request, "change", lambda service: service.change_team(identity, patch, version), _team_change)
-        return _json(_team(done.after), version=done.after.version)
+        done = await self._change(request, "change", lambda service: service.change_team(identity, patch, version), team_change)
+        return _json(team_document(done.after), version=done.after.version)
 
     async def delete(self, request: Request) -> Response:
         identity, version = request.path_params["id"], _version(request)
-        await self._change(request, "delete", lambda service: service.delete_team(identity, version), _team_deletion)
+        await self._change(request, "delete", lambda service: service.delete_team(identity, version), team_deletion)
         return Response(status_code=204)
 
 
 # Requests
 
 
+def _actor(request: Request) -> Actor:
+    actor: Actor = request.state.requester.actor
+    return actor
+
+
+def _grant(request: Request, permission: Permission) -> Grant | None:
+    """Return the keys that the owner of a team may use; None for a client whose role permits all keys."""
+    actor = _actor(request)
+    return None if may_manage(actor, permission, None) else Grant(None, actor.teams, actor.teams)
+
+
 def _limit(request: Request) -> int:
-    text = request.query_params.get("limit", str(_PAGE))
-    if not re.fullmatch(r"[0-9]{1,4}", text) or not 1 <= int(text) <= _MAX_PAGE:
-        raise _RefusedRequest(400, f"limit: expected a number from 1 to {_MAX_PAGE}")
-    return int(text)
+    try:
+        return page_length(request.query_params.get("limit"))
+    except ValueError as error:
+        raise _RefusedRequest(400, str(error)) from None
 
 
 def _after(request: Request) -> str:
-    """Return the ID behind which a page begins."""
-    cursor = request.query_params.get("cursor", "")
+    """Return the ID after which a page begins."""
     try:
-        return urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)).decode()
-    except ValueError:
-        raise _RefusedRequest(400, "cursor: expected the next_cursor of an earlier page") from None
+        return position_of(request.query_params.get("cursor", ""))
+    except ValueError as error:
+        raise _RefusedRequest(400, str(error)) from None
 
 
 def _version(request: Request) -> int | None:
@@ -299,16 +302,17 @@ def _version(request: Request) -> int | None:
 async def _sent(request: Request) -> tuple[dict[str, Any], Repeatable | None]:
     """Return the JSON object of a request, and what makes it repeatable. An empty body is an empty object."""
     body, key = await _body(request, _MAX_BODY), request.headers.get("idempotency-key")
-    if key is not None and not _IDEMPOTENCY_KEY.fullmatch(key):
-        raise _RefusedRequest(400, "Idempotency-Key: expected 1 to 255 visible characters")
+    try:
+        repeatable = Repeatable.of(key, request.method, request.scope["path"], body, _actor(request).person)
+    except ValueError as error:
+        raise _RefusedRequest(400, str(error)) from None
     try:
         found = json.loads(body) if body else {}
     except (ValueError, RecursionError):
         raise _RefusedRequest(400, "the body is not valid JSON") from None
     if not isinstance(found, dict):
         raise _RefusedRequest(400, "expected a JSON object")
-    request_digest = sha256(f"{request.method} {request.scope['path']}\n".encode() + body).hexdigest()
-    return found, None if key is None else Repeatable(key, request_digest)
+    return found, repeatable
 
 
 async def _body(request: Request, limit: int) -> bytes:
@@ -323,52 +327,6 @@ async def _body(request: Request, limit: int) -> bytes:
 
 
 # Responses
-
-
-def _key(stored: StoredKey, last: datetime | None, now: datetime) -> dict[str, Any]:
-    shown = shown_key(stored.key, last, now)
-    settings = {name: getattr(stored.key, name) for name in SETTABLE if name not in shown}
-    dates = {"created": instant(stored.created), "changed": instant(stored.changed)}
-    return {"id": stored.key.id, "name": stored.name, **shown, **settings, **dates}
-
-
-def _team(stored: StoredTeam) -> dict[str, Any]:
-    limits = stored.team.limits.model_dump(exclude_defaults=True) if stored.team.limits else {}
-    return {"id": stored.team.id, "limits": limits, "created": instant(stored.created), "changed": instant(stored.changed)}
-
-
-def _key_change(done: KeyChange) -> Described | None:
-    return None if done.is_repeated else (done.after.key.id, _audited(done.before), _audited(done.after))
-
-
-def _team_change(done: TeamChange) -> Described | None:
-    return None if done.is_repeated else (done.after.team.id, _audited_team(done.before), _audited_team(done.after))
-
-
-def _key_deletion(before: StoredKey) -> Described:
-    return before.key.id, _audited(before), None
-
-
-def _team_deletion(before: StoredTeam) -> Described:
-    return before.team.id, _audited_team(before), None
-
-
-def _imported(done: ImportedKeys) -> Described | None:
-    if not done.added:
-        return None
-    return f"{len(done.added)} keys", None, {"added": [each.key.id for each in done.added], "version": done.added[0].version}
-
-
-def _audited_team(stored: StoredTeam | None) -> Entry | None:
-    return None if stored is None else document(stored.team) | {"version": stored.version}
-
-
-def _audited(stored: StoredKey | None) -> Entry | None:
-    """Return a key without its hashes, for the audit log. Its version is the number of the change in the store's log."""
-    if stored is None:
-        return None
-    shown = {name: value for name, value in document(stored.key).items() if name != "hash"}
-    return shown | {"name": stored.name, "hashes": len(stored.key.hashes), "version": stored.version}
 
 
 def _json(content: Mapping[str, Any], status: int = 200, *, version: int | None = None, headers: Mapping[str, str] = {}) -> Response:

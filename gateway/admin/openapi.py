@@ -14,12 +14,13 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from gateway import __version__
+from gateway.access.actor import Role
 from gateway.access.permissions import OPEN, PERMISSIONS, Permission
-from gateway.admin import key_routes, sign_in_links
+from gateway.admin import key_routes, people_routes, sign_in_links
 from gateway.admin.guard import READING, TWICE
 from gateway.config import Key, Team
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
-from gateway.store.decisions import SETTABLE
+from gateway.store.decisions import SETTABLE, TEAM_SETTINGS
 from gateway.usage.dimensions import CHOICES
 
 _MISDIRECTED = "the Host is a name, although the port listens only on this machine and requires no token"
@@ -66,11 +67,11 @@ class Described:
 
     @property
     def security(self) -> list[dict[str, list[str]]]:
-        """The security requirement in OpenAPI's form, with the role: a token if one is configured, and always for operations."""
+        """The security requirement in OpenAPI's form, with the role. Without a token configured, a client is a viewer."""
         if self.permission.role is None:
             return []
-        token = {"token": [self.permission.role.value]}
-        return [token] if self.is_operation else [{}, token]
+        token = {"token": [self.permission.role.value, *(["owner"] if self.permission.owner else [])]}
+        return [token] if self.is_operation or self.permission.role is not Role.VIEWER else [{}, token]
 
     @property
     def template(self) -> str:
@@ -135,6 +136,28 @@ ROUTES_OF_GATEWAY = (
         method="POST",
         queries=sign_in_links.QUERIES,
     ),
+    Described(
+        people_routes.PEOPLE,
+        "The people who have signed in, by issuer and subject, in pages of `limit` (100), or those with a `subject`. `sessions` is the "
+        "number of valid sessions. `next_cursor` is the `cursor` of the next page.",
+        {
+            200: "the people as their last sign-in described them",
+            400: "an invalid parameter",
+            404: "sign_in is not configured",
+            503: "the database does not respond",
+        },
+        queries=people_routes.QUERIES,
+    ),
+    Described(
+        people_routes.SESSIONS,
+        "End all sessions of the person with this `id`, on both ports and on all gateways.",
+        {
+            200: "the number of the sessions; the workers of this gateway refuse them",
+            404: "no such person, or sign_in is not configured",
+            503: "the database does not respond",
+        },
+        method="DELETE",
+    ),
     Described("/reload", "Read the configuration again.", {200: "the result", 409: "refused; the text explains why"}, method="POST"),
     Described(
         "/drain",
@@ -176,7 +199,7 @@ def _settings(section: type[BaseModel], names: Iterable[str]) -> dict[str, str]:
 
 
 _OF_KEY = {"name": "text for people, up to 100 characters"} | _settings(Key, SETTABLE)
-_OF_TEAM = _settings(Team, ("limits",))
+_OF_TEAM = _settings(Team, TEAM_SETTINGS)
 
 
 def _change(path: str, method: str, summary: str, responses: Mapping[int, str], *headers: str, **more: Any) -> Described:
@@ -187,13 +210,16 @@ def _change(path: str, method: str, summary: str, responses: Mapping[int, str], 
 KEY_ROUTES = (
     Described(
         _KEYS,
-        "The keys of the store, or of a `team`, by ID, in pages of `limit` (100). `next_cursor` is the `cursor` of the next page.",
+        "The keys of the store, or of a `team`, by ID, in pages of `limit` (100). The owner of a team sees its keys. "
+        "`next_cursor` is the `cursor` of the next page.",
         {200: "the keys, without hashes; `last_use_unknown` explains why the last use is unknown", 400: _INVALID} | _READ,
         (JSON,),
         queries=("cursor", "limit", "team"),
     ),
     _change(
-        _KEYS, "POST", "Create a key.", {201: f"the key; {_NEW_KEY}"} | _WRITTEN | _REPEATED, _IDEMPOTENCY_KEY,
+        _KEYS, "POST",
+        "Create a key. The owner of a team sends `team`, `name`, `models`, `expires` and `limits`; the ID is chosen by the gateway.",
+        {201: f"the key; {_NEW_KEY}"} | _WRITTEN | _REPEATED, _IDEMPOTENCY_KEY,
         fields=_settings(Key, ("id",)) | _OF_KEY,
     ),
     _change(
@@ -241,7 +267,8 @@ def document() -> dict[str, Any]:
         paths.setdefault(route.template, {})[route.method.lower()] = _operation(route)
     info = {"title": "vllm-gateway: admin API", "version": __version__}
     text = (
-        "server.admin.token, or one of server.admin.tokens, whose role must be at least the listed one. Without any, reading requires no "
+        "server.admin.token, or one of server.admin.tokens, whose role must be at least the listed one; `owner`: or a person who owns the "
+        "team. Without any, reading requires no "
         "token, and operations are refused. The admin socket requires none."
     )
     token = {"token": {"type": "http", "scheme": "bearer", "description": text}}

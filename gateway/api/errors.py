@@ -52,9 +52,11 @@ ERRORS: Mapping[str, ErrorSpec] = MappingProxyType(
         "missing_api_key": ErrorSpec(401, AUTHENTICATION),
         "invalid_api_key": ErrorSpec(401, AUTHENTICATION),
         "expired_api_key": ErrorSpec(401, AUTHENTICATION),
+        "permission_denied": ErrorSpec(403, INVALID_REQUEST),
         "model_not_found": ErrorSpec(404, INVALID_REQUEST),
         "not_found": ErrorSpec(404, INVALID_REQUEST),
         "method_not_allowed": ErrorSpec(405, INVALID_REQUEST),
+        "conflict": ErrorSpec(409, INVALID_REQUEST),
         "request_timeout": ErrorSpec(408, INVALID_REQUEST),
         "request_too_large": ErrorSpec(413, INVALID_REQUEST),
         "unsupported_media_type": ErrorSpec(415, INVALID_REQUEST),
@@ -83,6 +85,9 @@ NAME_LIMIT = 200
 
 CLIENT_CLOSED_REQUEST = 499
 """The status in metrics and log of a request whose client disconnected (nginx's number; it is never sent)."""
+
+OF_PEOPLE = frozenset({403, 409})
+"""Statuses of self-service only. Routes for keys never return them."""
 
 _RETRIED = frozenset({"request_timeout", "rate_limit_exceeded"})
 """Errors below 500 that a retry of the same request may resolve."""

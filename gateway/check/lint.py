@@ -52,6 +52,7 @@ def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     yield from _unrecorded_users(draft)
     yield from _without_events(draft)
     yield from _store_for_one_gateway(draft)
+    yield from _unused_self_service(draft)
 
 
 def note(value: ConfigValue, message: str) -> Note:
@@ -123,6 +124,14 @@ def _store_for_one_gateway(draft: Draft) -> Iterator[Note]:
     is_sqlite = isinstance(url.value, str) and url.value.startswith("sqlite:")
     if is_sqlite and draft.top.get("limits_store").value is not None:
         yield note(written, "keys in SQLite are for one gateway, but `limits_store` is for several: they need PostgreSQL")
+
+
+def _unused_self_service(draft: Draft) -> Iterator[Note]:
+    """Report policies for the keys of people if no person can sign in, or if there is no store for their keys."""
+    missing = [f"`{name}`" for name in ("sign_in", "store") if draft.top.get(name).value is None]
+    for policy in draft.self_service if missing else ():
+        if policy.value is not None:
+            yield note(policy, f"has no effect without {' and '.join(missing)}")
 
 
 def _url_of(database: ConfigValue) -> ConfigValue:

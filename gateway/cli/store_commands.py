@@ -29,6 +29,12 @@ StoreOption = Annotated[
     typer.Option("--store/--no-store", help="Use the store, or the files; default: the store if one is configured."),
 ]
 UnsetOption = Annotated[list[str] | None, typer.Option(metavar="NAME", help="A setting or limit to remove; can be repeated.")]
+SelfServiceOption = Annotated[
+    str | None,
+    typer.Option(
+        "--self-service", metavar="JSON", help='Keys that its people may create, e.g. \'{"max_keys": 5, "max_lifetime": "90d"}\'.'
+    ),
+]
 Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the team.")]
 
 
@@ -116,17 +122,17 @@ def take_over(where: Where, source: Path, text: bytes) -> int:
     return call_gateway(where, act)
 
 
-def entries(gateway: AdminClient, path: str, name: str) -> tuple[list[dict[str, Any]], str | None]:
-    """Return all keys or teams of the store, and why the last use is unknown."""
+def entries(gateway: AdminClient, path: str, name: str, wanted: Mapping[str, str] | None = None) -> tuple[list[dict[str, Any]], str | None]:
+    """Return all keys or teams of the store, or all people, that a query wants, and why the last use is unknown."""
     found: list[dict[str, Any]] = []
-    query, unknown = {"limit": _PAGE}, None
+    query, unknown = {"limit": _PAGE, **(wanted or {})}, None
     while True:
         page = gateway.send("GET", path, query=query)
         found += page[name]
         unknown = page.get("last_use_unknown")
         if page["next_cursor"] is None:
             return found, unknown
-        query = {"limit": _PAGE, "cursor": page["next_cursor"]}
+        query = {**query, "cursor": page["next_cursor"]}
 
 
 def _send(where: Where, method: str, path: str, body: Any, headers: Mapping[str, str], done: str) -> int:
@@ -150,12 +156,13 @@ def new_team(
     id: Annotated[str, typer.Option("--id", help="The ID of the team.")],
     file: ConfigArgument = None,
     config: ConfigOption = None,
+    self_service: SelfServiceOption = None,
     admin: AdminUrl = None,
     token_file: TokenFile = None,
     **limits: Any,
 ) -> int:
     """Create a team in the store."""
-    fields = {"id": id, "limits": {name: value for name, value in limits.items() if value is not None}}
+    fields = {"id": id, "limits": {name: value for name, value in limits.items() if value is not None}, **_policy(self_service)}
     return _send(Where(config_file(file, config), admin, token_file), "POST", TEAMS, fields, {}, f"{id} is in the store")
 
 
@@ -163,17 +170,30 @@ def set_team(
     id: Identity,
     file: ConfigArgument = None,
     config: ConfigOption = None,
-    unset: Annotated[list[str] | None, typer.Option(metavar="LIMIT", help="Remove this limit; can be repeated.")] = None,
+    unset: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Remove this limit, or self-service; can be repeated.")] = None,
+    self_service: SelfServiceOption = None,
     admin: AdminUrl = None,
     token_file: TokenFile = None,
     **limits: Any,
 ) -> int:
-    """Change the limits of a team of the store."""
-    given = {name: value for name, value in limits.items() if value is not None}
-    removed = dict.fromkeys(name.replace("-", "_") for name in unset or ())
-    if not given and not removed:
-        return say_error("nothing to change; name a limit", BAD_USAGE)
-    return change(Where(config_file(file, config), admin, token_file), TEAMS, id, {"limits": given | removed})
+    """Change the limits of a team of the store, and the keys that its people may create."""
+    removed: dict[str, None] = dict.fromkeys(name.replace("-", "_") for name in unset or ())
+    policy = _policy(self_service) | {name: removed.pop(name) for name in ("self_service",) if name in removed}
+    changed = {name: value for name, value in limits.items() if value is not None} | removed
+    if not changed and not policy:
+        return say_error("nothing to change; name a limit, or --self-service", BAD_USAGE)
+    patch = policy | ({"limits": changed} if changed else {})
+    return change(Where(config_file(file, config), admin, token_file), TEAMS, id, patch)
+
+
+def _policy(text: str | None) -> dict[str, Any]:
+    """Return the policy of an option as a field of a request. Raises BadParameter."""
+    if text is None:
+        return {}
+    try:
+        return {"self_service": json.loads(text)}
+    except ValueError:
+        raise typer.BadParameter("--self-service: expected JSON") from None
 
 
 def list_teams(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:

@@ -1,8 +1,8 @@
 """Requests that an ASGI application serves: every route that is not inference (ASGI 3.0, HTTP messages of version 2.3).
 
-Only the routes of the sign-in read a body, a small form. All other bodies are received and discarded. The rules: a response starts once and
-ends once; an application that fails before its response has started is answered with 500; a response that it leaves unfinished is cut, so
-that the client does not treat it as complete.
+Only the routes of the sign-in and of self-service read a body, a small one. All other bodies are received and discarded. The rules: a
+response starts once and ends once; an application that fails before its response has started is answered with 500; a response that it
+leaves unfinished is cut, so that the client does not treat it as complete.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from gateway.api.errors import Refusal, draining, internal_error
 from gateway.client.connection_context import Application, Connection, Message
 from gateway.client.http.head import RequestHead
 from gateway.client.http.status_lines import STATUS_LINES
-from gateway.sign_in.paths import MAX_FORM, endpoint_of
+from gateway.self_service import paths as self_service
+from gateway.sign_in import paths as sign_in
+from gateway.sign_in.paths import MAX_FORM
 
 _NOT_IN_A_NAME = re.compile(rb'[\x00-\x1f\x7f()<>@,;:\[\]={} \t\\"]')
 _NOT_IN_A_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -40,7 +42,7 @@ class AsgiRequest:
         self.keep_alive = keep_alive
         self.size = 0
         self.body_complete = False
-        self._body = b"" if endpoint_of(head.url.partition(b"?")[0].decode("latin-1")) is not None else None
+        self._body = b"" if _reads_body(head.url.partition(b"?")[0].decode("latin-1")) else None
         """The start of the body, enough to detect a body that is too large. None for a route that reads no body."""
         self.response_complete = False
         self.disconnected = False
@@ -76,7 +78,7 @@ class AsgiRequest:
     # For the parser and the connection
 
     def feed(self, data: bytes) -> None:
-        """Store the next bytes of a form, or discard those of another body."""
+        """Store the next bytes of a small body, or discard those of another one."""
         self.size += len(data)
         if self._body is not None and len(self._body) <= MAX_FORM:
             self._body += data[: MAX_FORM + 1 - len(self._body)]
@@ -183,6 +185,11 @@ class AsgiRequest:
         self.response_complete = True
         self._changed.set()
         self._connection.response_finished(keep_alive=self.keep_alive, body_complete=self.body_complete)
+
+
+def _reads_body(path: str) -> bool:
+    """Return whether the route of a path reads the body of its requests."""
+    return sign_in.endpoint_of(path) is not None or self_service.endpoint_of(path) is not None
 
 
 def _scope(connection: Connection, head: RequestHead) -> Message:

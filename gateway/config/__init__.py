@@ -24,6 +24,7 @@ from gateway.config.models import (
     Price,
     Queue,
     Record,
+    SelfService,
     Server,
     ServerSection,
     SignIn,
@@ -35,7 +36,8 @@ from gateway.config.problems import ConfigurationError, Note, Problem
 
 __all__ = [
     "Config", "ConfigurationError", "Discover", "Jwt", "Key", "Launch", "Ledger", "Limits", "Model", "ModelLimits", "Note",
-    "PerUser", "PrefixCacheIsolation", "Price", "Problem", "Queue", "Record", "Server", "ServerSection", "SignIn", "SignInIssuer", "Team",
+    "PerUser", "PrefixCacheIsolation", "Price", "Problem", "Queue", "Record", "SelfService", "Server", "ServerSection", "SignIn",
+    "SignInIssuer", "Team",
     "drafted", "load", "plain_variables", "schema",
 ]  # fmt: skip
 

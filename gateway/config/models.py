@@ -23,11 +23,12 @@ from pydantic import (
     Strict,
     ValidationInfo,
     create_model,
+    field_serializer,
     field_validator,
     model_validator,
 )
 
-from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Window, parse_duration, parse_size
+from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Window, duration_text, parse_duration, parse_size
 from gateway.config.secret import OF_LEDGER, KeyStore, LedgerStore, LimitsStore, Secret, key_store, ledger_store, surroundings
 from gateway.config.section import Section, declared, section_of, setting
 from gateway.config.values import (
@@ -515,11 +516,25 @@ else:
     Key = create_model("Key", __base__=_Key, __doc__=_Key.__doc__, __module__=__name__, **declared(KeyProperties))
 
 
+class SelfService(Section):
+    """The keys that people of the team may create for themselves."""
+
+    max_keys: Annotated[int, Strict(), Field(ge=1, le=1000)] = Field(description="maximum number of valid keys of each person in the team")
+    max_lifetime: Duration | None = setting("longest time from the creation of a key to its expiry; default: keys need not expire")
+    models: Annotated[tuple[Name, ...], Field(min_length=1)] = setting("models that may be chosen: IDs or patterns with *", ("*",))
+    limits: Limits | None = setting("ceilings: each key has these limits and budgets, or lower ones")
+
+    @field_serializer("max_lifetime")
+    def _in_its_unit(self, seconds: float | None) -> str | None:
+        return None if seconds is None else duration_text(seconds)
+
+
 class Team(Section):
     """Keys that share limits."""
 
     id: Name = Field(description="name of the team")
     limits: Limits | None = setting("limits that its keys share")
+    self_service: SelfService | None = setting("keys that its people may create for themselves; default: none")
 
 
 class Claims(Section):

@@ -47,6 +47,13 @@ def parse_duration(text: object) -> float:
     return float(number * DURATION_UNITS[unit])
 
 
+def duration_text(seconds: float) -> str:
+    """Return a duration as it can be written, in the largest unit of which it is a whole number: ``90d``."""
+    exact = Decimal(repr(seconds))
+    unit = next((unit for unit in reversed(DURATION_UNITS) if not exact % DURATION_UNITS[unit]), "ms")
+    return f"{(exact / DURATION_UNITS[unit]).normalize():f}{unit}"
+
+
 def parse_share(text: object) -> float:
     """Return a share such as ``5%`` as a number up to 1. Raises ValueError with a message for the operator."""
     number, _ = _parts(text, SHARE_PATTERN, "a share in percent, e.g. 5%")

@@ -91,9 +91,14 @@ class Draft:
         return [*self.top.each("keys"), *more]
 
     @cached_property
+    def self_service(self) -> list[ConfigValue]:
+        """The sections about the keys that people of a team create."""
+        return [team.get("self_service") for team in self.top.each("teams")]
+
+    @cached_property
     def limits(self) -> list[ConfigValue]:
-        """Every mapping of limits: of teams and keys, and below them for end users and for some models."""
-        owners = [owner.get("limits") for owner in [*self.top.each("teams"), *self.keys]]
+        """Every mapping of limits: of teams, keys and the keys that people create, and below them for end users and for some models."""
+        owners = [owner.get("limits") for owner in [*self.top.each("teams"), *self.self_service, *self.keys]]
         return [
             setting
             for limits in owners
@@ -537,8 +542,8 @@ def _sign_in(draft: Draft) -> Iterator[Problem]:
     section = draft.top.get("sign_in")
     if not isinstance(section.value, dict):
         return
-    if draft.top.get("ledger").value is None:
-        yield section.problem("requires a database for people and sessions: set ledger")
+    if draft.top.get("ledger").value is None and draft.top.get("store").value is None:
+        yield section.problem("requires a database for people and sessions: set store or ledger")
     issuers = list(section.each("issuers"))
     yield from _repeated((issuer.get("id") for issuer in issuers), "ID of an issuer")
     yield from _repeated((issuer.get("issuer") for issuer in issuers), "issuer")
@@ -574,7 +579,7 @@ def _hash_or_anonymous(draft: Draft) -> Iterator[Problem]:
 
 
 def _scopes(draft: Draft) -> Iterator[Problem]:
-    yield from _patterns(draft, draft.keys, draft.owners)
+    yield from _patterns(draft, [*draft.keys, *draft.self_service], draft.owners)
 
 
 def _teams(draft: Draft) -> Iterator[Problem]:

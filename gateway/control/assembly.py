@@ -150,11 +150,14 @@ async def assembled(
             history=history,
             key_store=keys,
         )
-        if config.sign_in is not None and ledger is not None:
-            from gateway.control.sign_in import signing_in  # it loads SQLAlchemy
+        engine = ledger.engine if ledger is not None else stored[0].engine if stored is not None else None
+        if config.sign_in is not None and engine is not None:
+            from gateway.control.self_service import beside  # these load SQLAlchemy
+            from gateway.control.sign_in import signing_in
 
-            signed = await stack.enter_async_context(signing_in(control, ledger.engine, audit or NoAudit()))
-            pages.application, control.sign_in = signed.pages, signed.service
+            signed = await stack.enter_async_context(signing_in(control, engine, audit or NoAudit()))
+            pages.application = beside(signed.pages, control, signed.service, usage, reader, audit or NoAudit())
+            control.sign_in = signed.service
             workers.more_first_messages = lambda: (*events.first_messages(), *signed.first_messages())
         conflicts = None if keys is None else lambda config: keys.conflicts(config, str(path))
         machine = partial(this_machine, environ=environment.environ, say=_log.info)

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from gateway.admin.key_routes import CHANGE_TIMEOUT
-from gateway.config import Config, Problem
+from gateway.config import Config, Problem, Team
 from gateway.fleet.stored_keys import KeyEncoder
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import StoredKeys
@@ -26,7 +25,7 @@ from gateway.store.database import Changes, KeyDatabase
 from gateway.store.decisions import Named
 from gateway.store.local_copy import LocalCopy
 from gateway.store.notifications import notifications
-from gateway.store.service import KeyService
+from gateway.store.service import CHANGE_TIMEOUT, KeyService
 from gateway.store.state import Effect, StoreState
 from gateway.system.garbage_collector import collector_paused
 from gateway.telemetry.dependencies import Observation
@@ -210,6 +209,15 @@ class KeyStore:
         """Return a key that is served, or None."""
         found = self._encoded.get(identity)
         return None if found is None else _decode(found)
+
+    def team(self, identity: str) -> Team | None:
+        """Return a team of the configuration or of the store, or None."""
+        return self._state.team(identity)
+
+    @property
+    def teams(self) -> frozenset[str]:
+        """The IDs of the store's teams."""
+        return self._state.teams
 
     def keys_with_budgets(self) -> Iterator[Key]:
         """Yield the served keys that have a budget, or whose team has one."""

@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import UsageReported, UsageRequested
@@ -19,6 +19,7 @@ from gateway.system.tasks import cancel
 from gateway.usage.errors import QueryError
 
 if TYPE_CHECKING:
+    from gateway.usage.queries import UsageQuery
     from gateway.usage.reader import UsageReader
 
 _AT_ONCE, _MAX_WAITING = 2, 64  # queries
@@ -32,16 +33,18 @@ Reply = Callable[[UsageReported], None]
 
 
 class QueryRate:
-    """The rate of each key's queries: a bucket of ``_BURST`` that refills by one in each ``_INTERVAL``."""
+    """The rate of the queries of each key, or of each person: a bucket of ``burst`` that refills by one in each ``interval`` (seconds)."""
 
-    def __init__(self) -> None:
+    def __init__(self, burst: int = _BURST, interval: float = _INTERVAL) -> None:
+        self._burst = burst
+        self._interval = interval
         self._full_at: dict[str, float] = {}
 
     def wait(self, key: str, now: float) -> float:
         """Count a query of a key and return 0; or return the seconds after which a query is allowed."""
-        full = max(self._full_at.get(key, 0.0), now) + _INTERVAL
-        if full - now > _BURST * _INTERVAL:
-            return full - now - _BURST * _INTERVAL
+        full = max(self._full_at.get(key, 0.0), now) + self._interval
+        if full - now > self._burst * self._interval:
+            return full - now - self._burst * self._interval
         if len(self._full_at) >= _MAX_KEYS:
             self._full_at = {name: at for name, at in self._full_at.items() if at > now}
         if key in self._full_at or len(self._full_at) < _MAX_KEYS:
@@ -66,6 +69,13 @@ class KeyUsage:
         task = asyncio.create_task(self._run(message, reply), name="key-usage")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def of_people(self, query: UsageQuery) -> dict[str, Any] | None:
+        """Run a query of a person, in turn with those of keys; None without a ledger. Raises DatabaseUnavailableError."""
+        if self._reader is None:
+            return None
+        async with self._slots:
+            return await self._reader.usage_of_people(query)
 
     def _refused(self, message: UsageRequested) -> UsageReported | None:
         if len(self._tasks) >= _MAX_WAITING:

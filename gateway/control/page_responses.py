@@ -12,11 +12,13 @@ from collections.abc import Callable
 
 from starlette.types import ASGIApp, Message, Scope
 
+from gateway.api.errors import Refusal, internal_error, render
+from gateway.self_service.paths import PREFIX
 from gateway.snapshot.link import PageRequested, PageResponded
 from gateway.system.tasks import cancel
 
 _MAX_RUNNING = 64  # requests
-_TEXT = ((b"content-type", b"text/plain"), (b"cache-control", b"no-store"))
+_BUSY = Refusal("overloaded", "Too many people are using the gateway's pages. Try again in a moment.")
 _log = logging.getLogger("vllm_gateway.control")
 
 Reply = Callable[[PageResponded], None]
@@ -32,14 +34,14 @@ class PageResponses:
     def request(self, message: PageRequested, reply: Reply) -> None:
         """Run a request, and reply to its worker when it has finished."""
         if self.application is None or len(self._tasks) >= _MAX_RUNNING:
-            reply(PageResponded(message.number, 503, _TEXT, b"too many people are signing in\n"))
+            reply(_failed(message, _BUSY))
             return
         task = asyncio.create_task(self._run(self.application, message, reply), name="page")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _run(self, application: ASGIApp, message: PageRequested, reply: Reply) -> None:
-        response = PageResponded(message.number, 500, _TEXT, b"internal error\n")
+        response = _failed(message, internal_error())
         try:
             response = await run(application, message)
         except Exception:  # noqa: BLE001  the outer edge: the client must get a response
@@ -49,6 +51,15 @@ class PageResponses:
     async def aclose(self) -> None:
         """End all requests."""
         await cancel(*self._tasks)
+
+
+def _failed(message: PageRequested, error: Refusal) -> PageResponded:
+    """Return an error: JSON for programs, text for people."""
+    is_program = message.path.startswith(PREFIX)
+    body, kind = (render(error), "application/json") if is_program else (f"{error}\n".encode(), "text/plain")
+    headers = {"content-type": kind, "cache-control": "no-store", **error.headers}
+    sent = tuple((name.encode(), value.encode()) for name, value in headers.items())
+    return PageResponded(message.number, error.spec.status, sent, body)
 
 
 async def run(application: ASGIApp, message: PageRequested) -> PageResponded:

@@ -50,7 +50,11 @@ async def signing_in(control: Control, engine: Engine, audit: Audit) -> AsyncIte
         # Messages arrive in order: a worker that knows this health knows the revoked sessions.
         await control.wait_applied(control.publisher.publish_health())
 
-    service = SignIn(settings, people, revocations, lambda: {team.id for team in control.config.teams}, audit, applied)
+    def teams() -> frozenset[str]:
+        stored = frozenset[str]() if control.key_store is None else control.key_store.teams
+        return stored | {team.id for team in control.config.teams}
+
+    service = SignIn(settings, people, revocations, teams, audit, applied)
     task = asyncio.create_task(revocations.run(), name="revocations")
     try:
         yield SigningIn(service, application(service, "data"), revocations)

@@ -7,6 +7,7 @@ its call returns. Every call may take as long as the database does, so calls bel
 from __future__ import annotations
 
 import hashlib
+import json
 import secrets
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +17,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 from alembic.util import CommandError
-from sqlalchemy import ColumnElement, Connection, Engine, Select, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, Select, delete, func, insert, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.access.actor import Role
+from gateway.access.actor import PersonId, Role
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import migrate, reason
 from gateway.sign_in.browser import Port
@@ -29,6 +30,8 @@ from gateway.sign_in.tables import PEOPLE, SESSIONS, SIGN_IN_LINKS, USED_ONCE
 
 _UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)
 _INSERTS: Mapping[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
+_ELEMENTS = {"postgresql": func.jsonb_array_elements_text, "sqlite": func.json_each}
+"""The function with the elements of a list, each as ``value``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,45 @@ class EndedSession:
     id_token: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class KnownPerson:
+    """A person as the last sign-in described them. ``sessions`` is the number of valid sessions; times are in seconds since the epoch."""
+
+    id: str
+    identity: PersonId
+    name: str
+    role: Role | None
+    teams: tuple[str, ...]
+    owned_teams: tuple[str, ...]
+    created: float
+    last_sign_in: float
+    sessions: int
+
+    @property
+    def position(self) -> str:
+        """The position of the person in a list, as ``person_at`` reads it."""
+        return json.dumps(self.identity)
+
+
+def person_at(position: str) -> PersonId | None:
+    """Return the person at a position of a list; None for its start. Raises ValueError with a message for the client."""
+    if not position:
+        return None
+    try:
+        found = json.loads(position)
+    except (ValueError, RecursionError):
+        found = None
+    match found:
+        case [str(issuer), str(subject)] if _is_text(issuer + subject):
+            return PersonId(issuer, subject)
+    raise ValueError("cursor: expected the next_cursor of an earlier page")
+
+
+def _is_text(text: str) -> bool:
+    """Return whether PostgreSQL can store a text: it has neither a NUL nor half of a surrogate pair."""
+    return not any(each == "\0" or "\ud800" <= each <= "\udfff" for each in text)
+
+
 def digest(purpose: str, *values: str) -> bytes:
     """Return the SHA-256 under which a value is stored."""
     return hashlib.sha256("\0".join((purpose, *values)).encode()).digest()
@@ -75,6 +117,7 @@ class PeopleStore:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._insert = _INSERTS[engine.dialect.name]
+        self._elements = _ELEMENTS[engine.dialect.name]
         self._ready = False
         self._preparing = threading.Lock()
 
@@ -125,6 +168,31 @@ class PeopleStore:
         with self._transaction() as connection:
             found = select(SESSIONS.c.id).where(SESSIONS.c.expires > _time(now), SESSIONS.c.revoked.is_not(None))
             return tuple(sorted(connection.execute(found).scalars()))
+
+    def people(
+        self, after: PersonId | None, limit: int, now: float, *, subject: str | None = None, team: str | None = None
+    ) -> list[KnownPerson]:
+        """Return the first ``limit`` people after one, by issuer and subject: all, those with a subject, or those of a team."""
+        is_valid = (SESSIONS.c.person == PEOPLE.c.id, SESSIONS.c.revoked.is_(None), SESSIONS.c.expires > _time(now))
+        sessions = select(func.count()).select_from(SESSIONS).where(*is_valid).scalar_subquery().label("sessions")
+        query = select(*PEOPLE.c, sessions).order_by(PEOPLE.c.issuer, PEOPLE.c.subject).limit(limit)
+        if after is not None:
+            query = query.where(tuple_(PEOPLE.c.issuer, PEOPLE.c.subject) > tuple_(*after))
+        if subject is not None:
+            query = query.where(PEOPLE.c.subject == subject)
+        if team is not None:
+            elements = self._elements(PEOPLE.c.teams).table_valued("value")
+            query = query.where(select(elements.c.value).where(elements.c.value == team).exists())
+        with self._transaction() as connection:
+            return [_known(row) for row in connection.execute(query).mappings()]
+
+    def end_sessions(self, person: str, now: float) -> tuple[PersonId, list[EndedSession]] | None:
+        """Revoke all sessions of the person with this ID, on both ports. Returns the person and the sessions; None without the person."""
+        with self._transaction() as connection:
+            found = connection.execute(select(PEOPLE.c.issuer, PEOPLE.c.subject).where(PEOPLE.c.id == person)).first()
+            if found is None:
+                return None
+            return PersonId(*found), _revoke(connection, select(SESSIONS.c.id).where(SESSIONS.c.person == person), now)
 
     def add_link(self, token: str, link: SignInLink, now: float) -> None:
         """Store a sign-in link under the digest of its token."""
@@ -210,9 +278,23 @@ def _unused(token: str, now: float) -> tuple[ColumnElement[bool], ...]:
 
 
 def _link(row: Any) -> SignInLink:
-    role = None if row["role"] is None else Role(row["role"])
-    expires = row["expires"].replace(tzinfo=UTC).timestamp()
-    return SignInLink(row["subject"], role, tuple(row["teams"]), tuple(row["owned_teams"]), row["created_by"], expires)
+    expires = _seconds(row["expires"])
+    return SignInLink(row["subject"], _role(row), tuple(row["teams"]), tuple(row["owned_teams"]), row["created_by"], expires)
+
+
+def _known(row: Any) -> KnownPerson:
+    identity, teams, owned = PersonId(row["issuer"], row["subject"]), tuple(row["teams"]), tuple(row["owned_teams"])
+    times = _seconds(row["created"]), _seconds(row["last_sign_in"])
+    return KnownPerson(row["id"], identity, row["name"], _role(row), teams, owned, *times, row["sessions"])
+
+
+def _role(row: Any) -> Role | None:
+    return None if row["role"] is None else Role(row["role"])
+
+
+def _seconds(moment: datetime) -> float:
+    """Return a time of the database in seconds since the epoch. SQLite stores no zone."""
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
 
 
 def _time(seconds: float) -> datetime:

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from gateway import config as conf
-from gateway.access.actor import Actor, Role
+from gateway.access.actor import Actor, PersonId, Role
 from gateway.audit.entry import Audit, Entry
 from gateway.sign_in.browser import Headers, Port, attempt_cookie, cookie
 from gateway.sign_in.errors import SignInError
@@ -35,7 +35,7 @@ from gateway.sign_in.oidc.grants import SUBJECT, GrantRules, person_of
 from gateway.sign_in.oidc.provider import end_session_url
 from gateway.sign_in.oidc.provider_client import ProviderClient
 from gateway.sign_in.paths import LINK
-from gateway.sign_in.people import EndedSession, NewSession, PeopleStore, SignInLink, digest
+from gateway.sign_in.people import EndedSession, KnownPerson, NewSession, PeopleStore, SignInLink, digest
 from gateway.sign_in.revocations import Revocations
 from gateway.sign_in.sessions import LINK_ISSUER, Person, Session, Sessions, new_session
 from gateway.sign_in.settings import client_of, grant_rules, key_of, origin_of, session_rules
@@ -176,6 +176,23 @@ class SignIn:
         sessions, now = self.sessions("admin"), time.time()
         session = sessions.read(headers, now)
         return {} if session is None else sessions.renewal(session, now)
+
+    # People
+
+    async def people(self, after: PersonId | None, limit: int, *, subject: str | None = None, team: str | None = None) -> list[KnownPerson]:
+        """Return the first ``limit`` people after one (see ``PeopleStore.people``). Raises DatabaseUnavailableError."""
+        return await run_in_thread(lambda: self._people.people(after, limit, time.time(), subject=subject, team=team), _TIMEOUT)
+
+    async def end_sessions(self, person: str, actor: Actor, origin: str) -> int | None:
+        """End all sessions of the person with this ID, and return their number; None if there is no such person."""
+        found = await run_in_thread(lambda: self._people.end_sessions(person, time.time()), _TIMEOUT)
+        if found is None:
+            return None
+        identity, ended = found
+        await self._make_known()
+        target = f"{identity.issuer} {identity.subject}".strip()
+        await self._record(Entry("person.sessions.end", actor, origin, target, {"sessions": len(ended)}, None))
+        return len(ended)
 
     # Sign-in links
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gateway.access.actor import Actor, Role
+from gateway.access.actor import Actor, PersonId, Role
 from gateway.sign_in.browser import Headers, Port, cookie, delete_cookie, session_cookie, set_cookie
 from gateway.sign_in.errors import SignInError
 from gateway.sign_in.signature import MAX_VALUE, Signer
@@ -41,9 +41,15 @@ class Person:
     owned_teams: tuple[str, ...] = ()
 
     @property
+    def identity(self) -> PersonId:
+        """The person without what the sign-in granted."""
+        return PersonId(self.issuer, self.subject)
+
+    @property
     def actor(self) -> Actor:
         """The person as an actor. Its name is unique: a subject contains no space, and no issuer has the same ``provider``."""
-        return Actor("person", f"{self.provider}:{self.subject}", self.role, frozenset(self.owned_teams))
+        name = f"{self.provider}:{self.subject}"
+        return Actor("person", name, self.role, frozenset(self.owned_teams), self.identity)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ may take as long as the database does, so calls belong on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -17,10 +17,11 @@ from secrets import token_hex
 from typing import Any, NamedTuple, TypeVar
 
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, Table, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, Table, and_, delete, func, insert, select, update
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
+from gateway.access.actor import PersonId
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import create_database_engine, migrate, reason
 from gateway.store.entries import Kind, Position, Row, hashes_and_team
@@ -87,6 +88,10 @@ class Transaction:
         """Return the IDs of all teams."""
         return frozenset(self._connection.execute(select(TEAMS.c.id)).scalars())
 
+    def made_by(self, person: PersonId) -> list[Row]:
+        """Return the keys that a person has created."""
+        return [_row(KEYS, each) for each in self._connection.execute(select(*_columns(KEYS)).where(_is_made_by(person)))]
+
     def known_hashes(self, hashes: Sequence[str]) -> set[str]:
         """Return those of some hashes that belong to a key of the store."""
         found: set[str] = set()
@@ -99,12 +104,12 @@ class Transaction:
         """Return the ID of a key of a team, None without one."""
         return self._connection.execute(select(KEYS.c.id).where(KEYS.c.team == team).limit(1)).scalar()
 
-    def add(self, kind: Kind, identity: str, entry: str) -> Row:
+    def add(self, kind: Kind, identity: str, entry: str, made_by: PersonId | None = None) -> Row:
         """Add an entry. Raises RefusedChangeError if there is one with this ID, or with one of its hashes."""
-        (row,) = self.add_all(kind, {identity: entry})
+        (row,) = self.add_all(kind, {identity: entry}, made_by)
         return row
 
-    def add_all(self, kind: Kind, entries: Mapping[str, str]) -> list[Row]:
+    def add_all(self, kind: Kind, entries: Mapping[str, str], made_by: PersonId | None = None) -> list[Row]:
         """Add entries by ID. Raises RefusedChangeError as ``add`` does."""
         if not entries:
             return []
@@ -113,15 +118,16 @@ class Transaction:
             if found := _rows(self._connection, kind, ids[start : start + _BATCH]):
                 raise RefusedChangeError(Reason.CONFLICT, f"there is a {kind} {found[0].id} in the store already")
         first = self._log(kind, ids)
-        rows = [Row(identity, first + number, entry, self._now, self._now) for number, (identity, entry) in enumerate(entries.items())]
-        self._connection.execute(insert(_TABLES[kind]), [row._asdict() | _team_of(kind, row.entry) for row in rows])
+        numbered = enumerate(entries.items(), first)
+        rows = [Row(identity, number, entry, self._now, self._now, made_by) for number, (identity, entry) in numbered]
+        self._connection.execute(insert(_TABLES[kind]), [_values(kind, row) for row in rows])
         self._index_hashes(kind, rows)
         return rows
 
     def replace(self, kind: Kind, before: Row, entry: str) -> Row:
         """Replace an entry. Raises RefusedChangeError if another key has one of its hashes."""
         table, row = _TABLES[kind], before._replace(version=self._log(kind, [before.id]), entry=entry, changed=self._now)
-        self._connection.execute(update(table).where(table.c.id == row.id).values(**row._asdict(), **_team_of(kind, entry)))
+        self._connection.execute(update(table).where(table.c.id == row.id).values(**_values(kind, row)))
         self._forget_hashes(kind, row.id)
         self._index_hashes(kind, [row])
         return row
@@ -178,15 +184,21 @@ class Transaction:
             self._connection.execute(delete(KEY_HASHES).where(KEY_HASHES.c.key == identity))
 
 
-def _team_of(kind: Kind, entry: str) -> dict[str, Any]:
-    return {"team": hashes_and_team(entry)[1]} if kind == "key" else {}
+def _values(kind: Kind, row: Row) -> dict[str, Any]:
+    """Return the values of a row by column."""
+    values = row._asdict()
+    issuer, subject = values.pop("made_by") or (None, None)
+    of_key = {"team": hashes_and_team(row.entry)[1], "made_by_issuer": issuer, "made_by_subject": subject} if kind == "key" else {}
+    return values | of_key
 
 
 class KeyDatabase:
     """Reads and changes the database. Every method raises DatabaseUnavailableError if the database does not respond."""
 
     def __init__(self, url: URL) -> None:
-        self._url = url
+        if url.get_backend_name() == "sqlite" and url.database:
+            with suppress(OSError):  # the first query reports it
+                Path(url.database).touch(mode=0o600)  # it has the hashes of keys, also if another part of the gateway opens it first
         self.engine: Engine = create_database_engine(url)
         self._is_ready = False
         self._record: Callable[[Any], None] | None = None
@@ -221,12 +233,21 @@ class KeyDatabase:
                 self._record(done)
         return done
 
-    def page(self, kind: Kind, after: str, limit: int, team: str | None = None) -> list[Row]:
-        """Return the first ``limit`` entries whose ID is behind ``after``, of all keys or those of a team."""
+    def page(self, kind: Kind, after: str, limit: int, teams: Collection[str] | None = None, made_by: PersonId | None = None) -> list[Row]:
+        """Return the first ``limit`` entries whose ID is after ``after``: all, those of teams, or the keys that a person has created."""
         table = _TABLES[kind]
         query = select(*_columns(table)).where(table.c.id > after).order_by(table.c.id).limit(limit)
+        if teams is not None:
+            query = query.where((KEYS.c.team if kind == "key" else TEAMS.c.id).in_(teams))
+        if made_by is not None:
+            query = query.where(_is_made_by(made_by))
         with self._connected() as connection:
-            return [_row(each) for each in connection.execute(query if team is None else query.where(KEYS.c.team == team))]
+            return [_row(table, each) for each in connection.execute(query)]
+
+    def made_by(self, person: PersonId) -> list[Row]:
+        """Return the keys that a person has created."""
+        with self._connected() as connection:
+            return Transaction(connection, datetime.now(UTC)).made_by(person)
 
     def find(self, kind: Kind, identity: str) -> Row | None:
         """Return an entry, or None."""
@@ -275,8 +296,6 @@ class KeyDatabase:
         """Migrate the tables to this version, once."""
         if self._is_ready:
             return
-        if not self.is_postgres and self._url.database:
-            Path(self._url.database).touch(mode=0o600)  # it has the hashes of keys
         with self.engine.begin() as connection:
             migrate(connection)
         self._is_ready = True
@@ -305,16 +324,25 @@ def _entries(connection: Connection, table: Table, ids: Sequence[str] | None = N
 
 def _rows(connection: Connection, kind: Kind, ids: Sequence[str]) -> list[Row]:
     table = _TABLES[kind]
-    return [_row(each) for each in connection.execute(select(*_columns(table)).where(table.c.id.in_(ids)))]
+    return [_row(table, each) for each in connection.execute(select(*_columns(table)).where(table.c.id.in_(ids)))]
+
+
+_COMMON = ("id", "version", "entry", "created", "changed")
+_MADE_BY = ("made_by_issuer", "made_by_subject")
 
 
 def _columns(table: Table) -> list[Any]:
-    return [table.c[name] for name in Row._fields]
+    return [table.c[name] for name in (*_COMMON, *(_MADE_BY if table is KEYS else ()))]
 
 
-def _row(found: Any) -> Row:
-    identity, version, entry, created, changed = found
-    return Row(identity, version, entry, _aware(created), _aware(changed))
+def _row(table: Table, found: Any) -> Row:
+    identity, version, entry, created, changed, *maker = found
+    made_by = PersonId(*maker) if table is KEYS and maker[1] is not None else None
+    return Row(identity, version, entry, _aware(created), _aware(changed), made_by)
+
+
+def _is_made_by(person: PersonId) -> ColumnElement[bool]:
+    return and_(KEYS.c.made_by_issuer == person.issuer, KEYS.c.made_by_subject == person.subject)
 
 
 def _aware(moment: datetime) -> datetime:

@@ -8,13 +8,13 @@ each other's changes.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from gateway.config import Config, Key, Limits, Team
+from gateway.config import Config, Key, Limits, SelfService, Team
 from gateway.config.explain import findings
 from gateway.config.models import matches
 from gateway.config.problems import did_you_mean
@@ -27,6 +27,8 @@ from gateway.store.errors import Reason, RefusedChangeError
 
 SETTABLE = ("team", "labels", "models", "expires", "limits", "priority", "user_header")
 """The settings of a key that a request may set. The others are set by operations."""
+TEAM_SETTINGS = ("limits", "self_service")
+"""The settings of a team that a request may set."""
 _MAX_HASHES = 16
 _MAX_NAME = 100
 E = TypeVar("E", Key, Team)
@@ -37,6 +39,7 @@ class Named:
     """The names of the YAML: IDs and hashes of keys, IDs of teams, names of models.
 
     ``has_prices``: a model has a price. ``subjects`` are the starts of the names of subjects of tokens, which no ID of a key may have.
+    ``policies`` are the policies of teams about the keys that their people create, by team.
     """
 
     keys: Collection[str]
@@ -45,6 +48,7 @@ class Named:
     models: Collection[str]
     has_prices: bool
     subjects: tuple[str, ...] = ()
+    policies: Mapping[str, SelfService] = field(default_factory=dict)
 
     @classmethod
     def by(cls, config: Config) -> Named:
@@ -56,6 +60,7 @@ class Named:
             models=config.model_ids,
             has_prices=any(model.price is not None for model in config.models),
             subjects=subject_prefixes(config),
+            policies={team.id: team.self_service for team in config.teams if team.self_service is not None},
         )
 
 
@@ -70,7 +75,7 @@ def subject_prefixes(config: Config) -> tuple[str, ...]:
 
 def new_key(fields: Mapping[str, Any], digest: str, named: Named, teams: Collection[str], now: datetime) -> tuple[Key, str | None]:
     """Return a new key and its name. ``fields`` are of a request, ``teams`` the store's. Raises RefusedChangeError."""
-    _only(fields, ("id", "name", *SETTABLE))
+    check_fields(fields, ("id", "name", *SETTABLE))
     key = _new({name: value for name, value in fields.items() if name != "name" and value is not None} | {"hash": digest}, named, teams)
     if key.expired(now):
         raise RefusedChangeError(Reason.INVALID, "expires: the date is in the past")
@@ -79,7 +84,7 @@ def new_key(fields: Mapping[str, Any], digest: str, named: Named, teams: Collect
 
 def imported_key(entry: Mapping[str, Any], named: Named, teams: Collection[str]) -> Key:
     """Return the key of an entry that was imported. Raises RefusedChangeError."""
-    _only(entry, ("id", "hash", "revoked", *SETTABLE))
+    check_fields(entry, ("id", "hash", "revoked", *SETTABLE))
     return _new(entry, named, teams)
 
 
@@ -100,7 +105,7 @@ def _new(entry: Mapping[str, Any], named: Named, teams: Collection[str]) -> Key:
 
 def changed_key(before: StoredKey, patch: Mapping[str, Any], named: Named, teams: Collection[str]) -> tuple[Key, str | None]:
     """Return a key with a merge patch applied, and its name. Raises RefusedChangeError."""
-    _only(patch, ("name", *SETTABLE))
+    check_fields(patch, ("name", *SETTABLE))
     after = merged(document(before.key) | ({} if before.name is None else {"name": before.name}), patch)
     name = _name(after.pop("name", None))
     key = _validated(Key, after)
@@ -117,15 +122,16 @@ def rotated_key(before: StoredKey, digest: str, end: datetime, now: datetime) ->
     hashes = [*former_hashes(key, end, now), digest]
     if len(hashes) > _MAX_HASHES:
         raise RefusedChangeError(Reason.CONFLICT, f"{key.id} has {_MAX_HASHES} valid keys already; rotate with a shorter overlap")
-    return _with(key, hash=hashes)
+    return with_fields(key, hash=hashes)
 
 
 def revoked_key(before: StoredKey, *, revoked: bool) -> Key:
     """Return a key that is revoked, or restored."""
-    return _with(before.key, revoked=revoked)
+    return with_fields(before.key, revoked=revoked)
 
 
-def _with(key: Key, **fields: Any) -> Key:
+def with_fields(key: Key, **fields: Any) -> Key:
+    """Return a key with other settings, in the form of JSON. Raises RefusedChangeError."""
     return _validated(Key, document(key) | fields)
 
 
@@ -133,7 +139,7 @@ def _check_key(key: Key, named: Named, teams: Collection[str]) -> None:
     if key.team is not None and key.team not in named.teams and key.team not in teams:
         raise RefusedChangeError(Reason.INVALID, f"team: there is no team {key.team}{did_you_mean(key.team, [*named.teams, *teams])}")
     _check_models("models", key.models, named)
-    _check_limits(key.limits, named)
+    _check_limits("limits", key.limits, named)
 
 
 # Teams
@@ -141,20 +147,27 @@ def _check_key(key: Key, named: Named, teams: Collection[str]) -> None:
 
 def new_team(fields: Mapping[str, Any], named: Named) -> Team:
     """Return a new team. Raises RefusedChangeError."""
-    _only(fields, ("id", "limits"))
+    check_fields(fields, ("id", *TEAM_SETTINGS))
     team = _validated(Team, {name: value for name, value in fields.items() if value is not None})
     if team.id in named.teams:
         raise RefusedChangeError(Reason.CONFLICT, f"{team.id} is a team of the configuration, which cannot be in the store as well")
-    _check_limits(team.limits, named)
+    _check_team(team, named)
     return team
 
 
 def changed_team(before: StoredTeam, patch: Mapping[str, Any], named: Named) -> Team:
     """Return a team with a merge patch applied. Raises RefusedChangeError."""
-    _only(patch, ("limits",))
+    check_fields(patch, TEAM_SETTINGS)
     team = _validated(Team, merged(document(before.team), patch))
-    _check_limits(team.limits, named)
+    _check_team(team, named)
     return team
+
+
+def _check_team(team: Team, named: Named) -> None:
+    _check_limits("limits", team.limits, named)
+    if (policy := team.self_service) is not None:
+        _check_models("self_service.models", policy.models, named)
+        _check_limits("self_service.limits", policy.limits, named)
 
 
 # Common checks
@@ -166,7 +179,8 @@ def check_version(identity: str, version: int, expected: int | None) -> None:
         raise RefusedChangeError(Reason.CHANGED, f"{identity} was changed in the meantime; read it again")
 
 
-def _only(fields: Mapping[str, Any], allowed: Collection[str]) -> None:
+def check_fields(fields: Mapping[str, Any], allowed: Collection[str]) -> None:
+    """Check that a request sets only some fields. Raises RefusedChangeError."""
     for name in fields:
         if name not in allowed:
             raise RefusedChangeError(Reason.INVALID, f"there is no field {name}{did_you_mean(name, list(allowed))}")
@@ -198,13 +212,13 @@ def _check_models(setting: str, patterns: Collection[str], named: Named) -> None
             raise RefusedChangeError(Reason.INVALID, f"{setting}: {pattern} matches no model{did_you_mean(pattern, list(named.models))}")
 
 
-def _check_limits(limits: Limits | None, named: Named) -> None:
+def _check_limits(setting: str, limits: Limits | None, named: Named) -> None:
     if limits is None:
         return
     for number, row in enumerate(limits.models):
-        _check_models(f"limits.models.{number}.models", row.models, named)
+        _check_models(f"{setting}.models.{number}.models", row.models, named)
     if not named.has_prices and any(_costs(limits)):
-        raise RefusedChangeError(Reason.INVALID, "limits: no model has a price, so no request has a cost; set models[].price")
+        raise RefusedChangeError(Reason.INVALID, f"{setting}: no model has a price, so no request has a cost; set models[].price")
 
 
 def _costs(limits: Limits) -> Iterator[int | None]:

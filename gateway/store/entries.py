@@ -7,38 +7,47 @@ in addition. The configuration's classes validate it, when it is written and whe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from hashlib import sha256
 from math import inf
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from gateway.access.actor import PersonId
 from gateway.config import Key, Team
 
 Kind = Literal["key", "team"]
+_IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
 
 
 class Row(NamedTuple):
-    """An entry as it is stored. ``entry`` is its JSON. Times are aware."""
+    """An entry as it is stored. ``entry`` is its JSON. Times are aware. ``made_by``: the person who created a key for themselves."""
 
     id: str
     version: int
     entry: str
     created: datetime
     changed: datetime
+    made_by: PersonId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredKey:
-    """A key. ``name`` is a text for people. ``version`` is the number of its last change."""
+    """A key. ``name`` is a text for people. ``version`` is the number of its last change.
+
+    ``made_by`` is the person who created it for themselves, None for the keys of operators.
+    """
 
     key: Key
     name: str | None
     version: int
     created: datetime
     changed: datetime
+    made_by: PersonId | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +66,18 @@ class Repeatable:
 
     idempotency_key: str
     request: str
+
+    @classmethod
+    def of(cls, key: str | None, method: str, path: str, body: bytes, person: PersonId | None = None) -> Repeatable | None:
+        """Return what makes a request repeatable; None without the header. Raises ValueError with a message for the client.
+
+        Each person has separate keys, so that no person can find out those of another.
+        """
+        if key is None:
+            return None
+        if not _IDEMPOTENCY_KEY.fullmatch(key):
+            raise ValueError("Idempotency-Key: expected 1 to 255 visible characters")
+        return cls("\n".join((*(person or ()), key)), sha256(f"{method} {path}\n".encode() + body).hexdigest())
 
 
 class Position(NamedTuple):
@@ -147,7 +168,7 @@ _decode_shape = msgspec.json.Decoder(_Shape).decode
 def stored_key(row: Row) -> StoredKey:
     """Return the key of a row. Raises ValueError."""
     key, name = parse_key(row.entry)
-    return StoredKey(key, name, row.version, row.created, row.changed)
+    return StoredKey(key, name, row.version, row.created, row.changed, row.made_by)
 
 
 def stored_team(row: Row) -> StoredTeam:

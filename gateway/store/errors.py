@@ -9,6 +9,7 @@ class Reason(Enum):
     """Why a change was refused. The value is the HTTP status of the refusal."""
 
     INVALID = 400
+    FORBIDDEN = 403
     NOT_FOUND = 404
     CONFLICT = 409
     CHANGED = 412

@@ -4,7 +4,8 @@
 ``gateway_key_changes`` is the change log. ``gateway_idempotency_keys`` has the requests that were sent with an Idempotency-Key.
 
 The rule: an entry is JSON in the form of the configuration's ``keys`` and ``teams``, so a setting is declared once. It contains hashes,
-never a key. ``version`` is the number of the entry's last change, so no two states of an ID have the same version.
+never a key. ``version`` is the number of the entry's last change, so no two states of an ID have the same version. The
+creator of a key is in columns beside the entry: it has no effect on requests, so workers never get it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ def _entries(name: str, *more: Column[str] | Index) -> Table:
     )
 
 
-KEYS = _entries("gateway_keys", Column("team", String), Index("gateway_keys_team", "team"))
+KEYS = _entries(
+    "gateway_keys",
+    Column("team", String),
+    Column("made_by_issuer", String),
+    Column("made_by_subject", String),
+    Index("gateway_keys_team", "team"),
+    Index("gateway_keys_made_by", "made_by_issuer", "made_by_subject"),
+)
 TEAMS = _entries("gateway_teams")
 
 KEY_HASHES = Table(

@@ -8,16 +8,36 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from secrets import token_hex
+from typing import Any, NamedTuple, Protocol, TypeVar
 
+from gateway.access.actor import PersonId
 from gateway.auth import keys
-from gateway.config import Key
+from gateway.config import Key, SelfService
 from gateway.key_management.keys_import import BadLineError, ImportedKey, SortedKeys, read_keys, sort_keys, without_unknown_teams
-from gateway.store import decisions
+from gateway.store import decisions, self_service
 from gateway.store.database import KeyDatabase, Transaction
 from gateway.store.decisions import Named, check_version
 from gateway.store.entries import Repeatable, Row, StoredKey, StoredTeam, key_json, stored_key, stored_team, team_json
 from gateway.store.errors import Reason, RefusedChangeError
+from gateway.store.self_service import Grant
+
+CHANGE_TIMEOUT = 15.0
+"""Seconds for a change."""
+T = TypeVar("T")
+
+
+class Store(Protocol):
+    """The store of a running gateway."""
+
+    async def change(self, work: Callable[[KeyService], T], record: Callable[[T], None], seconds: float = CHANGE_TIMEOUT) -> T:
+        """Run a change. ``record`` gets its result on a thread, before the commit.
+
+        Raises RefusedChangeError, what ``record`` raises, and DatabaseUnavailableError also after ``seconds``.
+        """
+
+    async def read(self, work: Callable[[KeyDatabase], T]) -> T:
+        """Run a query. Raises DatabaseUnavailableError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,7 @@ class KeyService:
 
         def work(transaction: Transaction) -> KeyChange:
             if (earlier := _repeated(transaction, repeatable)) is not None:
-                return KeyChange(stored_key(transaction.row("key", earlier)), is_repeated=True)
+                return _earlier(transaction, earlier)
             secret = keys.mint(str(fields.get("id")))
             key, name = decisions.new_key(fields, keys.hash_of(secret), named, transaction.teams(), now)
             added = transaction.add("key", key.id, key_json(key, name))
@@ -71,12 +91,39 @@ class KeyService:
 
         return self._database.change(work, now)
 
-    def change_key(self, identity: str, patch: Mapping[str, Any], version: int | None) -> KeyChange:
-        """Apply a merge patch to a key that has this version; None: any version."""
-        named = self._named()
-        return self._change_key(identity, version, lambda before, teams: decisions.changed_key(before, patch, named, teams))
+    def create_own_key(self, maker: PersonId, grant: Grant, fields: Mapping[str, Any], repeatable: Repeatable | None = None) -> KeyChange:
+        """Create a key for a person, within the policy of a team. Its ID is random, so that no ID of others can be tried."""
+        named, now, team = self._named(), datetime.now(UTC), self_service.chosen_team(fields, grant)
+        identity = f"key-{token_hex(6)}"
+        secret = keys.mint(identity)
 
-    def rotate_key(self, identity: str, overlap: float, version: int | None, repeatable: Repeatable | None = None) -> KeyChange:
+        def work(transaction: Transaction) -> KeyChange:
+            if (earlier := _repeated(transaction, repeatable)) is not None:
+                return _earlier(transaction, earlier, grant)
+            policy = self_service.check_policy(team, _policy(transaction, team, named), grant)
+            held, teams = [stored_key(row) for row in transaction.made_by(maker)], transaction.teams()
+            key, name = self_service.new_own_key(identity, fields, keys.hash_of(secret), policy, held, named, teams, now)
+            added = transaction.add("key", key.id, key_json(key, name), maker)
+            _remember(transaction, repeatable, key.id)
+            return KeyChange(stored_key(added), secret=secret)
+
+        return self._database.change(work, now)
+
+    def change_key(self, identity: str, patch: Mapping[str, Any], version: int | None, grant: Grant | None = None) -> KeyChange:
+        """Apply a merge patch to a key that has this version; None: any version. ``grant``: of a client that is no administrator."""
+        named = self._named()
+
+        def changed(transaction: Transaction, before: StoredKey) -> tuple[Key, str | None]:
+            if grant is None:
+                return decisions.changed_key(before, patch, named, transaction.teams())
+            policy = _policy(transaction, before.key.team, named)
+            return self_service.changed_own_key(before, patch, policy, grant, named, transaction.teams())
+
+        return self._change_key(identity, version, changed, grant=grant)
+
+    def rotate_key(
+        self, identity: str, overlap: float, version: int | None, repeatable: Repeatable | None = None, grant: Grant | None = None
+    ) -> KeyChange:
         """Create another key for an entry. The former ones expire after ``overlap`` seconds."""
         now, secret = datetime.now(UTC), keys.mint(identity)
         try:
@@ -84,20 +131,32 @@ class KeyService:
         except OverflowError:
             raise RefusedChangeError(Reason.INVALID, "overlap: the end is after the year 9999") from None
 
-        def rotated(before: StoredKey, _: Collection[str]) -> tuple[Key, str | None]:
+        named = self._named()
+
+        def rotated(transaction: Transaction, before: StoredKey) -> tuple[Key, str | None]:
+            if grant is not None:
+                self_service.check_policy(before.key.team, _policy(transaction, before.key.team, named), grant)
             return decisions.rotated_key(before, keys.hash_of(secret), end, now), before.name
 
-        return self._change_key(identity, version, rotated, repeatable, secret)
+        return self._change_key(identity, version, rotated, repeatable, secret, grant)
 
-    def revoke_key(self, identity: str, version: int | None, *, revoked: bool) -> KeyChange:
+    def revoke_key(self, identity: str, version: int | None, *, revoked: bool, grant: Grant | None = None) -> KeyChange:
         """Revoke all keys of an entry, or restore them."""
-        return self._change_key(identity, version, lambda before, _: (decisions.revoked_key(before, revoked=revoked), before.name))
 
-    def delete_key(self, identity: str, version: int | None) -> StoredKey:
+        def changed(_: Transaction, before: StoredKey) -> tuple[Key, str | None]:
+            if grant is not None and not revoked:
+                raise RefusedChangeError(Reason.FORBIDDEN, "only an administrator restores keys")
+            return decisions.revoked_key(before, revoked=revoked), before.name
+
+        return self._change_key(identity, version, changed, grant=grant)
+
+    def delete_key(self, identity: str, version: int | None, grant: Grant | None = None) -> StoredKey:
         """Delete a key, and return what it was."""
 
         def work(transaction: Transaction) -> StoredKey:
             before = stored_key(transaction.row("key", identity))
+            if grant is not None:
+                grant.check(before)
             check_version(identity, before.version, version)
             transaction.remove("key", identity)
             return before
@@ -122,17 +181,20 @@ class KeyService:
         self,
         identity: str,
         version: int | None,
-        decide: Callable[[StoredKey, Collection[str]], tuple[Key, str | None]],
+        decide: Callable[[Transaction, StoredKey], tuple[Key, str | None]],
         repeatable: Repeatable | None = None,
         secret: str | None = None,
+        grant: Grant | None = None,
     ) -> KeyChange:
         def work(transaction: Transaction) -> KeyChange:
             if (earlier := _repeated(transaction, repeatable)) is not None:
-                return KeyChange(stored_key(transaction.row("key", earlier)), is_repeated=True)
+                return _earlier(transaction, earlier, grant)
             row = transaction.row("key", identity)
             before = stored_key(row)
+            if grant is not None:
+                grant.check(before)
             check_version(identity, before.version, version)
-            entry = key_json(*decide(before, transaction.teams()))
+            entry = key_json(*decide(transaction, before))
             after = row if entry == row.entry else transaction.replace("key", row, entry)
             _remember(transaction, repeatable, identity)
             return KeyChange(stored_key(after), before, secret)
@@ -203,6 +265,22 @@ def _imported(one: ImportedKey, named: Named, teams: Collection[str]) -> str:
 
 def _repeated(transaction: Transaction, repeatable: Repeatable | None) -> str | None:
     return None if repeatable is None else transaction.repeated(repeatable.idempotency_key, repeatable.request)
+
+
+def _earlier(transaction: Transaction, identity: str, grant: Grant | None = None) -> KeyChange:
+    """Return the key that an earlier request has changed, as it is now."""
+    stored = stored_key(transaction.row("key", identity))
+    if grant is not None:
+        grant.check(stored)
+    return KeyChange(stored, is_repeated=True)
+
+
+def _policy(transaction: Transaction, team: str | None, named: Named) -> SelfService | None:
+    """Return the policy of a team about the keys that its people create. The YAML decides about a team that it names."""
+    if team is None or team in named.teams:
+        return named.policies.get(team or "")
+    row = transaction.find("team", team)
+    return None if row is None else stored_team(row).team.self_service
 
 
 def _remember(transaction: Transaction, repeatable: Repeatable | None, identity: str) -> None:

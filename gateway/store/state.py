@@ -68,6 +68,15 @@ class StoreState:
         teams = {name: team_json(team) for name, team in self._teams.items()}
         return Changes(self.position, Changed(keys), Changed(teams), is_complete=True)
 
+    @property
+    def teams(self) -> frozenset[str]:
+        """The IDs of the store's teams."""
+        return frozenset(self._teams)
+
+    def team(self, identity: str) -> Team | None:
+        """Return a team, or None. The YAML decides about a team that it names."""
+        return self._in_yaml.teams.get(identity) or self._teams.get(identity)
+
     def keys_of_team(self, team: str) -> Collection[str]:
         """Return the IDs of a team's keys."""
         return self._keys_of_team.get(team, ())
@@ -183,7 +192,7 @@ class StoreState:
             raise _UnservedError(f"there is no team {team}")
 
     def _limits_of(self, team: str | None) -> Limits | None:
-        found = None if team is None else self._in_yaml.teams.get(team) or self._teams.get(team)
+        found = None if team is None else self.team(team)
         return None if found is None else found.limits
 
 

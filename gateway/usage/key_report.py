@@ -1,11 +1,12 @@
-"""Report a key's own use: its rows, without other keys, teams and servers.
+"""Report a key's own use, that of a person's keys, and that of a team to its owner: without other keys, teams and servers.
 
-The rule: the key comes from the request's authentication, never from its parameters. The entry of an identity provider's tokens does
-not include their subjects here, because each subject is a separate principal.
+The rule: whose rows are read comes from the request's authentication, never from its parameters. The entry of an identity provider's tokens
+does not include their subjects here, because each subject is a separate principal.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from datetime import datetime
 
@@ -23,11 +24,28 @@ OWN_DIMENSIONS = ("model", "day", "endpoint", "code")
 def parse_own_query(request: UsageRequested, now: datetime) -> UsageQuery:
     """Parse the query of a key for its own use, by default by model for the last 30 days. Raises QueryError."""
     check_parameters(request.parameters, ("by", "since", "until", "model"))
-    query = parse_query({"by": "model", **request.parameters}, now)
+    query = _parsed({"by": "model", **request.parameters}, OWN_DIMENSIONS, now)
+    return replace(query, key=request.key)
+
+
+def parse_person_query(parameters: Mapping[str, str], keys: Collection[str], now: datetime) -> UsageQuery:
+    """Parse the query for the use of a person's ``keys``, by default by key for the last 30 days. Raises QueryError."""
+    check_parameters(parameters, ("by", "since", "until", "model", "key"))
+    return replace(_parsed({"by": "key", **parameters}, ("key", *OWN_DIMENSIONS), now), keys=tuple(keys))
+
+
+def parse_team_query(parameters: Mapping[str, str], team: str, now: datetime) -> UsageQuery:
+    """Parse the query of an owner for the use of a team, by default by key for the last 30 days. Raises QueryError."""
+    check_parameters(parameters, ("by", "since", "until", "model", "key"))
+    return replace(_parsed({"by": "key", **parameters}, ("key", *OWN_DIMENSIONS), now), team=team)
+
+
+def _parsed(parameters: Mapping[str, str], dimensions: Collection[str], now: datetime) -> UsageQuery:
+    query = parse_query(parameters, now)
     for dimension in query.by:
-        if dimension not in OWN_DIMENSIONS:
-            raise QueryError(f"your usage is not shown by {dimension}: choose from {', '.join(OWN_DIMENSIONS)}")
-    return replace(query, key=request.key, with_subjects=False)
+        if dimension not in dimensions:
+            raise QueryError(f"your usage is not shown by {dimension}: choose from {', '.join(dimensions)}")
+    return replace(query, with_subjects=False)
 
 
 def own_usage(engine: Engine, query: UsageQuery, seconds: float) -> bytes:

@@ -43,7 +43,7 @@ _HALF = 2**32
 class UsageQuery:
     """A query: sums by these dimensions over a time range, for one key, team or model, or for all.
 
-    Subjects of tokens belong to the key of their entry, unless ``with_subjects`` is False.
+    Subjects of tokens belong to the key of their entry, unless ``with_subjects`` is False. ``keys`` are all keys of the report, None: all.
     """
 
     by: tuple[str, ...]
@@ -53,6 +53,7 @@ class UsageQuery:
     team: str | None = None
     model: str | None = None
     with_subjects: bool = True
+    keys: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +215,8 @@ def _methods(query: UsageQuery) -> Select[Any]:
 def _conditions(query: UsageQuery) -> list[ColumnElement[bool]]:
     conditions = [USAGE.c.time >= query.since, USAGE.c.time < query.until]
     conditions += [USAGE.c[name] == value for name, value in (("team", query.team), ("model", query.model)) if value is not None]
+    if query.keys is not None:
+        conditions.append(USAGE.c.key.in_(query.keys))
     if query.key is None:
         return [*conditions, USAGE.c.key != MIRRORED]
     return [*conditions, rows_of(query.key, with_subjects=query.with_subjects)]

@@ -47,6 +47,11 @@ class UsageReader:
         query = parse_own_query(request, now)
         return await run_in_thread(lambda: own_usage(self._engine, query, _OWN_QUERY_TIMEOUT), _OWN_QUERY_TIMEOUT + _MARGIN)
 
+    async def usage_of_people(self, query: UsageQuery) -> dict[str, Any]:
+        """Return the report for a query of a person. Raises DatabaseUnavailableError."""
+        seconds = _OWN_QUERY_TIMEOUT
+        return (await run_in_thread(lambda: run_query(self._engine, query, seconds), seconds + _MARGIN)).document()
+
     async def reconcile(self, query: UsageQuery) -> Reconciliation:
         """Compare the ledger with the engines' counters. Raises DatabaseUnavailableError."""
         return await run_in_thread(lambda: run_reconciliation(self._engine, query), _QUERY_TIMEOUT)

@@ -28,6 +28,7 @@ from gateway.auth.catalog import CatalogEntry
 from gateway.client.addresses import shown_address
 from gateway.client.http.head import FORWARDED
 from gateway.proxy.request_services import RequestServices
+from gateway.self_service import paths as self_service
 from gateway.sign_in.paths import SESSION, endpoint_of
 from gateway.snapshot.link import Health
 from gateway.snapshot.snapshot import Key, SessionRules
@@ -132,6 +133,12 @@ class WorkerApp:
                 _require_method(request, "GET")
                 return self._session(request, active.snapshot.sessions)
             return await self.page_requests.respond(request, self._client(request.scope))
+        if active.snapshot.sessions is not None and (endpoint := self_service.endpoint_of(path)) is not None:
+            request.state.endpoint = endpoint
+            if endpoint in self_service.FOR_KEYS and _has_key(request):
+                _require_method(request, "GET")
+                return await self._pages[endpoint.replace(self_service.PREFIX, "/v1")](request)
+            return await self.page_requests.respond(request, self._client(request.scope))
         root, mark, rest = path.partition(_MODELS)
         mounted = active.catalog.mounted(root + _MODELS, _MODELS) if root else None
         lists = mark and (not root or mounted is not None) and (not rest or rest.startswith("/"))
@@ -215,6 +222,10 @@ class WorkerApp:
         key = self._worker.active.keyring.authenticate(headers.get(b"authorization"), headers.get(b"x-api-key"), headers)
         request.state.key = key
         return key
+
+
+def _has_key(request: Request) -> bool:
+    return "authorization" in request.headers or "x-api-key" in request.headers
 
 
 def _raw_path(request: Request) -> str:

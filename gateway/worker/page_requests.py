@@ -1,4 +1,4 @@
-"""Pass on the requests for the sign-in to control, and check the sessions of people.
+"""Pass on the requests for the sign-in and for self-service to control, and check the sessions of people.
 
 The rules: control gets only the headers that its routes read, and a body of bounded size. A session is checked here, without control.
 """
@@ -17,9 +17,9 @@ from gateway.snapshot.link import Message, PageRequested, PageResponded
 from gateway.snapshot.snapshot import SessionRules
 from gateway.worker.query_requests import ControlRequests
 
-_PASSED_ON = frozenset({b"host", b"cookie", b"origin", b"sec-fetch-site", b"content-type"})
-_FULL = "Too many people are signing in. Try again in a moment."
-_UNAVAILABLE = "The sign-in is not available at the moment."
+_PASSED_ON = frozenset({b"host", b"cookie", b"origin", b"sec-fetch-site", b"content-type", b"idempotency-key"})
+_FULL = "Too many people are using the gateway's pages. Try again in a moment."
+_UNAVAILABLE = "The gateway's pages are not available at the moment."
 
 
 class PageRequests(ControlRequests[PageResponded]):
@@ -34,7 +34,7 @@ class PageRequests(ControlRequests[PageResponded]):
         """Return control's response to a request. ``client`` is the address of the client. Raises Refusal."""
         body = await request.body()
         if len(body) > MAX_FORM:
-            raise Refusal("request_too_large", f"The form is larger than {MAX_FORM} bytes.")
+            raise Refusal("request_too_large", f"The body is larger than {MAX_FORM} bytes.")
         scope = request.scope
         headers = tuple((name, value) for name, value in scope["headers"] if name in _PASSED_ON)
 

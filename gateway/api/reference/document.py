@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gateway import __version__
-from gateway.api.errors import ERRORS
+from gateway.api.errors import ERRORS, OF_PEOPLE
 from gateway.api.reference.shapes import RouteDescription, Shapes, read
 from gateway.api.routes import ROUTES, Dialect, Route
 
@@ -53,7 +53,7 @@ _HEADERS = {
 }
 _STATUS_HEADERS: Mapping[int, tuple[str, ...]] = {
     200: ("x-vllm-gateway-fallback", "x-vllm-gateway-model", "x-vllm-gateway-recorded", *_LIMITS),
-    **dict.fromkeys((400, 404, 413, 415, 431), ("x-should-retry",)),
+    **dict.fromkeys((400, 403, 404, 409, 413, 415, 431), ("x-should-retry",)),
     401: ("www-authenticate", "x-should-retry"),
     405: ("allow", "x-should-retry"),
     429: ("retry-after", "x-should-retry", *_LIMITS),
@@ -66,6 +66,7 @@ _REQUEST_HEADERS = {
 }
 _BY_EITHER: list[Any] = [{"bearer": []}, {"x-api-key": []}]
 _STATUSES = tuple(dict.fromkeys(row.status for row in ERRORS.values()))
+_OF_KEYS = tuple(status for status in _STATUSES if status not in OF_PEOPLE)
 _NO_BODY = (400, 401, 404, 405, 408, 431, 500)
 """Statuses with which a request without a body can end."""
 
@@ -112,7 +113,7 @@ def _post_operation(route: Route, description: RouteDescription) -> dict[str, An
         **security,
         "parameters": _parameters("header", _REQUEST_HEADERS),
         "requestBody": {"required": True, "content": {kind: body}},
-        "responses": {"200": _response(description, route), **_refusals("MessagesError" if route.anthropic else "Error", _STATUSES)},
+        "responses": {"200": _response(description, route), **_refusals("MessagesError" if route.anthropic else "Error", _OF_KEYS)},
     }
 
 

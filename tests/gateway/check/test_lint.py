@@ -188,3 +188,11 @@ def test_a_store_that_gateways_cannot_share(tmp_path: Path, settings: str, messa
     document = yaml.safe_load(settings) | {"models": [{"id": "m", "launch": {}}], "keys": [{"id": "a", "hash": H1}]}
     found = notes_on(tmp_path, json.dumps(document))
     assert found == ([f"gateway.yaml:{message}"] if message else [])
+
+
+@pytest.mark.parametrize(("settings", "missing"), [("", "`sign_in` and `store`"), ("store: sqlite:///keys.db\n", "`sign_in`")])
+def test_a_policy_without_people_or_a_store(tmp_path: Path, settings: str, missing: str) -> None:
+    text = (
+        f"models: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}}}]\nteams: [{{id: t, self_service: {{max_keys: 1}}}}, {{id: u}}]\n"
+    )
+    assert notes_on(tmp_path, text + settings) == [f"gateway.yaml:3: teams[0].self_service: has no effect without {missing}"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from gateway.config import Config, ConfigurationError, load, plain_variables, schema
-from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, parse_duration, parse_size
+from gateway.config.quantities import DURATION_UNITS, SIZE_UNITS, duration_text, parse_duration, parse_size
 from gateway.config.section import Section
 from gateway.config.values import MAX_WORKERS, KeyHash, installed
 from gateway.system.cpus import usable_cpus
@@ -286,3 +286,14 @@ def test_whole_sizes_are_exact(number: int, unit: str) -> None:
 @given(st.integers(0, 10**6), st.integers(0, 999), st.sampled_from(sorted(DURATION_UNITS)))
 def test_durations_are_as_exact_as_floats(whole: int, thousandths: int, unit: str) -> None:
     assert parse_duration(f"{whole}.{thousandths:03}{unit}") == float((whole * 1000 + thousandths) * DURATION_UNITS[unit] / 1000)
+
+
+@given(st.integers(1, 10**9), st.sampled_from(list(DURATION_UNITS)))
+def test_a_duration_that_is_written_is_read_again(whole: int, unit: str) -> None:
+    seconds = parse_duration(f"{whole}{unit}")
+    assert parse_duration(duration_text(seconds)) == seconds
+
+
+@pytest.mark.parametrize(("text", "shown"), [("90d", "90d"), ("2160h", "90d"), ("90m", "90m"), ("1.5h", "90m"), ("0.5s", "500ms")])
+def test_a_duration_is_written_in_its_largest_unit(text: str, shown: str) -> None:
+    assert duration_text(parse_duration(text)) == shown

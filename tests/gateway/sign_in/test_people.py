@@ -13,7 +13,7 @@ from sqlalchemy import Engine, func, select
 from gateway.access.actor import Role
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import create_database_engine, database_url
-from gateway.sign_in.people import EndedSession, NewSession, PeopleStore, SignInLink, digest
+from gateway.sign_in.people import EndedSession, NewSession, PeopleStore, SignInLink, digest, person_at
 from gateway.sign_in.sessions import Logout, Person, Session, new_session
 from gateway.sign_in.tables import PEOPLE, SESSIONS, SIGN_IN_LINKS, USED_ONCE
 from tests.support.ports import refusing
@@ -152,3 +152,40 @@ def test_a_database_that_is_away_is_reported(tmp_path: Path) -> None:
         for call in (lambda: unreachable.revoked(NOW), lambda: unreachable.use_link("t", NOW), lambda: unreachable.use_once(b"x", NOW)):
             with pytest.raises(DatabaseUnavailableError):
                 call()
+
+
+def test_people_are_listed_in_pages_by_issuer_and_subject(people: PeopleStore) -> None:
+    other = Person("https://other.example.com", "two", "alice", "Alice", None, ("ops", 'a"b'), ("ops",))
+    for person in (BOB, other, ALICE, ALICE):
+        begun(people, person)
+    listed = people.people(None, 10, NOW)
+    assert [each.identity for each in listed] == [ALICE.identity, BOB.identity, other.identity]
+    assert [each.sessions for each in listed] == [2, 1, 1] and people.people(None, 1, NOW + 3600)[0].sessions == 0
+    assert (listed[0].role, listed[0].teams, listed[0].owned_teams, listed[0].last_sign_in) == (Role.ADMIN, ("lab",), ("lab",), NOW)
+    assert people.people(person_at(listed[0].position), 1, NOW) == listed[1:2]
+    assert people.people(person_at(listed[2].position), 10, NOW) == []
+    assert people.people(None, 10, NOW, subject="alice") == [listed[0], listed[2]]
+    assert people.people(None, 10, NOW, team="lab") == listed[:2]
+    assert people.people(None, 10, NOW, team='a"b') == people.people(None, 10, NOW, team="ops") == listed[2:]
+    assert people.people(None, 10, NOW, team="la") == people.people(None, 10, NOW, subject="x' OR '1'='1") == []
+
+
+def test_all_sessions_of_a_person_end(people: PeopleStore) -> None:
+    first, second, other = begun(people), begun(people), begun(people, BOB)
+    alice, bob = people.people(None, 10, NOW)
+    found = people.end_sessions(alice.id, NOW)
+    assert found is not None and found[0] == ALICE.identity and {each.id for each in found[1]} == {first.id, second.id}
+    assert people.end_sessions(alice.id, NOW) == (ALICE.identity, [])
+    assert set(people.revoked(NOW)) == {first.id, second.id} and other.id not in people.revoked(NOW)
+    assert people.end_sessions("none", NOW) is None and [each.sessions for each in people.people(None, 10, NOW)] == [0, 1]
+    assert bob.sessions == 1
+
+
+NO_POSITIONS = ["[]", "{}", "1", "[", '["a"]', '["a", 1]', '["a", "b", "c"]', '["a", "b\\u0000"]', '["a", "\\ud800"]', "[" * 10**5]
+
+
+@pytest.mark.parametrize("position", NO_POSITIONS, ids=range(len(NO_POSITIONS)))
+def test_a_position_of_no_person_is_refused(position: str) -> None:
+    with pytest.raises(ValueError, match="next_cursor"):
+        person_at(position)
+    assert person_at("") is None

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from gateway.access.actor import PersonId
 from gateway.auth.keys import hash_of
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import database_url
@@ -18,6 +19,7 @@ from gateway.store.database import KeyDatabase, Transaction
 from gateway.store.decisions import Named
 from gateway.store.entries import Position, Repeatable
 from gateway.store.errors import Reason, RefusedChangeError
+from gateway.store.self_service import Grant
 from gateway.store.service import KeyService
 from tests.support.ports import refusing
 from tests.support.postgres import Postgres
@@ -160,7 +162,7 @@ def test_pages_contain_each_key_once(service: KeyService, database: KeyDatabase)
     first = database.page("key", "", 3)
     assert ids(first) == ["key-0", "key-1", "key-2"]
     assert ids(database.page("key", first[-1].id, 10)) == ["key-3", "key-4", "key-5", "key-6"]
-    assert ids(database.page("key", "key-1", 10, team="ops")) == ["key-3", "key-5"]
+    assert ids(database.page("key", "key-1", 10, teams=("ops",))) == ["key-3", "key-5"]
 
 
 # The change log
@@ -310,3 +312,59 @@ def test_a_database_that_does_not_respond() -> None:
             KeyService(unreachable, lambda: NAMED).create_key({"id": "alice"})
         with pytest.raises(DatabaseUnavailableError):
             unreachable.changes_since(None)
+
+
+ALICE, BOB = PersonId("https://login.example.com", "alice"), PersonId("", "alice")
+
+
+def test_the_maker_of_a_key_survives_its_changes(service: KeyService, database: KeyDatabase) -> None:
+    service.create_team({"id": "ops", "self_service": {"max_keys": 2, "max_lifetime": "90d"}})
+    grant = Grant(ALICE, {"ops"})
+    made = service.create_own_key(ALICE, grant, {"team": "ops", "name": "Laptop"})
+    identity = made.after.key.id
+    service.create_key({"id": "robot", "team": "ops"})
+    service.create_own_key(BOB, Grant(BOB, {"ops"}), {"team": "ops"})
+    for change in (
+        lambda: service.change_key(identity, {"name": "Desktop"}, None, grant),
+        lambda: service.rotate_key(identity, 60.0, None, None, grant),
+        lambda: service.revoke_key(identity, None, revoked=True),
+    ):
+        assert change().after.made_by == ALICE
+    assert [row.id for row in database.page("key", "", 10, made_by=ALICE)] == [row.id for row in database.made_by(ALICE)] == [identity]
+    assert len(database.page("key", "", 10, teams=["ops"])) == 3 and len(database.made_by(BOB)) == 1
+    assert database.find("key", "robot").made_by is None  # type: ignore[union-attr]
+    assert database.made_by(PersonId("https://login.example.com", "")) == []
+    service.delete_key(identity, None, grant)
+    assert database.made_by(ALICE) == []
+
+
+def test_two_creations_at_the_ceiling_race(service: KeyService, database: KeyDatabase) -> None:
+    service.create_team({"id": "ops", "self_service": {"max_keys": 1}})
+    results: list[str] = []
+
+    def create() -> None:
+        try:
+            service.create_own_key(ALICE, Grant(ALICE, {"ops"}), {"team": "ops"})
+            results.append("created")
+        except RefusedChangeError as error:
+            results.append(error.reason.name)
+
+    threads = [threading.Thread(target=create) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == ["CONFLICT"] * 3 + ["created"]
+    assert len(database.made_by(ALICE)) == 1
+
+
+def test_a_repeated_request_of_a_person_shows_only_a_key_within_reach(service: KeyService) -> None:
+    service.create_team({"id": "ops", "self_service": {"max_keys": 2}})
+    grant, repeatable = Grant(ALICE, {"ops"}), Repeatable.of("once", "POST", "/keys", b"{}", ALICE)
+    first = service.create_own_key(ALICE, grant, {"team": "ops"}, repeatable)
+    again = service.create_own_key(ALICE, grant, {"team": "ops"}, repeatable)
+    assert (again.after, again.secret, again.is_repeated) == (first.after, None, True)
+    with pytest.raises(RefusedChangeError) as refused:
+        service.create_own_key(ALICE, Grant(BOB, {"ops"}), {"team": "ops"}, repeatable)
+    assert refused.value.reason is Reason.NOT_FOUND
+    assert Repeatable.of("once", "POST", "/keys", b"{}", BOB) != repeatable

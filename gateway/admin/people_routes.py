@@ -1,0 +1,79 @@
+"""The routes of the people who have signed in: list them, and end their sessions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.access.actor import Requester
+from gateway.admin.audited import Handler, error_response, log_operation
+from gateway.key_management.key_list import instant
+from gateway.store.cursor import cursor_to, page_length, position_of
+
+if TYPE_CHECKING:
+    from gateway.sign_in.people import KnownPerson
+    from gateway.sign_in.service import SignIn
+
+PEOPLE = "/admin/v1/people"
+SESSIONS = f"{PEOPLE}/{{id}}/sessions"
+QUERIES = ("cursor", "limit", "subject")
+_NO_SIGN_IN = "sign_in is not configured"
+
+
+def handlers(sign_in: SignIn | None) -> dict[str, Mapping[str, Handler]]:
+    """Return the handlers by path and method. ``sign_in``: None if it is not configured."""
+
+    async def people(request: Request) -> Response:
+        if sign_in is None:
+            return error_response(_NO_SIGN_IN, 404)
+        from gateway.sign_in.people import person_at  # it loads SQLAlchemy, which a gateway with a sign-in has loaded
+
+        query = request.query_params
+        try:
+            limit, after = page_length(query.get("limit")), person_at(position_of(query.get("cursor", "")))
+        except ValueError as error:
+            return error_response(str(error), 400)
+        if "\0" in query.get("subject", ""):  # PostgreSQL text cannot contain it
+            return error_response("no subject has a NUL", 400)
+        found = await sign_in.people(after, limit + 1, subject=query.get("subject"))
+        shown = [person_document(each) for each in found[:limit]]
+        cursor = cursor_to(found[limit - 1].position) if len(found) > limit else None
+        return JSONResponse({"people": shown, "next_cursor": cursor}, headers={"cache-control": "no-store"})
+
+    async def end_sessions(request: Request) -> Response:
+        if sign_in is None:
+            return error_response(_NO_SIGN_IN, 404)
+        identity, requester = request.path_params["id"], _requester(request)
+        log_operation(f"end of the sessions of {identity}", request)
+        ended = await sign_in.end_sessions(identity, requester.actor, requester.origin)
+        return error_response(f"there is no person {identity}", 404) if ended is None else JSONResponse({"ended": ended})
+
+    return {PEOPLE: {"GET": people}, SESSIONS: {"DELETE": end_sessions}}
+
+
+def person_document(person: KnownPerson) -> dict[str, Any]:
+    """Return a person as JSON."""
+    return {
+        "id": person.id,
+        **person.identity._asdict(),
+        "name": person.name,
+        "role": person.role,
+        "teams": person.teams,
+        "owned_teams": person.owned_teams,
+        "sessions": person.sessions,
+        "created": _time(person.created),
+        "last_sign_in": _time(person.last_sign_in),
+    }
+
+
+def _requester(request: Request) -> Requester:
+    requester: Requester = request.state.requester
+    return requester
+
+
+def _time(seconds: float) -> str:
+    return instant(datetime.fromtimestamp(seconds, UTC))

@@ -1,0 +1,94 @@
+"""The commands ``vllm-gateway people …``: the people who have signed in to a running gateway.
+
+The rule: names come from identity providers, so control characters never reach a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
+from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.output import FAILED, console, say_error
+from gateway.cli.store_commands import entries
+
+if TYPE_CHECKING:
+    from gateway.admin.client import AdminClient
+
+PEOPLE = "/admin/v1/people"
+Subject = Annotated[str, typer.Argument(metavar="SUBJECT", help="The subject of the person, as `people list` shows it.")]
+_COLUMNS = ("subject", "issuer", "name", "role", "teams", "owned_teams", "sessions", "last_sign_in")
+
+
+def list_people(
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """List the people who have signed in, as their last sign-in described them."""
+
+    def act(gateway: AdminClient) -> None:
+        found = entries(gateway, PEOPLE, "people")[0]
+        if as_json:
+            typer.echo(json.dumps(found, indent=2))
+        else:
+            _print_table(found)
+
+    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+
+
+def sign_out(
+    subject: Subject,
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    issuer: Annotated[
+        str | None, typer.Option(metavar="URL", help='The issuer, if several have this subject; "" for sign-in links.', show_default=False)
+    ] = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """End all sessions of a person, on both ports and on all gateways.
+
+    The person can sign in again. To prevent that, remove the person's access at the identity provider.
+    """
+    code = 0
+
+    def act(gateway: AdminClient) -> None:
+        nonlocal code
+        found = [each for each in entries(gateway, PEOPLE, "people", {"subject": subject})[0] if issuer in (None, each["issuer"])]
+        if len(found) != 1:
+            several = f"several issuers have the subject {subject}; name one with --issuer: {', '.join(each['issuer'] for each in found)}"
+            code = say_error(several if found else f"no person {subject} has signed in", FAILED)
+            return
+        ended = gateway.send("DELETE", f"{PEOPLE}/{found[0]['id']}/sessions")["ended"]
+        typer.echo(f"{ended} {'session' if ended == 1 else 'sessions'} of {subject} ended")
+
+    return call_gateway(Where(config_file(file, config), admin, token_file), act) or code
+
+
+def _print_table(people: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in _COLUMNS:
+        table.add_column(title.replace("_", " "), overflow="fold")
+    for one in people:
+        table.add_row(*(Text(_cell(one[name])) for name in _COLUMNS))
+    console().print(table)
+
+
+def _cell(value: Any) -> str:
+    text = ", ".join(value) if isinstance(value, list) else str(value or "-")
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
+def commands() -> Mapping[str, Callable[..., int]]:
+    """Return the commands by name."""
+    return {"list": list_people, "sign-out": sign_out}
