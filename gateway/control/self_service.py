@@ -36,7 +36,7 @@ class SelfServiceGateway:
         self._control = control
         self._keys = keys
         self._usage = usage
-        self._report = GatewayReport(control, reader=reader)
+        self._report = GatewayReport(control, _reader=reader)
         self._rate = QueryRate(_BURST, _INTERVAL)
 
     def team(self, identity: str) -> Team | None:
