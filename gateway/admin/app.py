@@ -24,17 +24,18 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from gateway.admin import engine_metrics, key_routes, openapi, people_routes, sign_in_links, status_page
+from gateway.admin import engine_metrics, key_routes, month_routes, openapi, people_routes, sign_in_links, status_page
 from gateway.admin.audited import AuditedHandlers, Handler, entry_of, log_operation
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
+from gateway.admin.month_routes import NO_LEDGER
 from gateway.admin.status_view import status_view
 from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, AuditUnavailableError
 from gateway.config.problems import did_you_mean
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS, Operations, RefusedOperation
 from gateway.key_management.key_list import LastUse
-from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.errors import DatabaseUnavailableError, MonthError
 from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 from gateway.usage.errors import QueryError
 
@@ -66,6 +67,12 @@ class Overview(Protocol):
 
         Raises QueryError, and DatabaseUnavailableError if the database does not respond.
         """
+
+    async def requests(self, query: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return a page of single requests, None without a ledger. Raises QueryError and DatabaseUnavailableError."""
+
+    def months(self) -> month_routes.Months | None:
+        """Return what reads and closes months, None without a ledger."""
 
     async def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the state of limits, of all keys and teams or of those that a query names. Raises QueryError."""
@@ -130,6 +137,7 @@ def application(
     audited = AuditedHandlers(audit)
     links = {sign_in_links.PATH: audited.recorded(sign_in_links.handler(sign_in))}
     handlers = _handlers(overview) | _operation_handlers(overview, operations, audited) | links
+    handlers |= month_routes.handlers(overview.months, audited)
     by_method = key_routes.handlers(store, overview, audited) | people_routes.handlers(sign_in)
 
     def handler(route: openapi.Described) -> Handler:
@@ -145,6 +153,7 @@ def application(
 _ERRORS: Mapping[type[Exception], tuple[int, str]] = MappingProxyType(
     {
         QueryError: (400, "{}"),
+        MonthError: (409, "{}"),
         RefusedOperation: (409, "{}"),
         AuditUnavailableError: (503, "the operation was performed, but the audit log cannot be written: {}"),
         DatabaseUnavailableError: (503, "the ledger's database does not respond: {}"),
@@ -187,9 +196,15 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     async def usage(request: Request) -> Response:
         known = await overview.usage(dict(request.query_params))
         if known is None:
-            return _error("no ledger is configured; add `ledger: sqlite:///usage.db` to the configuration", 404)
+            return _error(NO_LEDGER, 404)
         # Its costs are numbers with all of their digits, which the encoder of JSONResponse cannot write.
         return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")
+
+    async def requests(request: Request) -> Response:
+        found = await overview.requests(dict(request.query_params))
+        if found is None:
+            return _error(NO_LEDGER, 404)
+        return Response(msgspec.json.encode(found), headers={"cache-control": "no-store"}, media_type="application/json")
 
     async def limits(request: Request) -> Response:
         known = await overview.limits(dict(request.query_params))
@@ -205,6 +220,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         "/readyz": readyz,
         "/status": status,
         "/usage": usage,
+        "/admin/v1/requests": requests,
         "/limits": limits,
         "/keys": keys,
         **engine_metrics.handlers(overview.engines),

@@ -40,6 +40,14 @@ class AdminClient:
         """Return the response of /usage to a query; its numbers with decimals are ``Decimal``. Raises RefusedError."""
         return self._request("GET", "/usage", query, parse_float=Decimal)
 
+    def requests(self, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return a page of requests; its numbers with decimals are ``Decimal``. Raises RefusedError."""
+        return self._request("GET", "/admin/v1/requests", query, parse_float=Decimal)
+
+    def close_month(self, month: str) -> dict[str, Any]:
+        """Close a month, or return it if it is closed. Raises RefusedError."""
+        return self._request("POST", f"/admin/v1/months/{quote(month, safe='')}/close")
+
     def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the response of /limits to a query; its numbers with decimals are ``Decimal``. Raises RefusedError."""
         return self._request("GET", "/limits", query, parse_float=Decimal)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from gateway import __version__
 from gateway.access.actor import Role
 from gateway.access.permissions import OPEN, PERMISSIONS, Permission
-from gateway.admin import key_routes, people_routes, sign_in_links
+from gateway.admin import key_routes, month_routes, people_routes, sign_in_links
 from gateway.admin.guard import READING, TWICE
 from gateway.config import Key, Team
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
@@ -27,6 +27,7 @@ _MISDIRECTED = "the Host is a name, although the port listens only on this machi
 _FORBIDDEN = "no token is configured, the request is from a web page, or the client's role does not permit it"
 _ROLE = "the client's role does not permit it"
 _BEGUN = "`stop` is complete, the other operations are in progress and known to the workers; the model's entry of /status"
+_NO_LEDGER_DATABASE = "the ledger's database does not respond"
 TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "application/json", "text/html"
 
 
@@ -109,6 +110,31 @@ ROUTES_OF_GATEWAY = (
         "`truncated`: only the groups with the most tokens are listed.",
         {200: "the rows", 400: "invalid query", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
         queries=("by", "since", "until", "key", "team", "model", "reconcile"),
+    ),
+    Described(
+        month_routes.REQUESTS,
+        "Single requests, the newest first, in pages of `limit` (100). `next_cursor` is the `cursor` of the next page. `status` is a "
+        "status, a class such as `5xx`, or `failed`. `since` is 7d by default. With `id`, only this request. The last requests without a "
+        "valid key are among them. `vllm-gateway requests` prints them.",
+        {200: "the requests", 400: "invalid query", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
+        queries=month_routes.PARAMETERS,
+    ),
+    Described(
+        month_routes.MONTHS,
+        "The closed months, each with the time at which it was closed and the hash of its report.",
+        {200: "the months", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
+    ),
+    Described(
+        month_routes.MONTH,
+        "The frozen report of a closed month such as `2026-10`, with the corrections that arrived later. `hash` is the SHA-256 of its "
+        "`lines`, each with a newline.",
+        {200: "the report", 404: "the month is not closed, or no ledger is configured", 409: "not a month", 503: _NO_LEDGER_DATABASE},
+    ),
+    Described(
+        month_routes.CLOSE,
+        "Close a month that has ended. A closed month stays as it is.",
+        {200: "the report", 404: "no ledger is configured", 409: "the month has not ended", 503: _NO_LEDGER_DATABASE},
+        method="POST",
     ),
     Described(
         "/limits",

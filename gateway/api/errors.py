@@ -101,11 +101,14 @@ class Refusal(Exception):
     """An error that ends a request. ``code`` is a key of ``ERRORS``; ``param`` names the invalid field.
 
     For the operator: ``model`` is the name of a model that was not found, and ``detail`` says more than the client may know. It is the
-    message if that tells several causes apart, and has no text of the client.
+    message if that tells several causes apart, and has no text of the client. ``limit`` is the name of the exceeded limit, and
+    ``limit_holder`` the key, team or session that has it.
     """
 
     model: str | None = None
     detail: str | None = None
+    limit: str | None = None
+    limit_holder: str | None = None
 
     def __init__(self, code: str, message: str, *, param: str | None = None, headers: Mapping[str, str] | None = None) -> None:
         super().__init__(message)

@@ -1,7 +1,7 @@
 """A change of the store with its entry in the audit log.
 
-The rule: the entry is durable before the commit, so there is no change without an entry. If the database does not confirm the change, another
-entry says so.
+The rule: the entry is durable before the commit, so there is no change without an entry. If the database does not confirm the change,
+another entry says so.
 """
 
 from __future__ import annotations

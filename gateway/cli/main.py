@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from gateway import __version__
-from gateway.cli import audit_commands, keys_commands, people_commands, record_commands
+from gateway.cli import audit_commands, keys_commands, people_commands, record_commands, usage_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, print_problem, say_error
@@ -46,6 +46,8 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. The outer edge: every error becomes one line on stderr."""
     try:
+        if " ".join(arguments[:2]) == usage_commands.CLOSE:  # `usage` itself takes a FILE
+            arguments = [usage_commands.CLOSE, *arguments[2:]]
         app = application(with_keys=arguments[:1] in (["keys"], ["teams"]))
         outcome = app(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
@@ -438,6 +440,8 @@ _COMMANDS: dict[str, Callable[..., int]] = {
     "reload": reload,
     "drain": drain,
     "usage": usage,
+    usage_commands.CLOSE: usage_commands.close,
+    "requests": usage_commands.requests,
     "limits": limits,
     "login-link": login_link,
     "start": _operation("start", "Start a model's servers. Does not wait until they are ready."),

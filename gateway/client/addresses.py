@@ -14,7 +14,6 @@ from ipaddress import IPv4Address, IPv6Address, ip_network
 from gateway.system.addresses import parsed_address
 
 _MAX_HOPS = 32  # addresses of X-Forwarded-For that are read, from its right end
-_IPV6_CLIENT = 64  # bits of an IPv6 address that one client cannot choose (RFC 6177)
 
 
 class Proxies:
@@ -64,12 +63,6 @@ class ConnectionCounts:
         self._count[client] -= 1
         if not self._count[client]:
             del self._count[client]
-
-
-def counted_client(address: str) -> str:
-    """Return the key under which the connections of one client are counted: its address, or the network of an IPv6 address."""
-    parsed = parsed_address(address)
-    return str(ip_network((int(parsed), _IPV6_CLIENT), strict=False)) if isinstance(parsed, IPv6Address) else address
 
 
 def shown_address(address: str) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from gateway.api.errors import Refusal, render
-from gateway.client.addresses import counted_client, shown_address
+from gateway.client.addresses import shown_address
 from gateway.client.asgi import AsgiRequest
 from gateway.client.body import RequestBody
 from gateway.client.connection_context import ConnectionContext
@@ -32,6 +32,7 @@ from gateway.client.http.parser import BodyReceiver, HttpParser, Reading
 from gateway.client.http.status_lines import STATUS_LINES
 from gateway.client.request import ClientRequest, Handler
 from gateway.client.timeouts import Wait, WaitTimer
+from gateway.system.addresses import counted_client
 from upstream.http.inline_task import InlineTask
 from upstream.http.write_batching import BatchingTransport
 

@@ -111,7 +111,8 @@ async def assembled(
         key_sets = await stack.enter_async_context(aclosing(JwksFetcher(lambda: control.key_set_changed())))
         usage = await stack.enter_async_context(aclosing(KeyUsage(reader)))
         pages = await stack.enter_async_context(aclosing(PageResponses()))
-        worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request, pages.request)
+        rejected = (lambda _: None) if ledger is None else ledger.rejections.add
+        worker_events = WorkerEvents(lambda: control.worker_changed(), key_sets.request, usage.request, pages.request, rejected)
         workers = await stack.enter_async_context(aclosing(WorkerSupervisor(data, config.server.workers, worker_events, ledger)))
         budgets = await stack.enter_async_context(aclosing(BudgetRestorer(ledger, reader, workers.buckets, started)))
         counts = await stack.enter_async_context(aclosing(StoreCounts(lambda: workers.snapshot, ledger, reader)))

@@ -136,6 +136,16 @@ class GatewayReport:
         """Return the ledger's response to a usage query, None without a ledger."""
         return None if self._reader is None else await self._reader.report(query)
 
+    async def requests(self, query: Mapping[str, str]) -> dict[str, Any] | None:
+        """Return a page of single requests, None without a ledger. Raises QueryError and DatabaseUnavailableError."""
+        if self._reader is None or self._ledger is None:
+            return None
+        return await self._reader.requests(query, self._ledger.rejections)
+
+    def months(self) -> UsageReader | None:
+        """Return what reads and closes months, None without a ledger."""
+        return self._reader
+
     async def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
         """Return the state of limits (see ``limit_report``). Raises QueryError."""
         workers, stored = self._control.workers, self._control.store_counts

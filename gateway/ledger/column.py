@@ -21,7 +21,9 @@ class Kind(Enum):
     FLAG = auto()
     JSON = auto()
     TIME = auto()
-    """From seconds since the epoch: the time in UTC."""
+    """From seconds since the epoch: the time of arrival in UTC."""
+    LATER_TIME = auto()
+    """From seconds since the epoch or None: another time in UTC."""
     DAY = auto()
     """From seconds since the epoch: the day in UTC."""
     MILLISECONDS = auto()

@@ -7,5 +7,9 @@ class DatabaseUnavailableError(Exception):
     """The database does not respond or accepts no rows; the text says why."""
 
 
+class MonthError(Exception):
+    """A month cannot be closed or does not exist; the text says why."""
+
+
 class SpoolLockedError(Exception):
     """Another gateway uses the spool's folder."""

@@ -59,6 +59,7 @@ def _columns(
     empty = as_json({})
     convert: Mapping[Kind, Callable[[Sequence[Any]], Sequence[Any]]] = {
         Kind.TIME: lambda _: times,
+        Kind.LATER_TIME: lambda values: values if _is_empty(values) else [None if each is None else start(each)[0] for each in values],
         Kind.DAY: lambda _: days,
         Kind.MILLISECONDS: _milliseconds,
         Kind.COST: lambda prices: prices if _is_empty(prices) else [row.cost for row in rows],

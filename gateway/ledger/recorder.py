@@ -18,6 +18,7 @@ from gateway.api.routes import ENDPOINTS
 from gateway.api.vllm.lax_int import lax_int
 from gateway.ledger.journal import Journal
 from gateway.ledger.last_resort import write_out
+from gateway.ledger.rejections import RejectionSample
 from gateway.ledger.row import LOST, UsageRow, encode, frames
 from gateway.ledger.spool import save
 from gateway.limits.end_users import header_text
@@ -27,6 +28,7 @@ from gateway.telemetry.request_record import USER_LIMIT, RequestRecord, requeste
 from upstream.http.deadlines import TICK, visit_in_slices
 
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; after another backslash it is six characters of text
+_TEXT_LIMIT = 512  # characters of an error's details, and of the failed servers
 _METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
 _ENDPOINTS = frozenset(ENDPOINTS)
 _WITH_CHOICES = frozenset({"/v1/chat/completions", "/v1/completions"})  # elsewhere `n` is ignored
@@ -57,6 +59,8 @@ class Recorder:
         self._streams: dict[int, OpenStream] = {}  # by slot
         self._tails: dict[int, bytes] = {}  # what the slots hold
         self._prices: Mapping[str, Price | None] = {}
+        self.rejections = RejectionSample()
+        """The requests without a valid key since the last tick."""
         self._with_user = self._reads_user = self._with_metadata = False
 
     def apply_snapshot(self, snapshot: Snapshot) -> None:
@@ -105,7 +109,8 @@ class Recorder:
             self._streams[open_request.slot] = stream
 
     def tick(self) -> None:
-        """Update the slots of the streams that have sent something since the last tick."""
+        """Update the slots of the streams that have sent something since the last tick, and report rejected requests."""
+        self.rejections.flush()
         visit_in_slices(tuple(self._streams), TICK, self._update_slots)
 
     def _update_slots(self, slots: Sequence[int]) -> None:
@@ -120,10 +125,16 @@ class Recorder:
                 self._journal.update_slot(slot, tail)
 
     def record_request(self, record: RequestRecord) -> None:
-        """Append the row of a finished request. A request without a known key, or of a route without a model, has no row."""
+        """Append the row of a finished request. A request of a route without a model has no row.
+
+        A request without a valid key has none either: its client could fill the disk. Some of them are reported to control.
+        """
         open_request = self._open.pop(record.id, None)
-        if record.key is not None and record.endpoint in _ENDPOINTS:
-            self._journal.append(encode(self._row(record, record.key, open_request)))
+        if record.endpoint in _ENDPOINTS:
+            if record.key is not None:
+                self._journal.append(encode(self._row(record, record.key, open_request)))
+            elif record.code is not None:
+                self.rejections.add(record)
         if open_request is not None and (slot := open_request.slot) is not None:
             if slot in self._streams:
                 del self._streams[slot]
@@ -158,8 +169,14 @@ class Recorder:
         row.queued = record.queued
         row.price = prices.get(record.model) if record.model else None
         row.estimated_by = record.estimated_by
+        row.reason = record.reason or record.incomplete
         if record.code is not None:
             row.code, row.param, row.requested_model = record.code, record.param, requested_model(record)
+            row.limit_holder = record.limit_holder
+            row.detail = None if record.detail is None else _printable(record.detail)
+        if record.failures:
+            row.retries = record.retries or None
+            row.failures = _printable(", ".join(f"{server} {reason}" for _, server, reason in record.failures))
         return row
 
     def save(self, folder: Path, stream: TextIO) -> None:
@@ -177,6 +194,11 @@ class Recorder:
 
 def _user(value: object) -> str | None:
     return value[:USER_LIMIT].replace("\0", "") if isinstance(value, str) else None
+
+
+def _printable(text: str) -> str:
+    """Return a bounded text that every database stores. Only the text of an error is converted, so ordinary requests pay nothing."""
+    return "".join(letter if letter.isprintable() else "?" for letter in text[:_TEXT_LIMIT])
 
 
 def _choices(value: object) -> int | None:

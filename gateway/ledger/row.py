@@ -114,6 +114,28 @@ class UsageRow(msgspec.Struct, array_like=True, gc=False):
         Column("param", "for an error: the path of the invalid field, [as in the access log](operators/troubleshooting.md)"),
     ] = None
     requested_model: Annotated[str | None, Column("requested_model", "for an error: the name of a model that was not found")] = None
+    reason: Annotated[
+        str | None,
+        Column(
+            "reason",
+            "why a request failed, beyond its code: the exceeded limit (`tokens_per_day`), the failure of a server (`connect`, "
+            "`idle_timeout`), or the side that ended it, as in `incomplete`",
+        ),
+    ] = None
+    limit_holder: Annotated[str | None, Column("limit_holder", "the key, team or session that has the exceeded limit")] = None
+    detail: Annotated[str | None, Column("detail", "for an error: details for operators, as in the access log")] = None
+    retries: Annotated[int | None, Column("retries", "attempts after the first one; empty for none", Kind.NUMBER)] = None
+    failures: Annotated[
+        str | None, Column("failures", "the servers that failed before the last attempt or in it, each with the reason; empty for none")
+    ] = None
+    late: Annotated[
+        float | None,
+        Column(
+            "late",
+            "the time at which the row was stored, if its [month was closed](closing-months.md) before; empty otherwise",
+            Kind.LATER_TIME,
+        ),
+    ] = None
 
     @property
     def cost(self) -> int | None:

@@ -1,6 +1,7 @@
 """The ledger's tables, the same in SQLite and PostgreSQL.
 
-``gateway_usage`` has a row for each request; ``gateway_engine_samples`` has the engines' own token counters, for the reconciliation.
+``gateway_usage`` has a row for each request; ``gateway_engine_samples`` has the engines' own token counters, for the reconciliation. The
+tables of totals and closed months are in ``months/tables.py``.
 
 The rule: the columns of ``gateway_usage`` are those that ``UsageRow`` declares. A migration (``migrations/``) adds them to existing
 databases, and a test compares the two. Times are UTC. Money is in whole
@@ -13,7 +14,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sqlalchemy import JSON, BigInteger, Boolean, Column, Date, DateTime, Float, Index, Integer, MetaData, String, Table
+from sqlalchemy import JSON, BigInteger, Boolean, Column, Date, DateTime, Float, Index, Integer, MetaData, String, Table, text
 from sqlalchemy.dialects.postgresql import JSONB
 from sqlalchemy.types import TypeEngine
 
@@ -30,6 +31,7 @@ _TYPES: Mapping[Kind, TypeEngine[Any]] = MappingProxyType(
         Kind.FLAG: Boolean(),
         Kind.JSON: JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql"),
         Kind.TIME: DateTime(timezone=True),
+        Kind.LATER_TIME: DateTime(timezone=True),
         Kind.DAY: Date(),
         Kind.MILLISECONDS: Float(),
         Kind.COST: BigInteger(),
@@ -37,12 +39,29 @@ _TYPES: Mapping[Kind, TypeEngine[Any]] = MappingProxyType(
     }
 )
 
+PARTIAL_INDEXES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
+    {
+        "gateway_usage_model_time": (("model", "time"), "model IS NOT NULL"),
+        "gateway_usage_team_time": (("team", "time"), "team IS NOT NULL"),
+        "gateway_usage_user_time": (("end_user", "time"), "end_user IS NOT NULL"),
+        "gateway_usage_code_time": (("code", "time"), "code IS NOT NULL"),
+        "gateway_usage_reason_time": (("reason", "time"), "reason IS NOT NULL"),
+        "gateway_usage_failed_time": (("time", "status"), "status >= 400"),
+        "gateway_usage_late": (("day",), "late IS NOT NULL"),
+    }
+)
+"""The indexes by which requests are found, with their columns and their rows. An ordinary request has an entry in few of them."""
+
 USAGE = Table(
     "gateway_usage",
     METADATA,
     *(Column(each.name, _TYPES[each.kind], primary_key=each.name == "request_id", nullable=each.name in NULLABLE) for each in COLUMNS),
     Index("gateway_usage_time", "time"),
     Index("gateway_usage_key_time", "key", "time"),
+    *(
+        Index(name, *columns, sqlite_where=text(condition), postgresql_where=text(condition))
+        for name, (columns, condition) in PARTIAL_INDEXES.items()
+    ),
 )
 
 COUNTERS: Mapping[str, str] = MappingProxyType(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -20,7 +21,7 @@ from typing import Any, Literal
 from alembic import command
 from alembic.config import Config as AlembicConfig
 from alembic.util import CommandError
-from sqlalchemy import Connection, Engine, create_engine, delete, event, select
+from sqlalchemy import Connection, Engine, create_engine, delete, event
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError, StatementError
 
@@ -28,8 +29,10 @@ from gateway.config.database_url import database_url as parsed_url
 from gateway.ledger.engine_samples import write_samples
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.insertion import Insertion
+from gateway.ledger.months.closing import mark_late
+from gateway.ledger.months.totals import replace_by_totals
 from gateway.ledger.row import UsageRow
-from gateway.ledger.schema import ENGINE_SAMPLES, USAGE
+from gateway.ledger.schema import ENGINE_SAMPLES
 from gateway.ledger.upgrade import upgrade_table
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -117,15 +120,19 @@ class UsageStore:
             write_samples(connection, rows)
 
     def prune(self, before: datetime) -> bool:
-        """Delete the older samples and some of the older rows; True if there may be more rows. Raises DatabaseUnavailableError."""
-        old = select(USAGE.c.request_id).where(USAGE.c.time < before).order_by(USAGE.c.time).limit(_PRUNED)
+        """Delete the older samples, and replace some of the older rows by their totals; True if there may be more rows.
+
+        Raises DatabaseUnavailableError.
+        """
         with self._prepared(), self._writer.begin() as connection:
+            replaced = replace_by_totals(connection, before, _PRUNED)
             connection.execute(delete(ENGINE_SAMPLES).where(ENGINE_SAMPLES.c.time < before))
-            return connection.execute(delete(USAGE).where(USAGE.c.request_id.in_(old))).rowcount == _PRUNED
+        return replaced == _PRUNED
 
     def _write(self, rows: Sequence[UsageRow]) -> int:
         try:
             with self._writer.begin() as connection:
+                mark_late(connection, rows, time.time())
                 for start in range(0, len(rows), _STATEMENT):
                     connection.exec_driver_sql(*self._insertion.prepare(rows[start : start + _STATEMENT]))
         except (SQLAlchemyError, OverflowError, ValueError) as error:

@@ -25,6 +25,7 @@ from gateway.ledger import last_resort
 from gateway.ledger.engine_samples import PendingSamples
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.journal import Journal
+from gateway.ledger.rejections import RecentRejections
 from gateway.ledger.row import UsageRow, decode, frame, frames
 from gateway.ledger.spool import Segment, Spool
 from gateway.ledger.store import UsageStore, database_url
@@ -53,6 +54,8 @@ class Ledger:
         self.journals = journals
         self.samples = samples
         self.folder = spooled.folder
+        self.rejections = RecentRejections()
+        """Requests without a valid key, which have no rows."""
         self.engine = store.engine
         """The engine of the database, from which ``gateway.usage`` reads."""
         self.unbilled: dict[tuple[str, str], int] = {}

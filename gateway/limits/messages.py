@@ -60,7 +60,7 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
     if waits:
         headers["retry-after"] = str(seconds)
     refused = Refusal("insufficient_quota" if is_quota else "rate_limit_exceeded", f"{state} {', or '.join(advice)}.", headers=headers)
-    refused.detail = f"{exceeded.reason} of {holder}: {detail}"
+    refused.limit, refused.limit_holder, refused.detail = exceeded.reason, holder, f"{exceeded.reason} of {holder}: {detail}"
     return refused
 
 

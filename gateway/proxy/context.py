@@ -103,6 +103,8 @@ class RequestContext(msgspec.Struct, eq=False):
     """The error that the client got."""
     capture: Capture | None = None
     """The record of the request with its bodies, if it is recorded."""
+    reason: str | None = None
+    """The reason of the failure of a server, if the client got an error for it."""
 
     def __enter__(self) -> RequestContext:
         return self
@@ -219,7 +221,7 @@ class RequestContext(msgspec.Struct, eq=False):
             case NoServerError():
                 return Refusal("model_loading", "The model is being loaded. Try again in a moment.") if error.loading else none_healthy()
             case UpstreamError():
-                self.detail = str(error)
+                self.detail, self.reason = str(error), error.reason
                 return from_failure(error)
         # The outer edge: the client gets an error, the operator the trace.
         identity = self.request.id
@@ -299,6 +301,7 @@ class RequestContext(msgspec.Struct, eq=False):
             record.code, record.detail = self.code, self.detail
         if self.refusal is not None:
             record.param, record.unknown_model = explained(self.refusal)
+            record.reason, record.limit_holder = self.refusal.limit or self.reason, self.refusal.limit_holder
         return record
 
     def _finish_capture(self, capture: Capture, record: RequestRecord) -> None:

@@ -159,6 +159,25 @@ class RevokedSessions(msgspec.Struct, tag=True, frozen=True):
     ids: tuple[str, ...]
 
 
+class RejectedRequest(msgspec.Struct, frozen=True, array_like=True):
+    """A request without a valid key. ``started`` is in seconds since the epoch; ``client`` is its address, as far as it is known."""
+
+    id: str
+    started: float
+    endpoint: str
+    status: int
+    code: str
+    detail: str | None
+    client: str | None
+
+
+class RejectedRequests(msgspec.Struct, tag=True, frozen=True):
+    """worker → control: some of the requests without a valid key since the last such message. ``omitted`` is the number of the others."""
+
+    requests: tuple[RejectedRequest, ...]
+    omitted: int
+
+
 class BlockChanges(msgspec.Struct, frozen=True, array_like=True):
     """Changes of the blocks that a server has cached. Keys are 64-bit numbers in the machine's byte order.
 
@@ -207,6 +226,7 @@ _FromWorker = (
     | UsageRequested
     | PageRequested
     | ChoiceExplained
+    | RejectedRequests
 )
 Message = _FromControl | _FromWorker
 _encoder = msgspec.msgpack.Encoder()

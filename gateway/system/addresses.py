@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from ipaddress import IPv4Address, IPv6Address, ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+
+_IPV6_CLIENT = 64  # bits of an IPv6 address that one client cannot choose (RFC 6177)
 
 
 def parsed_address(text: str) -> IPv4Address | IPv6Address | None:
@@ -12,6 +14,12 @@ def parsed_address(text: str) -> IPv4Address | IPv6Address | None:
     except ValueError:
         return None
     return (address.ipv4_mapped or address) if isinstance(address, IPv6Address) else address
+
+
+def counted_client(address: str) -> str:
+    """Return the key under which one client is counted: its address, or the network of an IPv6 address."""
+    parsed = parsed_address(address)
+    return str(ip_network((int(parsed), _IPV6_CLIENT), strict=False)) if isinstance(parsed, IPv6Address) else address
 
 
 def is_loopback(host: str) -> bool:

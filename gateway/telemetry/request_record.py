@@ -48,6 +48,7 @@ class RequestRecord(msgspec.Struct, eq=False, gc=False):
     unless it is logged (see ``body_shape``). ``explanation`` says why ``server`` was chosen, None unless that is logged. ``method`` and
     ``path`` are set only for a path that is not served. ``param`` is the path of the invalid field, with names of the tables in
     ``body_shape`` only. ``unknown_model`` is the name in the request if no model was found: a client's text, and never a label.
+    ``reason`` is the name of the exceeded limit, or the reason of a server's failure, and ``limit_holder`` has the exceeded limit.
 
     Every request has the first eight fields. The others are set as far as they are known.
 
@@ -89,6 +90,8 @@ class RequestRecord(msgspec.Struct, eq=False, gc=False):
     path: str | None = None
     param: str | None = None
     unknown_model: str | None = None
+    reason: str | None = None
+    limit_holder: str | None = None
 
 
 def requested_model(record: RequestRecord) -> str | None:

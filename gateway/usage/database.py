@@ -50,6 +50,14 @@ def connected(engine: Engine) -> Iterator[Connection]:
         raise DatabaseUnavailableError(reason(error)) from error
 
 
+def connected_work(work: Callable[[], T]) -> T:
+    """Return what ``work`` returns, which opens connections itself. Raises DatabaseUnavailableError if one of its queries fails."""
+    try:
+        return work()
+    except SQLAlchemyError as error:
+        raise DatabaseUnavailableError(reason(error)) from error
+
+
 @contextmanager
 def time_limited(engine: Engine, seconds: float) -> Iterator[Connection]:
     """Connect for queries that the database ends after ``seconds``. Raises DatabaseUnavailableError if a query fails."""

@@ -1,6 +1,8 @@
 """Query the ledger: sums over a time, grouped by the dimensions that an operator names.
 
-Nothing is written. Days are UTC's; a time range includes its start and excludes its end.
+Nothing is written. Days are UTC's; a time range includes its start and excludes its end. The totals of deleted rows are counted with the
+rows, in one statement, so that a request is counted once while rows are replaced by totals. A day of totals counts if it is in the range
+as a whole.
 """
 
 from __future__ import annotations
@@ -8,16 +10,18 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Engine, Integer, Row, Select, cast, func, inspect, or_, select
+from sqlalchemy import ColumnElement, Engine, Row, Select, Table, func, inspect, null, or_, select, union_all
 
 from gateway import config as conf
 from gateway.config.problems import did_you_mean
 from gateway.config.quantities import parse_duration
+from gateway.ledger.months.tables import COST, SUMS, TOTALS
+from gateway.ledger.months.totals import HALF, sums_of_rows
 from gateway.ledger.row import MIRRORED
 from gateway.ledger.schema import USAGE
 from gateway.snapshot.identity import subject_prefix
@@ -35,8 +39,6 @@ _MONTH = re.compile(r"\d{4}-\d{2}")
 _LONGEST_QUERY = 3600.0  # seconds
 UNKNOWN_METHOD = "unknown"
 """The method of an estimate in a row of commit 3c1fad8."""
-_HALF = 2**32
-"""Costs are summed in two parts, because SQLite's integer sums overflow at 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class UsageQuery:
     """A query: sums by these dimensions over a time range, for one key, team or model, or for all.
 
     Subjects of tokens belong to the key of their entry, unless ``with_subjects`` is False. ``keys`` are all keys of the report, None: all.
+    ``is_open``: the range ends now.
     """
 
     by: tuple[str, ...]
@@ -54,6 +57,7 @@ class UsageQuery:
     model: str | None = None
     with_subjects: bool = True
     keys: tuple[str, ...] | None = None
+    is_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +134,18 @@ def parse_query(parameters: Mapping[str, str], now: datetime) -> UsageQuery:
     for part in by:
         if not is_dimension(part):
             raise QueryError(f"usage is not shown by {part or 'nothing'}{did_you_mean(part, CHOICES)}: choose from {', '.join(CHOICES)}")
-    since = _instant(parameters.get("since", _DEFAULT_SINCE), now)
-    until = _instant(parameters["until"], now) if "until" in parameters else now
+    since = instant(parameters.get("since", _DEFAULT_SINCE), now)
+    until = instant(parameters["until"], now) if "until" in parameters else now
     if since >= until:
         raise QueryError("the time ends before it starts")
     names = {what: parameters.get(what) for what in ("key", "team", "model")}
     for what, name in names.items():
         if name is not None and "\0" in name:  # PostgreSQL text cannot contain it
             raise QueryError(f"no {what} has a NUL in its name")
-    return UsageQuery(by, since, until, names["key"], names["team"], names["model"])
+    return UsageQuery(by, since, until, names["key"], names["team"], names["model"], is_open="until" not in parameters)
 
 
-def _instant(text: str, now: datetime) -> datetime:
+def instant(text: str, now: datetime) -> datetime:
     """Return the time that a text names, in UTC: a date, a month, a time, the name of a day, or a duration before ``now``."""
     now = now.astimezone(UTC)
     midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
@@ -162,75 +166,109 @@ def _instant(text: str, now: datetime) -> datetime:
 
 def run_query(engine: Engine, query: UsageQuery, seconds: float = _LONGEST_QUERY, max_groups: int = MAX_GROUPS) -> UsageReport:
     """Query the database, for ``seconds`` at most. Raises DatabaseUnavailableError."""
-    groups = [_group(part).label(f"group_{number}") for number, part in enumerate(query.by)]
-    tokens = func.coalesce(func.sum(USAGE.c.prompt_tokens), 0) + func.coalesce(func.sum(USAGE.c.completion_tokens), 0)
-    names = [each.name for each in groups]  # grouped by name: a label is a parameter, which PostgreSQL does not recognize as the same
-    statement = (
-        select(*groups, *_totals()).where(*_conditions(query)).group_by(*names).order_by(tokens.desc(), *names).limit(max_groups + 1)
-    )
+    names = [f"group_{number}" for number in range(len(query.by))]
+    rows, totals = _grouped(query, names)
+    both = union_all(rows, totals).subquery()
+    groups, tokens = [both.c[name] for name in names], func.sum(both.c.prompt_tokens) + func.sum(both.c.completion_tokens)
+    sums = [func.sum(both.c[name]).label(name) for name in (*MEASURES, "high", "low")]
+    statement = select(*groups, *sums).group_by(*groups).order_by(tokens.desc(), *groups).limit(max_groups + 1)
     with time_limited(engine, seconds) as connection:
-        if not inspect(connection).has_table(USAGE.name):
+        if not inspect(connection).has_table(TOTALS.name):
             return UsageReport(query, ())
         found = connection.execute(statement).all()
         methods = connection.execute(_methods(query)).all()
-    sums = [_sum(tuple(_text(part) for part in row[: len(groups)]), row) for row in found[:max_groups]]
-    estimates = {method or UNKNOWN_METHOD: count for estimated, method, count in methods if estimated}
-    requests = sum(count for _, _, count in methods)
-    return UsageReport(query, sorted(sums, key=lambda each: _order(query, each)), len(found) > max_groups, requests, estimates)
+    lines = [_sum(tuple(_text(part) for part in row[: len(groups)]), row) for row in found[:max_groups]]
+    estimates = {method or UNKNOWN_METHOD: int(count) for estimated, method, count in methods if estimated}
+    requests = sum(int(count) for _, _, count in methods)
+    return UsageReport(query, sorted(lines, key=lambda each: _order(query, each)), len(found) > max_groups, requests, estimates)
 
 
-def _group(part: str) -> ColumnElement[Any]:
-    """Return the expression for a dimension."""
+def _grouped(query: UsageQuery, names: Sequence[str]) -> tuple[Select[Any], Select[Any]]:
+    """Return the sums of the rows and of the totals, each grouped by the dimensions of the query, which get these names.
+
+    They are grouped by name: a label is a parameter, which PostgreSQL does not recognize as the same.
+    """
+    of_rows = {_STORED.get(name, name): value for name, value in sums_of_rows().items()}
+    of_totals = {_STORED.get(name, name): func.sum(TOTALS.c[name]) for name in (*SUMS, *COST)}
+    rows, totals = (
+        select(
+            *(_group(table, part).label(name) for name, part in zip(names, query.by, strict=True)),
+            *(sums[name].label(name) for name in (*MEASURES, "high", "low")),
+        )
+        .where(*conditions)
+        .group_by(*names)
+        for table, sums, conditions in ((USAGE, of_rows, _conditions(query)), (TOTALS, of_totals, _conditions_of_totals(query)))
+    )
+    return rows, totals
+
+
+_STORED = {"estimated_requests": "estimated", "cost_high": "high", "cost_low": "low"}
+"""The names in a report of the columns of totals that have another one."""
+
+
+def _group(table: Table, part: str) -> ColumnElement[Any]:
+    """Return the expression for a dimension; NULL if the totals are not grouped by it."""
     column = DIMENSIONS.get(part)
-    return USAGE.c.labels[part.removeprefix(LABEL)].as_string() if column is None else USAGE.c[column]
-
-
-def _totals() -> tuple[ColumnElement[Any], ...]:
-    """Return the expressions of a line's measures by their names, and of the two parts of its cost."""
-    counts: dict[str, ColumnElement[Any]] = {
-        "requests": func.count(),
-        "incomplete": func.count(USAGE.c.incomplete),
-        "estimated": func.sum(cast(USAGE.c.estimated, Integer)),
-    }
-    measures = ((counts[name] if name in counts else func.sum(USAGE.c[name])).label(name) for name in MEASURES)
-    return *measures, *cost_parts()
+    if column is None:
+        label: ColumnElement[Any] = table.c.labels[part.removeprefix(LABEL)].as_string()
+        return label
+    return table.c[column] if column in table.c else null()
 
 
 def cost_parts() -> tuple[ColumnElement[Any], ...]:
     """Return the expressions ``high`` and ``low`` of a sum of costs, which ``summed_cost`` puts together."""
-    return func.sum(USAGE.c.cost_nano // _HALF).label("high"), func.sum(USAGE.c.cost_nano % _HALF).label("low")
+    sums = sums_of_rows()
+    return sums["cost_high"].label("high"), sums["cost_low"].label("low")
 
 
 def summed_cost(totals: Row[Any]) -> int | None:
     """Return a sum of costs, in nano-units, from its ``cost_parts``; None if no row had a cost."""
-    return None if totals.high is None else int(totals.high) * _HALF + int(totals.low)
+    return None if totals.high is None else int(totals.high) * HALF + int(totals.low)
 
 
 def _methods(query: UsageQuery) -> Select[Any]:
     """Return the statement that counts the requests by the method of their estimate, the most frequent first."""
-    groups, count = (USAGE.c.estimated, USAGE.c.estimated_by), func.count()
-    return select(*groups, count).where(*_conditions(query)).group_by(*groups).order_by(count.desc(), *groups)
+    parts = ((USAGE, func.count(), _conditions(query)), (TOTALS, func.sum(TOTALS.c.requests), _conditions_of_totals(query)))
+    both = union_all(
+        *(
+            select(table.c.estimated, table.c.estimated_by, count.label("requests"))
+            .where(*conditions)
+            .group_by(table.c.estimated, table.c.estimated_by)
+            for table, count, conditions in parts
+        )
+    ).subquery()
+    groups, total = (both.c.estimated, both.c.estimated_by), func.sum(both.c.requests)
+    return select(*groups, total).group_by(*groups).order_by(total.desc(), *groups)
 
 
 def _conditions(query: UsageQuery) -> list[ColumnElement[bool]]:
-    conditions = [USAGE.c.time >= query.since, USAGE.c.time < query.until]
-    conditions += [USAGE.c[name] == value for name, value in (("team", query.team), ("model", query.model)) if value is not None]
+    return [USAGE.c.time >= query.since, USAGE.c.time < query.until, *_of_names(USAGE, query)]
+
+
+def _conditions_of_totals(query: UsageQuery) -> list[ColumnElement[bool]]:
+    first = query.since.date() + timedelta(days=query.since.time() != time.min)
+    conditions = [TOTALS.c.day >= first, *_of_names(TOTALS, query)]
+    return conditions if query.is_open else [*conditions, TOTALS.c.day < query.until.date()]
+
+
+def _of_names(table: Table, query: UsageQuery) -> list[ColumnElement[bool]]:
+    conditions = [table.c[name] == value for name, value in (("team", query.team), ("model", query.model)) if value is not None]
     if query.keys is not None:
-        conditions.append(USAGE.c.key.in_(query.keys))
+        conditions.append(table.c.key.in_(query.keys))
     if query.key is None:
-        return [*conditions, USAGE.c.key != MIRRORED]
-    return [*conditions, rows_of(query.key, with_subjects=query.with_subjects)]
+        return [*conditions, table.c.key != MIRRORED]
+    return [*conditions, rows_of(query.key, with_subjects=query.with_subjects, table=table)]
 
 
-def rows_of(key: str, *, with_subjects: bool) -> ColumnElement[bool]:
+def rows_of(key: str, *, with_subjects: bool, table: Table = USAGE) -> ColumnElement[bool]:
     """Return the condition for the rows of a key, and for those of its entry's subjects if they are requested."""
-    own = USAGE.c.key == key
-    return or_(own, subjects_of(key)) if with_subjects else own
+    own = table.c.key == key
+    return or_(own, subjects_of(key, table)) if with_subjects else own
 
 
-def subjects_of(entry: str) -> ColumnElement[bool]:
+def subjects_of(entry: str, table: Table = USAGE) -> ColumnElement[bool]:
     """Return the condition for the rows of an entry's subjects."""
-    return USAGE.c.key.startswith(subject_prefix(entry), autoescape=True)
+    return table.c.key.startswith(subject_prefix(entry), autoescape=True)
 
 
 def _text(value: object) -> str | None:

@@ -5,7 +5,7 @@ The rule: the event loop waits for no database, so each query runs on a thread, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,18 +14,21 @@ from sqlalchemy import Engine
 from gateway.config import Config
 from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.months.closing import ClosedMonth, close_month, closed_months, read_month
 from gateway.limits.budget_holders import Budgets, UsedSince
-from gateway.snapshot.link import UsageRequested
-from gateway.usage.database import run_in_thread
+from gateway.snapshot.link import RejectedRequest, UsageRequested
+from gateway.usage.database import connected_work, run_in_thread
 from gateway.usage.key_activity import known_last_use, last_use
 from gateway.usage.key_report import own_usage, parse_own_query
 from gateway.usage.period_sums import earlier_use
 from gateway.usage.queries import UsageQuery, parse_query, run_query
 from gateway.usage.reconciliation_queries import Reconciliation, parse_reconciliation_query, run_reconciliation
+from gateway.usage.requests.query import find_requests, parse_request_query
 
 _QUERY_TIMEOUT = 60.0
 _OWN_QUERY_TIMEOUT = 5.0  # of a key's query for its own usage
 _RESTORE_TIMEOUT = 300.0
+_CLOSE_TIMEOUT = 900.0  # of a month of some ten million rows
 _MARGIN = 5.0  # seconds that a connection may take in addition to its query
 
 
@@ -41,6 +44,24 @@ class UsageReader:
             return (await self.reconcile(parse_reconciliation_query(parameters, datetime.now(UTC)))).document()
         query = parse_query(parameters, datetime.now(UTC))
         return (await run_in_thread(lambda: run_query(self._engine, query), _QUERY_TIMEOUT)).document()
+
+    async def requests(self, parameters: Mapping[str, str], rejections: Iterable[RejectedRequest]) -> dict[str, Any]:
+        """Return a page of single requests. Raises QueryError and DatabaseUnavailableError."""
+        query, known = parse_request_query(parameters, datetime.now(UTC)), tuple(rejections)
+        return (await run_in_thread(lambda: find_requests(self._engine, query, known), _QUERY_TIMEOUT)).document()
+
+    async def months(self) -> list[tuple[str, datetime, str]]:
+        """Return the closed months (see ``closed_months``). Raises DatabaseUnavailableError."""
+        return await run_in_thread(lambda: connected_work(lambda: closed_months(self._engine)), _QUERY_TIMEOUT)
+
+    async def month(self, month: str) -> ClosedMonth | None:
+        """Return a closed month; None if it is not closed. Raises MonthError and DatabaseUnavailableError."""
+        return await run_in_thread(lambda: connected_work(lambda: read_month(self._engine, month)), _QUERY_TIMEOUT)
+
+    async def close_month(self, month: str) -> ClosedMonth:
+        """Close a month, or return it if it is closed. Raises MonthError and DatabaseUnavailableError."""
+        now = datetime.now(UTC)
+        return await run_in_thread(lambda: connected_work(lambda: close_month(self._engine, month, now)), _CLOSE_TIMEOUT)
 
     async def own_usage(self, request: UsageRequested, now: datetime) -> bytes:
         """Return a key's own usage as JSON. Raises QueryError and DatabaseUnavailableError."""

@@ -104,6 +104,8 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
         logs.configure(first.snapshot.log, f"worker {arguments.number}")
         metrics = WorkerMetrics(SharedCounters(arguments.counters_fd))
         bodies = BodyRecorder(metrics.count_record, deletes=arguments.number == 0)
+        if recorder is not None:
+            recorder.rejections.report = to_control.send
         requests = RequestServices(
             metrics=metrics,
             log=log,

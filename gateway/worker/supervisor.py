@@ -71,13 +71,15 @@ class WorkerEvents:
 
     ``changed`` is called after a message of ``_CHANGES`` from a worker, and after its exit. ``unknown_signing_key`` is called with the
     issuer of a token whose signing key a worker does not have. ``usage_requested`` is called with a key's request for its usage, and a
-    function that sends the reply; ``page_requested`` likewise with a request for a page that control serves.
+    function that sends the reply; ``page_requested`` likewise with a request for a page that control serves. ``requests_rejected`` is
+    called with requests that had no valid key, if there is a ledger.
     """
 
     changed: Callable[[], None]
     unknown_signing_key: Callable[[str], None]
     usage_requested: Callable[[link.UsageRequested, Callable[[link.UsageReported], None]], None] = lambda _, __: None
     page_requested: Callable[[link.PageRequested, Callable[[link.PageResponded], None]], None] = lambda _, __: None
+    requests_rejected: Callable[[link.RejectedRequests], None] = lambda _: None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +203,8 @@ class _WorkerSlot:
                     self._events.usage_requested(message, to_worker.send)
                 case link.PageRequested():
                     self._events.page_requested(message, to_worker.send)
+                case link.RejectedRequests():
+                    self._events.requests_rejected(message)
             if isinstance(message, _CHANGES):
                 self._events.changed()
 

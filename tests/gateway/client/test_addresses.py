@@ -7,8 +7,9 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from gateway.client.addresses import ConnectionCounts, Proxies, counted_client, shown_address
+from gateway.client.addresses import ConnectionCounts, Proxies, shown_address
 from gateway.snapshot.snapshot import Clients
+from gateway.system.addresses import counted_client
 from tests.support.rows import each_row
 from tests.support.running import model, serving, until
 from tests.support.scripted import Conversation, scripted

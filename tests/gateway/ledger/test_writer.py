@@ -23,6 +23,7 @@ from gateway.ledger.spool import Spool, save, spool
 from gateway.ledger.store import UsageStore, database_url
 from gateway.ledger.writer import Ledger, running
 from gateway.telemetry.metrics import Series
+from gateway.usage.queries import parse_query, run_query
 from tests.gateway.ledger.rows import payload, row
 from tests.support.process import wait_for
 
@@ -178,6 +179,9 @@ def test_rows_are_deleted_after_the_retention_time(url: str, tmp_path: Path) -> 
         store.write([row(number, started=now - (86400 if number < 600 else 60)) for number in range(605)])
     with ledger(url, tmp_path, retention="1h"):
         wait_for(lambda: len(stored(url, tmp_path)) == 5)
+    query = parse_query({"by": "key", "since": "3d"}, datetime.now(UTC))
+    with closing(UsageStore(database_url(url, tmp_path))) as store:
+        assert run_query(store.engine, query).requests == 605, "their totals stay"
 
 
 def test_a_retention_of_thousands_of_years_deletes_nothing(url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,140 @@
+"""The commands ``vllm-gateway requests`` and ``vllm-gateway usage close``: single requests, and closed months.
+
+The rule: a running gateway is asked first, because it also remembers requests without a valid key. Without one, single requests are read
+from the ledger's database. Only a running gateway closes a month, so that its audit log has an entry.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
+from gateway.cli.config_argument import ConfigOption, config_file
+from gateway.cli.output import BAD_USAGE, FAILED, console, say_error
+
+if TYPE_CHECKING:
+    from gateway.admin.client import AdminClient
+
+CLOSE = "usage close"
+_FORMS = ("table", "json")
+
+
+def _filter(text: str, metavar: str = "ID") -> Any:
+    return typer.Option(metavar=metavar, help=text, show_default=False)
+
+
+def requests(
+    identity: Annotated[
+        str | None, typer.Argument(metavar="ID", help="The ID of one request: show its time line.", show_default=False)
+    ] = None,
+    config: ConfigOption = None,
+    key: Annotated[str | None, _filter("Only requests of this key.")] = None,
+    team: Annotated[str | None, _filter("Only requests of this team.")] = None,
+    user: Annotated[str | None, _filter("Only requests of this end user.", "NAME")] = None,
+    model: Annotated[str | None, _filter("Only requests that this model served.")] = None,
+    status: Annotated[str | None, _filter("Only this status (429), class (5xx), or failed.", "STATUS")] = None,
+    code: Annotated[str | None, _filter("Only this error code, e.g. insufficient_quota.", "CODE")] = None,
+    reason: Annotated[str | None, _filter("Only this reason, e.g. tokens_per_day, idle_timeout, client.", "REASON")] = None,
+    since: Annotated[str | None, _filter("From this date or time on, or for a duration (12h), as in `usage`; default: 7d.", "WHEN")] = None,
+    until: Annotated[str | None, _filter("Until the beginning of this date, month or time; default: now.", "WHEN")] = None,
+    limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The most requests that are listed.")] = 20,
+    cursor: Annotated[str | None, _filter("The next page: the cursor that the command printed.", "CURSOR")] = None,
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """List requests, or show what happened to a request.
+
+    Shows the newest first, from the ledger. With an ID, it prints why the request failed and a time line.
+    """
+    from gateway.admin.client import UnreachableError
+    from gateway.usage.requests.timeline import as_json, as_table, as_timeline, parse_page
+
+    if form not in _FORMS:
+        return say_error(f"--format is one of {', '.join(_FORMS)}", BAD_USAGE)
+    given = {
+        "id": identity, "key": key, "team": team, "user": user, "model": model, "status": status, "code": code, "reason": reason,
+        "since": since, "until": until, "cursor": cursor, "limit": str(limit),
+    }  # fmt: skip
+    parameters = {name: value for name, value in given.items() if value is not None}
+    code_of_exit = 0
+
+    def show(page: Mapping[str, Any]) -> None:
+        nonlocal code_of_exit
+        found, out = page["requests"], console()
+        if form == "json":
+            as_json(page, out)
+        elif identity is not None and found:
+            as_timeline(found[0], out)
+        else:
+            as_table(found, out)
+        if identity is not None and not found:
+            code_of_exit = say_error(f"no request has the ID {identity}", FAILED)
+        if page["next_cursor"] is not None and form == "table":
+            say_error(f"there are more requests; continue with --cursor {page['next_cursor']}", 0)
+
+    configured = config_file(None, config)
+    where = Where(configured, admin, token_file)
+    if admin is None and token_file is None:
+        try:
+            with where.client() as gateway:
+                gateway.status()
+        except UnreachableError:
+            return _from_database(configured, parameters, show) or code_of_exit
+    return call_gateway(where, lambda gateway: show(parse_page(gateway.requests(parameters)))) or code_of_exit
+
+
+def _from_database(configured: Path, parameters: Mapping[str, str], show: Callable[[Mapping[str, Any]], None]) -> int:
+    """Show requests of the ledger's database: no gateway runs."""
+    from gateway.config import load
+    from gateway.ledger.errors import DatabaseUnavailableError
+    from gateway.usage.errors import QueryError
+    from gateway.usage.requests.query import query_requests
+
+    known = load(configured)
+    if known.ledger is None:
+        return say_error(f"{configured} has no ledger", FAILED)
+    try:
+        page = query_requests(known.ledger, Path(os.path.abspath(configured)).parent, parameters)
+    except QueryError as error:
+        return say_error(str(error), BAD_USAGE)
+    except DatabaseUnavailableError as error:
+        return say_error(f"the ledger's database does not respond: {error}", FAILED)
+    show(page.document())
+    say_error("the gateway does not run, so requests without a valid key are not known", 0)
+    return 0
+
+
+def close(
+    month: Annotated[str, typer.Argument(metavar="MONTH", help="The month, e.g. 2026-10.", show_default=False)],
+    config: ConfigOption = None,
+    cost_center: Annotated[str, typer.Option(metavar="LABEL", help="The label of keys that names the cost center.")] = "cost_center",
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv, html, json, or lines (what is hashed).")] = "table",
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Close a month: freeze the report of its usage, and print it.
+
+    A closed month never changes: the command then prints it again. Requests that are recorded later are separate lines.
+    """
+    from gateway.usage.month_sheet import FORMATS
+
+    if form not in FORMATS:
+        return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
+    is_intact = True
+
+    def act(gateway: AdminClient) -> None:
+        nonlocal is_intact
+        found = gateway.close_month(month)
+        FORMATS[form](found, cost_center, console())
+        is_intact = found["intact"]
+
+    failed = call_gateway(Where(config_file(None, config), admin, token_file), act)
+    if failed or is_intact:
+        return failed
+    return say_error(f"the stored report of {month} was changed after it was closed: its hash is another", FAILED)
