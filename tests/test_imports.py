@@ -21,6 +21,7 @@ ORDER = (
     "upstream.simulator",
     "gateway.system",
     "gateway.pages",
+    "gateway.portal",
     "gateway.api",
     "gateway.snapshot",
     "gateway.access",

@@ -37,7 +37,7 @@ def run() -> int:
 def configuration(key: str, data: int, admin: int) -> dict[str, object]:
     """Return the configuration of the demo."""
     return {
-        "server": {"host": "127.0.0.1", "port": data, "admin": {"port": admin}},
+        "server": {"host": "127.0.0.1", "port": data, "portal": True, "admin": {"port": admin}},
         "models": [
             {
                 "id": MODEL,
@@ -72,9 +72,10 @@ class _DemoAnnouncer(Announcer):
 
 _HELP = """
 The model is simulated: the text of its responses is made up.
+Portal:      http://127.0.0.1:{port}/portal#key={key}
 Status page: http://127.0.0.1:{admin}/status
 
-Try it from another terminal (add "stream": true to see it stream):
+Open the portal in a browser to talk to the model, or try it from another terminal (add "stream": true to see it stream):
 
 curl -sN http://127.0.0.1:{port}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \
 -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'

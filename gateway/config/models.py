@@ -147,6 +147,7 @@ class ServerSection(Section):
     tls: Tls | None = setting("TLS on the data port")
     cors: Cors = setting("origins from which browsers may call the gateway", Cors())
     docs: Flag = setting("serve the API reference on the data port without a key: /docs and /openapi.json", False)
+    portal: Flag = setting("serve the portal on the data port: pages on which people with a key use models", False)
     trusted_proxies: tuple[Network, ...] = setting("networks of the proxies whose X-Forwarded-For is trusted", ())
     max_connections_per_address: Count | None = setting(
         "maximum connections of one client address to each worker, not counting those of trusted proxies"

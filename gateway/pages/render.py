@@ -20,8 +20,7 @@ from starlette.responses import HTMLResponse
 def render(
     template: str,
     style: str,
-    script: str | None = None,
-    *,
+    *scripts: str,
     status: int = 200,
     headers: Mapping[str, str] | None = None,
     has_forms: bool = False,
@@ -29,11 +28,11 @@ def render(
 ) -> HTMLResponse:
     """Return the response with a page. Files are named by their paths in ``gateway``; ``values`` are those of the template.
 
-    Its headers are the page's policy and ``headers``. The page may apply its style and the one of all pages, and run its script. With
+    Its headers are the page's policy and ``headers``. The page may apply its style and the one of all pages, and run its scripts. With
     ``has_forms`` it may send forms to this origin.
     """
     styles = _text("pages/base.css") + _text(style)
-    run = _text(script) if script is not None else ""
+    run = "".join(map(_text, scripts))
     page = _environment().get_template(template).render(values, style=Markup(styles), script=Markup(run))  # noqa: S704  own files
     return HTMLResponse(page, status, _policy(styles, run, has_forms=has_forms) | dict(headers or {}))
 

@@ -357,6 +357,7 @@ class Snapshot:
     body_values: int = 500_000
     cors_origins: tuple[str, ...] = ()
     docs: bool = False
+    portal: bool = False
     log_user: bool = False
     log_sample: float = 0.0
     ledger_user: bool = False

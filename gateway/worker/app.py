@@ -16,7 +16,7 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -156,6 +156,8 @@ class WorkerApp:
             request.state.endpoint = page
             _require_method(request, "GET")
             return await self._pages[page](request)
+        if active.snapshot.portal and (shown := self._portal_page(request, page)) is not None:
+            return shown
         if active.snapshot.docs and path in _REFERENCE:
             _require_method(request, "GET")
             return (await run_in_threadpool(lambda: self._reference))[path]
@@ -176,6 +178,17 @@ class WorkerApp:
 
         document = reference.document()
         return {"/openapi.json": JSONResponse(document), "/docs": reference.page(document)}
+
+    def _portal_page(self, request: Request, path: str) -> Response | None:
+        """Return a page of the portal, or the redirect of a browser to it from ``/``. None for another path. Raises Refusal."""
+        from gateway.portal import pages as portal  # loaded by the first request, so that a worker without one does not hold it
+
+        if path not in portal.PAGES:
+            is_browser = not path and request.method == "GET" and "text/html" in request.headers.get("accept", "")
+            return RedirectResponse(portal.START, 303, _NOT_STORED) if is_browser else None
+        request.state.endpoint = path
+        _require_method(request, "GET")
+        return portal.page(path, signs_in=self._worker.active.snapshot.sessions is not None)
 
     async def _usage(self, request: Request) -> Response:
         """Return the key's own usage, from the ledger. Raises Refusal."""

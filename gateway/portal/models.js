@@ -1,0 +1,39 @@
+const CAPABILITIES = [["tools", "tools"], ["reasoning", "reasoning"], ["structured_outputs", "structured output"]];
+function facts(model) {
+  const inputs = (model.architecture?.input_modalities ?? []).filter((one) => one !== "text");
+  const can = CAPABILITIES.filter(([name]) => model.supported_parameters?.includes(name)).map(([, text]) => text);
+  return [
+    ["Type", model.task ?? "not known yet"],
+    ["Context", model.context_length ? `${number(model.context_length)} tokens` : "known when the model has started"],
+    ["Can do", [...can, ...inputs].join(", ") || "text"],
+    ["Aliases", model.aliases?.join(", ")],
+    ["Adapter of", model.parent],
+  ].filter(([, value]) => value);
+}
+const list = (pairs) => pairs.flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
+
+function open(model) {
+  $("model-title").textContent = model.id;
+  $("model-facts").replaceChildren(...list(facts(model)));
+  const body = { model: model.id, messages: [{ role: "user", content: "Say hello in one sentence." }], stream: true };
+  const chats = !model.task || model.task === "chat";
+  $("model-code").replaceChildren(chats ? codeTabs(body) : codeBlock(plainCode(model)));
+  $("model").showModal();
+}
+const ROUTES = { embedding: ["/v1/embeddings", { input: "Hello" }], completion: ["/v1/completions", { prompt: "Hello", max_tokens: 16 }] };
+function plainCode(model) {
+  const [path, fields] = ROUTES[model.task] ?? ["/v1/models", null];
+  const body = fields ? ` \\\n  -H "Content-Type: application/json" \\\n  -d ${shellText(JSON.stringify({ model: model.id, ...fields }))}` : "";
+  return `curl ${location.origin}${path} -H "Authorization: Bearer $VLLM_GATEWAY_KEY"${body}\n`;
+}
+start((models) => {
+  const own = models.filter((one) => !one.root);
+  $("models-note").textContent = own.length ? `This key may use ${own.length === 1 ? "one model" : `${own.length} models`}.` : "This key may use no model. Ask the operator of the gateway.";
+  $("models").replaceChildren(...own.map((model) => {
+    const details = el("button", { type: "button" }, "Details and code");
+    details.addEventListener("click", () => open(model));
+    const talks = !model.task || model.task === "chat";
+    return el("article", { className: "card" }, el("h2", {}, model.id), el("dl", { className: "facts" }, ...list(facts(model))),
+      el("div", { className: "row" }, talks ? el("a", { className: "button primary", href: `/portal/playground?model=${encodeURIComponent(model.id)}` }, "Talk to it") : null, details));
+  }));
+});
