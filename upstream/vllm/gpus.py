@@ -1,4 +1,4 @@
-"""Counts the NVIDIA GPUs of this machine, by the numbers of CUDA_VISIBLE_DEVICES."""
+"""Counts the NVIDIA GPUs of this machine, by the numbers of CUDA_VISIBLE_DEVICES, which ``command_line`` sets for a launched server."""
 
 from __future__ import annotations
 
