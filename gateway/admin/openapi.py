@@ -152,7 +152,7 @@ ROUTES_OF_GATEWAY = (
     Described("/docs", "This description as a page.", {200: "a page"}, (HTML,)),
     Described(
         sign_in_links.PATH,
-        "Create a link with which the person `user` signs in once, on one of the ports. `team` and `owned_team` may be repeated.",
+        "Create a link that signs in the person `user` once, on one of the ports. `team` and `owned_team` may be repeated.",
         {
             201: "the URLs of the link, which are not shown again, and the seconds within which the link can be used",
             400: "an invalid parameter",

@@ -420,7 +420,7 @@ def login_link(
                                                          show_default=False)] = None,
     file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None,
 ) -> int:  # fmt: skip
-    """Create a link with which a person signs in once.
+    """Create a link that signs in a person once.
 
     Prints the URL of the link for each port. The link can be used on one port, within 15 minutes. It needs `sign_in` in the configuration.
     """

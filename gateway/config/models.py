@@ -150,7 +150,7 @@ class ServerSection(Section):
     portal: Flag = setting("serve the portal on the data port: pages on which people with a key use models", False)
     trusted_proxies: tuple[Network, ...] = setting("networks of the proxies whose X-Forwarded-For is trusted", ())
     max_connections_per_address: Count | None = setting(
-        "maximum connections of one client address to each worker, not counting those of trusted proxies"
+        "maximum connections of one client address to each worker; connections of trusted proxies do not count"
     )
     body_limit: Size = quantity("maximum size of a request body", "20MiB")
     body_values: Annotated[int, Strict(), Field(ge=2048)] = setting(
@@ -394,7 +394,7 @@ class Model(_Named):
 
 
 class Group(Section):
-    """Launched models of which a limited number runs at the same time."""
+    """Launched models that share a limit: only some of them run at the same time."""
 
     id: Name = Field(description="name of the group, for `launch.group`")
     max_running: Count = setting("maximum number of models that run at the same time", 1)
@@ -543,8 +543,8 @@ class Claims(Section):
 
     subject: Name = setting("subject; each one has the limits of its key's entry", "sub")
     key: Name | None = setting("key entry, one of `keys`; required if there are several")
-    team: Name | None = setting("team: an ID, or a list of which the first entry in `teams` counts")
-    models: Name | None = setting("models that it may use, of those of its entry: a list, or a text with spaces")
+    team: Name | None = setting("team: an ID, or a list, whose first entry in `teams` counts")
+    models: Name | None = setting("models that it may use, among the models of its entry: a list, or a text separated by spaces")
     priority: Name | None = setting("priority, a whole number, instead of its entry's")
 
 
@@ -560,7 +560,7 @@ class Jwt(Section):
     issuer: Annotated[Text, requires("tokens require", "jwt", "jwt", "cryptography")] = Field(
         description="issuer in the `iss` claim of its tokens"
     )
-    audience: Texts = Field(description="audience that the `aud` claim must contain, or a list of which it must contain one")
+    audience: Texts = Field(description="audience that the `aud` claim must contain; of a list, it must contain at least one")
     jwks: KeySet = Field(description="JWKS: a URL or a file")
     ca: ReadableFile | None = setting("file with the certificate authorities for the URL, PEM")
     refresh: Duration = quantity("time between two requests to the URL", "10m")
@@ -579,14 +579,14 @@ class LimitsSection(Section):
 
     on_store_failure: Literal["allow", "refuse"] = setting("what happens to requests while the limits store is unreachable", "allow")
     warn_at: Annotated[float, Strict(), Field(gt=0, le=1)] = setting(
-        "used share of a budget from which on responses have a warning header", 0.8
+        "responses have a warning header once this share of a budget is used", 0.8
     )
 
 
 class PrefixCacheIsolation(Section):
     """Isolation of keys in vLLM's prefix cache, so that no key can probe the prompts of another."""
 
-    secret: Secret = Field(description="secret from which each key's cache salt is derived")
+    secret: Secret = Field(description="secret for deriving each key's cache salt")
 
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -735,7 +735,7 @@ class Record(Section):
 
 
 class SignInClaims(Section):
-    """The claims of an ID token to use. A name with dots leads into a claim, e.g. realm_access.roles."""
+    """The names of the claims that are read from an ID token. A name with dots leads into a claim, e.g. realm_access.roles."""
 
     name: Name = setting("name of the person, for display only", "name")
     roles: Name | None = setting("values that `sign_in.roles` maps to roles; default: this issuer grants no role. `email` must be verified")
@@ -796,7 +796,7 @@ MIN_SESSION_KEY = 32
 class SignIn(Section):
     """People who sign in, with OpenID Connect or with one-time sign-in links."""
 
-    key: Secret = Field(description="secret with which sessions are signed, at least 32 characters; the same for all gateways")
+    key: Secret = Field(description="secret that signs sessions, at least 32 characters; the same for all gateways")
     url: BrowserUrl | None = setting("address of the data port in browsers, e.g. https://llm.example.com; default: no sign-in there")
     admin_url: BrowserUrl | None = setting("address of the admin port in browsers; default: no sign-in there")
     issuers: tuple[SignInIssuer, ...] = setting("issuers at which people sign in; default: sign-in links only", ())
@@ -829,8 +829,8 @@ class Config(Section):
     server: ServerSection = setting("the gateway's ports and limits", ServerSection())
     models: tuple[Model, ...] = setting("models that are served", ())
     default_model: Name | None = setting("model for requests without a model; default: the only model that the key may use")
-    groups: tuple[Group, ...] = setting("launched models of which a limited number runs at the same time", ())
-    keys: tuple[Key, ...] = setting("principals that may use the gateway; after loading also those of keys_file", ())
+    groups: tuple[Group, ...] = setting("groups of launched models; in each, a limited number runs at the same time", ())
+    keys: tuple[Key, ...] = setting("principals that may use the gateway; after loading, also the keys of keys_file", ())
     keys_file: FilePath | None = setting("file with further keys, e.g. a mounted Secret")
     teams: tuple[Team, ...] = setting("keys that share limits", ())
     jwt: tuple[Jwt, ...] = setting("identity providers whose tokens are accepted as keys", ())

@@ -158,7 +158,7 @@ class StoreCounts:
             if name not in found:
                 await add_earlier_use(store, holders[name], {})  # marks it as restored
         if missing and found:
-            _log.warning("the limits store had no budgets: the ledger has restored those of %d keys and teams", len(found))
+            _log.warning("the limits store had no budgets: the ledger has restored the budgets of %d keys and teams", len(found))
         self._may_have_more = bool(missing)  # rows that other gateways deliver meanwhile
 
     def _holders(self) -> dict[str, Holder]:

@@ -125,7 +125,7 @@ class Spool:
             segment.path.unlink(missing_ok=True)
             if found < segment.rows:
                 self.dropped += segment.rows - found
-                _log.error("the ledger's spool had %d rows, of which %d could be read", segment.rows, found)
+                _log.error("the ledger's spool had %d rows; %d of them could be read", segment.rows, found)
 
     def payloads(self, segment: Segment) -> list[bytes] | None:
         """Read the rows of a segment. None: its file is unreadable and was quarantined. Raises OSError for a temporary error."""
@@ -193,7 +193,7 @@ class Spool:
             self.dropped += oldest.rows
 
     def _next(self) -> Path:
-        """Return a file name that sorts after all others, also those of earlier processes."""
+        """Return a file name that sorts after all others, also after the files of earlier processes."""
         self._number += 1
         return self.folder / f"{time.time_ns():020}-{self._number:06}{_SUFFIX}"
 

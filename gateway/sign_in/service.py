@@ -199,9 +199,9 @@ class SignIn:
     async def create_link(
         self, actor: Actor, origin: str, subject: str, role: Role | None, teams: Sequence[str], owned_teams: Sequence[str]
     ) -> list[str]:
-        """Create a sign-in link for a person, and return its URLs, of which one can be used once. Raises SignInError."""
+        """Create a sign-in link for a person, and return its URLs. The link can be used once, at any of the URLs. Raises SignInError."""
         if not SUBJECT.fullmatch(subject):
-            raise SignInError("user is not a name without spaces, of at most 255 characters")
+            raise SignInError("user must be a name without spaces, of at most 255 characters")
         if unknown := {*teams, *owned_teams} - set(self._teams()):
             raise SignInError(f"there is no team {min(unknown)}")
         if role is None and not (teams or owned_teams):

@@ -138,7 +138,9 @@ _FAMILIES = (
     Family("key_store_copy_age_seconds", "Seconds since the store's database confirmed the keys in the local copy."),
     Family("prompt_counts_total", "Prompts of truncated requests that their server counted afterwards, by outcome.", ("model", "outcome")),
     Family(
-        "unbilled_tokens_total", "Tokens counted by engines and not billed, by the reason found by the reconciliation.", ("model", "reason")
+        "unbilled_tokens_total",
+        "Tokens that engines counted and the ledger did not bill, by the reason that the reconciliation found.",
+        ("model", "reason"),
     ),
     Family("certificate_expires_timestamp_seconds", "When the first certificate of the setting's file expires, since 1970.", ("setting",)),
     Family(

@@ -41,7 +41,7 @@ class Behavior:
     cut_after: int | None = setting(None, "close the connection after this many events; 0: after the headers")
     cut_bytes: int | None = setting(None, "close the connection after this many bytes of the body")
     die_after: int | None = setting(None, "the process exits after this many tokens of the request")
-    chunk_bytes: int | None = setting(None, "cut the body into HTTP chunks of this many bytes, wherever events end")
+    chunk_bytes: int | None = setting(None, "cut the body into HTTP chunks of this many bytes, also in the middle of events")
 
 
 _ADAPTER = TypeAdapter(Behavior)

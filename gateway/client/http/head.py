@@ -110,7 +110,7 @@ def parse_head(data: bytes) -> RequestHead:
         fields = _all_fields(data)
         headers = _by_name(fields)
     if b"transfer-encoding" in headers and (http10 or headers[b"transfer-encoding"].lower() != b"chunked"):
-        raise Refusal("invalid_request", "The only transfer encoding is 'chunked', and with HTTP/1.1 only.")
+        raise Refusal("invalid_request", "The only supported transfer encoding is 'chunked', in HTTP/1.1.")
     host = headers.get(b"host")
     if not http10 if host is None else not is_host(host):
         # The gateway does not use it, but a proxy in front of it may (RFC 9112, section 3.2).

@@ -33,7 +33,7 @@ def verified_id_token(token: str, client: Client, keys: VerificationKeys, nonce:
     claims = _verified(token, client, keys, _ID_TYPES, ("sub",))
     found = claims.get("nonce")
     if not isinstance(found, str) or not hmac.compare_digest(found.encode(), nonce.encode()):
-        raise _refused("its nonce is not that of this sign-in")
+        raise _refused("its nonce does not belong to this sign-in")
     return claims
 
 

@@ -96,7 +96,7 @@ def test_an_emptied_store_gets_its_budgets_from_the_ledger_once(tmp_path: Path, 
         config = config_of(redis, ledger=f"sqlite:///{tmp_path}/usage.db")
 
         def restored(one: Gateway) -> bool:
-            return "the ledger has restored those of 2 keys and teams" in one.output
+            return "the ledger has restored the budgets of 2 keys and teams" in one.output
 
         with gateway(first, config) as one:
             used = sum(one.request(model="m", max_tokens=4).json()["usage"]["total_tokens"] for _ in range(4))

@@ -183,7 +183,7 @@ def test_a_header_that_may_come_once(name: str) -> None:
 
 
 def test_the_message_for_each_reason() -> None:
-    encoding = "The only transfer encoding is 'chunked', and with HTTP/1.1 only."
+    encoding = "The only supported transfer encoding is 'chunked', in HTTP/1.1."
     assert message(POST + HOST + b"transfer-encoding: gzip, chunked\r\n\r\n") == encoding
     assert message(b"POST / HTTP/1.0\r\n" + HOST + b"transfer-encoding: chunked\r\n\r\n") == encoding
     assert message(GET + b"\r\n") == message(GET + b"host: a b\r\n\r\n") == "The header 'host' is missing or no valid host."
