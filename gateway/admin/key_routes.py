@@ -1,8 +1,8 @@
 """The routes of keys and teams that are made at run time, below ``/admin/v1``.
 
 The rules: a change of an existing entry names the version that it changes (``If-Match``), so that two people do not overwrite each other's
-changes. A request that was sent again with the same ``Idempotency-Key`` changes nothing. A key is in one response only, that of the request
-that has created it.
+changes. A request that was sent again with the same ``Idempotency-Key`` changes nothing. A key is in one response only: the response to the
+request that created it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Order waiting requests by start-time fair queueing (Goyal, Vin and Cheng, 1996), counted in requests.
 
-A waiting item belongs to a flow with a weight. The rules: flows that keep waiting are served in proportion to their weights, to
-within one request each, however many items each has. Within a flow the order is that of arrival. Removing an item does not charge
-its flow. If the queue is full, the flow with the most items for its weight loses an item, but never its last item.
+A waiting item belongs to a flow with a weight. The rules: flows that keep waiting are served in proportion to their weights, to within one
+request each, however many items each has. Within a flow, items are served in the order of arrival. Removing an item does not charge its
+flow. If the queue is full, the flow with the most items for its weight loses an item, but never its last item.
 
 Pure: no clock, no I/O. The cost grows with the number of waiting flows, not of waiting items.
 """

@@ -231,7 +231,7 @@ class QueueSlot:
         self._queue.enter(self)
         self.waits = True
         self._queue.deadlines.watch(self)
-        self._queue.dispatch()  # its servers may be those of an older snapshot, full where the current ones are not
+        self._queue.dispatch()  # its servers may be of an older snapshot, and full while the current ones are not
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -153,8 +153,8 @@ _WITH_PARTS = frozenset({"message", "reasoning"})  # items of responses whose te
 def events_without_tokens(document: Mapping[str, Any], block: str = "") -> int:
     """Return how many events without tokens an event of responses or messages stands for: itself, and those that vLLM sends with it.
 
-    ``block`` is the type of the last block that was opened. vLLM sends these together: an item with the part that it opens; the end of a
-    text, of its part and of its item; the signature of a thinking block and its end.
+    ``block`` is the type of the last block that was opened. vLLM sends these together: an item with the part that it opens, the
+    end of a text with the ends of its part and its item, and the signature of a thinking block with its end.
     """
     kind, item = document.get("type"), document.get("item")
     if not isinstance(kind, str):

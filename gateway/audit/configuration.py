@@ -28,7 +28,7 @@ _MISSING = object()
 
 
 def fingerprint(config: Config) -> str:
-    """Return the SHA-256 of the file with the settings and of ``keys_file``, by which a change while no gateway ran shows."""
+    """Return the SHA-256 of the file with the settings and of ``keys_file``. It reveals a change that was made while no gateway ran."""
     digest = hashlib.sha256()
     for file in (*config.files[:1], *([config.keys_file] if config.keys_file else ())):
         digest.update(_content(file))
@@ -85,7 +85,7 @@ def _by_name(value: Any) -> Mapping[str, Any] | None:
 
 
 def shown(value: Any, name: str = "") -> Any:
-    """Return a value of the configuration in JSON's types, without secrets. ``name`` is that of its setting."""
+    """Return a value of the configuration in JSON's types, without secrets. ``name`` is the name of its setting."""
     if isinstance(value, SecretStr):
         return _MASK
     if isinstance(value, BaseModel):

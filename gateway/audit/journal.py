@@ -99,7 +99,7 @@ class Journal:
         self.size = _without_torn_end(fd, self._file)
 
     def _last_checkpoint(self) -> Checkpoint:
-        """Return the checkpoint from which the chain continues."""
+        """Return the checkpoint where the chain continues."""
         known, lines = self._known_checkpoint(), _last_lines(self._fd, self.size)
         last = read_line(lines[-1]) if lines else None
         if known is None:
@@ -126,7 +126,7 @@ class Journal:
         return None
 
     def _checkpoint_without_known(self, lines: list[bytes]) -> Checkpoint:
-        """Return the checkpoint of the last line if it has this key, otherwise that of a new chain."""
+        """Return the checkpoint of the last line if it has this key, otherwise the checkpoint of a new chain."""
         last = read_line(lines[-1]) if lines else None
         before = read_line(lines[-2]) if len(lines) > 1 else None
         if last is not None and not self._checkpoint_file.exists():

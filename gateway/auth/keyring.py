@@ -33,7 +33,7 @@ _INVALID_STARTS: Mapping[bytes, str] = {
     b"<": _PLACEHOLDER.format("<"),
     b"{": _PLACEHOLDER.format("{"),
 }
-"""Characters with which no key starts, and the message for each: such a key is a mistake in a shell or a configuration file."""
+"""Characters that no key starts with, and the message for each: such a key is a mistake in a shell or a configuration file."""
 
 _MISPLACED = (b"x-api-key", b"api-key", b"x-goog-api-key")
 """Headers in which other APIs send a key. Only Anthropic's routes read the first header."""

@@ -222,7 +222,7 @@ def _matches(scope: Scope, model: _Model) -> bool:
 
 
 def _names(model: ConfigValue, draft: Draft) -> list[str]:
-    """Return the names under which the model is requested: its own, those of its adapters with the same price, and those of splits."""
+    """Return the names under which the model is requested: its own, its adapters' with the same price, and the names of splits."""
     own = texts(all_names(model))
     divided = ((split, split.get("split").value) for split in draft.models)
     splits = [split for split, targets in divided if isinstance(targets, dict) and not targets.keys().isdisjoint(own)]

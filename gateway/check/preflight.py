@@ -272,7 +272,7 @@ def _collide(one: _Launched, replica: ConfigValue, other: _Launched, other_repli
 
 
 def _both_at_once(one: ConfigValue, other: ConfigValue) -> bool:
-    """Return whether the gateway would run both at the same time. Models on demand and those of a group alternate."""
+    """Return whether the gateway would run both at the same time. Models on demand alternate, and so do the models of a group."""
     grouped = one.get("group").value is not None and one.get("group").value == other.get("group").value
     return not grouped and all(launch.get("start").value in (None, "eager") for launch in (one, other))
 

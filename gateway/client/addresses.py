@@ -1,8 +1,8 @@
 """The addresses of clients, and the number of connections of each client.
 
-A client's address is that of its connection, or the address that a trusted proxy reports. The rule: X-Forwarded-For is believed only if a
-trusted proxy sent it, and only from its right end, which the nearest proxy wrote. The entries left of the first untrusted address may be
-forged. A connection of a trusted proxy carries many clients, so it is not counted.
+A client's address is the address of its connection, or the address that a trusted proxy reports. The rule: X-Forwarded-For is believed only
+if a trusted proxy sent it, and only from its right end, which the nearest proxy wrote. The entries left of the first untrusted address may
+be forged. A connection of a trusted proxy carries many clients, so it is not counted.
 """
 
 from __future__ import annotations

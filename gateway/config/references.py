@@ -32,7 +32,7 @@ _OF_A_SPLIT = frozenset({"id", "aliases", "mounts", "sticky", "task", "capabilit
 _FREE = frozenset({"defaults", "overrides", "env", "labels"})
 """Settings with texts that the gateway does not interpret."""
 _ADMINISTERED = ("store", "sign_in")
-"""Sections with which keys, teams and sign-ins are changed through the admin port."""
+"""Sections that allow changes of keys, teams and sign-ins through the admin port."""
 _WILDCARD_HOSTS = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
 
 
@@ -118,7 +118,7 @@ class Draft:
 
     @cached_property
     def owners(self) -> dict[str, int]:
-        """The number of the model that each name means. The names of LoRA adapters are those of their model."""
+        """The number of the model that each name means. A LoRA adapter's names count as names of its model."""
         return {name: number for number, model in enumerate(self.models) for name in texts(all_names(model))}
 
     @cached_property
@@ -631,7 +631,7 @@ def _recorded_models(draft: Draft) -> Iterator[Problem]:
 
 
 def _patterns(draft: Draft, holders: Iterable[ConfigValue], served: Collection[str]) -> Iterator[Problem]:
-    """Check that patterns match one of these models. Each pattern is evaluated once, however many holders share it."""
+    """Check that patterns match one of these models. Each pattern is evaluated once, even if many holders share it."""
 
     @cache
     def wrong(pattern: str) -> str:

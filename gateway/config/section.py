@@ -22,7 +22,7 @@ class Section(BaseModel):
 
 
 def setting(description: str, default: Any = None, **details: Any) -> Any:
-    """Return a setting with a default, as ``upstream.settings.setting`` does. ``details`` are those of pydantic's ``Field``."""
+    """Return a setting with a default, as ``upstream.settings.setting`` does. ``details`` are arguments of pydantic's ``Field``."""
     return Field(default=default, description=description, **details)
 
 

@@ -1,4 +1,4 @@
-"""The difference between the running servers of a launched model and those of the configuration. Pure.
+"""The difference between the running servers of a launched model and the servers in the configuration. Pure.
 
 The rule: a server is replaced only if its launch settings have changed. Servers are replaced one at a time if the GPUs allow it.
 """

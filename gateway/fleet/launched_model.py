@@ -78,7 +78,7 @@ class LaunchedModel:
             self.removed = self.held = False
 
     def remove(self) -> None:
-        """Mark it as removed from the configuration. Its requests may finish, however long they take."""
+        """Mark it as removed from the configuration. Its requests may finish, without a time limit."""
         self.removed = self.held = True
         self.wanted_since, self.drain_timeout = None, math.inf
 

@@ -136,7 +136,7 @@ def tasks(config: Config, observed: ObservedServers) -> dict[str, str]:
 
 
 def _of_splits(config: Config, known: Mapping[str, T]) -> dict[str, list[T]]:
-    """Return the values of the models of each split, for the splits of which all models have one."""
+    """Return the values of the models of each split, for splits whose models all have one."""
     ids = config.model_ids
     splits = {model.id: [ids[name] for name in model.split] for model in config.models if model.split}
     return {split: [known[target] for target in targets] for split, targets in splits.items() if known.keys() >= set(targets)}

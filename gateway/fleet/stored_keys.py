@@ -24,7 +24,10 @@ _MAX_TEMPLATES = 1_000
 
 
 class _Template(NamedTuple):
-    """The common part of keys. ``own`` are the limits of a key with the rest of the name of their holder, ``shared`` those of its team."""
+    """The common part of keys.
+
+    ``own`` are the limits of a key with the rest of the name of their holder, ``shared`` the limits of its team.
+    """
 
     fields: Mapping[str, Any]
     own: tuple[tuple[str, Mapping[str, Any]], ...]

@@ -1,8 +1,9 @@
 """Store and read the samples of the engines' token counters.
 
 The rules: a sample is identified by its server, the start of its engine, its slot of time, and whether it is quiet. The latest sample with
-the same identity is stored. So the table has at most two rows for each slot in which an engine has worked, however many gateways sample it.
-The first sample of an engine has slot 0, and stays. An engine whose counters have not changed since its last quiet sample gets no new row.
+the same identity is stored. So the table has at most two rows for each slot in which an engine has worked, for any number of gateways that
+sample it. The first sample of an engine has slot 0, and stays. An engine whose counters have not changed since its last quiet sample gets
+no new row.
 """
 
 from __future__ import annotations

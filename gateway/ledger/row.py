@@ -35,8 +35,8 @@ MIRRORED = "mirrored requests"
 class UsageRow(msgspec.Struct, array_like=True, gc=False):
     """One request of a known key, with the columns that store it. None: not known.
 
-    Durations are in seconds, ``started`` is since the epoch. The tokens are those of the settlement. ``price`` is the model's price when
-    the model was chosen. ``chunks`` is always 0, and keeps the position of the fields after it.
+    Durations are in seconds, ``started`` is since the epoch. The tokens are the numbers that were settled. ``price`` is the model's price
+    when the model was chosen. ``chunks`` is always 0, and keeps the position of the fields after it.
     """
 
     id: Annotated[str, Column("request_id", "the request's ID, as in the response's `x-request-id`; the primary key")]

@@ -19,7 +19,7 @@ from gateway.ledger.spool import write_synced
 from gateway.snapshot.money import rounded_nano_units
 
 _FIELDS = UsageRow.__struct_fields__
-_COUNT = 23  # fields of a row, of which the last is ``metadata``; later rows have more
+_COUNT = 23  # fields of a row; the last one is ``metadata``. Later rows have more.
 
 
 def upgrade_table(connection: Connection) -> None:

@@ -1,6 +1,7 @@
 """Assign the usage that the ledger recorded before a start to the holders of limits, so that budgets survive a restart. Pure.
 
-The rule: a row counts for the holders that a request of its key, team and model counts for now. A model's other names come from the current
+The rule: a row counts for the holders that a new request of its key, team and model would count for. A model's other names come from the
+current
 configuration.
 """
 

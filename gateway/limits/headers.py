@@ -95,7 +95,7 @@ def laid_out_lines(layout: Layout, cells: Cells, at: Moment, warn_at: float) -> 
 def budget_lines(states: Iterable[BudgetState], warn_at: float) -> bytes:
     """Return header lines for the tightest budget of each kind and window, and a warning about each budget that is nearly used.
 
-    A soft budget has only the warning. ``warn_at``: the used share of a budget from which on there is a warning.
+    A soft budget has only the warning. ``warn_at``: there is a warning once this share of a budget is used.
     """
     tightest: dict[str, BudgetState] = {}
     warnings: dict[tuple[str, bool], int] = {}

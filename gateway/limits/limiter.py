@@ -56,7 +56,7 @@ class Limiter:
         self.max_model_len: Mapping[str, int] = {}
         """The context length of each model whose servers report it, by its ID."""
         self.warn_at = 1.0
-        """The used share of a budget from which on responses have a warning."""
+        """Responses have a warning once this share of a budget is used."""
 
     def apply_snapshot(self, snapshot: Snapshot, stored: Mapping[str, Key] = {}) -> None:
         """Use the limits of this snapshot for new requests. Usage so far stays counted.
@@ -148,7 +148,7 @@ class Limiter:
         return [*found, *(state for each in uncounted for state in limit_states(each, None, (), now))]
 
     async def _counts_in_store(self, limits: KeyLimits, identity: str) -> Sequence[tuple[HolderRates, Sequence[BudgetState]]] | None:
-        """Return the counts of the holders in the store; None without one, or if it is unavailable and memory counts. Raises Refusal."""
+        """Return the counts of the holders in the store; None without a store, or while it is unavailable. Raises Refusal."""
         if self.store is None or not limits.holders:
             return None
         holders = [holder for _, holder in limits.holders]

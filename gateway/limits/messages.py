@@ -65,7 +65,7 @@ def refusal(holder: str, exceeded: ExceededLimit, estimated: TokenEstimate, pric
 
 
 def _most_tokens(reason: str, capacity: float, estimated: TokenEstimate, price: Price | None) -> int:
-    """Return the largest ``max_tokens`` with which a request fits into what is left; 0 if none does."""
+    """Return the largest ``max_tokens`` that lets a request fit into what is left; 0 if none does."""
     if estimated.completion < 2:
         return 0
     if not reason.startswith("cost"):

@@ -94,9 +94,9 @@ def admit(
 ) -> tuple[Holder, ExceededLimit] | None:
     """Reserve all amounts and return None; or reserve nothing, and return the holder that refuses for the longest time and its limit.
 
-    ``reservation_ends`` receives the end of each reservation by the offset of its bucket; ``settle`` needs it for the buckets of what was
-    reserved, and ignores others, such as those of a refused attempt. One pass over the holders collects the refusals and the new counts,
-    which are written if there is no refusal.
+    ``reservation_ends`` receives the end of each reservation by the offset of its bucket. ``settle`` needs it for the buckets of what was
+    reserved, and ignores other buckets, such as the buckets of a refused attempt. One pass over the holders collects the refusals and the
+    new counts, which are written if there is no refusal.
     """
     now = at.now
     latest = now + _MINUTE + _ROUNDING

@@ -32,7 +32,7 @@ _NAME = re.compile(r"[\w.:@/+=-]{1,64}", re.ASCII)
 def session_of(headers: Mapping[bytes, bytes], document: Mapping[str, Any]) -> str | None:
     """Return the name of a request's session, or None.
 
-    A long or unusual ID is replaced by its SHA-256, so that a name is short and printable wherever it appears.
+    A long or unusual ID is replaced by its SHA-256, so that a name is always short and printable.
     """
     named: object = headers.get(b"x-session-id", b"").decode("latin-1")
     if not named:

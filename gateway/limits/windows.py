@@ -42,8 +42,8 @@ _MONDAY = 3
 class Moment(msgspec.Struct, frozen=True, gc=False):
     """A point in time. ``now`` is monotonic; ``wall`` is in seconds since the epoch.
 
-    ``periods`` are its day since the epoch, its week since that of the epoch, and its month since the year 0, in the order of ``CALENDAR``;
-    a None behind them is the period of any other window. ``period_ends`` are their ends in seconds since the epoch.
+    ``periods`` are its day since the epoch, its week since the week of the epoch, and its month since the year 0, in the order of
+    ``CALENDAR``. The None after them is the period of any other window. ``period_ends`` are their ends in seconds since the epoch.
     """
 
     now: float

@@ -46,7 +46,7 @@ class JwksStatus:
 
 @dataclass(frozen=True, slots=True)
 class JwksSource:
-    """The URL of an issuer's JWKS. ``ca`` is a file with the trusted certificate authorities; None: use those of the system."""
+    """The URL of an issuer's JWKS. ``ca`` is a file with the trusted certificate authorities; None: use the system's authorities."""
 
     issuer: str
     url: str

@@ -26,7 +26,7 @@ def render(
     has_forms: bool = False,
     **values: object,
 ) -> HTMLResponse:
-    """Return the response with a page. Files are named by their paths in ``gateway``; ``values`` are those of the template.
+    """Return the response with a page. Files are named by their paths in ``gateway``; ``values`` are the template's variables.
 
     Its headers are the page's policy and ``headers``. The page may apply its style and the one of all pages, and run its scripts. With
     ``has_forms`` it may send forms to this origin.

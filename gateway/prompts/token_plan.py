@@ -23,7 +23,7 @@ _UNPLANNED = ("prompt_logprobs", "prompt_embeds", "truncate_prompt_tokens", "med
 class TokenPlan(NamedTuple):
     """How to get the token IDs of a prompt.
 
-    ``token_ids``: those of the request itself, if it has them. ``fields``: otherwise, of the request to ``/tokenize``.
+    ``token_ids``: the request's own token IDs, if it has them. ``fields``: otherwise, of the request to ``/tokenize``.
     ``salt``: the request's ``cache_salt``.
     """
 

@@ -190,7 +190,7 @@ async def _send_from_queue(
 ) -> UpstreamResponse:
     """Queue the request until a server of its model can take it, and send it. Raises Refusal and UpstreamError.
 
-    The servers are then those of the newest snapshot: they may have been started while the request was queued.
+    The servers then come from the newest snapshot: they may have been started while the request was queued.
     """
     worker, model, since, queued_before = context.worker, upstream.model.model.base, monotonic(), context.queued
     if not (error.full or worker.queues.is_expected(model)):

@@ -38,7 +38,7 @@ _log = logging.getLogger("vllm_gateway.exchange")
 
 
 class MirroredRequest(UpstreamRequest, frozen=True, kw_only=True):
-    """A request of which a copy is started when the request is sent."""
+    """A request whose copy is started when the request is sent."""
 
     copy: RequestCopy
 

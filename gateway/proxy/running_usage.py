@@ -50,7 +50,7 @@ class RunningUsage:
 
     @property
     def usage(self) -> Usage | None:
-        """The tokens of all events with counts; None without such an event. A prompt counts once, however many choices it has."""
+        """The tokens of all events with counts; None without such an event. A prompt counts once, for any number of choices."""
         if self.tail:
             latest = decode_usage_tail(self.tail)
             if latest is not None:

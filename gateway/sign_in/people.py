@@ -146,7 +146,7 @@ class PeopleStore:
             return _revoke(connection, select(SESSIONS.c.id).where(SESSIONS.c.id.in_(sessions)).union(siblings), now)
 
     def log_out(self, logout: Logout, lifetime: float, now: float) -> list[EndedSession]:
-        """Revoke the sessions that a logout token names: those of the provider's session, or all of the person. Returns them.
+        """Revoke the sessions that a logout token names: of one session at the provider, or of the whole person. Returns them.
 
         A repeated token revokes nothing: it would also end sessions that began after it. A sign-in of the same provider's session that is
         not complete yet is refused within ``lifetime``.

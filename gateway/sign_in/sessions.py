@@ -71,7 +71,7 @@ class Session:
 class Logout:
     """The verified claims of a logout token: the sessions with this ``sid``, or all of this subject.
 
-    ``identity`` is that of the token, and ``expires`` in seconds since the epoch.
+    ``identity`` comes from the token. ``expires`` is in seconds since the epoch.
     """
 
     issuer: str

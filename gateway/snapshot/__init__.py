@@ -1,4 +1,4 @@
-"""The immutable value by which a worker serves, and the socket pair over which control sends it.
+"""The immutable value that tells a worker how to serve, and the socket pair that control uses to send it.
 
 It holds data only: it reads no file and starts nothing.
 Start with ``Snapshot``, then read ``link`` for the messages.

@@ -1,8 +1,8 @@
 """The properties of a key that a worker reads as the operator has written them.
 
-The rule: a property is declared here once, as a field. The setting of a key in the configuration, its reference and the chart's schema, the
-key in the snapshot, and for a property with an ``option`` also the option of ``keys new`` and the column of ``keys list`` are derived from
-the field. A property that a worker needs in another form than it is written, for example an expiry in seconds, is declared in
+The rule: a property is declared here once, as a field. These are derived from the field: the setting of a key in the configuration, its
+reference, the chart's schema, and the key in the snapshot. With an ``option``, the option of ``keys new`` and the column of ``keys list``
+are derived too. A property that a worker needs in another form than it is written, for example an expiry in seconds, is declared in
 ``config/models`` and in ``snapshot``, and ``fleet/snapshot_builder`` converts it.
 """
 

@@ -1,4 +1,4 @@
-"""The snapshot by which a worker serves: one immutable value, made by control from the configuration and the servers that are known.
+"""The snapshot that a worker serves from: one immutable value, made by control from the configuration and the known servers.
 
 A ``Snapshot`` crosses a process boundary (see ``link``), so it holds plain values only. The rule: a request uses one ``Snapshot`` from its
 start to its end, a worker swaps to the next by one assignment, and a ``Snapshot`` is never modified.
@@ -109,10 +109,10 @@ class Allowance:
 class Key(KeyProperties):
     """A principal.
 
-    ``digests`` are the SHA-256 of its keys. ``digest_expiries`` gives the expiry of single keys by digest, and ``expires`` that of the
-    entry, in seconds since the epoch. ``models`` are globs over model IDs, None for all. ``fields`` are set on the body of each request.
-    ``weight`` is its share in queues. ``allowances`` are its own limits and its team's. ``user_header`` is the name, in lowercase, of the
-    header that names the end user.
+    ``digests`` are the SHA-256 of its keys. ``digest_expiries`` gives the expiry of single keys by digest, and ``expires`` the expiry of
+    the entry, in seconds since the epoch. ``models`` are globs over model IDs, None for all. ``fields`` are set on the body of each
+    request. ``weight`` is its share in queues. ``allowances`` are its own limits and its team's. ``user_header`` is the name, in lowercase,
+    of the header that names the end user.
 
     The subject of a token is a separate principal. ``entry`` is then the ID of the configured key that it counts as, under which metrics
     show it. ``within`` are globs that narrow its models further, None for no narrowing.
@@ -332,7 +332,7 @@ class SessionRules:
     """The rules by which a port checks the sessions of people. The IDs of revoked ones come in a separate message.
 
     ``key`` signs cookies. ``secure``: browsers use TLS. ``idle`` and ``lifetime`` are in seconds. ``issuers`` are the trusted issuers; an
-    empty text is that of sign-in links.
+    empty text means sign-in links.
     """
 
     key: bytes = field(repr=False)
@@ -376,7 +376,7 @@ class Snapshot:
     default_model: str | None = None
     """The ID or alias of the model for requests without a model."""
     warn_at: float = 0.8
-    """The used share of a budget from which on responses have a warning."""
+    """Responses have a warning once this share of a budget is used."""
     has_store: bool = False
     """Whether there may be keys in addition to these: those of the store (see ``link``)."""
     recording: Recording | None = None

@@ -93,7 +93,7 @@ class Transaction:
         return [_row(KEYS, each) for each in self._connection.execute(select(*_columns(KEYS)).where(_is_made_by(person)))]
 
     def known_hashes(self, hashes: Sequence[str]) -> set[str]:
-        """Return those of some hashes that belong to a key of the store."""
+        """Return which of some hashes belong to a key of the store."""
         found: set[str] = set()
         for start in range(0, len(hashes), _BATCH):
             query = select(KEY_HASHES.c.hash).where(KEY_HASHES.c.hash.in_(hashes[start : start + _BATCH]))

@@ -1,4 +1,4 @@
-"""A copy of the store on the gateway's own disk, by which known keys are served while the database is away, also after a restart.
+"""A copy of the store on the gateway's own disk. With it, known keys are served while the database is down, also after a restart.
 
 The rules: only the gateway's user can read the copy, because it has the hashes of keys. A change of the store changes the entries of the
 change, in one transaction with the position of the log. The copy is a cache: if it cannot be read or written, the database decides alone.

@@ -1,8 +1,8 @@
 """The keys and teams of the store as control knows them, and what of them workers get. Pure.
 
 The rules: the YAML is the source of truth for what it names, so an entry of the store with an ID of the YAML is not served. Neither is a
-key whose team does not exist, because its limits would be missing. A change costs the keys that it names, and those of the teams that it
-names.
+key whose team does not exist, because its limits would be missing. A change updates only the keys that it names, and the keys of the teams
+that it names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gateway.store.decisions import subject_prefixes
 from gateway.store.entries import KeySummary, Position, key_summary, parse_team, team_json
 
 Encode = Callable[[str, Limits | None], bytes]
-"""Returns a key, from its JSON, as workers decode it. The limits are those of its team. Raises ValueError for an invalid entry."""
+"""Returns a key, from its JSON, as workers decode it. The limits come from its team. Raises ValueError for an invalid entry."""
 
 
 class Effect(NamedTuple):

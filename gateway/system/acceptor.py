@@ -38,7 +38,7 @@ class Seats:
 
     @classmethod
     def create(cls, workers: int) -> Seats:
-        """Create the memory for this number of workers, none of which runs yet."""
+        """Create the memory for this number of workers. No worker runs yet."""
         fd = os.memfd_create("seats")
         os.write(fd, _CELL.pack(_VACANT) * workers)
         return cls(fd)

@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple
 
 SOON = 7 * 86400.0
-"""Seconds before the end of a certificate from which on its end is reported. The alert has the same."""
+"""The end of a certificate is reported from this many seconds before it. The alert has the same."""
 _BLOCK = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----", re.DOTALL)
 _SHORT_YEAR = 0x17  # the tag of a time whose year has two digits
 _TIME = rb"(\x17\x0d\d{12}Z|\x18\x0f\d{14}Z)"

@@ -15,10 +15,11 @@ from time import monotonic
 
 _NEVER = 2**31 - 1  # the largest threshold
 _YOUNG = 5000
-"""New objects after which the youngest are collected. With CPython's 700, the objects of some dozens of concurrent requests start a
+"""The youngest objects are collected after this many new objects. With CPython's 700, the objects of some dozens of concurrent requests
+start a
 collection again and again, which finds nothing."""
 _MIDDLE = 1
-"""Young collections after which their survivors are collected too. So one collection examines at most 10,000 objects."""
+"""The survivors of young collections are collected after this many young collections. So one collection examines at most 10,000 objects."""
 _IDLE_INTERVAL = 60.0  # seconds between two full collections of an idle process
 _BUSY_INTERVAL = 3600.0  # seconds after which a process that is never idle is collected, too
 

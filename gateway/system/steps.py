@@ -21,11 +21,11 @@ from gateway.system.garbage_collector import collector_paused
 from upstream.http.inline_task import Signal
 
 SMALL = 64 * 1024
-"""Bytes up to which a body is processed in one call, unless it has many objects and lists (see ``is_small``)."""
+"""A body of at most this many bytes is processed in one call, unless it has many objects and lists (see ``is_small``)."""
 _TINY = 4096  # bytes up to which brackets are not counted
 _FEW = 1024  # opening brackets that a small body may have, also in strings; each costs up to 4 µs of Python
 MEDIUM = 1024 * 1024
-"""Bytes up to which a body does not wait for larger ones."""
+"""A body of at most this many bytes does not wait for larger bodies."""
 SLICE = 0.005
 """Seconds after which work on a body pauses."""
 T = TypeVar("T")

@@ -178,7 +178,7 @@ def _piece_size(output: int) -> int:
 
 
 def _pieces(lines: Sequence[bytes], most: int) -> Iterator[bytes]:
-    """Join whole lines, of which there is at least one, to pieces of at most this size; a longer line is a separate piece."""
+    """Join whole lines (at least one) to pieces of at most this size; a longer line is a separate piece."""
     piece: list[bytes] = []
     size = 0
     for each in lines:

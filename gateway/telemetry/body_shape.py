@@ -1,8 +1,8 @@
 """Describe the shape of a request body for an operator: names and sizes, never text that a client wrote.
 
 The rule: everything shown comes from the tables here. An unknown name is counted, not shown. Text is shown as its length, unless it
-is a keyword of the API; a number is shown only as the value of a setting. So no prompt, schema or secret can appear, wherever in a
-body it is.
+is a keyword of the API; a number is shown only as the value of a setting. So no prompt, schema or secret can appear, from any part of a
+body.
 """
 
 from __future__ import annotations

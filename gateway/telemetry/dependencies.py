@@ -29,8 +29,8 @@ NAMES = (
 class Observation:
     """The current state of a dependency, without secrets.
 
-    ``name`` is one of NAMES; ``subject`` distinguishes several dependencies with the same name, such as the URL of an issuer or the id of a
-    model; ``error`` is None while it works; ``warning`` says why it will not work for long.
+    ``name`` is one of NAMES. ``subject`` distinguishes several dependencies with the same name, such as the URL of an issuer or the id of a
+    model. ``error`` is None while it works, and ``warning`` says why it will not work for long.
     """
 
     name: str

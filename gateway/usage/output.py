@@ -64,7 +64,7 @@ def as_table(report: UsageReport, console: Console) -> None:
 
 
 def _total(sums: Sequence[UsageSum], columns: int) -> UsageSum:
-    """Return the sum of all rows. Its cost is that of the rows that have one."""
+    """Return the sum of all rows. Its cost is the sum over the rows that have one."""
     counts = {name: sum(getattr(each, name) for each in sums) for name in MEASURES}
     costs = [each.cost for each in sums if each.cost is not None]
     return UsageSum(("total", *[""] * (columns - 1)), cost=sum(costs) if costs else None, **counts)
@@ -86,7 +86,7 @@ def _numbers(each: UsageSum, decimals: int | None) -> list[str]:
 
 
 def cost_decimals(costs: Iterable[int]) -> int:
-    """Return the decimals with which a column shows all of these costs exactly: at least 2."""
+    """Return the number of decimals that shows all these costs of a column exactly: at least 2."""
     return max([_MIN_DECIMALS, *(len(decimal_text(cost).partition(".")[2]) for cost in costs)])
 
 

@@ -1,6 +1,6 @@
 """Sum the rows of the requests before a start, for the limits that count their tokens and cost.
 
-The rules: a request has one row, however often it arrived, so it counts once. Rows since the start are the running gateway's own,
+The rules: a request has one row, even if it arrived several times, so it counts once. Rows since the start are the running gateway's own,
 which its limits have counted already. A query has a bounded time.
 """
 

@@ -193,7 +193,7 @@ class Classes:
 def classify(growth: Growth, ledger: LedgerSums) -> tuple[Classes, Classes]:
     """Explain the count of an engine in a window by the rows of that window. Returns the classes of prompts and completions.
 
-    Whether there was direct use is known from the number of HTTP responses. Its tokens are those of finished requests beyond the complete
+    Whether there was direct use is known from the number of HTTP responses. Its tokens belong to finished requests beyond the complete
     rows. They are an upper bound if clients also disconnected from responses that the engine had finished.
     """
     is_direct = growth.responses is None or growth.responses > ledger.requests

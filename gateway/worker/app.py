@@ -207,7 +207,10 @@ class WorkerApp:
         return Response(body, media_type="application/json", headers=_NOT_STORED)
 
     async def _version(self, request: Request) -> Response:
-        """Return the gateway's own version, in the shape of vLLM's. It needs a key: a version tells which vulnerabilities a program has."""
+        """Return the gateway's own version, in the shape of vLLM's response.
+
+        A key is required, because a version tells which vulnerabilities a program has.
+        """
         self._authenticate(request)
         return JSONResponse({"version": __version__})
 

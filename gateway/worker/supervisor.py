@@ -114,7 +114,7 @@ class _WorkerSlot:
         """The last message about the progress of servers, and when it arrived."""
         # State across all processes of this worker
         self._restarts = 0
-        self._drain: link.Drain | None = None  # set once the worker is to exit and not to be replaced
+        self._drain: link.Drain | None = None  # set once the worker must exit without a replacement
 
     @property
     def status(self) -> WorkerStatus:

@@ -242,7 +242,7 @@ class UpstreamResponse(msgspec.Struct, eq=False):
             self.fail(error)
 
     def _report_progress(self, now: float) -> None:
-        """Report to the server whether bytes arrive, by which an engine that has stopped is detected."""
+        """Report to the server whether bytes arrive. So an engine that has stopped is detected."""
         server = self._server
         server.waited_for = True
         if self.paused or self._uploading:

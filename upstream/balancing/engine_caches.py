@@ -63,7 +63,7 @@ class EngineCaches:
             self._update_block_sizes()
 
     def cached_tokens(self, keys: Mapping[int, Sequence[int]]) -> dict[str, int]:
-        """Return the cached tokens of a prompt on each known server. ``keys``: those of the prompt for each block size."""
+        """Return the cached tokens of a prompt on each known server. ``keys``: the prompt's keys for each block size."""
         matched = {size: self._index.matched(of_size) for size, of_size in keys.items()}
         return {name: matched[size].get(name, 0) * size for name, size in self._block_sizes.items() if size in matched}
 

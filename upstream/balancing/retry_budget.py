@@ -11,7 +11,7 @@ SHARE = 0.1
 """Retries that each request adds."""
 
 LARGEST = 100.0
-"""Retries that can accumulate: those of the last thousand requests."""
+"""Retries that can accumulate: as many as the last thousand requests earn."""
 
 MINIMUM, INTERVAL = 10.0, 1.0
 """Number of retries that are allowed without any traffic, and the seconds after which a used retry is available again."""

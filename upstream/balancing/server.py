@@ -59,7 +59,7 @@ class ServerSpec:
 
 
 class Progress(NamedTuple):
-    """The progress of a server's responses: when the last byte arrived, and the predicted seconds of the prefills that are waited for."""
+    """The progress of a server's responses: when the last byte arrived, and the predicted seconds of its pending prefills."""
 
     last_byte_at: float
     prefill: float

@@ -1,7 +1,7 @@
 """All configured sources: a watch for each of them, and its status.
 
-The rule: changes are reported at most a few times a second, however many endpoints change, and always with the last state. A source of
-several models is watched only once.
+The rule: changes are reported at most a few times a second, for any number of changed endpoints, and always with the last state. A source
+of several models is watched only once.
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm 
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser with the messages of vLLM's parser, under the name that users typed."""
+    """A parser that writes vLLM's messages, with the program name that users typed."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
@@ -199,7 +199,7 @@ def _normal_flag(argument: str) -> str:
 
 
 def _with_config_file(argv: Sequence[str]) -> list[str]:
-    """Return the flags of ``--config FILE`` (YAML), then those of the command line, which take precedence."""
+    """Return the flags of ``--config FILE`` (YAML), then the flags of the command line, which take precedence."""
     arguments = list(argv)
     if "--config" not in arguments[:-1]:
         return arguments

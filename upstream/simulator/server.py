@@ -1,7 +1,7 @@
 """The process: arguments, socket, start, stop.
 
-Owns the start sequence of a vLLM server: the arguments are checked, the socket is bound (so that a taken port or a
-left-over socket file fails at once), the model is "loaded" while connections are refused, and only then it listens.
+Owns the start sequence of a vLLM server. The arguments are checked. The socket is bound, so that a taken port or a left-over socket
+file fails at once. The model is "loaded" while connections are refused. Only then the server listens.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def preset_for(model: str) -> str | None:
 
 
 def with_preset(preset: str | None, args: Mapping[str, ArgumentValue]) -> dict[str, ArgumentValue]:
-    """Return the options, with those of a preset that the operator has not written."""
+    """Return the options, with the options of a preset that the operator has not set."""
     written = {flag_of(key) for key in args}
     more = {} if preset is None else {flag: value for flag, value in PRESETS[preset].args.items() if flag not in written}
     return more | dict(args)

@@ -68,7 +68,7 @@ _BY_EITHER: list[Any] = [{"bearer": []}, {"x-api-key": []}]
 _STATUSES = tuple(dict.fromkeys(row.status for row in ERRORS.values()))
 _OF_KEYS = tuple(status for status in _STATUSES if status not in OF_PEOPLE)
 _NO_BODY = (400, 401, 404, 405, 408, 431, 500)
-"""Statuses with which a request without a body can end."""
+"""Statuses that a request without a body can get."""
 
 
 def document() -> dict[str, Any]:

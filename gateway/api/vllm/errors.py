@@ -111,7 +111,7 @@ def _read(body: bytes) -> tuple[str, str, str | None]:
 
 
 def _listed(details: list[Any]) -> str:
-    """Return FastAPI's own list of findings in the form of vLLM's handler."""
+    """Return FastAPI's list of findings in the form that vLLM's handler writes."""
     lines = []
     for each in details[: validation.MAX_FINDINGS]:
         if isinstance(each, dict) and isinstance(each.get("loc"), list):

@@ -385,7 +385,7 @@ def _missing_bodies(located: list[Finding], document: Any) -> Explanation | None
 
 
 def _without_mixtures(located: list[Finding], document: Any) -> list[Finding]:
-    """Reduce the findings of a union without branch names, whose branches differ by their type, to those of the type that the client sent.
+    """Keep the findings for the type that the client sent, in a union without branch names whose branches differ by type.
 
     A branch of another type reports the type first, so what precedes the first of these findings is of the right one.
     """
@@ -401,7 +401,7 @@ def _without_mixtures(located: list[Finding], document: Any) -> list[Finding]:
 
 
 def _without_other_types(located: list[Finding]) -> list[Finding]:
-    """Reduce the findings of each union without branch names to those of the branch of the type that the client sent.
+    """Keep, for each union without branch names, the findings of the branch for the type that the client sent.
 
     A value of the wrong type has no findings inside of it, and no other finding. So if there are both, the former is of another branch.
     Of several remaining branches, the branch that accepted most of the value's items is meant.
@@ -505,7 +505,7 @@ def dotted(path: Path) -> str:
 
 
 def without_classes(path: str) -> str:
-    """Return a path of vLLM's without the names of pydantic's classes."""
+    """Return a field's path as vLLM reports it, without the names of pydantic's classes."""
     return dotted(tuple(segment for segment in path.split(".") if not _CLASS.match(segment)))
 
 

@@ -179,7 +179,7 @@ class HttpParser:
             self._is_incomplete(start, start)
 
     def _is_incomplete(self, stored: bytes | bytearray, data: bytes) -> bool:
-        """Return whether the end of the headers is not among the stored bytes, of which ``data`` is the new part. Raises Refusal."""
+        """Return whether the stored bytes do not contain the end of the headers. ``data`` is their new part. Raises Refusal."""
         if stored.find(_HEAD_END, max(len(stored) - len(data) - len(_HEAD_END) + 1, 0)) >= 0:
             return False
         if stored.find(b"\n", 0, len(stored) - len(data)) < 0:  # the request line was not complete before

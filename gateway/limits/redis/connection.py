@@ -170,7 +170,7 @@ async def _opened(settings: LimitsStore, address: str | tuple[str, int], new_con
 
 async def _primary_address(settings: LimitsStore, sentinel: tuple[str, int], context: ssl.SSLContext | None) -> tuple[str, int]:
     """Return the host and port of the primary. Raises OSError and ReplyError."""
-    # A Sentinel with a password usually has that of the store. One without a password replies with an error to AUTH, and serves.
+    # A Sentinel with a password usually has the store's password. One without a password replies with an error to AUTH, and serves.
     commands = [*authentication(settings), packed_command("SENTINEL", "GET-MASTER-ADDR-BY-NAME", settings.primary or "")]
     stream, writer = await asyncio.open_connection(*sentinel, ssl=context)
     try:

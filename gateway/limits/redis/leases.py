@@ -1,8 +1,8 @@
 """Keep this worker's leases in the limits store: reserve them, and return them when they end.
 
-The rule: a lease ends after a second, with a period of a budget, when it is used up, before a request of one of its holders is refused,
-with a reload or a drain, and with the connection to the store. It is settled like the reservation of a request: the settlement is sent
-until the store acknowledges it, and counts once.
+The rule: a lease ends after a second, or earlier: when it is used up, when a period of a budget ends, before a request of one of its
+holders is refused, at a reload or a drain, or when the connection to the store is lost. It is settled like the reservation of a request:
+the settlement is sent until the store acknowledges it, and counts once.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Leases:
 class LeasedHolders:
     """Holders that count the same requests of a key, and the lease of this worker from all of them.
 
-    Each request of which the store decides is counted as demand, until there is a lease.
+    Each request that the store decides is counted as demand, until there is a lease.
     """
 
     __slots__ = ("_counted", "_holders", "_is_requested", "_lease", "_leases", "_not_before", "_since")

@@ -77,7 +77,7 @@ class RedisStore:
     """The limits store as one worker uses it. The first request that needs it opens the connection.
 
     ``worker`` is a unique name. ``settings`` may be replaced while the counts stay the same. ``on_change`` is called with the error
-    when the store becomes unavailable or the reason changes, and with None when it is available again. ``write_batch`` is that of the
+    when the store becomes unavailable or the reason changes, and with None when it is available again. ``write_batch`` belongs to the
     process. ``is_quiet``: another connection of the gateway logs the state of the store.
     """
 
@@ -444,7 +444,7 @@ def encoded(holder: Holder) -> Encoded:
 
 
 def _keys(holder: Holder) -> tuple[str, str]:
-    """Return the keys of a holder's counts and of its leases; for a session that of its owner's sessions instead of the leases."""
+    """Return the keys of a holder's counts and of its leases; for a session, the key of its owner's sessions instead of the leases."""
     if holder.windows and holder.windows[0].name == "session":
         return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name.rpartition(' ')[0]}s"
     return f"{_PREFIX}{holder.name}", f"{_PREFIX}{holder.name} leases"

@@ -86,7 +86,7 @@ def verifier_of(signer: Signer[Attempt], attempt: Attempt) -> str:
 def checked_attempt(
     signer: Signer[Attempt], cookie: str | None, provider: str, port: Port, query: Iterable[tuple[str, str]], now: float
 ) -> Attempt:
-    """Return the attempt to which the response at a redirect URI belongs. Raises SignInError.
+    """Return the attempt that belongs to the response at a redirect URI. Raises SignInError.
 
     ``provider`` is the ID in the path of the redirect URI.
     """

@@ -6,7 +6,7 @@ The cost of a request on a server is the sum of:
 * **its uncached tokens** at the server's speed. The prefix index knows how much of the prompt the server has cached. On a server that
   computes prompts all the time they cost up to ``1 + BUSY`` times as much: they delay the requests after them, and their blocks evict
   others. On a server with time to spare, another copy of a popular prefix costs nothing;
-* **its requests**, ``RUNNING`` for each, more ``CROWDED`` for each above ``FACTOR`` times its share, because every request in a batch makes
+* **its requests**, ``RUNNING`` for each, plus ``CROWDED`` for each above ``FACTOR`` times its share, because every request in a batch makes
   the others slower. Up to ``FREE`` requests are never too many;
 * **its KV cache**, if its running requests use nearly all of it;
 * **its LoRA adapter**, if the server has not used it lately, and **its session**, if another server had its last request.
@@ -19,8 +19,8 @@ others. In this case a prompt has a **home**: rendezvous hashing of its first bl
 home, and each assumes that the others sent the prefix there, as long as the responses confirm it. So the gateways do not store the same
 prefixes on different servers.
 
-In a large pool, only ``CONSIDERED`` servers are compared: those with the longest cached prefix, the least busy one and a few others in
-turn.
+In a large pool, only ``CONSIDERED`` servers are compared: the servers with the longest cached prefix, the least busy server and, in
+rotation, a few others.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Policy(ABC, Generic[C]):
     """Whether each of n servers without requests gets one of the next n requests. A random policy cannot promise this."""
 
     def __init__(self, servers: Sequence[C], settings: Any = None) -> None:
-        """Prepare for the servers of a pool, among them those that are down. ``settings``: those of the policy; None: its defaults."""
+        """Prepare for the servers of a pool, among them those that are down. ``settings``: the policy's settings; None: its defaults."""
 
     @abstractmethod
     def choose(self, candidates: Candidates[C], request: RequestFacts) -> C:

@@ -12,8 +12,8 @@ the slots in which it ranks first. All workers compute the same assignment, also
   request (consistent hashing with bounded loads, Mirrokni, Thorup and Zadimoghaddam 2016). The order differs from slot to slot, so the
   overflow of one server spreads over all others.
 
-The order of a slot is computed when the slot is first used. After that a choice examines one server, or a few. Requests in flight are those
-of this worker: with several workers, each keeps the bound for its own requests.
+The order of a slot is computed when the slot is first used. After that a choice examines one server, or a few. Requests in flight are
+counted in this worker: with several workers, each keeps the bound for its own requests.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The batch of an engine: which requests compute in a step, and how long the step takes. A model of vLLM's scheduler.
 
-The rules are those of vLLM's v1 scheduler with chunked prefill. A step has a budget of tokens. Each running request takes one token of
+The rules follow vLLM's v1 scheduler with chunked prefill. A step has a budget of tokens. Each running request takes one token of
 it. The rest goes to prompts, in the order of their arrival, and a prompt that does not fit continues in the next step. A request has its
 first token at the end of the step that computes the end of its prompt. A step takes a base time, a time for each request in it, and a time
 for each token of a prompt.

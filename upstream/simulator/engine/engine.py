@@ -1,7 +1,7 @@
 """Makes the planned tokens at the planned speed, and counts them.
 
 Owns what is in flight. The rule: tokens are generated inside ``slot``, which releases the slot on every
-way out, and a wait is always ended by the client's leaving (a cancellation) or by the server's (``abort_all``).
+way out, and a wait always ends when the client disconnects (a cancellation) or the server stops (``abort_all``).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The metrics of the simulator, and their text on /metrics.
 
-Owns the counters. The rules are vLLM's: a prompt is counted when its first token is due, once for each of its choices; a generated
-token is counted when it is generated; the histograms have only requests that the engine has finished, not those that a client has aborted.
-Names and labels are vLLM's (v1/metrics/loggers.py).
+Owns the counters. The rules are vLLM's. A prompt is counted when its first token is due, once for each of its choices. A generated token is
+counted when it is generated. The histograms have only requests that the engine has finished, without aborted ones. Names and labels are
+vLLM's (v1/metrics/loggers.py).
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ _WAITING = 10_000
 
 
 class _Replay(Enum):
-    """The treatment of the next batch of a replay."""
+    """How the next batch of a replay is handled."""
 
     VERIFY = auto()
     """Compare it with the batch that was applied last."""

@@ -35,8 +35,8 @@ def token_bytes(token_ids: Sequence[int]) -> bytes:
 def block_keys(parent: int, tokens: bytes, block_size: int, extra_keys: Sequence[ExtraKeys] = ()) -> list[int]:
     """Return the keys of consecutive full blocks.
 
-    ``parent``: the key before the first one. ``tokens``: from ``token_bytes``; an unfinished last block is left out. ``extra_keys``: those
-    of the first blocks; the others have none.
+    ``parent``: the key before the first one. ``tokens``: from ``token_bytes``; an unfinished last block is left out. ``extra_keys``: the
+    extra keys of the first blocks; the others have none.
     """
     step = block_size * TOKEN_BYTES
     keys: list[int] = []
