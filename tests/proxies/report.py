@@ -33,7 +33,7 @@ _INTRODUCTION = f"""\
 This page lets you check that a proxy in front of the gateway, which sends the requests of many clients on few connections, never mixes
 them up.
 
-`make proxies` starts a gateway with {WORKERS} workers and {KEYS:,} keys, of which some are subjects of an identity provider, and a proxy
+`make proxies` starts a gateway with {WORKERS} workers and {KEYS:,} keys (some are subjects of an identity provider), and a proxy
 with a few connections to it. Half of these connections are cut at other bytes than the proxy wrote. Each request has a secret, which the
 model server repeats. A part of the requests is hostile: {", ".join(KINDS)}. `{SHARING}` is a proxy of the tests that forwards headers
 unchanged.
