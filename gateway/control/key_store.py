@@ -224,13 +224,15 @@ class KeyStore:
         return (_decode(self._encoded[identity]) for identity in self._budgeted)
 
     def used_budgets(self, is_counted: Callable[[str], bool]) -> Iterator[Allowance]:
-        """Yield the limits of keys and teams with a budget, some of them several times, if their use is counted.
+        """Yield the limits of each key and team with a budget whose use is counted. ``is_counted`` returns this for the name of a holder.
 
-        ``is_counted`` returns this for the name of a holder. So a report costs the keys that are used.
+        So a report costs the keys and teams that are used, and not the keys of a team.
         """
+        found: set[str] = set()
         for identity, holders in self._budgeted.items():
-            if any(map(is_counted, holders)):
-                yield from _decode(self._encoded[identity]).allowances
+            if more := {holder for holder in holders if holder not in found and is_counted(holder)}:
+                found |= more
+                yield from (each for each in _decode(self._encoded[identity]).allowances if each.holder in more)
 
     def key_of_team(self, team: str) -> Key | None:
         """Return any key of a team that is served, or None."""

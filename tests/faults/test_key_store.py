@@ -44,7 +44,7 @@ __all__ = ["server"]
 
 CHANGED, RATE = (100, 500) if FULL else (10, 100)
 KNOWN_RATE = 100 if FULL else 20  # requests per second with a known key, to each gateway
-KILLED, OTHERS_KILLED = (50, 10) if FULL else (3, 2)
+KILLED, OTHERS_KILLED = (50, 10) if FULL else (2, 2)
 CUT = 60.0 if FULL else 6.0  # seconds
 WITHIN = 5.0
 """Seconds within which a change is in force on a busy machine. The report has the measured times."""
@@ -214,11 +214,9 @@ def test_changes_are_in_force_on_another_gateway_under_load(server: Postgres, tm
     slowest = max(*found.created, *found.revoked)
     assert slowest < WITHIN
     sent, rate = sum(one.sent for one in found.loads), sum(one.rate for one in found.loads)
-    late = sum(one.late for one in found.loads)
     measured(
-        f"{CHANGED} keys created and {CHANGED} revoked on one of two gateways under {rate:.0f} requests per second: in force on the other "
-        f"within {milliseconds(found.created)} and {milliseconds(found.revoked)} after the response (p50, p99, longest); "
-        f"{sent:,} requests, 0 failed, {late} sent late"
+        f"{CHANGED} creations and {CHANGED} revocations at {rate:.0f} requests per second: in force after "
+        f"{milliseconds(found.created)} and {milliseconds(found.revoked)} (p50/p99/longest); {sent:,} requests, 0 failed"
     )
 
 
@@ -251,11 +249,8 @@ def delivered(*gateways: Gateway) -> None:
 def summary(changing: Changing, unmade: int, loads: list[Counts], more: int = 0) -> str:
     """Describe a run. ``more``: served requests with a known key, besides those of the loads."""
     requests = sum(one.sent for one in loads) + more
-    return (
-        f"{len(changing.changes)} acknowledged changes, 0 lost, 0 half done; {changing.unacknowledged} without a response or 503; "
-        f"{unmade} recorded, not made, and marked so in the audit log; {requests:,} requests with a known key, "
-        "0 failed"
-    )
+    marked = f"; {unmade} marked as not made" if unmade else ""
+    return f"{len(changing.changes)} changes, {requests:,} requests, 0 faults{marked}"
 
 
 @pytest.mark.row(36)
@@ -277,7 +272,7 @@ def test_the_database_is_killed_during_changes(server: Postgres, tmp_path: Path,
         delivered(a, b)
     unmade = check(store, tmp_path, changing)
     verified(tmp_path / "a")
-    measured(f"database killed (kill -9) and restarted {OTHERS_KILLED} times: {summary(changing, unmade, loads)}")
+    measured(f"database killed {OTHERS_KILLED} times: {summary(changing, unmade, loads)}")
 
 
 @pytest.mark.row(36)
@@ -294,7 +289,6 @@ def test_the_network_to_the_database_is_cut(server: Postgres, tmp_path: Path, me
             network.cut()
             began = time.monotonic()
             wait_for(lambda: send(b, "POST", f"{KEYS}/revoked/revoke", headers=ANY).status_code == 200, 120)
-            blocked = time.monotonic() - began
             failed = changing.unacknowledged
             wait_for(lambda: changing.unacknowledged > failed, 120)
             time.sleep(max(began + CUT - time.monotonic(), 0))
@@ -306,10 +300,7 @@ def test_the_network_to_the_database_is_cut(server: Postgres, tmp_path: Path, me
         delivered(a, b)
         unmade = check(store, tmp_path, changing)
         verified(tmp_path / "a")
-    measured(
-        f"network between one gateway and the database cut for {lasted:.0f} s: {summary(changing, unmade, loads)}; changes of the other "
-        f"gateway waited {blocked:.1f} s for the interrupted one; a key that it revoked was refused {known:.1f} s after the cut"
-    )
+    measured(f"network cut for {lasted:.0f} s: {summary(changing, unmade, loads)}; a later revocation in force after {known:.1f} s")
 
 
 @pytest.mark.row(36)
@@ -332,9 +323,7 @@ def test_a_standby_takes_over(tmp_path: Path, measured: Callable[[str], None]) -
         delivered(a, b)
         unmade = check(other.url(name), tmp_path, changing)
         verified(tmp_path / "a")
-    measured(
-        f"failover to a synchronous standby: {summary(changing, unmade, loads)}; changes were possible again after {unavailable:.1f} s"
-    )
+    measured(f"failover to a standby: {summary(changing, unmade, loads)}; no changes for {unavailable:.1f} s")
 
 
 # The disk
@@ -356,7 +345,7 @@ def test_the_disk_of_the_store_is_full(tmp_path: Path, measured: Callable[[str],
         for each in disk.path().glob("keys.db*"):  # SQLite would open the folder below the mount point
             shutil.copy(each, tmp_path)
     unmade = check("sqlite:///keys.db", tmp_path, changing)
-    measured(f"the disk of an SQLite store filled and freed: {summary(changing, unmade, loads)}")
+    measured(f"disk of an SQLite store full: {summary(changing, unmade, loads)}")
 
 
 @pytest.mark.row(36)
@@ -383,7 +372,7 @@ def test_the_disk_of_the_local_copy_is_full(server: Postgres, tmp_path: Path, me
             return 0
 
         wait_for(lambda: copied() == len(tokens), 60)
-    measured(f"the disk of the local copy filled: {len(tokens)} of {len(tokens)} changes in force; the copy complete once there was space")
+    measured(f"disk of the local copy full: {len(tokens)} of {len(tokens)} changes in force")
 
 
 # Control
@@ -449,10 +438,7 @@ def test_control_is_killed_during_changes(server: Postgres, tmp_path: Path, kind
     assert used.failed == [] and used.served > 0
     unmade = check(store, tmp_path, changing)
     verified(folder)
-    measured(
-        f"control killed (kill -9) at {KILLED} moments of changes, {kind}: {summary(changing, unmade, loads, used.served)} while a gateway "
-        "ran"
-    )
+    measured(f"control killed {KILLED} times during changes, {kind}: {summary(changing, unmade, loads, used.served)}")
 
 
 @pytest.mark.row(36)
@@ -478,7 +464,4 @@ def test_entries_that_wait_for_the_database_survive_kills(server: Postgres, tmp_
         actions = [msgspec.json.decode(line)["action"] for _, line in table.read()]
     assert actions.count("config.reload") == acknowledged > 0
     verified(tmp_path)
-    measured(
-        f"control killed {OTHERS_KILLED} times while the database was away: {acknowledged} of {acknowledged} entries of the audit log "
-        "reached it afterwards, and the chain is whole"
-    )
+    measured(f"control killed {OTHERS_KILLED} times while the database was down: {acknowledged} of {acknowledged} audit entries delivered")

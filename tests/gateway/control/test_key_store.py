@@ -220,14 +220,14 @@ def test_nothing_is_changed_without_an_entry_in_the_audit_log(tmp_path: Path) ->
     config = settings("sqlite:///keys.db", audit={"secret": {"file": "secret"}, "file": "audit.jsonl"})
     with running(tmp_path, config) as one:
         [checkpoint] = (tmp_path / "vllm-gateway" / "audit").glob("*/checkpoint")
-        kept = checkpoint.rename(tmp_path / "checkpoint")
+        moved = checkpoint.rename(tmp_path / "checkpoint")
         checkpoint.mkdir()
         for _ in range(2):
             reply = send(one, "POST", KEYS, json={"id": "alice"})
             assert (reply.status_code, "so nothing was changed" in reply.json()["error"]) == (503, True)
         assert send(one, "GET", f"{KEYS}/alice").status_code == 404
         checkpoint.rmdir()
-        kept.rename(checkpoint)
+        moved.rename(checkpoint)
         version = send(one, "POST", KEYS, json={"id": "alice"}).headers["etag"]
         last = json.loads((tmp_path / "audit.jsonl").read_bytes().splitlines()[-1])
         assert (last["action"], last["target"], f'"{last["after"]["version"]}"') == ("key.create", "alice", version)
