@@ -530,8 +530,8 @@ def test_limits(tmp_path: Path) -> None:
     assert about_limits(tmp_path, "concurrent: 1", rest=f"teams: [{{id: t, self_service: {policy}}}]") == [
         "teams[0].self_service.max_keys: expected 1 or more, found 0",
         "teams[0].self_service.models[0]: matches no model",
-        "teams[0].self_service.limits.cost_per_day: no model has a price, so no request has a cost; set models[].price",
         "teams[0].self_service.limits.models[0].models[0]: matches no model",
+        "teams[0].self_service.limits.cost_per_day: no model has a price, so no request has a cost; set models[].price",
     ]
 
 

@@ -89,7 +89,7 @@ def test_the_difference_is_shown_in_words(one: Gateway) -> None:
     result = replayed(one, identity, "--model", "unknown")
     assert result.returncode == 0, result.stderr
     assert "Status: 200 recorded, 404 now." in result.stdout
-    assert "Error (now): The model 'unknown' does not exist" in result.stdout
+    assert "Error (now): The model `unknown` does not exist" in result.stdout
 
 
 def test_without_a_key_the_gateway_refuses_the_replay(one: Gateway) -> None:
