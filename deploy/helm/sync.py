@@ -139,6 +139,9 @@ TYPES: dict[str, Schema] = {
     "ingress.tls": _list(_object(secretName=_TEXT, hosts=_list(_TEXT))),
     "terminationGracePeriodSeconds": {"type": ["integer", "null"], "minimum": 0},
     "topologySpreadConstraints": _list(_SPREAD),
+    "monitoring.serviceMonitor.tlsConfig": _object(
+        serverName=_TEXT, ca=_FREE, cert=_FREE, keySecret=_FREE, insecureSkipVerify=_FLAG, minVersion=_TEXT, maxVersion=_TEXT
+    ),
     "extraObjects": _list({"type": ["object", "string"]}),
     "networkPolicy.clients": _list(_object(podSelector=_FREE, namespaceSelector=_FREE, ipBlock=_FREE)),
     "networkPolicy.monitoring": _list(_object(podSelector=_FREE, namespaceSelector=_FREE, ipBlock=_FREE)),

@@ -7,7 +7,6 @@ request that created it.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -307,8 +306,8 @@ async def _sent(request: Request) -> tuple[dict[str, Any], Repeatable | None]:
     except ValueError as error:
         raise _RefusedRequest(400, str(error)) from None
     try:
-        found = json.loads(body) if body else {}
-    except (ValueError, RecursionError):
+        found = msgspec.json.decode(body) if body else {}
+    except (ValueError, RecursionError):  # also for half a character, which no response could repeat
         raise _RefusedRequest(400, "the body is not valid JSON") from None
     if not isinstance(found, dict):
         raise _RefusedRequest(400, "expected a JSON object")

@@ -31,7 +31,7 @@ def visible_id(key_id: str) -> str:
     They come from the SHA-256 of the id. So the entry of a found key can be identified, and the key does not contain the
     id.
     """
-    number = int.from_bytes(hashlib.sha256(key_id.encode()).digest(), "big")
+    number = int.from_bytes(hashlib.sha256(key_id.encode("utf-8", "surrogatepass")).digest(), "big")
     return _base62(number % 62**_ID_LENGTH, _ID_LENGTH)
 
 

@@ -31,7 +31,7 @@ from gateway.sign_in.oidc.authorization import (
     start,
     verifier_of,
 )
-from gateway.sign_in.oidc.grants import SUBJECT, GrantRules, person_of
+from gateway.sign_in.oidc.grants import IDENTIFIER, GrantRules, person_of
 from gateway.sign_in.oidc.provider import end_session_url
 from gateway.sign_in.oidc.provider_client import ProviderClient
 from gateway.sign_in.paths import LINK
@@ -200,7 +200,7 @@ class SignIn:
         self, actor: Actor, origin: str, subject: str, role: Role | None, teams: Sequence[str], owned_teams: Sequence[str]
     ) -> list[str]:
         """Create a sign-in link for a person, and return its URLs. The link can be used once, at any of the URLs. Raises SignInError."""
-        if not SUBJECT.fullmatch(subject):
+        if not IDENTIFIER.fullmatch(subject):
             raise SignInError("user must be a name without spaces, of at most 255 characters")
         if unknown := {*teams, *owned_teams} - set(self._teams()):
             raise SignInError(f"there is no team {min(unknown)}")
@@ -317,7 +317,8 @@ class SignIn:
             await self._record(Entry(action, actor, origin, actor.name, {"sessions": len(ended)}, None))
 
     async def _record_refused(self, action: str, issuer: str, origin: str, error: SignInError) -> None:
-        """Record and log a refused attempt."""
+        """Record and log a refused attempt. ``issuer`` is the ID of an entry, or text of the client."""
+        issuer = issuer if issuer in {"", _LINK_PROVIDER, *(known for known, _ in self.issuers)} else "an unknown issuer"
         _log.info("a sign-in at %s from %s was refused: %s", issuer, origin, error.detail or error)
         entry = Entry(action, _UNAUTHENTICATED, origin, issuer, None, {"reason": error.detail or str(error)})
         await asyncio.to_thread(self._audit.record_refused, entry)

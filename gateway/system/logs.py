@@ -2,7 +2,7 @@
 
 The rules: libraries log warnings and errors only, at every configured level, because their debug messages may contain a request. Only the
 type and the stack of an exception are written, because its message may contain a request. A repeated line is written a few times, then
-counted.
+counted. A record begins one line, and no text in it can begin another.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ WINDOW = 5.0
 """Seconds."""
 _KINDS = 1000  # remembered kinds; the gateway has few, but a library may format its own messages
 _CHAIN = 5  # causes of an error that are shown
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _FIELDS = ("request_id", "model", "server", "cause")
 
 _OF_UPSTREAM = {"launcher": "upstream.launcher", "health": "upstream.vllm.health", "discovery": "upstream.discovery"}
@@ -108,7 +110,7 @@ class TextFormatter(logging.Formatter):
         self._process = process
 
     def format(self, record: logging.LogRecord) -> str:
-        line = f"{timestamp(record.created)} {record.levelname} {self._process}: {record.getMessage()}"
+        line = f"{timestamp(record.created)} {record.levelname} {self._process}: {_of_one_record(record.getMessage())}"
         return "\n".join([line, *_trace(record)])
 
 
@@ -127,6 +129,13 @@ class JsonFormatter(TextFormatter):
         if trace := list(_trace(record)):
             line["trace"] = "\n".join(trace)
         return json.dumps(line, ensure_ascii=False)
+
+
+def _of_one_record(message: str) -> str:
+    """Return a message whose further lines are indented, with control characters escaped: a part of it may come from a client."""
+    if message.isprintable():
+        return message
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), message).replace("\n", "\n  ")
 
 
 def timestamp(moment: float) -> str:

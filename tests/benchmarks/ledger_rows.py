@@ -146,7 +146,8 @@ def written(store: UsageStore, numbers: Iterator[int]) -> float:
 
 
 def measure(url: str, folder: Path, rows: int) -> dict[str, Any]:
-    numbers, result = itertools.count(10 * ROWS), {}
+    numbers = itertools.count(10 * ROWS)
+    result: dict[str, Any] = {}
     with closing(UsageStore(database_url(url, folder))) as store:
         store.write([])
         with store.engine.begin() as connection:

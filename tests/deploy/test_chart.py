@@ -231,11 +231,9 @@ def test_engines_listen_on_the_address_that_is_named(cases: dict[str, Rendered])
         assert args[args.index("--host") + 1] == host
 
 
-def test_the_admin_port_requires_a_token_that_prometheus_has(cases: dict[str, Rendered]) -> None:
+def test_the_admin_port_requires_a_token(cases: dict[str, Rendered]) -> None:
     made = cases["two-models"]
     assert made.config["server"]["admin"]["token"] == {"file": "/etc/vllm-gateway/admin/token"}
-    monitor = made.one("ServiceMonitor")
-    assert monitor["spec"]["endpoints"][0]["authorization"]["credentials"] == {"name": "gw-vllm-gateway-admin-token", "key": "token"}
     assert len(content(made.one("Secret", "gw-vllm-gateway-admin-token"))["token"]) == 48
     foreign = cases["foreign keys of the engines"]
     assert [each["secret"] for each in foreign.pod()["volumes"] if each["name"] == "admin-token"] == [
@@ -249,7 +247,49 @@ def test_a_token_that_the_operator_sets_is_the_admin_ports() -> None:
     rendered = Rendered.of(values={"engines": {"a": ENGINE}, "config": own, "monitoring": {"serviceMonitor": EVERYTHING}})
     assert rendered.config["server"]["admin"]["token"] == {"env": "ADMIN"}
     assert not [each for each in rendered.all("Secret") if each["metadata"]["name"].endswith("admin-token")]
+    assert monitors_token(rendered) == rendered.config["server"]["admin"]["tokens"][0]["hash"]
+
+
+def monitors_token(rendered: Rendered) -> str:
+    """Return the hash of the token that the ServiceMonitor sends."""
+    credentials = rendered.one("ServiceMonitor")["spec"]["endpoints"][0]["authorization"]["credentials"]
+    assert credentials == {"name": "gw-vllm-gateway-metrics-token", "key": "token"}
+    return hash_of(content(rendered.one("Secret", credentials["name"]))[credentials["key"]])
+
+
+def test_prometheus_has_its_own_token_that_may_only_read(cases: dict[str, Rendered]) -> None:
+    made = cases["two-models"]
+    (token,) = made.config["server"]["admin"]["tokens"]
+    assert token == {"name": "service-monitor", "hash": monitors_token(made), "role": "viewer"}
+    own = {"name": "mine", "hash": hash_of("mine"), "role": "operator"}
+    config = {"server": {"admin": {"tokens": [own]}}}
+    more = Rendered.of(values={"engines": {"a": ENGINE}, "config": config, "monitoring": {"serviceMonitor": EVERYTHING}})
+    assert [each["name"] for each in more.config["server"]["admin"]["tokens"]] == ["mine", "service-monitor"]
+    named = cases["everything that may be on"]
+    assert "tokens" not in named.config["server"]["admin"], "the operator has named a Secret, and adds its hash"
+    credentials = named.one("ServiceMonitor")["spec"]["endpoints"][0]["authorization"]["credentials"]
+    assert credentials == {"name": "token", "key": "token"}
+
+
+def test_an_open_admin_port_stays_open_for_prometheus() -> None:
+    values = {"engines": {"a": ENGINE}, "adminToken": {"enabled": False}, "monitoring": {"serviceMonitor": EVERYTHING}}
+    rendered = Rendered.of(values=values)
     assert "authorization" not in rendered.one("ServiceMonitor")["spec"]["endpoints"][0]
+    assert rendered.config["server"]["admin"].keys().isdisjoint({"token", "tokens"})
+
+
+def test_prometheus_uses_the_tls_of_the_admin_port() -> None:
+    tls = {"serverName": "gateway.llm.svc", "ca": {"secret": {"name": "admin-tls", "key": "ca.crt"}}}
+    config = {"server": {"admin": {"tls": {"cert": "/tls/tls.crt", "key": "/tls/tls.key"}}}}
+    values = {"engines": {"a": ENGINE}, "config": config, "monitoring": {"serviceMonitor": EVERYTHING}}
+    refused = template(values=values)
+    assert refused.returncode != 0 and "monitoring.serviceMonitor.tlsConfig" in refused.stderr, "a token needs a server that is verified"
+    values["monitoring"] = {"serviceMonitor": EVERYTHING | {"tlsConfig": tls}}
+    rendered = Rendered.of(values=values)
+    endpoint = rendered.one("ServiceMonitor")["spec"]["endpoints"][0]
+    assert (endpoint["scheme"], endpoint["tlsConfig"], endpoint["port"]) == ("https", tls, "admin")
+    assert monitors_token(rendered) == rendered.config["server"]["admin"]["tokens"][0]["hash"]
+    assert rendered.container()["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
 
 
 def test_a_model_that_may_be_scaled_to_zero_does_not_alert_without_servers() -> None:

@@ -37,6 +37,7 @@ READERS = ("gateway.yaml", "keys.yaml", "prometheus.yml", "values*.yaml", "rbac.
 
 YAML = blocks("yaml")
 CONFIGURATIONS = [block for block in YAML if block.file == "gateway.yaml"]
+KEYS = [block.text for block in YAML if block.file == "keys.yaml"][-1]
 WHOLE = next(block for block in CONFIGURATIONS if block.page.name == "configuration.md")
 ALTERNATIVES = re.findall(r"`(command: \[.*?\]|servers: \[.*?\])`", README.read_text())
 BASE: dict[str, Any] = {
@@ -64,11 +65,9 @@ def references(value: Any) -> Iterator[tuple[str, str]]:
             yield from references(each)
 
 
-def checked(folder: Path, text: str) -> str:
-    """Return the output of ``check`` for a file, with the files beside it and the secrets that it refers to."""
-    for block in YAML:
-        if block.file == "keys.yaml":
-            (folder / block.file).write_text(block.text)
+def checked(folder: Path, text: str, keys: str = KEYS) -> str:
+    """Return the output of ``check`` for a file, with the files beside it and the secrets that it refers to. ``keys`` is in keys.yaml."""
+    (folder / "keys.yaml").write_text(keys)
     secrets = [*references(yaml.safe_load(text))]
     for kind, name in secrets:
         if kind == "file":

@@ -49,6 +49,8 @@ BOUNDS = {
     "chunk with exact counting": Count(3.3, 15.4, 270),
 }
 """At most 10% above the counts with CPython 3.11. Steps are compared with that version only, because each version has its own byte code."""
+IDENTITY = {"request with identity": "request", "request of a key in the store": "request", "chunk with identity": "chunk"}
+"""Rows with everything of identity configured, and the rows without, of which they may cost 2% more."""
 
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -91,10 +93,12 @@ def counted(work: Callable[[], None]) -> dict[str, Count]:
 
 
 async def count(row: str) -> dict[str, Count]:
-    """Count a row of BOUNDS, by function."""
+    """Count a row of BOUNDS or IDENTITY, by function."""
     with closing(Journal.create("cost")) as journal:
         async with exchange() as one:
-            if row == "chunk":
+            if row in IDENTITY:
+                one.identify(in_store=row == "request of a key in the store")
+            if row in ("chunk", "chunk with identity"):
                 one.stream()
             if row in ("request with a ledger", "chunk with exact counting"):
                 one.record(journal)
@@ -106,7 +110,7 @@ async def count(row: str) -> dict[str, Count]:
                 return counted(partial(one.serve_another, cycle((REQUEST, OTHER_REQUEST))))
             if row == "chunk with exact counting":
                 one.stream(COUNTED_CHUNKS)
-            received = {"chunk": CHUNKS, "chunk with exact counting": COUNTED_CHUNKS}.get(row)
+            received = {"chunk": CHUNKS, "chunk with identity": CHUNKS, "chunk with exact counting": COUNTED_CHUNKS}.get(row)
             return counted(one.serve if received is None else partial(one.receive, cycle(zip(received, CHUNKS, strict=True))))
 
 
@@ -139,9 +143,18 @@ def test_the_path_is_within_its_bounds(counts: dict[str, Count], row: str) -> No
     )
 
 
+@pytest.mark.parametrize("row", IDENTITY)
+def test_identity_costs_at_most_2_percent(counts: dict[str, Count], row: str) -> None:
+    """Function calls are counted together, because a single one is more than 2% of them for a chunk."""
+    without, now = counts[IDENTITY[row]], counts[row]
+    assert without.steps > 0
+    assert now.steps <= 1.02 * without.steps, f"{row}: {now.steps} steps instead of {without.steps}"
+    assert now.python + now.c <= 1.02 * (without.python + without.c), f"{row}: {now} instead of {without}"
+
+
 def main(rows: Sequence[str]) -> None:
     """Print the counts of all rows, or the functions behind those of one row."""
-    for row in rows or BOUNDS:
+    for row in rows or (*BOUNDS, *IDENTITY):
         functions = asyncio.run(count(row))
         if rows:
             for name, each in sorted(functions.items(), key=lambda item: -item[1].steps):

@@ -20,8 +20,8 @@ from gateway.ledger.recorder import Recorder
 from gateway.proxy.exchange import handle_request
 from gateway.proxy.request_services import RequestServices
 from gateway.recording.recorder import BodyRecorder
-from gateway.snapshot.link import Health
-from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Recording, Snapshot
+from gateway.snapshot.link import Health, StoredKeys
+from gateway.snapshot.snapshot import Allowance, Key, Limits, Model, Recording, SessionRules, Snapshot
 from gateway.telemetry.access_log import access_log
 from gateway.telemetry.metrics import WorkerMetrics
 from gateway.telemetry.shared_counters import SharedCounters
@@ -128,6 +128,19 @@ class Exchange(NamedTuple):
         """End the thread that stores records, if there is one."""
         if self.context.recorder is not None:
             self.context.recorder.close()
+
+    def identify(self, *, in_store: bool) -> None:
+        """Configure identity: a store and the sessions of people, of which some are revoked. ``in_store``: the keys are in the store.
+
+        Otherwise the store has as many other keys. Admin tokens and the audit log are in control only.
+        """
+        before = self.worker.snapshot
+        rules = SessionRules(b"k" * 32, True, 28_800.0, 86_400.0, ("", "https://login.example.com"))
+        others = tuple(Key(f"stored-{n}", (hashlib.sha256(b"stored-%d" % n).digest(),)) for n in range(KEYS))
+        self.worker.apply_snapshot(replace(before, keys=() if in_store else before.keys, has_store=True, sessions=rules))
+        self.worker.apply_stored_keys(StoredKeys(before.keys if in_store else others, is_reset=True))
+        self.worker.page_requests.revoke(tuple(f"session-{n}" for n in range(KEYS)))
+        self.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, {}))
 
     def serve_another(self, requests: Iterator[bytes]) -> None:
         """Serve the next request. The iterator yields requests whose keys differ."""

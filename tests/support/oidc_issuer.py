@@ -37,8 +37,8 @@ class OidcIssuer:
     """The issuer.
 
     ``sends_issuer``: responses have ``iss`` (RFC 9207). ``announces_issuer``: the metadata says so. ``metadata`` replaces fields of the
-    metadata. ``sign`` makes an ID token of claims. ``token_status`` is the status of token responses. ``requests`` are the paths that were
-    requested.
+    metadata. ``sign`` makes an ID token of claims. ``token_status`` is the status of token responses. ``hostile`` are handlers that respond
+    instead, by path. ``requests`` are the paths that were requested.
     """
 
     keys: list[SigningKey] = field(default_factory=lambda: [SigningKey("ES256", "es")])
@@ -49,6 +49,7 @@ class OidcIssuer:
     sign: Callable[[dict[str, Any]], str] | None = None
     token_status: int = 200
     down: bool = False
+    hostile: dict[str, Callable[[BaseHTTPRequestHandler], None]] = field(default_factory=dict)
     url: str = ""
     codes: dict[str, Grant] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
@@ -149,6 +150,10 @@ def oidc_issuer(**settings: Any) -> Iterator[OidcIssuer]:
 
         def _respond(self, method: str) -> None:
             sent = self.rfile.read(int(self.headers.get("content-length", 0)))
+            if self.path in issuer.hostile:
+                issuer.requests.append(self.path)
+                issuer.hostile[self.path](self)
+                return
             status, document = issuer.respond(method, self.path, self.headers, sent)
             body = json.dumps(document).encode()
             self.send_response(status)

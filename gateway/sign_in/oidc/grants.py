@@ -16,7 +16,8 @@ from gateway.auth.claims import claim_at
 from gateway.sign_in.errors import SignInError
 from gateway.sign_in.sessions import Person
 
-SUBJECT = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,255}")
+IDENTIFIER = re.compile(r"[^\s\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,255}")
+"""The form of subjects, session IDs and token IDs: a database can store them, and a line of a log can show them."""
 _MAX_VALUES = 1000  # of one claim
 _MAX_TEAMS = 50
 _MAX_NAME = 100  # characters of a name for display
@@ -40,7 +41,7 @@ class GrantRules:
 def person_of(claims: Mapping[str, Any], rules: GrantRules, known_teams: Container[str]) -> Person:
     """Return the person whom verified claims describe. Raises SignInError for a person without any role and team."""
     subject = claims.get("sub")
-    if not isinstance(subject, str) or not SUBJECT.fullmatch(subject):
+    if not isinstance(subject, str) or not IDENTIFIER.fullmatch(subject):
         raise SignInError("Your identity provider sent no usable subject.", detail="the claim sub is missing or is not a name")
     owned = _teams(claims, rules.owned_teams, known_teams)
     teams = tuple(dict.fromkeys((*_teams(claims, rules.teams, known_teams), *owned)))

@@ -16,11 +16,14 @@ import jwt
 
 from gateway.auth.jwks import VerificationKeys
 from gateway.sign_in.errors import SignInError, UnknownKeyError
+from gateway.sign_in.oidc.grants import IDENTIFIER
 from gateway.sign_in.oidc.provider import Client
 from gateway.sign_in.sessions import Logout
 
 MAX_TOKEN = 64 * 1024
 """Bytes of a token; some providers put hundreds of groups into it."""
+_LATEST = 200_000_000_000
+"""Seconds since the epoch, in the year 8307. Later times cannot be stored."""
 _LOGOUT = "http://schemas.openid.net/event/backchannel-logout"
 _ID_TYPES = (None, "jwt")
 _LOGOUT_TYPES = (None, "jwt", "logout+jwt")
@@ -32,8 +35,10 @@ def verified_id_token(token: str, client: Client, keys: VerificationKeys, nonce:
     """Return the claims of an ID token. Raises UnknownKeyError, and SignInError."""
     claims = _verified(token, client, keys, _ID_TYPES, ("sub",))
     found = claims.get("nonce")
-    if not isinstance(found, str) or not hmac.compare_digest(found.encode(), nonce.encode()):
+    if not isinstance(found, str) or not hmac.compare_digest(found.encode(errors="replace"), nonce.encode()):
         raise _refused("its nonce does not belong to this sign-in")
+    if isinstance(claims.get("sid"), str) and not _is_identifier(claims["sid"]):
+        raise _refused("its session ID is not usable")
     return claims
 
 
@@ -44,9 +49,16 @@ def verified_logout_token(token: str, client: Client, keys: VerificationKeys) ->
     if "nonce" in claims or not isinstance(events, dict) or not isinstance(events.get(_LOGOUT), dict):
         raise _refused("it is not a logout token")
     identity, subject, sid = claims["jti"], claims.get("sub"), claims.get("sid")
-    if not isinstance(identity, str) or not all(isinstance(each, str | None) for each in (subject, sid)) or not (subject or sid):
+    named = [each for each in (subject, sid) if each is not None]
+    if not named or not all(_is_identifier(each) for each in (identity, *named)):
         raise _refused("it names neither a subject nor a session")
+    if int(claims["exp"]) > _LATEST:
+        raise _refused("it expires too late")
     return Logout(client.issuer, identity, float(claims["exp"]) + client.leeway, subject, sid)
+
+
+def _is_identifier(value: object) -> bool:
+    return isinstance(value, str) and IDENTIFIER.fullmatch(value) is not None
 
 
 def unverified_issuer(token: str) -> str | None:

@@ -24,13 +24,31 @@ HERE = "https://llm.example.com"
 WHATWG = str.maketrans("", "", "\t\r\n")
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["//evil.example.com", "/\\evil.example.com", "/\t/evil.example.com", "https://evil.example.com/", "evil", "", "/\r\nset-cookie: a=b",
-     "///evil", "/a\\b", "javascript:alert(1)", "/é", "/ a", "\\\\evil", "/%0a\n", "/" + "a" * 2000],
-)  # fmt: skip
-def test_a_path_to_another_origin_is_not_returned_to(path: str) -> None:
-    assert local_path(path) == "/"
+ELSEWHERE: dict[str, tuple[str, ...]] = {
+    "slashes": ("//evil.example.com", "///evil.example.com", "////evil.example.com/%2e%2e"),
+    "backslashes": ("/\\evil.example.com", "\\\\evil.example.com", "\\/evil.example.com", "/a\\b", "/\\/evil.example.com"),
+    "a scheme": (
+        "https://evil.example.com/",
+        "https:evil.example.com",
+        "https:/evil.example.com",
+        "javascript:alert(1)",
+        "data:text/html,x",
+    ),
+    "user information": ("//user@evil.example.com", "https://llm.example.com@evil.example.com", "@evil.example.com"),
+    "control characters": ("/\t/evil.example.com", "/\n/evil.example.com", "\x01//evil.example.com", "/\0", "/\x7f", "/%0a\n"),
+    "a header": ("/\r\nset-cookie: a=b", "/\r\nlocation: https://evil.example.com"),
+    "encoded slashes": ("%2f%2fevil.example.com", "%5cevil.example.com", "%09//evil.example.com"),
+    "spaces": (" //evil.example.com", "/ a", "\u00a0/", "/\u2003"),
+    "other characters": ("/é", "／／evil.example.com", "//ｅvil.example.com", "/\u202e"),
+    "a relative path": ("evil", "", "./", "../", "?a", "#a"),
+    "a long path": ("/" + "a" * 2000,),
+}
+"""Forms of paths that browsers may understand as another origin, or that are no path."""
+
+
+@pytest.mark.parametrize("form", ELSEWHERE)
+def test_a_path_to_another_origin_is_not_returned_to(form: str) -> None:
+    assert {local_path(path) for path in ELSEWHERE[form]} == {"/"}
 
 
 @pytest.mark.parametrize("path", ["/", "/keys", "/keys?model=a&b=%2F", "/a//b", "/keys#top"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -16,36 +16,10 @@ from gateway.access.actor import Actor, Role
 from gateway.sign_in.browser import Port
 from tests.gateway.sign_in.ports import Ports, entry, ports
 from tests.support.issuer import SigningKey
-from tests.support.oidc_issuer import OidcIssuer, oidc_issuer
+from tests.support.oidc_issuer import OidcIssuer
 
 ADMIN = Actor("token", "root", Role.ADMIN)
 ALICE = {"name": "Alice", "role": "admin", "teams": ["lab"], "owned_teams": []}
-
-
-@pytest.fixture
-def issuer() -> Iterator[OidcIssuer]:
-    with oidc_issuer() as running:
-        yield running
-
-
-@pytest.fixture
-def other() -> Iterator[OidcIssuer]:
-    """A second issuer, which attacks the first one. It is configured, and grants teams only."""
-    with oidc_issuer() as running:
-        yield running
-
-
-@pytest.fixture
-async def gateway(tmp_path: Path, issuer: OidcIssuer, other: OidcIssuer) -> AsyncIterator[Ports]:
-    hostile = entry(other, "two", claims={"roles": None})
-    async with ports(tmp_path, entry(issuer, name="The <b>first</b>"), hostile) as running:
-        yield running
-
-
-@pytest.fixture
-async def browser(gateway: Ports) -> AsyncIterator[httpx2.AsyncClient]:
-    async with gateway.browser() as made:
-        yield made
 
 
 async def test_a_person_signs_in_and_out(gateway: Ports, browser: httpx2.AsyncClient, issuer: OidcIssuer) -> None:

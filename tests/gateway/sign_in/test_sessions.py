@@ -96,6 +96,23 @@ def test_a_session_of_the_admin_port_has_another_cookie() -> None:
     assert data.read(sent(admin.write(session)), NOW) is None
 
 
+def test_a_cookie_of_a_neighboring_host_is_not_read() -> None:
+    """With TLS only a cookie with ``__Host-`` counts, which no other host of the domain and no page without TLS can set."""
+    value = sessions().write(new_session(ALICE, NOW)).partition(";")[0].partition("=")[2]
+    for name in ("vllm-gateway-session", "__Secure-vllm-gateway-session", "__host-vllm-gateway-session", "__Host-vllm-gateway-session "):
+        read = sessions().read([(b"cookie", f"{name}={value}".encode())], NOW)
+        assert (read is not None) == (name.strip() == sessions().cookie)
+
+
+def test_parts_of_two_sessions_make_no_session() -> None:
+    """A person puts the content of an admin's session before the own signature, cuts a cookie, or adds to it."""
+    alice, bob = (sessions().write(new_session(each, NOW)) for each in (ALICE, replace(ALICE, subject="bob", role=Role.ADMIN)))
+    (body, mac), (body_of_bob, _) = (each.partition(";")[0].partition("=")[2].split(".") for each in (alice, bob))
+    for value in (f"{body_of_bob}.{mac}", f"{body}.", body, f"{body}.{mac[:-1]}", f"{body[:-2]}.{mac}", f"{body}.{mac}.{mac}", f".{mac}"):
+        assert sessions().read([(b"cookie", f"{sessions().cookie}={value}".encode())], NOW) is None
+    assert sessions().read([(b"cookie", f"{sessions().cookie}={body}.{mac}".encode())], NOW) is not None
+
+
 @given(st.text(max_size=300))
 def test_no_arbitrary_cookie_is_a_session(text: str) -> None:
     assert sessions().read([(b"cookie", f"{sessions().cookie}={text}".encode())], NOW) is None

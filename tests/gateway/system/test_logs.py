@@ -24,6 +24,14 @@ CANARY = "canary-77c0"
 TOUCHED = ("", "vllm_gateway", "upstream", "python_multipart", *PARTS.values())
 
 
+def test_no_text_of_a_client_begins_a_line() -> None:
+    logger, stream = logger_with_stream(TextFormatter("control"))
+    logger.warning("refused %s", "a\n2027-01-01T00:00:00.000Z INFO control: forged\r\x1b[2J\x9b\u2028\u202eb\tc\ud800")
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("refused a")
+    assert second == r"  2027-01-01T00:00:00.000Z INFO control: forged\r\x1b[2J\x9b\u2028\u202eb\tc\ud800"
+
+
 @pytest.fixture
 def untouched() -> Iterator[None]:
     """Restore every logger after the test."""

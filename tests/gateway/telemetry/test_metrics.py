@@ -79,6 +79,12 @@ class Shown:
     def engines(self) -> dict[str, Engine]:
         return {}
 
+    def months(self) -> None:
+        return None
+
+    async def requests(self, parameters: Mapping[str, str]) -> None:
+        return None
+
 
 def samples(*boards: SharedCounters) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     text = generate_latest(registry(Shown(*boards))).decode()

@@ -66,6 +66,28 @@ labels:
 {{- if and .Values.adminToken.enabled (not ((.Values.config.server).admin).token) }}true{{ end }}
 {{- end }}
 
+{{- /* Whether the chart makes a token of the role viewer for the ServiceMonitor: true or empty. An open admin port stays open. */ -}}
+{{- define "vllm-gateway.makesMetricsToken" -}}
+{{- $admin := (.Values.config.server).admin | default dict }}
+{{- $isGuarded := or (include "vllm-gateway.setsAdminToken" .) $admin.token $admin.tokens }}
+{{- with .Values.monitoring.serviceMonitor }}
+{{- if and .enabled (not .tokenSecret) $isGuarded }}true{{ end }}
+{{- end }}
+{{- end }}
+
+{{- define "vllm-gateway.metricsSecret" -}}
+{{- default (printf "%s-metrics-token" (include "vllm-gateway.fullname" .)) .Values.monitoring.serviceMonitor.tokenSecret }}
+{{- end }}
+
+{{- /* The token of the ServiceMonitor. The Secret has it and the configuration its hash, so it is generated once and remembered. */ -}}
+{{- define "vllm-gateway.metricsToken" -}}
+{{- if not (hasKey .Values "metricsToken") }}
+{{- $before := (lookup "v1" "Secret" .Release.Namespace (include "vllm-gateway.metricsSecret" .)).data | default dict }}
+{{- $_ := set .Values "metricsToken" (get $before .Values.monitoring.serviceMonitor.tokenKey | b64dec | default (randAlphaNum 48)) }}
+{{- end }}
+{{- .Values.metricsToken }}
+{{- end }}
+
 {{- /* The entry of the engines' Secret with the keys that they accept; "" if they accept only one key */ -}}
 {{- define "vllm-gateway.acceptedKeys" -}}
 {{- if .Values.engineKey.enabled }}
@@ -201,6 +223,11 @@ Leaving the number out would set it to 1 where it was set before. (list ROOT KIN
 {{- if include "vllm-gateway.setsAdminToken" . }}
 {{- $token := dict "token" (dict "file" "/etc/vllm-gateway/admin/token") }}
 {{- $config = merge (dict "server" (dict "admin" $token)) $config }}
+{{- end }}
+{{- if include "vllm-gateway.makesMetricsToken" . }}
+{{- $hash := include "vllm-gateway.metricsToken" . | sha256sum | printf "sha256:%s" }}
+{{- $tokens := append (($server.admin).tokens | default list) (dict "name" "service-monitor" "hash" $hash "role" "viewer") }}
+{{- $config = merge (dict "server" (dict "admin" (dict "tokens" $tokens))) $config }}
 {{- end }}
 {{- toYaml $config }}
 {{- end }}

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -65,11 +66,20 @@ ROWS = st.lists(
 
 @given(rows=ROWS, retention=st.floats(0, 30 * 24))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_no_report_changes_when_rows_are_replaced(tmp_path_factory: pytest.TempPathFactory, rows: list[object], retention: float) -> None:
+def test_no_report_changes_when_rows_are_replaced(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[float, dict[str, Any]]], retention: float
+) -> None:
     folder = tmp_path_factory.mktemp("usage")
     with closing(UsageStore(database_url(f"sqlite:///{folder}/usage.db", folder))) as store:
-        store.write([row(number, started=STARTED - age * HOUR, **fields) for number, (age, fields) in enumerate(rows)])  # type: ignore[misc]
-        queries = ({}, {"key": "b"}, {"team": "t"}, {"model": "m"}, {"until": "2027-01-10"}, {"since": "2027-01-05"})
+        store.write([row(number, started=STARTED - age * HOUR, **fields) for number, (age, fields) in enumerate(rows)])
+        queries: tuple[dict[str, str], ...] = (
+            {},
+            {"key": "b"},
+            {"team": "t"},
+            {"model": "m"},
+            {"until": "2027-01-10"},
+            {"since": "2027-01-05"},
+        )
         before = [report(store, **query) for query in queries]
         store.prune(NOW - timedelta(hours=retention))
         for query, expected in zip(queries, before, strict=True):

@@ -47,32 +47,29 @@ def test_the_metadata_of_an_issuer() -> None:
     assert metadata_url("https://a.example.com/") == "https://a.example.com/.well-known/openid-configuration"
 
 
-@pytest.mark.parametrize(
-    "more",
-    [
-        {"issuer": "https://evil.example.com"},
-        {"issuer": ISSUER + "/"},
-        {"issuer": 5},
-        {"issuer": None},
-        {"code_challenge_methods_supported": ["plain"]},
-        {"authorization_endpoint": "http://login.example.com/authorize"},
-        {"token_endpoint": "http://login.example.com/token"},
-        {"jwks_uri": "http://login.example.com/keys"},
-        {"jwks_uri": "file:///etc/passwd"},
-        {"authorization_endpoint": "javascript:alert(1)"},
-        {"end_session_endpoint": "javascript:alert(1)"},
-        {"end_session_endpoint": "https://a.example.com/\r\nset-cookie: a=b"},
-        {"authorization_endpoint": "https://user:password@login.example.com/"},
-        {"authorization_endpoint": "https://login.example.com/#fragment"},
-        {"token_endpoint": "https:///token"},
-        {"token_endpoint": "https://[broken/"},
-        {"token_endpoint": ["https://login.example.com/token"]},
-    ],
-)
-def test_hostile_metadata_is_refused(more: dict[str, Any]) -> None:
-    with pytest.raises(SignInError, match="unusable response") as refused:
-        metadata(**more)
-    assert refused.value.status == 502 and "\n" not in refused.value.detail
+HOSTILE: dict[str, tuple[dict[str, Any], ...]] = {
+    "another issuer": ({"issuer": "https://evil.example.com"}, {"issuer": ISSUER + "/"}, {"issuer": ISSUER.upper()}),
+    "no issuer": ({"issuer": 5}, {"issuer": None}, {"issuer": [ISSUER]}),
+    "no PKCE": ({"code_challenge_methods_supported": ["plain"]}, {"code_challenge_methods_supported": []}),
+    "sign-in without TLS": ({"authorization_endpoint": "http://login.example.com/authorize"},),
+    "tokens without TLS": ({"token_endpoint": "http://login.example.com/token"},),
+    "keys without TLS": ({"jwks_uri": "http://login.example.com/keys"},),
+    "a file": ({"jwks_uri": "file:///etc/passwd"}, {"token_endpoint": "unix:///run/admin.sock"}),
+    "a script": ({"authorization_endpoint": "javascript:alert(1)"}, {"end_session_endpoint": "javascript:alert(1)"}),
+    "a header": ({"end_session_endpoint": "https://a.example.com/\r\nset-cookie: a=b"},),
+    "user information": ({"authorization_endpoint": "https://user:password@login.example.com/"},),
+    "a fragment": ({"authorization_endpoint": "https://login.example.com/#fragment"},),
+    "no host": ({"token_endpoint": "https:///token"}, {"token_endpoint": "https://[broken/"}),
+    "a list": ({"token_endpoint": ["https://login.example.com/token"]},),
+}
+
+
+@pytest.mark.parametrize("attack", HOSTILE)
+def test_hostile_metadata_is_refused(attack: str) -> None:
+    for more in HOSTILE[attack]:
+        with pytest.raises(SignInError, match="unusable response") as refused:
+            metadata(**more)
+        assert refused.value.status == 502 and "\n" not in refused.value.detail
 
 
 @given(st.binary(max_size=200))
