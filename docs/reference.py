@@ -22,7 +22,12 @@ from upstream.balancing.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 BEGIN, END = "<!-- begin: made by docs/reference.py -->", "<!-- end -->"
-_LISTS = {"text": "list of texts", "whole number, at least 0": "list of whole numbers", "list of whole numbers": "list of lists of numbers"}
+_LISTS = {
+    "text": "list of texts",
+    "share, e.g. `5%`": "list of shares, e.g. `5%`",
+    "whole number, at least 0": "list of whole numbers",
+    "list of whole numbers": "list of lists of numbers",
+}
 _UNITS = {"KiB": "size, e.g. `20MiB`", "ms": "duration, e.g. `30s`"}
 
 

@@ -39,6 +39,7 @@ ORDER = (
     "gateway.usage",
     "gateway.sign_in",
     "gateway.self_service",
+    "gateway.notices",
     "gateway.client",
     "gateway.proxy",
     "gateway.worker",

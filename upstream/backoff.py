@@ -17,11 +17,14 @@ def doubled(first: float, longest: float, failures: int) -> float:
 
 
 class Backoff:
-    """The pauses of one task, in seconds. ``spread``: the share by which a pause is varied, in both directions."""
+    """The pauses of one task, in seconds.
 
-    def __init__(self, first: float, longest: float, spread: float = 0.2) -> None:
+    ``spread``: the share by which a pause is varied, in both directions. ``failures``: how many in a row there were already.
+    """
+
+    def __init__(self, first: float, longest: float, spread: float = 0.2, failures: int = 0) -> None:
         self._first, self._longest, self._spread = first, longest, spread
-        self._failures = 0
+        self._failures = failures
 
     def next_pause(self) -> float:
         """Return the pause after one more failure."""

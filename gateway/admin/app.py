@@ -24,7 +24,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
-from gateway.admin import engine_metrics, key_routes, month_routes, openapi, people_routes, sign_in_links, status_page
+from gateway.admin import (
+    engine_metrics,
+    key_routes,
+    month_routes,
+    notice_routes,
+    openapi,
+    people_routes,
+    raise_routes,
+    sign_in_links,
+    status_page,
+)
 from gateway.admin.audited import AuditedHandlers, Handler, entry_of, log_operation
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
@@ -40,6 +50,7 @@ from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 from gateway.usage.errors import QueryError
 
 if TYPE_CHECKING:
+    from gateway.notices.service import Notices
     from gateway.sign_in.service import SignIn
     from gateway.store.service import Store
 
@@ -128,17 +139,25 @@ def registry(overview: Overview) -> CollectorRegistry:
 
 
 def application(
-    overview: Overview, operations: Operations, audit: Audit, store: Store | None = None, sign_in: SignIn | None = None
+    overview: Overview,
+    operations: Operations,
+    audit: Audit,
+    raises: raise_routes.RaiseStorage,
+    store: Store | None = None,
+    sign_in: SignIn | None = None,
+    notices: Notices | None = None,
 ) -> Starlette:
     """Return the ASGI application of the admin port and the admin socket. Requests have a ``requester`` in their state.
 
-    ``store`` and ``sign_in``: None if they are not configured.
+    ``store``, ``sign_in`` and ``notices``: None if they are not configured.
     """
     audited = AuditedHandlers(audit)
     links = {sign_in_links.PATH: audited.recorded(sign_in_links.handler(sign_in))}
-    handlers = _handlers(overview) | _operation_handlers(overview, operations, audited) | links
+    of_notices = notice_routes.handlers(notices, audited)
+    handlers = _handlers(overview) | _operation_handlers(overview, operations, audited) | links | of_notices
     handlers |= month_routes.handlers(overview.months, audited)
-    by_method = key_routes.handlers(store, overview, audited) | people_routes.handlers(sign_in)
+    by_method = key_routes.handlers(store, overview, audited, raises) | people_routes.handlers(sign_in)
+    by_method |= raise_routes.handlers(raises, audited)
 
     def handler(route: openapi.Described) -> Handler:
         if route.path not in by_method:

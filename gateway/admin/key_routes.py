@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.access.actor import Actor
 from gateway.access.permissions import MANAGE_TEAM, VIEW_TEAM, Permission, may_manage
 from gateway.admin.audited import AuditedHandlers, Handler, error_response, log_operation
+from gateway.admin.raise_routes import RaiseStorage
 from gateway.audit.entry import AuditUnavailableError
 from gateway.config.quantities import parse_duration
 from gateway.key_management.key_list import LastUse
@@ -57,9 +58,9 @@ class Usage(Protocol):
         """Return when keys were last used, or why that is unknown."""
 
 
-def handlers(store: Store | None, usage: Usage, audit: AuditedHandlers) -> dict[str, Mapping[str, Handler]]:
+def handlers(store: Store | None, usage: Usage, audit: AuditedHandlers, raises: RaiseStorage) -> dict[str, Mapping[str, Handler]]:
     """Return the handlers by path and method. ``store`` is None if none is configured."""
-    keys, teams = _Keys(store, usage, audit), _Teams(store, audit)
+    keys, teams = _Keys(store, usage, audit, raises), _Teams(store, audit, raises)
     return {
         KEYS: {"GET": _guarded(keys.list), "POST": _guarded(keys.create)},
         f"{KEYS}/import": {"POST": _guarded(keys.take_over)},
@@ -102,9 +103,10 @@ class _Entries:
 
     kind: Kind
 
-    def __init__(self, store: Store | None, audit: AuditedHandlers) -> None:
+    def __init__(self, store: Store | None, audit: AuditedHandlers, raises: RaiseStorage) -> None:
         self._configured = store
         self._audit = audit
+        self._raises = raises
 
     @property
     def _store(self) -> Store:
@@ -129,6 +131,11 @@ class _Entries:
             raise RefusedChangeError(Reason.NOT_FOUND, f"there is no {self.kind} {identity} in the store")
         return row
 
+    def _raised(self, identity: str) -> dict[str, Any]:
+        """Return the limits that are raised for a time, empty without any."""
+        raises = self._raises.of((self.kind, identity))
+        return {"raises": [each.document() for each in raises]} if raises else {}
+
     async def _change(
         self,
         request: Request,
@@ -147,8 +154,8 @@ class _Entries:
 class _Keys(_Entries):
     kind = "key"
 
-    def __init__(self, store: Store | None, usage: Usage, audit: AuditedHandlers) -> None:
-        super().__init__(store, audit)
+    def __init__(self, store: Store | None, usage: Usage, audit: AuditedHandlers, raises: RaiseStorage) -> None:
+        super().__init__(store, audit, raises)
         self._usage = usage
 
     async def list(self, request: Request) -> Response:
@@ -223,7 +230,8 @@ class _Keys(_Entries):
 
     async def _shown(self, stored: StoredKey) -> Response:
         use = await self._usage.last_use([stored.key.id])
-        return _json(key_document(stored, use.times.get(stored.key.id), datetime.now(UTC)), version=stored.version)
+        shown = key_document(stored, use.times.get(stored.key.id), datetime.now(UTC))
+        return _json(shown | self._raised(stored.key.id), version=stored.version)
 
     async def _with_secret(self, stored: StoredKey, secret: str | None, status: int, *, is_repeated: bool) -> Response:
         shown = key_document(stored, None, datetime.now(UTC)) | {"secret": secret}
@@ -247,7 +255,7 @@ class _Teams(_Entries):
         if not may_manage(_actor(request), VIEW_TEAM, request.path_params["id"]):
             raise RefusedChangeError(Reason.NOT_FOUND, f"there is no team {request.path_params['id']} in the store")
         stored = stored_team(await self._row(request))
-        return _json(team_document(stored), version=stored.version)
+        return _json(team_document(stored) | self._raised(stored.team.id), version=stored.version)
 
     async def change(self, request: Request) -> Response:
         identity, version, (patch, _) = request.path_params["id"], _version(request), await _sent(request)

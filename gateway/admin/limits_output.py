@@ -47,7 +47,8 @@ def as_table(rows: Rows, console: Console) -> None:
     for row in rows:
         share = Bar(float(row["amount"]), 0, float(row["used"]), width=_BAR) if row["used"] is not None else Text("")
         reset = "-" if row["reset_seconds"] is None else duration(float(row["reset_seconds"]))
-        texts = (row["holder"], " ".join(row["models"] or ()) or "all", f"{row['limit']}{' (soft)' if row['soft'] else ''}")
+        mark = f" (raised until {row['raised_until']})" if "raised_until" in row else " (soft)" if row["soft"] else ""
+        texts = (row["holder"], " ".join(row["models"] or ()) or "all", f"{row['limit']}{mark}")
         table.add_row(*map(Text, texts), _number(row["used"]), _number(row["amount"]), _number(row["remaining"]), reset, share)
     console.print(table)
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from gateway import __version__
 from gateway.access.actor import Role
 from gateway.access.permissions import OPEN, PERMISSIONS, Permission
-from gateway.admin import key_routes, month_routes, people_routes, sign_in_links
+from gateway.admin import key_routes, month_routes, notice_routes, people_routes, raise_routes, sign_in_links
 from gateway.admin.guard import READING, TWICE
 from gateway.config import Key, Team
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
@@ -28,6 +28,7 @@ _FORBIDDEN = "no token is configured, the request is from a web page, or the cli
 _ROLE = "the client's role does not permit it"
 _BEGUN = "`stop` is complete, the other operations are in progress and known to the workers; the model's entry of /status"
 _NO_LEDGER_DATABASE = "the ledger's database does not respond"
+_NO_NOTICES = "no notices are configured, or none of this name"
 TEXT, METRICS, JSON, HTML = "text/plain", "text/plain; version=0.0.4", "application/json", "text/html"
 
 
@@ -184,6 +185,19 @@ ROUTES_OF_GATEWAY = (
         },
         method="DELETE",
     ),
+    Described(
+        notice_routes.NOTICES,
+        "The last notices, the newest first, with the state of their delivery: `waiting`, `sent`, or `failed`, which is not tried again.",
+        {200: "up to `limit` (100) notices", 400: "an invalid limit", 404: _NO_NOTICES, 503: "their database does not respond"},
+        queries=("limit",),
+    ),
+    Described(
+        notice_routes.TEST,
+        "Send a test notice to the receiver of the notices `name`, or to all receivers.",
+        {200: "what came of it for each receiver: whether it accepted the notice, and the start of its reply", 404: _NO_NOTICES},
+        method="POST",
+        queries=("name",),
+    ),
     Described("/reload", "Read the configuration again.", {200: "the result", 409: "refused; the text explains why"}, method="POST"),
     Described(
         "/drain",
@@ -281,7 +295,33 @@ KEY_ROUTES = (
     _change(_TEAM, "DELETE", "Delete a team without keys.", {204: "it is deleted"} | _VERSIONED, _IF_MATCH),
 )  # fmt: skip
 
-ROUTES = (*ROUTES_OF_GATEWAY, *KEY_ROUTES)
+_RAISES = "the raises in force: the limit, `to` which amount or factor it is raised, `until` when, and by whom"
+_OF_RAISE = {
+    "limit": "the limit, for example `tokens_per_day`",
+    "to": "a factor such as `2x`, or an amount",
+    "until": "the end: a time of day in UTC such as `18:00`, a time such as `2027-01-31T18:00:00Z`, or a duration such as `2h`",
+}
+_NOT_STORED = {503: "they cannot be stored; try again"}
+
+
+def _raise_routes(path: str, holder: str) -> tuple[Described, ...]:
+    unknown = {404: f"no such {holder}, or the limit is not raised"}
+    return (
+        Described(path, f"The limits of a {holder} that are raised for a time.", {200: _RAISES, 404: f"no such {holder}"}),
+        _change(
+            path, "POST", f"Raise a limit of a {holder} until a time. A former raise of this limit is replaced.",
+            {201: _RAISES, 400: _INVALID, 404: f"no such {holder}"} | _NOT_STORED, fields=_OF_RAISE,
+        ),
+        _change(
+            path, "DELETE", "End the raise of a `limit`, or of all limits.", {200: _RAISES} | unknown | _NOT_STORED, queries=("limit",)
+        ),
+    )  # fmt: skip
+
+
+RAISE_ROUTES = (*_raise_routes(raise_routes.KEY_RAISES, "key"), *_raise_routes(raise_routes.TEAM_RAISES, "team"))
+
+ROUTES = (*ROUTES_OF_GATEWAY, *RAISE_ROUTES, *KEY_ROUTES)
+"""In this order: the path of a key matches that of its raises too."""
 
 _CHOICES = {"operation": list(OPERATIONS), "server_operation": list(SERVER_OPERATIONS), "key_operation": list(key_routes.OPERATIONS)}
 

@@ -526,6 +526,7 @@ def commands() -> dict[str, Callable[..., int]]:
         "list": show,
         "show": show_one,
         "delete": delete,
+        **store_commands.raise_commands(store_commands.KEYS),
         "import": take_over,
         "hash": hash_of_key,
         "verify": verify,
@@ -540,6 +541,7 @@ def team_commands() -> dict[str, Callable[..., int]]:
         "list": store_commands.list_teams,
         "show": store_commands.show_team,
         "delete": store_commands.delete_team,
+        **store_commands.raise_commands(store_commands.TEAMS),
     }
 
 

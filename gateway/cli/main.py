@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperCommand
 
 from gateway import __version__
-from gateway.cli import audit_commands, keys_commands, people_commands, record_commands, usage_commands
+from gateway.cli import audit_commands, keys_commands, notices_commands, people_commands, record_commands, usage_commands
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
 from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, print_problem, say_error
@@ -90,6 +90,7 @@ def application(*, with_keys: bool) -> typer.Typer:
         "people": ("List the people who have signed in, and sign them out.", people_commands.commands, True),
         "audit": ("List and verify the audit log.", audit_commands.commands, True),
         "record": ("Show recorded requests.", record_commands.commands, True),
+        "notices": ("List notices, and test their receivers.", notices_commands.commands, True),
     }
     for group, (text, commands, shown) in groups.items():
         made = typer.Typer(help=text, rich_markup_mode=None)

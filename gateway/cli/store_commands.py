@@ -149,6 +149,73 @@ def _path(path: str, identity: str) -> str:
     return f"{path}/{quote(identity, safe='')}"
 
 
+# Raises
+
+Limit = Annotated[str, typer.Argument(metavar="LIMIT", help="The limit, e.g. tokens_per_day.")]
+To = Annotated[str, typer.Argument(metavar="TO", help="A factor such as 2x, or an amount.")]
+Until = Annotated[
+    str, typer.Option(metavar="WHEN", help="The end: a time of day in UTC such as 18:00, a time such as 2027-01-31T18:00:00Z, or e.g. 2h.")
+]
+OneLimit = Annotated[str | None, typer.Option("--limit", metavar="LIMIT", help="Only this limit; default: all.", show_default=False)]
+Entry = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key or team.")]
+
+
+def raise_commands(path: str) -> dict[str, Callable[..., int]]:
+    """Return the commands for raises of keys or of teams, by name."""
+
+    def add(
+        id: Entry,
+        limit: Limit,
+        to: To,
+        until: Until,
+        file: ConfigArgument = None,
+        config: ConfigOption = None,
+        admin: AdminUrl = None,
+        token_file: TokenFile = None,
+    ) -> int:
+        """Raise a limit until a time, also of a key or team in the files. It ends by itself."""
+
+        def act(gateway: AdminClient) -> None:
+            made = gateway.send("POST", f"{_path(path, id)}/raises", {"limit": limit, "to": to, "until": until})
+            typer.echo(_raised(id, next(each for each in made["raises"] if each["limit"] == limit)))
+
+        return call_gateway(Where(config_file(file, config), admin, token_file), act)
+
+    def end(
+        id: Entry,
+        limit: OneLimit = None,
+        file: ConfigArgument = None,
+        config: ConfigOption = None,
+        admin: AdminUrl = None,
+        token_file: TokenFile = None,
+    ) -> int:
+        """End raises before their time."""
+
+        def act(gateway: AdminClient) -> None:
+            query = "" if limit is None else f"?limit={quote(limit, safe='')}"
+            gateway.send("DELETE", f"{_path(path, id)}/raises{query}")
+            typer.echo(f"{id}: {limit or 'all limits'} as configured again")
+
+        return call_gateway(Where(config_file(file, config), admin, token_file), act)
+
+    def show(
+        id: Entry, file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None
+    ) -> int:
+        """Print the limits that are raised at the moment."""
+
+        def act(gateway: AdminClient) -> None:
+            for each in gateway.send("GET", f"{_path(path, id)}/raises")["raises"]:
+                typer.echo(f"{_raised(id, each)}, by {each['by']}")
+
+        return call_gateway(Where(config_file(file, config), admin, token_file), act)
+
+    return {"raise": add, "end-raise": end, "raises": show}
+
+
+def _raised(identity: str, one: Mapping[str, Any]) -> str:
+    return f"{identity}: {one['limit']} is raised to {one['to']} until {one['until']}"
+
+
 # Teams
 
 

@@ -19,6 +19,7 @@ from gateway.config.models import (
     Limits,
     Model,
     ModelLimits,
+    NoticeRule,
     PerUser,
     PrefixCacheIsolation,
     Price,
@@ -29,6 +30,7 @@ from gateway.config.models import (
     ServerSection,
     SignIn,
     SignInIssuer,
+    Smtp,
     Team,
     plain_variables,
 )
@@ -36,9 +38,8 @@ from gateway.config.problems import ConfigurationError, Note, Problem
 
 __all__ = [
     "Config", "ConfigurationError", "Discover", "Jwt", "Key", "Launch", "Ledger", "Limits", "Model", "ModelLimits", "Note",
-    "PerUser", "PrefixCacheIsolation", "Price", "Problem", "Queue", "Record", "SelfService", "Server", "ServerSection", "SignIn",
-    "SignInIssuer", "Team",
-    "drafted", "load", "plain_variables", "schema",
+    "NoticeRule", "PerUser", "PrefixCacheIsolation", "Price", "Problem", "Queue", "Record", "SelfService", "Server", "ServerSection",
+    "SignIn", "SignInIssuer", "Smtp", "Team", "drafted", "load", "plain_variables", "schema",
 ]  # fmt: skip
 
 

@@ -25,6 +25,7 @@ NEEDS_RESTART: Mapping[str, Callable[[object, object], bool]] = MappingProxyType
         **dict.fromkeys(("server.tls", "server.admin.tls"), _is_switched),  # changed certificates are read again
         **dict.fromkeys(("server.admin.host", "server.admin.port", "ledger", "store", "audit"), ne),
         "sign_in": _is_switched,  # its routes are made at the start, its settings are read for each sign-in
+        "notices": lambda before, after: bool(before) != bool(after),  # their database is opened at the start
     }
 )
 """Settings that take effect only at the start (ports, number of processes, what these inherit), and whether two values differ."""

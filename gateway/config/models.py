@@ -12,7 +12,7 @@ from dataclasses import asdict, fields
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -22,6 +22,7 @@ from pydantic import (
     SecretStr,
     Strict,
     ValidationInfo,
+    WithJsonSchema,
     create_model,
     field_serializer,
     field_validator,
@@ -29,7 +30,7 @@ from pydantic import (
 )
 
 from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Window, duration_text, parse_duration, parse_size
-from gateway.config.secret import OF_LEDGER, KeyStore, LedgerStore, LimitsStore, Secret, key_store, ledger_store, surroundings
+from gateway.config.secret import OF_LEDGER, KeyStore, LedgerStore, LimitsStore, Secret, Webhook, key_store, ledger_store, surroundings
 from gateway.config.section import Section, declared, section_of, setting
 from gateway.config.values import (
     AdminRole,
@@ -47,6 +48,8 @@ from gateway.config.values import (
     KeySet,
     ListenHost,
     LogPart,
+    MailAddress,
+    MailAddresses,
     MediaHost,
     Mount,
     Name,
@@ -817,6 +820,72 @@ class SignIn(Section):
         return self
 
 
+HolderKind = Literal["team", "key"]
+_HOLDER_KIND: dict[str, Any] = {"enum": list(get_args(HolderKind))}
+HolderKinds = Annotated[
+    tuple[HolderKind, ...],
+    Field(min_length=1),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    WithJsonSchema({"oneOf": [_HOLDER_KIND, {"type": "array", "items": _HOLDER_KIND, "minItems": 1}]}),
+]
+"""A kind of holders of limits, or a list of them."""
+
+
+class Mail(Section):
+    """The recipients of a notice."""
+
+    to: MailAddresses = Field(description="address, or a list of addresses")
+
+
+MIN_NOTICE_SECRET = 16
+
+
+class NoticeRule(Section):
+    """A receiver of notices about budgets that are nearly used and keys that expire: a webhook or mail."""
+
+    name: Name = Field(description="name in commands and metrics, and part of each notice's ID")
+    webhook: Webhook | None = setting("URL to which notices are sent")
+    secret: Secret | None = setting("secret of the webhook's signatures, at least 16 characters; default: notices are not signed")
+    mail: Mail | None = setting("mail instead of a webhook; requires `smtp`")
+    at: Annotated[tuple[Share, ...], Field(min_length=1)] = setting(
+        "used shares of a budget that are announced", (0.8, 1.0), json_schema_extra={"default": ["80%", "100%"]}
+    )
+    holders: HolderKinds = setting(
+        "holders that are watched, `team`, `key`, or a list of them; with `key`, keys are also announced 7 days before they expire",
+        ("team", "key"),
+        alias="for",
+    )
+
+    @model_validator(mode="after")
+    def _has_one_receiver(self) -> NoticeRule:
+        if (self.webhook is None) == (self.mail is None):
+            raise ValueError("set either webhook or mail")
+        if self.secret is not None and self.webhook is None:
+            raise ValueError("secret signs the requests of a webhook; mail has none")
+        if self.secret is not None and len(self.secret.get_secret_value()) < MIN_NOTICE_SECRET:
+            raise ValueError(f"secret has fewer than {MIN_NOTICE_SECRET} characters; create one with `openssl rand -hex 32`")
+        return self
+
+
+class Smtp(Section):
+    """The mail server for notices."""
+
+    host: Name = Field(description="host name or address of the server")
+    port: Annotated[int, Strict(), Field(ge=1, le=65535)] = setting("port of the server", 587)
+    tls: Literal["starttls", "always", "never"] = setting("TLS: `starttls`, `always` (usually port 465), or `never`", "starttls")
+    sender: MailAddress = Field(description="address of the sender", alias="from")
+    user: Text | None = setting("user; default: no authentication")
+    password: Secret | None = setting("password of the user")
+
+    @model_validator(mode="after")
+    def _protects_the_password(self) -> Smtp:
+        if (self.user is None) != (self.password is None):
+            raise ValueError("set both user and password, or neither")
+        if self.password is not None and self.tls == "never":
+            raise ValueError("a password is sent only with TLS; set tls to starttls or always")
+        return self
+
+
 class KeysFile(Section):
     """A file with keys only, e.g. a mounted Secret."""
 
@@ -850,6 +919,8 @@ class Config(Section):
     sign_in: SignIn | None = setting("people who sign in; default: none")
     log: Log = setting("the log", Log())
     tracing: Tracing | None = setting("export of traces")
+    notices: tuple[NoticeRule, ...] = setting("receivers of notices about budgets and keys that expire", ())
+    smtp: Smtp | None = setting("mail server for notices; default: none")
 
     @property
     def served_models(self) -> tuple[Model, ...]:

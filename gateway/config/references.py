@@ -622,6 +622,15 @@ def _audit_location(draft: Draft) -> Iterator[Problem]:
         yield audit.problem("set audit.file, or store or ledger for its table")
 
 
+def _notices(draft: Draft) -> Iterator[Problem]:
+    """Check that the names of notices differ, and that mail has a server."""
+    rules = list(draft.top.each("notices"))
+    yield from _repeated((rule.get("name") for rule in rules), "notice")
+    if draft.top.get("smtp").value is None:
+        mails = (rule.get("mail") for rule in rules)
+        yield from (mail.problem("mail requires a mail server; set smtp") for mail in mails if mail.value is not None)
+
+
 def _limited_models(draft: Draft) -> Iterator[Problem]:
     yield from _patterns(draft, draft.limits, draft.owners.keys() - draft.split_names)
 
@@ -717,6 +726,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _admin_tokens,
     _open_admin_port,
     _audit_location,
+    _notices,
     _limited_models,
     _recorded_models,
     _empty_limits,

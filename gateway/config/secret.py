@@ -116,6 +116,14 @@ def _store_url(schemes: tuple[str, ...], example: str, understands: Callable[[st
     return check
 
 
+def _has_host(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is no number up to 65535
+        return False
+
+
 def _scheme_and_password(url: str) -> tuple[str, str | None]:
     try:
         parts = urlsplit(url)
@@ -175,6 +183,22 @@ def key_store(value: object, info: ValidationInfo) -> SecretStr:
 
 LedgerStore = Annotated[SecretStr, PlainValidator(ledger_store), _url_schema("^(sqlite|postgresql):", _SQLITE)]
 """The ledger's database. A URL with a password must be a reference to a secret."""
+
+
+def _webhook(value: object, info: ValidationInfo) -> SecretStr:
+    secret = SecretStr(value) if isinstance(value, str) else resolve(value, info)
+    text = secret.get_secret_value()
+    scheme, password = _scheme_and_password(text)
+    if scheme not in ("http", "https") or not _has_host(text) or not text.isascii() or " " in text:
+        raise ValueError(f"expected a URL such as {_WEBHOOK}")
+    if password and isinstance(value, str):
+        raise ValueError(f"passwords must not be in this file: {_HOW} for the whole URL")
+    return secret
+
+
+_WEBHOOK = "https://hooks.example.com/gateway"
+Webhook = Annotated[SecretStr, PlainValidator(_webhook), _url_schema("^https?:", _WEBHOOK)]
+"""The URL of a webhook. It is treated as a secret: with many chat systems, the URL alone permits to post."""
 
 KeyStore = Annotated[SecretStr, PlainValidator(key_store), _url_schema("^(ledger$|sqlite:|postgresql:)", OF_LEDGER)]
 """The database of keys and teams that are made at run time. A URL with a password must be a reference to a secret."""

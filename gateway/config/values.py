@@ -66,6 +66,7 @@ _RENAMED_PARTS = {"relay": "worker"}
 
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
 _ISSUER_ID_PATTERN = r"^[a-z0-9][a-z0-9_-]{0,39}$"
+_MAIL_PATTERN = r"^[A-Za-z0-9.!#$%&'*+/=?^_`{|}~-]{1,64}@[A-Za-z0-9.-]{1,253}$"  # the ASCII addresses of HTML's input element
 _OPTION_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 
 
@@ -124,6 +125,12 @@ def _header_name(value: str) -> str:
     if value.lower() in _CREDENTIALS:
         raise ValueError("this header carries credentials, which the ledger must not store")
     return value.lower()
+
+
+def _mail_address(value: str) -> str:
+    if not re.fullmatch(_MAIL_PATTERN, value):
+        raise ValueError("expected a mail address such as ops@example.com, without a display name")
+    return value
 
 
 def _media_host(value: str) -> str:
@@ -430,6 +437,11 @@ Origin = Annotated[str, Strict(), AfterValidator(_origin)]
 BrowserUrl = Annotated[str, Strict(), AfterValidator(_browser_url)]
 """The address of a port in browsers, without a path."""
 IssuerId = Annotated[str, Strict(), AfterValidator(_issuer_id), Field(json_schema_extra={"pattern": _ISSUER_ID_PATTERN})]
+MailAddress = Annotated[str, Strict(), AfterValidator(_mail_address), Field(json_schema_extra={"pattern": _MAIL_PATTERN})]
+MailAddresses = Annotated[
+    tuple[MailAddress, ...], Field(min_length=1, max_length=50), BeforeValidator(_one_text_or_many), WithJsonSchema(_TEXTS_SCHEMA)
+]
+"""A mail address, or a list of them."""
 MediaHost = Annotated[str, Strict(), AfterValidator(_media_host)]
 Mount = Annotated[str, Strict(), AfterValidator(_mount), Field(json_schema_extra={"pattern": _MOUNT_PATTERN})]
 _INSTANT_SCHEMA: dict[str, Any] = {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}-[0-9]{2}", "examples": ["2027-01-01"]}

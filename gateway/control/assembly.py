@@ -23,6 +23,7 @@ from gateway.control.control import Control
 from gateway.control.ledger_queries import KeyUsage
 from gateway.control.page_responses import PageResponses
 from gateway.control.publisher import FirstResults, Publisher
+from gateway.control.raises import Raises
 from gateway.control.readiness import Readiness
 from gateway.control.reload import Reloader, ReloadHistory
 from gateway.control.startup_messages import Announcer
@@ -116,7 +117,8 @@ async def assembled(
         workers = await stack.enter_async_context(aclosing(WorkerSupervisor(data, config.server.workers, worker_events, ledger)))
         budgets = await stack.enter_async_context(aclosing(BudgetRestorer(ledger, reader, workers.buckets, started)))
         counts = await stack.enter_async_context(aclosing(StoreCounts(lambda: workers.snapshot, ledger, reader)))
-        keys = await _key_store(stored, config, workers, lambda: control.publisher, stack)
+        raises = Raises()
+        keys = await _key_store(stored, config, workers, raises, lambda: control, stack)
 
         async def before_start(snapshot: Snapshot) -> None:
             await budgets.start(snapshot if keys is None else replace(snapshot, keys=(*snapshot.keys, *keys.keys_with_budgets())))
@@ -130,7 +132,7 @@ async def assembled(
         publisher = Publisher(observer, workers, first_results, started)
         fleet = Fleet(config, launcher, publisher, workers, observer.undiscovered, announcer.action_started)
         observer.launched_out_of_rotation = fleet.out_of_rotation
-        publisher.expected = fleet.expected_to_publish
+        publisher.expected, publisher.raised = fleet.expected_to_publish, raises.snapshot
         monitor = Monitor(observer, workers, discovery, key_sets, events, ledger, audit, keys)
         control = Control(
             started=started,
@@ -149,6 +151,7 @@ async def assembled(
             store_counts=counts,
             readiness=Readiness(observer, workers, fleet, monitor, history, first_results),
             history=history,
+            raises=raises,
             key_store=keys,
         )
         engine = ledger.engine if ledger is not None else stored[0].engine if stored is not None else None
@@ -169,7 +172,8 @@ async def _key_store(
     stored: tuple[KeyDatabase, LocalCopy] | None,
     config: Config,
     workers: WorkerSupervisor,
-    publisher: Callable[[], Publisher],
+    raises: Raises,
+    control: Callable[[], Control],
     stack: AsyncExitStack,
 ) -> KeyStore | None:
     """Compose what follows the store, None without one."""
@@ -178,8 +182,9 @@ async def _key_store(
     from gateway.control.key_store import key_store  # it loads SQLAlchemy
 
     async def applied() -> None:
-        await workers.wait_applied(publisher().publish_health())  # a worker applies messages in their order
+        await workers.wait_applied(control().publisher.publish_health())  # a worker applies messages in their order
 
-    keys = await stack.enter_async_context(key_store(*stored, config, workers.send, applied))
+    following = key_store(*stored, config, workers.send, applied, raises, lambda: control().raises_changed())
+    keys = await stack.enter_async_context(following)
     workers.stored_keys = keys.messages
     return keys

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from gateway.config import Config
 from gateway.control.budgets import BudgetRestorer
 from gateway.control.publisher import Publisher
+from gateway.control.raises import Raises
 from gateway.control.readiness import Readiness
 from gateway.control.reload import ReloadHistory
 from gateway.control.startup_messages import Announcer
@@ -40,6 +41,7 @@ from upstream.vllm.health import ServerHealth
 
 if TYPE_CHECKING:
     from gateway.control.key_store import KeyStore
+    from gateway.notices.service import Notices
     from gateway.sign_in.service import SignIn
 
 _STOP_MARGIN = 30.0  # seconds for the parts of a stop that have no separate timeout
@@ -70,10 +72,13 @@ class Control:
     store_counts: StoreCounts
     readiness: Readiness
     history: ReloadHistory
+    raises: Raises
     key_store: KeyStore | None = None
     launch_counts: LaunchCounts = field(default_factory=LaunchCounts)
     sign_in: SignIn | None = None
     """The sign-in of people, if it is configured."""
+    notices: Notices | None = None
+    """The notices, if any are configured."""
     after_drain: Callable[[], Awaitable[None]] | None = None
     """Runs when all requests have finished, before the launched servers are stopped."""
     _is_draining: bool = False
@@ -243,6 +248,11 @@ class Control:
     def key_set_changed(self) -> None:
         """Handle an issuer whose JWKS changed, or whose first fetch finished."""
         self._changed.set()
+        if self._is_serving:
+            self.publisher.publish_snapshot()
+
+    def raises_changed(self) -> None:
+        """Handle raises of limits that were made or have ended."""
         if self._is_serving:
             self.publisher.publish_snapshot()
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import msgspec
 
 from gateway.config import Config, Problem, Team
+from gateway.control.raises import Holder, Raises
 from gateway.fleet.stored_keys import KeyEncoder
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.link import StoredKeys
@@ -45,7 +46,11 @@ T = TypeVar("T")
 
 
 class KeyStore:
-    """Follows the store's database. ``send`` sends a message to every worker. ``applied`` waits until the workers have applied it."""
+    """Follows the store's database.
+
+    ``send`` sends a message to every worker, and ``applied`` waits until the workers have applied it. ``raises`` are those in force, and
+    ``raises_changed`` is called when others are stored.
+    """
 
     def __init__(
         self,
@@ -54,6 +59,8 @@ class KeyStore:
         config: Config,
         send: Callable[[StoredKeys], None],
         applied: Callable[[], Awaitable[None]],
+        raises: Raises,
+        raises_changed: Callable[[], None],
     ) -> None:
         assert config.store is not None, "there is no store"
         self._database = database
@@ -62,6 +69,8 @@ class KeyStore:
         self._max_age = config.store.max_age
         self._send = send
         self._applied = applied
+        self._raises = raises
+        self._raises_changed = raises_changed
         self._state = StoreState(config, KeyEncoder)
         self._encoded: dict[str, bytes] = {}
         self._budgeted: dict[str, tuple[str, ...]] = {}  # the names of holders with budgets, by the ID of a key
@@ -151,23 +160,31 @@ class KeyStore:
         with collector_paused():  # the result stays in memory
             effect = await run_in_thread(lambda: state.apply(changes), _LOAD_TIMEOUT)
         self._state, self._is_unknown = state, False
+        self._learn_raises()
         self._use(effect)
         if config is not self._config:
             self._use(state.use_config(self._config))
 
     async def _apply(self, changes: Changes) -> None:
-        self._use(self._state.apply(changes))
+        effect = self._state.apply(changes)
+        self._learn_raises()
+        self._use(effect)
+
+    def _learn_raises(self) -> None:
+        if self._raises.learn(self._state.raises):
+            self._raises_changed()
 
     def _use(self, effect: Effect) -> None:
         """Send what has changed to the workers. New workers get it from ``messages``."""
+        changed = self._raises.encoded(effect.changed)
         if effect.is_reset:
-            self._encoded, self._budgeted = dict(effect.changed), {}
+            self._encoded, self._budgeted = dict(changed), {}
             messages = self.messages()
         else:
             for identity in effect.removed:
                 self._encoded.pop(identity, None)
-            self._encoded.update(effect.changed)
-            messages = _messages(effect.changed, tuple(effect.removed), is_reset=False)
+            self._encoded.update(changed)
+            messages = _messages(changed, tuple(effect.removed), is_reset=False)
         for message in messages:
             self._send(message)
         for identity in (*effect.removed, *effect.changed):
@@ -201,14 +218,24 @@ class KeyStore:
         if not self._is_unknown:
             self._use(self._state.use_config(config))
 
+    def encode_again(self, holders: Iterable[Holder]) -> None:
+        """Send the keys of some keys and teams, after their raises have ended."""
+        ids = (each for kind, name in holders for each in ([name] if kind == "key" else self._state.keys_of_team(name)))
+        self._use(self._state.again(each for each in ids if each in self._encoded))
+
     def conflicts(self, config: Config, file: str) -> list[Problem]:
         """Return what of a configuration is in the store as well."""
         return [Problem(file, 0, "", sentence) for _, sentence in self._state.conflicts(config)]
 
+    @property
+    def encoded(self) -> Mapping[str, bytes]:
+        """The keys that are served, by ID. A key that did not change is the same object as before."""
+        return self._encoded
+
     def key(self, identity: str) -> Key | None:
         """Return a key that is served, or None."""
         found = self._encoded.get(identity)
-        return None if found is None else _decode(found)
+        return None if found is None else decoded_key(found)
 
     def team(self, identity: str) -> Team | None:
         """Return a team of the configuration or of the store, or None."""
@@ -221,7 +248,7 @@ class KeyStore:
 
     def keys_with_budgets(self) -> Iterator[Key]:
         """Yield the served keys that have a budget, or whose team has one."""
-        return (_decode(self._encoded[identity]) for identity in self._budgeted)
+        return (decoded_key(self._encoded[identity]) for identity in self._budgeted)
 
     def used_budgets(self, is_counted: Callable[[str], bool]) -> Iterator[Allowance]:
         """Yield the limits of each key and team with a budget whose use is counted. ``is_counted`` returns this for the name of a holder.
@@ -232,7 +259,7 @@ class KeyStore:
         for identity, holders in self._budgeted.items():
             if more := {holder for holder in holders if holder not in found and is_counted(holder)}:
                 found |= more
-                yield from (each for each in _decode(self._encoded[identity]).allowances if each.holder in more)
+                yield from (each for each in decoded_key(self._encoded[identity]).allowances if each.holder in more)
 
     def key_of_team(self, team: str) -> Key | None:
         """Return any key of a team that is served, or None."""
@@ -308,7 +335,8 @@ class _Limited(msgspec.Struct):
     allowances: list[dict[str, Any]] = []
 
 
-_decode = msgspec.msgpack.Decoder(Key).decode
+decoded_key = msgspec.msgpack.Decoder(Key).decode
+"""Returns a key of the store from its encoded form."""
 _decode_limits = msgspec.msgpack.Decoder(_Limited).decode
 _BUDGETS = frozenset({"budgets", "session", *(f"{kind}_per_{window}" for kind in ("tokens", "cost") for window in CALENDAR)})
 """The fields of ``Limits`` with budgets."""
@@ -321,9 +349,11 @@ async def key_store(
     config: Config,
     send: Callable[[StoredKeys], None],
     applied: Callable[[], Awaitable[None]],
+    raises: Raises,
+    raises_changed: Callable[[], None],
 ) -> AsyncIterator[KeyStore]:
     """Yield the store, which notices the changes of other gateways until the end of the block."""
-    store, loop = KeyStore(database, copy, config, send, applied), asyncio.get_running_loop()
+    store, loop = KeyStore(database, copy, config, send, applied, raises, raises_changed), asyncio.get_running_loop()
 
     def notify() -> None:
         with suppress(RuntimeError):  # the loop is closed

@@ -16,6 +16,7 @@ from gateway.fleet.snapshot_builder import build_snapshot
 from gateway.monitoring.discovery import discovered_models
 from gateway.monitoring.server_observer import ServerObserver
 from gateway.snapshot.link import Health
+from gateway.snapshot.snapshot import Snapshot
 from gateway.worker.supervisor import WorkerSupervisor
 from upstream.balancing.server import Condition
 
@@ -69,12 +70,14 @@ class Publisher:
         """The time at which each server entered its condition, in seconds since the epoch."""
         self.expected: Callable[[], Mapping[str, float]] = dict
         """Returns when each model that is down may be up."""
+        self.raised: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot
+        """Returns a snapshot with the raises of limits that are in force."""
 
     def publish_snapshot(self) -> int:
         """Send the workers a snapshot of the current servers. Returns the message's number for ``have_applied``."""
         self.version += 1
         snapshot = build_snapshot(self._observer.config, self._observer.observe(), self.version, int(self._started))
-        return self._published(self._workers.apply_snapshot(snapshot, self._health()))
+        return self._published(self._workers.apply_snapshot(self.raised(snapshot), self._health()))
 
     def publish_health(self) -> int:
         """Send the workers the current health of servers and models. Returns the message's number for ``have_applied``."""

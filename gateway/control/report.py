@@ -105,6 +105,8 @@ class GatewayReport:
             yield Series("limited_users", (owner,)), users
         if control.key_store is not None:
             yield from control.key_store.series()
+        if control.notices is not None:
+            yield from control.notices.series()
         yield Series("worker_restarts_total", ()), sum(worker.restarts for worker in control.workers.statuses)
         yield from process_series(control.workers.statuses)
         yield Series("build_info", (__version__, core())), 1
@@ -201,6 +203,7 @@ class GatewayReport:
             "ledger": None if self._ledger is None else self._ledger.status(),
             "store": None if control.key_store is None else control.key_store.status(),
             "budgets": control.budgets.as_json() or control.store_counts.as_json(),
+            "notices": None if control.notices is None else control.notices.status(),
             "issuers": control.key_sets.as_json(control.config),
             "workers": [
                 {

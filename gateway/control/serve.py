@@ -43,6 +43,7 @@ from gateway.control.assembly import Environment, assembled
 from gateway.control.control import Control, configure_logging
 from gateway.control.report import GatewayReport
 from gateway.control.startup_messages import Announcer
+from gateway.control.stored_raises import StoredRaises, raises_file
 from gateway.fleet.snapshot_builder import client_limits
 from gateway.monitoring.engine_loads import EngineLoads
 from gateway.monitoring.hung_engines import HungEngines
@@ -138,7 +139,18 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         progress_of_servers, served = control.workers.server_progress, control.observer.served
         hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)
         await stack.enter_async_context(_background(hung.run()))
-        shown = application(report, AdminOperations(control, reloader, stop_requests), audit, keys, control.sign_in)
+        if config.notices:
+            from gateway.control.notices import WatchedKeys, opened_notices  # it loads SQLAlchemy
+
+            watched = WatchedKeys(control)
+            control.notices = notices = stack.enter_context(opened_notices(lambda: control.config, watched, path, state_folder()))
+            for work in (notices.watch(), notices.deliver()):
+                await stack.enter_async_context(_background(work))
+        storage = StoredRaises(control, raises_file(path, state_folder()))
+        storage.load()
+        await stack.enter_async_context(_background(storage.run()))
+        operations = AdminOperations(control, reloader, stop_requests)
+        shown = application(report, operations, audit, storage, keys, control.sign_in, control.notices)
         guarded: ASGIApp = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit, control.sign_in)
         if control.sign_in is not None:
             from gateway.control.sign_in import before  # it loads SQLAlchemy

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
@@ -61,6 +61,14 @@ class StoreCounts:
             with suppress(StoreUnavailableError):
                 known = await read_counts(self._store, list(self._holders().values()))
         self.known = known
+
+    async def read(self, allowances: Iterable[Allowance]) -> Mapping[str, StoredCounts]:
+        """Return the counts of some holders, also of keys of the store, by the holder's name. Empty if the store does not respond."""
+        if self._store is None:
+            return {}
+        with suppress(StoreUnavailableError):
+            return await read_counts(self._store, [_holder(each) for each in allowances])
+        return {}
 
     def budgets(self) -> Iterator[tuple[str, BudgetState]]:
         """Yield each known budget of the configured keys and teams, with the name of its holder."""

@@ -7,12 +7,13 @@ counted here is None.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from gateway.limits.rules import RATES, Holder, bucket_state
 from gateway.limits.windows import BudgetState, ExceededLimit, session_window, windows_of
 from gateway.snapshot.money import json_number
-from gateway.snapshot.snapshot import Allowance, Limits
+from gateway.snapshot.snapshot import Allowance, Limits, Raised
 
 
 class HolderRates(NamedTuple):
@@ -53,10 +54,19 @@ class LimitState(NamedTuple):
     remaining: int | None = None
     reset: float | None = None
     soft: bool = False
+    raised: Raised | None = None
+    """The raise that is in force, of a limit that is raised for a time."""
 
     def document(self) -> dict[str, Any]:
         """Return the state as JSON, for an encoder of msgspec. A cost is a number with all of its digits."""
         is_cost = self.limit.startswith("cost")
+        raised: dict[str, Any] = {}
+        if self.raised is not None:
+            configured, until = self.raised.configured, datetime.fromtimestamp(self.raised.until, UTC)
+            raised = {
+                "configured": json_number(configured) if is_cost else configured,
+                "raised_until": until.isoformat().replace("+00:00", "Z"),
+            }
         amounts = {"amount": self.amount, "used": self.used, "remaining": self.remaining}
         return {
             "holder": self.holder,
@@ -65,6 +75,7 @@ class LimitState(NamedTuple):
             **{name: json_number(value) if is_cost and value is not None else value for name, value in amounts.items()},
             "reset_seconds": None if self.reset is None else round(self.reset, 3),
             "soft": self.soft,
+            **raised,
         }
 
 
@@ -72,6 +83,14 @@ def limit_states(
     allowance: Allowance, rates: HolderRates | None, budgets: Iterable[BudgetState] | None, now: float
 ) -> Iterator[LimitState]:
     """Yield the state of each limit of a holder. ``rates`` and ``budgets`` are None if they are unknown; ``now`` is monotonic."""
+    raised = {each.limit: each for each in allowance.limits.raised}
+    for state in _limit_states(allowance, rates, budgets, now):
+        yield state._replace(raised=raised[state.limit]) if state.limit in raised and not state.soft else state
+
+
+def _limit_states(
+    allowance: Allowance, rates: HolderRates | None, budgets: Iterable[BudgetState] | None, now: float
+) -> Iterator[LimitState]:
     limits, holder, models = allowance.limits, allowance.holder.partition(" for ")[0], allowance.models
     full_times = (None, None) if rates is None else (rates.requests_full, rates.tokens_full)
     for name, limit, full in zip(RATES, (limits.requests_per_minute, limits.tokens_per_minute), full_times, strict=False):

@@ -47,6 +47,15 @@ class Budget:
 
 
 @dataclass(frozen=True, slots=True)
+class Raised:
+    """A limit that is raised for a time: its name, its configured amount, and the end in seconds since the epoch."""
+
+    limit: str
+    configured: int
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
 class Limits:
     """The limits of a holder. None: unlimited. Costs are in whole nano-units. ``max_tokens`` limits one request."""
 
@@ -63,6 +72,8 @@ class Limits:
     budgets: tuple[Budget, ...] = ()
     session: Budget | None = None
     """The budget of each session of the holder."""
+    raised: tuple[Raised, ...] = ()
+    """The limits whose amounts above are raised at the moment."""
 
     request_seconds: float = field(init=False)
     """Seconds in which the per-minute limit refills one request. 0: no such limit."""

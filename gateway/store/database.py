@@ -26,7 +26,7 @@ from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import create_database_engine, migrate, reason
 from gateway.store.entries import Kind, Position, Row, hashes_and_team
 from gateway.store.errors import Reason, RefusedChangeError
-from gateway.store.schema import CHANGES, IDEMPOTENCY, KEY_HASHES, KEYS, TEAMS
+from gateway.store.schema import CHANGES, IDEMPOTENCY, KEY_HASHES, KEYS, RAISES, TEAMS
 
 CHANNEL = "gateway_key_changes"
 """The channel of NOTIFY."""
@@ -57,6 +57,10 @@ class Changed(NamedTuple):
     removed: Sequence[str] = ()
 
 
+Holder = tuple[Kind, str]
+"""The kind and the ID of a key or team, of the store or of the YAML."""
+
+
 class Changes(NamedTuple):
     """The changes up to a position. ``is_complete``: everything that exists, not only what changed."""
 
@@ -64,6 +68,8 @@ class Changes(NamedTuple):
     keys: Changed
     teams: Changed
     is_complete: bool = False
+    raises: Mapping[Holder, str] = {}
+    """The raises of limits as JSON, of each key or team that changed and has any."""
 
 
 class Transaction:
@@ -137,7 +143,19 @@ class Transaction:
         table = _TABLES[kind]
         self._log(kind, [identity])
         self._connection.execute(delete(table).where(table.c.id == identity))
+        self._connection.execute(delete(RAISES).where(RAISES.c.kind == kind, RAISES.c.id == identity))
         self._forget_hashes(kind, identity)
+
+    def raises(self, kind: Kind, identity: str) -> str | None:
+        """Return the raises of a key or team, None without any."""
+        return _raises(self._connection, kind, [identity]).get((kind, identity))
+
+    def set_raises(self, kind: Kind, identity: str, raises: str, last: datetime) -> None:
+        """Replace the raises of a key or team. From ``last`` on, all of them have expired."""
+        self._log(kind, [identity])
+        self._connection.execute(delete(RAISES).where(((RAISES.c.kind == kind) & (RAISES.c.id == identity)) | (RAISES.c.ends <= self._now)))
+        if last > self._now:
+            self._connection.execute(insert(RAISES).values(kind=kind, id=identity, raises=raises, ends=last))
 
     def repeated(self, idempotency_key: str, request: str) -> str | None:
         """Return the ID that an earlier request with this Idempotency-Key has changed, None for the first request, which is remembered.
@@ -280,7 +298,8 @@ class KeyDatabase:
             for row in later:
                 ids[row.kind][row.id] = None
             keys, teams = (_changed(connection, kind, list(found)) for kind, found in ids.items())
-            return Changes(Position(later[-1].seq, later[-1].mark) if later else last, keys, teams)
+            raises = {holder: text for kind, found in ids.items() for holder, text in _raises(connection, kind, list(found)).items()}
+            return Changes(Position(later[-1].seq, later[-1].mark) if later else last, keys, teams, raises=raises)
 
     @contextmanager
     def _connected(self) -> Iterator[Connection]:
@@ -305,7 +324,8 @@ def _everything(connection: Connection) -> Changes:
     # The position is read first: what is written meanwhile is read twice, which changes nothing.
     last = connection.execute(select(CHANGES.c.seq, CHANGES.c.mark).order_by(CHANGES.c.seq.desc()).limit(1)).first()
     keys, teams = (Changed(_entries(connection, table)) for table in (KEYS, TEAMS))
-    return Changes(Position() if last is None else Position(*last), keys, teams, is_complete=True)
+    raises = {holder: text for kind in _TABLES for holder, text in _raises(connection, kind).items()}
+    return Changes(Position() if last is None else Position(*last), keys, teams, is_complete=True, raises=raises)
 
 
 def _changed(connection: Connection, kind: Kind, ids: Sequence[str]) -> Changed:
@@ -320,6 +340,18 @@ def _entries(connection: Connection, table: Table, ids: Sequence[str] | None = N
     query = select(table.c.id, table.c.entry)
     found = connection.execute(query if ids is None else query.where(table.c.id.in_(ids)))
     return {identity: entry for identity, entry in found}  # noqa: C416  a row is no tuple of two
+
+
+def _raises(connection: Connection, kind: Kind, ids: Sequence[str] | None = None) -> dict[Holder, str]:
+    """Return the raises of all keys or teams, or of some."""
+    if ids is None:
+        found = connection.execute(select(RAISES.c.id, RAISES.c.raises).where(RAISES.c.kind == kind)).all()
+        return {(kind, identity): raises for identity, raises in found}
+    raised: dict[Holder, str] = {}
+    for start in range(0, len(ids), _BATCH):
+        some = select(RAISES.c.id, RAISES.c.raises).where(RAISES.c.kind == kind, RAISES.c.id.in_(ids[start : start + _BATCH]))
+        raised |= {(kind, identity): raises for identity, raises in connection.execute(some)}
+    return raised
 
 
 def _rows(connection: Connection, kind: Kind, ids: Sequence[str]) -> list[Row]:

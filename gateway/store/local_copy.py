@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 import sqlite3
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from gateway.store.database import Changed, Changes
 from gateway.store.entries import Kind, Position
@@ -19,6 +21,7 @@ CREATE TABLE IF NOT EXISTS state (only INTEGER PRIMARY KEY CHECK (only = 1), seq
 """
 _FORMAT = 1
 _KINDS: tuple[Kind, Kind] = ("key", "team")
+_RAISED: Mapping[Kind, str] = MappingProxyType({"key": "raises of key", "team": "raises of team"})
 _log = logging.getLogger("vllm_gateway.control")
 
 
@@ -37,8 +40,10 @@ class LocalCopy:
             if state is None:
                 return None
             seq, mark, confirmed = state
-            keys, teams = (Changed(dict(connection.execute("SELECT id, entry FROM entries WHERE kind = ?", (kind,)))) for kind in _KINDS)
-            return Changes(Position(seq, mark), keys, teams, is_complete=True), confirmed
+            read = "SELECT id, entry FROM entries WHERE kind = ?"
+            keys, teams = (Changed(dict(connection.execute(read, (kind,)))) for kind in _KINDS)
+            raises = {(kind, identity): text for kind in _KINDS for identity, text in connection.execute(read, (_RAISED[kind],))}
+            return Changes(Position(seq, mark), keys, teams, is_complete=True, raises=raises), confirmed
         except (sqlite3.Error, OSError, ValueError) as error:
             self._failed("read", error)
             return None
@@ -52,6 +57,9 @@ class LocalCopy:
             with self._opened() as connection:
                 if changes.is_complete:
                     connection.execute("DELETE FROM entries")
+                connection.executemany("DELETE FROM entries WHERE kind = ? AND id = ?", _former_raises(changes))
+                raised = ((_RAISED[kind], identity, text) for (kind, identity), text in changes.raises.items())
+                connection.executemany("INSERT OR REPLACE INTO entries VALUES (?, ?, ?)", raised)
                 for kind, changed in zip(_KINDS, (changes.keys, changes.teams), strict=True):
                     connection.executemany("DELETE FROM entries WHERE kind = ? AND id = ?", [(kind, each) for each in changed.removed])
                     written = ((kind, identity, entry) for identity, entry in changed.entries.items())
@@ -90,3 +98,9 @@ class LocalCopy:
     def _failed(self, what: str, error: Exception) -> None:
         _log.error("the local copy of the store cannot be %s: %s", what, error)
         self.close()
+
+
+def _former_raises(changes: Changes) -> Iterator[tuple[str, str]]:
+    """Yield the kind and the ID of all raises that changes replace or end."""
+    for kind, changed in zip(_KINDS, (changes.keys, changes.teams), strict=True):
+        yield from ((_RAISED[kind], identity) for identity in (*changed.entries, *changed.removed))

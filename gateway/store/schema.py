@@ -1,7 +1,8 @@
 """The store's tables, the same in SQLite and PostgreSQL. They have one history of migrations with the ledger's.
 
 ``gateway_keys`` and ``gateway_teams`` have a row for each key and team. ``gateway_key_hashes`` keeps a hash from belonging to two keys.
-``gateway_key_changes`` is the change log. ``gateway_idempotency_keys`` has the requests that were sent with an Idempotency-Key.
+``gateway_key_changes`` is the change log. ``gateway_raises`` has the temporary raises of limits, also of keys and teams of the YAML.
+``gateway_idempotency_keys`` has the requests that were sent with an Idempotency-Key.
 
 The rule: an entry is JSON in the form of the configuration's ``keys`` and ``teams``, so a setting is declared once. It contains hashes,
 never a key. ``version`` is the number of the entry's last change, so no two states of an ID have the same version. The
@@ -54,6 +55,15 @@ CHANGES = Table(
     Column("kind", String, nullable=False),
     Column("id", String, nullable=False),
     Column("time", DateTime(timezone=True), nullable=False),
+)
+
+RAISES = Table(
+    "gateway_raises",
+    METADATA,
+    Column("kind", String, primary_key=True),
+    Column("id", String, primary_key=True),
+    Column("raises", String, nullable=False),
+    Column("ends", DateTime(timezone=True), nullable=False),
 )
 
 IDEMPOTENCY = Table(

@@ -15,8 +15,9 @@ from gateway.access.actor import PersonId
 from gateway.auth import keys
 from gateway.config import Key, SelfService
 from gateway.key_management.keys_import import BadLineError, ImportedKey, SortedKeys, read_keys, sort_keys, without_unknown_teams
+from gateway.key_management.raises import Raise, decode, encode
 from gateway.store import decisions, self_service
-from gateway.store.database import KeyDatabase, Transaction
+from gateway.store.database import Holder, KeyDatabase, Transaction
 from gateway.store.decisions import Named, check_version
 from gateway.store.entries import Repeatable, Row, StoredKey, StoredTeam, key_json, stored_key, stored_team, team_json
 from gateway.store.errors import Reason, RefusedChangeError
@@ -38,6 +39,9 @@ class Store(Protocol):
 
     async def read(self, work: Callable[[KeyDatabase], T]) -> T:
         """Run a query. Raises DatabaseUnavailableError."""
+
+
+Raised = tuple[Raise, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,25 @@ class KeyService:
             return KeyChange(stored_key(after), before, secret)
 
         return self._database.change(work)
+
+    # Raises
+
+    def change_raises(self, holder: Holder, work: Callable[[Raised], Raised]) -> tuple[Raised, Raised]:
+        """Change the raises of a key or team, also of one in the YAML. Returns those in force before and after.
+
+        Raises the errors of ``work``, and then nothing was changed.
+        """
+        now = datetime.now(UTC)
+
+        def change(transaction: Transaction) -> tuple[Raised, Raised]:
+            stored = transaction.raises(*holder)
+            before = tuple(each for each in (() if stored is None else decode(stored)) if each.until > now.timestamp())
+            after = work(before)
+            last = datetime.fromtimestamp(max((each.until for each in after), default=0.0), UTC)
+            transaction.set_raises(*holder, encode(after), last)
+            return before, after
+
+        return self._database.change(change, now)
 
     # Teams
 

@@ -13,9 +13,9 @@ from contextlib import suppress
 from typing import NamedTuple
 
 from gateway.config import Config, Limits, Team
-from gateway.store.database import Changed, Changes
+from gateway.store.database import Changed, Changes, Holder
 from gateway.store.decisions import subject_prefixes
-from gateway.store.entries import KeySummary, Position, key_summary, parse_team, team_json
+from gateway.store.entries import KeySummary, Kind, Position, key_summary, parse_team, team_json
 
 Encode = Callable[[str, Limits | None], bytes]
 """Returns a key, from its JSON, as workers decode it. The limits come from its team. Raises ValueError for an invalid entry."""
@@ -52,6 +52,8 @@ class StoreState:
         self._keys_of_team: dict[str, set[str]] = defaultdict(set)
         self._in_yaml = _InYaml.of(config)
         self.position = Position()
+        self.raises: dict[Holder, str] = {}
+        """The raises of limits as JSON, by holder."""
         self.unserved: dict[str, str] = {}
         """Why a key is not served, by its ID."""
         self.expiries: dict[str, float] = {}
@@ -66,7 +68,7 @@ class StoreState:
         """Return all entries, as changes that are complete."""
         keys = {identity: entry.json for identity, entry in self._keys.items()}
         teams = {name: team_json(team) for name, team in self._teams.items()}
-        return Changes(self.position, Changed(keys), Changed(teams), is_complete=True)
+        return Changes(self.position, Changed(keys), Changed(teams), is_complete=True, raises=dict(self.raises))
 
     @property
     def teams(self) -> frozenset[str]:
@@ -85,7 +87,8 @@ class StoreState:
         """Apply changes of the database. Returns what workers have to know."""
         if changes.is_complete:
             self._keys, self._hashes, self._teams, self._keys_of_team = {}, {}, {}, defaultdict(set)
-            self.unserved, self.expiries = {}, {}
+            self.unserved, self.expiries, self.raises = {}, {}, {}
+        self._learn_raises(changes)
         affected: dict[str, None] = {}
         for name in changes.teams.removed:
             self._teams.pop(name, None)
@@ -105,6 +108,17 @@ class StoreState:
             affected[identity] = None
         self.position = changes.position
         return self._effect(affected, is_reset=changes.is_complete)
+
+    def _learn_raises(self, changes: Changes) -> None:
+        kinds: tuple[tuple[Kind, Changed], ...] = ("key", changes.keys), ("team", changes.teams)
+        for kind, changed in kinds:
+            for identity in (*changed.entries, *changed.removed):
+                self.raises.pop((kind, identity), None)
+        self.raises.update(changes.raises)
+
+    def again(self, ids: Iterable[str]) -> Effect:
+        """Return some keys as workers have to know them, although nothing has changed."""
+        return self._effect(dict.fromkeys(ids))
 
     def use_config(self, config: Config) -> Effect:
         """Use another configuration. Returns what workers have to know."""

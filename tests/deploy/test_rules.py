@@ -143,6 +143,8 @@ CASES = (
          {'vllm_gateway_budget_used_ratio{holder="team t", budget="cost_per_7d", soft="true"}': "1x4 1.25x20 0x10"}, "12m", "27m",
          {"holder": "team t", "budget": "cost_per_7d"},
          ("team t: the soft budget cost_per_7d is exceeded", "125% are used. No request is refused.")),
+    Case("VllmGatewayNoticesWait", {'vllm_gateway_notices_oldest_waiting_seconds{notice="ops"}': "0+60x20 0x10"}, "17m", "22m",
+         {"notice": "ops"}, ("ops: notices do not arrive", "The oldest has waited for 17m 0s.")),
     Case("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "0+5x20 100x40"}, "15m", "40m", _M,
          ("m: the queue grows", "75 requests wait for a server.")),
     Case("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+1x90 90+600x20 12090+1x60"}, "103m", "125m",

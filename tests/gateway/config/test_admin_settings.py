@@ -1,4 +1,4 @@
-"""The settings of the admin port and of the audit log: tokens, and an admin port that must not be open."""
+"""The settings for operators: tokens of the admin port, which must not be open, the audit log, notices."""
 
 from __future__ import annotations
 
@@ -78,3 +78,36 @@ def test_an_open_admin_port_must_not_change_keys(tmp_path: Path, section: str, a
 def test_the_audit_log_is_checked(tmp_path: Path, text: str, reported: list[str]) -> None:
     found = problems(tmp_path, f"{BASE}{text}\n", SECRET="s" * 16, SHORT="s" * 15)
     assert len(found) == len(reported) and all(part in problem for part, problem in zip(reported, found, strict=True)), found
+
+
+SMTP = "smtp: {host: mail.example.com, from: gateway@example.com}\n"
+HOOK = "name: ops, webhook: 'https://hooks.example.com/a'"
+
+
+@pytest.mark.parametrize(
+    ("text", "reported"),
+    [
+        (f"notices: [{{{HOOK}, secret: {{env: SECRET}}, at: [50%, 100%], for: key}}]", []),
+        ("notices: [{name: ops, webhook: {env: HOOK}, for: [team, key]}]", []),
+        (f"{SMTP}notices: [{{name: a, mail: {{to: ops@example.com}}}}, {{{HOOK}}}]", []),
+        ("notices: [{name: ops, mail: {to: [ops@example.com]}}]", ["notices[0].mail: mail requires a mail server; set smtp"]),
+        (f"notices: [{{{HOOK}}}, {{{HOOK}}}]", ["notices[1].name: this notice is already on line 3"]),
+        ("notices: [{name: ops}]", ["notices[0]: set either webhook or mail"]),
+        (f"{SMTP}notices: [{{{HOOK}, mail: {{to: a@b.c}}}}]", ["set either webhook or mail"]),
+        (f"{SMTP}notices: [{{name: a, secret: {{env: SECRET}}, mail: {{to: a@b.c}}}}]", ["secret signs the requests of a webhook"]),
+        (f"notices: [{{{HOOK}, secret: {{env: SHORT}}}}]", ["secret has fewer than 16 characters"]),
+        (f"notices: [{{{HOOK}, at: []}}]", ["notices[0].at: "]),
+        (f"notices: [{{{HOOK}, at: [0.8]}}]", ["expected a share in percent"]),
+        (f"notices: [{{{HOOK}, at: [101%]}}]", ["a share is at most 100%"]),
+        (f"notices: [{{{HOOK}, for: user}}]", ["notices[0].for"]),
+        ("notices: [{name: ops, webhook: 'ftp://hooks.example.com'}]", ["webhook: expected a URL such as https://"]),
+        ("notices: [{name: ops, webhook: 'https://user:hunter2@hooks.example.com'}]", ["passwords must not be in this file"]),
+        (f"{SMTP}notices: [{{name: a, mail: {{to: Ops <ops@example.com>}}}}]", ["expected a mail address"]),
+        ("smtp: {host: a, from: a@b.c, user: u}", ["set both user and password"]),
+        ("smtp: {host: a, from: a@b.c, user: u, password: {env: SECRET}, tls: never}", ["a password is sent only with TLS"]),
+    ],
+)
+def test_notices_are_checked(tmp_path: Path, text: str, reported: list[str]) -> None:
+    found = problems(tmp_path, f"{BASE}{text}\n", SECRET="s" * 16, SHORT="s" * 15, HOOK="https://hooks.example.com/secret")
+    assert len(found) == len(reported) and all(part in problem for part, problem in zip(reported, found, strict=True)), found
+    assert not any("hunter2" in problem for problem in found)

@@ -19,6 +19,7 @@ from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.row import LOST
 from gateway.ledger.schema import METADATA, USAGE
 from gateway.ledger.store import UsageStore, create_database_engine, database_url
+from gateway.notices.table import NOTICES
 from gateway.sign_in.tables import PEOPLE
 from gateway.store import schema as store_schema
 from tests.gateway.ledger.rows import STARTED, row
@@ -97,7 +98,7 @@ def test_the_steps_lead_to_the_table_as_it_is_declared(store: UsageStore) -> Non
     store.write([])
     with store.engine.connect() as connection:
         context = MigrationContext.configure(connection, opts={"version_table": "gateway_usage_schema"})
-        assert {AUDIT, PEOPLE, store_schema.KEYS, store_schema.TEAMS} <= {*METADATA.tables.values()}
+        assert {AUDIT, NOTICES, PEOPLE, store_schema.KEYS, store_schema.TEAMS} <= {*METADATA.tables.values()}
         assert compare_metadata(context, METADATA) == []
 
 

@@ -19,6 +19,7 @@ from gateway.ledger.spool import waiting_files
 from gateway.ledger.spool_folders import owner_of, spool_of
 from gateway.ledger.store import UsageStore, create_database_engine, database_url
 from gateway.ledger.upgrade import folder_name, upgrade_files, upgraded
+from gateway.notices.table import NOTICES
 from gateway.sign_in.tables import PEOPLE
 from tests.gateway.ledger.rows import row
 from tests.support.money import price
@@ -51,7 +52,7 @@ def test_a_table_keeps_its_rows_and_gets_what_it_lacks(url: str, tmp_path: Path)
         assert [each["request_id"] for each in stored(store.engine)] == ["req_1", "req_2", "req_3", "req_9"]
         with store.engine.connect() as connection:
             context = MigrationContext.configure(connection, opts={"version_table": "gateway_usage_schema"})
-            assert {AUDIT, PEOPLE} <= {*METADATA.tables.values()}
+            assert {AUDIT, NOTICES, PEOPLE} <= {*METADATA.tables.values()}
             assert compare_metadata(context, METADATA) == []
 
 

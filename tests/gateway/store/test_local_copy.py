@@ -37,6 +37,18 @@ def test_changes_add_up(copy: LocalCopy, tmp_path: Path) -> None:
     assert copy.read() == (Changes(Position(1, "z"), NONE, NONE, is_complete=True), 102.0)
 
 
+def test_raises_are_copied_and_replaced_with_their_holder(copy: LocalCopy) -> None:
+    first = {("key", "a"): "[1]", ("key", "yaml"): "[2]", ("team", "a"): "[3]"}
+    copy.apply(Changes(Position(1, "a"), Changed({"a": "{}"}), NONE, is_complete=True, raises=first), 1.0)  # type: ignore[arg-type]
+    copy.apply(Changes(Position(2, "b"), Changed({"a": "{}"}, ["yaml"]), NONE, raises={("key", "a"): "[4]"}), 2.0)
+    found = copy.read()
+    assert found is not None
+    assert found[0].raises == {("key", "a"): "[4]", ("team", "a"): "[3]"}
+    assert found[0].keys.entries == {"a": "{}"}
+    copy.apply(Changes(Position(3, "c"), NONE, NONE, is_complete=True), 3.0)
+    assert copy.read() == (Changes(Position(3, "c"), NONE, NONE, is_complete=True), 3.0)
+
+
 def test_only_its_user_reads_it(copy: LocalCopy, tmp_path: Path) -> None:
     copy.apply(Changes(Position(1, "a"), NONE, NONE), 1.0)
     files = [tmp_path / "store", *(tmp_path / "store").iterdir()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from gateway.access.actor import PersonId
 from gateway.auth.keys import hash_of
+from gateway.key_management.raises import Raise, encode
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import database_url
 from gateway.store.database import KeyDatabase, Transaction
@@ -55,6 +57,35 @@ def test_a_key_lives(service: KeyService, database: KeyDatabase) -> None:
     assert not any(secret in stored.entry for secret in (made.secret, rotated.secret) if secret)
     service.delete_key("alice", restored.after.version)
     assert database.find("key", "alice") is None
+
+
+def test_raises_are_changes_of_their_holder(service: KeyService, database: KeyDatabase) -> None:
+    made, later = service.create_key({"id": "alice"}).after, time.time() + 3600
+    first, other = Raise("concurrent", later, 0.0, "ci", "2"), Raise("max_tokens", later, 0.0, "ci", None, 7)
+    position = database.changes_since(None).position
+    assert service.change_raises(("key", "alice"), lambda before: (*before, first)) == ((), (first,))
+    assert service.change_raises(("key", "alice"), lambda before: (*before, other)) == ((first,), (first, other))
+    assert service.change_raises(("team", "of-the-yaml"), lambda _: (first,)) == ((), (first,))
+    changes = database.changes_since(position)
+    assert (list(changes.keys.entries), list(changes.teams.removed)) == (["alice"], ["of-the-yaml"])
+    stored = {("key", "alice"): encode([first, other]), ("team", "of-the-yaml"): encode([first])}
+    assert changes.raises == database.changes_since(None).raises == stored
+    assert service.change_key("alice", {"priority": 1}, made.version).after.key.priority == 1  # a raise is no change of the entry
+
+    ended = Raise("concurrent", 1.0, 0.0, "ci", "2")
+    assert service.change_raises(("team", "of-the-yaml"), lambda _: (ended,)) == ((first,), (ended,))
+    assert database.changes_since(None).raises == {("key", "alice"): stored["key", "alice"]}
+    assert database.changes_since(changes.position).raises == {("key", "alice"): stored["key", "alice"]}
+    service.delete_key("alice", None)
+    assert database.changes_since(None).raises == {}
+
+    def refuse(_: tuple[Raise, ...]) -> tuple[Raise, ...]:
+        raise LookupError
+
+    position = database.changes_since(None).position
+    with pytest.raises(LookupError):
+        service.change_raises(("key", "alice"), refuse)
+    assert database.changes_since(None).position == position
 
 
 def test_a_change_without_an_effect_is_no_change(service: KeyService, database: KeyDatabase) -> None:

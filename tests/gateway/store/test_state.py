@@ -158,3 +158,19 @@ def test_keys_that_expire_are_known() -> None:
     assert state.expiries == {"a": 1893456000, "c": 1924992000}
     state.apply(changes(row("a", expires="2030-01-01T00:00:00Z", revoked=True), removed=("c",)))
     assert state.expiries == {}
+
+
+def test_raises_belong_to_their_holders() -> None:
+    state = started(row("a", team="ops"), row("b"), stored=(team("ops", 3),))
+    effect = state.apply(
+        changes(removed=("yaml",), teams=(team("ops", 3),))._replace(raises={("key", "yaml"): "[1]", ("team", "ops"): "[2]"})
+    )
+    assert (effect.changed, effect.removed) == ({"a": b"a 3"}, ["yaml"])
+    assert state.everything().raises == state.raises == {("key", "yaml"): "[1]", ("team", "ops"): "[2]"}
+    state.apply(changes(row("b")))
+    assert len(state.raises) == 2
+    state.apply(changes(removed=("yaml",)))
+    assert state.raises == {("team", "ops"): "[2]"}
+    assert state.again(["a", "b"]).changed == {"a": b"a 3", "b": b"b None"}
+    state.apply(changes()._replace(is_complete=True))
+    assert state.raises == {}

@@ -1,0 +1,46 @@
+"""The routes of notices: the last ones with the state of their delivery, and test notices."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from gateway.admin.audited import AuditedHandlers, Handler, error_response, log_operation
+
+if TYPE_CHECKING:
+    from gateway.notices.service import Notices
+
+NOTICES = "/admin/v1/notices"
+TEST = f"{NOTICES}/test"
+_LISTED, _MAX_LISTED = 100, 1000  # notices
+_NONE_CONFIGURED = "no notices are configured; add `notices` to the configuration"
+
+
+def handlers(notices: Notices | None, audited: AuditedHandlers) -> dict[str, Handler]:
+    """Return the handlers by path. ``notices`` is None if none are configured."""
+
+    async def recent(request: Request) -> Response:
+        if notices is None:
+            return error_response(_NONE_CONFIGURED, 404)
+        text = request.query_params.get("limit", str(_LISTED))
+        if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_LISTED):
+            return error_response(f"limit: expected a number from 1 to {_MAX_LISTED}", 400)
+        return JSONResponse({"notices": await notices.recent(int(text))}, headers={"cache-control": "no-store"})
+
+    async def test(request: Request) -> Response:
+        if notices is None:
+            return error_response(_NONE_CONFIGURED, 404)
+        name = request.query_params.get("name")
+        log_operation(f"test of the notices {name}" if name else "test of all notices", request)
+        trials = await notices.test(name)
+        if not trials:
+            return error_response(_NONE_CONFIGURED if name is None else f"there are no notices {name} in the configuration", 404)
+        results = [
+            {"name": each.name, "accepted": each.result.is_sent, "result": each.result.text, "reply": each.result.reply} for each in trials
+        ]
+        await audited.note(request, "notices.test", name or "", None, {each.name: each.result.text for each in trials})
+        return JSONResponse({"results": results})
+
+    return {NOTICES: recent, TEST: audited.recorded(test)}

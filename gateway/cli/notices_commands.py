@@ -1,0 +1,85 @@
+"""The commands ``vllm-gateway notices …``: list the last notices, and test their receivers. They send requests to a running gateway."""
+
+from __future__ import annotations
+
+import html
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
+from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.output import BAD_USAGE, FAILED, say_error
+
+if TYPE_CHECKING:
+    from gateway.admin.client import AdminClient
+
+_NOTICES = "/admin/v1/notices"
+_TABLE = "table"
+_COLUMNS = ("created", "notice", "event", "state", "attempts", "result", "text")
+
+
+def list_notices(
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The most notices that are listed: the last ones.")] = 100,
+    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = _TABLE,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """List the last notices, the newest first, with the state of their delivery."""
+    if form not in (_TABLE, "json"):
+        return say_error("--format is one of table, json", BAD_USAGE)
+
+    def act(gateway: AdminClient) -> None:
+        found = gateway.send("GET", _NOTICES, query={"limit": str(limit)})["notices"]
+        if form == "json":
+            typer.echo(json.dumps(found, indent=2))
+        else:
+            _print_table(found)
+
+    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+
+
+def send_test(
+    file: ConfigArgument = None,
+    config: ConfigOption = None,
+    name: Annotated[str | None, typer.Option(metavar="NAME", help="Only these notices; default: all.", show_default=False)] = None,
+    admin: AdminUrl = None,
+    token_file: TokenFile = None,
+) -> int:
+    """Send a test notice, and print what the receiver replied."""
+    results: list[dict[str, Any]] = []
+
+    def act(gateway: AdminClient) -> None:
+        query = "" if name is None else f"?name={quote(name, safe='')}"
+        results.extend(gateway.send("POST", f"{_NOTICES}/test{query}")["results"])
+
+    code = call_gateway(Where(config_file(file, config), admin, token_file), act)
+    for each in results:
+        reply = f": {each['reply']}" if each["reply"] else ""
+        typer.echo(f"{each['name']}: {'accepted' if each['accepted'] else 'not accepted'}, {each['result']}{reply}")
+    return code or (0 if all(each["accepted"] for each in results) else FAILED)
+
+
+def _print_table(found: list[dict[str, Any]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from gateway.cli.output import console
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in _COLUMNS:
+        table.add_column(name, overflow="fold")
+    for one in found:
+        shown = one | {"text": html.unescape(one["text"])}
+        table.add_row(*(Text("-" if shown[name] is None else str(shown[name])) for name in _COLUMNS))
+    console().print(table)
+
+
+def commands() -> dict[str, Callable[..., int]]:
+    """Return the commands by name."""
+    return {"list": list_notices, "test": send_test}

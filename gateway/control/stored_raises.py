@@ -1,0 +1,110 @@
+"""Change the temporary raises of limits, store them, and end them at their time.
+
+The rule: raises are stored in the database of the store if there is one, so they are in force on each of its gateways. Otherwise they are
+in a file of this gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from gateway.control.control import Control
+from gateway.control.raises import Holder
+from gateway.key_management.raises import Raise, encode
+from gateway.snapshot.snapshot import Allowance, Limits
+
+Work = Callable[[tuple[Raise, ...]], tuple[Raise, ...]]
+"""Returns the raises of a holder after a change. It may be called again, and raises an error to change nothing."""
+_INTERVAL = 0.25  # seconds between two looks for raises that have ended
+_log = logging.getLogger("vllm_gateway.control")
+
+
+class StoredRaises:
+    """Changes raises, and ends them. ``file`` is for a gateway without a store."""
+
+    def __init__(self, control: Control, file: Path) -> None:
+        self._control = control
+        self._raises = control.raises
+        self._file = file
+        self._changing = asyncio.Lock()
+
+    def load(self) -> None:
+        """Learn the raises of the file, without a store."""
+        if self._control.key_store is not None:
+            return
+        try:
+            document = json.loads(self._file.read_bytes())
+            self._raises.learn({(kind, identity): text for kind, identity, text in document})
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, TypeError) as error:
+            _log.error("the raises in %s cannot be read, so no limit is raised: %s", self._file, error)
+
+    async def run(self) -> None:
+        """End raises at their time, until cancelled."""
+        while True:
+            await asyncio.sleep(_INTERVAL)
+            if ended := self._raises.end():
+                for kind, identity in ended:
+                    _log.info("a raise of the limits of the %s %s has ended", kind, identity)
+                if self._control.key_store is not None:
+                    self._control.key_store.encode_again(ended)
+                self._control.raises_changed()
+
+    def of(self, holder: Holder) -> tuple[Raise, ...]:
+        """Return the raises of a holder that are in force."""
+        return self._raises.of(holder)
+
+    def allowance(self, holder: Holder) -> Allowance | None:
+        """Return the limits of a key or team as they are in force; None if it does not exist. Without limits they are empty."""
+        kind, identity = holder
+        control, name = self._control, f"{kind} {identity}"
+        snapshot, store = control.workers.snapshot, control.key_store
+        keys = [] if snapshot is None else [key for key in snapshot.keys if identity == (key.id if kind == "key" else key.team)]
+        stored = None if store is None else store.key(identity) if kind == "key" else store.key_of_team(identity)
+        of_teams = () if snapshot is None or kind == "key" else snapshot.teams.get(identity, ())
+        exists = keys or stored is not None or (kind == "team" and any(team.id == identity for team in control.config.teams))
+        if not exists:
+            return None
+        known = (*(each for key in (*keys[:1], *([stored] if stored else ())) for each in key.allowances), *of_teams)
+        return next((each for each in known if each.holder == name), Allowance(name, Limits()))
+
+    async def change(self, holder: Holder, work: Work) -> tuple[tuple[Raise, ...], tuple[Raise, ...]]:
+        """Change the raises of a holder. Returns those before and after, when the workers of this gateway have applied them.
+
+        Raises the errors of ``work``, DatabaseUnavailableError, and OSError if the file cannot be written.
+        """
+        store = self._control.key_store
+        if store is not None:
+            return await store.change(lambda service: service.change_raises(holder, work))
+        async with self._changing:
+            before = self._raises.of(holder)
+            after = work(before)
+            stored = self._raises.stored() | {holder: encode(after)}
+            await asyncio.to_thread(_write, self._file, [(*each, text) for each, text in stored.items()])
+            self._raises.learn(stored)
+            self._control.raises_changed()
+            await self._control.wait_applied(self._control.publisher.publish_health())
+            return before, after
+
+
+def raises_file(config: Path, state: Path) -> Path:
+    """Return the file with the raises of a gateway without a store, by the path of its configuration."""
+    return state / "raises" / f"{hashlib.sha256(os.path.abspath(config).encode()).hexdigest()[:16]}.json"
+
+
+def _write(file: Path, document: object) -> None:
+    """Replace a file as a whole, durably. Raises OSError."""
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = file.with_suffix(".new")
+    with open(fresh, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
+        json.dump(document, opened)
+        opened.flush()
+        os.fsync(opened.fileno())
+    fresh.replace(file)

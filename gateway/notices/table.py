@@ -1,0 +1,191 @@
+"""The table of notices: what is to be sent, what was sent, and which gateway sends it.
+
+The rules: a notice has one row in all gateways, by its ID. A gateway claims a row before it sends it, for the time of ``CLAIM``, and the
+claim of a gateway that ended expires. So usually one gateway sends a notice, and each is sent at least once. Every call may take as long as
+the database does, so calls belong on a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+from alembic.util import CommandError
+from sqlalchemy import Column, Connection, DateTime, Engine, Index, Insert, Integer, String, Table, delete, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.engine import URL
+from sqlalchemy.exc import SQLAlchemyError
+
+from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.ledger.schema import METADATA
+from gateway.ledger.store import create_database_engine, migrate, reason
+from gateway.notices.notice import Notice
+
+Delivery = Literal["waiting", "sent", "failed"]
+NOTICES = Table(
+    "gateway_notices",
+    METADATA,
+    *(
+        Column("id", String, primary_key=True),
+        Column("rule", String, nullable=False),
+        Column("event", String, nullable=False),
+        Column("subject", String, nullable=False),
+        Column("body", String, nullable=False),
+        Column("created", DateTime(timezone=True), nullable=False),
+        Column("ends", DateTime(timezone=True), nullable=False),
+        Column("state", String, nullable=False),
+        Column("due", DateTime(timezone=True), nullable=False),
+        Column("attempts", Integer, nullable=False),
+        Column("result", String, nullable=False),
+        Index("gateway_notices_due", "state", "due"),
+        Index("gateway_notices_created", "created"),
+        Index("gateway_notices_ends", "ends"),
+    ),
+)
+CLAIM = timedelta(seconds=60)
+"""The time for which a claim keeps other gateways from sending a notice. An attempt takes less."""
+_REMEMBERED = timedelta(days=7)  # for which a row is kept after the end of its window: longer than it is sent
+_BATCH = 500  # rows of a statement
+_UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the tables are of a later version
+_INSERT: Mapping[str, Insert] = MappingProxyType(
+    {
+        "postgresql": postgresql.insert(NOTICES).on_conflict_do_nothing(),
+        "sqlite": sqlite.insert(NOTICES).on_conflict_do_nothing(),
+    }
+)
+
+
+class Row(NamedTuple):
+    """A notice and its delivery. ``due`` is the time of the next attempt, ``result`` that of the last one, empty before the first."""
+
+    id: str
+    rule: str
+    event: str
+    subject: str
+    body: str
+    created: datetime
+    state: Delivery
+    due: datetime
+    attempts: int
+    result: str
+
+
+class Waiting(NamedTuple):
+    """The notices of a rule that were not sent yet: their number, and when the oldest one was created."""
+
+    number: int
+    oldest: datetime
+
+
+class NoticeTable:
+    """Reads and writes the rows. Every method raises DatabaseUnavailableError if the database does not respond."""
+
+    def __init__(self, url: URL) -> None:
+        self._url = url
+        self._engine: Engine = create_database_engine(url)
+        self._is_ready = False
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._engine.dispose()
+
+    def add(self, notices: Sequence[Notice], now: datetime) -> None:
+        """Add notices that have no row yet."""
+        rows = [
+            {
+                "id": each.id,
+                "rule": each.rule,
+                "event": each.event,
+                "subject": each.subject,
+                "body": each.body(now.timestamp()),
+                "created": now,
+                "ends": datetime.fromtimestamp(each.end, UTC),
+                "state": "waiting",
+                "due": now,
+                "attempts": 0,
+                "result": "",
+            }
+            for each in notices
+        ]
+        with self._connected() as connection:
+            for start in range(0, len(rows), _BATCH):
+                connection.execute(_INSERT[connection.dialect.name], rows[start : start + _BATCH])
+
+    def due(self, rule: str, now: datetime, limit: int) -> list[Row]:
+        """Return notices of a rule that are due, the oldest first."""
+        query = select(*_COLUMNS).where(NOTICES.c.state == "waiting", NOTICES.c.due <= now, NOTICES.c.rule == rule)
+        with self._connected() as connection:
+            return [_row(each) for each in connection.execute(query.order_by(NOTICES.c.due).limit(limit))]
+
+    def claim(self, row: Row, now: datetime) -> bool:
+        """Claim a notice for one attempt. False: another gateway has claimed it since it was read."""
+        unchanged = NOTICES.c.id == row.id, NOTICES.c.state == "waiting", NOTICES.c.attempts == row.attempts
+        statement = update(NOTICES).where(*unchanged).values(due=now + CLAIM, attempts=row.attempts + 1)
+        with self._connected() as connection:
+            return connection.execute(statement).rowcount == 1
+
+    def finish(self, row: Row, state: Delivery, result: str) -> None:
+        """Record that a notice was sent, or that no more attempts are made. A notice that another gateway has sent stays sent."""
+        with self._connected() as connection:
+            connection.execute(update(NOTICES).where(NOTICES.c.id == row.id, NOTICES.c.state != "sent").values(state=state, result=result))
+
+    def retry(self, row: Row, due: datetime, result: str) -> None:
+        """Record that a claimed attempt has failed, and when the next one is due. ``row`` is from before the claim."""
+        mine = NOTICES.c.id == row.id, NOTICES.c.state == "waiting", NOTICES.c.attempts == row.attempts + 1
+        with self._connected() as connection:
+            connection.execute(update(NOTICES).where(*mine).values(due=due, result=result))
+
+    def recent(self, limit: int) -> list[Row]:
+        """Return the last notices, the newest first."""
+        query = select(*_COLUMNS).order_by(NOTICES.c.created.desc(), NOTICES.c.id).limit(limit)
+        with self._connected() as connection:
+            return [_row(each) for each in connection.execute(query)]
+
+    def waiting(self) -> dict[str, Waiting]:
+        """Return what was not sent yet, by rule."""
+        query = select(NOTICES.c.rule, func.count(), func.min(NOTICES.c.created)).where(NOTICES.c.state == "waiting")
+        with self._connected() as connection:
+            return {rule: Waiting(count, _aware(oldest)) for rule, count, oldest in connection.execute(query.group_by(NOTICES.c.rule))}
+
+    def prune(self, now: datetime) -> None:
+        """Delete the rows of windows that ended long ago."""
+        with self._connected() as connection:
+            connection.execute(delete(NOTICES).where(NOTICES.c.ends < now - _REMEMBERED))
+
+    @contextmanager
+    def _connected(self) -> Iterator[Connection]:
+        """Open a transaction. It is committed at the end of the block."""
+        try:
+            self._prepare()
+            with self._engine.begin() as connection:
+                yield connection
+        except _UNAVAILABLE as error:
+            raise DatabaseUnavailableError(reason(error)) from error
+
+    def _prepare(self) -> None:
+        """Migrate the tables to this version, once."""
+        if self._is_ready:
+            return
+        if self._url.get_backend_name() == "sqlite" and self._url.database:
+            file = Path(self._url.database)
+            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            file.touch(mode=0o600)
+        with self._engine.begin() as connection:
+            migrate(connection)
+        self._is_ready = True
+
+
+_COLUMNS = [NOTICES.c[name] for name in Row._fields]
+
+
+def _row(found: Any) -> Row:
+    row = Row(*found)
+    return row._replace(created=_aware(row.created), due=_aware(row.due))
+
+
+def _aware(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)  # SQLite stores no zone
