@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from gateway import __version__
 from gateway.cli import audit_commands, keys_commands, notices_commands, people_commands, record_commands, usage_commands
@@ -46,8 +46,6 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code. The outer edge: every error becomes one line on stderr."""
     try:
-        if " ".join(arguments[:2]) == usage_commands.CLOSE:  # `usage` itself takes a FILE
-            arguments = [usage_commands.CLOSE, *arguments[2:]]
         app = application(with_keys=arguments[:1] in (["keys"], ["teams"]))
         outcome = app(list(arguments) or ["--help"], prog_name=NAME, standalone_mode=False)
         return outcome if isinstance(outcome, int) else 0
@@ -79,7 +77,7 @@ def _reported(error: Exception) -> int:
 
 def application(*, with_keys: bool) -> typer.Typer:
     """Build the command line. The commands below ``keys`` and ``teams`` must import the settings, so they are added only if needed."""
-    app = typer.Typer(help=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app = typer.Typer(cls=_Commands, help=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.callback()(_root)
     for name, command in _COMMANDS.items():
         app.command(name)(command)
@@ -98,6 +96,14 @@ def application(*, with_keys: bool) -> typer.Typer:
             made.command(name)(command)
         app.add_typer(made, name=group)
     return app
+
+
+class _Commands(TyperGroup):
+    """The commands. ``usage close`` is a separate one, because ``usage`` itself takes a FILE."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        is_close = " ".join(args[:2]) == usage_commands.CLOSE
+        return super().resolve_command(ctx, [usage_commands.CLOSE, *args[2:]] if is_close else args)
 
 
 class _Untouched(TyperCommand):

@@ -32,7 +32,7 @@ def line(key: str = "a", **fields: Any) -> str:
     return json.dumps(known | fields)
 
 
-DOCUMENT = {
+DOCUMENT: dict[str, Any] = {
     "month": "2026-10", "closed": "2026-11-02T08:00:00+00:00", "hash": "ab" * 32, "intact": True,
     "lines": [line(), line("b"), line("c", team=None, labels={}, cost=None), line("d", labels={"unit": "x"})],
     "corrections": [line(late="2026-11-03T00:00:00+00:00"), line("b", late="2026-11-03T00:00:00+00:00")],

@@ -37,7 +37,7 @@ FAILURES = {
     "wrong model": Failure({"model": "sim/onne"}, ("model_not_found (404)", "requested model: sim/onne", "field: model")),
     "wrong field": Failure({"temperature": -1}, ("invalid_value (400)", "field: temperature")),
     "limit": Failure({}, ("rate_limit_exceeded (429)", "limit: requests_per_minute of key limited"), LIMITED, before=1),
-    "budget": Failure({"max_tokens": 500}, ("insufficient_quota (429)", "limit: tokens_per_day of team poor"), POOR),
+    "budget": Failure({}, ("insufficient_quota (429)", "limit: tokens_per_day of team poor"), POOR, before=1),
     "timeout": Failure(
         {"model": "sim/slow", "simulate": {"hang_before_headers": True}},
         ("upstream_timeout (504)", "reason: first_byte_timeout", "sim/slow#0"),
@@ -57,7 +57,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         down = {"id": "sim/down", "servers": [{"url": f"http://127.0.0.1:{port}"}]}
         slow = launched("sim/slow") | {"timeouts": {"first_byte": "0.3s"}}
         config = configuration(launched("sim/one", **{"max-model-len": 4096}), slow, down, workers=2) | {"ledger": "sqlite:///usage.db"}
-        config["teams"] = [{"id": "poor", "limits": {"tokens_per_day": 100}}]
+        config["teams"] = [{"id": "poor", "limits": {"tokens_per_day": 10}}]
         config["keys"] += [
             {"id": "limited", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 1}},
             {"id": "poor", "hash": keys.hash_of(POOR), "team": "poor", "labels": {"cost_center": "17"}},
