@@ -19,10 +19,9 @@ from starlette.responses import JSONResponse, Response
 from gateway.access.actor import Requester
 from gateway.access.permissions import Permission, is_permitted
 from gateway.audit.entry import Audit, AuditUnavailableError, Entry, refused_request
-from gateway.audit.recorded_change import recorded_change
+from gateway.audit.recorded_change import Change, recorded_change
 from gateway.fleet.operations import RefusedOperation
 from gateway.store.documents import Described
-from gateway.store.service import KeyService, Store
 
 Handler = Callable[[Request], Awaitable[Response]]
 T = TypeVar("T")
@@ -85,22 +84,14 @@ class AuditedHandlers:
         """Record a change that was made. Raises AuditUnavailableError, and then the change must not be acknowledged."""
         await asyncio.to_thread(self._audit.record, replace(entry_of(action, request, target, before), after=after))
 
-    async def change(
-        self,
-        request: Request,
-        store: Store,
-        action: str,
-        work: Callable[[KeyService], T],
-        described: Callable[[T], Described | None],
-        seconds: float,
-    ) -> T:
-        """Run a change of the store, with its entry. Raises what ``recorded_change`` raises."""
+    async def change(self, request: Request, action: str, change: Change[T], described: Callable[[T], Described | None]) -> T:
+        """Make a change, with its entry. Raises what ``recorded_change`` raises."""
 
         def entry(done: T) -> Entry | None:
-            change = described(done)
-            return None if change is None else replace(entry_of(action, request, change.target, change.before), after=change.after)
+            found = described(done)
+            return None if found is None else replace(entry_of(action, request, found.target, found.before), after=found.after)
 
-        return await recorded_change(store, self._audit, work, entry, seconds)
+        return await recorded_change(self._audit, change, entry)
 
 
 def entry_of(action: str, request: Request, target: str, before: Mapping[str, Any] | None) -> Entry:

@@ -145,7 +145,8 @@ class _Entries:
         seconds: float = CHANGE_TIMEOUT,
     ) -> T:
         """Run a change, record it in the audit log, and log it. ``described`` returns None if nothing was changed."""
-        done = await self._audit.change(request, self._store, f"{self.kind}.{action}", work, described, seconds)
+        store = self._store
+        done: T = await self._audit.change(request, f"{self.kind}.{action}", lambda record: store.change(work, record, seconds), described)
         if (change := described(done)) is not None:
             log_operation(f"{action} of {self.kind} {change.target}", request)
         return done

@@ -12,9 +12,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.audited import AuditedHandlers, Handler, error_response, log_operation
+from gateway.audit.entry import AuditUnavailableError
 from gateway.key_management.raises import Raise, new_raise
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.snapshot.snapshot import Allowance
+from gateway.store.documents import Described
 
 Kind = Literal["key", "team"]
 Holder = tuple[Kind, str]
@@ -33,10 +35,13 @@ class RaiseStorage(Protocol):
     def allowance(self, holder: Holder) -> Allowance | None:
         """Return the limits of a key or team as they are in force; None if it does not exist. Without limits they are empty."""
 
-    async def change(self, holder: Holder, work: Callable[[tuple[Raise, ...]], tuple[Raise, ...]]) -> Changed:
+    async def change(
+        self, holder: Holder, work: Callable[[tuple[Raise, ...]], tuple[Raise, ...]], record: Callable[[Changed], None]
+    ) -> Changed:
         """Change the raises of a holder. Returns those before and after, when the workers of this gateway have applied them.
 
-        Raises the errors of ``work``, DatabaseUnavailableError, and OSError if they cannot be stored.
+        ``record`` gets them before they are stored. Raises its errors and those of ``work``, DatabaseUnavailableError, and OSError if
+        they cannot be stored.
         """
 
 
@@ -82,15 +87,21 @@ def _of_kind(kind: Kind, storage: RaiseStorage, audited: AuditedHandlers) -> Map
         request: Request, holder: Holder, action: str, work: Callable[[tuple[Raise, ...]], tuple[Raise, ...]], status: int
     ) -> Response:
         try:
-            before, after = await storage.change(holder, work)
+            _, after = await audited.change(
+                request,
+                f"{kind}.{action}",
+                lambda record: storage.change(holder, work, record),
+                lambda done: Described(holder[1], _audited(done[0]), _audited(done[1])),
+            )
         except LookupError as error:
             return error_response(str(error.args[0]), 404)
+        except AuditUnavailableError as error:
+            return error_response(f"the audit log cannot be written, so nothing was changed: {error}", 503)
         except DatabaseUnavailableError as error:
             return error_response(f"the store's database does not respond, so no limit was changed: {error}", 503)
         except OSError as error:
             return error_response(f"the raises cannot be stored, so no limit was changed: {error.strerror}", 503)
         log_operation(f"{action.replace('_', ' ')} of {kind} {holder[1]}", request)
-        await audited.note(request, f"{kind}.{action}", holder[1], _audited(before), _audited(after))
         return _shown(after, status)
 
     return {"GET": show, "POST": add, "DELETE": end}

@@ -1,4 +1,4 @@
-"""A change of the store with its entry in the audit log.
+"""A change with its entry in the audit log.
 
 The rule: the entry is durable before the commit, so there is no change without an entry. If the database does not confirm the change,
 another entry says so.
@@ -7,27 +7,22 @@ another entry says so.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import TypeVar
 
 from gateway.audit.entry import Audit, Entry
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.store.service import CHANGE_TIMEOUT, KeyService, Store
 
 T = TypeVar("T")
+Change = Callable[[Callable[[T], None]], Awaitable[T]]
+"""Makes a change. It passes the result to the given function before the commit, on a thread."""
 
 
-async def recorded_change(
-    store: Store,
-    audit: Audit,
-    work: Callable[[KeyService], T],
-    entry_of: Callable[[T], Entry | None],
-    seconds: float = CHANGE_TIMEOUT,
-) -> T:
-    """Run a change, and record its entry. ``entry_of`` returns None if nothing was changed.
+async def recorded_change(audit: Audit, change: Change[T], entry_of: Callable[[T], Entry | None]) -> T:
+    """Make a change, and record its entry. ``entry_of`` returns None if nothing was changed.
 
-    Raises RefusedChangeError, AuditUnavailableError, and then nothing was changed, and DatabaseUnavailableError, also after ``seconds``.
+    Raises AuditUnavailableError, and then nothing was changed, and what ``change`` raises, such as DatabaseUnavailableError.
     """
     recorded: list[Entry] = []
 
@@ -37,7 +32,7 @@ async def recorded_change(
             recorded.append(entry)
 
     try:
-        return await store.change(work, record, seconds)
+        return await change(record)
     except DatabaseUnavailableError as error:
         for entry in recorded:
             unconfirmed = replace(entry, action=f"{entry.action}.unconfirmed", after={"reason": str(error)})

@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from gateway.admin.raise_routes import Changed
 from gateway.control.control import Control
 from gateway.control.raises import Holder
 from gateway.key_management.raises import Raise, encode
@@ -75,17 +76,19 @@ class StoredRaises:
         known = (*(each for key in (*keys[:1], *([stored] if stored else ())) for each in key.allowances), *of_teams)
         return next((each for each in known if each.holder == name), Allowance(name, Limits()))
 
-    async def change(self, holder: Holder, work: Work) -> tuple[tuple[Raise, ...], tuple[Raise, ...]]:
+    async def change(self, holder: Holder, work: Work, record: Callable[[Changed], None]) -> Changed:
         """Change the raises of a holder. Returns those before and after, when the workers of this gateway have applied them.
 
-        Raises the errors of ``work``, DatabaseUnavailableError, and OSError if the file cannot be written.
+        ``record`` gets them before they are stored. Raises its errors and those of ``work``, DatabaseUnavailableError, and OSError if the
+        file cannot be written.
         """
         store = self._control.key_store
         if store is not None:
-            return await store.change(lambda service: service.change_raises(holder, work))
+            return await store.change(lambda service: service.change_raises(holder, work), record)
         async with self._changing:
             before = self._raises.of(holder)
             after = work(before)
+            await asyncio.to_thread(record, (before, after))
             stored = self._raises.stored() | {holder: encode(after)}
             await asyncio.to_thread(_write, self._file, [(*each, text) for each, text in stored.items()])
             self._raises.learn(stored)

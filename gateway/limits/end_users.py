@@ -84,9 +84,13 @@ def counted_name(text: str) -> str | None:
 def _folded(text: str) -> str:
     if text.isascii() and text.isprintable():
         return " ".join(text.lower().split())
-    folded = normalize("NFKC", normalize("NFKC", text).casefold())
-    seen = (each for each in _UNSEEN.sub("", folded) if each.isspace() or category(each) not in _UNSEEN_CATEGORIES)
-    return normalize("NFC", " ".join("".join(seen).split()))
+    folded = normalize("NFKC", normalize("NFKC", _visible(text)).casefold())
+    return normalize("NFC", " ".join(_visible(folded).split()))
+
+
+def _visible(text: str) -> str:
+    """Return the text without invisible characters. Between two accents, one would prevent that they are put in their order."""
+    return "".join(each for each in _UNSEEN.sub("", text) if each.isspace() or category(each) not in _UNSEEN_CATEGORIES)
 
 
 def shown_name(text: str) -> str:

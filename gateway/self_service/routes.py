@@ -309,7 +309,7 @@ class _Routes:
             change = described(done)
             return None if change is None else Entry(f"key.{action}", person.actor, _client(request), *change)
 
-        return await recorded_change(self._store, self._audit, work, entry)
+        return await recorded_change(self._audit, lambda record: self._store.change(work, record), entry)
 
 
 # Requests

@@ -139,7 +139,7 @@ class Exchange(NamedTuple):
         others = tuple(Key(f"stored-{n}", (hashlib.sha256(b"stored-%d" % n).digest(),)) for n in range(KEYS))
         self.worker.apply_snapshot(replace(before, keys=() if in_store else before.keys, has_store=True, sessions=rules))
         self.worker.apply_stored_keys(StoredKeys(before.keys if in_store else others, is_reset=True))
-        self.worker.page_requests.revoke(tuple(f"session-{n}" for n in range(KEYS)))
+        self.worker.app.page_requests.revoke(tuple(f"session-{n}" for n in range(KEYS)))
         self.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, {}))
 
     def serve_another(self, requests: Iterator[bytes]) -> None:

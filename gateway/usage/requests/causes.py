@@ -18,6 +18,8 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "expired_api_key": "The key has expired.",
         "model_not_found": "The model does not exist, or the key may not use it.",
         "not_found": "The path is not served, or the model does not serve this route.",
+        "permission_denied": "The person may not do this in self-service, or the request came from another page.",
+        "conflict": "The change of a key was refused in self-service; the message says why.",
         "method_not_allowed": "The route requires another method.",
         "request_timeout": "The client sent its request too slowly.",
         "request_too_large": "The body is larger than a bound of server.body_limit, body_values or body_memory.",

@@ -14,7 +14,7 @@ import pytest
 from gateway.auth.keys import hash_of
 from gateway.control.raises import Raises
 from gateway.key_management.raises import Raise, encode
-from tests.gateway.control.test_key_store import ANY, KEYS, SERVER, TEAMS, create, running, send, settings
+from tests.support.key_store import ANY, KEYS, SERVER, TEAMS, create, running, send, settings
 from tests.support.postgres import Postgres
 from tests.support.process import Gateway, wait_for
 from tests.support.running import KEY

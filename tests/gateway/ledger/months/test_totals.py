@@ -66,13 +66,7 @@ ROWS = st.lists(
 
 @given(rows=ROWS, retention=st.floats(0, 30 * 24))
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-<<<<<<< ours
-def test_no_report_changes_when_rows_are_replaced(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[tuple[float, dict[str, Any]]], retention: float
-) -> None:
-=======
 def test_no_report_changes_when_rows_are_replaced(tmp_path_factory: pytest.TempPathFactory, rows: list[Any], retention: float) -> None:
->>>>>>> theirs
     folder = tmp_path_factory.mktemp("usage")
     with closing(UsageStore(database_url(f"sqlite:///{folder}/usage.db", folder))) as store:
         store.write([row(number, started=STARTED - age * HOUR, **fields) for number, (age, fields) in enumerate(rows)])
