@@ -12,6 +12,7 @@ LONGEST = 2500
 REFERENCES = {
     DOCS / "api.md": "generated: every route with its fields",
     DOCS / "configuration.md": "every setting",
+    DOCS / "metrics.md": "every metric",
     DOCS / "mutants.md": "generated: every module and every survivor",
     DOCS / "security-core.md": "the rows of all searches and files of the trusted core",
 }
