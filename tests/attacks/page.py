@@ -40,7 +40,7 @@ _PAGES: Mapping[str, tuple[str, tuple[str, ...]]] = MappingProxyType(
                 "Sign-in links",
             ),
         ),
-        "attacks-access.md": (_OF_ACCESS, ("Other sites", "Privileges", "Guesses", "Keys made at run time", "Audit log")),
+        "attacks-access.md": (_OF_ACCESS, ("Other sites", "Privileges", "Guesses", "Keys made at run time", "Self-service", "Audit log")),
     }
 )
 """The introduction and the areas of each page."""

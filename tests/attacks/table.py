@@ -21,6 +21,7 @@ from tests.gateway.admin import test_unix_socket as unix_socket
 from tests.gateway.auth import test_catalog as catalog
 from tests.gateway.client.http import test_cors as cors
 from tests.gateway.control import test_key_store as key_store
+from tests.gateway.self_service import test_routes as own_keys
 from tests.gateway.sign_in import test_browser as browser
 from tests.gateway.sign_in import test_gateway as whole
 from tests.gateway.sign_in import test_people as people
@@ -645,6 +646,85 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
                 ("tail removed", "removes the last entries"),
                 ("computed again", "computes the chain again"),
             )
+        ),
+        "Self-service": (
+            Attack(
+                "key of another person",
+                "uses each route with the ID of another person's key",
+                "404, as for a missing key",
+                own_keys.test_the_key_of_another_person_does_not_exist,
+            ),
+            Attack(
+                "usage of another person",
+                "requests the usage and limits of another person's key",
+                "404, as for a missing key",
+                own_keys.test_the_usage_and_limits_of_anothers_key_do_not_exist,
+            ),
+            Attack(
+                "team of another owner",
+                "requests the keys, members, usage and limits of a team that they do not own",
+                "404, as for a missing team",
+                own_keys.test_a_team_that_one_does_not_own_does_not_exist,
+            ),
+            Attack(
+                "self-raised limits",
+                "creates a key with limits, models or a lifetime beyond the policy",
+                "refused; it is recorded",
+                own_keys.test_a_key_beyond_the_policy_is_refused_and_recorded,
+            ),
+            Attack(
+                "self-raised limits later",
+                "changes another field of a key than its name",
+                "refused",
+                own_keys.test_a_person_changes_only_the_name,
+            ),
+            Attack("key without a team", "creates a key in no team", "refused", own_keys.test_a_person_without_a_team_creates_no_key),
+            Attack(
+                "key of a former member",
+                "rotates a key after they have left its team",
+                "refused",
+                own_keys.test_a_key_is_not_rotated_after_its_maker_has_left_the_team,
+            ),
+            Attack("revoked key", "restores a key that was revoked", "refused", own_keys.test_a_person_restores_no_key),
+            Attack(
+                "race at the ceiling", "creates two keys at once when one is left", "one key", own_keys.test_two_creations_at_the_ceiling
+            ),
+            Attack(
+                "race at the ceiling over two gateways",
+                "creates keys at once on two gateways",
+                "as many keys as the policy allows",
+                own_keys.test_a_race_at_the_ceiling_of_two_gateways,
+            ),
+            Attack(
+                "foreign page",
+                "sends each change from a page of another origin",
+                "403, and nothing changes; it is recorded",
+                own_keys.test_another_page_changes_nothing,
+            ),
+            Attack(
+                "form of another page", "sends a form instead of JSON", "403, and nothing changes", own_keys.test_a_form_changes_nothing
+            ),
+            Attack("other host name", "uses the gateway under another name", "403", own_keys.test_another_host_name_is_refused),
+            Attack(
+                "no valid session",
+                "uses each route without a session, or with an invalid one",
+                "401",
+                own_keys.test_without_a_valid_session_nothing_is_served,
+            ),
+            Attack("ended session", "uses a session that was ended", "401", own_keys.test_a_session_that_was_ended_holds_no_longer),
+            Attack(
+                "markup in an ID",
+                "sends IDs with markup and control characters",
+                "404",
+                own_keys.test_an_id_with_markup_or_control_characters_is_no_key,
+            ),
+            Attack(
+                "markup in a name",
+                "names a key with markup and control characters",
+                "it is shown as text, or refused",
+                own_keys.test_a_name_is_shown_as_text_or_refused,
+            ),
+            Attack("many requests", "sends more requests than a person may", "429", own_keys.test_too_many_requests_of_a_person_wait),
         ),
     }
 )
