@@ -1,6 +1,7 @@
 // Markdown as nodes. It knows what models write: headings, lists, tables, code, emphasis and links. Anything else is text.
 function inline(text) {
-  const nodes = [], pattern = /`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)/g;
+  const nodes = [],
+    pattern = /`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)/g;
   let end = 0;
   for (const match of text.matchAll(pattern)) {
     nodes.push(text.slice(end, match.index));
@@ -15,12 +16,19 @@ function inline(text) {
   return nodes;
 }
 
-const ITEM = /^\s*([-*+]|\d+[.)])\s+(.*)$/, HEADING = /^(#{1,6})\s+(.*)$/, FENCE = /^\s*```(.*)$/, ROW = /^\s*\|(.*)\|\s*$/;
-const cells = (line) => ROW.exec(line)[1].split("|").map((cell) => cell.trim());
+const ITEM = /^\s*([-*+]|\d+[.)])\s+(.*)$/,
+  HEADING = /^(#{1,6})\s+(.*)$/,
+  FENCE = /^\s*```(.*)$/,
+  ROW = /^\s*\|(.*)\|\s*$/;
+const cells = (line) =>
+  ROW.exec(line)[1]
+    .split("|")
+    .map((cell) => cell.trim());
 const starts = (line) => ITEM.test(line) || HEADING.test(line) || FENCE.test(line) || ROW.test(line) || !line.trim();
 
 function markdown(text) {
-  const lines = text.split("\n"), blocks = [];
+  const lines = text.split("\n"),
+    blocks = [];
   for (let at = 0; at < lines.length;) {
     const line = lines[at];
     if (FENCE.test(line)) {
@@ -35,8 +43,10 @@ function markdown(text) {
       for (; at < lines.length && ITEM.test(lines[at]); at++) made.append(el("li", {}, ...inline(ITEM.exec(lines[at])[2])));
       blocks.push(made);
     } else if (ROW.test(line) && /^[\s|:-]+$/.test(lines[at + 1] ?? "")) {
-      const body = el("tbody"), head = el("tr", {}, ...cells(line).map((cell) => el("th", { scope: "col" }, ...inline(cell))));
-      for (at += 2; at < lines.length && ROW.test(lines[at]); at++) body.append(el("tr", {}, ...cells(lines[at]).map((cell) => el("td", {}, ...inline(cell)))));
+      const body = el("tbody"),
+        head = el("tr", {}, ...cells(line).map((cell) => el("th", { scope: "col" }, ...inline(cell))));
+      for (at += 2; at < lines.length && ROW.test(lines[at]); at++)
+        body.append(el("tr", {}, ...cells(lines[at]).map((cell) => el("td", {}, ...inline(cell)))));
       blocks.push(el("div", { className: "scroll" }, el("table", {}, el("thead", {}, head), body)));
     } else if (!line.trim()) at++;
     else {

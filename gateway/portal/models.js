@@ -1,4 +1,8 @@
-const CAPABILITIES = [["tools", "tools"], ["reasoning", "reasoning"], ["structured_outputs", "structured output"]];
+const CAPABILITIES = [
+  ["tools", "tools"],
+  ["reasoning", "reasoning"],
+  ["structured_outputs", "structured output"],
+];
 function facts(model) {
   const inputs = (model.architecture?.input_modalities ?? []).filter((one) => one !== "text");
   const can = CAPABILITIES.filter(([name]) => model.supported_parameters?.includes(name)).map(([, text]) => text);
@@ -23,17 +27,35 @@ function open(model) {
 const ROUTES = { embedding: ["/v1/embeddings", { input: "Hello" }], completion: ["/v1/completions", { prompt: "Hello", max_tokens: 16 }] };
 function plainCode(model) {
   const [path, fields] = ROUTES[model.task] ?? ["/v1/models", null];
-  const body = fields ? ` \\\n  -H "Content-Type: application/json" \\\n  -d ${shellText(JSON.stringify({ model: model.id, ...fields }))}` : "";
+  const body = fields
+    ? ` \\\n  -H "Content-Type: application/json" \\\n  -d ${shellText(JSON.stringify({ model: model.id, ...fields }))}`
+    : "";
   return `curl ${location.origin}${path} -H "Authorization: Bearer $VLLM_GATEWAY_KEY"${body}\n`;
 }
 start((models) => {
   const own = models.filter((one) => !one.root);
-  $("models-note").textContent = own.length ? `This key may use ${own.length === 1 ? "one model" : `${own.length} models`}.` : "This key may use no model. Ask the operator of the gateway.";
-  $("models").replaceChildren(...own.map((model) => {
-    const details = el("button", { type: "button" }, "Details and code");
-    details.addEventListener("click", () => open(model));
-    const talks = !model.task || model.task === "chat";
-    return el("article", { className: "card" }, el("h2", {}, model.id), el("dl", { className: "facts" }, ...list(facts(model))),
-      el("div", { className: "row" }, talks ? el("a", { className: "button primary", href: `/portal/playground?model=${encodeURIComponent(model.id)}` }, "Talk to it") : null, details));
-  }));
+  $("models-note").textContent = own.length
+    ? `This key may use ${own.length === 1 ? "one model" : `${own.length} models`}.`
+    : "This key may use no model. Ask the operator of the gateway.";
+  $("models").replaceChildren(
+    ...own.map((model) => {
+      const details = el("button", { type: "button" }, "Details and code");
+      details.addEventListener("click", () => open(model));
+      const talks = !model.task || model.task === "chat";
+      return el(
+        "article",
+        { className: "card" },
+        el("h2", {}, model.id),
+        el("dl", { className: "facts" }, ...list(facts(model))),
+        el(
+          "div",
+          { className: "row" },
+          talks
+            ? el("a", { className: "button primary", href: `/portal/playground?model=${encodeURIComponent(model.id)}` }, "Talk to it")
+            : null,
+          details,
+        ),
+      );
+    }),
+  );
 });

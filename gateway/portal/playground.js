@@ -1,24 +1,55 @@
 const PARAMETERS = [
-  ["temperature", "Temperature", 0, 2, 0.1, "the model's"], ["top_p", "Top p", 0, 1, 0.05, "the model's"], ["max_tokens", "Longest response", 1, 1000000, 1, "the context's rest"],
-  ["presence_penalty", "Presence penalty", -2, 2, 0.1, "0"], ["frequency_penalty", "Frequency penalty", -2, 2, 0.1, "0"], ["seed", "Seed", 0, 2147483647, 1, "random"],
+  ["temperature", "Temperature", 0, 2, 0.1, "the model's"],
+  ["top_p", "Top p", 0, 1, 0.05, "the model's"],
+  ["max_tokens", "Longest response", 1, 1000000, 1, "the context's rest"],
+  ["presence_penalty", "Presence penalty", -2, 2, 0.1, "0"],
+  ["frequency_penalty", "Frequency penalty", -2, 2, 0.1, "0"],
+  ["seed", "Seed", 0, 2147483647, 1, "random"],
 ];
-const TOOL = [{ type: "function", function: { name: "get_weather", description: "Get the weather of a city.", parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] } } }];
-const SCHEMA = { type: "object", properties: { city: { type: "string" }, population: { type: "integer" } }, required: ["city", "population"] };
-let columns = [], image = null;
+const TOOL = [
+  {
+    type: "function",
+    function: {
+      name: "get_weather",
+      description: "Get the weather of a city.",
+      parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+    },
+  },
+];
+const SCHEMA = {
+  type: "object",
+  properties: { city: { type: "string" }, population: { type: "integer" } },
+  required: ["city", "population"],
+};
+let columns = [],
+  image = null;
 
 function json(id, name) {
   const text = $(id).value.trim();
   if (!text) return undefined;
-  try { return JSON.parse(text); } catch (error) { throw new SyntaxError(`${name}: ${error.message}`); }
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new SyntaxError(`${name}: ${error.message}`);
+  }
 }
 
 // The body of a request with the settings of the form. Raises SyntaxError for a field that is not JSON.
 function bodyOf(model, messages) {
-  const system = $("system").value.trim(), tools = json("tools", "Tools"), schema = json("schema", "JSON schema");
-  const numbers = PARAMETERS.map(([name]) => [name, $(`parameter-${name}`).value]).filter(([, value]) => value !== "").map(([name, value]) => [name, Number(value)]);
+  const system = $("system").value.trim(),
+    tools = json("tools", "Tools"),
+    schema = json("schema", "JSON schema");
+  const numbers = PARAMETERS.map(([name]) => [name, $(`parameter-${name}`).value])
+    .filter(([, value]) => value !== "")
+    .map(([name, value]) => [name, Number(value)]);
   return {
-    model, messages: [...(system ? [{ role: "system", content: system }] : []), ...messages], stream: true, stream_options: { include_usage: true }, ...Object.fromEntries(numbers),
-    ...(tools ? { tools } : {}), ...(schema ? { response_format: { type: "json_schema", json_schema: { name: "response", schema } } } : {}),
+    model,
+    messages: [...(system ? [{ role: "system", content: system }] : []), ...messages],
+    stream: true,
+    stream_options: { include_usage: true },
+    ...Object.fromEntries(numbers),
+    ...(tools ? { tools } : {}),
+    ...(schema ? { response_format: { type: "json_schema", json_schema: { name: "response", schema } } } : {}),
   };
 }
 
@@ -30,7 +61,11 @@ async function* events(response) {
     const parts = (rest + value).split(/\r?\n\r?\n/);
     rest = parts.pop();
     for (const part of parts) {
-      const data = part.split(/\r?\n/).filter((line) => line.startsWith("data:")).map((line) => line.slice(5).trimStart()).join("\n");
+      const data = part
+        .split(/\r?\n/)
+        .filter((line) => line.startsWith("data:"))
+        .map((line) => line.slice(5).trimStart())
+        .join("\n");
       if (data && data !== "[DONE]") yield JSON.parse(data);
     }
   }
@@ -55,54 +90,108 @@ class Column {
 
   bubble(message, at) {
     if (message.role === "user") return this.asked(message, at);
-    if (message.role === "tool") return el("div", { className: "message tool" }, el("p", { className: "who" }, "Result of a tool"), el("pre", {}, message.content));
+    if (message.role === "tool")
+      return el("div", { className: "message tool" }, el("p", { className: "who" }, "Result of a tool"), el("pre", {}, message.content));
     return el("div", { className: "message answer" }, el("p", { className: "who" }, this.model), ...this.parts(message), this.actions(at));
   }
 
   asked(message, at) {
-    const text = typeof message.content === "string" ? message.content : message.content.find((part) => part.type === "text")?.text ?? "";
+    const text = typeof message.content === "string" ? message.content : (message.content.find((part) => part.type === "text")?.text ?? "");
     const picture = Array.isArray(message.content) ? message.content.find((part) => part.type === "image_url") : null;
     const edit = el("button", { type: "button", className: "plain" }, "Edit");
-    edit.addEventListener("click", () => { for (const column of columns) { column.messages.length = Math.min(column.messages.length, at); column.show(); } $("prompt").value = text; $("prompt").focus(); });
-    return el("div", { className: "message asked" }, el("p", { className: "who" }, "You"), picture ? el("img", { src: picture.image_url.url, alt: "the image of this message" }) : null, el("p", { className: "text" }, text), el("div", { className: "actions" }, edit));
+    edit.addEventListener("click", () => {
+      for (const column of columns) {
+        column.messages.length = Math.min(column.messages.length, at);
+        column.show();
+      }
+      $("prompt").value = text;
+      $("prompt").focus();
+    });
+    return el(
+      "div",
+      { className: "message asked" },
+      el("p", { className: "who" }, "You"),
+      picture ? el("img", { src: picture.image_url.url, alt: "the image of this message" }) : null,
+      el("p", { className: "text" }, text),
+      el("div", { className: "actions" }, edit),
+    );
   }
 
   parts(message) {
-    const reasoning = message.reasoning ? el("details", { className: "reasoning" }, el("summary", {}, "Reasoning"), el("p", { className: "text" }, message.reasoning)) : null;
+    const reasoning = message.reasoning
+      ? el("details", { className: "reasoning" }, el("summary", {}, "Reasoning"), el("p", { className: "text" }, message.reasoning))
+      : null;
     const calls = (message.tool_calls ?? []).map((call) => this.call(call));
-    return [reasoning, ...markdown(message.content ?? ""), ...calls, message.error ? el("p", { className: "error" }, message.error) : null, message.figures ? el("p", { className: "quiet figures" }, message.figures) : null].filter(Boolean);
+    return [
+      reasoning,
+      ...markdown(message.content ?? ""),
+      ...calls,
+      message.error ? el("p", { className: "error" }, message.error) : null,
+      message.figures ? el("p", { className: "quiet figures" }, message.figures) : null,
+    ].filter(Boolean);
   }
 
   call(call) {
-    const result = el("textarea", { rows: 2, className: "mono", "aria-label": `Result of ${call.function.name}` }), send = el("button", { type: "button" }, "Send the result");
+    const result = el("textarea", { rows: 2, className: "mono", "aria-label": `Result of ${call.function.name}` }),
+      send = el("button", { type: "button" }, "Send the result");
     const answered = this.messages.some((one) => one.role === "tool" && one.tool_call_id === call.id);
     send.addEventListener("click", () => {
       this.messages.push({ role: "tool", tool_call_id: call.id, content: result.value });
       const calls = this.messages.findLast((one) => one.tool_calls).tool_calls;
-      if (calls.every((one) => this.messages.some((each) => each.tool_call_id === one.id))) this.respond(); else this.show();
+      if (calls.every((one) => this.messages.some((each) => each.tool_call_id === one.id))) this.respond();
+      else this.show();
     });
-    return el("div", { className: "call" }, el("p", {}, el("strong", {}, call.function.name)), el("pre", {}, call.function.arguments), answered ? null : result, answered ? null : send);
+    return el(
+      "div",
+      { className: "call" },
+      el("p", {}, el("strong", {}, call.function.name)),
+      el("pre", {}, call.function.arguments),
+      answered ? null : result,
+      answered ? null : send,
+    );
   }
 
   actions(at) {
     const again = el("button", { type: "button", className: "plain" }, "Retry");
-    again.addEventListener("click", () => { this.messages.length = this.messages.slice(0, at).findLastIndex((one) => one.role !== "assistant") + 1; this.respond(); });
+    again.addEventListener("click", () => {
+      this.messages.length = this.messages.slice(0, at).findLastIndex((one) => one.role !== "assistant") + 1;
+      this.respond();
+    });
     return el("div", { className: "actions" }, again);
   }
 
-  sent() { return this.messages.map(({ role, content, tool_calls, tool_call_id }) => ({ role, content: content ?? null, ...(tool_calls?.length ? { tool_calls } : {}), ...(tool_call_id ? { tool_call_id } : {}) })); }
+  sent() {
+    return this.messages.map(({ role, content, tool_calls, tool_call_id }) => ({
+      role,
+      content: content ?? null,
+      ...(tool_calls?.length ? { tool_calls } : {}),
+      ...(tool_call_id ? { tool_call_id } : {}),
+    }));
+  }
 
   async respond() {
     let body;
-    try { body = bodyOf(this.model, this.sent()); } catch (error) { $("settings-error").textContent = error.message; return; }
+    try {
+      body = bodyOf(this.model, this.sent());
+    } catch (error) {
+      $("settings-error").textContent = error.message;
+      return;
+    }
     $("settings-error").textContent = "";
-    const message = { role: "assistant", content: "" }, begun = performance.now();
+    const message = { role: "assistant", content: "" },
+      begun = performance.now();
     this.messages.push(message);
     this.abort = new AbortController();
     busy();
     this.show();
-    const live = this.log.lastElementChild, draw = () => { live.replaceChildren(el("p", { className: "who" }, this.model), ...this.parts(message)); this.log.scrollTop = this.log.scrollHeight; };
-    let first = null, usage = null, waits = false;
+    const live = this.log.lastElementChild,
+      draw = () => {
+        live.replaceChildren(el("p", { className: "who" }, this.model), ...this.parts(message));
+        this.log.scrollTop = this.log.scrollHeight;
+      };
+    let first = null,
+      usage = null,
+      waits = false;
     try {
       const response = await checked(await request("/v1/chat/completions", { method: "POST", json: body, signal: this.abort.signal }));
       for await (const event of events(response)) {
@@ -112,7 +201,13 @@ class Column {
         if (!delta) continue;
         if (first === null && (delta.content || delta.reasoning || delta.tool_calls)) first = performance.now();
         this.take(message, delta);
-        if (!waits) { waits = true; requestAnimationFrame(() => { waits = false; draw(); }); }
+        if (!waits) {
+          waits = true;
+          requestAnimationFrame(() => {
+            waits = false;
+            draw();
+          });
+        }
       }
     } catch (error) {
       message.error = error.name === "AbortError" ? "Stopped." : error.message;
@@ -130,7 +225,7 @@ class Column {
     if (reasoning) message.reasoning = (message.reasoning ?? "") + reasoning;
     for (const { index, id, function: named } of delta.tool_calls ?? []) {
       message.tool_calls ??= [];
-      const call = message.tool_calls[index] ??= { id: "", type: "function", function: { name: "", arguments: "" } };
+      const call = (message.tool_calls[index] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
       call.id ||= id ?? "";
       call.function.name += named?.name ?? "";
       call.function.arguments += named?.arguments ?? "";
@@ -142,7 +237,8 @@ function figures(usage, begun, first, ended) {
   const parts = [];
   if (usage) parts.push(`${number(usage.prompt_tokens)} prompt and ${number(usage.completion_tokens)} completion tokens`);
   if (first !== null) parts.push(`first token after ${duration((first - begun) / 1000)}`);
-  if (usage && first !== null && ended > first && usage.completion_tokens > 1) parts.push(`${Math.round((usage.completion_tokens - 1) / ((ended - first) / 1000))} tokens per second`);
+  if (usage && first !== null && ended > first && usage.completion_tokens > 1)
+    parts.push(`${Math.round((usage.completion_tokens - 1) / ((ended - first) / 1000))} tokens per second`);
   return parts.join(" · ");
 }
 
@@ -155,7 +251,7 @@ function busy() {
 function arrange() {
   const models = [$("model").value, $("other").value].filter(Boolean);
   for (const column of columns) if (!models.includes(column.model)) column.abort?.abort();
-  columns = models.map((model, at) => columns[at]?.model === model ? columns[at] : new Column(model));
+  columns = models.map((model, at) => (columns[at]?.model === model ? columns[at] : new Column(model)));
   $("columns").replaceChildren(...columns.map((column) => column.node));
   busy();
 }
@@ -163,37 +259,82 @@ function arrange() {
 function send(event) {
   event.preventDefault();
   const running = columns.filter((column) => column.abort);
-  if (running.length) { for (const column of running) column.abort.abort(); return; }
+  if (running.length) {
+    for (const column of running) column.abort.abort();
+    return;
+  }
   const text = $("prompt").value.trim();
-  if (!text && !image) { $("prompt").focus(); return; }
-  const content = image ? [{ type: "text", text }, { type: "image_url", image_url: { url: image } }] : text;
+  if (!text && !image) {
+    $("prompt").focus();
+    return;
+  }
+  const content = image
+    ? [
+        { type: "text", text },
+        { type: "image_url", image_url: { url: image } },
+      ]
+    : text;
   $("prompt").value = $("image").value = $("image-name").textContent = "";
   image = null;
-  for (const column of columns) { column.messages.push({ role: "user", content }); column.respond(); }
+  for (const column of columns) {
+    column.messages.push({ role: "user", content });
+    column.respond();
+  }
 }
 
 start((models) => {
-  const chats = models.filter((one) => !one.task || one.task === "chat").map((one) => one.id), wanted = new URLSearchParams(location.search).get("model");
-  if (!chats.length) { $("page").replaceChildren(el("h1", {}, "Playground"), el("p", { className: "quiet" }, "This key may use no model for chat.")); return; }
+  const chats = models.filter((one) => !one.task || one.task === "chat").map((one) => one.id),
+    wanted = new URLSearchParams(location.search).get("model");
+  if (!chats.length) {
+    $("page").replaceChildren(el("h1", {}, "Playground"), el("p", { className: "quiet" }, "This key may use no model for chat."));
+    return;
+  }
   $("model").replaceChildren(...chats.map((id) => el("option", { selected: id === wanted }, id)));
   $("other").append(...chats.map((id) => el("option", {}, id)));
-  $("parameters").replaceChildren(...PARAMETERS.map(([name, title, min, max, step, usual]) => el("label", {}, title, " ", el("input", { id: `parameter-${name}`, type: "number", min, max, step, placeholder: usual }))));
+  $("parameters").replaceChildren(
+    ...PARAMETERS.map(([name, title, min, max, step, usual]) =>
+      el("label", {}, title, " ", el("input", { id: `parameter-${name}`, type: "number", min, max, step, placeholder: usual })),
+    ),
+  );
   $("model").onchange = $("other").onchange = arrange;
   $("composer").onsubmit = send;
-  $("prompt").onkeydown = (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) $("composer").requestSubmit(); };
-  $("clear").onclick = () => { for (const column of columns) { column.abort?.abort(); column.messages = []; column.show(); } $("prompt").focus(); };
-  $("tools-example").onclick = () => { $("tools").value = JSON.stringify(TOOL, null, 2); };
-  $("schema-example").onclick = () => { $("schema").value = JSON.stringify(SCHEMA, null, 2); };
+  $("prompt").onkeydown = (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) $("composer").requestSubmit();
+  };
+  $("clear").onclick = () => {
+    for (const column of columns) {
+      column.abort?.abort();
+      column.messages = [];
+      column.show();
+    }
+    $("prompt").focus();
+  };
+  $("tools-example").onclick = () => {
+    $("tools").value = JSON.stringify(TOOL, null, 2);
+  };
+  $("schema-example").onclick = () => {
+    $("schema").value = JSON.stringify(SCHEMA, null, 2);
+  };
   $("image").onchange = () => {
-    const [file] = $("image").files, reader = new FileReader();
+    const [file] = $("image").files,
+      reader = new FileReader();
     if (!file) return;
-    reader.onload = () => { image = reader.result; $("image-name").textContent = file.name; };
+    reader.onload = () => {
+      image = reader.result;
+      $("image-name").textContent = file.name;
+    };
     reader.readAsDataURL(file);
   };
   $("code").onclick = () => {
     const messages = columns[0].sent().filter((one, at, all) => at < all.length - 1 || one.role !== "assistant");
-    try { $("code-tabs").replaceChildren(codeTabs(bodyOf(columns[0].model, messages.length ? messages : [{ role: "user", content: $("prompt").value.trim() || "Hello!" }]))); }
-    catch (error) { $("settings-error").textContent = error.message; return; }
+    try {
+      $("code-tabs").replaceChildren(
+        codeTabs(bodyOf(columns[0].model, messages.length ? messages : [{ role: "user", content: $("prompt").value.trim() || "Hello!" }])),
+      );
+    } catch (error) {
+      $("settings-error").textContent = error.message;
+      return;
+    }
     $("code-dialog").showModal();
   };
   arrange();

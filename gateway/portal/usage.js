@@ -1,24 +1,48 @@
 const NAMES = {
-  requests_per_minute: "requests per minute", tokens_per_minute: "tokens per minute", requests_per_day: "requests per day", tokens_per_day: "tokens per day",
-  tokens_per_month: "tokens per month", cost_per_day: "cost per day", cost_per_month: "cost per month", concurrent: "requests at once", max_tokens: "tokens of a response",
+  requests_per_minute: "requests per minute",
+  tokens_per_minute: "tokens per minute",
+  requests_per_day: "requests per day",
+  tokens_per_day: "tokens per day",
+  tokens_per_month: "tokens per month",
+  cost_per_day: "cost per day",
+  cost_per_month: "cost per month",
+  concurrent: "requests at once",
+  max_tokens: "tokens of a response",
 };
 const nameOf = (limit) => NAMES[limit] ?? limit.replaceAll("_", " ");
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const amount = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 4 });
 
 function limitBar(limit) {
-  const title = el("div", { className: "bar" }, el("strong", {}, capital(nameOf(limit.limit))), el("span", { className: "quiet" }, limit.holder + (limit.models ? ` for ${limit.models.join(", ")}` : "")));
+  const title = el(
+    "div",
+    { className: "bar" },
+    el("strong", {}, capital(nameOf(limit.limit))),
+    el("span", { className: "quiet" }, limit.holder + (limit.models ? ` for ${limit.models.join(", ")}` : "")),
+  );
   if (limit.used === null) return el("li", {}, title, el("p", {}, `At most ${amount(limit.amount)}.`));
-  const share = limit.amount ? Math.min(limit.used / limit.amount, 1) : 1, state = share >= 1 ? "full" : share >= 0.8 ? "near" : "";
+  const share = limit.amount ? Math.min(limit.used / limit.amount, 1) : 1,
+    state = share >= 1 ? "full" : share >= 0.8 ? "near" : "";
   const words = `${amount(limit.used)} of ${amount(limit.amount)} used, ${amount(Math.max(limit.remaining ?? 0, 0))} left`;
   const reset = limit.reset_seconds > 0 ? `, all of it again in ${duration(limit.reset_seconds)}` : "";
-  const note = state === "full" ? (limit.soft ? " Requests continue: this budget only warns." : " Requests wait or are refused until then.") : "";
-  return el("li", {}, title, el("progress", { className: state, max: 1, value: share, "aria-label": `${nameOf(limit.limit)}: ${Math.round(100 * share)}% used` }), el("p", {}, `${words}${reset}.${note}`));
+  const note =
+    state === "full" ? (limit.soft ? " Requests continue: this budget only warns." : " Requests wait or are refused until then.") : "";
+  return el(
+    "li",
+    {},
+    title,
+    el("progress", { className: state, max: 1, value: share, "aria-label": `${nameOf(limit.limit)}: ${Math.round(100 * share)}% used` }),
+    el("p", {}, `${words}${reset}.${note}`),
+  );
 }
 
 async function showLimits() {
   const { limits } = await api("/v1/limits");
-  $("limits").replaceChildren(limits.length ? el("ul", { className: "limits" }, ...limits.map(limitBar)) : el("p", { className: "quiet" }, "No limit applies to this key."));
+  $("limits").replaceChildren(
+    limits.length
+      ? el("ul", { className: "limits" }, ...limits.map(limitBar))
+      : el("p", { className: "quiet" }, "No limit applies to this key."),
+  );
 }
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -31,7 +55,8 @@ function svg(tag, attributes, ...children) {
 
 // All days of the period, so that the chart has an even axis.
 function everyDay(rows, since) {
-  const known = new Map(rows.map((row) => [row.day, row])), days = [];
+  const known = new Map(rows.map((row) => [row.day, row])),
+    days = [];
   for (let time = Date.parse(since); time <= Date.now(); time += 86400000) {
     const day = new Date(time).toISOString().slice(0, 10);
     days.push(known.get(day) ?? { day, prompt_tokens: 0, completion_tokens: 0 });
@@ -41,38 +66,100 @@ function everyDay(rows, since) {
 
 // Two stacked bars for each group. The table below has the same numbers for readers.
 function chart(rows, by) {
-  const width = 720, height = 180, most = Math.max(...rows.map((row) => row.prompt_tokens + row.completion_tokens), 1), step = width / rows.length;
+  const width = 720,
+    height = 180,
+    most = Math.max(...rows.map((row) => row.prompt_tokens + row.completion_tokens), 1),
+    step = width / rows.length;
   const bars = rows.flatMap((row, at) => {
-    const tall = (tokens) => (height - 4) * tokens / most, wide = Math.min(step * 0.7, 48), x = at * step + (step - wide) / 2;
-    const prompt = tall(row.prompt_tokens), completion = tall(row.completion_tokens);
+    const tall = (tokens) => ((height - 4) * tokens) / most,
+      wide = Math.min(step * 0.7, 48),
+      x = at * step + (step - wide) / 2;
+    const prompt = tall(row.prompt_tokens),
+      completion = tall(row.completion_tokens);
     return [
-      svg("rect", { x, y: height - prompt, width: wide, height: prompt, class: "prompt", rx: 1 }, svg("title", {}, `${row[by] ?? "no model"}: ${number(row.prompt_tokens)} prompt tokens`)),
-      svg("rect", { x, y: height - prompt - completion, width: wide, height: completion, class: "completion", rx: 1 }, svg("title", {}, `${row[by] ?? "no model"}: ${number(row.completion_tokens)} completion tokens`)),
+      svg(
+        "rect",
+        { x, y: height - prompt, width: wide, height: prompt, class: "prompt", rx: 1 },
+        svg("title", {}, `${row[by] ?? "no model"}: ${number(row.prompt_tokens)} prompt tokens`),
+      ),
+      svg(
+        "rect",
+        { x, y: height - prompt - completion, width: wide, height: completion, class: "completion", rx: 1 },
+        svg("title", {}, `${row[by] ?? "no model"}: ${number(row.completion_tokens)} completion tokens`),
+      ),
     ];
   });
-  const legend = el("p", { className: "legend" }, el("span", { className: "prompt" }), "prompt", el("span", { className: "completion" }), "completion", el("span", { className: "quiet most" }, `highest: ${number(most)} tokens`));
-  const axis = el("p", { className: "axis" }, el("span", {}, rows[0][by] ?? "no model"), rows.length > 1 ? el("span", {}, rows.at(-1)[by] ?? "no model") : null);
-  return el("figure", { className: "chart" }, svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true", preserveAspectRatio: "none" }, ...bars), axis, legend);
+  const legend = el(
+    "p",
+    { className: "legend" },
+    el("span", { className: "prompt" }),
+    "prompt",
+    el("span", { className: "completion" }),
+    "completion",
+    el("span", { className: "quiet most" }, `highest: ${number(most)} tokens`),
+  );
+  const axis = el(
+    "p",
+    { className: "axis" },
+    el("span", {}, rows[0][by] ?? "no model"),
+    rows.length > 1 ? el("span", {}, rows.at(-1)[by] ?? "no model") : null,
+  );
+  return el(
+    "figure",
+    { className: "chart" },
+    svg("svg", { viewBox: `0 0 ${width} ${height}`, "aria-hidden": "true", preserveAspectRatio: "none" }, ...bars),
+    axis,
+    legend,
+  );
 }
 
-const COLUMNS = [["requests", "Requests"], ["prompt_tokens", "Prompt tokens"], ["cached_tokens", "of these cached"], ["completion_tokens", "Completion tokens"], ["cost", "Cost"]];
+const COLUMNS = [
+  ["requests", "Requests"],
+  ["prompt_tokens", "Prompt tokens"],
+  ["cached_tokens", "of these cached"],
+  ["completion_tokens", "Completion tokens"],
+  ["cost", "Cost"],
+];
 function table(rows, by) {
-  const head = el("tr", {}, el("th", { scope: "col" }, capital(by)), ...COLUMNS.map(([, title]) => el("th", { scope: "col", className: "number" }, title)));
-  const shown = rows.map((row) => el("tr", {}, el("th", { scope: "row" }, row[by] ?? "no model"), ...COLUMNS.map(([name]) => el("td", { className: "number" }, row[name] === null ? "–" : amount(row[name])))));
-  return el("div", { className: "scroll", tabIndex: 0, role: "region", "aria-label": `Usage by ${by}` }, el("table", {}, el("thead", {}, head), el("tbody", {}, ...shown)));
+  const head = el(
+    "tr",
+    {},
+    el("th", { scope: "col" }, capital(by)),
+    ...COLUMNS.map(([, title]) => el("th", { scope: "col", className: "number" }, title)),
+  );
+  const shown = rows.map((row) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, row[by] ?? "no model"),
+      ...COLUMNS.map(([name]) => el("td", { className: "number" }, row[name] === null ? "–" : amount(row[name]))),
+    ),
+  );
+  return el(
+    "div",
+    { className: "scroll", tabIndex: 0, role: "region", "aria-label": `Usage by ${by}` },
+    el("table", {}, el("thead", {}, head), el("tbody", {}, ...shown)),
+  );
 }
 
 function csv(rows, by) {
-  const cell = (value) => { const text = String(value ?? ""); return /[",\n]|^[=+@-]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text; };
-  return [[by, ...COLUMNS.map(([name]) => name)], ...rows.map((row) => [row[by], ...COLUMNS.map(([name]) => row[name])])].map((row) => row.map(cell).join(",")).join("\r\n");
+  const cell = (value) => {
+    const text = String(value ?? "");
+    return /[",\n]|^[=+@-]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  return [[by, ...COLUMNS.map(([name]) => name)], ...rows.map((row) => [row[by], ...COLUMNS.map(([name]) => row[name])])]
+    .map((row) => row.map(cell).join(","))
+    .join("\r\n");
 }
 
 let shown = [];
 async function showUsage() {
-  const by = $("usage-by").value, since = new Date(Date.now() - 86400000 * (Number($("usage-days").value) - 1)).toISOString().slice(0, 10);
+  const by = $("usage-by").value,
+    since = new Date(Date.now() - 86400000 * (Number($("usage-days").value) - 1)).toISOString().slice(0, 10);
   let report;
-  try { report = await api(`/v1/usage?by=${by}&since=${since}`); }
-  catch (error) {
+  try {
+    report = await api(`/v1/usage?by=${by}&since=${since}`);
+  } catch (error) {
     if (!(error instanceof ApiError) || error.status === 401) throw error;
     $("usage-csv").hidden = true;
     $("usage").replaceChildren(el("p", { className: "quiet" }, error.status === 404 ? "This gateway records no usage." : error.message));
@@ -80,14 +167,20 @@ async function showUsage() {
   }
   shown = report.usage;
   $("usage-csv").hidden = !shown.length;
-  if (!shown.length) { $("usage").replaceChildren(el("p", { className: "quiet" }, "No requests in this period.")); return; }
+  if (!shown.length) {
+    $("usage").replaceChildren(el("p", { className: "quiet" }, "No requests in this period."));
+    return;
+  }
   $("usage").replaceChildren(chart(by === "day" ? everyDay(shown, since) : shown.slice(0, 30), by), table(shown, by));
 }
 
 start(async () => {
   for (const select of ["usage-days", "usage-by"]) $(select).onchange = () => load(showUsage);
   $("usage-csv").onclick = () => {
-    const link = el("a", { href: URL.createObjectURL(new Blob([csv(shown, $("usage-by").value)], { type: "text/csv" })), download: "usage.csv" });
+    const link = el("a", {
+      href: URL.createObjectURL(new Blob([csv(shown, $("usage-by").value)], { type: "text/csv" })),
+      download: "usage.csv",
+    });
     link.click();
     URL.revokeObjectURL(link.href);
   };
