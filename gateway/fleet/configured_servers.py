@@ -1,4 +1,4 @@
-"""The servers of the configuration: their names, and the launch settings and GPUs of launched servers. Pure.
+"""The servers of the configuration: their names, and for launched servers the launch settings with their GPUs. Pure.
 
 The rule: every server has one name, which is created here and used by all parts of the gateway: ``MODEL#N`` for a launched server, the URL
 for an external one.

@@ -1,4 +1,4 @@
-"""The text of a notice, its data and its ID. Pure.
+"""Decide which notices a budget or an expiry causes, with their text, data and ID. Pure.
 
 The rules: an ID is derived from what the notice is about, so every gateway makes the same ID, also after a restart. Names in texts are
 written as code, and characters with a meaning in Slack are escaped, so a name cannot mention a channel or a person.

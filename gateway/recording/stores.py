@@ -1,4 +1,4 @@
-"""The stores of records: a folder, or a bucket of S3 or a compatible server.
+"""The stores of records: a folder, or a bucket of S3 or a compatible server. ``writer`` deletes the expired records in them.
 
 The rule: a store reads and writes whole files by the names of ``names``, and every failure is a ``StoreError``. A file is complete or
 absent, and in a folder only this user can read it.

@@ -1,4 +1,4 @@
-"""The keys and teams that a person reaches. Pure.
+"""The keys and teams that a person reaches. ``gateway.store.self_service`` decides what a key may have. Pure.
 
 The rule: a key or team out of reach gets the response for a missing key or team, so no ID can be tried.
 """

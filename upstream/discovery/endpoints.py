@@ -1,4 +1,4 @@
-"""Endpoints by the EndpointSlices of a service (Kubernetes API, ``discovery.k8s.io/v1``). Pure.
+"""Read the endpoints of a service from its EndpointSlices (Kubernetes API, ``discovery.k8s.io/v1``). Pure.
 
 The rule: a service has the endpoints of all its slices. An endpoint in several slices, e.g. while Kubernetes moves it, counts once, and so
 does a pod with an address of each family.
