@@ -70,7 +70,7 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
         "Responses of identity providers": (
             Attack("login CSRF", "sends a victim the response to the attacker's own sign-in", NO_SESSION, response, "no_cookie"),
             Attack("login CSRF in time", "sends it while the victim signs in", NO_SESSION, response, "cookie_of_another_attempt"),
-            Attack("code injection", "puts a stolen code into an own sign-in", "PKCE refuses it", response, "code_of_another_attempt"),
+            Attack("code injection", "puts a stolen code into their own sign-in", "PKCE refuses it", response, "code_of_another_attempt"),
             Attack("state replay", "sends a response again, with its cookie and a new code", NO_SESSION, response, "replayed_response"),
             Attack(
                 "issuer mix-up", "leads a sign-in at one issuer to another", "the hostile issuer gets no code", response, "mixed_up_issuers"
@@ -78,7 +78,7 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
             Attack(
                 "mix-up without `iss`",
                 "the same, at issuers without RFC 9207",
-                "own redirect URIs refuse it",
+                "each issuer has its own redirect URI",
                 response,
                 "mixed_up_without_the_parameter",
             ),
@@ -93,7 +93,7 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
             Attack("parameter flood", "sends hundreds of parameters", "400", response, "too_many_parameters"),
             Attack("markup in an error", "sends a script as the error's text", "the page has no text of the issuer", response, "an_error"),
             Attack("guessed state", "guesses the state", NO_SESSION, attempt, "a guessed state"),
-            Attack("forged cookie", "signs the cookie of a sign-in with an own key", NO_SESSION, attempt, "a forged cookie"),
+            Attack("forged cookie", "signs the cookie of a sign-in with their own key", NO_SESSION, attempt, "a forged cookie"),
             Attack("late response", "sends a response after ten minutes", NO_SESSION, attempt, "an attempt that has expired"),
             Attack(
                 "leaked verifier",
@@ -122,10 +122,10 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
                 hostile.test_a_shared_secret_verifies_nothing,
             ),
             Attack("swapped claims", "puts other claims before a valid signature", NO_TOKEN, forged, "claims of another token"),
-            Attack("stolen key ID", "signs with an own key under a known `kid`", NO_TOKEN, forged, "another key with the same ID"),
+            Attack("stolen key ID", "signs with their own key under a known `kid`", NO_TOKEN, forged, "another key with the same ID"),
             Attack("`kid` as path", "names a file", NO_TOKEN, forged, "a path as key ID"),
             Attack("`kid` as SQL", "names an SQL expression", NO_TOKEN, forged, "SQL as key ID"),
-            Attack("`kid` as URL", "names a URL with own keys", NO_TOKEN, forged, "a URL as key ID"),
+            Attack("`kid` as URL", "names a URL with their own keys", NO_TOKEN, forged, "a URL as key ID"),
             Attack("`kid` as list", "names a list", NO_TOKEN, forged, "a list as key ID"),
             Attack("`kid` in capitals", "writes a known `kid` differently", NO_TOKEN, forged, "another form of the key ID"),
             Attack("no `kid`", "names no key where several exist", NO_TOKEN, forged, "no key ID"),
@@ -139,7 +139,7 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
             Attack("`x5c`", "brings a certificate in the header", NO_TOKEN, forged, "a certificate in the header"),
             Attack(
                 "`jku`, `x5u`",
-                "names where to fetch own keys",
+                "names where to fetch their own keys",
                 "no request is sent there",
                 hostile.test_keys_that_a_token_names_are_not_fetched,
             ),
@@ -173,7 +173,7 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
             Attack("encrypted token", "sends a JWE", NO_TOKEN, forged, "an encrypted token"),
             Attack(
                 "text that cannot be stored",
-                "puts NUL or half a character into claims",
+                "puts NUL or a lone surrogate into claims",
                 NO_SESSION,
                 hostile.test_a_claim_that_no_database_can_store_is_refused,
             ),
@@ -354,7 +354,7 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
             ),
         ),
         "Back-channel logout": (
-            Attack("forged token", "signs with an own key", NOTHING, forged_logout, "another key"),
+            Attack("forged token", "signs with their own key", NOTHING, forged_logout, "another key"),
             Attack("`alg: none`", "removes the signature", NOTHING, forged_logout, "alg none"),
             Attack("ID token", "sends an ID token", NOTHING, forged_logout, "an ID token"),
             Attack("nonce", "adds a nonce", NOTHING, forged_logout, "an ID token with the event"),
@@ -376,7 +376,7 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
             ),
             Attack(
                 "text that cannot be stored",
-                "puts NUL or half a character into it",
+                "puts NUL or a lone surrogate into it",
                 NOTHING,
                 hostile.test_a_logout_that_no_database_can_store_is_refused,
             ),
@@ -433,11 +433,14 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
             Attack("same site", "acts from a page of the other port", "403", cross_site.test_a_page_of_the_other_port_changes_nothing),
             Attack("clickjacking", "frames the pages", "the policy forbids it", cross_site.test_no_page_can_be_framed),
             Attack(
-                "DNS rebinding", "reaches the sign-in under an own name", "421", cross_site.test_a_name_of_another_host_reaches_no_route
+                "DNS rebinding",
+                "reaches the sign-in under their own host name",
+                "421",
+                cross_site.test_a_name_of_another_host_reaches_no_route,
             ),
             Attack(
                 "DNS rebinding, admin port",
-                "reads the open loopback port under an own name",
+                "reads the open loopback port under their own host name",
                 "421",
                 guard.test_a_page_of_another_site_cannot_read_the_loopback_port,
             ),
@@ -589,7 +592,7 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
                 "markup or path as ID", "uses scripts, `..`, SQL, templates", "plain text", keys.test_markup_and_paths_in_an_id_are_text
             ),
             Attack(
-                "invalid body", "sends half characters, NaN, 1 MiB, other types", NOTHING, key_store.test_an_invalid_request_changes_nothing
+                "invalid body", "sends lone surrogates, NaN, 1 MiB, other types", NOTHING, key_store.test_an_invalid_request_changes_nothing
             ),
             Attack(
                 "ID of the YAML", "takes over an ID or a hash of the YAML", "409", key_store.test_what_the_yaml_names_is_not_in_the_store
@@ -687,7 +690,10 @@ ATTACKS: Mapping[str, tuple[Attack, ...]] = MappingProxyType(
             ),
             Attack("revoked key", "restores a key that was revoked", "refused", own_keys.test_a_person_restores_no_key),
             Attack(
-                "race at the ceiling", "creates two keys at once when one is left", "one key", own_keys.test_two_creations_at_the_ceiling
+                "race at the ceiling",
+                "creates two keys at once when one more is allowed",
+                "one key",
+                own_keys.test_two_creations_at_the_ceiling,
             ),
             Attack(
                 "race at the ceiling over two gateways",
