@@ -154,7 +154,10 @@ def _path(path: str, identity: str) -> str:
 Limit = Annotated[str, typer.Argument(metavar="LIMIT", help="The limit, e.g. tokens_per_day.")]
 To = Annotated[str, typer.Argument(metavar="TO", help="A factor such as 2x, or an amount.")]
 Until = Annotated[
-    str, typer.Option(metavar="WHEN", help="The end: a time of day in UTC such as 18:00, a time such as 2027-01-31T18:00:00Z, or e.g. 2h.")
+    str,
+    typer.Option(
+        metavar="WHEN", help="The end: a time of day in UTC such as 18:00, a time such as 2027-01-31T18:00:00Z, or a duration such as 2h."
+    ),
 ]
 OneLimit = Annotated[str | None, typer.Option("--limit", metavar="LIMIT", help="Only this limit; default: all.", show_default=False)]
 Entry = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key or team.")]

@@ -28,7 +28,7 @@ from gateway.telemetry.request_record import USER_LIMIT, RequestRecord, requeste
 from upstream.http.deadlines import TICK, visit_in_slices
 
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")  # in JSON; after another backslash it is six characters of text
-_TEXT_LIMIT = 512  # characters of an error's details, and of the failed servers
+_TEXT_LIMIT = 512  # characters that are stored of an error's details and of the list of failed servers
 _METADATA_LIMIT = 16 * 1024  # bytes of `metadata`; OpenAI's own bounds are below
 _ENDPOINTS = frozenset(ENDPOINTS)
 _WITH_CHOICES = frozenset({"/v1/chat/completions", "/v1/completions"})  # elsewhere `n` is ignored

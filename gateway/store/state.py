@@ -155,7 +155,7 @@ class StoreState:
         try:
             summary = key_summary(entry)
         except ValueError:
-            summary = KeySummary(())  # it is not served
+            summary = KeySummary(())  # an entry that cannot be read admits no requests
         self._keys[identity] = _Entry(entry, summary)
         for one in summary.hashes:
             self._hashes[one] = identity

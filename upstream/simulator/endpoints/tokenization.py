@@ -55,7 +55,7 @@ def _chat_text(call: ApiRequest) -> tuple[str, bool]:
 
 
 def detokenize(call: ApiRequest) -> dict[str, Any]:
-    """Return the text of ids. Raises ApiError."""
+    """Return the text of token IDs. Raises ApiError."""
     request = fields.read(DetokenizeRequest, call.body)
     call.model()
     return {"prompt": tokenizer.decode(request.tokens)}
