@@ -25,7 +25,7 @@ _COLUMNS = ("created", "notice", "event", "state", "attempts", "result", "text")
 def list_notices(
     file: ConfigArgument = None,
     config: ConfigOption = None,
-    limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The most notices that are listed: the last ones.")] = 100,
+    limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The maximum number of notices.")] = 100,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = _TABLE,
     admin: AdminUrl = None,
     token_file: TokenFile = None,

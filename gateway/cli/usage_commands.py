@@ -42,7 +42,7 @@ def requests(
     reason: Annotated[str | None, _filter("Only this reason, e.g. tokens_per_day, idle_timeout, client.", "REASON")] = None,
     since: Annotated[str | None, _filter("From this date or time on, or for a duration (12h), as in `usage`; default: 7d.", "WHEN")] = None,
     until: Annotated[str | None, _filter("Until the beginning of this date, month or time; default: now.", "WHEN")] = None,
-    limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The most requests that are listed.")] = 20,
+    limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The maximum number of requests.")] = 20,
     cursor: Annotated[str | None, _filter("The next page: the cursor that the command printed.", "CURSOR")] = None,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
     admin: AdminUrl = None,
@@ -90,7 +90,7 @@ def requests(
 
 
 def _from_database(configured: Path, parameters: Mapping[str, str], show: Callable[[Mapping[str, Any]], None]) -> int:
-    """Show requests of the ledger's database: no gateway runs."""
+    """Show requests of the ledger's database, because no gateway runs."""
     from gateway.config import load
     from gateway.ledger.errors import DatabaseUnavailableError
     from gateway.usage.errors import QueryError
@@ -137,4 +137,4 @@ def close(
     failed = call_gateway(Where(config_file(None, config), admin, token_file), act)
     if failed or is_intact:
         return failed
-    return say_error(f"the stored report of {month} was changed after it was closed: its hash is another", FAILED)
+    return say_error(f"the stored report of {month} was changed after it was closed: its hash differs", FAILED)

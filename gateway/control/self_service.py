@@ -76,7 +76,7 @@ class SelfServiceGateway:
 
 
 def beside(pages: ASGIApp, control: Control, sign_in: SignIn, usage: KeyUsage, reader: UsageReader | None, audit: Audit) -> ASGIApp:
-    """Return the application of what workers pass on: the routes of self-service, and those of the sign-in (``pages``)."""
+    """Return the application for the requests that workers pass on: the routes of self-service, and those of the sign-in (``pages``)."""
     keys = control.key_store
     own = _missing if keys is None else application(SelfServiceGateway(control, keys, usage, reader), keys, sign_in, audit)
 

@@ -89,7 +89,7 @@ def _folded(text: str) -> str:
 
 
 def _visible(text: str) -> str:
-    """Return the text without invisible characters. Between two accents, one would prevent that they are put in their order."""
+    """Return the text without invisible characters. One between two accents would keep them out of canonical order."""
     return "".join(each for each in _UNSEEN.sub("", text) if each.isspace() or category(each) not in _UNSEEN_CATEGORIES)
 
 
@@ -103,7 +103,7 @@ def shown_name(text: str) -> str:
 
 
 def owner_of(holder: str) -> str:
-    """Return the key or team of limits of end users, whose holder is this."""
+    """Return the key or team whose limits of end users have this holder."""
     return holder.removesuffix(_EACH)
 
 

@@ -54,7 +54,7 @@ class UserLimits:
                     self._metrics.cells("limited_users_overflow_total", end_users.owner_of(each.holder))
 
     def forget(self) -> None:
-        """Forget what follows from the limits of keys, which may have changed. A table is used as long as its limits stay the same."""
+        """Forget the limits of end users, because those of keys may have changed. A table is used as long as its limits stay the same."""
         self._known.clear()
         if len(self._tables) > _MOST_TABLES:
             self._tables.clear()
@@ -69,7 +69,7 @@ class UserLimits:
         return self.limits_of(end_users.named_by_body(limits.end_user.key, field))
 
     def found_again(self, limits: KeyLimits) -> KeyLimits:
-        """Return the limits of the same end user, whose counts belong to another one now."""
+        """Return the limits of the same end user again, because its former counts now belong to another end user."""
         user = limits.end_user
         assert user is not None
         self._known.pop(_identity(user), None)

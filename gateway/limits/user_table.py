@@ -58,7 +58,7 @@ class UserTable:
         self._seen = 0
 
     def allocate(self, name: str, at: Moment) -> Holder | None:
-        """Return the holder of an end user by its name. None: the table is full, and the examined end users have use."""
+        """Return the holder of an end user by its name. None: the table is full, and each examined end user has use."""
         number, cells = _number_of(self._owner, name), self._buckets.cells
         with self._buckets.exclusive():
             self._follow()

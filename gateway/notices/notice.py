@@ -142,7 +142,7 @@ def _percent(share: float) -> str:
 
 
 def _code(name: str) -> str:
-    """Write a name as code in Markdown and in Slack's form of it."""
+    """Write a name as code, in Markdown and in Slack's variant of Markdown."""
     shown = name.replace("`", "'")[:_SHOWN_NAME]
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
         shown = shown.replace(character, entity)

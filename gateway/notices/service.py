@@ -33,11 +33,11 @@ from upstream.backoff import Backoff
 
 _WATCH_INTERVAL = 5.0  # seconds between two passes
 _SHARE = 20  # a pass is followed by a pause of at least so many times its length
-_SEND_INTERVAL = 2.0  # seconds between two looks for due notices
+_SEND_INTERVAL = 2.0  # seconds between two searches for due notices
 _PRUNE_EVERY = 3600.0  # seconds
 _AT_ONCE = 100  # due notices that are read together
-_SEND_TIME = 5.0  # seconds after which a receiver gets no more notices before the next look
-_MAX_WAITING = 1_000  # notices of a rule that wait; further ones are stored when these were sent
+_SEND_TIME = 5.0  # seconds after which a receiver gets no more notices before the next search
+_MAX_WAITING = 1_000  # notices of a rule that wait; further ones are stored once these have been sent
 _PAUSES = 2.0, 600.0  # seconds before a notice is sent again, at first and at most
 _GIVE_UP = timedelta(days=3)
 _TIMEOUT = 10.0  # seconds for the database
@@ -145,7 +145,7 @@ class Notices:
         started, now = time.monotonic(), self._now()
         for row in await self._use(lambda table: table.due(rule.name, now, _AT_ONCE)):
             if time.monotonic() - started > _SEND_TIME:
-                return  # the receiver is slow, and must not delay the next look for the others
+                return  # the receiver is slow, and must not delay the next search for the others
             if await self._use(functools.partial(NoticeTable.claim, row=row, now=self._now())):
                 result = await self._sender.send(rule, self._config().smtp, row.id, row.body, self._clock())
                 await self._record(row, result)
@@ -211,7 +211,7 @@ class Notices:
         return datetime.fromtimestamp(self._clock(), UTC)
 
     async def _attempt(self, work: Callable[[], Awaitable[None]], what: str) -> None:
-        """Do work that is repeated anyway. A failure is logged once. ``what`` it does with notices."""
+        """Do work that is repeated anyway, and log a failure once. ``what``: the verb of the log line."""
         try:
             await work()
         except DatabaseUnavailableError as error:

@@ -40,7 +40,7 @@ class Memory:
         return True
 
     def release(self, size: int) -> None:
-        """Return bytes."""
+        """Release reserved bytes."""
         self.used -= size
 
 

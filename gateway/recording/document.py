@@ -1,6 +1,6 @@
 """The stored form of a record: one JSON object. Pure.
 
-The rule: every field is named here. No header is read, apart from those that end before the body and are skipped.
+The rule: every field is named here. No header is stored: the headers before the body are skipped.
 """
 
 from __future__ import annotations

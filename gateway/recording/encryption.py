@@ -1,8 +1,8 @@
 """Encrypt records at rest: AES-256-GCM in chunks, with a key for each file.
 
 A file is a header and its chunks. The header has a magic with the version, the ID of the key, and a random salt. The key of the file is
-derived from the salt (HKDF-SHA256), so nonces of two files never meet. The nonce of a chunk is its number and whether it is the last, and
-each chunk authenticates the header and the record's ID. So a file that was truncated, reordered or renamed is not decrypted.
+derived from the salt (HKDF-SHA256), so two files never share a key and a nonce. The nonce of a chunk is its number and whether it is the
+last, and each chunk authenticates the header and the record's ID. So a file that was truncated, reordered or renamed is not decrypted.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class BodyRecorder:
         """Writers of earlier settings that still store what was added to them."""
         self._memory = Memory(MEMORY_LIMIT)
         self.selection: Selection | None = None
-        """Decides which requests are recorded; None if none is."""
+        """Decides which requests are recorded; None if recording is off."""
 
     def apply_settings(self, settings: Recording | None) -> None:
         """Record by these settings from now on. Requests in flight are stored in the new store."""

@@ -120,7 +120,7 @@ class Redactor:
 
 
 def scrubbed(value: Any, removed: Removed) -> Any:
-    """Return a value in which ``MARK`` replaces each text and number of what was removed. The value may be modified."""
+    """Return a value in which ``MARK`` replaces removed numbers, and texts that contain a removed text. The value may be modified."""
     if not isinstance(value, dict | list):
         return MARK if removed.occurs_in(value) else value
     left = [value]

@@ -26,7 +26,7 @@ _CODES = {
 
 
 def grant_of(person: Person, action: Action) -> Grant:
-    """Return the keys with which a person may do something."""
+    """Return the keys on which a person may perform an action."""
     return Grant(person.identity, frozenset(person.teams), frozenset(person.owned_teams) if action in _OF_OWNERS else frozenset())
 
 

@@ -31,7 +31,7 @@ _NAME = "text for people, up to 100 characters"
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """A route. ``result`` describes the response of ``status``, ``refusals`` those of errors that not every route has."""
+    """A route. ``result`` describes the response of ``status``, ``refusals`` the errors that only some routes have."""
 
     method: str
     path: str

@@ -40,7 +40,7 @@ def choice(issuers: Sequence[tuple[str, str]], return_to: str) -> HTMLResponse:
 
 
 def confirm_link(name: str, token: str) -> HTMLResponse:
-    """Return the page on which a person uses a sign-in link. Programs that preview a link do not use it."""
+    """Return the page on which a person uses a sign-in link. A link preview does not use it up."""
     form = Form(f"Sign in as {name}", "/sign-in/link", (("token", token),))
     return _page("Sign in", "This link works once. Continue only if you expected it.", form=form)
 

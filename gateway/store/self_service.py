@@ -112,7 +112,7 @@ def _check_number(held: Sequence[StoredKey], team: str | None, policy: SelfServi
 
 
 def within(key: Key, policy: SelfService, created: datetime) -> Key:
-    """Return a key within a policy: what it leaves open is as the policy allows at most. Raises RefusedChangeError for more than that."""
+    """Return a key within a policy: a missing field gets the most that the policy allows. Raises RefusedChangeError for more."""
     limits = _limited(key.limits, policy.limits)
     return with_fields(
         key, models=list(_models(key, policy)), expires=_expiry(key, policy, created), **({} if limits is None else {"limits": limits})

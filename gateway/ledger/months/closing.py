@@ -27,7 +27,7 @@ LINE = ("key", "team", "model", "labels")
 """The columns by which a closed month has a line."""
 _COUNTS = {name: "estimated" if name == "estimated_requests" else name for name in SUMS}
 _DAY = 86400
-_LOCK = 1986817135  # of a month, the class of PostgreSQL's advisory locks; arbitrary but unique to this project
+_LOCK = 1986817135  # the class of PostgreSQL's advisory locks of months; arbitrary but unique to this project
 _BATCH = 1000  # lines of a statement
 
 

@@ -31,7 +31,7 @@ CAUSES: Mapping[str, str] = MappingProxyType(
         "internal_error": "The gateway failed; its standard error has the cause under this ID.",
         "upstream_unreachable": "The gateway could not connect to the server.",
         "upstream_disconnected": "The server closed the connection, or sent an invalid response.",
-        "upstream_timeout": "The server did not send its response in the time of the model's timeouts.",
+        "upstream_timeout": "The server did not respond within the timeouts of the model.",
         "model_loading": "The model was starting, and the queue was full or the wait had timed out.",
         "overloaded": "All servers or the gateway were at their limit, and the queue was full or the wait had timed out.",
         "draining": "The gateway was stopping.",
