@@ -236,9 +236,9 @@ def test_a_shown_command_line_is_one(line: str) -> None:
     arguments, command = shlex.split(line), get_command(application(with_keys=True))
     context = typer.Context(command)
     while arguments and isinstance(command, TyperGroup):
-        found = command.get_command(context, arguments[0])
-        assert found is not None, f"there is no command {arguments[0]}"
-        command, arguments = found, arguments[1:]
+        _, found, arguments = command.resolve_command(context, arguments)
+        assert found is not None
+        command = found
     required = [each for each in command.params if each.required]
     if arguments or not required:  # a command that is only mentioned is shown without its arguments
         command.make_context(line, arguments)

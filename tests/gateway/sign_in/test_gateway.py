@@ -209,8 +209,8 @@ def test_a_login_link_signs_a_person_in_once(running: Gateway, browser: httpx2.C
         (["--user", "carol", "--role", "root"], "role is not one of viewer, operator, admin"),
         (["--user", "carol", "--team", "none"], "there is no team none"),
         (["--user", "carol"], "a link needs a role or a team"),
-        (["--user", "two words", "--role", "viewer"], "user is not a name"),
-        (["--user", "a\x1b[31m", "--role", "viewer"], "user is not a name"),
+        (["--user", "two words", "--role", "viewer"], "user must be a name"),
+        (["--user", "a\x1b[31m", "--role", "viewer"], "user must be a name"),
     ],
 )
 def test_a_login_link_without_a_valid_grant_is_refused(running: Gateway, arguments: list[str], text: str) -> None:
