@@ -57,7 +57,7 @@ def replay(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print both outcomes and what is the same, as JSON.")] = False,
 ) -> int:
-    """Send a recorded request again, and show how the response differs.
+    """Send a recorded request again, and compare the responses.
 
     It is an ordinary request: the limits of the key apply, and it costs what it uses.
     """

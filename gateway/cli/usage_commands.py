@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
-from gateway.cli.config_argument import ConfigOption, config_file
+from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
 from gateway.cli.output import BAD_USAGE, FAILED, console, say_error
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def requests(
     identity: Annotated[
         str | None, typer.Argument(metavar="ID", help="The ID of one request: show its time line.", show_default=False)
     ] = None,
+    file: ConfigArgument = None,
     config: ConfigOption = None,
     key: Annotated[str | None, _filter("Only requests of this key.")] = None,
     team: Annotated[str | None, _filter("Only requests of this team.")] = None,
@@ -78,7 +79,7 @@ def requests(
         if page["next_cursor"] is not None and form == "table":
             say_error(f"there are more requests; continue with --cursor {page['next_cursor']}", 0)
 
-    configured = config_file(None, config)
+    configured = config_file(file, config)
     where = Where(configured, admin, token_file)
     if admin is None and token_file is None:
         try:
@@ -112,6 +113,7 @@ def _from_database(configured: Path, parameters: Mapping[str, str], show: Callab
 
 def close(
     month: Annotated[str, typer.Argument(metavar="MONTH", help="The month, e.g. 2026-10.", show_default=False)],
+    file: ConfigArgument = None,
     config: ConfigOption = None,
     cost_center: Annotated[str, typer.Option(metavar="LABEL", help="The label of keys that names the cost center.")] = "cost_center",
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv, html, json, or lines (what is hashed).")] = "table",
@@ -134,7 +136,7 @@ def close(
         FORMATS[form](found, cost_center, console())
         is_intact = found["intact"]
 
-    failed = call_gateway(Where(config_file(None, config), admin, token_file), act)
+    failed = call_gateway(Where(config_file(file, config), admin, token_file), act)
     if failed or is_intact:
         return failed
     return say_error(f"the stored report of {month} was changed after it was closed: its hash differs", FAILED)

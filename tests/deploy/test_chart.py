@@ -509,6 +509,7 @@ def test_only_a_change_of_what_needs_a_restart_rolls_the_pods() -> None:
         "store": {"url": "sqlite:////tmp/keys.db"},
         "audit": {"secret": {"env": "AUDIT_SECRET"}, "file": "/tmp/audit.jsonl"},
         "sign_in": {"key": {"env": "SESSION_KEY"}, "url": "https://llm.example.com"},
+        "notices": [{"name": "team", "webhook": {"env": "WEBHOOK"}, "for": "team"}],
     }
     assert changes.keys() == NEEDS_RESTART.keys()
     for path, change in changes.items():

@@ -88,13 +88,14 @@ def test_a_new_key_is_written_only_on_request(folder: Path) -> None:
 
 
 def test_every_limit_of_the_configuration_can_be_given(folder: Path) -> None:
-    names = [name for name in Limits.model_fields if name not in ("models", "budgets", "session")]
+    nested = {"models", "budgets", "session", "per_user"}
+    names = [name for name in Limits.model_fields if name not in nested]
     given = [number for name in names for number in (f"--{name.replace('_', '-')}", "7")]
     (folder / "gateway.yaml").write_text(FILE.replace("servers:", "price: {prompt: 1}, servers:") + "teams: [{id: research}]\n")
     secret(gateway("keys", "new", "--id", "b", "--team", "research", *given, "--write", folder=folder))
     made = load(folder / "gateway.yaml").keys[-1]
     assert made.limits is not None and made.team == "research"
-    assert made.limits.model_dump(exclude={"models", "budgets", "session"}) == dict.fromkeys(names, 7)
+    assert made.limits.model_dump(exclude=nested) == dict.fromkeys(names, 7)
     shown = gateway("keys", "new", "--help", folder=folder).out
     assert "--cost-per-month N" in shown and "cost per month (UTC)" in " ".join(shown.split())
 

@@ -237,7 +237,8 @@ def test_every_command_has_help(path: tuple[str, ...]) -> None:
 
 
 def test_every_command_takes_its_configuration_in_the_same_way() -> None:
-    without = {("schema",), ("demo",), ("simulate",), ("keys",), ("keys", "hash"), ("teams",), ("people",), ("audit",), ("notices",)}
+    groups = {("keys",), ("teams",), ("people",), ("audit",), ("record",), ("notices",)}
+    without = {("schema",), ("demo",), ("simulate",), ("keys", "hash"), *groups}
     assert COMMANDS.keys() - CONFIGURED.keys() == without
     for names, command in CONFIGURED.items():
         *_, last = (each for each in command.params if each.param_type_name == "argument")
@@ -249,6 +250,7 @@ def test_a_configuration_is_an_argument_or_an_option_and_not_both(tmp_path: Path
     arguments = [each for each in CONFIGURED[path].params if each.param_type_name == "argument" and each.required]
     (tmp_path / "keys.txt").write_text("sk-0123456789abcdef\n")
     required = {"new": ["--id", "x"], "login-link": ["--user", "x"], "set": ["--requests-per-minute", "5"], "raise": ["--until", "1h"]}
+    required["requests"] = ["x"]  # without an ID before it, FILE would be the ID
     options = required.get(path[-1], [])
     line = [*path, *("keys.txt" if each.metavar == "KEYS" else "x" for each in arguments), *options]
     by_argument = gateway(*line, "absent.yaml", folder=tmp_path, stdin="x")
