@@ -255,11 +255,6 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "return Delivery(status, self.usage)",
                 "return None",
             ): "All subclasses that have a response override it.",
-            (
-                "EventRelay.estimate_prompt",
-                "self.usage is None and self.gaps is not None",
-                "self.usage is None or self.gaps is not None",
-            ): "With a usage, or without an event, the estimate is not read.",
         },
         "gateway/proxy/context.py": {
             ("RequestContext.needs_prompt_count", "return False", "return None"): "Both are false.",

@@ -16,7 +16,6 @@ import jwt
 
 from gateway.auth.jwks import VerificationKeys
 from gateway.sign_in.errors import SignInError, UnknownKeyError
-from gateway.sign_in.oidc.grants import IDENTIFIER
 from gateway.sign_in.oidc.provider import Client
 from gateway.sign_in.sessions import Logout
 
@@ -24,6 +23,7 @@ MAX_TOKEN = 64 * 1024
 """Bytes of a token; some providers put hundreds of groups into it."""
 _LATEST = 200_000_000_000
 """Seconds since the epoch, in the year 8307. Later times cannot be stored."""
+_OPAQUE = re.compile(r"[^\x00-\x1f\x7f\ud800-\udfff]{1,255}")
 _LOGOUT = "http://schemas.openid.net/event/backchannel-logout"
 _ID_TYPES = (None, "jwt")
 _LOGOUT_TYPES = (None, "jwt", "logout+jwt")
@@ -37,7 +37,7 @@ def verified_id_token(token: str, client: Client, keys: VerificationKeys, nonce:
     found = claims.get("nonce")
     if not isinstance(found, str) or not hmac.compare_digest(found.encode(errors="replace"), nonce.encode()):
         raise _refused("its nonce does not belong to this sign-in")
-    if isinstance(claims.get("sid"), str) and not _is_identifier(claims["sid"]):
+    if isinstance(claims.get("sid"), str) and not _is_opaque(claims["sid"]):
         raise _refused("its session ID is not usable")
     return claims
 
@@ -50,15 +50,16 @@ def verified_logout_token(token: str, client: Client, keys: VerificationKeys) ->
         raise _refused("it is not a logout token")
     identity, subject, sid = claims["jti"], claims.get("sub"), claims.get("sid")
     named = [each for each in (subject, sid) if each is not None]
-    if not named or not all(_is_identifier(each) for each in (identity, *named)):
+    if not named or not all(_is_opaque(each) for each in (identity, *named)):
         raise _refused("it names neither a subject nor a session")
     if int(claims["exp"]) > _LATEST:
         raise _refused("it expires too late")
     return Logout(client.issuer, identity, float(claims["exp"]) + client.leeway, subject, sid)
 
 
-def _is_identifier(value: object) -> bool:
-    return isinstance(value, str) and IDENTIFIER.fullmatch(value) is not None
+def _is_opaque(value: object) -> bool:
+    """Return whether a value is an identifier that every database can store. It may have spaces."""
+    return isinstance(value, str) and _OPAQUE.fullmatch(value) is not None
 
 
 def unverified_issuer(token: str) -> str | None:
