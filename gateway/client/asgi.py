@@ -42,13 +42,13 @@ class AsgiRequest:
         self.keep_alive = keep_alive
         self.size = 0
         self.body_complete = False
-        self._body = b"" if _reads_body(head.url.partition(b"?")[0].decode("latin-1")) else None
+        self._scope = _scope(connection, head)
+        self._body = b"" if _reads_body(self._scope["raw_path"].decode("latin-1")) else None
         """The start of the body, enough to detect a body that is too large. None for a route that reads no body."""
         self.response_complete = False
         self.disconnected = False
         self.bytes_out = 0
         self._connection = connection
-        self._scope = _scope(connection, head)
         self._changed = asyncio.Event()
         self._body_reported = False
         # The response

@@ -121,6 +121,25 @@ async def test_some_responses_have_no_body(method: bytes, messages: tuple[Messag
 # Bodies, and clients that disconnect
 
 
+@pytest.mark.parametrize(
+    "target", [b"/sign-in", b"/sign-in?a=/x", b"/sign-in#a", b"/sign-in#a?b", b"/portal/v1/keys?a#b", b"/x?/sign-in", b"/x#/sign-in"]
+)
+async def test_the_body_is_stored_for_the_path_that_is_routed(target: bytes) -> None:
+    """One parser decides about the path, also of a target with a fragment, which no client should send."""
+    found: list[tuple[bytes, bytes]] = []
+
+    async def run(scope: Message, receive: Receive, send: Send) -> None:
+        found.append((scope["raw_path"], (await receive())["body"]))
+        await send(sized(2))
+        await send(part(b"ok"))
+
+    async with application(run) as (_, one):
+        reply = await one.request(b"POST %b HTTP/1.1\r\nhost: a\r\ncontent-length: 3\r\n\r\nabc" % target)
+        assert reply.body == b"ok"
+        [(path, body)] = found
+        assert body == (b"" if path == b"/x" else b"abc")
+
+
 async def test_a_body_is_received_and_discarded() -> None:
     received = []
 
