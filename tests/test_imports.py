@@ -22,6 +22,7 @@ ORDER = (
     "gateway.system",
     "gateway.pages",
     "gateway.portal",
+    "gateway.console",
     "gateway.api",
     "gateway.snapshot",
     "gateway.access",

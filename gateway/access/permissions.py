@@ -32,7 +32,10 @@ MANAGE_TEAM = Permission(Role.ADMIN, owner=True)
 
 PERMISSIONS: Mapping[tuple[str, str], Permission] = MappingProxyType(
     {
-        ("GET", "/"): VIEW,
+        ("GET", "/"): OPEN,
+        ("GET", "/console"): OPEN,
+        ("GET", "/console/{page}"): OPEN,
+        ("GET", "/admin/v1/me"): VIEW_TEAM,
         ("GET", "/metrics"): VIEW,
         ("GET", "/metrics/targets"): VIEW,
         ("GET", "/metrics/servers/{server:path}"): VIEW,

@@ -24,6 +24,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 
+from gateway.access.actor import Actor
 from gateway.admin import (
     engine_metrics,
     key_routes,
@@ -33,16 +34,15 @@ from gateway.admin import (
     people_routes,
     raise_routes,
     sign_in_links,
-    status_page,
 )
 from gateway.admin.audited import AuditedHandlers, Handler, entry_of, log_operation
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
 from gateway.admin.month_routes import NO_LEDGER
-from gateway.admin.status_view import status_view
 from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, AuditUnavailableError
 from gateway.config.problems import did_you_mean
+from gateway.console import pages
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS, Operations, RefusedOperation
 from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError, MonthError
@@ -154,7 +154,8 @@ def application(
     audited = AuditedHandlers(audit)
     links = {sign_in_links.PATH: audited.recorded(sign_in_links.handler(sign_in))}
     of_notices = notice_routes.handlers(notices, audited)
-    handlers = _handlers(overview) | _operation_handlers(overview, operations, audited) | links | of_notices
+    handlers = _handlers(overview) | _pages(signs_in=sign_in is not None) | links | of_notices
+    handlers |= _operation_handlers(overview, operations, audited)
     handlers |= month_routes.handlers(overview.months, audited)
     by_method = key_routes.handlers(store, overview, audited, raises) | people_routes.handlers(sign_in)
     by_method |= raise_routes.handlers(raises, audited)
@@ -193,9 +194,6 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         encode, content_type = _encoder(request.headers.get("accept", ""))
         return Response(encode(metrics_registry), headers={"content-type": content_type})
 
-    async def index(_: Request) -> Response:
-        return RedirectResponse("status")
-
     async def livez(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
@@ -207,10 +205,10 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         return JSONResponse({"status": "degraded" if reasons else "ready", "reasons": reasons}, headers=headers)
 
     async def status(request: Request) -> Response:
-        known, headers = await overview.status_with_logs(), {"cache-control": "no-store", "vary": "accept"}
+        headers = {"cache-control": "no-store", "vary": "accept"}
         if prefers_html(request.headers.get("accept", "")):
-            return status_page.page(status_view(known), headers)
-        return JSONResponse(known, headers=headers)
+            return RedirectResponse("console", 303, headers)
+        return JSONResponse(await overview.status_with_logs(), headers=headers)
 
     async def usage(request: Request) -> Response:
         known = await overview.usage(dict(request.query_params))
@@ -233,7 +231,6 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})
 
     return {
-        "/": index,
         "/metrics": metrics,
         "/livez": livez,
         "/readyz": readyz,
@@ -245,6 +242,22 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         **engine_metrics.handlers(overview.engines),
         **_documents(),
     }
+
+
+def _pages(*, signs_in: bool) -> dict[str, Handler]:
+    async def index(_: Request) -> Response:
+        return RedirectResponse("console")
+
+    async def page(request: Request) -> Response:
+        path = request.url.path
+        return pages.page(path, signs_in=signs_in) if path in pages.PAGES else _error("the console has no such page", 404)
+
+    async def me(request: Request) -> Response:
+        actor: Actor = request.state.requester.actor
+        shown = {"kind": actor.kind, "name": actor.name, "role": actor.role, "teams": sorted(actor.teams)}
+        return JSONResponse(shown, headers={"cache-control": "no-store"})
+
+    return {"/": index, "/console": page, "/console/{page}": page, "/admin/v1/me": me}
 
 
 def _encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:

@@ -1,9 +1,10 @@
 """Access control of the admin port: bearer tokens if they are configured, and no web page of another site.
 
-The rules: /livez and /readyz need no token, because they only show whether the gateway is ready and what kind of part is down. Operations
-always need a token, and are refused for web pages, except for those of this port when a person has signed in. A security-relevant header
-must not be duplicated, so that a proxy cannot have evaluated another value. The admin socket needs none of this, because the kernel
-identifies its clients. The role that a route requires is checked where it is routed (``app``); the guard only identifies the client.
+The rules: /livez and /readyz need no token, because they only show whether the gateway is ready and what kind of part is down. The pages of
+the console need none, because they contain no data. Operations always need a token, and are refused for web pages, except for those of this
+port. A security-relevant header must not be duplicated, so that a proxy cannot have evaluated another value. The admin socket needs none of
+this, because the kernel identifies its clients. The role that a route requires is checked where it is routed (``app``); the guard only
+identifies the client.
 """
 
 from __future__ import annotations
@@ -14,16 +15,16 @@ from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.access.actor import Actor, Requester, Role
 from gateway.access.permissions import OPEN, PERMISSIONS
 from gateway.access.tokens import Token, digest_of, presented_token
-from gateway.admin import status_page
 from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, refused_request
 from gateway.config.models import Admin
+from gateway.console import pages
 from gateway.sign_in.browser import is_for, is_from_this_origin
 from gateway.system.addresses import is_loopback, parsed_address
 
@@ -97,19 +98,20 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
         if scope["method"] not in READING:
             return self._refusal_to_act(headers, actor)
-        return None if scope["path"] in OPEN_PATHS else self._refusal_to_show(headers, actor)
+        is_open = scope["path"] in OPEN_PATHS or scope["path"] in pages.PAGES
+        return None if is_open else self._refusal_to_show(headers, actor)
 
     def _refusal_to_act(self, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
         if actor is _LOOPBACK:
             return _NO_TOKEN
-        if any(name in headers for name in _PAGES) and (actor is None or actor.kind != "person"):
+        if any(name in headers for name in _PAGES) and not (actor is not None and (actor.kind == "person" or _is_own_page(headers))):
             return _NO_PAGES
         return _UNAUTHORIZED if actor is None else None
 
     def _refusal_to_show(self, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
         if actor is None:
-            is_page = prefers_html(headers.get(b"accept", b"").decode("latin-1"))
-            return _Refusal(_TOKEN_REQUIRED, status_page.token_page(_CHALLENGE)) if is_page else _UNAUTHORIZED
+            is_browser = prefers_html(headers.get(b"accept", b"").decode("latin-1"))
+            return _ENTER if is_browser else _UNAUTHORIZED
         if actor is not _LOOPBACK:
             return None
         return None if not self._local or _is_local(headers.get(b"host", b"").decode("latin-1")) else _MISDIRECTED
@@ -138,6 +140,18 @@ def _is_local(host: str) -> bool:
     return name.lower() in ("", "localhost") or parsed_address(name.removeprefix("[").removesuffix("]")) is not None
 
 
+def _is_own_page(headers: Mapping[bytes, bytes]) -> bool:
+    """Return whether a page of this port sent the request with the token that it holds.
+
+    A browser says so in ``Sec-Fetch-Site``, but only over HTTPS and on localhost (Fetch Metadata, section 2). Without it the origin must be
+    the host of the request.
+    """
+    site = headers.get(b"sec-fetch-site")
+    if site is not None:
+        return site == b"same-origin"
+    return headers[b"origin"].partition(b"://")[2] == headers.get(b"host", b"")
+
+
 class _Refusal:
     """A response that refuses a request, with its reason for the audit log."""
 
@@ -149,6 +163,7 @@ class _Refusal:
 _CHALLENGE = {"www-authenticate": "Bearer", "vary": "accept"}
 _TOKEN_REQUIRED = "the admin port requires its token"  # noqa: S105  a message
 _TWICE = JSONResponse({"error": TWICE}, 400)
+_ENTER = _Refusal(_TOKEN_REQUIRED, RedirectResponse("/console", 303, {"vary": "accept", "cache-control": "no-store"}))
 _UNAUTHORIZED = _Refusal(_TOKEN_REQUIRED, JSONResponse({"error": _TOKEN_REQUIRED}, 401, _CHALLENGE))
 
 

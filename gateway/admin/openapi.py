@@ -82,7 +82,16 @@ class Described:
 
 
 ROUTES_OF_GATEWAY = (
-    Described("/", "Redirects to /status.", {307: "the location of /status"}, ()),
+    Described("/", "Redirects to the console.", {307: "the location of the console"}, ()),
+    Described(
+        "/console", "The first page of the console. A page contains no data: its script uses these routes.", {200: "a page"}, (HTML,)
+    ),
+    Described("/console/{page}", "Another page of the console.", {200: "a page", 404: "no such page"}, (HTML,)),
+    Described(
+        "/admin/v1/me",
+        "The client as the gateway has identified it: `kind`, `name`, its `role` on the gateway, and the `teams` that it owns.",
+        {200: "the client"},
+    ),
     Described("/metrics", "The gateway's metrics, for Prometheus.", {200: "all present series"}, (METRICS,)),
     Described(
         "/metrics/targets",
@@ -104,7 +113,7 @@ ROUTES_OF_GATEWAY = (
             503: "it does not: it is starting or stopping",
         },
     ),
-    Described("/status", "Models, servers and workers.", {200: "JSON, or a page for clients that prefer HTML"}, (JSON, HTML)),
+    Described("/status", "Models, servers and workers.", {200: "the status", 303: "the location of the console, for browsers"}),
     Described(
         "/usage",
         f"Usage from the ledger. `by` is a list with commas of {', '.join(CHOICES)}. `vllm-gateway usage --help` explains the parameters. "

@@ -10,7 +10,7 @@ import base64
 import hashlib
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
+from importlib import resources
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -19,20 +19,19 @@ from starlette.responses import HTMLResponse
 
 def render(
     template: str,
-    style: str,
-    *scripts: str,
+    *files: str,
     status: int = 200,
     headers: Mapping[str, str] | None = None,
     has_forms: bool = False,
     **values: object,
 ) -> HTMLResponse:
-    """Return the response with a page. Files are named by their paths in ``gateway``; ``values`` are the template's variables.
+    """Return the response with a page. ``files`` are its stylesheets (.css) and scripts, by their paths in ``gateway``, as ``template`` is.
 
-    Its headers are the page's policy and ``headers``. The page may apply its style and the one of all pages, and run its scripts. With
-    ``has_forms`` it may send forms to this origin.
+    ``values`` are the template's variables. Its headers are the page's policy and ``headers``. The page may apply its styles and the one of
+    all pages, and run its scripts. With ``has_forms`` it may send forms to this origin.
     """
-    styles = _text("pages/base.css") + _text(style)
-    run = "".join(map(_text, scripts))
+    styles = "".join(map(_text, ("pages/base.css", *(file for file in files if file.endswith(".css")))))
+    run = "".join(_text(file) for file in files if not file.endswith(".css"))
     page = _environment().get_template(template).render(values, style=Markup(styles), script=Markup(run))  # noqa: S704  own files
     return HTMLResponse(page, status, _policy(styles, run, has_forms=has_forms) | dict(headers or {}))
 
@@ -45,7 +44,7 @@ def _environment() -> Environment:
 
 @cache
 def _text(name: str) -> str:
-    return (files("gateway") / name).read_text(encoding="utf-8")
+    return (resources.files("gateway") / name).read_text(encoding="utf-8")
 
 
 def _policy(style: str, script: str, *, has_forms: bool) -> dict[str, str]:

@@ -40,10 +40,14 @@ def page(path: str, *, signs_in: bool) -> HTMLResponse:
     shown = PAGES[path]
     return render(
         shown.template,
+        "pages/components.css",
         "portal/portal.css",
+        "pages/components.js",
         "portal/portal.js",
         *shown.scripts,
         headers={"cache-control": "no-store"},
+        area="portal",
+        start=START,
         pages=PAGES,
         path=path,
         page_title=shown.title,

@@ -53,24 +53,6 @@ function bodyOf(model, messages) {
   };
 }
 
-async function* events(response) {
-  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  for (let rest = ""; ;) {
-    const { done, value } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split(/\r?\n\r?\n/);
-    rest = parts.pop();
-    for (const part of parts) {
-      const data = part
-        .split(/\r?\n/)
-        .filter((line) => line.startsWith("data:"))
-        .map((line) => line.slice(5).trimStart())
-        .join("\n");
-      if (data && data !== "[DONE]") yield JSON.parse(data);
-    }
-  }
-}
-
 // A conversation with one model. Its messages are those of the API.
 class Column {
   constructor(model) {

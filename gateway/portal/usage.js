@@ -10,8 +10,6 @@ const NAMES = {
   max_tokens: "tokens of a response",
 };
 const nameOf = (limit) => NAMES[limit] ?? limit.replaceAll("_", " ");
-const capital = (text) => text[0].toUpperCase() + text.slice(1);
-const amount = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 4 });
 
 function limitBar(limit) {
   const title = el(
@@ -43,14 +41,6 @@ async function showLimits() {
       ? el("ul", { className: "limits" }, ...limits.map(limitBar))
       : el("p", { className: "quiet" }, "No limit applies to this key."),
   );
-}
-
-const SVG = "http://www.w3.org/2000/svg";
-function svg(tag, attributes, ...children) {
-  const made = document.createElementNS(SVG, tag);
-  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
 }
 
 // All days of the period, so that the chart has an even axis.
@@ -113,44 +103,16 @@ function chart(rows, by) {
   );
 }
 
-const COLUMNS = [
-  ["requests", "Requests"],
-  ["prompt_tokens", "Prompt tokens"],
-  ["cached_tokens", "of these cached"],
-  ["completion_tokens", "Completion tokens"],
-  ["cost", "Cost"],
+const columnsBy = (by) => [
+  { title: capital(by), value: (row) => row[by] ?? "no model" },
+  ...[
+    ["requests", "Requests"],
+    ["prompt_tokens", "Prompt tokens"],
+    ["cached_tokens", "of these cached"],
+    ["completion_tokens", "Completion tokens"],
+    ["cost", "Cost"],
+  ].map(([name, title]) => ({ title, number: true, value: (row) => (row[name] === null ? null : amount(row[name])), text: (row) => row[name] })),
 ];
-function table(rows, by) {
-  const head = el(
-    "tr",
-    {},
-    el("th", { scope: "col" }, capital(by)),
-    ...COLUMNS.map(([, title]) => el("th", { scope: "col", className: "number" }, title)),
-  );
-  const shown = rows.map((row) =>
-    el(
-      "tr",
-      {},
-      el("th", { scope: "row" }, row[by] ?? "no model"),
-      ...COLUMNS.map(([name]) => el("td", { className: "number" }, row[name] === null ? "–" : amount(row[name]))),
-    ),
-  );
-  return el(
-    "div",
-    { className: "scroll", tabIndex: 0, role: "region", "aria-label": `Usage by ${by}` },
-    el("table", {}, el("thead", {}, head), el("tbody", {}, ...shown)),
-  );
-}
-
-function csv(rows, by) {
-  const cell = (value) => {
-    const text = String(value ?? "");
-    return /[",\n]|^[=+@-]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
-  };
-  return [[by, ...COLUMNS.map(([name]) => name)], ...rows.map((row) => [row[by], ...COLUMNS.map(([name]) => row[name])])]
-    .map((row) => row.map(cell).join(","))
-    .join("\r\n");
-}
 
 let shown = [];
 async function showUsage() {
@@ -171,19 +133,12 @@ async function showUsage() {
     $("usage").replaceChildren(el("p", { className: "quiet" }, "No requests in this period."));
     return;
   }
-  $("usage").replaceChildren(chart(by === "day" ? everyDay(shown, since) : shown.slice(0, 30), by), table(shown, by));
+  $("usage").replaceChildren(chart(by === "day" ? everyDay(shown, since) : shown.slice(0, 30), by), dataTable(`Usage by ${by}`, columnsBy(by), shown));
 }
 
 start(async () => {
   for (const select of ["usage-days", "usage-by"]) $(select).onchange = () => load(showUsage);
-  $("usage-csv").onclick = () => {
-    const link = el("a", {
-      href: URL.createObjectURL(new Blob([csv(shown, $("usage-by").value)], { type: "text/csv" })),
-      download: "usage.csv",
-    });
-    link.click();
-    URL.revokeObjectURL(link.href);
-  };
+  $("usage-csv").onclick = () => saveCsv("usage.csv", columnsBy($("usage-by").value), shown);
   await showLimits();
   await showUsage();
 });

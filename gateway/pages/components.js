@@ -1,0 +1,327 @@
+"use strict";
+// Everything that comes from the gateway or a person is inserted as text: no function here parses markup.
+const KEY = document.body.dataset.secret;
+const $ = (id) => document.getElementById(id);
+
+function el(tag, properties = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(properties)) {
+    if (name in made && name !== "list") made[name] = value;
+    else made.setAttribute(name, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+class ApiError extends Error {
+  constructor(status, message, code) {
+    super(message);
+    this.status = status;
+    this.code = code;
+  }
+}
+
+function request(path, options = {}) {
+  const headers = new Headers(options.headers),
+    key = sessionStorage.getItem(KEY);
+  if (key) headers.set("authorization", `Bearer ${key}`);
+  if (options.json !== undefined) {
+    headers.set("content-type", "application/json");
+    options.body = JSON.stringify(options.json);
+  }
+  return fetch(path, { cache: "no-store", credentials: "same-origin", ...options, headers });
+}
+
+async function checked(response) {
+  if (response.ok) return response;
+  const text = await response.text();
+  let error = {};
+  try {
+    error = JSON.parse(text).error ?? {};
+  } catch {
+    error = { message: text.trim() || `The gateway responded with status ${response.status}.` };
+  }
+  // The data port sends an object, the admin port a sentence.
+  if (typeof error === "string") error = { message: error };
+  throw new ApiError(response.status, error.message ?? `The gateway responded with status ${response.status}.`, error.code);
+}
+
+const api = async (path, options) => (await checked(await request(path, options))).json();
+
+// The gateway that does not respond is asked again until it does: the page recovers without a reload.
+let retry = 0;
+function lost(again) {
+  $("lost").textContent = "The gateway does not respond. This page tries again by itself.";
+  $("lost").hidden = false;
+  clearTimeout(retry);
+  retry = setTimeout(again, 2000);
+}
+function found() {
+  clearTimeout(retry);
+  $("lost").hidden = true;
+}
+
+async function load(show) {
+  try {
+    await show();
+    found();
+  } catch (error) {
+    if (error instanceof ApiError && error.status === 401) enter(sessionStorage.getItem(KEY) ? error.message : "");
+    else if (error instanceof ApiError) {
+      $("lost").textContent = error.message;
+      $("lost").hidden = false;
+    } else if (error instanceof TypeError && /fetch|network/i.test(error.message)) lost(() => load(show));
+    else throw error;
+  }
+}
+
+function enter(message) {
+  sessionStorage.removeItem(KEY);
+  $("page").hidden = $("leave").hidden = true;
+  $("enter").hidden = false;
+  $("enter-error").textContent = message;
+  $("key").value = "";
+  $("key").focus();
+}
+
+// Open the page of a person with a key: `path` tells whether the gateway knows the key, and `show` gets its response.
+function enterWith(path, show) {
+  const fragment = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (fragment) {
+    sessionStorage.setItem(KEY, fragment);
+    history.replaceState(null, "", location.pathname + location.search);
+  }
+  const open = () =>
+    load(async () => {
+      const known = await api(path);
+      $("enter").hidden = true;
+      $("page").hidden = false;
+      $("leave").hidden = !sessionStorage.getItem(KEY);
+      await show(known);
+    });
+  $("enter-form").addEventListener("submit", (event) => {
+    event.preventDefault();
+    sessionStorage.setItem(KEY, $("key").value.trim());
+    open();
+  });
+  $("leave").addEventListener("click", () => enter(""));
+  for (const button of document.querySelectorAll("[data-close]")) button.addEventListener("click", () => button.closest("dialog").close());
+  if (sessionStorage.getItem(KEY) || document.body.dataset.signsIn) open();
+  else enter("");
+}
+
+async function copy(text, button) {
+  const before = button.textContent;
+  try {
+    await navigator.clipboard.writeText(text);
+    button.textContent = "Copied";
+  } catch {
+    button.textContent = "Select the text and copy it";
+  }
+  setTimeout(() => {
+    button.textContent = before;
+  }, 2000);
+}
+
+function codeBlock(text) {
+  const button = el("button", { type: "button", className: "plain copy" }, "Copy");
+  button.addEventListener("click", () => copy(text, button));
+  return el("div", { className: "code" }, button, el("pre", { tabIndex: 0 }, el("code", {}, text)));
+}
+
+// A list of [title, node]. One is shown at a time. Arrow keys move between the titles (WAI-ARIA, tabs pattern).
+function tabs(parts, name) {
+  const list = el("div", { role: "tablist", "aria-label": name }),
+    panels = [];
+  const select = (chosen, focus) =>
+    parts.forEach((_, at) => {
+      const is = at === chosen;
+      list.children[at].setAttribute("aria-selected", String(is));
+      list.children[at].tabIndex = is ? 0 : -1;
+      panels[at].hidden = !is;
+      if (is && focus) list.children[at].focus();
+    });
+  parts.forEach(([title, node], at) => {
+    const id = `${name}-${at}`.replaceAll(/\W/g, "-");
+    const tab = el("button", { type: "button", role: "tab", id, "aria-controls": `${id}-panel` }, title);
+    tab.addEventListener("click", () => select(at, false));
+    tab.addEventListener("keydown", (event) => {
+      const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+      if (step) select((at + step + parts.length) % parts.length, true);
+    });
+    list.append(tab);
+    panels.push(el("div", { role: "tabpanel", id: `${id}-panel`, "aria-labelledby": id }, node));
+  });
+  const made = el("div", { className: "tabs" }, list, ...panels);
+  select(0, false);
+  return made;
+}
+
+const number = (value) => Number(value).toLocaleString("en-US");
+function duration(seconds) {
+  if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
+  if (seconds < 120) return `${Math.round(seconds)} s`;
+  if (seconds < 7200) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172800 ? `${Math.round(seconds / 3600)} hours` : `${Math.round(seconds / 86400)} days`;
+}
+
+const capital = (text) => text[0].toUpperCase() + text.slice(1);
+const amount = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 4 });
+
+// The events of a stream (WHATWG HTML, "Server-sent events"), parsed as JSON.
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { done, value } = await reader.read();
+    if (done) return;
+    const parts = (rest + value).split(/\r?\n\r?\n/);
+    rest = parts.pop();
+    for (const part of parts) {
+      const data = part
+        .split(/\r?\n/)
+        .filter((line) => line.startsWith("data:"))
+        .map((line) => line.slice(5).trimStart())
+        .join("\n");
+      if (data && data !== "[DONE]") yield JSON.parse(data);
+    }
+  }
+}
+
+const SVG = "http://www.w3.org/2000/svg";
+function svg(tag, attributes, ...children) {
+  const made = document.createElementNS(SVG, tag);
+  for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
+  made.append(...children);
+  return made;
+}
+
+// Times are shown in the reader's time zone; the title has the exact time in UTC.
+function when(seconds) {
+  if (seconds === null || seconds === undefined) return "never";
+  const date = new Date(1000 * seconds);
+  const shown = date.toLocaleString("en-US", {
+    month: "short",
+    day: "numeric",
+    hour: "2-digit",
+    minute: "2-digit",
+    second: "2-digit",
+    hour12: false,
+  });
+  return el("time", { dateTime: date.toISOString(), title: date.toISOString() }, shown);
+}
+// A state has a color and a word.
+const stateMark = (name, text = name) => el("span", { className: `state ${name}` }, text);
+
+// A table. A column is {title, value, number, text}: `value` gives a cell's content for a row, and `text` its text in CSV if that differs.
+// The first column names the row.
+function dataTable(label, columns, rows) {
+  const cell = (column, row, at) => {
+    const content = column.value(row) ?? "–";
+    return el(
+      at ? "td" : "th",
+      { className: column.number ? "number" : "", ...(at ? {} : { scope: "row" }) },
+      ...(Array.isArray(content) ? content : [content]),
+    );
+  };
+  const head = columns.map((column) => el("th", { scope: "col", className: column.number ? "number" : "" }, column.title));
+  const body = rows.map((row) => el("tr", {}, ...columns.map((column, at) => cell(column, row, at))));
+  return el(
+    "div",
+    { className: "scroll", tabIndex: 0, role: "region", "aria-label": label },
+    el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body)),
+  );
+}
+
+// Offer rows as a CSV file (RFC 4180). A cell that a spreadsheet would run as a formula is quoted with an apostrophe.
+function saveCsv(name, columns, rows) {
+  const cell = (value) => {
+    const text = String(value ?? "");
+    const safe = typeof value !== "number" && /^[=+@\t\r-]/.test(text) ? `'${text}` : text;
+    return /[",\r\n]/.test(safe) ? `"${safe.replaceAll('"', '""')}"` : safe;
+  };
+  const lines = [columns.map((column) => column.title), ...rows.map((row) => columns.map((column) => (column.text ?? column.value)(row)))];
+  const link = el("a", {
+    href: URL.createObjectURL(new Blob([lines.map((line) => line.map(cell).join(",")).join("\r\n")], { type: "text/csv" })),
+    download: name,
+  });
+  link.click();
+  URL.revokeObjectURL(link.href);
+}
+
+function toast(text) {
+  const shown = el("p", { className: "toast" }, text);
+  $("toasts").append(shown);
+  setTimeout(() => shown.remove(), 6000);
+}
+
+// Ask before an action, in words. `fields` are labeled inputs, `command` is the same action on a terminal, and `act` performs it and returns
+// what was done, as a text or as a node that stays in the dialog, such as a key that is shown once.
+function confirmAction({ title, words, button, danger = false, command = null, fields = [], act }) {
+  const error = el("p", { className: "error", role: "alert" }),
+    go = el("button", { className: danger ? "danger" : "primary" }, button),
+    cancel = el("button", { type: "button" }, "Cancel");
+  const note = el("div", { className: "as-command" });
+  const showCommand = () =>
+    command &&
+    note.replaceChildren(
+      el("p", { className: "quiet" }, "The same as a command:"),
+      codeBlock(typeof command === "function" ? command() : command),
+    );
+  const form = el("form", {}, ...(words ? [el("p", {}, words)] : []), ...fields, note, error, el("div", { className: "row" }, go, cancel));
+  const dialog = el("dialog", { "aria-label": title }, el("div", { className: "bar" }, el("h2", {}, title)), form);
+  showCommand();
+  form.addEventListener("input", showCommand);
+  cancel.addEventListener("click", () => dialog.close());
+  dialog.addEventListener("close", () => dialog.remove());
+  form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    error.textContent = "";
+    go.disabled = true;
+    try {
+      const done = await act();
+      if (done instanceof Node) {
+        cancel.textContent = "Close";
+        form.replaceChildren(done, el("div", { className: "row" }, cancel));
+        cancel.focus();
+        return;
+      }
+      dialog.close();
+      if (done) toast(done);
+    } catch (problem) {
+      error.textContent =
+        problem instanceof TypeError ? "The gateway does not respond. Nothing is known about the action." : problem.message;
+    } finally {
+      go.disabled = false;
+    }
+  });
+  document.body.append(dialog);
+  dialog.showModal();
+}
+const field = (label, input, help = "") =>
+  el("label", { className: "field" }, el("span", {}, label), input, help ? el("small", { className: "quiet" }, help) : null);
+
+// Show each event of a stream of the gateway. A stream that ends is requested again. While `paused()` is true, events are not shown.
+async function follow(path, show, paused = () => false) {
+  for (;;) {
+    try {
+      const response = await checked(await request(path, { headers: { accept: "text/event-stream" } }));
+      found();
+      for await (const event of events(response)) if (!paused()) show(event);
+    } catch (error) {
+      if (error instanceof ApiError && error.status === 401) return enter(error.message);
+      if (error instanceof ApiError) $("lost").textContent = error.message;
+      else $("lost").textContent = "The gateway does not respond. This page tries again by itself.";
+      $("lost").hidden = false;
+    }
+    await new Promise((done) => setTimeout(done, 2000));
+  }
+}
+// Call `show` now and every `seconds`, while the page is visible. The page recovers by itself.
+function refresh(seconds, show) {
+  const again = async () => {
+    if (!document.hidden) await load(show);
+    setTimeout(again, 1000 * seconds);
+  };
+  setTimeout(again, 1000 * seconds);
+  return show();
+}
