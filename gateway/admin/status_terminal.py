@@ -1,4 +1,4 @@
-"""The status on a terminal, with the content of the status page. It is colored on a terminal, and plain text elsewhere."""
+"""The status on a terminal, with the texts of the console. It is colored on a terminal, and plain text elsewhere."""
 
 from __future__ import annotations
 

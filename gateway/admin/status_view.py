@@ -1,6 +1,6 @@
-"""The content of the status page and of the status on a terminal, from the JSON of /status. Pure.
+"""The texts of the console about models and servers, and of the status on a terminal, from the JSON of /status. Pure.
 
-The rule: every text is made here once, so that the page and the terminal cannot differ. A field that is missing in the JSON is not shown.
+The rule: every text is made here once, so that console and terminal cannot differ. A field that is missing in the JSON is not shown.
 """
 
 from __future__ import annotations

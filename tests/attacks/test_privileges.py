@@ -36,6 +36,7 @@ PATHS = {
     "/admin/v1/people/{id}/sessions": "/admin/v1/people/x/sessions",
     "/admin/v1/months/{month}": "/admin/v1/months/2026-01",
     "/admin/v1/months/{month}/close": "/admin/v1/months/2026-01/close",
+    "/console/{page}": "/console/keys",
     "/admin/v1/sign-in-links": "/admin/v1/sign-in-links?user=mallory&role=admin",
 }
 """The paths of routes with parameters. Targets are of the team ``ops``."""

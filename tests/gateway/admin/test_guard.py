@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
@@ -14,7 +15,17 @@ import pytest
 from tests.support.process import Gateway, configuration, gateway, launched
 
 TOKEN = "an-admin-token"
-PATHS = ["/metrics", "/status", "/", "/nothing", "/livez/", "/status/", "/metrics?x=/livez", "//livez", "/models/sim%2Fone/stop"]
+PATHS = [
+    "/metrics",
+    "/status",
+    "/nothing",
+    "/console/nothing",
+    "/livez/",
+    "/status/",
+    "/metrics?x=/livez",
+    "//livez",
+    "/models/sim%2Fone/stop",
+]
 
 
 def get(one: Gateway, path: str, **headers: str) -> httpx2.Response:
@@ -39,19 +50,18 @@ def test_a_token_is_required(tmp_path: Path) -> None:
         assert TOKEN not in one.output + one.log
 
 
-def test_a_browser_without_the_token_gets_a_page_that_explains_authentication(tmp_path: Path) -> None:
+def test_a_browser_without_the_token_is_sent_to_the_console(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     browser = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
     with gateway(tmp_path, configuration(launched(), admin={"port": 0, "token": {"file": "token"}})) as guarded:
         for path in ("/status", "/docs", "/nothing"):
             response = get(guarded, path, accept=browser)
-            assert (response.status_code, response.headers["content-type"]) == (401, "text/html; charset=utf-8")
-            assert (response.headers["www-authenticate"], response.headers["vary"]) == ("Bearer", "accept")
-            assert "server.admin.token" in response.text and "--token-file" in response.text
-            assert "sim/one" not in response.text and TOKEN not in response.text
-        page = get(guarded, "/status", accept=browser, authorization=f"Bearer {TOKEN}")
-        assert page.status_code == 200 and "sim/one" in page.text
-        assert response.headers["content-security-policy"] == page.headers["content-security-policy"]
+            assert (response.status_code, response.headers["location"], response.content) == (303, "/console", b"")
+            assert (response.headers["vary"], response.headers["cache-control"]) == ("accept", "no-store")
+        page = get(guarded, "/console", accept=browser)
+        assert page.status_code == 200 and "server.admin.token" in page.text
+        assert "sim/one" not in page.text and TOKEN not in page.text
+        assert page.content == get(guarded, "/console", accept=browser, authorization=f"Bearer {TOKEN}").content
         assert get(guarded, "/status", accept="application/json").json() == {"error": "the admin port requires its token"}
 
 
@@ -108,3 +118,49 @@ def test_a_second_authorization_is_refused(tmp_path: Path) -> None:
 def one(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with gateway(tmp_path_factory.mktemp("guarded"), configuration(launched())) as running:
         yield running
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "HERE", "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "HERE"}, 200),
+        ({"origin": "https://gateway.example", "sec-fetch-site": "same-origin"}, 200),
+        ({"origin": "HERE", "sec-fetch-site": "same-site"}, 403),
+        ({"origin": "HERE", "sec-fetch-site": "cross-site"}, 403),
+        ({"origin": "http://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"origin": "null", "sec-fetch-site": "none"}, 403),
+        ({"sec-fetch-site": "cross-site"}, 403),
+    ],
+)
+def test_only_a_page_of_this_port_may_operate_with_a_token(guarded: Gateway, headers: dict[str, str], status: int) -> None:
+    here = f"http://127.0.0.1:{guarded.admin}"
+    sent = {name: here if value == "HERE" else value for name, value in headers.items()} | {"authorization": f"Bearer {TOKEN}"}
+    response = httpx2.post(f"{here}/reload", headers=sent, timeout=30)
+    assert response.status_code == status, response.text
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    folder = tmp_path_factory.mktemp("guarded")
+    (folder / "token").write_text(TOKEN)
+    with gateway(folder, configuration(launched(), admin={"port": 0, "token": {"file": "token"}})) as one:
+        yield one
+
+
+@pytest.mark.parametrize(
+    ("accept", "status"),
+    [
+        ("text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8", 303),
+        ("*/*", 200),
+        ("application/json, text/html;q=0.5", 200),
+        ("text/html;q=0", 200),
+        ("text/html;q=nonsense", 200),
+        ("", 200),
+    ],
+)
+def test_a_browser_at_the_status_is_sent_to_the_console(guarded: Gateway, accept: str, status: int) -> None:
+    response = get(guarded, "/status", accept=accept, authorization=f"Bearer {TOKEN}")
+    assert (response.status_code, response.headers["vary"]) == (status, "accept")
+    assert response.headers.get("location", "console") == "console"

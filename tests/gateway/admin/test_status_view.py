@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from gateway.admin import status_page
 from gateway.admin.status_terminal import show
 from gateway.admin.status_view import STATES, StatusView, duration, in_a_line, status_view
 from gateway.telemetry.token_rates import ModelTokens, TokenRates
@@ -23,9 +22,11 @@ def status(*servers: dict[str, Any], **model: Any) -> dict[str, Any]:
     return {"time": 1000.0, "started": 10.0, "ready": False, "reason": "waiting", "version": "1", "workers": workers, "models": [shown]}
 
 
-def page(shown: StatusView) -> str:
-    """Return the HTML of the status page."""
-    return bytes(status_page.page(shown, {}).body).decode()
+def terminal(shown: StatusView) -> str:
+    """Return what a terminal shows."""
+    out = io.StringIO()
+    show(shown, Console(file=out, width=200))
+    return out.getvalue()
 
 
 def server(**known: Any) -> dict[str, Any]:
@@ -58,9 +59,7 @@ def test_a_split_is_a_line_with_its_shares() -> None:
     ]
     shown = status_view(status(server()) | {"splits": splits})
     assert shown.splits == ("chat: a 99.9%, b 0.1%", "c: a 0%, b 100%, sticky by key")
-    output = io.StringIO()
-    show(shown, Console(file=output, width=200))
-    assert all(line in output.getvalue() and line in page(shown) for line in shown.splits)
+    assert all(line in terminal(shown) for line in shown.splits)
     assert status_view(status(server())).splits == ()
 
 
@@ -108,7 +107,6 @@ def test_a_bounded_server_shows_its_bound() -> None:
     assert status_view(status(server())).models[0].servers[0].load == "2"
     shown = status_view(status(server(), max_inflight=8))
     assert shown.models[0].servers[0].load == "2 of 8"
-    assert "2 of 8 in flight" in page(shown)
 
 
 def test_the_progress_of_a_start() -> None:
@@ -118,10 +116,7 @@ def test_the_progress_of_a_start() -> None:
     assert (shown.progress, shown.percent) == (line, 50)
     (reported,) = status_view(status(starting | {"progress": "Capturing graphs"}, state="starting")).models[0].servers
     assert (reported.progress, reported.percent) == ("Capturing graphs", None)
-    assert 'value="50"' in page(status_view(status(starting)))
-    output = io.StringIO()
-    show(status_view(status(starting, state="starting")), Console(file=output, width=200))
-    assert f"m#0: {line}" in output.getvalue()
+    assert f"m#0: {line}" in terminal(status_view(status(starting, state="starting")))
 
 
 def test_the_summary_and_the_fields_of_a_model() -> None:
@@ -131,19 +126,13 @@ def test_the_summary_and_the_fields_of_a_model() -> None:
     (model,) = shown.models
     assert (model.since, model.queued, model.waiting, model.speed) == ("1 min", 4, "1 min", "-")
     assert model.adapters[0].speed == "12 out, 4.0 in"
-    text = page(shown)
-    assert "4 (longest 1 min)" in text and "also a" in text and "3 in flight, 12 out, 4.0 in tokens per second" in text
 
 
 def test_the_root_cause_and_the_hint_come_before_the_log() -> None:
     known = {"reason": "m#0 could not start: no memory: ValueError: x (exit code 1)", "hint": "Raise it.", "cause": "kv_cache_too_small"}
     failed = server(condition="down", state="failed", log="/l", last_log_lines=["boom"], **known)
-    shown, out = status_view(status(failed)), io.StringIO()
-    show(shown, Console(file=out, width=200))
-    lines = out.getvalue().splitlines()[-4:]
+    lines = terminal(status_view(status(failed))).splitlines()[-4:]
     assert lines == ["m#0: could not start: no memory: ValueError: x (exit code 1)", "  Hint: Raise it.", "  end of /l:", "  | boom"]
-    text = page(shown)
-    assert text.index("no memory: ValueError") < text.index("Hint: Raise it.") < text.index("boom")
 
 
 def test_a_configuration_that_is_not_in_use_is_reported() -> None:
@@ -157,7 +146,6 @@ def test_a_configuration_that_is_not_in_use_is_reported() -> None:
     first, *rest = shown.warnings
     assert first == "the configuration on disk has been invalid for 1 min: g.yaml:3: x: unknown key"
     assert rest == ["g.yaml:9: y: <b>bad</b>", "server.port needs a restart"]
-    assert "y: &lt;b&gt;bad" in page(shown)
     assert status_view(known).warnings == ()
 
 
@@ -176,7 +164,6 @@ def test_each_dependency_that_is_down_is_shown_with_its_error() -> None:
         "identity_provider (https://a.example) is down for 1 min: it answered with status 503",
         "limits_store is down for 1 min: <b>refused</b>",
     )
-    assert "&lt;b&gt;refused" in page(shown)
 
 
 def test_rows_in_memory_are_shown_while_they_cannot_be_stored() -> None:
@@ -198,16 +185,14 @@ def test_a_ready_gateway_with_problems_is_degraded() -> None:
     assert (status_view(known).state, status_view(known).headline) == ("ready", "ready")
     shown = status_view(known | {"degraded": ["1 of 1 model without a ready server", "limits_store is down"]})
     assert (shown.state, shown.headline) == ("degraded", "degraded: 1 of 1 model without a ready server, limits_store is down")
-    assert 'class="state degraded"' in page(shown) and 'class="state ready">degraded' not in page(shown)
     assert status_view(status(server())).state == "not ready"
 
 
 def test_nothing_acts_on_a_terminal() -> None:
     failed = server(condition="down", reason="\x1b]0;owned\x07 [bold]x", last_log_lines=["\x1b[2J", "[red]y"], state="failed", log="/l")
-    out = io.StringIO()
-    show(status_view(status(failed, id="[link=x]m")), Console(file=out, width=200))
-    assert "\x1b" not in out.getvalue() and "\x07" not in out.getvalue()
-    assert all(text in out.getvalue() for text in ("[link=x]m", "[bold]x", "[red]y", "\\x1b[2J"))
+    shown = terminal(status_view(status(failed, id="[link=x]m")))
+    assert "\x1b" not in shown and "\x07" not in shown
+    assert all(text in shown for text in ("[link=x]m", "[bold]x", "[red]y", "\\x1b[2J"))
 
 
 def test_rates_are_over_the_window() -> None:

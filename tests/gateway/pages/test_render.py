@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from starlette.responses import HTMLResponse
 
-from gateway.admin.status_view import ModelRow, StatusView
+from gateway.console import pages as console
 from gateway.pages.render import render
+from gateway.sign_in import pages
 
 GATEWAY = Path(__file__).parents[3] / "gateway"
-STATUS = ("admin/status.html", "admin/status.css", "admin/status.js")
 
 
 class Elements(HTMLParser):
@@ -40,30 +40,29 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def status(model: str) -> HTMLResponse:
-    """Return the status page of one model."""
-    row = ModelRow(model, (), "ready", "", 0, 0, "", "-", (), ())
-    return render(*STATUS, shown=StatusView("ready", "ready", (), (), (row,)))
-
-
 def text(page: HTMLResponse) -> str:
     return bytes(page.body).decode()
 
 
-PLAIN = Elements(text(status("m"))).tags
+def confirm(name: str, token: str) -> Elements:
+    """Return the page that confirms a sign-in link: a text with the name, and an attribute with the token."""
+    return Elements(text(pages.confirm_link(name, token)))
+
+
+PLAIN = confirm("m", "t").tags
 
 
 @given(st.text(st.characters(exclude_characters="\0\r", exclude_categories=["Cs"])))
 def test_text_and_attributes_cannot_escape_into_markup(value: str) -> None:
-    found = Elements(text(status(value)))
+    found = confirm(value, value)
     assert found.tags == PLAIN
-    assert found.attributes["data-part"] == value
+    assert found.attributes["value"] == value
     assert value in found.text
 
 
 def test_a_missing_value_is_an_error() -> None:
-    with pytest.raises(UndefinedError, match="'shown' is undefined"):
-        render(*STATUS)
+    with pytest.raises(UndefinedError, match="'title' is undefined"):
+        render("sign_in/page.html", "sign_in/page.css")
 
 
 def test_templates_have_no_other_style_or_script_and_disable_no_escaping() -> None:
@@ -74,7 +73,7 @@ def test_templates_have_no_other_style_or_script_and_disable_no_escaping() -> No
 
 
 def test_a_page_may_use_only_its_own_style_and_script() -> None:
-    page = status("m")
+    page = console.page(console.START, signs_in=False)
     (style,) = re.findall("<style>(.*?)</style>", text(page), re.DOTALL)
     (script,) = re.findall("<script>(.*?)</script>", text(page), re.DOTALL)
     style_hash, script_hash = (base64.b64encode(hashlib.sha256(part.encode()).digest()).decode() for part in (style, script))
@@ -83,5 +82,5 @@ def test_a_page_may_use_only_its_own_style_and_script() -> None:
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     assert (page.headers["x-content-type-options"], page.headers["referrer-policy"]) == ("nosniff", "no-referrer")
-    token = render("admin/token.html", *STATUS[1:], status=401, headers={"vary": "accept"})
-    assert (token.status_code, token.headers["vary"], "<script>" in text(token)) == (401, "accept", False)
+    refused = pages.failed("no", 403)
+    assert (refused.status_code, refused.headers["cache-control"], "<script>" in text(refused)) == (403, "no-store", False)
