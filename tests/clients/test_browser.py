@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import signal
-import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +14,7 @@ import pytest
 
 from tests.clients.overloaded import serving
 from tests.clients.visit import Visit, visiting
-from tests.support.chromium import FLAGS
+from tests.support.chromium import chromium
 
 PAGE = Path(__file__).parent / "page.html"
 
@@ -35,8 +31,9 @@ class Site:
     def read(self, origin: str, folder: Path) -> dict[str, Any]:
         """Open the page under this origin in a browser. Return the page's report."""
         self.reported.clear()
-        with browser(origin, folder) as text:
-            assert self.reported.wait(100), text.read_text()
+        with chromium(folder) as browser:
+            browser.open(origin)
+            assert self.reported.wait(100), browser.complaints
         return self.results
 
 
@@ -67,31 +64,6 @@ def site() -> Iterator[Site]:
     one = Site()
     with serving(Handler) as one.port:
         yield one
-
-
-@contextmanager
-def browser(url: str, folder: Path) -> Iterator[Path]:
-    """Run a headless browser that opens a page. Its output is in the yielded file. All its processes are ended."""
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("chromium is not installed (Debian: chromium)")
-    text = folder / "chromium.log"
-    profile = f"--user-data-dir={folder / 'profile'}"
-    own = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
-    with open(text, "wb") as err:
-        process = subprocess.Popen(
-            [program, *FLAGS, profile, url],
-            stdin=subprocess.DEVNULL,
-            stdout=err,
-            stderr=err,
-            env={**os.environ, **own},
-            start_new_session=True,
-        )
-    try:
-        yield text
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
 
 
 @pytest.fixture(scope="module")

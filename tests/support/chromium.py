@@ -1,145 +1,126 @@
-"""Control a headless Chromium: open a page, evaluate JavaScript, take screenshots, and collect errors.
+"""Control a headless Chromium: open a page, evaluate JavaScript, press keys, take screenshots, check accessibility, and collect errors.
 
-The test uses the debugging pipe (``--remote-debugging-pipe``): JSON messages that end with a zero byte, on the descriptors 3 and 4
-of the browser's process. No process is left at the end.
+Playwright controls the Chromium of the system, in a thread of its own: its synchronous interface runs an event loop, and a test may run
+one too. The rule: neither a process nor a thread is left at the end.
 """
 
 from __future__ import annotations
 
-import base64
-import fcntl
-import itertools
-import json
-import os
 import shutil
-import signal
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, Literal, TypeVar
 
 import pytest
+from playwright.sync_api import Error, Page, sync_playwright
 
-FLAGS = (
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-dev-shm-usage",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-)
-_OUR_ENDS = 20  # a descriptor that is neither 3 nor 4
+from tests.clients.install import NODE, installed
+
+SECONDS = 60
+AXE = NODE / "node_modules" / "axe-core" / "axe.min.js"
+RUN_AXE = """async () => (await axe.run(document, {resultTypes: ["violations"], preload: false})).violations.map((one) => ({
+  rule: one.id, impact: one.impact, nodes: one.nodes.map((node) => `${node.target.join(" ")}: ${node.failureSummary}`),
+}))"""
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule of axe-core that a page violates, and the elements that do."""
+
+    rule: str
+    impact: str
+    nodes: tuple[str, ...]
 
 
 class Chromium:
-    """One page. ``complaints``: errors of the browser (blocked by policy, failed to load, uncaught). ``requests``: the requested URLs."""
+    """One page. ``complaints``: messages of the console (blocked by policy, failed to load, uncaught). ``requests``: the requested URLs."""
 
-    def __init__(self, to: BinaryIO, source: BinaryIO) -> None:
-        self._to = to
-        self._from = source
-        self._rest = b""
-        self._numbers = itertools.count(1)
-        self._session: dict[str, str] = {}
+    def __init__(self, page: Page, thread: ThreadPoolExecutor) -> None:
+        self._page = page
+        self._thread = thread
         self.complaints: list[str] = []
         self.requests: list[str] = []
-        target = self._call("Target.createTarget", url="about:blank")["targetId"]
-        self._session = {"sessionId": self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]}
-        for domain in ("Page", "Runtime", "Log", "Network"):
-            self._call(f"{domain}.enable")
+        page.on("console", lambda message: self.complaints.append(message.text))
+        page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        page.on("request", lambda request: self.requests.append(request.url))
 
     def open(self, url: str) -> None:
-        self._call("Page.navigate", url=url)
+        self._do(lambda: self._page.goto(url, wait_until="commit"))
 
     def evaluate(self, expression: str) -> Any:
         """Return the value of a JavaScript expression, or None if it has no value yet."""
-        return self._call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
+
+        def value() -> Any:
+            try:
+                return self._page.evaluate(expression)
+            except Error:
+                return None
+
+        return self._do(value)
+
+    def wait(self, expression: str, seconds: float = SECONDS) -> None:
+        """Wait until a JavaScript expression is true. An expression that throws an error is not true yet."""
+        condition = f"() => {{ try {{ return Boolean({expression}); }} catch {{ return false; }} }}"
+        try:
+            self._do(lambda: self._page.wait_for_function(condition, timeout=1000 * seconds))
+        except Error as error:
+            raise AssertionError(f"{expression} does not become true: {error}\n{self.complaints}\n{self.text()}") from None
 
     def text(self) -> str:
         """Return the visible text of the page."""
         return str(self.evaluate("document.body ? document.body.innerText : ''"))
 
-    def resize(self, width: int, height: int) -> None:
-        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=width < 600)
+    def press(self, key: str) -> None:
+        """Press a key or a combination, such as ``Tab``, ``Enter`` or ``Control+K``."""
+        self._do(lambda: self._page.keyboard.press(key))
 
-    def prefer(self, scheme: str) -> None:
-        """Switch to the color scheme ``light`` or ``dark``."""
-        self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+    def type(self, text: str) -> None:
+        """Type text into the focused element."""
+        self._do(lambda: self._page.keyboard.type(text))
+
+    def resize(self, width: int, height: int) -> None:
+        self._do(lambda: self._page.set_viewport_size({"width": width, "height": height}))
+
+    def prefer(self, scheme: Literal["light", "dark"]) -> None:
+        """Switch to a color scheme."""
+        self._do(lambda: self._page.emulate_media(color_scheme=scheme))
 
     def screenshot(self, file: Path) -> None:
         """Write an image of the whole page as PNG."""
-        data = self._call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        file.write_bytes(base64.b64decode(data))
+        self._do(lambda: self._page.screenshot(path=file, full_page=True))
 
-    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        number = next(self._numbers)
-        self._to.write(json.dumps({"id": number, "method": method, "params": parameters, **self._session}).encode() + b"\0")
-        self._to.flush()
-        while True:
-            message = self._next()
-            if message.get("id") == number:
-                assert "error" not in message, message
-                result: dict[str, Any] = message["result"]
-                return result
-            self._hear(message)
+    def axe(self) -> list[Violation]:
+        """Return what axe-core finds in the page as it is now. Skip the test if axe-core is not installed."""
+        if not installed(NODE / "node_modules", NODE / "package-lock.json"):
+            pytest.skip("axe-core is not installed (make clients)")
 
-    def _hear(self, message: dict[str, Any]) -> None:
-        if message.get("method") == "Log.entryAdded":
-            self.complaints.append(str(message["params"]["entry"]["text"]))
-        elif message.get("method") == "Runtime.exceptionThrown":
-            self.complaints.append(str(message["params"]["exceptionDetails"]))
-        elif message.get("method") == "Network.requestWillBeSent":
-            self.requests.append(str(message["params"]["request"]["url"]))
+        def found() -> list[Violation]:
+            self._page.evaluate(AXE.read_text(encoding="utf-8"))
+            return [Violation(each["rule"], each["impact"], tuple(each["nodes"])) for each in self._page.evaluate(RUN_AXE)]
 
-    def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._rest:
-            data = os.read(self._from.fileno(), 1 << 16)
-            assert data, "chromium has ended"
-            self._rest += data
-        one, _, self._rest = self._rest.partition(b"\0")
-        message: dict[str, Any] = json.loads(one)
-        return message
+        return self._do(found)
+
+    def _do(self, act: Callable[[], T]) -> T:
+        return self._thread.submit(act).result()
 
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Chromium]:
-    """Run a browser with its profile in ``folder``. Skip the test if Chromium is not installed."""
+    """Run a browser whose home is ``folder``. Skip the test if Chromium is not installed."""
     program = shutil.which("chromium")
     if program is None:
         pytest.skip("chromium is not installed (Debian: chromium)")
-    theirs_in, ours_out = os.pipe()
-    ours_in, theirs_out = os.pipe()
-    descriptors = [fcntl.fcntl(fd, fcntl.F_DUPFD, _OUR_ENDS) for fd in (theirs_in, theirs_out)]
-    # The shell moves the pipes to the descriptors that the browser expects.
-    command = [
-        "bash",
-        "-c",
-        f'exec "$@" 3<&{descriptors[0]} 4>&{descriptors[1]}',
-        "bash",
-        program,
-        *FLAGS,
-        "--hide-scrollbars",
-        "--remote-debugging-pipe",
-    ]
-    own = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
-    with open(folder / "chromium.log", "wb") as log:
-        process = subprocess.Popen(
-            [*command, f"--user-data-dir={folder / 'profile'}"],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **own},
-            pass_fds=descriptors,
-            start_new_session=True,
-        )
-    for fd in (theirs_in, theirs_out, *descriptors):
-        os.close(fd)
-    try:
-        with open(ours_out, "wb") as to, open(ours_in, "rb") as source:
-            yield Chromium(to, source)
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+    home: dict[str, str | float | bool] = {"HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)}
+    with ThreadPoolExecutor(1, "chromium") as thread:
+        driver = thread.submit(sync_playwright().start).result()
+        try:
+            browser = thread.submit(lambda: driver.chromium.launch(executable_path=program, env=home, args=["--disable-gpu"])).result()
+            page = thread.submit(browser.new_page).result()
+            yield thread.submit(Chromium, page, thread).result()
+        finally:
+            thread.submit(driver.stop).result()
