@@ -1,38 +1,76 @@
-"""Send the requests of commands to a running gateway: a local gateway of this user, or a gateway behind an admin port.
+"""The gateway that a command means, and requests to a running one.
 
-Owns the options for a remote gateway. A local gateway is found by its configuration. The rule: every error is one sentence for the
-operator, and an exit code.
+Owns the arguments and options that name a gateway: a configuration as FILE or ``--config``, by default ``gateway.yaml`` in the current
+folder, and ``--admin`` for a gateway elsewhere. A local gateway is found by its configuration. The rules: every command that reads a
+configuration accepts FILE and ``--config``, and FILE is its last argument. Every error is one sentence for the operator, and an exit code.
 """
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from gateway.cli.output import BAD_USAGE, FAILED, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, say_error
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
 
-AdminUrl = Annotated[
-    str | None, typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, instead of a FILE.")
-]
-TokenFile = Annotated[
-    Path | None, typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway.")
-]
+DEFAULT = Path("gateway.yaml")
+_CONFIG: Mapping[str, Any] = MappingProxyType(
+    {
+        "file": Annotated[
+            Path | None, typer.Argument(metavar="FILE", help="The configuration; default: gateway.yaml in the current folder.")
+        ],
+        "config": Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The same as FILE.")],
+    }
+)
+_GATEWAY: Mapping[str, Any] = MappingProxyType(
+    {
+        **_CONFIG,
+        "admin": Annotated[
+            str | None,
+            typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, instead of a FILE."),
+        ],
+        "token_file": Annotated[
+            Path | None,
+            typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway."),
+        ],
+    }
+)
 
 
 class Where(NamedTuple):
-    """The gateway to call: the local gateway with a configuration, or the gateway behind an admin port."""
+    """The gateway that a command means: the local gateway with a configuration, or the gateway behind an admin port.
 
-    config: Path
+    ``named`` is the configuration that the command line names, None for the default.
+    """
+
+    named: Path | None = None
     admin: str | None = None
     token_file: Path | None = None
+
+    @property
+    def config(self) -> Path:
+        """The configuration that the command is to use."""
+        return self.named or DEFAULT
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the configuration."""
+        return Path(os.path.abspath(self.config)).parent
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether the command line names an admin port, or its token."""
+        return self.admin is not None or self.token_file is not None
 
     def client(self) -> AbstractContextManager[AdminClient]:
         """Return a client. Raises OSError and ValueError if the token cannot be read."""
@@ -78,3 +116,27 @@ def call_gateway(where: Where, act: Callable[[AdminClient], None]) -> int:
     except RefusedError as error:
         return say_error(str(error), FAILED)
     return 0
+
+
+def with_config(command: Callable[..., int]) -> Callable[..., int]:
+    """Return a command whose first parameter, the ``Where``, is a configuration on the command line."""
+    return _with_options(command, _CONFIG)
+
+
+def with_gateway(command: Callable[..., int]) -> Callable[..., int]:
+    """Return a command whose first parameter, the ``Where``, is a configuration or an admin port on the command line."""
+    return _with_options(command, _GATEWAY)
+
+
+def _with_options(command: Callable[..., int], options: Mapping[str, Any]) -> Callable[..., int]:
+    @functools.wraps(command)
+    def run(file: Path | None, config: Path | None, admin: str | None = None, token_file: Path | None = None, **given: Any) -> int:
+        if file is not None and config is not None:
+            raise BadUsageError(f"the configuration is given twice: {file} and --config {config}")
+        return command(Where(file or config, admin, token_file), **given)
+
+    signature = inspect.signature(command, eval_str=True)
+    _, *own = signature.parameters.values()
+    added = (inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=each) for name, each in options.items())
+    run.__signature__ = signature.replace(parameters=[*own, *added])  # type: ignore[attr-defined]
+    return run

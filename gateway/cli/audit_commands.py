@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.admin_call import Where, with_config
 from gateway.cli.output import BAD_USAGE, FAILED, say_error
 
 if TYPE_CHECKING:
-    from gateway.audit.log import Where
+    from gateway.audit.log import Where as Log
     from gateway.config import Config
 
 _TABLE = "table"
@@ -28,9 +28,9 @@ Older = Annotated[
 ]
 
 
+@with_config
 def list_entries(
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
+    where: Where,
     since: Annotated[
         str | None, typer.Option(metavar="WHEN", help="Only entries from this date or time on, e.g. 2027-01-31.", show_default=False)
     ] = None,
@@ -57,17 +57,17 @@ def list_entries(
     except ValueError:
         return say_error("--since: expected a date such as 2027-01-31 or a time such as 2027-01-31T12:00:00Z", BAD_USAGE)
 
-    def show(_: Config, where: Where) -> int:
-        for line, data in listed(_lines(where, older or []), Filter(first, action, actor), limit):
+    def show(_: Config, log: Log) -> int:
+        for line, data in listed(_lines(log, older or []), Filter(first, action, actor), limit):
             typer.echo(row(line) if form == _TABLE else data.decode())
         return 0
 
-    return _with_log(config_file(file, config), show)
+    return _with_log(where, show)
 
 
+@with_config
 def verify(
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
+    where: Where,
     checkpoints: Annotated[
         list[Path] | None,
         typer.Option(metavar="FILE", help="A copy of the gateway's log, whose checkpoints must be in the chain.", show_default=False),
@@ -89,7 +89,7 @@ def verify(
     from gateway.audit.location import key_of
     from gateway.audit.verification import verify as verified
 
-    def act(known: Config, where: Where) -> int:
+    def act(known: Config, log: Log) -> int:
         assert known.audit is not None
         keys = [key_of(known.audit.secret.get_secret_value())]
         try:
@@ -97,10 +97,10 @@ def verify(
             logs = [each.read_text(errors="replace") for each in checkpoints or []]
         except (OSError, ValueError) as error:
             return say_error(f"{getattr(error, 'filename', None) or '--secret-file'} cannot be read: {error}", FAILED)
-        stored = checkpoint_file(where.folder)  # read first: entries that are added meanwhile are behind it
+        stored = checkpoint_file(log.folder)  # read first: entries that are added meanwhile are behind it
         logs += [stored.read_text("ascii", "replace")] if stored.exists() else []
         expected = [checkpoint for text in logs for key in keys for checkpoint in signed_checkpoints(text, key)]
-        result = verified(_lines(where, older or []), keys, expected)
+        result = verified(_lines(log, older or []), keys, expected)
         if result.broken is not None:
             typer.echo(f"broken: {result.broken}")
             return FAILED
@@ -109,7 +109,7 @@ def verify(
         typer.echo(f"verified: {result.entries} entries, {len(expected)} checkpoints")
         return 0
 
-    return _with_log(config_file(file, config), act)
+    return _with_log(where, act)
 
 
 def _instant(text: str) -> datetime:
@@ -117,37 +117,37 @@ def _instant(text: str) -> datetime:
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
-def _with_log(configured: Path, act: Callable[[Config, Where], int]) -> int:
+def _with_log(where: Where, act: Callable[[Config, Log], int]) -> int:
     """Run a command on the log of a configuration. Returns the exit code."""
     from gateway.audit.location import where_of
     from gateway.config import load
     from gateway.control.serve import state_folder
     from gateway.ledger.errors import DatabaseUnavailableError
 
-    known = load(configured)
+    known = load(where.config)
     if known.audit is None:
-        return say_error(f"{configured} has no audit log; set audit", FAILED)
-    where = where_of(known.audit, known, configured, state_folder())
-    with closing(where.table) if where.table is not None else nullcontext():
+        return say_error(f"{where.config} has no audit log; set audit", FAILED)
+    log = where_of(known.audit, known, where.config, state_folder())
+    with closing(log.table) if log.table is not None else nullcontext():
         try:
-            return act(known, where)
+            return act(known, log)
         except DatabaseUnavailableError as error:
             return say_error(f"the audit log's database does not respond: {error}", FAILED)
         except OSError as error:
             return say_error(f"{error.filename} cannot be read: {error.strerror}", FAILED)
 
 
-def _lines(where: Where, older: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
+def _lines(log: Log, older: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
     """Yield each line with the text that names it. Raises OSError and DatabaseUnavailableError."""
     from gateway.audit.lines import file_lines, merged
 
     for each in older:
         yield from file_lines(each)
-    if where.table is None:
-        yield from file_lines(where.file)
+    if log.table is None:
+        yield from file_lines(log.file)
     else:
-        waiting = list(file_lines(where.file)) if where.file.exists() else []  # read first: entries move from here to the table
-        yield from merged(where.table.read(), waiting)
+        waiting = list(file_lines(log.file)) if log.file.exists() else []  # read first: entries move from here to the table
+        yield from merged(log.table.read(), waiting)
 
 
 def commands() -> dict[str, Callable[..., int]]:

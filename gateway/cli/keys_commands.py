@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -19,8 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from gateway.cli import store_commands
-from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
-from gateway.cli.config_argument import DEFAULT, ConfigArgument, ConfigOption, config_file, named_config
+from gateway.cli.admin_call import Where, call_gateway, with_config, with_gateway
 from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, console, say_error
 from gateway.cli.store_commands import StoreOption, UnsetOption, means_store
 from gateway.snapshot.key_properties import OPTIONS, KeyProperties
@@ -38,19 +36,16 @@ Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key's
 
 
 def new(
+    where: Where,
     id: Annotated[str, typer.Option("--id", help="The ID of the key's entry, e.g. team-a.")],
     expires: Annotated[str | None, typer.Option(metavar="DATE", help="The key expires on this date, e.g. 2027-01-01.")] = None,
     models: Annotated[
         list[str] | None, typer.Option(metavar="GLOB", help='A model that it may use, e.g. "Qwen/*"; can be repeated.')
     ] = None,
-    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Add it to this configuration.")] = None,
     write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
-    config: ConfigOption = None,
     name: Annotated[str | None, typer.Option(metavar="TEXT", help="With the store: a name for people.")] = None,
     label: LabelOption = None,
     store: StoreOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
     **further: Any,
 ) -> int:
     """Create a key.
@@ -70,33 +65,29 @@ def new(
         return say_error(f"--{wrong}", BAD_USAGE)
     if _principal(entry).expired(datetime.now(UTC)):
         return say_error("--expires: the date is in the past", BAD_USAGE)
-    written = named_config(file, config)
-    where = Where(written or DEFAULT, admin, token_file)
     if not write and means_store(where, store):
         return store_commands.create(where, entry | ({} if name is None else {"name": name}), _show_new)
     if name is not None:
         return say_error("--name is for keys of the store", BAD_USAGE)
     key = keys.mint(id)
     entry = {"id": id, "hash": keys.hash_of(key)} | entry
-    if not write and written is None:
+    if not write and where.named is None:
         typer.echo(f"{key}\n\n{stanza(entry, 2)}")
         typer.echo(_ONCE, err=True)
         return 0
-    key_files = KeyFiles(written or DEFAULT)
+    key_files = KeyFiles(where.config)
     if id in key_files.ids:
         return say_error(f"{id} exists already; `vllm-gateway keys rotate {id}` gives it a new key", FAILED)
     _show_new(key, f"{id} is in {key_files.add([entry])}")
     return 0
 
 
+@with_gateway
 def rotate(
+    where: Where,
     id: Identity,
-    file: ConfigArgument = None,
     overlap: Annotated[str, typer.Option(metavar="TIME", help="How long the former keys stay valid, e.g. 12h; 0s ends them now.")] = "7d",
-    config: ConfigOption = None,
     store: StoreOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
 ) -> int:
     """Replace a key: create a new one, and let the former keys expire.
 
@@ -115,7 +106,6 @@ def rotate(
         return say_error(f"--overlap: {error}", BAD_USAGE)
     except OverflowError:
         return say_error("--overlap: the end is after the year 9999", BAD_USAGE)
-    where = Where(config_file(file, config), admin, token_file)
     if means_store(where, store, id):
         return store_commands.rotate(where, id, overlap, _show_new)
     key, key_files = keys.mint(id), KeyFiles(where.config)
@@ -130,14 +120,8 @@ def rotate(
     return 0
 
 
-def revoke(
-    id: Identity,
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
-    store: StoreOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
-) -> int:
+@with_gateway
+def revoke(where: Where, id: Identity, store: StoreOption = None) -> int:
     """Revoke all keys of an entry.
 
     The entry stays in the file with `revoked: true`, or in the store, so that its keys are rejected even if requests without a key are
@@ -145,7 +129,6 @@ def revoke(
     """
     from gateway.key_management.key_file import KeyFiles
 
-    where = Where(config_file(file, config), admin, token_file)
     if means_store(where, store, id):
         return store_commands.operate(where, id, "revoke", "revoked")
     key_files = KeyFiles(where.config)
@@ -157,18 +140,11 @@ def revoke(
     return 0
 
 
-def restore(
-    id: Identity,
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
-    store: StoreOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
-) -> int:
+@with_gateway
+def restore(where: Where, id: Identity, store: StoreOption = None) -> int:
     """Restore the keys of a revoked entry."""
     from gateway.key_management.key_file import KeyFiles
 
-    where = Where(config_file(file, config), admin, token_file)
     if means_store(where, store, id):
         return store_commands.operate(where, id, "restore", "restored")
     key_files = KeyFiles(where.config)
@@ -178,17 +154,14 @@ def restore(
 
 
 def change(
+    where: Where,
     id: Identity,
     expires: Annotated[str | None, typer.Option(metavar="DATE", help="The key expires on this date.")] = None,
     models: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="A model that it may use; can be repeated.")] = None,
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
     name: Annotated[str | None, typer.Option(metavar="TEXT", help="With the store: a name for people.")] = None,
     label: LabelOption = None,
     unset: UnsetOption = None,
     store: StoreOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
     **further: Any,
 ) -> int:
     """Change the settings and limits of a key.
@@ -206,13 +179,11 @@ def change(
     patch |= {each: None for each in removed if each not in further}
     if not patch:
         return say_error("nothing to change; name a setting or a limit", BAD_USAGE)
-    configured = config_file(file, config)
-    where = Where(configured, admin, token_file)
     if means_store(where, store, id):
         return store_commands.change(where, store_commands.KEYS, id, patch)
     if "name" in patch:
         return say_error("--name is for keys of the store", BAD_USAGE)
-    key_files = KeyFiles(configured)
+    key_files = KeyFiles(where.config)
     typer.echo(f"{id} is changed in {key_files.change(id, _written_fields(key_files.entry(id), patch))}")
     return 0
 
@@ -229,41 +200,27 @@ def _written_fields(entry: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[
     return fields
 
 
-def delete(
-    id: Identity,
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
-    store: StoreOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
-) -> int:
+@with_gateway
+def delete(where: Where, id: Identity, store: StoreOption = None) -> int:
     """Delete a key of the store. Its rows in the ledger stay."""
     from gateway.key_management.key_file import KeyFiles
 
-    where = Where(config_file(file, config), admin, token_file)
     if not means_store(where, store, id):
         KeyFiles(where.config).entry(id)  # so that an unknown key, or a file that cannot be read, is reported as such
         return say_error(f"remove the entry of {id} from the file by hand, or revoke it", FAILED)
     return store_commands.delete(where, store_commands.KEYS, id)
 
 
-def show_one(
-    id: Identity,
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
-    store: StoreOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
-) -> int:
+@with_gateway
+def show_one(where: Where, id: Identity, store: StoreOption = None) -> int:
     """Print a key as JSON, without its hashes."""
     from gateway.config import load
     from gateway.key_management.key_list import list_keys
 
-    where = Where(config_file(file, config), admin, token_file)
     if means_store(where, store, id):
         return store_commands.show_one(where, store_commands.KEYS, id)
     known = load(where.config)
-    listed = list_keys(known, _last_use(known, where.config), datetime.now(UTC))
+    listed = list_keys(known, _last_use(known, where), datetime.now(UTC))
     found = next((each for each in listed["keys"] if each["id"] == id), None)
     if found is None:
         return say_error(f"there is no key {id} in {where.config}", FAILED)
@@ -282,14 +239,8 @@ def _labels(given: Sequence[str] | None) -> dict[str, str]:
     return found
 
 
-def show(
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    store: StoreOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
-) -> int:
+@with_gateway
+def show(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, store: StoreOption = None) -> int:
     """List the keys, what they may use, and which expire soon.
 
     Reads the configuration and the ledger, whether the gateway runs or not, or with --admin a gateway elsewhere. Keys of the store are
@@ -298,12 +249,10 @@ def show(
     from gateway.config import load
     from gateway.key_management.key_list import list_keys
 
-    configured = config_file(file, config)
-    where = Where(configured, admin, token_file)
-    if token_file is not None or means_store(where, store):
+    if where.token_file is not None or means_store(where, store):
         return call_gateway(where, lambda gateway: _print_listed(_all_keys(gateway, store), as_json))
-    known = load(configured)
-    _print_listed(list_keys(known, _last_use(known, configured), datetime.now(UTC)), as_json)
+    known = load(where.config)
+    _print_listed(list_keys(known, _last_use(known, where), datetime.now(UTC)), as_json)
     return 0
 
 
@@ -325,7 +274,7 @@ def _print_listed(listed: Mapping[str, Any], as_json: bool) -> None:
             typer.echo(f"the last use is unknown: {listed['last_use_unknown']}", err=True)
 
 
-def _last_use(known: Config, file: Path) -> LastUse:
+def _last_use(known: Config, where: Where) -> LastUse:
     """Return the last use of keys from the ledger, if one is configured."""
     from gateway.key_management.key_list import LastUse
 
@@ -333,16 +282,14 @@ def _last_use(known: Config, file: Path) -> LastUse:
         return LastUse(unknown="no ledger is configured")
     from gateway.usage.key_activity import read_last_use  # with SQLAlchemy
 
-    return read_last_use(known, Path(os.path.abspath(file)).parent)
+    return read_last_use(known, where.folder)
 
 
+@with_gateway
 def take_over(
+    where: Where,
     source: Annotated[Path, typer.Argument(metavar="KEYS", help="The keys: one per line, id,key per line, or LiteLLM's list as JSON.")],
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
     store: StoreOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
 ) -> int:
     """Add the keys of another gateway to the configuration or to the store, as hashes.
 
@@ -352,20 +299,18 @@ def take_over(
     from gateway.key_management import keys_import
     from gateway.key_management.key_file import KeyFiles
 
-    configured = config_file(file, config)
-    where = Where(configured, admin, token_file)
     try:
         content = source.read_bytes()
         if means_store(where, store):
             return store_commands.take_over(where, source, content)
         found = keys_import.read_keys(content.decode("utf-8-sig"))
-        key_files = KeyFiles(configured)
+        key_files = KeyFiles(where.config)
         listed = keys_import.sort_keys(keys_import.without_unknown_teams(found, key_files.teams), key_files.hashes, key_files.ids)
     except (OSError, ValueError) as error:
         return say_error(f"{source} cannot be read: {reason(error) if isinstance(error, OSError) else 'it is not UTF-8 text'}", FAILED)
     except keys_import.BadLineError as error:
         return say_error(f"{source}: {error}", FAILED)
-    changed = _add_all(key_files, listed.fresh, source) if listed.fresh else configured
+    changed = _add_all(key_files, listed.fresh, source) if listed.fresh else where.config
     for message in (*listed.again, *(f"{one.position}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
         say_error(f"{source}: {message}", 0)
     also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} already known" if listed.known else ""
@@ -401,7 +346,8 @@ def hash_of_key() -> int:
     return 0
 
 
-def verify(file: ConfigArgument = None, config: ConfigOption = None) -> int:
+@with_config
+def verify(where: Where) -> int:
     """Read a key from stdin and print the ID of its entry.
 
     Exits with 1 if the configuration does not have the key, or if it has expired.
@@ -409,13 +355,12 @@ def verify(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     from gateway.auth import keys
     from gateway.config import load
 
-    configured = config_file(file, config)
-    known = load(configured)
+    known = load(where.config)
     token = _read_key()
     found = _holder(known, keys.hash_of(token))
     if found is None:
         mistyped = keys.has_key_format(token) and not keys.has_valid_checksum(token)
-        return say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {configured}", FAILED)
+        return say_error("the key is mistyped: its checksum is wrong" if mistyped else f"the key is not in {where.config}", FAILED)
     key, end = found
     if key.revoked:
         return say_error(f"{key.id}: revoked", FAILED)
@@ -518,8 +463,8 @@ _COLORS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
 def commands() -> dict[str, Callable[..., int]]:
     """Return the commands by name."""
     return {
-        "new": _with_derived_options(new),
-        "set": _with_derived_options(change),
+        "new": with_gateway(_with_derived_options(new)),
+        "set": with_gateway(_with_derived_options(change)),
         "rotate": rotate,
         "revoke": revoke,
         "restore": restore,
@@ -536,8 +481,8 @@ def commands() -> dict[str, Callable[..., int]]:
 def team_commands() -> dict[str, Callable[..., int]]:
     """Return the commands for teams by name."""
     return {
-        "new": _with_derived_options(store_commands.new_team, with_properties=False),
-        "set": _with_derived_options(store_commands.set_team, with_properties=False),
+        "new": with_gateway(_with_derived_options(store_commands.new_team, with_properties=False)),
+        "set": with_gateway(_with_derived_options(store_commands.set_team, with_properties=False)),
         "list": store_commands.list_teams,
         "show": store_commands.show_team,
         "delete": store_commands.delete_team,
@@ -550,8 +495,8 @@ def _with_derived_options(command: Callable[..., int], *, with_properties: bool 
     from gateway.config import Limits
 
     @functools.wraps(command)
-    def run(**given: Any) -> int:
-        return command(**given)
+    def run(where: Where, **given: Any) -> int:
+        return command(where, **given)
 
     types = get_type_hints(KeyProperties)
     options = [_option(name, types[name], **texts) for name, texts in OPTIONS.items() if with_properties]

@@ -19,8 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from gateway import __version__
 from gateway.cli import audit_commands, keys_commands, notices_commands, people_commands, record_commands, usage_commands
-from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
-from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.admin_call import Where, call_gateway, with_config, with_gateway
 from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, print_problem, say_error
 from gateway.system.core import core
 from gateway.usage.dimensions import CHOICES
@@ -126,13 +125,14 @@ def _root(
     pass
 
 
-def serve(file: ConfigArgument = None, config: ConfigOption = None) -> int:
+@with_config
+def serve(where: Where) -> int:
     """Run the gateway until SIGTERM or Ctrl-C."""
     from gateway.control.serve import StartError
     from gateway.control.serve import serve as control
 
     try:
-        return control(config_file(file, config))
+        return control(where.config)
     except StartError as error:
         return say_error(str(error), FAILED)
 
@@ -157,7 +157,8 @@ def simulate(context: typer.Context) -> int:
     return simulator(context.args, f"{NAME} simulate")
 
 
-def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
+@with_config
+def check(where: Where) -> int:
     """Check a configuration.
 
     Prints one line for each problem, `file:line: path: message`, and one with `note:` for what is valid and probably a mistake: a
@@ -168,7 +169,7 @@ def check(file: ConfigArgument = None, config: ConfigOption = None) -> int:
     from gateway.config.problems import in_order
     from gateway.config.source import read
 
-    checked = config_file(file, config)
+    checked = where.config
     once = {Path(os.path.abspath(checked)): read(checked)}  # a pipe can be read only once
     known, found = None, _preflight(checked, once)
     try:
@@ -205,13 +206,8 @@ def schema() -> int:
     return 0
 
 
-def status(
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print /status as JSON.")] = False,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
-) -> int:
+@with_gateway
+def status(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Print /status as JSON.")] = False) -> int:
     """Show the state of the running gateway and of its models."""
     from gateway.admin.status_terminal import show
     from gateway.admin.status_view import status_view
@@ -223,12 +219,12 @@ def status(
         else:
             show(status_view(known), console())
 
-    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+    return call_gateway(where, act)
 
 
+@with_gateway
 def usage(
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
+    where: Where,
     by: Annotated[str, typer.Option(metavar="WHAT", help=f"What to group by, separated by commas: {', '.join(CHOICES)}.")] = "key,model",
     since: Annotated[
         str,
@@ -246,8 +242,6 @@ def usage(
         bool, typer.Option("--reconcile", help="Compare with the servers' own token counters, by model and server.")
     ] = False,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
 ) -> int:
     """Show usage by key, model and so on, from the ledger.
 
@@ -281,21 +275,19 @@ def usage(
         return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     try:
         (parse_reconciliation_query if reconcile else parse_query)(parameters, datetime.now(UTC))
-        configured = config_file(file, config)
-        if admin is not None or token_file is not None:
-            return call_gateway(Where(configured, admin, token_file), lambda gateway: shown(gateway.usage(parameters)))
-        known = load(configured)
+        if where.is_elsewhere:
+            return call_gateway(where, lambda gateway: shown(gateway.usage(parameters)))
+        known = load(where.config)
         if known.ledger is None:
-            return say_error(f"{configured} has no ledger", FAILED)
-        folder = Path(os.path.abspath(configured)).parent
+            return say_error(f"{where.config} has no ledger", FAILED)
         if reconcile:
-            RECONCILIATION_FORMATS[form](reconcile_ledger(known.ledger, folder, parameters), console())
+            RECONCILIATION_FORMATS[form](reconcile_ledger(known.ledger, where.folder, parameters), console())
         else:
-            report = query_ledger(known.ledger, folder, parameters)
+            report = query_ledger(known.ledger, where.folder, parameters)
             show_usage(report)
             ids = [each.id for each in known.keys]
             if not report.sums and key is not None and key not in ids:
-                say_error(f"{configured} has no key {key}{did_you_mean(key, ids)}", 0)
+                say_error(f"{where.config} has no key {key}{did_you_mean(key, ids)}", 0)
     except QueryError as error:
         return say_error(str(error), BAD_USAGE)
     except DatabaseUnavailableError as error:
@@ -303,14 +295,12 @@ def usage(
     return 0
 
 
+@with_gateway
 def limits(
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
+    where: Where,
     key: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits that this key is subject to.")] = None,
     team: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits of this team.")] = None,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
 ) -> int:
     """Show the limits of keys and teams.
 
@@ -325,10 +315,11 @@ def limits(
     def show(gateway: AdminClient) -> None:
         FORMATS[form](gateway.limits(query)["limits"], console())
 
-    return call_gateway(Where(config_file(file, config), admin, token_file), show)
+    return call_gateway(where, show)
 
 
-def command(model: Model, file: ConfigArgument = None, config: ConfigOption = None) -> int:
+@with_config
+def command(where: Where, model: Model) -> int:
     """Print the commands that launch a model's servers.
 
     One command for each replica, for a shell, with the variables that the gateway adds to the environment. Secrets and the internal
@@ -338,11 +329,10 @@ def command(model: Model, file: ConfigArgument = None, config: ConfigOption = No
     from gateway.config import load
     from gateway.config.problems import did_you_mean
 
-    configured = config_file(file, config)
-    known = load(configured)
+    known = load(where.config)
     found = next((each for each in known.models if each.id == model), None)
     if found is None:
-        return say_error(f"there is no model {model} in {configured}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
+        return say_error(f"there is no model {model} in {where.config}{did_you_mean(model, [each.id for each in known.models])}", FAILED)
     if found.launch is None:
         return say_error(f"{model} is not launched: {'it is a split' if found.split else 'its servers run elsewhere'}", FAILED)
     typer.echo("\n\n".join(shown_launches(known, model)))
@@ -352,27 +342,22 @@ def command(model: Model, file: ConfigArgument = None, config: ConfigOption = No
 def _operation(name: str, about: str, *, of_server: bool = False) -> Callable[..., int]:
     """Return a command that performs an operation on a model of the running gateway, or on one server."""
 
-    def run(
-        target: str,
-        file: ConfigArgument = None,
-        config: ConfigOption = None,
-        admin: AdminUrl = None,
-        token_file: TokenFile = None,
-    ) -> int:
+    def run(where: Where, target: str) -> int:
         from gateway.admin.status_view import in_a_line
 
         def act(gateway: AdminClient) -> None:
             operate = gateway.operate_server if of_server else gateway.operate
             typer.echo(in_a_line(operate(name, target), with_servers=of_server))
 
-        return call_gateway(Where(config_file(file, config), admin, token_file), act)
+        return call_gateway(where, act)
 
     run.__annotations__["target"] = Server if of_server else Model
     run.__doc__ = about
-    return run
+    return with_gateway(run)
 
 
-def drain(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
+@with_gateway
+def drain(where: Where) -> int:
     """Stop the running gateway, as SIGTERM does.
 
     The gateway accepts no more requests, gives open requests `server.drain` to finish, and stops.
@@ -382,16 +367,17 @@ def drain(file: ConfigArgument = None, config: ConfigOption = None, admin: Admin
         gateway.drain()
         typer.echo("the gateway is stopping; open requests finish first")
 
-    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+    return call_gateway(where, act)
 
 
-def reload(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
+@with_gateway
+def reload(where: Where) -> int:
     """Reload the configuration of the running gateway.
 
     Prints what has changed, or the problems. With problems nothing changes, and the exit code is 2.
     """
     read: dict[str, Any] = {}
-    code = call_gateway(Where(config_file(file, config), admin, token_file), lambda gateway: read.update(gateway.reload()))
+    code = call_gateway(where, lambda gateway: read.update(gateway.reload()))
     if code:
         return code
     for problem in read["problems"]:
@@ -417,7 +403,9 @@ def _counted(config: Config, notes: int) -> str:
     return ", ".join(f"{count} {noun}{'' if count == 1 else 's'}" for noun, count in counts.items())
 
 
+@with_gateway
 def login_link(
+    where: Where,
     user: Annotated[str, typer.Option("--user", metavar="NAME", help="The name of the person.", show_default=False)],
     role: Annotated[str | None, typer.Option("--role", metavar="ROLE", help="viewer, operator or admin, on the admin port.",
                                              show_default=False)] = None,
@@ -425,7 +413,6 @@ def login_link(
                                                    show_default=False)] = None,
     owned_team: Annotated[list[str] | None, typer.Option("--owned-team", metavar="TEAM", help="A team that the person owns.",
                                                          show_default=False)] = None,
-    file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None,
 ) -> int:  # fmt: skip
     """Create a link that signs in a person once.
 
@@ -437,7 +424,7 @@ def login_link(
         for url in gateway.create_sign_in_link({name: value for name, value in query.items() if value})["urls"]:
             typer.echo(url)
 
-    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+    return call_gateway(where, act)
 
 
 _COMMANDS: dict[str, Callable[..., int]] = {

@@ -10,8 +10,7 @@ from urllib.parse import quote
 
 import typer
 
-from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
-from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.admin_call import Where, call_gateway, with_gateway
 from gateway.cli.output import BAD_USAGE, FAILED, say_error
 
 if TYPE_CHECKING:
@@ -22,13 +21,11 @@ _TABLE = "table"
 _COLUMNS = ("created", "notice", "event", "state", "attempts", "result", "text")
 
 
+@with_gateway
 def list_notices(
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
+    where: Where,
     limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The maximum number of notices.")] = 100,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = _TABLE,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
 ) -> int:
     """List the last notices, the newest first, with the state of their delivery."""
     if form not in (_TABLE, "json"):
@@ -41,15 +38,13 @@ def list_notices(
         else:
             _print_table(found)
 
-    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+    return call_gateway(where, act)
 
 
+@with_gateway
 def send_test(
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
+    where: Where,
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Only these notices; default: all.", show_default=False)] = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
 ) -> int:
     """Send a test notice, and print what the receiver replied."""
     results: list[dict[str, Any]] = []
@@ -58,7 +53,7 @@ def send_test(
         query = "" if name is None else f"?name={quote(name, safe='')}"
         results.extend(gateway.send("POST", f"{_NOTICES}/test{query}")["results"])
 
-    code = call_gateway(Where(config_file(file, config), admin, token_file), act)
+    code = call_gateway(where, act)
     for each in results:
         reply = f": {each['reply']}" if each["reply"] else ""
         typer.echo(f"{each['name']}: {'accepted' if each['accepted'] else 'not accepted'}, {each['result']}{reply}")

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
-from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.admin_call import Where, call_gateway, with_gateway
 from gateway.cli.output import FAILED, console, say_error
 from gateway.cli.store_commands import entries
 
@@ -24,13 +23,8 @@ Subject = Annotated[str, typer.Argument(metavar="SUBJECT", help="The subject of 
 _COLUMNS = ("subject", "issuer", "name", "role", "teams", "owned_teams", "sessions", "last_sign_in")
 
 
-def list_people(
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
-) -> int:
+@with_gateway
+def list_people(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
     """List the people who have signed in, as their last sign-in described them."""
 
     def act(gateway: AdminClient) -> None:
@@ -40,18 +34,16 @@ def list_people(
         else:
             _print_table(found)
 
-    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+    return call_gateway(where, act)
 
 
+@with_gateway
 def sign_out(
+    where: Where,
     subject: Subject,
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
     issuer: Annotated[
         str | None, typer.Option(metavar="URL", help='The issuer, if several have this subject; "" for sign-in links.', show_default=False)
     ] = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
 ) -> int:
     """End all sessions of a person, on both ports and on all gateways.
 
@@ -69,7 +61,7 @@ def sign_out(
         ended = gateway.send("DELETE", f"{PEOPLE}/{found[0]['id']}/sessions")["ended"]
         typer.echo(f"{ended} {'session' if ended == 1 else 'sessions'} of {subject} ended")
 
-    return call_gateway(Where(config_file(file, config), admin, token_file), act) or code
+    return call_gateway(where, act) or code
 
 
 def _print_table(people: list[dict[str, Any]]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.admin_call import Where, with_config
 from gateway.cli.output import BAD_USAGE, FAILED, say_error
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ _LOCAL = {4: "127.0.0.1", 6: "[::1]"}
 Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the request: its header x-request-id.")]
 
 
-def show(identity: Identity, file: ConfigArgument = None, config: ConfigOption = None) -> int:
+@with_config
+def show(where: Where, identity: Identity) -> int:
     """Print the record of a request, as JSON.
 
     Bodies that are JSON are shown as such.
@@ -38,13 +39,13 @@ def show(identity: Identity, file: ConfigArgument = None, config: ConfigOption =
         typer.echo(_escaped(json.dumps(shown, indent=2, ensure_ascii=False)))
         return 0
 
-    return _with_record(config_file(file, config), identity, act)
+    return _with_record(where, identity, act)
 
 
+@with_config
 def replay(
+    where: Where,
     identity: Identity,
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
     model: Annotated[
         str | None, typer.Option(metavar="MODEL", help="The model to request; default: the recorded one.", show_default=False)
     ] = None,
@@ -92,18 +93,18 @@ def replay(
             typer.echo(line)
         return 0
 
-    return _with_record(config_file(file, config), identity, act)
+    return _with_record(where, identity, act)
 
 
-def _with_record(configured: Path, identity: str, act: Callable[[Config, dict[str, Any]], int]) -> int:
+def _with_record(where: Where, identity: str, act: Callable[[Config, dict[str, Any]], int]) -> int:
     """Run a command on a record. Returns the exit code."""
     from gateway.config import load
     from gateway.fleet.snapshot_builder import recording
     from gateway.recording.reading import RecordError, read_record
 
-    known = load(configured)
+    known = load(where.config)
     if known.record is None:
-        return say_error(f"{configured} records no requests; set record", FAILED)
+        return say_error(f"{where.config} records no requests; set record", FAILED)
     try:
         record = read_record(recording(known.record), identity)
     except RecordError as error:

@@ -14,8 +14,7 @@ from urllib.parse import quote
 
 import typer
 
-from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
-from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.admin_call import Where, call_gateway, with_gateway
 from gateway.cli.output import BAD_USAGE, say_error
 
 if TYPE_CHECKING:
@@ -166,32 +165,18 @@ Entry = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key or t
 def raise_commands(path: str) -> dict[str, Callable[..., int]]:
     """Return the commands for raises of keys or of teams, by name."""
 
-    def add(
-        id: Entry,
-        limit: Limit,
-        to: To,
-        until: Until,
-        file: ConfigArgument = None,
-        config: ConfigOption = None,
-        admin: AdminUrl = None,
-        token_file: TokenFile = None,
-    ) -> int:
+    @with_gateway
+    def add(where: Where, id: Entry, limit: Limit, to: To, until: Until) -> int:
         """Raise a limit until a time, also of a key or team in the files. It ends by itself."""
 
         def act(gateway: AdminClient) -> None:
             made = gateway.send("POST", f"{_path(path, id)}/raises", {"limit": limit, "to": to, "until": until})
             typer.echo(_raised(id, next(each for each in made["raises"] if each["limit"] == limit)))
 
-        return call_gateway(Where(config_file(file, config), admin, token_file), act)
+        return call_gateway(where, act)
 
-    def end(
-        id: Entry,
-        limit: OneLimit = None,
-        file: ConfigArgument = None,
-        config: ConfigOption = None,
-        admin: AdminUrl = None,
-        token_file: TokenFile = None,
-    ) -> int:
+    @with_gateway
+    def end(where: Where, id: Entry, limit: OneLimit = None) -> int:
         """End raises before their time."""
 
         def act(gateway: AdminClient) -> None:
@@ -199,18 +184,17 @@ def raise_commands(path: str) -> dict[str, Callable[..., int]]:
             gateway.send("DELETE", f"{_path(path, id)}/raises{query}")
             typer.echo(f"{id}: {limit or 'all limits'} as configured again")
 
-        return call_gateway(Where(config_file(file, config), admin, token_file), act)
+        return call_gateway(where, act)
 
-    def show(
-        id: Entry, file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None
-    ) -> int:
+    @with_gateway
+    def show(where: Where, id: Entry) -> int:
         """Print the limits that are raised at the moment."""
 
         def act(gateway: AdminClient) -> None:
             for each in gateway.send("GET", f"{_path(path, id)}/raises")["raises"]:
                 typer.echo(f"{_raised(id, each)}, by {each['by']}")
 
-        return call_gateway(Where(config_file(file, config), admin, token_file), act)
+        return call_gateway(where, act)
 
     return {"raise": add, "end-raise": end, "raises": show}
 
@@ -223,27 +207,21 @@ def _raised(identity: str, one: Mapping[str, Any]) -> str:
 
 
 def new_team(
+    where: Where,
     id: Annotated[str, typer.Option("--id", help="The ID of the team.")],
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
     self_service: SelfServiceOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
     **limits: Any,
 ) -> int:
     """Create a team in the store."""
     fields = {"id": id, "limits": {name: value for name, value in limits.items() if value is not None}, **_policy(self_service)}
-    return _send(Where(config_file(file, config), admin, token_file), "POST", TEAMS, fields, {}, f"{id} is in the store")
+    return _send(where, "POST", TEAMS, fields, {}, f"{id} is in the store")
 
 
 def set_team(
+    where: Where,
     id: Identity,
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
     unset: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Remove this limit, or self-service; can be repeated.")] = None,
     self_service: SelfServiceOption = None,
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
     **limits: Any,
 ) -> int:
     """Change the limits of a team of the store, and the keys that its people may create."""
@@ -253,7 +231,7 @@ def set_team(
     if not changed and not policy:
         return say_error("nothing to change; name a limit, or --self-service", BAD_USAGE)
     patch = policy | ({"limits": changed} if changed else {})
-    return change(Where(config_file(file, config), admin, token_file), TEAMS, id, patch)
+    return change(where, TEAMS, id, patch)
 
 
 def _policy(text: str | None) -> dict[str, Any]:
@@ -266,24 +244,23 @@ def _policy(text: str | None) -> dict[str, Any]:
         raise typer.BadParameter("--self-service: expected JSON") from None
 
 
-def list_teams(file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None) -> int:
+@with_gateway
+def list_teams(where: Where) -> int:
     """Print the teams of the store as JSON."""
 
     def act(gateway: AdminClient) -> None:
         typer.echo(json.dumps(entries(gateway, TEAMS, "teams")[0], indent=2))
 
-    return call_gateway(Where(config_file(file, config), admin, token_file), act)
+    return call_gateway(where, act)
 
 
-def show_team(
-    id: Identity, file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None
-) -> int:
+@with_gateway
+def show_team(where: Where, id: Identity) -> int:
     """Print a team of the store as JSON."""
-    return show_one(Where(config_file(file, config), admin, token_file), TEAMS, id)
+    return show_one(where, TEAMS, id)
 
 
-def delete_team(
-    id: Identity, file: ConfigArgument = None, config: ConfigOption = None, admin: AdminUrl = None, token_file: TokenFile = None
-) -> int:
+@with_gateway
+def delete_team(where: Where, id: Identity) -> int:
     """Delete a team without keys from the store."""
-    return delete(Where(config_file(file, config), admin, token_file), TEAMS, id)
+    return delete(where, TEAMS, id)

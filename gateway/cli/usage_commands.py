@@ -6,15 +6,12 @@ from the ledger's database. Only a running gateway closes a month, so that its a
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gateway.cli.admin_call import AdminUrl, TokenFile, Where, call_gateway
-from gateway.cli.config_argument import ConfigArgument, ConfigOption, config_file
+from gateway.cli.admin_call import Where, call_gateway, with_gateway
 from gateway.cli.output import BAD_USAGE, FAILED, console, say_error
 
 if TYPE_CHECKING:
@@ -28,12 +25,12 @@ def _filter(text: str, metavar: str = "ID") -> Any:
     return typer.Option(metavar=metavar, help=text, show_default=False)
 
 
+@with_gateway
 def requests(
+    where: Where,
     identity: Annotated[
         str | None, typer.Argument(metavar="ID", help="The ID of one request: show its time line.", show_default=False)
     ] = None,
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
     key: Annotated[str | None, _filter("Only requests of this key.")] = None,
     team: Annotated[str | None, _filter("Only requests of this team.")] = None,
     user: Annotated[str | None, _filter("Only requests of this end user.", "NAME")] = None,
@@ -46,8 +43,6 @@ def requests(
     limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The maximum number of requests.")] = 20,
     cursor: Annotated[str | None, _filter("The next page: the cursor that the command printed.", "CURSOR")] = None,
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
 ) -> int:
     """List requests, or show what happened to a request.
 
@@ -79,29 +74,27 @@ def requests(
         if page["next_cursor"] is not None and form == "table":
             say_error(f"there are more requests; continue with --cursor {page['next_cursor']}", 0)
 
-    configured = config_file(file, config)
-    where = Where(configured, admin, token_file)
-    if admin is None and token_file is None:
+    if not where.is_elsewhere:
         try:
             with where.client() as gateway:
                 gateway.status()
         except UnreachableError:
-            return _from_database(configured, parameters, show) or code_of_exit
+            return _from_database(where, parameters, show) or code_of_exit
     return call_gateway(where, lambda gateway: show(parse_page(gateway.requests(parameters)))) or code_of_exit
 
 
-def _from_database(configured: Path, parameters: Mapping[str, str], show: Callable[[Mapping[str, Any]], None]) -> int:
+def _from_database(where: Where, parameters: Mapping[str, str], show: Callable[[Mapping[str, Any]], None]) -> int:
     """Show requests of the ledger's database, because no gateway runs."""
     from gateway.config import load
     from gateway.ledger.errors import DatabaseUnavailableError
     from gateway.usage.errors import QueryError
     from gateway.usage.requests.query import query_requests
 
-    known = load(configured)
+    known = load(where.config)
     if known.ledger is None:
-        return say_error(f"{configured} has no ledger", FAILED)
+        return say_error(f"{where.config} has no ledger", FAILED)
     try:
-        page = query_requests(known.ledger, Path(os.path.abspath(configured)).parent, parameters)
+        page = query_requests(known.ledger, where.folder, parameters)
     except QueryError as error:
         return say_error(str(error), BAD_USAGE)
     except DatabaseUnavailableError as error:
@@ -111,14 +104,12 @@ def _from_database(configured: Path, parameters: Mapping[str, str], show: Callab
     return 0
 
 
+@with_gateway
 def close(
+    where: Where,
     month: Annotated[str, typer.Argument(metavar="MONTH", help="The month, e.g. 2026-10.", show_default=False)],
-    file: ConfigArgument = None,
-    config: ConfigOption = None,
     cost_center: Annotated[str, typer.Option(metavar="LABEL", help="The label of keys that names the cost center.")] = "cost_center",
     form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv, html, json, or lines (what is hashed).")] = "table",
-    admin: AdminUrl = None,
-    token_file: TokenFile = None,
 ) -> int:
     """Close a month: freeze the report of its usage, and print it.
 
@@ -136,7 +127,7 @@ def close(
         FORMATS[form](found, cost_center, console())
         is_intact = found["intact"]
 
-    failed = call_gateway(Where(config_file(file, config), admin, token_file), act)
+    failed = call_gateway(where, act)
     if failed or is_intact:
         return failed
     return say_error(f"the stored report of {month} was changed after it was closed: its hash differs", FAILED)

@@ -66,7 +66,6 @@ TESTED_BY = {
     "gateway/recording/capture": "gateway/recording/test_recorder",
     "gateway/recording/reading": "gateway/recording/test_gateway",
     "gateway/recording/replay": "gateway/recording/test_gateway",
-    "gateway/cli/config_argument": "gateway/cli/test_main",
     "gateway/cli/output": "gateway/cli/test_main",
     "gateway/client/body": "gateway/client/test_connection",
     "gateway/client/flow_control": "gateway/client/test_slow_clients",
