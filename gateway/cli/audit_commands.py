@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli.admin_call import Where, with_config
-from gateway.cli.output import BAD_USAGE, FAILED, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, format_option, say_error
 
 if TYPE_CHECKING:
     from gateway.audit.log import Where as Log
     from gateway.config import Config
 
-_TABLE = "table"
 Older = Annotated[
     list[Path] | None,
     typer.Option("--older", metavar="FILE", help="An earlier file of the same log, the oldest first; can be repeated.", show_default=False),
@@ -41,7 +40,7 @@ def list_entries(
         str | None, typer.Option(metavar="GLOB", help='Only these actors, e.g. "token ci" or "person *".', show_default=False)
     ] = None,
     limit: Annotated[int, typer.Option(metavar="COUNT", min=1, help="The most entries that are listed: the last ones.")] = 100,
-    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json (lines, as they are stored).")] = _TABLE,
+    form: Annotated[str, format_option("table", "json", text="table or json (lines, as they are stored).")] = "table",
     older: Older = None,
 ) -> int:
     """List the entries of the audit log, the oldest first.
@@ -50,8 +49,6 @@ def list_entries(
     """
     from gateway.audit.listing import Filter, listed, row
 
-    if form not in (_TABLE, "json"):
-        return say_error("--format is one of table, json", BAD_USAGE)
     try:
         first = None if since is None else _instant(since)
     except ValueError:
@@ -59,7 +56,7 @@ def list_entries(
 
     def show(_: Config, log: Log) -> int:
         for line, data in listed(_lines(log, older or []), Filter(first, action, actor), limit):
-            typer.echo(row(line) if form == _TABLE else data.decode())
+            typer.echo(row(line) if form == "table" else data.decode())
         return 0
 
     return _with_log(where, show)

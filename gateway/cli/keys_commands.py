@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -19,11 +18,13 @@ import typer
 
 from gateway.cli import store_commands
 from gateway.cli.admin_call import Where, call_gateway, with_config, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, console, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, print_json, print_table, say_error
 from gateway.cli.store_commands import StoreOption, UnsetOption, means_store
 from gateway.snapshot.key_properties import OPTIONS, KeyProperties
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from gateway.admin.client import AdminClient
     from gateway.config import Config, Key
     from gateway.key_management.key_file import KeyFiles
@@ -224,7 +225,7 @@ def show_one(where: Where, id: Identity, store: StoreOption = None) -> int:
     found = next((each for each in listed["keys"] if each["id"] == id), None)
     if found is None:
         return say_error(f"there is no key {id} in {where.config}", FAILED)
-    typer.echo(json.dumps(found, indent=2))
+    print_json(found)
     return 0
 
 
@@ -267,9 +268,9 @@ def _all_keys(gateway: AdminClient, store: bool | None) -> dict[str, Any]:
 
 def _print_listed(listed: Mapping[str, Any], as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(listed["keys"], indent=2))
+        print_json(listed["keys"])
     else:
-        _print_table(listed["keys"])
+        print_table(("id", *OPTIONS, *_COLUMNS), map(_cells, listed["keys"]))
         if listed["last_use_unknown"]:
             typer.echo(f"the last use is unknown: {listed['last_use_unknown']}", err=True)
 
@@ -428,22 +429,19 @@ def _principal(entry: Any) -> Key:
 # Output
 
 
-def _print_table(listed: list[dict[str, Any]]) -> None:
-    from rich.table import Table
+_COLUMNS = ("state", "models", "expires", "last used", "hashes", "limits")
+
+
+def _cells(one: Mapping[str, Any]) -> tuple[str | Text, ...]:
+    """Return the cells of a key."""
     from rich.text import Text
 
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("id", *OPTIONS, "state", "models", "expires", "last used", "hashes", "limits"):
-        table.add_column(title.replace("_", " "), overflow="fold")
-    for one in listed:
-        until = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
-        limits = ", ".join(_limit_texts(one["limits"]))
-        hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{until}"
-        state = Text(one["state"], _COLORS.get(one["state"], ""))
-        cells = (", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-")
-        properties = ("-" if (value := one.get(name)) is None else str(value) for name in OPTIONS)
-        table.add_row(Text(one["id"]), *map(Text, properties), state, *map(Text, cells))
-    console().print(table)
+    until = f" (until {', '.join(one['hashes_end'])})" if one["hashes_end"] else ""
+    limits = ", ".join(_limit_texts(one["limits"]))
+    hashes = f"{one['hashes']}{' and tokens' if one['tokens'] else ''}{until}"
+    state = Text(one["state"], _COLORS.get(one["state"], ""))
+    properties = ("-" if (value := one.get(name)) is None else str(value) for name in OPTIONS)
+    return one["id"], *properties, state, ", ".join(one["models"]), one["expires"] or "-", one["last_used"] or "-", hashes, limits or "-"
 
 
 def _limit_texts(limits: Mapping[str, Any]) -> Iterator[str]:

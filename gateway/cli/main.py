@@ -6,7 +6,6 @@ one line on stderr, never a traceback. Commands import what they need when they 
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from gateway import __version__
 from gateway.cli import audit_commands, keys_commands, notices_commands, people_commands, record_commands, usage_commands
 from gateway.cli.admin_call import Where, call_gateway, with_config, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, print_problem, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, format_option, print_json, print_problem, say_error
 from gateway.system.core import core
 from gateway.usage.dimensions import CHOICES
 
@@ -202,7 +201,7 @@ def schema() -> int:
     """Print the configuration's JSON Schema, for editors."""
     from gateway.config import schema as json_schema
 
-    typer.echo(json.dumps(json_schema(), indent=2))
+    print_json(json_schema())
     return 0
 
 
@@ -215,7 +214,7 @@ def status(where: Where, as_json: Annotated[bool, typer.Option("--json", help="P
     def act(gateway: AdminClient) -> None:
         known = gateway.status()
         if as_json:
-            typer.echo(json.dumps(known, indent=2))
+            print_json(known)
         else:
             show(status_view(known), console())
 
@@ -241,7 +240,7 @@ def usage(
     reconcile: Annotated[
         bool, typer.Option("--reconcile", help="Compare with the servers' own token counters, by model and server.")
     ] = False,
-    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
+    form: Annotated[str, format_option("table", "csv", "json", text="table, csv or json.")] = "table",
 ) -> int:
     """Show usage by key, model and so on, from the ledger.
 
@@ -271,8 +270,6 @@ def usage(
 
     given = {"by": None if reconcile and by == DEFAULT_BY else by, "since": since, "until": until, "key": key, "team": team, "model": model}
     parameters = {name: value for name, value in (given | {"reconcile": "true" if reconcile else None}).items() if value is not None}
-    if form not in FORMATS:
-        return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     try:
         (parse_reconciliation_query if reconcile else parse_query)(parameters, datetime.now(UTC))
         if where.is_elsewhere:
@@ -300,7 +297,7 @@ def limits(
     where: Where,
     key: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits that this key is subject to.")] = None,
     team: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits of this team.")] = None,
-    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv or json.")] = "table",
+    form: Annotated[str, format_option("table", "csv", "json", text="table, csv or json.")] = "table",
 ) -> int:
     """Show the limits of keys and teams.
 
@@ -308,8 +305,6 @@ def limits(
     """
     from gateway.admin.limits_output import FORMATS
 
-    if form not in FORMATS:
-        return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     query = {name: value for name, value in (("key", key), ("team", team)) if value is not None}
 
     def show(gateway: AdminClient) -> None:

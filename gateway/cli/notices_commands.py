@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -11,13 +10,12 @@ from urllib.parse import quote
 import typer
 
 from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, say_error
+from gateway.cli.output import FAILED, format_option, print_json, print_table
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
 
 _NOTICES = "/admin/v1/notices"
-_TABLE = "table"
 _COLUMNS = ("created", "notice", "event", "state", "attempts", "result", "text")
 
 
@@ -25,18 +23,17 @@ _COLUMNS = ("created", "notice", "event", "state", "attempts", "result", "text")
 def list_notices(
     where: Where,
     limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The maximum number of notices.")] = 100,
-    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = _TABLE,
+    form: Annotated[str, format_option("table", "json", text="table or json.")] = "table",
 ) -> int:
     """List the last notices, the newest first, with the state of their delivery."""
-    if form not in (_TABLE, "json"):
-        return say_error("--format is one of table, json", BAD_USAGE)
 
     def act(gateway: AdminClient) -> None:
         found = gateway.send("GET", _NOTICES, query={"limit": str(limit)})["notices"]
         if form == "json":
-            typer.echo(json.dumps(found, indent=2))
+            print_json(found)
         else:
-            _print_table(found)
+            unescaped = (one | {"text": html.unescape(one["text"])} for one in found)
+            print_table(_COLUMNS, (("-" if one[name] is None else str(one[name]) for name in _COLUMNS) for one in unescaped))
 
     return call_gateway(where, act)
 
@@ -58,21 +55,6 @@ def send_test(
         reply = f": {each['reply']}" if each["reply"] else ""
         typer.echo(f"{each['name']}: {'accepted' if each['accepted'] else 'not accepted'}, {each['result']}{reply}")
     return code or (0 if all(each["accepted"] for each in results) else FAILED)
-
-
-def _print_table(found: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from gateway.cli.output import console
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in _COLUMNS:
-        table.add_column(name, overflow="fold")
-    for one in found:
-        shown = one | {"text": html.unescape(one["text"])}
-        table.add_row(*(Text("-" if shown[name] is None else str(shown[name])) for name in _COLUMNS))
-    console().print(table)
 
 
 def commands() -> dict[str, Callable[..., int]]:

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
     from gateway.config import Problem
 
@@ -31,6 +34,35 @@ def console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDE)
+
+
+def print_json(value: Any) -> None:
+    """Print a value as indented JSON."""
+    typer.echo(json.dumps(value, indent=2))
+
+
+def print_table(titles: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> None:
+    """Print a table. Markup in a text has no effect."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in titles:
+        table.add_column(title.replace("_", " "), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
+    console().print(table)
+
+
+def format_option(*formats: str, text: str) -> Any:
+    """Return the option ``--format`` of a command. ``text`` describes the formats."""
+
+    def known(form: str) -> str:
+        if form not in formats:
+            raise BadUsageError(f"--format is one of {', '.join(formats)}")
+        return form
+
+    return typer.Option("--format", metavar="FORMAT", help=text, parser=known)
 
 
 def say_error(message: str, code: int) -> int:

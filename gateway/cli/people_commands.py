@@ -5,14 +5,13 @@ The rule: names come from identity providers, so control characters never reach 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import FAILED, console, say_error
+from gateway.cli.output import FAILED, print_json, print_table, say_error
 from gateway.cli.store_commands import entries
 
 if TYPE_CHECKING:
@@ -30,9 +29,9 @@ def list_people(where: Where, as_json: Annotated[bool, typer.Option("--json", he
     def act(gateway: AdminClient) -> None:
         found = entries(gateway, PEOPLE, "people")[0]
         if as_json:
-            typer.echo(json.dumps(found, indent=2))
+            print_json(found)
         else:
-            _print_table(found)
+            print_table(_COLUMNS, ((_cell(one[name]) for name in _COLUMNS) for one in found))
 
     return call_gateway(where, act)
 
@@ -62,18 +61,6 @@ def sign_out(
         typer.echo(f"{ended} {'session' if ended == 1 else 'sessions'} of {subject} ended")
 
     return call_gateway(where, act) or code
-
-
-def _print_table(people: list[dict[str, Any]]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in _COLUMNS:
-        table.add_column(title.replace("_", " "), overflow="fold")
-    for one in people:
-        table.add_row(*(Text(_cell(one[name])) for name in _COLUMNS))
-    console().print(table)
 
 
 def _cell(value: Any) -> str:

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import typer
 
 from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import BAD_USAGE, say_error
+from gateway.cli.output import BAD_USAGE, print_json, say_error
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
@@ -104,7 +104,7 @@ def delete(where: Where, path: str, identity: str) -> int:
 
 def show_one(where: Where, path: str, identity: str) -> int:
     """Print a key or a team of the store as JSON."""
-    return call_gateway(where, lambda gateway: typer.echo(json.dumps(gateway.send("GET", _path(path, identity)), indent=2)))
+    return call_gateway(where, lambda gateway: print_json(gateway.send("GET", _path(path, identity))))
 
 
 def take_over(where: Where, source: Path, text: bytes) -> int:
@@ -249,7 +249,7 @@ def list_teams(where: Where) -> int:
     """Print the teams of the store as JSON."""
 
     def act(gateway: AdminClient) -> None:
-        typer.echo(json.dumps(entries(gateway, TEAMS, "teams")[0], indent=2))
+        print_json(entries(gateway, TEAMS, "teams")[0])
 
     return call_gateway(where, act)
 

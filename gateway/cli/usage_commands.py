@@ -12,13 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, console, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, console, format_option, say_error
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
 
 CLOSE = "usage close"
-_FORMS = ("table", "json")
 
 
 def _filter(text: str, metavar: str = "ID") -> Any:
@@ -42,7 +41,7 @@ def requests(
     until: Annotated[str | None, _filter("Until the beginning of this date, month or time; default: now.", "WHEN")] = None,
     limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The maximum number of requests.")] = 20,
     cursor: Annotated[str | None, _filter("The next page: the cursor that the command printed.", "CURSOR")] = None,
-    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table or json.")] = "table",
+    form: Annotated[str, format_option("table", "json", text="table or json.")] = "table",
 ) -> int:
     """List requests, or show what happened to a request.
 
@@ -51,8 +50,6 @@ def requests(
     from gateway.admin.client import UnreachableError
     from gateway.usage.requests.timeline import as_json, as_table, as_timeline, parse_page
 
-    if form not in _FORMS:
-        return say_error(f"--format is one of {', '.join(_FORMS)}", BAD_USAGE)
     given = {
         "id": identity, "key": key, "team": team, "user": user, "model": model, "status": status, "code": code, "reason": reason,
         "since": since, "until": until, "cursor": cursor, "limit": str(limit),
@@ -109,7 +106,9 @@ def close(
     where: Where,
     month: Annotated[str, typer.Argument(metavar="MONTH", help="The month, e.g. 2026-10.", show_default=False)],
     cost_center: Annotated[str, typer.Option(metavar="LABEL", help="The label of keys that names the cost center.")] = "cost_center",
-    form: Annotated[str, typer.Option("--format", metavar="FORMAT", help="table, csv, html, json, or lines (what is hashed).")] = "table",
+    form: Annotated[
+        str, format_option("table", "csv", "html", "json", "lines", text="table, csv, html, json, or lines (what is hashed).")
+    ] = "table",
 ) -> int:
     """Close a month: freeze the report of its usage, and print it.
 
@@ -117,8 +116,6 @@ def close(
     """
     from gateway.usage.month_sheet import FORMATS
 
-    if form not in FORMATS:
-        return say_error(f"--format is one of {', '.join(FORMATS)}", BAD_USAGE)
     is_intact = True
 
     def act(gateway: AdminClient) -> None:
