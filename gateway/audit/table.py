@@ -12,16 +12,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from alembic.util import CommandError
-from sqlalchemy import BigInteger, Column, DateTime, Engine, Index, Insert, Row, String, Table, inspect, select, tuple_
+from sqlalchemy import BigInteger, Column, DateTime, Index, Insert, Row, String, Table, inspect, select, tuple_
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.audit.chain import read_line
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.schema import METADATA
-from gateway.ledger.store import create_database_engine, migrate, reason
+from gateway.ledger.store import Database, available, create_database_engine
 
 AUDIT = Table(
     "gateway_audit",
@@ -39,20 +37,13 @@ _INSERT: Mapping[str, Insert] = MappingProxyType(
     }
 )
 _BATCH = 500  # rows of a statement
-_UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the tables are of a later version
 
 
-class AuditTable:
+class AuditTable(Database):
     """Writes and reads rows. Every method raises DatabaseUnavailableError, and may take as long as the database does."""
 
     def __init__(self, url: URL) -> None:
-        self._url = url
-        self._engine: Engine = create_database_engine(url)
-        self._is_ready = False
-
-    def close(self) -> None:
-        """Close all connections."""
-        self._engine.dispose()
+        super().__init__(create_database_engine(url))
 
     def write(self, lines: Sequence[bytes]) -> None:
         """Write lines that are not in the table yet."""
@@ -62,15 +53,11 @@ class AuditTable:
             if line is None:
                 raise DatabaseUnavailableError("a waiting entry is damaged")
             rows.append({"chain": line.chain, "seq": line.seq, "time": line.time, "entry": data.decode()})
-        try:
-            self._prepare()
-            for start in range(0, len(rows), _BATCH):
-                self._write(rows[start : start + _BATCH])
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
+        for start in range(0, len(rows), _BATCH):
+            self._write(rows[start : start + _BATCH])
 
     def _write(self, rows: Sequence[dict[str, object]]) -> None:
-        with self._engine.begin() as connection:
+        with self.transaction() as connection:
             connection.execute(_INSERT[connection.dialect.name], rows)
             for chain in {str(row["chain"]) for row in rows}:
                 own = {row["seq"]: row["entry"] for row in rows if row["chain"] == chain}
@@ -96,36 +83,19 @@ class AuditTable:
     def read_before(self, chain: str, seq: int) -> list[bytes]:
         """Return the last lines of a chain before a number, the newest first, at most as many as a statement has."""
         query = select(AUDIT.c.entry).where(AUDIT.c.chain == chain, AUDIT.c.seq < seq).order_by(AUDIT.c.seq.desc()).limit(_BATCH)
-        try:
-            self._prepare()
-            with self._engine.connect() as connection:
-                return [entry.encode("utf-8", "surrogatepass") for entry in connection.execute(query).scalars()]
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
+        with self.transaction() as connection:
+            return [entry.encode("utf-8", "surrogatepass") for entry in connection.execute(query).scalars()]
 
     def _page(self, last: tuple[str, int]) -> Sequence[Row[Any]]:
         """Return the next rows after one, none of a table that does not exist yet."""
         if self._is_missing_file():
             return ()
         query = select(AUDIT).where(tuple_(AUDIT.c.chain, AUDIT.c.seq) > last).order_by(AUDIT.c.chain, AUDIT.c.seq).limit(_BATCH)
-        try:
-            with self._engine.connect() as connection:
-                return connection.execute(query).all() if inspect(connection).has_table(AUDIT.name) else ()
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
+        with available(), self.engine.connect() as connection:
+            return connection.execute(query).all() if inspect(connection).has_table(AUDIT.name) else ()
 
     def _is_missing_file(self) -> bool:
-        return self._url.get_backend_name() == "sqlite" and not Path(str(self._url.database)).exists()
-
-    def _prepare(self) -> None:
-        """Migrate the tables to this version, once."""
-        if self._is_ready:
-            return
-        if self._url.get_backend_name() == "sqlite" and self._url.database:
-            Path(self._url.database).touch(mode=0o600)
-        with self._engine.begin() as connection:
-            migrate(connection)
-        self._is_ready = True
+        return self.engine.dialect.name == "sqlite" and not Path(str(self.engine.url.database)).exists()
 
 
 def _aware(time: datetime) -> datetime:

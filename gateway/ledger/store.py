@@ -87,6 +87,50 @@ def _prepare_sqlite(cache: int | None, connection: Any, _: object) -> None:
         connection.execute(f"PRAGMA {pragma}").close()
 
 
+@contextmanager
+def available() -> Iterator[None]:
+    """Raise DatabaseUnavailableError for an error of the database in the block."""
+    try:
+        yield
+    except _UNAVAILABLE as error:
+        raise DatabaseUnavailableError(reason(error)) from error
+
+
+class Database:
+    """The transactions of a database whose tables are those of this version. Stores of entries and rows derive from it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._is_ready = False
+
+    def close(self) -> None:
+        """Close all connections."""
+        self.engine.dispose()
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """Open a transaction. It is committed at the end of the block. Raises DatabaseUnavailableError."""
+        with self.prepared(), self.engine.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Use the database in the block, with the tables of this version. Raises DatabaseUnavailableError."""
+        with available():
+            if not self._is_ready:  # threads that find this at the same time migrate one after the other, and only the first one has to
+                url = self.engine.url
+                if url.get_backend_name() == "sqlite" and url.database:
+                    self.create_file(Path(url.database))
+                with self.engine.begin() as connection:
+                    migrate(connection)
+                self._is_ready = True
+            yield
+
+    def create_file(self, file: Path) -> None:
+        """Create the file of a new SQLite database. It is private: only this user may read it."""
+        file.touch(mode=0o600)
+
+
 class UsageStore:
     """Writes rows to the database. ``engine`` is for reading: its connections cannot displace the pages that the writer has cached."""
 
@@ -95,28 +139,25 @@ class UsageStore:
         self.gather = _GATHER[backend]
         """Seconds during which rows should be gathered for a large transaction, if there are many."""
         self._batch = _BATCH[backend]
-        self._url = url
         self.engine = create_database_engine(url)
-        self._writer = create_database_engine(url, _WRITER_CACHE)
+        self._writer = Database(create_database_engine(url, _WRITER_CACHE))
         self._insertion = Insertion(self.engine.dialect)
-        self._ready = False
-        self._preparing = threading.Lock()
 
     def close(self) -> None:
         self.engine.dispose()
-        self._writer.dispose()
+        self._writer.close()
 
     def write(self, rows: Sequence[UsageRow]) -> int:
         """Write rows and return how many the database cannot store.
 
         Raises DatabaseUnavailableError; nothing was written then, and the rows must be written again.
         """
-        with self._prepared():
+        with self._writer.prepared():
             return sum(self._write(rows[start : start + self._batch]) for start in range(0, len(rows), self._batch))
 
     def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows of engine samples. Raises DatabaseUnavailableError."""
-        with self._prepared(), self._writer.begin() as connection:
+        with self._writer.transaction() as connection:
             write_samples(connection, rows)
 
     def prune(self, before: datetime) -> bool:
@@ -124,14 +165,14 @@ class UsageStore:
 
         Raises DatabaseUnavailableError.
         """
-        with self._prepared(), self._writer.begin() as connection:
+        with self._writer.transaction() as connection:
             replaced = replace_by_totals(connection, before, _PRUNED)
             connection.execute(delete(ENGINE_SAMPLES).where(ENGINE_SAMPLES.c.time < before))
         return replaced == _PRUNED
 
     def _write(self, rows: Sequence[UsageRow]) -> int:
         try:
-            with self._writer.begin() as connection:
+            with self._writer.engine.begin() as connection:
                 mark_late(connection, rows, time.time())
                 for start in range(0, len(rows), _STATEMENT):
                     connection.exec_driver_sql(*self._insertion.prepare(rows[start : start + _STATEMENT]))
@@ -144,25 +185,6 @@ class UsageStore:
             _log.error("the ledger cannot store the row of request %s: %s", rows[0].id, reason(error))
             return 1
         return 0
-
-    @contextmanager
-    def _prepared(self) -> Iterator[None]:
-        """Use the database in the block, with the table of this version. Raises DatabaseUnavailableError."""
-        try:
-            self._migrate_once()
-            yield
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
-
-    def _migrate_once(self) -> None:
-        with self._preparing:
-            if self._ready:
-                return
-            if self.engine.dialect.name == "sqlite" and self._url.database:
-                Path(self._url.database).touch(mode=0o600)  # usage is private: only this user may read it
-            with self._writer.begin() as connection:
-                migrate(connection)
-            self._ready = True
 
 
 def migrate(connection: Connection) -> None:

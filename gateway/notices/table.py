@@ -7,22 +7,18 @@ the database does, so calls belong on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from alembic.util import CommandError
-from sqlalchemy import Column, Connection, DateTime, Engine, Index, Insert, Integer, String, Table, delete, func, select, update
+from sqlalchemy import Column, DateTime, Index, Insert, Integer, String, Table, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import SQLAlchemyError
 
-from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.schema import METADATA
-from gateway.ledger.store import create_database_engine, migrate, reason
+from gateway.ledger.store import Database, create_database_engine
 from gateway.notices.notice import Notice
 
 Delivery = Literal["waiting", "sent", "failed"]
@@ -50,7 +46,6 @@ CLAIM = timedelta(seconds=60)
 """The time for which a claim keeps other gateways from sending a notice. An attempt takes less."""
 _REMEMBERED = timedelta(days=7)  # for which a row is kept after the end of its window: longer than it is sent
 _BATCH = 500  # rows of a statement
-_UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the tables are of a later version
 _INSERT: Mapping[str, Insert] = MappingProxyType(
     {
         "postgresql": postgresql.insert(NOTICES).on_conflict_do_nothing(),
@@ -81,17 +76,16 @@ class Waiting(NamedTuple):
     oldest: datetime
 
 
-class NoticeTable:
+class NoticeTable(Database):
     """Reads and writes the rows. Every method raises DatabaseUnavailableError if the database does not respond."""
 
     def __init__(self, url: URL) -> None:
-        self._url = url
-        self._engine: Engine = create_database_engine(url)
-        self._is_ready = False
+        super().__init__(create_database_engine(url))
 
-    def close(self) -> None:
-        """Close all connections."""
-        self._engine.dispose()
+    def create_file(self, file: Path) -> None:
+        """Create the file, which may be in a folder of its own."""
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        super().create_file(file)
 
     def add(self, notices: Sequence[Notice], now: datetime) -> None:
         """Add notices that have no row yet."""
@@ -111,72 +105,50 @@ class NoticeTable:
             }
             for each in notices
         ]
-        with self._connected() as connection:
+        with self.transaction() as connection:
             for start in range(0, len(rows), _BATCH):
                 connection.execute(_INSERT[connection.dialect.name], rows[start : start + _BATCH])
 
     def due(self, rule: str, now: datetime, limit: int) -> list[Row]:
         """Return notices of a rule that are due, the oldest first."""
         query = select(*_COLUMNS).where(NOTICES.c.state == "waiting", NOTICES.c.due <= now, NOTICES.c.rule == rule)
-        with self._connected() as connection:
+        with self.transaction() as connection:
             return [_row(each) for each in connection.execute(query.order_by(NOTICES.c.due).limit(limit))]
 
     def claim(self, row: Row, now: datetime) -> bool:
         """Claim a notice for one attempt. False: another gateway has claimed it since it was read."""
         unchanged = NOTICES.c.id == row.id, NOTICES.c.state == "waiting", NOTICES.c.attempts == row.attempts
         statement = update(NOTICES).where(*unchanged).values(due=now + CLAIM, attempts=row.attempts + 1)
-        with self._connected() as connection:
+        with self.transaction() as connection:
             return connection.execute(statement).rowcount == 1
 
     def finish(self, row: Row, state: Delivery, result: str) -> None:
         """Record that a notice was sent, or that no more attempts are made. A notice that another gateway has sent stays sent."""
-        with self._connected() as connection:
+        with self.transaction() as connection:
             connection.execute(update(NOTICES).where(NOTICES.c.id == row.id, NOTICES.c.state != "sent").values(state=state, result=result))
 
     def retry(self, row: Row, due: datetime, result: str) -> None:
         """Record that a claimed attempt has failed, and when the next one is due. ``row`` is from before the claim."""
         mine = NOTICES.c.id == row.id, NOTICES.c.state == "waiting", NOTICES.c.attempts == row.attempts + 1
-        with self._connected() as connection:
+        with self.transaction() as connection:
             connection.execute(update(NOTICES).where(*mine).values(due=due, result=result))
 
     def recent(self, limit: int) -> list[Row]:
         """Return the last notices, the newest first."""
         query = select(*_COLUMNS).order_by(NOTICES.c.created.desc(), NOTICES.c.id).limit(limit)
-        with self._connected() as connection:
+        with self.transaction() as connection:
             return [_row(each) for each in connection.execute(query)]
 
     def waiting(self) -> dict[str, Waiting]:
         """Return what was not sent yet, by rule."""
         query = select(NOTICES.c.rule, func.count(), func.min(NOTICES.c.created)).where(NOTICES.c.state == "waiting")
-        with self._connected() as connection:
+        with self.transaction() as connection:
             return {rule: Waiting(count, _aware(oldest)) for rule, count, oldest in connection.execute(query.group_by(NOTICES.c.rule))}
 
     def prune(self, now: datetime) -> None:
         """Delete the rows of windows that ended long ago."""
-        with self._connected() as connection:
+        with self.transaction() as connection:
             connection.execute(delete(NOTICES).where(NOTICES.c.ends < now - _REMEMBERED))
-
-    @contextmanager
-    def _connected(self) -> Iterator[Connection]:
-        """Open a transaction. It is committed at the end of the block."""
-        try:
-            self._prepare()
-            with self._engine.begin() as connection:
-                yield connection
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
-
-    def _prepare(self) -> None:
-        """Migrate the tables to this version, once."""
-        if self._is_ready:
-            return
-        if self._url.get_backend_name() == "sqlite" and self._url.database:
-            file = Path(self._url.database)
-            file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            file.touch(mode=0o600)
-        with self._engine.begin() as connection:
-            migrate(connection)
-        self._is_ready = True
 
 
 _COLUMNS = [NOTICES.c[name] for name in Row._fields]

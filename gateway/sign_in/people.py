@@ -9,26 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from alembic.util import CommandError
 from sqlalchemy import ColumnElement, Connection, Engine, Select, delete, func, insert, select, tuple_, update
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import SQLAlchemyError
 
 from gateway.access.actor import PersonId, Role
-from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.ledger.store import migrate, reason
+from gateway.ledger.store import Database
 from gateway.sign_in.browser import Port
 from gateway.sign_in.sessions import Logout, Person, Session
 from gateway.sign_in.tables import PEOPLE, SESSIONS, SIGN_IN_LINKS, USED_ONCE
 
-_UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)
 _INSERTS: Mapping[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
 _ELEMENTS = {"postgresql": func.jsonb_array_elements_text, "sqlite": func.json_each}
 """The function with the elements of a list, each as ``value``."""
@@ -111,25 +105,23 @@ def digest(purpose: str, *values: str) -> bytes:
     return hashlib.sha256("\0".join((purpose, *values)).encode()).digest()
 
 
-class PeopleStore:
+class PeopleStore(Database):
     """Reads and changes the tables. ``engine`` is the store's, which closes it."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+        super().__init__(engine)
         self._insert = _INSERTS[engine.dialect.name]
         self._elements = _ELEMENTS[engine.dialect.name]
-        self._ready = False
-        self._preparing = threading.Lock()
 
     def use_once(self, value: bytes, expires: float) -> bool:
         """Note that a value is used; False if it was used before. ``expires``: when the value is invalid anyway."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             return self._use(connection, value, expires)
 
     def sign_in(self, new: NewSession, replaced: Sequence[str], now: float) -> bool:
         """Store a person and a new session, and revoke the ``replaced`` ones; False if the provider's session has ended meanwhile."""
         person = new.session.person
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             identity = self._store(connection, person, now)
             if new.sid is not None and self._was_used(connection, _ended(person.issuer, new.sid)):
                 return False
@@ -140,7 +132,7 @@ class PeopleStore:
 
     def sign_out(self, sessions: Sequence[str], now: float) -> list[EndedSession]:
         """Revoke sessions, and those of the same session at the provider, on both ports. Returns them."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             same = select(SESSIONS.c.person, SESSIONS.c.sid).where(SESSIONS.c.id.in_(sessions), SESSIONS.c.sid.is_not(None)).subquery()
             siblings = select(SESSIONS.c.id).join(same, (SESSIONS.c.person == same.c.person) & (SESSIONS.c.sid == same.c.sid))
             return _revoke(connection, select(SESSIONS.c.id).where(SESSIONS.c.id.in_(sessions)).union(siblings), now)
@@ -152,7 +144,7 @@ class PeopleStore:
         not complete yet is refused within ``lifetime``.
         """
         issuer, subject, sid = logout.issuer, logout.subject, logout.sid
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             if not self._use(connection, digest("logout", issuer, logout.identity), logout.expires):
                 return []
             wanted = select(SESSIONS.c.id).join(PEOPLE, SESSIONS.c.person == PEOPLE.c.id).where(PEOPLE.c.issuer == issuer)
@@ -165,7 +157,7 @@ class PeopleStore:
 
     def revoked(self, now: float) -> tuple[str, ...]:
         """Return the IDs of the revoked sessions that would still be valid."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             found = select(SESSIONS.c.id).where(SESSIONS.c.expires > _time(now), SESSIONS.c.revoked.is_not(None))
             return tuple(sorted(connection.execute(found).scalars()))
 
@@ -183,12 +175,12 @@ class PeopleStore:
         if team is not None:
             elements = self._elements(PEOPLE.c.teams).table_valued("value")
             query = query.where(select(elements.c.value).where(elements.c.value == team).exists())
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             return [_known(row) for row in connection.execute(query).mappings()]
 
     def end_sessions(self, person: str, now: float) -> tuple[PersonId, list[EndedSession]] | None:
         """Revoke all sessions of the person with this ID, on both ports. Returns the person and the sessions; None without the person."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             found = connection.execute(select(PEOPLE.c.issuer, PEOPLE.c.subject).where(PEOPLE.c.id == person)).first()
             if found is None:
                 return None
@@ -198,45 +190,28 @@ class PeopleStore:
         """Store a sign-in link under the digest of its token."""
         granted = {"role": link.role, "teams": list(link.teams), "owned_teams": list(link.owned_teams)}
         times = {"created": _time(now), "expires": _time(link.expires)}
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             row = {"digest": digest("link", token), "subject": link.subject, "created_by": link.created_by}
             connection.execute(insert(SIGN_IN_LINKS).values(**row, **granted, **times))
 
     def link(self, token: str, now: float) -> SignInLink | None:
         """Return an unused sign-in link; None if it was used, has expired or does not exist."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             row = connection.execute(select(SIGN_IN_LINKS).where(*_unused(token, now))).mappings().first()
         return None if row is None else _link(row)
 
     def use_link(self, token: str, now: float) -> SignInLink | None:
         """Use a sign-in link, once; None if it was used, has expired or does not exist."""
         used = update(SIGN_IN_LINKS).where(*_unused(token, now)).values(used=_time(now)).returning(*SIGN_IN_LINKS.c)
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             row = connection.execute(used).mappings().first()
         return None if row is None else _link(row)
 
     def prune(self, now: float) -> None:
         """Delete what has expired. People are retained."""
-        with self._transaction() as connection:
+        with self.transaction() as connection:
             for table in (SESSIONS, SIGN_IN_LINKS, USED_ONCE):
                 connection.execute(delete(table).where(table.c.expires <= _time(now)))
-
-    @contextmanager
-    def _transaction(self) -> Iterator[Connection]:
-        try:
-            self._prepare()
-            with self._engine.begin() as connection:
-                yield connection
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
-
-    def _prepare(self) -> None:
-        """Create or upgrade the tables, once."""
-        with self._preparing:
-            if not self._ready:
-                with self._engine.begin() as connection:
-                    migrate(connection)
-                self._ready = True
 
     def _use(self, connection: Connection, value: bytes, expires: float) -> bool:
         # The driver of PostgreSQL reports no number of rows for an INSERT, so the row itself is returned.

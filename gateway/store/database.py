@@ -7,8 +7,8 @@ may take as long as the database does, so calls belong on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from datetime import UTC, datetime, timedelta
 from hashlib import sha256
@@ -16,14 +16,12 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple, TypeVar
 
-from alembic.util import CommandError
-from sqlalchemy import ColumnElement, Connection, Engine, Table, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Table, and_, delete, func, insert, select, update
 from sqlalchemy.engine import URL
-from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+from sqlalchemy.exc import IntegrityError
 
 from gateway.access.actor import PersonId
-from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.ledger.store import create_database_engine, migrate, reason
+from gateway.ledger.store import Database, create_database_engine
 from gateway.store.entries import Kind, Position, Row, hashes_and_team
 from gateway.store.errors import Reason, RefusedChangeError
 from gateway.store.schema import CHANGES, IDEMPOTENCY, KEY_HASHES, KEYS, RAISES, TEAMS
@@ -46,7 +44,6 @@ _BATCH = 500  # rows of the log, or entries, in one query
 _MAX_CHANGES = 100_000  # rows of the log that are kept
 _PRUNE_EVERY = 1_000  # changes
 _REMEMBERED = timedelta(hours=24)  # for which a request with an Idempotency-Key is remembered
-_UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the tables are of a later version
 T = TypeVar("T")
 
 
@@ -210,15 +207,14 @@ def _values(kind: Kind, row: Row) -> dict[str, Any]:
     return values | of_key
 
 
-class KeyDatabase:
+class KeyDatabase(Database):
     """Reads and changes the database. Every method raises DatabaseUnavailableError if the database does not respond."""
 
     def __init__(self, url: URL) -> None:
         if url.get_backend_name() == "sqlite" and url.database:
             with suppress(OSError):  # the first query reports it
                 Path(url.database).touch(mode=0o600)  # it has the hashes of keys, also if another part of the gateway opens it first
-        self.engine: Engine = create_database_engine(url)
-        self._is_ready = False
+        super().__init__(create_database_engine(url))
         self._record: Callable[[Any], None] | None = None
 
     def recorded(self, record: Callable[[Any], None]) -> KeyDatabase:
@@ -235,13 +231,9 @@ class KeyDatabase:
         """Whether several gateways can share the database."""
         return self.engine.dialect.name == "postgresql"
 
-    def close(self) -> None:
-        """Close all connections."""
-        self.engine.dispose()
-
     def change(self, work: Callable[[Transaction], T], now: datetime | None = None) -> T:
         """Run a change, and commit it. Raises RefusedChangeError, and then nothing was written."""
-        with self._connected() as connection:
+        with self.transaction() as connection:
             for statement in _LOCKS[connection.dialect.name]:
                 connection.exec_driver_sql(statement)
             done = work(Transaction(connection, now or datetime.now(UTC)))
@@ -259,22 +251,22 @@ class KeyDatabase:
             query = query.where((KEYS.c.team if kind == "key" else TEAMS.c.id).in_(teams))
         if made_by is not None:
             query = query.where(_is_made_by(made_by))
-        with self._connected() as connection:
+        with self.transaction() as connection:
             return [_row(table, each) for each in connection.execute(query)]
 
     def made_by(self, person: PersonId) -> list[Row]:
         """Return the keys that a person has created."""
-        with self._connected() as connection:
+        with self.transaction() as connection:
             return Transaction(connection, datetime.now(UTC)).made_by(person)
 
     def find(self, kind: Kind, identity: str) -> Row | None:
         """Return an entry, or None."""
-        with self._connected() as connection:
+        with self.transaction() as connection:
             return next(iter(_rows(connection, kind, [identity])), None)
 
     def has_change(self, kind: Kind, identity: str, first: int, last: int) -> bool:
         """Return whether the log has a change of an entry with a number from ``first`` to ``last``, or does not go back so far."""
-        with self._connected() as connection:
+        with self.transaction() as connection:
             oldest = connection.execute(select(func.min(CHANGES.c.seq))).scalar()
             if oldest is not None and oldest > max(first, 1):
                 return True
@@ -283,7 +275,7 @@ class KeyDatabase:
 
     def changes_since(self, last: Position | None) -> Changes:
         """Return what changed since a position; everything if it is None, or if the log does not lead on from it."""
-        with self._connected() as connection:
+        with self.transaction() as connection:
             if last is None:
                 return _everything(connection)
             query = select(CHANGES.c.seq, CHANGES.c.mark, CHANGES.c.kind, CHANGES.c.id).where(CHANGES.c.seq >= last.seq)
@@ -300,24 +292,6 @@ class KeyDatabase:
             keys, teams = (_changed(connection, kind, list(found)) for kind, found in ids.items())
             raises = {holder: text for kind, found in ids.items() for holder, text in _raises(connection, kind, list(found)).items()}
             return Changes(Position(later[-1].seq, later[-1].mark) if later else last, keys, teams, raises=raises)
-
-    @contextmanager
-    def _connected(self) -> Iterator[Connection]:
-        """Open a transaction. It is committed at the end of the block."""
-        try:
-            self._prepare()
-            with self.engine.begin() as connection:
-                yield connection
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
-
-    def _prepare(self) -> None:
-        """Migrate the tables to this version, once."""
-        if self._is_ready:
-            return
-        with self.engine.begin() as connection:
-            migrate(connection)
-        self._is_ready = True
 
 
 def _everything(connection: Connection) -> Changes:

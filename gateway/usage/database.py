@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
 
 from gateway import config as conf
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.ledger.store import create_database_engine, database_url, reason
+from gateway.ledger.store import available, create_database_engine, database_url
 from upstream.daemon_thread import run_in_daemon_thread
 
 _STEPS_BETWEEN_CHECKS = 10_000  # steps of SQLite's virtual machine between two checks of a query's time
@@ -43,19 +42,14 @@ def open_ledger(settings: conf.Ledger, beside: Path) -> Iterator[Engine]:
 @contextmanager
 def connected(engine: Engine) -> Iterator[Connection]:
     """Connect for queries. Raises DatabaseUnavailableError if a query fails."""
-    try:
-        with engine.connect() as connection:
-            yield connection
-    except SQLAlchemyError as error:
-        raise DatabaseUnavailableError(reason(error)) from error
+    with available(), engine.connect() as connection:
+        yield connection
 
 
 def connected_work(work: Callable[[], T]) -> T:
     """Return what ``work`` returns, which opens connections itself. Raises DatabaseUnavailableError if one of its queries fails."""
-    try:
+    with available():
         return work()
-    except SQLAlchemyError as error:
-        raise DatabaseUnavailableError(reason(error)) from error
 
 
 @contextmanager
