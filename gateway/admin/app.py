@@ -13,7 +13,6 @@ from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
@@ -35,7 +34,7 @@ from gateway.admin import (
     raise_routes,
     sign_in_links,
 )
-from gateway.admin.audited import AuditedHandlers, Handler, entry_of, log_operation
+from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, entry_of, json_response, log_operation
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
 from gateway.admin.month_routes import NO_LEDGER
@@ -167,7 +166,7 @@ def application(
         return audited.recorded(found) if route.is_operation else found
 
     routes = [Route(route.path, audited.permitted(handler(route), route.permission), methods=[route.method]) for route in openapi.ROUTES]
-    return Starlette(routes=routes, exception_handlers=dict.fromkeys(_ERRORS, _respond_to))
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys((RefusedRequest, *_ERRORS), _respond_to))
 
 
 _ERRORS: Mapping[type[Exception], tuple[int, str]] = MappingProxyType(
@@ -183,6 +182,8 @@ _ERRORS: Mapping[type[Exception], tuple[int, str]] = MappingProxyType(
 
 
 async def _respond_to(_: Request, error: Exception) -> Response:
+    if isinstance(error, RefusedRequest):
+        return _error(str(error), error.status)
     status, text = _ERRORS[type(error)]
     return _error(text.format(error), status)
 
@@ -213,19 +214,17 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     async def usage(request: Request) -> Response:
         known = await overview.usage(dict(request.query_params))
         if known is None:
-            return _error(NO_LEDGER, 404)
-        # Its costs are numbers with all of their digits, which the encoder of JSONResponse cannot write.
-        return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")
+            raise RefusedRequest(404, NO_LEDGER)
+        return json_response(known)
 
     async def requests(request: Request) -> Response:
         found = await overview.requests(dict(request.query_params))
         if found is None:
-            return _error(NO_LEDGER, 404)
-        return Response(msgspec.json.encode(found), headers={"cache-control": "no-store"}, media_type="application/json")
+            raise RefusedRequest(404, NO_LEDGER)
+        return json_response(found)
 
     async def limits(request: Request) -> Response:
-        known = await overview.limits(dict(request.query_params))
-        return Response(msgspec.json.encode(known), headers={"cache-control": "no-store"}, media_type="application/json")
+        return json_response(await overview.limits(dict(request.query_params)))
 
     async def keys(_: Request) -> Response:
         return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})

@@ -1,4 +1,4 @@
-"""Wrappers of the admin port's handlers: the check of the client's role, and the entry of the audit log for each operation.
+"""What the admin port's handlers share: the check of the client's role, the entry of the audit log for each operation, and responses.
 
 The rules: an operation is refused while the audit log cannot be written. Its entry is durable before the response, so there is no
 acknowledged change without an entry. The entry of a change in the store is durable before its commit.
@@ -103,6 +103,19 @@ def entry_of(action: str, request: Request, target: str, before: Mapping[str, An
 def log_operation(operation: str, request: Request) -> None:
     """Log an operation and its client. The text is formatted here, so that each line differs and no line is suppressed as a repetition."""
     _log.info(f"{operation} requested by {request.state.requester}")
+
+
+class RefusedRequest(Exception):
+    """A request is refused with this status. The text explains the reason to the client."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def json_response(content: Any, status: int = 200, headers: Mapping[str, str] = {}) -> Response:
+    """Return JSON that is not stored. Unlike JSONResponse, it can have decimals with all of their digits."""
+    return Response(msgspec.json.encode(content), status, {"cache-control": "no-store", **headers}, "application/json")
 
 
 def error_response(message: str, status: int) -> Response:

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.access.actor import Actor
 from gateway.access.permissions import MANAGE_TEAM, VIEW_TEAM, Permission, may_manage
-from gateway.admin.audited import AuditedHandlers, Handler, error_response, log_operation
+from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, error_response, json_response, log_operation
 from gateway.admin.raise_routes import RaiseStorage
 from gateway.audit.entry import AuditUnavailableError
 from gateway.config.quantities import parse_duration
@@ -71,22 +71,12 @@ def handlers(store: Store | None, usage: Usage, audit: AuditedHandlers, raises: 
     }
 
 
-class _RefusedRequest(Exception):
-    """The request is refused with this status."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-
-
 def _guarded(handler: Handler) -> Handler:
     """Return the handler with responses for its errors."""
 
     async def handle(request: Request) -> Response:
         try:
             return await handler(request)
-        except _RefusedRequest as refused:
-            return error_response(str(refused), refused.status)
         except RefusedChangeError as refused:
             return error_response(str(refused), refused.reason.value)
         except AuditUnavailableError as error:
@@ -111,12 +101,12 @@ class _Entries:
     @property
     def _store(self) -> Store:
         if self._configured is None:
-            raise _RefusedRequest(404, _NO_STORE)
+            raise RefusedRequest(404, _NO_STORE)
         return self._configured
 
     async def _page(self, request: Request, team: str | None = None) -> tuple[list[Any], str | None]:
         """Return the rows of a page that the client may see, and the cursor of the next one."""
-        limit, after, grant = _limit(request), _after(request), _grant(request, VIEW_TEAM)
+        (limit, after), grant = _limit_and_after(request), _grant(request, VIEW_TEAM)
         teams: tuple[str, ...] | None = None if team is None else (team,)
         if grant is not None:
             teams = tuple(each for each in grant.owned if team in (None, each))
@@ -197,7 +187,7 @@ class _Keys(_Entries):
     async def operate(self, request: Request) -> Response:
         identity, operation = request.path_params["id"], request.path_params["key_operation"]
         if operation not in OPERATIONS:
-            raise _RefusedRequest(404, f"there is no operation {operation}; the operations are {', '.join(OPERATIONS)}")
+            raise RefusedRequest(404, f"there is no operation {operation}; the operations are {', '.join(OPERATIONS)}")
         version = _version(request)
         if operation == "rotate":
             return await self._rotate(request, identity, version)
@@ -210,11 +200,11 @@ class _Keys(_Entries):
     async def _rotate(self, request: Request, identity: str, version: int | None) -> Response:
         (fields, repeatable), grant = await _sent(request), _grant(request, MANAGE_TEAM)
         if unknown := fields.keys() - {"overlap"}:
-            raise _RefusedRequest(400, f"there is no field {min(unknown)}")
+            raise RefusedRequest(400, f"there is no field {min(unknown)}")
         try:
             overlap = parse_duration(fields.get("overlap", _OVERLAP))
         except ValueError as error:
-            raise _RefusedRequest(400, f"overlap: {error}") from None
+            raise RefusedRequest(400, f"overlap: {error}") from None
         done = await self._change(
             request, "rotate", lambda service: service.rotate_key(identity, overlap, version, repeatable, grant), key_change
         )
@@ -224,7 +214,7 @@ class _Keys(_Entries):
         try:
             text = (await _body(request, _MAX_IMPORT)).decode("utf-8-sig")
         except UnicodeDecodeError:
-            raise _RefusedRequest(400, "the body is not UTF-8 text") from None
+            raise RefusedRequest(400, "the body is not UTF-8 text") from None
         done = await self._change(request, "import", lambda service: service.import_keys(text), imported_keys, _IMPORT_TIMEOUT)
         added = [each.key.id for each in done.added]
         return _json({"added": added, "known": done.known, "messages": list(done.messages)})
@@ -283,26 +273,19 @@ def _grant(request: Request, permission: Permission) -> Grant | None:
     return None if may_manage(actor, permission, None) else Grant(None, actor.teams, actor.teams)
 
 
-def _limit(request: Request) -> int:
+def _limit_and_after(request: Request) -> tuple[int, str]:
+    """Return the length of a page, and the ID after which it begins."""
     try:
-        return page_length(request.query_params.get("limit"))
+        return page_length(request.query_params.get("limit")), position_of(request.query_params.get("cursor", ""))
     except ValueError as error:
-        raise _RefusedRequest(400, str(error)) from None
-
-
-def _after(request: Request) -> str:
-    """Return the ID after which a page begins."""
-    try:
-        return position_of(request.query_params.get("cursor", ""))
-    except ValueError as error:
-        raise _RefusedRequest(400, str(error)) from None
+        raise RefusedRequest(400, str(error)) from None
 
 
 def _version(request: Request) -> int | None:
     """Return the version that a change expects; None for any version (``*``)."""
     tag = request.headers.get("if-match")
     if tag is None:
-        raise _RefusedRequest(428, "a change requires If-Match with the ETag of the entry, or * for any version")
+        raise RefusedRequest(428, "a change requires If-Match with the ETag of the entry, or * for any version")
     found = _ETAG.fullmatch(tag.strip())
     return None if tag.strip() == "*" else -1 if found is None else int(found[1])
 
@@ -313,23 +296,23 @@ async def _sent(request: Request) -> tuple[dict[str, Any], Repeatable | None]:
     try:
         repeatable = Repeatable.of(key, request.method, request.scope["path"], body, _actor(request).person)
     except ValueError as error:
-        raise _RefusedRequest(400, str(error)) from None
+        raise RefusedRequest(400, str(error)) from None
     try:
         found = msgspec.json.decode(body) if body else {}
     except (ValueError, RecursionError):  # also for half a character, which no response could repeat
-        raise _RefusedRequest(400, "the body is not valid JSON") from None
+        raise RefusedRequest(400, "the body is not valid JSON") from None
     if not isinstance(found, dict):
-        raise _RefusedRequest(400, "expected a JSON object")
+        raise RefusedRequest(400, "expected a JSON object")
     return found, repeatable
 
 
 async def _body(request: Request, limit: int) -> bytes:
-    """Return the body. Raises _RefusedRequest if it is too large."""
+    """Return the body. Raises RefusedRequest if it is too large."""
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > limit:
-            raise _RefusedRequest(413, f"the body is larger than {limit} bytes")
+            raise RefusedRequest(413, f"the body is larger than {limit} bytes")
         parts.append(part)
     return b"".join(parts)
 
@@ -338,6 +321,4 @@ async def _body(request: Request, limit: int) -> bytes:
 
 
 def _json(content: Mapping[str, Any], status: int = 200, *, version: int | None = None, headers: Mapping[str, str] = {}) -> Response:
-    tags = {} if version is None else {"etag": f'"{version}"'}
-    found = {"cache-control": "no-store", **tags, **headers}
-    return Response(msgspec.json.encode(content), status, found, "application/json")
+    return json_response(content, status, headers if version is None else {"etag": f'"{version}"', **headers})

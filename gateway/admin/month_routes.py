@@ -9,11 +9,10 @@ from collections.abc import Callable
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.audited import AuditedHandlers, Handler, error_response, log_operation
+from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, json_response, log_operation
 
 if TYPE_CHECKING:
     from gateway.ledger.months.closing import ClosedMonth
@@ -41,29 +40,29 @@ class Months(Protocol):
 def handlers(months: Callable[[], Months | None], audited: AuditedHandlers) -> dict[str, Handler]:
     """Return the handlers by path. ``months`` returns None if no ledger is configured."""
 
-    async def listed(_: Request) -> Response:
+    def running() -> Months:
         if (known := months()) is None:
-            return error_response(NO_LEDGER, 404)
-        found = [{"month": month, "closed": closed.isoformat(), "hash": value} for month, closed, value in await known.months()]
-        return _json({"months": found})
+            raise RefusedRequest(404, NO_LEDGER)
+        return known
+
+    async def listed(_: Request) -> Response:
+        found = [{"month": month, "closed": closed.isoformat(), "hash": value} for month, closed, value in await running().months()]
+        return json_response({"months": found})
 
     async def shown(request: Request) -> Response:
-        if (known := months()) is None:
-            return error_response(NO_LEDGER, 404)
         month = request.path_params["month"]
-        found = await known.month(month)
-        return error_response(f"{month} is not closed", 404) if found is None else _json(document(found))
+        if (found := await running().month(month)) is None:
+            raise RefusedRequest(404, f"{month} is not closed")
+        return json_response(document(found))
 
     async def close(request: Request) -> Response:
-        if (known := months()) is None:
-            return error_response(NO_LEDGER, 404)
         month = request.path_params["month"]
-        was_closed = await known.month(month) is not None
-        found = await known.close_month(month)
+        was_closed = await running().month(month) is not None
+        found = await running().close_month(month)
         if not was_closed:
             log_operation(f"close of {month}", request)
             await audited.note(request, "month.close", month, None, {"hash": found.hash, "lines": len(found.lines)})
-        return _json(document(found))
+        return json_response(document(found))
 
     return {MONTHS: listed, MONTH: shown, CLOSE: audited.recorded(close)}
 
@@ -78,7 +77,3 @@ def document(found: ClosedMonth) -> dict[str, Any]:
         "lines": list(found.lines),
         "corrections": list(found.corrections),
     }
-
-
-def _json(content: Any) -> Response:
-    return Response(msgspec.json.encode(content), headers={"cache-control": "no-store"}, media_type="application/json")

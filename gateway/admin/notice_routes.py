@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.admin.audited import AuditedHandlers, Handler, error_response, log_operation
+from gateway.admin.audited import AuditedHandlers, Handler, error_response, json_response, log_operation
 
 if TYPE_CHECKING:
     from gateway.notices.service import Notices
@@ -27,7 +27,7 @@ def handlers(notices: Notices | None, audited: AuditedHandlers) -> dict[str, Han
         text = request.query_params.get("limit", str(_LISTED))
         if not (text.isascii() and text.isdigit() and 1 <= int(text) <= _MAX_LISTED):
             return error_response(f"limit: expected a number from 1 to {_MAX_LISTED}", 400)
-        return JSONResponse({"notices": await notices.recent(int(text))}, headers={"cache-control": "no-store"})
+        return json_response({"notices": await notices.recent(int(text))})
 
     async def test(request: Request) -> Response:
         if notices is None:

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.access.actor import Requester
-from gateway.admin.audited import Handler, error_response, log_operation
+from gateway.admin.audited import Handler, error_response, json_response, log_operation
 from gateway.key_management.key_list import instant
 from gateway.store.cursor import cursor_to, page_length, position_of
 
@@ -42,7 +42,7 @@ def handlers(sign_in: SignIn | None) -> dict[str, Mapping[str, Handler]]:
         found = await sign_in.people(after, limit + 1, subject=query.get("subject"))
         shown = [person_document(each) for each in found[:limit]]
         cursor = cursor_to(found[limit - 1].position) if len(found) > limit else None
-        return JSONResponse({"people": shown, "next_cursor": cursor}, headers={"cache-control": "no-store"})
+        return json_response({"people": shown, "next_cursor": cursor})
 
     async def end_sessions(request: Request) -> Response:
         if sign_in is None:

@@ -11,7 +11,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.audited import AuditedHandlers, Handler, error_response, log_operation
+from gateway.admin.audited import AuditedHandlers, Handler, error_response, json_response, log_operation
 from gateway.audit.entry import AuditUnavailableError
 from gateway.key_management.raises import Raise, new_raise
 from gateway.ledger.errors import DatabaseUnavailableError
@@ -128,8 +128,7 @@ def _unknown(holder: Holder) -> Response:
 
 
 def _shown(raises: Sequence[Raise], status: int = 200) -> Response:
-    content = msgspec.json.encode({"raises": [each.document() for each in raises]})
-    return Response(content, status, {"cache-control": "no-store"}, "application/json")
+    return json_response({"raises": [each.document() for each in raises]}, status)
 
 
 def _audited(raises: Sequence[Raise]) -> Mapping[str, Any]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from gateway.access.actor import Requester, Role
-from gateway.admin.audited import Handler, error_response
+from gateway.admin.audited import Handler, error_response, json_response
 from gateway.sign_in.errors import SignInError
 
 if TYPE_CHECKING:
@@ -36,6 +36,6 @@ def handler(sign_in: SignIn | None) -> Handler:
             return error_response(f"role is not one of {', '.join(Role)}", 400)
         except SignInError as error:
             return error_response(str(error), 400)
-        return JSONResponse({"urls": urls, "expires_in": sign_in.link_seconds}, 201, {"cache-control": "no-store"})
+        return json_response({"urls": urls, "expires_in": sign_in.link_seconds}, 201)
 
     return create
