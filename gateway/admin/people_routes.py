@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -11,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from gateway.access.actor import Requester
 from gateway.admin.audited import Handler, error_response, json_response, log_operation
-from gateway.key_management.key_list import instant
+from gateway.key_management.key_list import instant_of
 from gateway.store.cursor import cursor_to, page_length, position_of
 
 if TYPE_CHECKING:
@@ -65,15 +64,11 @@ def person_document(person: KnownPerson) -> dict[str, Any]:
         "teams": person.teams,
         "owned_teams": person.owned_teams,
         "sessions": person.sessions,
-        "created": _time(person.created),
-        "last_sign_in": _time(person.last_sign_in),
+        "created": instant_of(person.created),
+        "last_sign_in": instant_of(person.last_sign_in),
     }
 
 
 def _requester(request: Request) -> Requester:
     requester: Requester = request.state.requester
     return requester
-
-
-def _time(seconds: float) -> str:
-    return instant(datetime.fromtimestamp(seconds, UTC))

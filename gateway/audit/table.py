@@ -7,7 +7,6 @@ row that is there already is not written again, and must be the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +17,7 @@ from sqlalchemy.engine import URL
 
 from gateway.audit.chain import read_line
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.ledger.schema import METADATA
+from gateway.ledger.schema import METADATA, utc
 from gateway.ledger.store import Database, available, create_database_engine
 
 AUDIT = Table(
@@ -76,7 +75,7 @@ class AuditTable(Database):
             for row in rows:
                 data = row.entry.encode("utf-8", "surrogatepass")
                 line = read_line(data)
-                is_whole = line is not None and (line.chain, line.seq) == (row.chain, row.seq) and line.time == _aware(row.time)
+                is_whole = line is not None and (line.chain, line.seq) == (row.chain, row.seq) and line.time == utc(row.time)
                 yield f"chain {row.chain}, entry {row.seq}", data if is_whole else b""
             last = rows[-1].chain, rows[-1].seq
 
@@ -96,7 +95,3 @@ class AuditTable(Database):
 
     def _is_missing_file(self) -> bool:
         return self.engine.dialect.name == "sqlite" and not Path(str(self.engine.url.database)).exists()
-
-
-def _aware(time: datetime) -> datetime:
-    return time if time.tzinfo else time.replace(tzinfo=UTC)  # SQLite stores no zone

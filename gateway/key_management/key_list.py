@@ -81,3 +81,8 @@ def expiry(key: Key) -> datetime | None:
 def instant(moment: datetime) -> str:
     """Write a time in UTC, to the second."""
     return moment.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+
+
+def instant_of(seconds: float) -> str:
+    """Write a time, in seconds since the epoch, as ``instant`` does."""
+    return instant(datetime.fromtimestamp(seconds, UTC))

@@ -18,7 +18,7 @@ import msgspec
 
 from gateway.config.problems import did_you_mean
 from gateway.config.quantities import parse_duration
-from gateway.key_management.key_list import instant
+from gateway.key_management.key_list import instant_of
 from gateway.snapshot.money import MAX_COST_LIMIT, NANO, json_number, nano_units
 from gateway.snapshot.snapshot import Allowance, Limits, Raised
 
@@ -59,7 +59,7 @@ class Raise:
         """Return it as JSON, for an encoder of msgspec."""
         amount = json_number(self.amount) if self.is_cost and self.amount is not None else self.amount
         to = f"{self.factor}x" if amount is None else amount
-        return {"limit": self.limit, "to": to, "until": _text(self.until), "created": _text(self.created), "by": self.by}
+        return {"limit": self.limit, "to": to, "until": instant_of(self.until), "created": instant_of(self.created), "by": self.by}
 
 
 def new_raise(sent: Mapping[str, Any], allowance: Allowance, now: datetime, by: str) -> Raise:
@@ -173,7 +173,3 @@ def decode(text: str) -> tuple[Raise, ...]:
 
 
 _DECODER = msgspec.json.Decoder(tuple[Raise, ...])
-
-
-def _text(seconds: float) -> str:
-    return instant(datetime.fromtimestamp(seconds, UTC))

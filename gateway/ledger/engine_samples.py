@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from gateway.ledger.schema import COUNTERS, ENGINE_SAMPLES
+from gateway.ledger.schema import COUNTERS, ENGINE_SAMPLES, utc
 
 SAMPLES_PER_SLOT = 40
 """The length of a slot, in intervals between two samples."""
@@ -147,12 +147,11 @@ def read_samples(connection: Connection, since: datetime, until: datetime, model
 
 
 def _sample(row: Row[Any]) -> EngineSample:
-    time = row.time if row.time.tzinfo else row.time.replace(tzinfo=UTC)
     return EngineSample(
         row.server,
         row.model,
         row.started,
-        time.timestamp(),
+        utc(row.time).timestamp(),
         row.quiet,
         **{name: getattr(row, column) for name, column in COUNTERS.items()},
         is_first=row.slot == 0,

@@ -11,6 +11,7 @@ billionths of the operator's currency, so sums are exact in both databases.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
@@ -84,3 +85,8 @@ ENGINE_SAMPLES = Table(
     *(Column(each, BigInteger, nullable=name == "responses") for name, each in COUNTERS.items()),
     Index("gateway_engine_samples_time", "time"),
 )
+
+
+def utc(moment: datetime) -> datetime:
+    """Return a time of the database in UTC. SQLite stores no zone, and PostgreSQL returns times in the zone of the session."""
+    return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -17,7 +17,7 @@ from sqlalchemy import Column, DateTime, Index, Insert, Integer, String, Table, 
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import URL
 
-from gateway.ledger.schema import METADATA
+from gateway.ledger.schema import METADATA, utc
 from gateway.ledger.store import Database, create_database_engine
 from gateway.notices.notice import Notice
 
@@ -143,7 +143,7 @@ class NoticeTable(Database):
         """Return what was not sent yet, by rule."""
         query = select(NOTICES.c.rule, func.count(), func.min(NOTICES.c.created)).where(NOTICES.c.state == "waiting")
         with self.transaction() as connection:
-            return {rule: Waiting(count, _aware(oldest)) for rule, count, oldest in connection.execute(query.group_by(NOTICES.c.rule))}
+            return {rule: Waiting(count, utc(oldest)) for rule, count, oldest in connection.execute(query.group_by(NOTICES.c.rule))}
 
     def prune(self, now: datetime) -> None:
         """Delete the rows of windows that ended long ago."""
@@ -156,8 +156,4 @@ _COLUMNS = [NOTICES.c[name] for name in Row._fields]
 
 def _row(found: Any) -> Row:
     row = Row(*found)
-    return row._replace(created=_aware(row.created), due=_aware(row.due))
-
-
-def _aware(moment: datetime) -> datetime:
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)  # SQLite stores no zone
+    return row._replace(created=utc(row.created), due=utc(row.due))

@@ -28,7 +28,7 @@ from gateway.audit.entry import Audit, AuditUnavailableError, Entry
 from gateway.audit.recorded_change import recorded_change
 from gateway.config import Team
 from gateway.config.quantities import parse_duration
-from gateway.key_management.key_list import LastUse, instant
+from gateway.key_management.key_list import LastUse, instant_of
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.self_service import openapi
 from gateway.self_service.access import Action, check_owner, grant_of, no_key, refusal_of
@@ -385,9 +385,8 @@ def _with_secret(done: KeyChange, status: int) -> Response:
 
 
 def _person_document(person: KnownPerson, team: str) -> dict[str, Any]:
-    signed_in = instant(datetime.fromtimestamp(person.last_sign_in, UTC))
     owned = team in person.owned_teams
-    return {**person.identity._asdict(), "name": person.name, "owned": owned, "last_sign_in": signed_in}
+    return {**person.identity._asdict(), "name": person.name, "owned": owned, "last_sign_in": instant_of(person.last_sign_in)}
 
 
 def _json(content: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -18,6 +18,7 @@ from sqlalchemy import ColumnElement, Connection, Engine, Select, delete, func, 
 from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.access.actor import PersonId, Role
+from gateway.ledger.schema import utc
 from gateway.ledger.store import Database
 from gateway.sign_in.browser import Port
 from gateway.sign_in.sessions import Logout, Person, Session
@@ -268,8 +269,8 @@ def _role(row: Any) -> Role | None:
 
 
 def _seconds(moment: datetime) -> float:
-    """Return a time of the database in seconds since the epoch. SQLite stores no zone."""
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    """Return a time of the database in seconds since the epoch."""
+    return utc(moment).timestamp()
 
 
 def _time(seconds: float) -> datetime:

@@ -21,6 +21,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import IntegrityError
 
 from gateway.access.actor import PersonId
+from gateway.ledger.schema import utc
 from gateway.ledger.store import Database, create_database_engine
 from gateway.store.entries import Kind, Position, Row, hashes_and_team
 from gateway.store.errors import Reason, RefusedChangeError
@@ -344,12 +345,8 @@ def _columns(table: Table) -> list[Any]:
 def _row(table: Table, found: Any) -> Row:
     identity, version, entry, created, changed, *maker = found
     made_by = PersonId(*maker) if table is KEYS and maker[1] is not None else None
-    return Row(identity, version, entry, _aware(created), _aware(changed), made_by)
+    return Row(identity, version, entry, utc(created), utc(changed), made_by)
 
 
 def _is_made_by(person: PersonId) -> ColumnElement[bool]:
     return and_(KEYS.c.made_by_issuer == person.issuer, KEYS.c.made_by_subject == person.subject)
-
-
-def _aware(moment: datetime) -> datetime:
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)  # SQLite stores no zone

@@ -6,7 +6,7 @@ One index look-up for each entry, so a table of any size responds. An entry for 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 
 from sqlalchemy import Engine, func, inspect, select
@@ -14,7 +14,7 @@ from sqlalchemy import Engine, func, inspect, select
 from gateway.config import Config
 from gateway.key_management.key_list import LastUse, token_entries
 from gateway.ledger.errors import DatabaseUnavailableError
-from gateway.ledger.schema import USAGE
+from gateway.ledger.schema import USAGE, utc
 from gateway.usage.database import connected, open_ledger
 from gateway.usage.queries import rows_of
 
@@ -26,7 +26,7 @@ def last_use(engine: Engine, keys: Iterable[str], of_tokens: frozenset[str]) -> 
             return {}
         newest = {key: select(func.max(USAGE.c.time)).where(rows_of(key, with_subjects=key in of_tokens)) for key in keys}
         found = ((key, connection.execute(statement).scalar()) for key, statement in newest.items())
-        return {key: when if when.tzinfo else when.replace(tzinfo=UTC) for key, when in found if when is not None}
+        return {key: utc(when) for key, when in found if when is not None}
 
 
 def known_last_use(engine: Engine, config: Config) -> LastUse:

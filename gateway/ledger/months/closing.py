@@ -18,9 +18,9 @@ from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, func, inse
 
 from gateway.ledger.errors import MonthError
 from gateway.ledger.months.tables import CLOSED, COST, MONTHS, SUMS, TOTALS
-from gateway.ledger.months.totals import HALF, insert_into, sums_of_rows, utc
+from gateway.ledger.months.totals import HALF, insert_into, sums_of_rows
 from gateway.ledger.row import MIRRORED, UsageRow
-from gateway.ledger.schema import USAGE
+from gateway.ledger.schema import USAGE, utc
 from gateway.snapshot.money import decimal_text
 
 LINE = ("key", "team", "model", "labels")

@@ -8,24 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from datetime import UTC, date, datetime
+from datetime import date, datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Integer, Table, cast, delete, func, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.ledger.months.tables import COST, GROUPS, SUMS, TOTALS
-from gateway.ledger.schema import USAGE
+from gateway.ledger.schema import USAGE, utc
 
 HALF = 2**32
 """Costs are summed in two parts, because SQLite's integer sums overflow at 64 bits."""
 # One gateway at a time replaces rows, until its transaction ends: otherwise two could count the same rows. In SQLite it is the writer.
 _LOCKS = {"postgresql": "SELECT pg_advisory_xact_lock(1986817134)", "sqlite": "BEGIN IMMEDIATE"}
-
-
-def utc(moment: datetime) -> datetime:
-    """Return a time of the database in UTC. SQLite stores no zone, and PostgreSQL returns times in the zone of the session."""
-    return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def sums_of_rows() -> dict[str, ColumnElement[Any]]:

@@ -18,9 +18,8 @@ from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, inspect, 
 
 from gateway import config as conf
 from gateway.ledger.months.tables import TOTALS
-from gateway.ledger.months.totals import utc
 from gateway.ledger.row import COLUMNS
-from gateway.ledger.schema import USAGE
+from gateway.ledger.schema import USAGE, utc
 from gateway.snapshot.link import RejectedRequest
 from gateway.snapshot.money import json_number
 from gateway.store.cursor import cursor_to, page_length, position_of
