@@ -1,4 +1,4 @@
-"""What the admin port's handlers share: the check of the client's role, the entry of the audit log for each operation, and responses.
+"""Parts that the admin port's handlers share: the check of the client's role, the entry of the audit log for each operation, and responses.
 
 The rules: an operation is refused while the audit log cannot be written. Its entry is durable before the response, so there is no
 acknowledged change without an entry. The entry of a change in the store is durable before its commit.

@@ -83,7 +83,7 @@ class NoticeTable(Database):
         super().__init__(create_database_engine(url))
 
     def create_file(self, file: Path) -> None:
-        """Create the file, which may be in a folder of its own."""
+        """Create the file, and its folder if it does not exist."""
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         super().create_file(file)
 
