@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -118,9 +117,11 @@ def _metric(name: str, family: Family, rows: Iterable[tuple[tuple[str, ...], Seq
     return metric
 
 
-_METRICS: Mapping[str, type[HistogramMetricFamily | CounterMetricFamily | GaugeMetricFamily]] = MappingProxyType(
-    {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily, "gauge": GaugeMetricFamily}
-)
+_METRICS: Mapping[str, type[HistogramMetricFamily | CounterMetricFamily | GaugeMetricFamily]] = {
+    "histogram": HistogramMetricFamily,
+    "counter": CounterMetricFamily,
+    "gauge": GaugeMetricFamily,
+}
 
 
 def _cumulative(bounds: Sequence[float], counts: Sequence[float]) -> list[tuple[str, float]]:
@@ -169,15 +170,13 @@ def application(
     return Starlette(routes=routes, exception_handlers=dict.fromkeys((RefusedRequest, *_ERRORS), _respond_to))
 
 
-_ERRORS: Mapping[type[Exception], tuple[int, str]] = MappingProxyType(
-    {
-        QueryError: (400, "{}"),
-        MonthError: (409, "{}"),
-        RefusedOperation: (409, "{}"),
-        AuditUnavailableError: (503, "the operation was performed, but the audit log cannot be written: {}"),
-        DatabaseUnavailableError: (503, "the ledger's database does not respond: {}"),
-    }
-)
+_ERRORS: Mapping[type[Exception], tuple[int, str]] = {
+    QueryError: (400, "{}"),
+    MonthError: (409, "{}"),
+    RefusedOperation: (409, "{}"),
+    AuditUnavailableError: (503, "the operation was performed, but the audit log cannot be written: {}"),
+    DatabaseUnavailableError: (503, "the ledger's database does not respond: {}"),
+}
 """The errors that handlers raise, each with the status and the text of its response."""
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -57,5 +56,5 @@ def _number(value: Any) -> str:
     return "-" if value is None else f"{value:,}"
 
 
-FORMATS: Mapping[str, Callable[[Rows, Console], None]] = MappingProxyType({"table": as_table, "csv": as_csv, "json": as_json})
+FORMATS: Mapping[str, Callable[[Rows, Console], None]] = {"table": as_table, "csv": as_csv, "json": as_json}
 """The output formats of limits."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -41,43 +40,39 @@ class ErrorSpec:
     retry_after: int | None = None
 
 
-ERRORS: Mapping[str, ErrorSpec] = MappingProxyType(
-    {
-        "invalid_json": ErrorSpec(400, INVALID_REQUEST),
-        "invalid_value": ErrorSpec(400, INVALID_REQUEST),
-        "invalid_request": ErrorSpec(400, INVALID_REQUEST),
-        "feature_not_enabled": ErrorSpec(400, INVALID_REQUEST),
-        "missing_required_parameter": ErrorSpec(400, INVALID_REQUEST),
-        "context_length_exceeded": ErrorSpec(400, INVALID_REQUEST),
-        "missing_api_key": ErrorSpec(401, AUTHENTICATION),
-        "invalid_api_key": ErrorSpec(401, AUTHENTICATION),
-        "expired_api_key": ErrorSpec(401, AUTHENTICATION),
-        "permission_denied": ErrorSpec(403, INVALID_REQUEST),
-        "model_not_found": ErrorSpec(404, INVALID_REQUEST),
-        "not_found": ErrorSpec(404, INVALID_REQUEST),
-        "method_not_allowed": ErrorSpec(405, INVALID_REQUEST),
-        "conflict": ErrorSpec(409, INVALID_REQUEST),
-        "request_timeout": ErrorSpec(408, INVALID_REQUEST),
-        "request_too_large": ErrorSpec(413, INVALID_REQUEST),
-        "unsupported_media_type": ErrorSpec(415, INVALID_REQUEST),
-        "headers_too_large": ErrorSpec(431, INVALID_REQUEST),
-        "rate_limit_exceeded": ErrorSpec(429, RATE_LIMIT, 1),
-        "insufficient_quota": ErrorSpec(429, RATE_LIMIT),
-        "server_error": ErrorSpec(500, SERVER),
-        "internal_error": ErrorSpec(500, SERVER),
-        "upstream_unreachable": ErrorSpec(502, SERVER),
-        "upstream_disconnected": ErrorSpec(502, SERVER),
-        "upstream_timeout": ErrorSpec(504, SERVER),
-        "model_loading": ErrorSpec(503, SERVER, 5),
-        "overloaded": ErrorSpec(503, SERVER, 1),
-        "draining": ErrorSpec(503, SERVER, 5),
-        "no_healthy_server": ErrorSpec(503, SERVER, 5),
-    }
-)
+ERRORS: Mapping[str, ErrorSpec] = {
+    "invalid_json": ErrorSpec(400, INVALID_REQUEST),
+    "invalid_value": ErrorSpec(400, INVALID_REQUEST),
+    "invalid_request": ErrorSpec(400, INVALID_REQUEST),
+    "feature_not_enabled": ErrorSpec(400, INVALID_REQUEST),
+    "missing_required_parameter": ErrorSpec(400, INVALID_REQUEST),
+    "context_length_exceeded": ErrorSpec(400, INVALID_REQUEST),
+    "missing_api_key": ErrorSpec(401, AUTHENTICATION),
+    "invalid_api_key": ErrorSpec(401, AUTHENTICATION),
+    "expired_api_key": ErrorSpec(401, AUTHENTICATION),
+    "permission_denied": ErrorSpec(403, INVALID_REQUEST),
+    "model_not_found": ErrorSpec(404, INVALID_REQUEST),
+    "not_found": ErrorSpec(404, INVALID_REQUEST),
+    "method_not_allowed": ErrorSpec(405, INVALID_REQUEST),
+    "conflict": ErrorSpec(409, INVALID_REQUEST),
+    "request_timeout": ErrorSpec(408, INVALID_REQUEST),
+    "request_too_large": ErrorSpec(413, INVALID_REQUEST),
+    "unsupported_media_type": ErrorSpec(415, INVALID_REQUEST),
+    "headers_too_large": ErrorSpec(431, INVALID_REQUEST),
+    "rate_limit_exceeded": ErrorSpec(429, RATE_LIMIT, 1),
+    "insufficient_quota": ErrorSpec(429, RATE_LIMIT),
+    "server_error": ErrorSpec(500, SERVER),
+    "internal_error": ErrorSpec(500, SERVER),
+    "upstream_unreachable": ErrorSpec(502, SERVER),
+    "upstream_disconnected": ErrorSpec(502, SERVER),
+    "upstream_timeout": ErrorSpec(504, SERVER),
+    "model_loading": ErrorSpec(503, SERVER, 5),
+    "overloaded": ErrorSpec(503, SERVER, 1),
+    "draining": ErrorSpec(503, SERVER, 5),
+    "no_healthy_server": ErrorSpec(503, SERVER, 5),
+}
 
-AUTH_REASONS: Mapping[str, str] = MappingProxyType(
-    {code: code.removesuffix("_api_key") for code, row in ERRORS.items() if row.type == AUTHENTICATION}
-)
+AUTH_REASONS: Mapping[str, str] = {code: code.removesuffix("_api_key") for code, row in ERRORS.items() if row.type == AUTHENTICATION}
 """The ``reason`` label of ``vllm_gateway_auth_failures_total`` by the error's code."""
 
 NAME_LIMIT = 200
@@ -235,19 +230,17 @@ def render_event(refusal: Refusal, *, dialect: str, number: int = 0) -> bytes:
 
 # Failures of a server
 
-_FAILURES: Mapping[type[UpstreamError], tuple[str, str]] = MappingProxyType(
-    {
-        ConnectFailed: ("upstream_unreachable", "The model's server could not be reached."),
-        LocalLimit: ("overloaded", "The gateway can open no more connections at the moment."),
-        StaleConnection: ("upstream_disconnected", "The model's server closed the connection before it responded."),
-        Disconnected: ("upstream_disconnected", "The model's server closed the connection before the end of its response."),
-        BadResponse: ("upstream_disconnected", "The model's server sent an invalid response."),
-        FirstByteTimeout: ("upstream_timeout", "The model's server did not start to respond in time."),
-        IdleTimeout: ("upstream_timeout", "The model's server stopped sending in the middle of its response."),
-        TotalTimeout: ("upstream_timeout", "The response took longer than this model's limit."),
-        UpstreamError: ("upstream_disconnected", "The model's server failed."),
-    }
-)
+_FAILURES: Mapping[type[UpstreamError], tuple[str, str]] = {
+    ConnectFailed: ("upstream_unreachable", "The model's server could not be reached."),
+    LocalLimit: ("overloaded", "The gateway can open no more connections at the moment."),
+    StaleConnection: ("upstream_disconnected", "The model's server closed the connection before it responded."),
+    Disconnected: ("upstream_disconnected", "The model's server closed the connection before the end of its response."),
+    BadResponse: ("upstream_disconnected", "The model's server sent an invalid response."),
+    FirstByteTimeout: ("upstream_timeout", "The model's server did not start to respond in time."),
+    IdleTimeout: ("upstream_timeout", "The model's server stopped sending in the middle of its response."),
+    TotalTimeout: ("upstream_timeout", "The response took longer than this model's limit."),
+    UpstreamError: ("upstream_disconnected", "The model's server failed."),
+}
 
 
 def from_failure(error: UpstreamError) -> Refusal:

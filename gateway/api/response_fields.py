@@ -23,7 +23,6 @@ In streams of responses and messages the events that open and close an item have
 from __future__ import annotations
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import msgspec
@@ -62,25 +61,19 @@ class _Shape(NamedTuple):
     text_events: frozenset[str] | None = None
 
 
-_SHAPES: Mapping[Dialect, _Shape] = MappingProxyType(
-    {
-        Dialect.CHAT: _Shape(_CHOICES, _DONE),
-        Dialect.COMPLETIONS: _Shape(_CHOICES, _DONE),
-        Dialect.RESPONSES: _Shape(
-            {"usage": None, "status": None},
-            (*(f"event: {kind}".encode() for kind in _LAST_OF_RESPONSES), b"event: error"),
-            stopped=b'"cancelled"',
-            text_events=frozenset(
-                {"response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta"}
-            ),
-        ),
-        Dialect.MESSAGES: _Shape(
-            {"usage": None}, (b"event: message_stop", b"event: error"), text_events=frozenset({"content_block_delta"})
-        ),
-        Dialect.COHERE: _Shape({"meta": {"billed_units": None}}, (), parsed_size=-1),  # not streamed
-        Dialect.PLAIN: _Shape({"usage": None}, _DONE),  # audio: no other route of this dialect is streamed
-    }
-)
+_SHAPES: Mapping[Dialect, _Shape] = {
+    Dialect.CHAT: _Shape(_CHOICES, _DONE),
+    Dialect.COMPLETIONS: _Shape(_CHOICES, _DONE),
+    Dialect.RESPONSES: _Shape(
+        {"usage": None, "status": None},
+        (*(f"event: {kind}".encode() for kind in _LAST_OF_RESPONSES), b"event: error"),
+        stopped=b'"cancelled"',
+        text_events=frozenset({"response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta"}),
+    ),
+    Dialect.MESSAGES: _Shape({"usage": None}, (b"event: message_stop", b"event: error"), text_events=frozenset({"content_block_delta"})),
+    Dialect.COHERE: _Shape({"meta": {"billed_units": None}}, (), parsed_size=-1),  # not streamed
+    Dialect.PLAIN: _Shape({"usage": None}, _DONE),  # audio: no other route of this dialect is streamed
+}
 
 _COUNTS = (("usage",), ("meta", "billed_units"))
 
@@ -135,18 +128,16 @@ def ends_choice(document: Mapping[str, Any]) -> bool:
     return isinstance(choices, list) and any(isinstance(each, dict) and each.get("finish_reason") is not None for each in choices)
 
 
-_WITHOUT_TOKENS: Mapping[str, int] = MappingProxyType(
-    {
-        "response.created": 1,
-        "response.in_progress": 1,
-        "response.output_item.added": 1,
-        "response.output_item.done": 2,
-        "message_start": 1,
-        "content_block_start": 1,
-        "content_block_stop": 1,
-        "ping": 1,
-    }
-)
+_WITHOUT_TOKENS: Mapping[str, int] = {
+    "response.created": 1,
+    "response.in_progress": 1,
+    "response.output_item.added": 1,
+    "response.output_item.done": 2,
+    "message_start": 1,
+    "content_block_start": 1,
+    "content_block_stop": 1,
+    "ping": 1,
+}
 _WITH_PARTS = frozenset({"message", "reasoning"})  # items of responses whose text is in a part, which has its own events
 
 
@@ -172,7 +163,7 @@ def opened_block(document: Mapping[str, Any]) -> str:
 
 ITEMIZED = frozenset({Dialect.RESPONSES, Dialect.MESSAGES})
 """The dialects whose streams have events without tokens between the others."""
-EVENTS_BEFORE_TOKENS: Mapping[Dialect, int] = MappingProxyType(dict.fromkeys(Dialect, 0) | {Dialect.CHAT: 1})
+EVENTS_BEFORE_TOKENS: Mapping[Dialect, int] = dict.fromkeys(Dialect, 0) | {Dialect.CHAT: 1}
 """The events at the start of a stream that have no tokens and no mark: the role, in vLLM's chat."""
 
 

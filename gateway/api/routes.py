@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from types import MappingProxyType
 from typing import NamedTuple
 
 
@@ -76,7 +75,7 @@ class Route:
         object.__setattr__(self, "takes", frozenset(takes))
 
 
-_KEY_FIELDS: Mapping[Dialect, tuple[str, ...]] = MappingProxyType({Dialect.MESSAGES: ("cache_salt",), Dialect.COHERE: ("priority",)})
+_KEY_FIELDS: Mapping[Dialect, tuple[str, ...]] = {Dialect.MESSAGES: ("cache_salt",), Dialect.COHERE: ("priority",)}
 _BATCH = "/v1/chat/completions/batch"
 _UNSCHEDULED = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
 
@@ -109,7 +108,7 @@ _ROWS = (
     _simple_route("/detokenize"),
 )
 
-ROUTES: Mapping[str, Route] = MappingProxyType({route.path: route for route in _ROWS})
+ROUTES: Mapping[str, Route] = {route.path: route for route in _ROWS}
 """Routes by the path at the gateway; every route is a POST."""
 
 ENDPOINTS: tuple[str, ...] = tuple(dict.fromkeys(route.endpoint for route in _ROWS))
@@ -128,15 +127,13 @@ class Output(NamedTuple):
     batch: str | None = None
 
 
-OUTPUTS: Mapping[str, Output] = MappingProxyType(
-    {
-        "/v1/chat/completions": Output(("max_completion_tokens", "max_tokens")),
-        _BATCH: Output(("max_completion_tokens", "max_tokens"), batch="messages"),
-        "/v1/completions": Output(("max_tokens",), 16),
-        "/v1/responses": Output(("max_output_tokens",)),
-        "/v1/messages": Output(("max_tokens",)),
-    }
-)
+OUTPUTS: Mapping[str, Output] = {
+    "/v1/chat/completions": Output(("max_completion_tokens", "max_tokens")),
+    _BATCH: Output(("max_completion_tokens", "max_tokens"), batch="messages"),
+    "/v1/completions": Output(("max_tokens",), 16),
+    "/v1/responses": Output(("max_output_tokens",)),
+    "/v1/messages": Output(("max_tokens",)),
+}
 """Limits by the path at the server. Other routes generate nothing, or have their limit in a form."""
 
 
@@ -153,66 +150,64 @@ class Reason(StrEnum):
     NOT_COVERED = "the rules for request bodies and the usage accounting do not cover it"
 
 
-REFUSED: Mapping[str, tuple[str, Reason]] = MappingProxyType(
-    {
-        "/v1/responses/{response_id}": ("GET", Reason.NO_STORE),
-        "/v1/responses/{response_id}/cancel": ("POST", Reason.NO_STORE),
-        "/v1/realtime": ("GET", Reason.WEBSOCKET),
-        "/v1/systemone": ("POST", Reason.NOT_COVERED),
-        "/generative_scoring": ("POST", Reason.NOT_COVERED),
-        "/cohere/v2/chat": ("POST", Reason.NOT_COVERED),
-        "/invocations": ("POST", Reason.ANY_ROUTE),
-        "/ping": ("GET", Reason.OPERATOR),
-        "/load": ("GET", Reason.OPERATOR),
-        "/metrics": ("GET", Reason.OPERATOR),
-        "/kv_event_sources": ("GET", Reason.OPERATOR),
-        "/server_info": ("GET", Reason.OPERATOR),
-        "/tokenizer_info": ("GET", Reason.OPERATOR),
-        "/get_world_size": ("GET", Reason.OPERATOR),
-        "/weight_info": ("GET", Reason.OPERATOR),
-        "/weight_checker": ("POST", Reason.OPERATOR),
-        "/is_paused": ("GET", Reason.OPERATOR),
-        "/is_sleeping": ("GET", Reason.OPERATOR),
-        "/is_scaling_elastic_ep": ("POST", Reason.OPERATOR),
-        "/fault_tolerance/status": ("GET", Reason.OPERATOR),
-        "/docs": ("GET", Reason.DOCS),
-        "/docs/oauth2-redirect": ("GET", Reason.DOCS),
-        "/redoc": ("GET", Reason.DOCS),
-        "/openapi.json": ("GET", Reason.DOCS),
-        "/v1/load_lora_adapter": ("POST", Reason.CONTROL),
-        "/v1/unload_lora_adapter": ("POST", Reason.CONTROL),
-        "/adapters": ("POST", Reason.CONTROL),
-        "/adapters/{adapter_name}": ("DELETE", Reason.CONTROL),
-        "/scale_elastic_ep": ("POST", Reason.CONTROL),
-        "/fault_tolerance/apply": ("POST", Reason.CONTROL),
-        "/start_profile": ("POST", Reason.CONTROL),
-        "/stop_profile": ("POST", Reason.CONTROL),
-        "/sleep": ("POST", Reason.CONTROL),
-        "/wake_up": ("POST", Reason.CONTROL),
-        "/release_kv_cache_memory": ("POST", Reason.CONTROL),
-        "/reset_prefix_cache": ("POST", Reason.CONTROL),
-        "/reset_mm_cache": ("POST", Reason.CONTROL),
-        "/reset_encoder_cache": ("POST", Reason.CONTROL),
-        "/collective_rpc": ("POST", Reason.CONTROL),
-        "/pause": ("POST", Reason.CONTROL),
-        "/resume": ("POST", Reason.CONTROL),
-        "/abort_requests": ("POST", Reason.CONTROL),
-        "/init_weight_transfer_engine": ("POST", Reason.CONTROL),
-        "/shutdown_weight_transfer_engine": ("POST", Reason.CONTROL),
-        "/start_weight_update": ("POST", Reason.CONTROL),
-        "/start_draft_weight_update": ("POST", Reason.CONTROL),
-        "/update_weights": ("POST", Reason.CONTROL),
-        "/finish_weight_update": ("POST", Reason.CONTROL),
-        "/update_weight_version": ("POST", Reason.CONTROL),
-        "/inference/v1/generate": ("POST", Reason.BETWEEN_SERVERS),
-        "/inference/v1/abort_requests": ("POST", Reason.BETWEEN_SERVERS),
-        "/v1/chat/completions/render": ("POST", Reason.BETWEEN_SERVERS),
-        "/v1/chat/completions/derender": ("POST", Reason.BETWEEN_SERVERS),
-        "/v1/completions/render": ("POST", Reason.BETWEEN_SERVERS),
-        "/v1/completions/derender": ("POST", Reason.BETWEEN_SERVERS),
-        "/v1/messages/render": ("POST", Reason.BETWEEN_SERVERS),
-        "/v1/responses/render": ("POST", Reason.BETWEEN_SERVERS),
-        "/cohere/v2/chat/render": ("POST", Reason.BETWEEN_SERVERS),
-    }
-)
+REFUSED: Mapping[str, tuple[str, Reason]] = {
+    "/v1/responses/{response_id}": ("GET", Reason.NO_STORE),
+    "/v1/responses/{response_id}/cancel": ("POST", Reason.NO_STORE),
+    "/v1/realtime": ("GET", Reason.WEBSOCKET),
+    "/v1/systemone": ("POST", Reason.NOT_COVERED),
+    "/generative_scoring": ("POST", Reason.NOT_COVERED),
+    "/cohere/v2/chat": ("POST", Reason.NOT_COVERED),
+    "/invocations": ("POST", Reason.ANY_ROUTE),
+    "/ping": ("GET", Reason.OPERATOR),
+    "/load": ("GET", Reason.OPERATOR),
+    "/metrics": ("GET", Reason.OPERATOR),
+    "/kv_event_sources": ("GET", Reason.OPERATOR),
+    "/server_info": ("GET", Reason.OPERATOR),
+    "/tokenizer_info": ("GET", Reason.OPERATOR),
+    "/get_world_size": ("GET", Reason.OPERATOR),
+    "/weight_info": ("GET", Reason.OPERATOR),
+    "/weight_checker": ("POST", Reason.OPERATOR),
+    "/is_paused": ("GET", Reason.OPERATOR),
+    "/is_sleeping": ("GET", Reason.OPERATOR),
+    "/is_scaling_elastic_ep": ("POST", Reason.OPERATOR),
+    "/fault_tolerance/status": ("GET", Reason.OPERATOR),
+    "/docs": ("GET", Reason.DOCS),
+    "/docs/oauth2-redirect": ("GET", Reason.DOCS),
+    "/redoc": ("GET", Reason.DOCS),
+    "/openapi.json": ("GET", Reason.DOCS),
+    "/v1/load_lora_adapter": ("POST", Reason.CONTROL),
+    "/v1/unload_lora_adapter": ("POST", Reason.CONTROL),
+    "/adapters": ("POST", Reason.CONTROL),
+    "/adapters/{adapter_name}": ("DELETE", Reason.CONTROL),
+    "/scale_elastic_ep": ("POST", Reason.CONTROL),
+    "/fault_tolerance/apply": ("POST", Reason.CONTROL),
+    "/start_profile": ("POST", Reason.CONTROL),
+    "/stop_profile": ("POST", Reason.CONTROL),
+    "/sleep": ("POST", Reason.CONTROL),
+    "/wake_up": ("POST", Reason.CONTROL),
+    "/release_kv_cache_memory": ("POST", Reason.CONTROL),
+    "/reset_prefix_cache": ("POST", Reason.CONTROL),
+    "/reset_mm_cache": ("POST", Reason.CONTROL),
+    "/reset_encoder_cache": ("POST", Reason.CONTROL),
+    "/collective_rpc": ("POST", Reason.CONTROL),
+    "/pause": ("POST", Reason.CONTROL),
+    "/resume": ("POST", Reason.CONTROL),
+    "/abort_requests": ("POST", Reason.CONTROL),
+    "/init_weight_transfer_engine": ("POST", Reason.CONTROL),
+    "/shutdown_weight_transfer_engine": ("POST", Reason.CONTROL),
+    "/start_weight_update": ("POST", Reason.CONTROL),
+    "/start_draft_weight_update": ("POST", Reason.CONTROL),
+    "/update_weights": ("POST", Reason.CONTROL),
+    "/finish_weight_update": ("POST", Reason.CONTROL),
+    "/update_weight_version": ("POST", Reason.CONTROL),
+    "/inference/v1/generate": ("POST", Reason.BETWEEN_SERVERS),
+    "/inference/v1/abort_requests": ("POST", Reason.BETWEEN_SERVERS),
+    "/v1/chat/completions/render": ("POST", Reason.BETWEEN_SERVERS),
+    "/v1/chat/completions/derender": ("POST", Reason.BETWEEN_SERVERS),
+    "/v1/completions/render": ("POST", Reason.BETWEEN_SERVERS),
+    "/v1/completions/derender": ("POST", Reason.BETWEEN_SERVERS),
+    "/v1/messages/render": ("POST", Reason.BETWEEN_SERVERS),
+    "/v1/responses/render": ("POST", Reason.BETWEEN_SERVERS),
+    "/cohere/v2/chat/render": ("POST", Reason.BETWEEN_SERVERS),
+}
 """By the path in vLLM 0.32: its method there, and why it is not served."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import string
 from collections.abc import Iterable, Iterator, Mapping
-from types import MappingProxyType
 from urllib.parse import quote
 
 from gateway.api.errors import Refusal
@@ -26,28 +25,26 @@ _PATTERNS = tuple((re.compile(_NAME.sub("[^/]+", re.escape(path))), path) for pa
 _OLLAMA = "This is a path of Ollama's API. Use an OpenAI client with a base URL that ends in /v1."
 _NOT_IN_VLLM = "vLLM does not have this part of the API."
 
-OTHER_APIS: Mapping[str, str] = MappingProxyType(
-    {
-        "/openai/deployments": "This is a path of Azure's API. Use an OpenAI client with a base URL that ends in /v1.",
-        **dict.fromkeys(("/api/chat", "/api/embed", "/api/embeddings", "/api/generate", "/api/show", "/api/tags"), _OLLAMA),
-        **dict.fromkeys(
-            (
-                "/v1/assistants",
-                "/v1/audio/speech",
-                "/v1/batches",
-                "/v1/conversations",
-                "/v1/files",
-                "/v1/fine_tuning",
-                "/v1/images",
-                "/v1/messages/batches",
-                "/v1/moderations",
-                "/v1/threads",
-                "/v1/vector_stores",
-            ),
-            _NOT_IN_VLLM,
+OTHER_APIS: Mapping[str, str] = {
+    "/openai/deployments": "This is a path of Azure's API. Use an OpenAI client with a base URL that ends in /v1.",
+    **dict.fromkeys(("/api/chat", "/api/embed", "/api/embeddings", "/api/generate", "/api/show", "/api/tags"), _OLLAMA),
+    **dict.fromkeys(
+        (
+            "/v1/assistants",
+            "/v1/audio/speech",
+            "/v1/batches",
+            "/v1/conversations",
+            "/v1/files",
+            "/v1/fine_tuning",
+            "/v1/images",
+            "/v1/messages/batches",
+            "/v1/moderations",
+            "/v1/threads",
+            "/v1/vector_stores",
         ),
-    }
-)
+        _NOT_IN_VLLM,
+    ),
+}
 """Paths of other APIs, including everything below them, and the advice for each."""
 
 

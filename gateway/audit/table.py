@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import BigInteger, Column, DateTime, Index, Insert, Row, String, Table, inspect, select, tuple_
@@ -29,12 +28,10 @@ AUDIT = Table(
     Column("entry", String, nullable=False),
     Index("gateway_audit_time", "time"),
 )
-_INSERT: Mapping[str, Insert] = MappingProxyType(
-    {
-        "postgresql": postgresql.insert(AUDIT).on_conflict_do_nothing(),
-        "sqlite": sqlite.insert(AUDIT).on_conflict_do_nothing(),
-    }
-)
+_INSERT: Mapping[str, Insert] = {
+    "postgresql": postgresql.insert(AUDIT).on_conflict_do_nothing(),
+    "sqlite": sqlite.insert(AUDIT).on_conflict_do_nothing(),
+}
 _BATCH = 500  # rows of a statement
 
 

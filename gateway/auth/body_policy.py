@@ -7,7 +7,6 @@ Each row can be lifted by ``body.allow``.
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Set
-from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -45,7 +44,7 @@ REFUSED = frozenset(
 
 FORBIDDEN = STRIPPED | REFUSED
 
-MAXIMA: Mapping[str, int] = MappingProxyType({"n": 128, "best_of": 128, "logprobs": 100, "top_logprobs": 100})
+MAXIMA: Mapping[str, int] = {"n": 128, "best_of": 128, "logprobs": 100, "top_logprobs": 100}
 """The largest number that a field may contain. OpenAI allows n up to 128 and top_logprobs up to 20; vLLM has the same defaults."""
 
 TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
@@ -56,19 +55,17 @@ _CHOICE_FIELDS = ("n", "best_of")
 NUMBERS = frozenset({*MAXIMA, *TOKEN_LIMITS})
 """The fields that may have a largest number."""
 
-OLD_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "structured_outputs": ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
-        "tools": ("functions",),
-        "tool_choice": ("function_call",),
-    }
-)
+OLD_NAMES: Mapping[str, tuple[str, ...]] = {
+    "structured_outputs": ("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    "tools": ("functions",),
+    "tool_choice": ("function_call",),
+}
 """Fields whose older names clients still use."""
 
 _GRAMMARS = ("response_format", "structured_outputs", *OLD_NAMES["structured_outputs"], "text", "output_config")
 """Fields with a grammar: ``text`` in /v1/responses, ``output_config`` in /v1/messages."""
 
-SIZES: Mapping[str, int] = MappingProxyType(
+SIZES: Mapping[str, int] = (
     dict.fromkeys((*_GRAMMARS, "chat_template_kwargs"), 128 * 1024)  # OpenAI takes schemas of up to 120,000 characters
     | dict.fromkeys(("tools", *OLD_NAMES["tools"]), 1024 * 1024)
 )

@@ -7,7 +7,6 @@ says. An algorithm is bound to a key before any token is seen (RFC 8725, section
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jwt
@@ -15,9 +14,13 @@ import orjson
 from cryptography.hazmat.primitives.asymmetric.rsa import RSAPublicKey
 
 _RSA = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512")
-_CURVES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {"P-256": ("ES256",), "P-384": ("ES384",), "P-521": ("ES512",), "Ed25519": ("EdDSA",), "Ed448": ("EdDSA",)}
-)
+_CURVES: Mapping[str, tuple[str, ...]] = {
+    "P-256": ("ES256",),
+    "P-384": ("ES384",),
+    "P-521": ("ES512",),
+    "Ed25519": ("EdDSA",),
+    "Ed448": ("EdDSA",),
+}
 _MIN_RSA, _MAX_RSA = 2048, 8192  # bits; RFC 7518, section 3.3, and what is checked in a millisecond
 _MAX_KEYS = 100
 

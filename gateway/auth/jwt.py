@@ -14,7 +14,6 @@ import time
 from base64 import urlsafe_b64decode
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 import jwt
@@ -219,14 +218,12 @@ def _decode(token: bytes, key: jwt.PyJWK, issuer: Issuer) -> dict[str, Any]:
 
 _INVALID = ("invalid_api_key", "The token is not valid.")
 _EXPIRED = ("expired_api_key", "The token has expired.")
-_MESSAGES: Mapping[type[Exception], tuple[str, str]] = MappingProxyType(
-    {
-        jwt.ExpiredSignatureError: _EXPIRED,
-        jwt.ImmatureSignatureError: ("invalid_api_key", "The token is not valid yet."),
-        jwt.InvalidAudienceError: ("invalid_api_key", "The token is for another audience."),
-        jwt.InvalidSignatureError: ("invalid_api_key", "The token's signature is wrong."),
-    }
-)
+_MESSAGES: Mapping[type[Exception], tuple[str, str]] = {
+    jwt.ExpiredSignatureError: _EXPIRED,
+    jwt.ImmatureSignatureError: ("invalid_api_key", "The token is not valid yet."),
+    jwt.InvalidAudienceError: ("invalid_api_key", "The token is for another audience."),
+    jwt.InvalidSignatureError: ("invalid_api_key", "The token's signature is wrong."),
+}
 
 
 def _object(part: bytes) -> dict[str, Any]:

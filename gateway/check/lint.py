@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import NamedTuple
 
 from pydantic import ValidationError
@@ -29,7 +28,7 @@ from gateway.system.certificate_dates import validity
 OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
 """Also logged when the gateway starts."""
 _NAMED = 5
-_LONGEST: Mapping[object, int] = MappingProxyType({"day": 1, "week": 7, "month": 31})  # days
+_LONGEST: Mapping[object, int] = {"day": 1, "week": 7, "month": 31}  # days
 _COUNTED_SHARE = 1 + 1 / SLICES  # of a rolling window: it counts one slice more
 _DAY_SECONDS = 86400
 Scope = Sequence[str] | None

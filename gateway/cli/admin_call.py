@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -24,27 +23,21 @@ if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
 
 DEFAULT = Path("gateway.yaml")
-_CONFIG: Mapping[str, Any] = MappingProxyType(
-    {
-        "file": Annotated[
-            Path | None, typer.Argument(metavar="FILE", help="The configuration; default: gateway.yaml in the current folder.")
-        ],
-        "config": Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The same as FILE.")],
-    }
-)
-_GATEWAY: Mapping[str, Any] = MappingProxyType(
-    {
-        **_CONFIG,
-        "admin": Annotated[
-            str | None,
-            typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, instead of a FILE."),
-        ],
-        "token_file": Annotated[
-            Path | None,
-            typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway."),
-        ],
-    }
-)
+_CONFIG: Mapping[str, Any] = {
+    "file": Annotated[Path | None, typer.Argument(metavar="FILE", help="The configuration; default: gateway.yaml in the current folder.")],
+    "config": Annotated[Path | None, typer.Option("--config", metavar="FILE", help="The same as FILE.")],
+}
+_GATEWAY: Mapping[str, Any] = {
+    **_CONFIG,
+    "admin": Annotated[
+        str | None,
+        typer.Option("--admin", metavar="URL", help="The admin port of a gateway, e.g. http://10.0.0.7:9090, instead of a FILE."),
+    ],
+    "token_file": Annotated[
+        Path | None,
+        typer.Option("--token-file", metavar="FILE", help="With --admin: a file with the server.admin.token of that gateway."),
+    ],
+}
 
 
 class Where(NamedTuple):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter, ne
-from types import MappingProxyType
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -19,15 +18,13 @@ def _is_switched(before: object, after: object) -> bool:
     return (before is None) != (after is None)
 
 
-NEEDS_RESTART: Mapping[str, Callable[[object, object], bool]] = MappingProxyType(
-    {
-        **dict.fromkeys(("server.host", "server.port", "server.workers"), ne),
-        **dict.fromkeys(("server.tls", "server.admin.tls"), _is_switched),  # changed certificates are read again
-        **dict.fromkeys(("server.admin.host", "server.admin.port", "ledger", "store", "audit"), ne),
-        "sign_in": _is_switched,  # its routes are made at the start, its settings are read for each sign-in
-        "notices": lambda before, after: bool(before) != bool(after),  # their database is opened at the start
-    }
-)
+NEEDS_RESTART: Mapping[str, Callable[[object, object], bool]] = {
+    **dict.fromkeys(("server.host", "server.port", "server.workers"), ne),
+    **dict.fromkeys(("server.tls", "server.admin.tls"), _is_switched),  # changed certificates are read again
+    **dict.fromkeys(("server.admin.host", "server.admin.port", "ledger", "store", "audit"), ne),
+    "sign_in": _is_switched,  # its routes are made at the start, its settings are read for each sign-in
+    "notices": lambda before, after: bool(before) != bool(after),  # their database is opened at the start
+}
 """Settings that take effect only at the start (ports, number of processes, what these inherit), and whether two values differ."""
 S = TypeVar("S", bound=BaseModel)
 _MAX_NAMED = 5

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import TypeVar
 
 from pydantic import ValidationError
@@ -26,9 +25,7 @@ S = TypeVar("S", bound=Section)
 
 
 @collector_paused()  # the result stays in memory, and collecting garbage would take a quarter of the time
-def load(
-    path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, instead: Mapping[Path, Source] = MappingProxyType({})
-) -> Config:
+def load(path: str | os.PathLike[str], environ: Mapping[str, str] | None = None, instead: Mapping[Path, Source] = {}) -> Config:
     """Read and validate the configuration at ``path``, its keys_file and its secrets.
 
     Relative paths start from its folder. ``environ`` is for ``{env: NAME}``, by default the process's environment. ``instead`` replaces
@@ -51,7 +48,7 @@ def load(
     return whole
 
 
-def drafted(path: str | os.PathLike[str], instead: Mapping[Path, Source] = MappingProxyType({})) -> Draft | None:
+def drafted(path: str | os.PathLike[str], instead: Mapping[Path, Source] = {}) -> Draft | None:
     """Return the raw documents of the configuration at ``path`` for further checks, None if it cannot be read completely.
 
     ``instead`` is as for ``load``.

@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from types import MappingProxyType
 
 from rich.console import Console
 from rich.markup import escape
@@ -31,7 +30,7 @@ from upstream.vllm.failures import Cause
 from upstream.vllm.health import ServerHealth
 from upstream.vllm.probe_hints import probe_hint
 
-_STYLES: Mapping[int, str] = MappingProxyType({logging.ERROR: "red", logging.WARNING: "yellow", logging.INFO: "green"})
+_STYLES: Mapping[int, str] = {logging.ERROR: "red", logging.WARNING: "yellow", logging.INFO: "green"}
 _WIDE = 10_000  # columns of a file: nothing is wrapped
 _NAMED = 3
 _ALL_ADDRESSES = ("0.0.0.0", "::")  # noqa: S104  compared, not bound
@@ -182,7 +181,7 @@ class Announcer:
         """Report that the gateway has stopped, with all its processes."""
         self._write("stopped")
 
-    def _write(self, text: str, level: int = logging.INFO, about: Mapping[str, str | None] = MappingProxyType({})) -> None:
+    def _write(self, text: str, level: int = logging.INFO, about: Mapping[str, str | None] = {}) -> None:
         """Write a message with its time and level. ``text`` has rich's markup. ``about`` are fields of the JSON log line."""
         if logs.for_programs():
             _log.log(level, " ".join(Text.from_markup(text).plain.split()), extra=dict(about))

@@ -10,7 +10,6 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Annotated, Any, get_args, get_type_hints
 
 import msgspec
@@ -147,9 +146,7 @@ class UsageRow(msgspec.Struct, array_like=True, gc=False):
 
 _DECLARED = get_type_hints(UsageRow, include_extras=True)
 
-COLUMNS: Mapping[Column, str] = MappingProxyType(
-    {column: field for field, declared in _DECLARED.items() for column in getattr(declared, "__metadata__", ())}
-)
+COLUMNS: Mapping[Column, str] = {column: field for field, declared in _DECLARED.items() for column in getattr(declared, "__metadata__", ())}
 """The columns of the table, and the field of each."""
 
 NULLABLE = frozenset(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Date, DateTime, Float, Index, Integer, MetaData, String, Table, text
@@ -24,33 +23,29 @@ from gateway.ledger.row import COLUMNS, NULLABLE
 
 METADATA = MetaData()
 
-_TYPES: Mapping[Kind, TypeEngine[Any]] = MappingProxyType(
-    {
-        Kind.TEXT: String(),
-        Kind.NUMBER: Integer(),
-        Kind.COUNT: BigInteger(),
-        Kind.FLAG: Boolean(),
-        Kind.JSON: JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql"),
-        Kind.TIME: DateTime(timezone=True),
-        Kind.LATER_TIME: DateTime(timezone=True),
-        Kind.DAY: Date(),
-        Kind.MILLISECONDS: Float(),
-        Kind.COST: BigInteger(),
-        Kind.IS_GIVEN: Boolean(),
-    }
-)
+_TYPES: Mapping[Kind, TypeEngine[Any]] = {
+    Kind.TEXT: String(),
+    Kind.NUMBER: Integer(),
+    Kind.COUNT: BigInteger(),
+    Kind.FLAG: Boolean(),
+    Kind.JSON: JSON(none_as_null=True).with_variant(JSONB(none_as_null=True), "postgresql"),
+    Kind.TIME: DateTime(timezone=True),
+    Kind.LATER_TIME: DateTime(timezone=True),
+    Kind.DAY: Date(),
+    Kind.MILLISECONDS: Float(),
+    Kind.COST: BigInteger(),
+    Kind.IS_GIVEN: Boolean(),
+}
 
-PARTIAL_INDEXES: Mapping[str, tuple[tuple[str, ...], str]] = MappingProxyType(
-    {
-        "gateway_usage_model_time": (("model", "time"), "model IS NOT NULL"),
-        "gateway_usage_team_time": (("team", "time"), "team IS NOT NULL"),
-        "gateway_usage_user_time": (("end_user", "time"), "end_user IS NOT NULL"),
-        "gateway_usage_code_time": (("code", "time"), "code IS NOT NULL"),
-        "gateway_usage_reason_time": (("reason", "time"), "reason IS NOT NULL"),
-        "gateway_usage_failed_time": (("time", "status"), "status >= 400"),
-        "gateway_usage_late": (("day",), "late IS NOT NULL"),
-    }
-)
+PARTIAL_INDEXES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "gateway_usage_model_time": (("model", "time"), "model IS NOT NULL"),
+    "gateway_usage_team_time": (("team", "time"), "team IS NOT NULL"),
+    "gateway_usage_user_time": (("end_user", "time"), "end_user IS NOT NULL"),
+    "gateway_usage_code_time": (("code", "time"), "code IS NOT NULL"),
+    "gateway_usage_reason_time": (("reason", "time"), "reason IS NOT NULL"),
+    "gateway_usage_failed_time": (("time", "status"), "status >= 400"),
+    "gateway_usage_late": (("day",), "late IS NOT NULL"),
+}
 """The indexes by which requests are found, with their columns and their rows. An ordinary request has an entry in few of them."""
 
 USAGE = Table(
@@ -65,12 +60,10 @@ USAGE = Table(
     ),
 )
 
-COUNTERS: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: f"{name}_tokens" for name in ("prompt", "completion", "finished_prompt", "finished_completion")},
-        "responses": "responses",
-    }
-)
+COUNTERS: Mapping[str, str] = {
+    **{name: f"{name}_tokens" for name in ("prompt", "completion", "finished_prompt", "finished_completion")},
+    "responses": "responses",
+}
 """The counters of an engine, and the column of each. Only ``responses`` may be unknown."""
 
 ENGINE_SAMPLES = Table(

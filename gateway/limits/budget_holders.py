@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import NamedTuple
 
 from gateway.limits import end_users
@@ -79,8 +78,8 @@ class Budgets:
             by_key[key.id] = _with_budget(own)
             if key.team is not None:
                 by_team[key.team] = _with_budget(each for each in key.allowances if each not in own)
-        self._by_key: Mapping[str, Sequence[Allowance]] = MappingProxyType({key: found for key, found in by_key.items() if found})
-        self._by_team: Mapping[str, Sequence[Allowance]] = MappingProxyType({team: found for team, found in by_team.items() if found})
+        self._by_key: Mapping[str, Sequence[Allowance]] = {key: found for key, found in by_key.items() if found}
+        self._by_team: Mapping[str, Sequence[Allowance]] = {team: found for team, found in by_team.items() if found}
         self.keys, self.teams = frozenset(self._by_key), frozenset(self._by_team)
         self.entries = self.keys & of_tokens
         self._subjects = tuple(subject_prefix(entry) for entry in of_tokens)

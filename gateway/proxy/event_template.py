@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import orjson
@@ -28,21 +27,19 @@ _ATTEMPTS = 8
 
 Path = tuple[str | int, ...]
 _CHOICE: Path = ("choices", 0)
-_TEXTS: Mapping[Dialect, Sequence[Path]] = MappingProxyType(
-    {
-        Dialect.CHAT: (
-            (*_CHOICE, "delta", "content"),
-            (*_CHOICE, "delta", "reasoning"),
-            (*_CHOICE, "delta", "reasoning_content"),
-            (*_CHOICE, "delta", "tool_calls", 0, "function", "arguments"),
-        ),
-        Dialect.COMPLETIONS: ((*_CHOICE, "text"),),
-        Dialect.RESPONSES: (("delta",),),
-        Dialect.MESSAGES: (("delta", "text"), ("delta", "thinking"), ("delta", "partial_json")),
-        Dialect.COHERE: (),  # not streamed
-        Dialect.PLAIN: ((*_CHOICE, "delta", "content"),),
-    }
-)
+_TEXTS: Mapping[Dialect, Sequence[Path]] = {
+    Dialect.CHAT: (
+        (*_CHOICE, "delta", "content"),
+        (*_CHOICE, "delta", "reasoning"),
+        (*_CHOICE, "delta", "reasoning_content"),
+        (*_CHOICE, "delta", "tool_calls", 0, "function", "arguments"),
+    ),
+    Dialect.COMPLETIONS: ((*_CHOICE, "text"),),
+    Dialect.RESPONSES: (("delta",),),
+    Dialect.MESSAGES: (("delta", "text"), ("delta", "thinking"), ("delta", "partial_json")),
+    Dialect.COHERE: (),  # not streamed
+    Dialect.PLAIN: ((*_CHOICE, "delta", "content"),),
+}
 """Where an event has its text. The gateway acts on no text at these positions."""
 
 TEXT = re.compile(rb'[^\x00-\x1f"\\]*(?:\\["\\/bfnrt][^\x00-\x1f"\\]*)*"')

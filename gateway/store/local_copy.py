@@ -10,7 +10,6 @@ import logging
 import sqlite3
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from gateway.store.database import Changed, Changes
 from gateway.store.entries import Kind, Position
@@ -21,7 +20,7 @@ CREATE TABLE IF NOT EXISTS state (only INTEGER PRIMARY KEY CHECK (only = 1), seq
 """
 _FORMAT = 1
 _KINDS: tuple[Kind, Kind] = ("key", "team")
-_RAISED: Mapping[Kind, str] = MappingProxyType({"key": "raises of key", "team": "raises of team"})
+_RAISED: Mapping[Kind, str] = {"key": "raises of key", "team": "raises of team"}
 _log = logging.getLogger("vllm_gateway.control")
 
 

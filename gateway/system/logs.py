@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from traceback import StackSummary, walk_tb
-from types import MappingProxyType
 from typing import Any, TextIO
 
 BURST = 10
@@ -31,7 +30,7 @@ _FIELDS = ("request_id", "model", "server", "cause")
 
 _OF_UPSTREAM = {"launcher": "upstream.launcher", "health": "upstream.vllm.health", "discovery": "upstream.discovery"}
 _OF_GATEWAY = ("control", "worker", "exchange", "fleet", "tracing", "limits", "ledger", "audit", "certificate", *_OF_UPSTREAM, "kv_events")
-PARTS: Mapping[str, str] = MappingProxyType({part: _OF_UPSTREAM.get(part, f"vllm_gateway.{part}") for part in _OF_GATEWAY})
+PARTS: Mapping[str, str] = {part: _OF_UPSTREAM.get(part, f"vllm_gateway.{part}") for part in _OF_GATEWAY}
 """The parts whose level can be set, and their loggers."""
 
 _log = logging.getLogger("vllm_gateway")
@@ -164,7 +163,7 @@ def _system_message(error: BaseException) -> str:
     return f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""
 
 
-_FORMATTERS: Mapping[str, type[TextFormatter]] = MappingProxyType({"text": TextFormatter, "json": JsonFormatter})
+_FORMATTERS: Mapping[str, type[TextFormatter]] = {"text": TextFormatter, "json": JsonFormatter}
 
 
 def uncaught(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
-from types import MappingProxyType
 
 import msgspec
 
@@ -163,7 +162,7 @@ _FAMILIES = (
     Family("worker_event_loop_lag_seconds", "Delay of a timer in the worker's event loop.", ("worker",), _LAG),
     Family("build_info", "Always 1; the labels are the version and the core: python or compiled.", ("version", "core")),
 )
-FAMILIES: Mapping[str, Family] = MappingProxyType({family.name: family for family in _FAMILIES})
+FAMILIES: Mapping[str, Family] = {family.name: family for family in _FAMILIES}
 
 
 _PER_MODEL = ("time_to_first_token_seconds", "inter_chunk_latency_seconds", "inflight_requests", "queued_requests", "retries_total")

@@ -11,7 +11,6 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from gateway import __version__
@@ -29,15 +28,13 @@ _TIMEOUT = 2.0  # seconds
 _DEADLINE = 10.0  # seconds for one batch
 _log = logging.getLogger("vllm_gateway.tracing")
 
-OPERATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "/v1/chat/completions": "chat",
-        "/v1/responses": "chat",
-        "/v1/messages": "chat",
-        "/v1/completions": "text_completion",
-        "/v1/embeddings": "embeddings",
-    }
-)
+OPERATIONS: Mapping[str, str] = {
+    "/v1/chat/completions": "chat",
+    "/v1/responses": "chat",
+    "/v1/messages": "chat",
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+}
 """The operation of a route in the semantic conventions; for other routes, the end of the path is used."""
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from types import MappingProxyType
 
 from gateway.ledger.row import COLUMNS
 
-DIMENSIONS: Mapping[str, str] = MappingProxyType(
-    dict(sorted((column.dimension, column.name) for column in COLUMNS if column.dimension is not None))
-)
+DIMENSIONS: Mapping[str, str] = dict(sorted((column.dimension, column.name) for column in COLUMNS if column.dimension is not None))
 """The columns of the dimensions, by name."""
 LABEL = "label:"
 """The start of a further dimension for each label of keys, before the label's name."""

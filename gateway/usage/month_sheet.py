@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
-from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
@@ -132,7 +131,11 @@ def as_table(document: Document, cost_center: str, console: Console) -> None:
     console.print(f"sha256 {document['hash']}", style="dim")
 
 
-FORMATS: Mapping[str, Callable[[Document, str, Console], None]] = MappingProxyType(
-    {"table": as_table, "csv": as_csv, "html": as_html, "json": as_json, "lines": as_lines}
-)
+FORMATS: Mapping[str, Callable[[Document, str, Console], None]] = {
+    "table": as_table,
+    "csv": as_csv,
+    "html": as_html,
+    "json": as_json,
+    "lines": as_lines,
+}
 """The output formats of a closed month."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from types import MappingProxyType
 from typing import Any
 
 from gateway.api.errors import Refusal
@@ -21,13 +20,11 @@ Card = dict[str, Any]
 MOST_ON_A_PAGE = 1000
 """The limit of Anthropic's API."""
 
-PARAMETERS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "tools": ("tools", "tool_choice"),
-        "reasoning": ("reasoning", "include_reasoning"),
-        "structured_outputs": ("structured_outputs", "response_format"),
-    }
-)
+PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "tools": ("tools", "tool_choice"),
+    "reasoning": ("reasoning", "include_reasoning"),
+    "structured_outputs": ("structured_outputs", "response_format"),
+}
 """The request fields of a capability, with OpenRouter's names."""
 MODALITIES = ("image", "audio", "video")
 """The capabilities that are kinds of input in addition to text."""

@@ -17,7 +17,6 @@ protocol.py). A model of OpenAI's Harmony format (gpt-oss) is an exception: vLLM
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -110,9 +109,11 @@ def _from_responses(document: Document) -> Document:
     }
 
 
-_CONVERSIONS: Mapping[str, Callable[[Document], Document]] = MappingProxyType(
-    {"/v1/chat/completions": _from_chat, "/v1/completions": _from_completions, "/v1/responses": _from_responses}
-)
+_CONVERSIONS: Mapping[str, Callable[[Document], Document]] = {
+    "/v1/chat/completions": _from_chat,
+    "/v1/completions": _from_completions,
+    "/v1/responses": _from_responses,
+}
 """By the path at the server."""
 
 

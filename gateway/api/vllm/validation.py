@@ -11,7 +11,6 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 Path = tuple[str, ...]
@@ -267,17 +266,15 @@ _BODIES = (
 )
 """The alternative bodies of vLLM's routes for pooling and tokenizing: what each requires."""
 _TEXT, _LIST_KIND = ("string_type",), ("list_type",)
-_REQUIRED: Mapping[str, Mapping[str, tuple[str, ...]]] = MappingProxyType(
-    {
-        "function_call": {"call_id": _TEXT, "name": _TEXT, "arguments": _TEXT},
-        "function_call_output": {"call_id": _TEXT, "output": (*_TEXT, *_LIST_KIND)},
-        "custom_tool_call": {"call_id": _TEXT, "name": _TEXT, "input": _TEXT},
-        "custom_tool_call_output": {"call_id": _TEXT, "output": (*_TEXT, *_LIST_KIND)},
-        "reasoning": {"id": _TEXT, "summary": _LIST_KIND},
-        "item_reference": {"id": _TEXT},
-        "compaction": {"encrypted_content": _TEXT},
-    }
-)
+_REQUIRED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "function_call": {"call_id": _TEXT, "name": _TEXT, "arguments": _TEXT},
+    "function_call_output": {"call_id": _TEXT, "output": (*_TEXT, *_LIST_KIND)},
+    "custom_tool_call": {"call_id": _TEXT, "name": _TEXT, "input": _TEXT},
+    "custom_tool_call_output": {"call_id": _TEXT, "output": (*_TEXT, *_LIST_KIND)},
+    "reasoning": {"id": _TEXT, "summary": _LIST_KIND},
+    "item_reference": {"id": _TEXT},
+    "compaction": {"encrypted_content": _TEXT},
+}
 """The required fields of an input item and their types, by its own type. vLLM's list of findings ends before it reaches them."""
 KNOWN_ROLES = frozenset({"developer", "system", "user", "assistant", "tool", "function"})
 """The roles of messages."""
@@ -454,25 +451,23 @@ def _without_prefixes(located: list[Finding]) -> list[Finding]:
 
 # Sentences
 
-_NOUNS: Mapping[str, str] = MappingProxyType(
-    {
-        "string_type": "a valid string",
-        "list_type": "a valid list",
-        "iterable_type": "a valid list",
-        "sequence_str": "a valid list",
-        "dict_type": "an object",
-        "model_type": "an object",
-        "model_attributes_type": "an object",
-        "dataclass_type": "an object",
-        "int_type": "a valid integer",
-        "int_parsing": "a valid integer",
-        "int_from_float": "a valid integer",
-        "float_type": "a valid number",
-        "float_parsing": "a valid number",
-        "bool_type": "true or false",
-        "bool_parsing": "true or false",
-    }
-)
+_NOUNS: Mapping[str, str] = {
+    "string_type": "a valid string",
+    "list_type": "a valid list",
+    "iterable_type": "a valid list",
+    "sequence_str": "a valid list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dataclass_type": "an object",
+    "int_type": "a valid integer",
+    "int_parsing": "a valid integer",
+    "int_from_float": "a valid integer",
+    "float_type": "a valid number",
+    "float_parsing": "a valid number",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+}
 _PREFIXES = ("Value error, ", "Assertion failed, ")
 _NAMED = re.compile(r"[`']?([A-Za-z_]\w{0,63}(?:\.\w{1,63}){0,8})\b")
 _NAME = re.compile(r"[a-z_]\w+")

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Row, Select, inspect, literal_column, select, tuple_
@@ -32,9 +31,15 @@ _STATUS = re.compile(r"[1-5](?:[0-9]{2}|xx)")
 _FAILED = "failed"
 _QUERY_TIMEOUT = 30.0  # seconds
 
-FILTERS: Mapping[str, str] = MappingProxyType(
-    {"reason": "reason", "code": "code", "user": "end_user", "status": "status", "key": "key", "team": "team", "model": "model"}
-)
+FILTERS: Mapping[str, str] = {
+    "reason": "reason",
+    "code": "code",
+    "user": "end_user",
+    "status": "status",
+    "key": "key",
+    "team": "team",
+    "model": "model",
+}
 """The filters and their columns, the filter that usually leaves the fewest rows first."""
 PARAMETERS = ("id", *sorted(FILTERS), "since", "until", "cursor", "limit")
 """The parameters of a query."""
