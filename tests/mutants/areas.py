@@ -145,6 +145,12 @@ LIMITS = {
     "gateway/limits/windows.py": Tested(
         (_WINDOWS, _RULES, _EARLIER_USE, _HEADERS, f"{_FOLDER}/test_buckets.py::test_the_capacity_of_hard_budgets")
     ),
+    "gateway/limits/key_limits.py": Tested(
+        (_RESERVATION, f"{_FOLDER}/test_subjects.py", f"{_FOLDER}/test_user_limits.py", *_SESSIONS, *_LIMITS, *_SHOWN, *_SETTLED_IN_STORE)
+    ),
+    "gateway/limits/end_users.py": Tested((f"{_FOLDER}/test_end_users.py", f"{_FOLDER}/test_user_limits.py")),
+    "gateway/limits/user_limits.py": Tested((f"{_FOLDER}/test_user_limits.py", f"{_FOLDER}/test_end_users.py")),
+    "gateway/limits/user_table.py": Tested((f"{_FOLDER}/test_user_table.py", f"{_FOLDER}/test_user_limits.py")),
     "gateway/limits/limiter.py": Tested((_RESERVATION, f"{_FOLDER}/test_subjects.py", *_SESSIONS, *_LIMITS, *_SHOWN, *_SETTLED_IN_STORE)),
     "gateway/limits/reservation.py": Tested(
         (_RESERVATION, *_LIMITS, *_SESSIONS, *_SETTLED_IN_STORE),
