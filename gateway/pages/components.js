@@ -316,10 +316,10 @@ async function follow(path, show, paused = () => false) {
     await new Promise((done) => setTimeout(done, 2000));
   }
 }
-// Call `show` now and every `seconds`, while the page is visible. The page recovers by itself.
+// Call `show` now and every `seconds`, while the page is visible and open. The page recovers by itself.
 function refresh(seconds, show) {
   const again = async () => {
-    if (!document.hidden) await load(show);
+    if (!document.hidden && !$("page").hidden) await load(show);
     setTimeout(again, 1000 * seconds);
   };
   setTimeout(again, 1000 * seconds);

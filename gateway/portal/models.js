@@ -3,6 +3,21 @@ const CAPABILITIES = [
   ["reasoning", "reasoning"],
   ["structured_outputs", "structured output"],
 ];
+// The state of a model in words. Without a time nothing says when it will respond.
+function stateOf({ value, retry_after: seconds }) {
+  if (value === "loaded") return stateMark("ready");
+  if (value === "loading") return stateMark("starting", seconds ? `starting, ready in about ${duration(seconds)}` : "starting");
+  return seconds === undefined
+    ? stateMark("failed", "not available")
+    : stateMark("sleeping", `asleep, a request starts it in about ${duration(seconds)}`);
+}
+const million = (price) => amount(1e6 * Number(price));
+function priceOf({ prompt, completion, input_cache_read: cached, internal_reasoning: reasoning }) {
+  const parts = [`${million(prompt)} prompt`, `${million(completion)} completion`];
+  if (cached !== prompt) parts.push(`${million(cached)} cached`);
+  if (reasoning !== completion) parts.push(`${million(reasoning)} reasoning`);
+  return `${parts.join(", ")}, for a million tokens`;
+}
 function facts(model) {
   const inputs = (model.architecture?.input_modalities ?? []).filter((one) => one !== "text");
   const can = CAPABILITIES.filter(([name]) => model.supported_parameters?.includes(name)).map(([, text]) => text);
@@ -10,6 +25,7 @@ function facts(model) {
     ["Type", model.task ?? "not known yet"],
     ["Context", model.context_length ? `${number(model.context_length)} tokens` : "known when the model has started"],
     ["Can do", [...can, ...inputs].join(", ") || "text"],
+    ["Price", model.pricing ? priceOf(model.pricing) : ""],
     ["Aliases", model.aliases?.join(", ")],
     ["Adapter of", model.parent],
   ].filter(([, value]) => value);
@@ -32,7 +48,7 @@ function plainCode(model) {
     : "";
   return `curl ${location.origin}${path} -H "Authorization: Bearer $VLLM_GATEWAY_KEY"${body}\n`;
 }
-start((models) => {
+const showModels = (models) => {
   const own = models.filter((one) => !one.root);
   $("models-note").textContent = own.length
     ? `This key may use ${own.length === 1 ? "one model" : `${own.length} models`}.`
@@ -46,6 +62,7 @@ start((models) => {
         "article",
         { className: "card" },
         el("h2", {}, model.id),
+        model.status ? el("p", {}, stateOf(model.status)) : null,
         el("dl", { className: "facts" }, ...list(facts(model))),
         el(
           "div",
@@ -58,4 +75,8 @@ start((models) => {
       );
     }),
   );
+};
+start((models) => {
+  showModels(models);
+  return refresh(10, async () => showModels((await api("/v1/models")).data));
 });

@@ -22,7 +22,8 @@ const SCHEMA = {
   required: ["city", "population"],
 };
 let columns = [],
-  image = null;
+  image = null,
+  prices = new Map();
 
 function json(id, name) {
   const text = $(id).value.trim();
@@ -195,10 +196,11 @@ class Column {
       message.error = error.name === "AbortError" ? "Stopped." : error.message;
       if (error instanceof ApiError && error.status === 401) enter(error.message);
     }
-    message.figures = figures(usage, begun, first, performance.now());
+    message.figures = figures(usage, prices.get(this.model), begun, first, performance.now());
     this.abort = null;
     busy();
     this.show();
+    await load(showLeft);
   }
 
   take(message, delta) {
@@ -215,9 +217,35 @@ class Column {
   }
 }
 
-function figures(usage, begun, first, ended) {
+// The cost of a response, as the gateway computes it from the reported tokens.
+function costOf(usage, price) {
+  const cached = Math.min(usage.prompt_tokens_details?.cached_tokens ?? 0, usage.prompt_tokens),
+    reasoning = Math.min(usage.completion_tokens_details?.reasoning_tokens ?? 0, usage.completion_tokens);
+  return (
+    (usage.prompt_tokens - cached) * price.prompt +
+    cached * price.input_cache_read +
+    (usage.completion_tokens - reasoning) * price.completion +
+    reasoning * price.internal_reasoning
+  );
+}
+// What is left of the limits of the key, the scarcest first.
+async function showLeft() {
+  const { limits } = await api("/v1/limits"),
+    counted = limits.filter((one) => one.remaining !== null && one.remaining !== undefined && one.amount),
+    share = (one) => one.remaining / one.amount;
+  const line = (one) => `${amount(Math.max(one.remaining, 0))} of ${amount(one.amount)} ${nameOf(one.limit)}`;
+  $("left").textContent = counted.length
+    ? `Left: ${counted
+        .sort((one, other) => share(one) - share(other))
+        .slice(0, 3)
+        .map(line)
+        .join(" · ")}`
+    : "No limit applies to this key.";
+}
+function figures(usage, price, begun, first, ended) {
   const parts = [];
   if (usage) parts.push(`${number(usage.prompt_tokens)} prompt and ${number(usage.completion_tokens)} completion tokens`);
+  if (usage && price) parts.push(`cost ${costOf(usage, price).toLocaleString("en-US", { maximumSignificantDigits: 3 })}`);
   if (first !== null) parts.push(`first token after ${duration((first - begun) / 1000)}`);
   if (usage && first !== null && ended > first && usage.completion_tokens > 1)
     parts.push(`${Math.round((usage.completion_tokens - 1) / ((ended - first) / 1000))} tokens per second`);
@@ -271,6 +299,7 @@ start((models) => {
     $("page").replaceChildren(el("h1", {}, "Playground"), el("p", { className: "quiet" }, "This key may use no model for chat."));
     return;
   }
+  prices = new Map(models.map((one) => [one.id, one.pricing]));
   $("model").replaceChildren(...chats.map((id) => el("option", { selected: id === wanted }, id)));
   $("other").append(...chats.map((id) => el("option", {}, id)));
   $("parameters").replaceChildren(
@@ -321,4 +350,5 @@ start((models) => {
   };
   arrange();
   $("prompt").focus();
+  return showLeft();
 });

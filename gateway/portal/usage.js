@@ -1,16 +1,3 @@
-const NAMES = {
-  requests_per_minute: "requests per minute",
-  tokens_per_minute: "tokens per minute",
-  requests_per_day: "requests per day",
-  tokens_per_day: "tokens per day",
-  tokens_per_month: "tokens per month",
-  cost_per_day: "cost per day",
-  cost_per_month: "cost per month",
-  concurrent: "requests at once",
-  max_tokens: "tokens of a response",
-};
-const nameOf = (limit) => NAMES[limit] ?? limit.replaceAll("_", " ");
-
 function limitBar(limit) {
   const title = el(
     "div",
@@ -111,7 +98,12 @@ const columnsBy = (by) => [
     ["cached_tokens", "of these cached"],
     ["completion_tokens", "Completion tokens"],
     ["cost", "Cost"],
-  ].map(([name, title]) => ({ title, number: true, value: (row) => (row[name] === null ? null : amount(row[name])), text: (row) => row[name] })),
+  ].map(([name, title]) => ({
+    title,
+    number: true,
+    value: (row) => (row[name] === null ? null : amount(row[name])),
+    text: (row) => row[name],
+  })),
 ];
 
 let shown = [];
@@ -133,7 +125,10 @@ async function showUsage() {
     $("usage").replaceChildren(el("p", { className: "quiet" }, "No requests in this period."));
     return;
   }
-  $("usage").replaceChildren(chart(by === "day" ? everyDay(shown, since) : shown.slice(0, 30), by), dataTable(`Usage by ${by}`, columnsBy(by), shown));
+  $("usage").replaceChildren(
+    chart(by === "day" ? everyDay(shown, since) : shown.slice(0, 30), by),
+    dataTable(`Usage by ${by}`, columnsBy(by), shown),
+  );
 }
 
 start(async () => {

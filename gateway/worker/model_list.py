@@ -2,18 +2,24 @@
 
 One list serves several kinds of clients: OpenAI's SDKs, vLLM's (``max_model_len``), Anthropic's SDK (``type``, ``display_name``,
 ``created_at``, ``lifecycle`` and pages) and tools that read OpenRouter's fields (``context_length``, ``architecture``,
-``supported_parameters``). The rule: an unknown fact is absent.
+``supported_parameters``, ``pricing``) or the state from llama.cpp's router (``status``). The rule: an unknown fact is absent.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
+from decimal import Decimal
+from math import ceil
+from types import MappingProxyType
 from typing import Any
 
 from gateway.api.errors import Refusal
 from gateway.snapshot.link import Health
+from gateway.snapshot.money import NANO, Price
 from gateway.snapshot.snapshot import Model
+from upstream.balancing.server import Condition
 
 Card = dict[str, Any]
 
@@ -29,6 +35,7 @@ PARAMETERS: Mapping[str, tuple[str, ...]] = {
 MODALITIES = ("image", "audio", "video")
 """The capabilities that are kinds of input in addition to text."""
 _GENERATING = frozenset({"chat", "completion"})
+_PER_TOKEN = Decimal(NANO) * 1_000_000
 
 
 def card(model: Model, reported: Health) -> Card:
@@ -53,7 +60,34 @@ def card(model: Model, reported: Health) -> Card:
         shown["task"] = task
     if (length := reported.max_model_len.get(model.id)) is not None:
         shown |= dict.fromkeys(("max_model_len", "context_length", "context_window", "max_input_tokens"), length)
+    if model.price is not None:
+        shown["pricing"] = pricing(model.price)
+    if not model.split:
+        shown["status"] = _status(model, reported, time.monotonic())
     return shown | _abilities(model, task)
+
+
+def pricing(price: Price) -> Card:
+    """Return the prices of a token, with OpenRouter's names: exact decimals in the operator's currency."""
+    named = {
+        "prompt": price.prompt,
+        "completion": price.completion,
+        "input_cache_read": price.cached,
+        "internal_reasoning": price.reasoning,
+    }
+    return {name: f"{(nano / _PER_TOKEN).normalize():f}" for name, nano in named.items()}
+
+
+def _status(model: Model, reported: Health, now: float) -> Card:
+    """Return the state of a model: whether a server serves it. ``retry_after``: seconds until a request may be served."""
+    conditions = {reported.conditions.get(server.name) for server in model.servers}
+    if Condition.UP in conditions:
+        return {"value": "loaded"}
+    expected = reported.expected.get(model.base)
+    return {
+        "value": "loading" if Condition.LOADING in conditions else "unloaded",
+        **({} if expected is None else {"retry_after": max(ceil(expected - now), 0)}),
+    }
 
 
 def _abilities(model: Model, task: str | None) -> Card:

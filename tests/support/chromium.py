@@ -1,6 +1,6 @@
 """Control a headless Chromium: open a page, evaluate JavaScript, press keys, take screenshots, check accessibility, and collect errors.
 
-Playwright controls the Chromium of the system, in a thread of its own: its synchronous interface runs an event loop, and a test may run
+Playwright controls the Chromium of the system, in a separate thread: its synchronous interface runs an event loop, and a test may run
 one too. The rule: neither a process nor a thread is left at the end.
 """
 
@@ -120,7 +120,7 @@ def chromium(folder: Path) -> Iterator[Chromium]:
         driver = thread.submit(sync_playwright().start).result()
         try:
             browser = thread.submit(lambda: driver.chromium.launch(executable_path=program, env=home, args=["--disable-gpu"])).result()
-            page = thread.submit(browser.new_page).result()
+            page = thread.submit(lambda: browser.new_page(reduced_motion="reduce")).result()
             yield thread.submit(Chromium, page, thread).result()
         finally:
             thread.submit(driver.stop).result()

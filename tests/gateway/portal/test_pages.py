@@ -32,7 +32,7 @@ class Seen:
         self.browser.open(f"{self.gateway.url}{path}#key={key}")
 
     def wait(self, expression: str) -> None:
-        wait_for(lambda: self.browser.evaluate(f"Boolean({expression})"), why=lambda: f"{self.browser.complaints}\n{self.browser.text()}")
+        self.browser.wait(expression)
 
     def click(self, selector: str) -> None:
         self.wait(f"document.getElementById('page')?.hidden === false && document.querySelector({selector!r})")
@@ -54,6 +54,7 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("gateway")
     able: dict[str, Any] = {"reasoning-parser": "qwen3", "enable-auto-tool-choice": True, "tool-call-parser": "qwen3_coder"}
     config = configuration(launched(**able), launched(HOSTILE), portal=True) | {"ledger": f"sqlite:///{folder / 'usage.db'}"}
+    config["models"][0]["price"] = {"prompt": 100, "completion": 500}
     config["keys"][0]["limits"] = {"requests_per_minute": 1000, "tokens_per_day": 1_000_000}
     with gateway(folder, config) as one, chromium(tmp_path_factory.mktemp("chromium")) as browser:
         yield Seen(one, browser)
@@ -94,6 +95,7 @@ def test_the_models_of_the_key_and_code_for_each(seen: Seen) -> None:
     seen.wait("document.querySelectorAll('.card').length === 2")
     assert HOSTILE in seen.browser.text() and "tools, reasoning" in seen.browser.text()
     seen.click(".card:nth-child(2) button")
+    assert "100 prompt, 500 completion, for a million tokens" in seen.browser.text() and "ready" in seen.browser.text()
     shown = seen.browser.evaluate("[...document.querySelectorAll('#model-code pre')].map((one) => one.textContent)")
     assert len(shown) == 4 and all(seen.gateway.url in each and KEY not in each for each in shown)
     assert seen.browser.evaluate("document.title") == "Models · vllm-gateway"
@@ -103,8 +105,11 @@ def test_a_streamed_response_with_its_figures(seen: Seen) -> None:
     seen.open("/portal/playground?model=sim/one")
     seen.send("Hello")
     figures = seen.browser.evaluate("document.querySelector('.figures').textContent")
-    assert re.fullmatch(r"\d+ prompt and \d+ completion tokens · first token after \d+ ms( · \d+ tokens per second)?", figures)
+    assert re.fullmatch(
+        r"\d+ prompt and \d+ completion tokens · cost 0\.\d+ · first token after \d+ ms( · \d+ tokens per second)?", figures
+    )
     assert seen.browser.evaluate("document.querySelector('.reasoning').open") is False
+    seen.wait("/^Left: .* of 1,000,000 tokens per day/.test(document.getElementById('left').textContent)")
 
 
 def test_two_models_respond_beside_each_other_and_a_message_is_edited(seen: Seen) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -9,11 +11,13 @@ import pytest
 
 from gateway.api.errors import Refusal
 from gateway.snapshot.link import Health
+from gateway.snapshot.money import Price
 from gateway.snapshot.snapshot import Model
 from gateway.worker.model_list import card, cards, page
 from tests.support.running import key, model, serving
 from tests.support.wire import request, request_once
-from upstream.balancing.server import Condition
+from upstream.balancing.server import Condition, ServerSpec
+from upstream.http.address import Address
 
 QWEN = Model("Qwen/big", (), aliases=("qwen", "default"), created=1_760_000_000)
 
@@ -22,6 +26,7 @@ def test_an_entry_has_the_fields_of_openai_and_anthropic() -> None:
     assert card(QWEN, Health({}, {})) == {
         "id": "Qwen/big", "object": "model", "created": 1_760_000_000, "owned_by": "vllm-gateway", "type": "model",
         "display_name": "Qwen/big", "created_at": "2025-10-09T08:53:20Z", "lifecycle": "active", "aliases": ["qwen", "default"],
+        "status": {"value": "unloaded"},
     }, "what is not known is absent"  # fmt: skip
 
 
@@ -71,6 +76,32 @@ def test_an_alias_has_its_own_entry() -> None:
     assert [each.get("root") for each in listed] == [None, "Qwen/big", "Qwen/big", None, "sql"]
     assert [each.get("parent") for each in listed] == [None, None, None, "Qwen/big", "Qwen/big"]
     assert listed[1] == {**listed[0], "id": "qwen", "root": "Qwen/big", "aliases": []}
+
+
+def test_prices_are_exact_and_those_of_one_token() -> None:
+    shown = card(replace(QWEN, price=Price(200_000_000, 800_000_000, 1, 0)), Health({}, {}))
+    assert shown["pricing"] == {
+        "prompt": "0.0000002", "completion": "0.0000008", "input_cache_read": "0.000000000000001", "internal_reasoning": "0",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("conditions", "seconds", "expected"),
+    [
+        ([Condition.DOWN, Condition.UP], None, {"value": "loaded"}),
+        ([Condition.LOADING], 11.5, {"value": "loading", "retry_after": 12}),
+        ([Condition.OUT_OF_ROTATION], 30, {"value": "unloaded", "retry_after": 30}),
+        ([Condition.DOWN], None, {"value": "unloaded"}),
+        ([Condition.LOADING], -5, {"value": "loading", "retry_after": 0}),
+    ],
+)
+def test_the_state_of_a_model_and_its_adapters(conditions: list[Condition], seconds: float | None, expected: dict[str, Any]) -> None:
+    servers = tuple(ServerSpec(f"s{number}", Address(port=1), "m") for number in range(len(conditions)))
+    known = dict(zip((each.name for each in servers), conditions, strict=True))
+    reported = Health(known, {}, {} if seconds is None else {"Qwen/big": time.monotonic() + seconds})
+    for shown in (replace(QWEN, servers=servers), Model("sql", servers, parent="Qwen/big")):
+        assert card(shown, reported)["status"] == expected
+    assert "status" not in card(Model("either", (), split=(("Qwen/big", 1),)), reported)
 
 
 ENTRIES = [{"id": name} for name in "abcde"]
