@@ -84,13 +84,17 @@ function enter(message) {
   $("key").focus();
 }
 
+// A key in the fragment of the URL, which browsers do not send, is moved to the tab.
+function takeFragment() {
+  const fragment = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (!fragment) return;
+  sessionStorage.setItem(KEY, fragment);
+  history.replaceState(null, "", location.pathname + location.search);
+}
+
 // Open the page of a person with a key: `path` tells whether the gateway knows the key, and `show` gets its response.
 function enterWith(path, show) {
-  const fragment = new URLSearchParams(location.hash.slice(1)).get("key");
-  if (fragment) {
-    sessionStorage.setItem(KEY, fragment);
-    history.replaceState(null, "", location.pathname + location.search);
-  }
+  takeFragment();
   const open = () =>
     load(async () => {
       const known = await api(path);

@@ -1,4 +1,16 @@
-const start = (show) => enterWith("/v1/models", ({ data }) => show(data));
+// A person who is signed in can create keys. A session sends no requests to models: they need a key.
+async function showPerson() {
+  const response = document.body.dataset.signsIn ? await request("/sign-in/session") : null;
+  if (!response?.ok) return false;
+  $("account").textContent = (await response.json()).name;
+  $("sign-out").hidden = false;
+  $("no-key").replaceChildren("No key? ", el("a", { href: "/portal/keys" }, "Create one"), ".");
+  return true;
+}
+const start = (show) => {
+  enterWith("/v1/models", ({ data }) => show(data));
+  if (document.body.dataset.signsIn) load(showPerson);
+};
 
 // Code that sends a body, in the languages of the SDKs. JSON is a valid expression of Python if its three words are replaced.
 const shellText = (text) => `'${text.replaceAll("'", `'\\''`)}'`;
