@@ -44,6 +44,7 @@ KEYS, TEAMS = "/admin/v1/keys", "/admin/v1/teams"
 OPERATIONS = ("rotate", "revoke", "restore")
 """The operations on a key."""
 _MAX_BODY, _MAX_IMPORT = 1024 * 1024, 64 * 1024 * 1024  # bytes
+_MAX_SEARCH = 200  # characters
 _OVERLAP = "7d"
 _IMPORT_TIMEOUT = 120.0
 _ETAG = re.compile(r'"(\d{1,18})"')
@@ -110,9 +111,14 @@ class _Entries:
         teams: tuple[str, ...] | None = None if team is None else (team,)
         if grant is not None:
             teams = tuple(each for each in grant.owned if team in (None, each))
-        rows = await self._store.read(lambda database: database.page(self.kind, after, limit + 1, teams))
-        more = len(rows) > limit
-        return rows[:limit], cursor_to(rows[limit - 1].id) if more else None
+        text, last = _search(request), None
+        if text:
+            rows, last = await self._store.read(lambda database: database.search(self.kind, text, after, limit + 1, teams))
+        else:
+            rows = await self._store.read(lambda database: database.page(self.kind, after, limit + 1, teams))
+        if len(rows) > limit:
+            last = rows[limit - 1].id
+        return rows[:limit], None if last is None else cursor_to(last)
 
     async def _row(self, request: Request) -> Any:
         identity = request.path_params["id"]
@@ -279,6 +285,13 @@ def _limit_and_after(request: Request) -> tuple[int, str]:
         return page_length(request.query_params.get("limit")), position_of(request.query_params.get("cursor", ""))
     except ValueError as error:
         raise RefusedRequest(400, str(error)) from None
+
+
+def _search(request: Request) -> str:
+    text = request.query_params.get("search", "")
+    if len(text) > _MAX_SEARCH or "\0" in text:  # PostgreSQL text cannot contain it
+        raise RefusedRequest(400, f"search: expected up to {_MAX_SEARCH} characters without NUL")
+    return text
 
 
 def _version(request: Request) -> int | None:

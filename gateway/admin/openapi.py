@@ -150,8 +150,12 @@ ROUTES_OF_GATEWAY = (
         "/limits",
         "The limits of keys and teams: what is used, what remains, and the seconds until all of it is available. `vllm-gateway limits` "
         "prints them.",
-        {200: "the limits: all of them, or those that a `key` or a `team` is subject to", 400: "there is no such key or team"},
-        queries=("key", "team"),
+        {
+            200: "the limits: all of them, those that a `key` or a `team` is subject to, or the `closest` budgets (a number of them), "
+            "by the share that is used",
+            400: "there is no such key or team, or an invalid number",
+        },
+        queries=("key", "team", "closest"),
     ),
     Described(
         "/keys",
@@ -260,10 +264,11 @@ KEY_ROUTES = (
     Described(
         _KEYS,
         "The keys of the store, or of a `team`, by ID, in pages of `limit` (100). The owner of a team sees its keys. "
+        "With `search`, those whose ID, name or team contains a text, in pages that may be shorter. "
         "`next_cursor` is the `cursor` of the next page.",
         {200: "the keys, without hashes; `last_use_unknown` explains why the last use is unknown", 400: _INVALID} | _READ,
         (JSON,),
-        queries=("cursor", "limit", "team"),
+        queries=("cursor", "limit", "search", "team"),
     ),
     _change(
         _KEYS, "POST",
@@ -290,10 +295,11 @@ KEY_ROUTES = (
     _change(_KEY, "DELETE", "Delete a key.", {204: "it is deleted"} | _VERSIONED, _IF_MATCH),
     Described(
         _TEAMS,
-        "The teams of the store, by ID, in pages of `limit` (100). `next_cursor` is the `cursor` of the next page.",
+        "The teams of the store, by ID, in pages of `limit` (100), or those whose ID contains `search`. "
+        "`next_cursor` is the `cursor` of the next page.",
         {200: "the teams", 400: _INVALID} | _READ,
         (JSON,),
-        queries=("cursor", "limit"),
+        queries=("cursor", "limit", "search"),
     ),
     _change(
         _TEAMS, "POST", "Create a team.", {201: "the team"} | _WRITTEN | _REPEATED, _IDEMPOTENCY_KEY,

@@ -1,1 +1,471 @@
-start(() => {});
+const KEYS = "/admin/v1/keys",
+  PAGE = 200;
+const pathOf = (id) => `${KEYS}/${encodeURIComponent(id)}`;
+const keyLink = (id, text = id) => link(`/console/keys${query({ id })}`, text);
+const teamLink = (id) => (id ? link(`/console/teams${query({ id })}`, id) : null);
+// Admins change every key of the store, and owners those of their teams.
+const manages = (key) => key.stored && (may("admin") || me.teams.includes(key.team));
+const COLORS = { valid: "up", "no key": "up", "ends soon": "starting", expired: "stopped", revoked: "revoked" };
+const keyState = (key) => stateMark(COLORS[key.state] ?? "stopped", key.state);
+const brief = (limits) => {
+  const found = AMOUNTS.filter((name) => limits[name] !== undefined).map((name) => `${amount(Number(limits[name]))} ${nameOf(name)}`);
+  const others = Object.keys(limits).length - found.length;
+  return [...found, ...(others ? [`${others} more`] : [])].join(", ") || "none";
+};
+const day = (text) => (text ? when(Date.parse(text) / 1000) : null);
+const maker = (key) => (!key.stored ? "gateway.yaml" : key.made_by ? `${key.made_by.subject}, for themselves` : "an operator");
+
+const COLUMNS = [
+  {
+    title: "Key",
+    value: (key) =>
+      el(
+        "span",
+        { title: key.name ? `${key.id} (${key.name})` : key.id },
+        keyLink(key.id),
+        key.name ? el("small", { className: "quiet" }, ` ${key.name}`) : "",
+      ),
+  },
+  { title: "State", value: keyState },
+  { title: "Team", value: (key) => teamLink(key.team) },
+  { title: "Kept in", value: (key) => (key.stored ? "store" : "gateway.yaml") },
+  {
+    title: "Models",
+    value: (key) => el("span", { title: key.models.join(", ") }, key.models.join(", ") === "*" ? "all" : key.models.join(", ")),
+  },
+  { title: "Limits", value: (key) => el("span", { title: brief(key.limits) }, brief(key.limits)) },
+  { title: "Expires", value: (key) => day(key.expires) },
+  { title: "Last used", value: (key) => day(key.last_used) },
+];
+const WIDE = [19, 8, 8.5, 7.5, 9, 18, 10, 10];
+
+// The keys of the file are few, and searched here. Those of the store come in pages, and the gateway searches them.
+let files = null,
+  hasStore = true,
+  searched = 0;
+async function fileKeys() {
+  if (files === null) files = me.role === null ? [] : (await api("/keys")).keys.map((key) => ({ ...key, stored: false }));
+  return files;
+}
+function matches(key) {
+  const text = $("search").value.trim().toLowerCase(),
+    team = $("team").value.trim();
+  return (!team || key.team === team) && (!text || [key.id, key.team ?? ""].some((each) => each.toLowerCase().includes(text)));
+}
+
+async function showKeys() {
+  const mine = ++searched,
+    source = $("source").value,
+    filter = { search: $("search").value.trim(), team: $("team").value.trim() };
+  history.replaceState(null, "", location.pathname + query({ ...filter, source }));
+  let cursor = hasStore && source !== "file" ? "" : null,
+    loading = false;
+  const table = longTable("Keys", COLUMNS, WIDE, () => load(next));
+  const count = () => {
+    const length = table.rows.length;
+    $("count").textContent =
+      length === 0 && cursor === null
+        ? filter.search || filter.team
+          ? "No key matches. Search by a part of its ID, its name or its team."
+          : "There are no keys yet."
+        : `${number(length)}${cursor === null ? "" : " or more"} ${length === 1 && cursor === null ? "key" : "keys"}`;
+    table.node.hidden = length === 0;
+  };
+  // A page of a search may be empty although more keys follow.
+  async function next() {
+    if (cursor === null || loading) return;
+    loading = true;
+    try {
+      let page;
+      do {
+        page = await api(`${KEYS}${query({ ...filter, limit: PAGE, cursor })}`);
+        cursor = page.next_cursor;
+      } while (cursor !== null && !page.keys.length && mine === searched);
+      if (mine !== searched) return;
+      add(page.keys.map((key) => ({ ...key, stored: true })));
+      if (page.last_use_unknown && page.keys.length) table.node.title = `The last use is unknown: ${page.last_use_unknown}`;
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      hasStore = false;
+      cursor = null;
+      showNoStore();
+    } finally {
+      loading = false;
+    }
+    if (mine === searched) count();
+  }
+  const add = (keys) => table.add(keys);
+  const found = source === "store" ? [] : (await fileKeys()).filter(matches);
+  if (mine !== searched) return;
+  loading = true; // so that the first rows do not load a page yet
+  add(found);
+  loading = false;
+  await next();
+  if (mine !== searched) return;
+  $("keys").replaceChildren(table.node);
+  count();
+  table.add([]);
+}
+
+function showNoStore() {
+  $("no-store").hidden = false;
+  $("create").hidden = true;
+  $("no-store").replaceChildren(
+    el(
+      "p",
+      {},
+      "Keys are in gateway.yaml only, so they are changed there. With a store, keys are created, changed and revoked here, without a restart. Add to gateway.yaml and restart:",
+    ),
+    codeBlock("ledger: sqlite:///usage.db\nstore: ledger"),
+  );
+}
+
+async function showClosest() {
+  if (me.role === null) {
+    $("closest-part").hidden = true;
+    return;
+  }
+  const { limits } = await api("/limits?closest=8"),
+    inFile = new Set((await fileKeys()).map((key) => key.id));
+  const columns = [
+    { title: "Key or team", value: ({ kind, id }) => [kind === "team" ? "team " : "", link(`/console/${kind}s${query({ id })}`, id)] },
+    { title: "Budget", value: (limit) => `${capital(nameOf(limit.limit))}${limit.soft ? " (only warns)" : ""}` },
+    {
+      title: "Used",
+      value: (limit) => {
+        const share = limit.used / limit.amount;
+        return [
+          el("progress", {
+            className: share >= 1 ? "full" : share >= 0.8 ? "near" : "",
+            max: 1,
+            value: Math.min(share, 1),
+            "aria-label": `${Math.round(100 * share)}% used`,
+          }),
+          el(
+            "small",
+            { className: share >= 1 ? "error" : "quiet" },
+            `${share >= 1 ? "Full: " : ""}${amount(limit.used)} of ${amount(limit.amount)}`,
+          ),
+        ];
+      },
+    },
+    { title: "All of it again in", value: (limit) => (limit.reset_seconds > 0 ? duration(limit.reset_seconds) : null) },
+    {
+      title: "",
+      value: ({ kind, id, holder }) => {
+        const buttons = [];
+        const button = (text, act, className = "plain") => {
+          const made = el("button", { type: "button", className, "aria-label": `${text} ${id}` }, text);
+          made.addEventListener("click", () => load(act));
+          buttons.push(made);
+        };
+        if (kind === "team") buttons.push(link(`/console/usage${query({ by: "key", team: id, days: 1 })}`, "Who uses it", "button plain"));
+        if (may("operator"))
+          button("Raise", async () => raiseLimit(`${kind}s`, id, (await api(`/limits${query({ [kind]: id })}`)).limits, showClosest));
+        if (kind === "key" && may("admin") && !inFile.has(id))
+          button("Revoke", async () => revoke(await readKey(id), showClosest), "plain error");
+        return el("div", { className: "row tight" }, ...buttons);
+      },
+    },
+  ];
+  const rows = limits.map((limit) => {
+    const [, kind, id] = /^(key|team) (\S+)/.exec(limit.holder) ?? [null, "key", limit.holder];
+    return { ...limit, kind, id };
+  });
+  const table = rows.length
+    ? dataTable("Budgets with the largest used share", columns, rows)
+    : el("p", { className: "quiet" }, "Nothing is used of any budget.");
+  if (rows.length) table.classList.add("closest");
+  $("closest").replaceChildren(table);
+}
+
+// One key
+
+async function readKey(id) {
+  try {
+    return { ...(await readEntry(pathOf(id))), stored: true };
+  } catch (error) {
+    const found = error.status === 404 ? (await fileKeys()).find((key) => key.id === id) : null;
+    if (!found) throw error;
+    return found;
+  }
+}
+
+async function showKey(id) {
+  const again = () => showKey(id);
+  const key = await readKey(id);
+  $("one-title").textContent = key.id;
+  document.title = `${key.id} · Keys`;
+  const from = key.stored ? "Kept in the store" : "Kept in gateway.yaml: edit it there, then reload";
+  $("one-state").replaceChildren(keyState(key), el("span", { className: "quiet" }, [key.name, from].filter(Boolean).join(" · ")));
+  const facts = [
+    ["Team", teamLink(key.team) ?? "none"],
+    ["Models", key.models.join(", ") === "*" ? "all" : key.models.join(", ")],
+    ["Expires", day(key.expires) ?? "never"],
+    ["Last used", day(key.last_used) ?? "not known"],
+    ["Made by", maker(key)],
+    ...(key.stored
+      ? [
+          ["Created", day(key.created)],
+          ["Changed", day(key.changed)],
+        ]
+      : []),
+    ["Valid secrets", key.hashes_end.length ? [`${key.hashes}; a former one ends `, day(key.hashes_end[0])] : String(key.hashes)],
+    ...(Object.keys(key.labels ?? {}).length
+      ? [
+          [
+            "Labels",
+            Object.entries(key.labels)
+              .map((pair) => pair.join(": "))
+              .join(", "),
+          ],
+        ]
+      : []),
+  ];
+  $("one-about").replaceChildren(
+    el(
+      "dl",
+      { className: "card facts columns" },
+      ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, ...(Array.isArray(value) ? value : [value])))),
+    ),
+    el(
+      "p",
+      { className: "row" },
+      link(`/console/requests${query({ key: id })}`, "Requests of this key"),
+      link(`/console/usage${query({ key: id, by: "model" })}`, "Usage of this key"),
+    ),
+  );
+  let states = [];
+  await part($("limits"), async () => {
+    states = (await api(`/limits${query({ key: id })}`)).limits;
+    return limitBars(states, "No limit applies to this key or its team.");
+  });
+  await part($("raises"), async () => raisesList("keys", id, (await api(`${pathOf(id)}/raises`)).raises, again));
+  $("actions").replaceChildren(...keyActions(key, states, again));
+  await part($("use"), () => monthChart({ key: id }, "No requests in the last 30 days."));
+}
+
+function keyActions(key, states, again) {
+  const button = (text, act, className = "") => {
+    const made = el("button", { type: "button", className }, text);
+    made.addEventListener("click", () => load(async () => act()));
+    return made;
+  };
+  const raise =
+    may("operator") && states.some((each) => each.holder === `key ${key.id}`)
+      ? [button("Raise a limit", () => raiseLimit("keys", key.id, states, again))]
+      : [];
+  if (!manages(key)) return raise;
+  const ended = key.state === "revoked" || key.state === "expired";
+  return [
+    button("Edit", () => editKey(key, states, again)),
+    ...raise,
+    ...(ended ? [] : [button("Rotate", () => rotate(key, again))]),
+    ...(key.state === "revoked" ? [button("Restore", () => restore(key, again))] : [button("Revoke", () => revoke(key, again), "danger")]),
+    ...(ended ? [button("Delete", () => remove(key), "danger")] : []),
+  ];
+}
+
+function revoke(key, again) {
+  confirmAction({
+    title: `Revoke ${key.id}`,
+    words: `${capital(useOf(key))}. Every request with it is refused as soon as you revoke it; requests in flight finish. You can restore it.`,
+    button: "Revoke the key",
+    danger: true,
+    command: `vllm-gateway keys revoke ${shell(key.id)}`,
+    act: async () => {
+      await changeEntry(`${pathOf(key.id)}/revoke`, "POST", key.tag, again);
+      await again();
+      return `${key.id} is revoked.`;
+    },
+  });
+}
+const useOf = (key) =>
+  key.last_used ? `${key.id} was last used on ${new Date(key.last_used).toLocaleString("en-US")}` : `no use of ${key.id} is known`;
+
+function restore(key, again) {
+  confirmAction({
+    title: `Restore ${key.id}`,
+    words: "Requests with the key are accepted again.",
+    button: "Restore the key",
+    command: `vllm-gateway keys restore ${shell(key.id)}`,
+    act: async () => {
+      await changeEntry(`${pathOf(key.id)}/restore`, "POST", key.tag, again);
+      await again();
+      return `${key.id} is restored.`;
+    },
+  });
+}
+
+function remove(key) {
+  confirmAction({
+    title: `Delete ${key.id}`,
+    words: "The key and its settings are deleted. This cannot be undone. Its usage stays in the ledger.",
+    button: "Delete the key",
+    danger: true,
+    command: `vllm-gateway keys delete ${shell(key.id)}`,
+    act: async () => {
+      await changeEntry(pathOf(key.id), "DELETE", key.tag, () => showKey(key.id));
+      location.assign("/console/keys");
+    },
+  });
+}
+
+// A secret, which is in one response only.
+const secretOnce = (text, secret) =>
+  el(
+    "div",
+    {},
+    el("p", {}, text),
+    secret === null
+      ? el(
+          "p",
+          { className: "error" },
+          "The gateway had done this before. The secret was in the first response only: rotate the key to get another one.",
+        )
+      : codeBlock(secret),
+    el("p", { className: "quiet" }, "Copy it now. It is not shown again, and the gateway stores only its hash."),
+  );
+
+function rotate(key, again) {
+  const once = onceKey();
+  const overlap = el(
+    "select",
+    {},
+    ...[
+      ["0s", "no time: it is refused at once"],
+      ["1h", "1 hour"],
+      ["1d", "1 day"],
+      ["7d", "7 days"],
+      ["30d", "30 days"],
+    ].map(([value, text]) => el("option", { value, selected: value === "7d" }, text)),
+  );
+  confirmAction({
+    title: `Rotate ${key.id}`,
+    words: "The entry gets a new secret, with the same limits and models. Clients can be moved to it while the former one stays valid.",
+    button: "Create a new secret",
+    fields: [field("The former secret stays valid for", overlap)],
+    command: () => `vllm-gateway keys rotate ${shell(key.id)} --overlap ${overlap.value}`,
+    act: async () => {
+      let response;
+      try {
+        response = await checked(
+          await request(`${pathOf(key.id)}/rotate`, {
+            method: "POST",
+            headers: { "if-match": key.tag, "idempotency-key": once },
+            json: { overlap: overlap.value },
+          }),
+        );
+      } catch (error) {
+        if (error.status !== 412) throw error;
+        await again();
+        throw new Error(
+          "Somebody changed this key meanwhile, so nothing was done. The page shows the new state: close this and try again.",
+        );
+      }
+      const { secret } = await response.json();
+      await again();
+      return secretOnce(`The new secret of ${key.id}:`, secret);
+    },
+  });
+}
+
+function editKey(key, states, again) {
+  const own = states.filter((each) => each.holder === `key ${key.id}`);
+  const inputs = {
+    name: el("input", { value: key.name ?? "", maxLength: 100 }),
+    team: el("input", { value: key.team ?? "", disabled: !may("admin") }),
+    models: el("input", { value: key.models.join(", ") }),
+    expires: el("input", { value: key.expires ?? "", placeholder: "never" }),
+  };
+  const limits = limitsForm(key.limits, own);
+  const patch = () => {
+    const found = {},
+      text = (name) => inputs[name].value.trim() || null;
+    for (const name of ["name", "team", "expires"]) if (text(name) !== (key[name] ?? null)) found[name] = text(name);
+    const models = words(inputs.models.value);
+    if (models.join() !== key.models.join()) found.models = models.length ? models : null;
+    const changed = limits.patch();
+    return changed === undefined ? found : { ...found, limits: changed };
+  };
+  confirmAction({
+    title: `Edit ${key.id}`,
+    button: "Save",
+    fields: [
+      field("Name", inputs.name, "A text for people."),
+      field("Team", inputs.team),
+      field("Models", inputs.models, "IDs, or patterns with *, separated by commas. * is all models."),
+      field("Expires", inputs.expires, "A date such as 2027-01-31, which means 00:00 UTC. Empty: never."),
+      limits.node,
+    ],
+    command: () => `vllm-gateway keys set ${shell(key.id)}${limits.options() || " …"}`,
+    act: async () => {
+      const json = patch();
+      if (!Object.keys(json).length) return "Nothing was changed.";
+      await changeEntry(pathOf(key.id), "PATCH", key.tag, again, json);
+      await again();
+      return `${key.id} is saved. Its next requests have the new settings.`;
+    },
+  });
+}
+
+function createKey() {
+  const admin = may("admin"),
+    once = onceKey();
+  const id = el("input", { required: admin, pattern: "\\S+", title: "Without spaces", placeholder: "alice" }),
+    name = el("input", { maxLength: 100, placeholder: "Alice's laptop" }),
+    team = admin
+      ? el("input", { placeholder: "none", value: $("team").value })
+      : el("select", {}, ...me.teams.map((each) => el("option", {}, each))),
+    models = el("input", { value: admin ? "*" : "" }),
+    expires = el("input", { placeholder: "never" });
+  const limits = limitsForm({});
+  confirmAction({
+    title: "Create a key",
+    button: "Create the key",
+    fields: [
+      ...(admin ? [field("ID", id, "It appears in usage, limits and metrics, and cannot be changed.")] : []),
+      field("Name", name, "A text for people."),
+      field("Team", team),
+      field("Models", models, "IDs, or patterns with *, separated by commas."),
+      field("Expires", expires, "A date such as 2027-01-31, which means 00:00 UTC. Empty: never."),
+      limits.node,
+    ],
+    command: () =>
+      `vllm-gateway keys new --id ${shell(id.value || "ID")}${team.value ? ` --team ${shell(team.value)}` : ""}${limits.options()}`,
+    act: async () => {
+      const chosen = words(models.value);
+      const fields = { id: id.value.trim(), name: name.value.trim(), team: team.value.trim(), expires: expires.value.trim() };
+      const json = Object.fromEntries(Object.entries(fields).filter(([, value]) => value));
+      if (chosen.length) json.models = chosen;
+      const changed = limits.patch();
+      if (changed) json.limits = changed;
+      const made = await api(KEYS, { method: "POST", headers: { "idempotency-key": once }, json });
+      await showKeys();
+      return el("div", {}, secretOnce(`The secret of ${made.id}:`, made.secret), el("p", {}, keyLink(made.id, `Open ${made.id}`)));
+    },
+  });
+}
+
+start(async () => {
+  const given = new URLSearchParams(location.search),
+    id = given.get("id");
+  $("list").hidden = id !== null;
+  $("one").hidden = id === null;
+  if (id !== null) {
+    $("one-title").textContent = id;
+    return showKey(id);
+  }
+  for (const name of ["search", "team", "source"]) $(name).value = given.get(name) ?? "";
+  $("create").hidden = !(may("admin") || me.teams.length);
+  $("create").onclick = createKey;
+  let waiting = 0;
+  const soon = () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => load(showKeys), 120);
+  };
+  $("filters").oninput = soon;
+  $("filters").onsubmit = (event) => event.preventDefault();
+  await showKeys();
+  await refresh(30, showClosest);
+});

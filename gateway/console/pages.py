@@ -16,10 +16,14 @@ START = "/console"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of the console. Its template and its script have its name."""
+    """A page of the console. Its template and its script have its name. ``shared``: other scripts, which run before its own."""
 
     title: str
     name: str
+    shared: tuple[str, ...] = ()
+
+
+_LIMITS = ("pages/usage.js", "console/limits.js")
 
 
 PAGES: Mapping[str, Page] = MappingProxyType(
@@ -27,10 +31,10 @@ PAGES: Mapping[str, Page] = MappingProxyType(
         START: Page("Overview", "overview"),
         f"{START}/models": Page("Models", "models"),
         f"{START}/requests": Page("Requests", "requests"),
-        f"{START}/keys": Page("Keys", "keys"),
-        f"{START}/teams": Page("Teams", "teams"),
-        f"{START}/people": Page("People", "people"),
-        f"{START}/usage": Page("Usage", "usage"),
+        f"{START}/keys": Page("Keys", "keys", _LIMITS),
+        f"{START}/teams": Page("Teams", "teams", _LIMITS),
+        f"{START}/people": Page("People", "people", _LIMITS),
+        f"{START}/usage": Page("Usage", "usage", _LIMITS),
         f"{START}/audit": Page("Audit log", "audit"),
         f"{START}/configuration": Page("Configuration", "configuration"),
         f"{START}/system": Page("System", "system"),
@@ -49,6 +53,7 @@ def page(path: str, *, signs_in: bool) -> HTMLResponse:
         "console/console.css",
         "pages/components.js",
         "console/console.js",
+        *shown.shared,
         f"console/{shown.name}.js",
         headers={"cache-control": "no-store"},
         area="console",

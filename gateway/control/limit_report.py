@@ -6,15 +6,17 @@ are unknown while the store does not respond.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from heapq import nlargest
 from time import monotonic, time
 from typing import Any
 
 from gateway.config.problems import did_you_mean
 from gateway.control.store_counts import StoreCounts
 from gateway.limits.buckets import Buckets
-from gateway.limits.states import LimitState, limit_states
-from gateway.limits.windows import moment
+from gateway.limits.states import LimitState, budget_state, limit_states
+from gateway.limits.windows import BudgetState, moment
 from gateway.snapshot.snapshot import Allowance, Snapshot
 from gateway.usage.errors import QueryError, check_parameters
 
@@ -27,6 +29,15 @@ def limit_report(snapshot: Snapshot, buckets: Buckets, stored: StoreCounts, para
     check_parameters(parameters, ("key", "team"))
     states = [state for each in _chosen(snapshot, parameters) for state in _states(snapshot, buckets, stored, each)]
     return {"limits": [state.document() for state in states]}
+
+
+def closest_budgets(budgets: Iterable[tuple[str, BudgetState]], parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the budgets of which the largest shares are used, as JSON for an encoder of msgspec. Raises QueryError."""
+    check_parameters(parameters, ("closest",))
+    if not re.fullmatch(r"[0-9]{1,3}", parameters["closest"]):
+        raise QueryError("closest: expected a number up to 999")
+    found = nlargest(int(parameters["closest"]), (each for each in budgets if each[1].used > 0), key=lambda each: each[1].share)
+    return {"limits": [budget_state(holder, None, state).document() for holder, state in found]}
 
 
 def _chosen(snapshot: Snapshot, parameters: Mapping[str, str]) -> list[Allowance]:

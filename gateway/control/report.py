@@ -17,7 +17,7 @@ from gateway import __version__
 from gateway import config as conf
 from gateway.admin.engine_metrics import Engine
 from gateway.control.control import Control
-from gateway.control.limit_report import limit_report
+from gateway.control.limit_report import closest_budgets, limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
 from gateway.fleet.fleet import ModelStatus
 from gateway.fleet.observed_servers import ObservedServers, health_check_targets, models_served, ready_servers, wrong_models
@@ -149,11 +149,13 @@ class GatewayReport:
         return self._reader
 
     async def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return the state of limits (see ``limit_report``). Raises QueryError."""
+        """Return the state of limits (see ``limit_report`` and ``closest_budgets``). Raises QueryError."""
         workers, stored = self._control.workers, self._control.store_counts
         await stored.refresh()
         if workers.snapshot is None:
             return {"limits": []}
+        if "closest" in query:
+            return closest_budgets(self._budgets(), query)
         shown = replace(workers.snapshot, keys=(*workers.snapshot.keys, *self._stored_keys(query)))
         return limit_report(shown, workers.buckets, stored, query)
 

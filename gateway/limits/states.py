@@ -79,6 +79,12 @@ class LimitState(NamedTuple):
         }
 
 
+def budget_state(holder: str, models: tuple[str, ...] | None, state: BudgetState) -> LimitState:
+    """Return the state of a budget of a holder."""
+    budget = state.budget
+    return LimitState(holder, models, budget.name, int(budget.limit), int(state.used), int(state.remaining), state.reset, budget.soft)
+
+
 def limit_states(
     allowance: Allowance, rates: HolderRates | None, budgets: Iterable[BudgetState] | None, now: float
 ) -> Iterator[LimitState]:
@@ -107,9 +113,7 @@ def _limit_states(
         for budget in (each for window in windows_of(limits) for each in window.budgets):
             yield LimitState(holder, models, budget.name, int(budget.limit), soft=budget.soft)
     for state in budgets or ():
-        budget = state.budget
-        amount, used, left = int(budget.limit), int(state.used), int(state.remaining)
-        yield LimitState(holder, models, budget.name, amount, used, left, state.reset, budget.soft)
+        yield budget_state(holder, models, state)
     if limits.session is not None:
         for budget in session_window(limits.session, 0).budgets:
             yield LimitState(holder, models, budget.name, int(budget.limit))  # for each session, so nothing is used of it as a whole

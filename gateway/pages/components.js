@@ -169,6 +169,18 @@ function duration(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} hours` : `${Math.round(seconds / 86400)} days`;
 }
 
+const NAMES = {
+  requests_per_minute: "requests per minute",
+  tokens_per_minute: "tokens per minute",
+  requests_per_day: "requests per day",
+  tokens_per_day: "tokens per day",
+  tokens_per_month: "tokens per month",
+  cost_per_day: "cost per day",
+  cost_per_month: "cost per month",
+  concurrent: "requests at once",
+  max_tokens: "tokens of a response",
+};
+const nameOf = (limit) => NAMES[limit] ?? limit.replaceAll("_", " ");
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const amount = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 4 });
 
@@ -218,22 +230,71 @@ const stateMark = (name, text = name) => el("span", { className: `state ${name}`
 
 // A table. A column is {title, value, number, text}: `value` gives a cell's content for a row, and `text` its text in CSV if that differs.
 // The first column names the row.
-function dataTable(label, columns, rows) {
-  const cell = (column, row, at) => {
+function tableRow(columns, row) {
+  const cells = columns.map((column, at) => {
     const content = column.value(row) ?? "–";
     return el(
       at ? "td" : "th",
       { className: column.number ? "number" : "", ...(at ? {} : { scope: "row" }) },
       ...(Array.isArray(content) ? content : [content]),
     );
-  };
+  });
+  return el("tr", {}, ...cells);
+}
+function tableWith(label, columns, body) {
   const head = columns.map((column) => el("th", { scope: "col", className: column.number ? "number" : "" }, column.title));
-  const body = rows.map((row) => el("tr", {}, ...columns.map((column, at) => cell(column, row, at))));
   return el(
     "div",
     { className: "scroll", tabIndex: 0, role: "region", "aria-label": label },
-    el("table", {}, el("thead", {}, el("tr", {}, ...head)), el("tbody", {}, ...body)),
+    el("table", {}, el("thead", {}, el("tr", {}, ...head)), body),
   );
+}
+const dataTable = (label, columns, rows) => tableWith(label, columns, el("tbody", {}, ...rows.map((row) => tableRow(columns, row))));
+
+// A table of any length. It contains only the rows near the visible ones, each on one line, and calls `more` when its end comes near.
+// Returns its node, and `add`, which appends rows. `wide` lists the columns' widths in rem.
+function longTable(label, columns, wide, more = () => {}) {
+  const rows = [],
+    made = new Map(),
+    [above, below] = [0, 1].map(() => el("tr", { "aria-hidden": "true" }, el("td", { className: "space", colSpan: columns.length })));
+  const body = el("tbody", {}, above, below),
+    node = tableWith(label, columns, body),
+    table = node.querySelector("table");
+  node.classList.add("long");
+  table.style.minWidth = `${wide.reduce((sum, each) => sum + each)}rem`;
+  node.querySelectorAll("thead th").forEach((head, at) => {
+    head.style.width = `${wide[at]}rem`;
+  });
+  let tall = 40;
+  const draw = () => {
+    const first = Math.max(Math.floor(node.scrollTop / tall) - 12, 0),
+      last = Math.min(first + Math.ceil((node.clientHeight || 800) / tall) + 24, rows.length);
+    for (const [at, row] of made)
+      if (at < first || at >= last) {
+        row.remove();
+        made.delete(at);
+      }
+    let next = below;
+    for (let at = last - 1; at >= first; at--) {
+      if (!made.has(at)) {
+        made.set(at, tableRow(columns, rows[at]));
+        made.get(at).setAttribute("aria-rowindex", at + 2);
+        next.before(made.get(at));
+      }
+      next = made.get(at);
+    }
+    above.firstChild.style.height = `${first * tall}px`;
+    below.firstChild.style.height = `${(rows.length - last) * tall}px`;
+    if (node.scrollTop + 2 * node.clientHeight > rows.length * tall) more();
+  };
+  node.addEventListener("scroll", draw, { passive: true });
+  const add = (found) => {
+    rows.push(...found);
+    table.setAttribute("aria-rowcount", rows.length + 1);
+    draw();
+    tall = made.values().next().value?.offsetHeight || tall;
+  };
+  return { node, add, rows };
 }
 
 // Offer rows as a CSV file (RFC 4180). A cell that a spreadsheet would run as a formula is quoted with an apostrophe.

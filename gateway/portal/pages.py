@@ -27,7 +27,7 @@ PAGES: Mapping[str, Page] = MappingProxyType(
     {
         START: Page("Models", "portal/models.html", ("portal/models.js",)),
         "/portal/playground": Page("Playground", "portal/playground.html", ("portal/markdown.js", "portal/playground.js")),
-        "/portal/usage": Page("Usage", "portal/usage.html", ("portal/usage.js",)),
+        "/portal/usage": Page("Usage", "portal/usage.html", ("pages/usage.js", "portal/usage.js")),
         "/portal/keys": Page("Keys", "portal/keys.html", ("portal/keys.js",)),
         "/portal/connect": Page("Connect", "portal/connect.html", ("portal/connect.js",)),
     }

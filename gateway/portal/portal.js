@@ -78,15 +78,3 @@ const codeTabs = (body) =>
     codeOf(body).map(([title, text]) => [title, codeBlock(text)]),
     "Languages",
   );
-const NAMES = {
-  requests_per_minute: "requests per minute",
-  tokens_per_minute: "tokens per minute",
-  requests_per_day: "requests per day",
-  tokens_per_day: "tokens per day",
-  tokens_per_month: "tokens per month",
-  cost_per_day: "cost per day",
-  cost_per_month: "cost per month",
-  concurrent: "requests at once",
-  max_tokens: "tokens of a response",
-};
-const nameOf = (limit) => NAMES[limit] ?? limit.replaceAll("_", " ");

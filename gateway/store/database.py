@@ -16,7 +16,7 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, delete, func, insert, select, update
+from sqlalchemy import JSON, ColumnElement, Connection, Table, and_, cast, delete, func, insert, or_, select, update
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import IntegrityError
 
@@ -41,6 +41,8 @@ _LOCKS = {
     ),
     "sqlite": ("BEGIN IMMEDIATE",),
 }
+SEARCHED = 200_000
+"""Entries that one search reads at most."""
 _BATCH = 500  # rows of the log, or entries, in one query
 _MAX_CHANGES = 100_000  # rows of the log that are kept
 _PRUNE_EVERY = 1_000  # changes
@@ -68,6 +70,13 @@ class Changes(NamedTuple):
     is_complete: bool = False
     raises: Mapping[Holder, str] = {}
     """The raises of limits as JSON, of each key or team that changed and has any."""
+
+
+class Found(NamedTuple):
+    """The entries that a search has found, in the order of their IDs. ``last``: the last ID that was read; None: there are no more."""
+
+    rows: list[Row]
+    last: str | None
 
 
 class Transaction:
@@ -249,11 +258,30 @@ class KeyDatabase(Database):
         table = _TABLES[kind]
         query = select(*_columns(table)).where(table.c.id > after).order_by(table.c.id).limit(limit)
         if teams is not None:
-            query = query.where((KEYS.c.team if kind == "key" else TEAMS.c.id).in_(teams))
+            query = query.where(_is_of(kind, teams))
         if made_by is not None:
             query = query.where(_is_made_by(made_by))
         with self.transaction() as connection:
             return [_row(table, each) for each in connection.execute(query)]
+
+    def search(self, kind: Kind, text: str, after: str, limit: int, teams: Collection[str] | None = None) -> Found:
+        """Return the first ``limit`` entries after ``after``, all or those of teams, that contain a text: in ID, name or team.
+
+        The query reads at most ``SEARCHED`` entries. Case does not matter.
+        """
+        table = _TABLES[kind]
+        # Without the index, a database reads the table from its start to its end, which is several times faster than in the order of IDs.
+        identity = func.coalesce(table.c.id, "")
+        query = select(*_columns(table)).where(identity > after).order_by(identity).limit(limit)
+        if teams is not None:
+            query = query.where(_is_of(kind, teams))
+        with self.transaction() as connection:
+            later = select(table.c.id).where(table.c.id > after).order_by(table.c.id)
+            last = connection.execute(later.offset(SEARCHED - 1).limit(1)).scalar()
+            if last is not None:
+                query = query.where(identity <= last)
+            rows = connection.execute(query.where(_contains(kind, text, connection.dialect.name)))
+            return Found([_row(table, each) for each in rows], last)
 
     def made_by(self, person: PersonId) -> list[Row]:
         """Return the keys that a person has created."""
@@ -350,3 +378,20 @@ def _row(table: Table, found: Any) -> Row:
 
 def _is_made_by(person: PersonId) -> ColumnElement[bool]:
     return and_(KEYS.c.made_by_issuer == person.issuer, KEYS.c.made_by_subject == person.subject)
+
+
+def _is_of(kind: Kind, teams: Collection[str]) -> ColumnElement[bool]:
+    return (KEYS.c.team if kind == "key" else TEAMS.c.id).in_(teams)
+
+
+def _contains(kind: Kind, text: str, dialect: str) -> ColumnElement[bool]:
+    """Return the condition that the ID, the name or the team of an entry contains a text."""
+    if kind == "team":
+        return TEAMS.c.id.icontains(text, autoescape=True)
+    name = cast(KEYS.c.entry, JSON)["name"].as_string() if dialect == "postgresql" else func.json_extract(KEYS.c.entry, "$.name")
+    has_name = and_(KEYS.c.entry.contains('"name": ', autoescape=True), name.icontains(text, autoescape=True))
+    return or_(KEYS.c.id.icontains(text, autoescape=True), KEYS.c.team.icontains(text, autoescape=True), has_name)
+
+
+def _aware(moment: datetime) -> datetime:
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)  # SQLite stores no zone

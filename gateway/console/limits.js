@@ -1,0 +1,243 @@
+// What the pages of keys and teams share: entries with their versions, and forms for limits that show the effect of a change.
+const AMOUNTS = [
+  "requests_per_minute",
+  "tokens_per_minute",
+  "concurrent",
+  "tokens_per_day",
+  "tokens_per_week",
+  "tokens_per_month",
+  "cost_per_day",
+  "cost_per_week",
+  "cost_per_month",
+  "max_tokens",
+];
+const shell = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);
+const option = (name) => `--${name.replaceAll("_", "-")}`;
+const words = (text) => text.split(/[\s,]+/).filter(Boolean);
+const link = (path, text, className = "") => el("a", { href: path, className }, text);
+
+// An entry of the store, with the ETag that names its version.
+async function readEntry(path) {
+  const response = await checked(await request(path));
+  return { ...(await response.json()), tag: response.headers.get("etag") };
+}
+// Change a version of an entry. `again` shows the new state if somebody else has changed it.
+async function changeEntry(path, method, tag, again, json) {
+  try {
+    return await checked(await request(path, { method, headers: { "if-match": tag }, ...(json === undefined ? {} : { json }) }));
+  } catch (error) {
+    if (error.status !== 412) throw error;
+    await again();
+    throw new Error(
+      "Somebody changed it meanwhile, so nothing was done. The page shows the new state: close this, look at it, and try again.",
+    );
+  }
+}
+const onceKey = () => [...crypto.getRandomValues(new Uint8Array(12))].map((each) => each.toString(16).padStart(2, "0")).join("");
+
+// Fill a part of the page. What the gateway refuses is shown at its place.
+async function part(node, make) {
+  try {
+    node.replaceChildren(...[await make()].flat());
+  } catch (error) {
+    if (!(error instanceof ApiError) || error.status === 401) throw error;
+    node.replaceChildren(
+      el("p", { className: error.status === 404 || error.status === 403 ? "quiet" : "error" }, `${capital(error.message)}.`),
+    );
+  }
+}
+
+const PERIODS = { day: "today", week: "this week", month: "this month", minute: "in the last minute" };
+const period = (name) => PERIODS[name.split("_").at(-1)] ?? "in its window";
+
+// Say what a changed limit does now. `state` is what is used of it, null if that is unknown.
+function effect(name, before, after, state) {
+  const title = capital(nameOf(name));
+  if (after === null) return `${title}: no limit any more.`;
+  if (name === "max_tokens") return `${title}: a request for more than ${amount(after)} is refused.`;
+  if (!state || state.used === null)
+    return before === undefined ? `${title}: ${amount(after)} from now on.` : `${title}: ${amount(after)} instead of ${amount(before)}.`;
+  const used = name === "concurrent" ? `${amount(state.used)} are in flight` : `${amount(state.used)} used ${period(name)}`;
+  const until = state.reset_seconds > 0 && !name.endsWith("minute") ? `, for ${duration(state.reset_seconds)}` : "";
+  if (state.used >= after) return `${title}: ${used}. With ${amount(after)}, new requests are refused at once${until}.`;
+  return `${title}: ${used}. With ${amount(after)}, ${amount(after - state.used)} are left (${Math.round((100 * state.used) / after)}% used).`;
+}
+
+// Inputs for limits. `patch()` returns what is changed, null for a limit that is removed, and undefined without a change. Throws an error for
+// an invalid input. `states` are of /limits.
+function limitsForm(limits, states = []) {
+  const inputs = AMOUNTS.map((name) =>
+    el("input", {
+      inputMode: "decimal",
+      autocomplete: "off",
+      value: limits[name] === undefined ? "" : String(limits[name]),
+      placeholder: "no limit",
+    }),
+  );
+  const rest = Object.fromEntries(Object.entries(limits).filter(([name]) => !AMOUNTS.includes(name)));
+  const before = Object.keys(rest).length ? JSON.stringify(rest, null, 2) : "";
+  const more = el("textarea", {
+    rows: 5,
+    value: before,
+    spellcheck: false,
+    className: "mono",
+    placeholder: '{"budgets": [{"window": "7d", "tokens": 1000000}]}',
+  });
+  const preview = el("ul", { className: "effects", "aria-live": "polite" });
+  const changes = () => {
+    const found = {};
+    AMOUNTS.forEach((name, at) => {
+      const text = inputs[at].value.replaceAll(/[,_\s]/g, "");
+      if (text && !(Number(text) >= 0)) throw new Error(`${capital(nameOf(name))}: expected a number.`);
+      const value = text ? Number(text) : null;
+      if (value !== (limits[name] === undefined ? null : Number(limits[name]))) found[name] = value;
+    });
+    if (more.value.trim() !== before) {
+      let other;
+      try {
+        other = JSON.parse(more.value.trim() || "{}");
+      } catch {
+        throw new Error("Other limits: this is not valid JSON.");
+      }
+      for (const name of Object.keys(rest)) if (!(name in other)) found[name] = null;
+      Object.assign(found, other);
+    }
+    return found;
+  };
+  const patch = () => {
+    const found = changes();
+    return Object.keys(found).length ? found : undefined;
+  };
+  const show = () => {
+    try {
+      const lines = Object.entries(changes())
+        .filter(([name]) => AMOUNTS.includes(name))
+        .map(([name, after]) => {
+          const state = states.find((each) => each.limit === name && each.models === null && !each.soft);
+          const text = effect(name, limits[name], after, state);
+          return el("li", { className: text.includes("refused at once") ? "error" : "" }, text);
+        });
+      preview.replaceChildren(...lines);
+    } catch (error) {
+      preview.replaceChildren(el("li", { className: "error" }, error.message));
+    }
+  };
+  const node = el(
+    "fieldset",
+    {},
+    el("legend", {}, "Limits"),
+    el("div", { className: "amounts" }, ...AMOUNTS.map((name, at) => field(capital(nameOf(name)), inputs[at]))),
+    el(
+      "details",
+      {},
+      el("summary", {}, "Other limits, as JSON"),
+      field("Rolling and soft budgets, sessions, single models, end users", more),
+    ),
+    preview,
+  );
+  node.addEventListener("input", show);
+  // The same changes as options of a command.
+  const options = () => {
+    const lines = [],
+      unset = [];
+    try {
+      for (const [name, value] of Object.entries(changes()))
+        if (value === null) unset.push(`--unset ${name.replaceAll("_", "-")}`);
+        else if (AMOUNTS.includes(name)) lines.push(`${option(name)} ${value}`);
+    } catch {
+      return "";
+    }
+    return [...lines, ...unset].map((each) => ` ${each}`).join("");
+  };
+  return { node, patch, options };
+}
+
+// Raise a limit of a key or team until a time. `kind` is keys or teams.
+function raiseLimit(kind, id, states, again) {
+  const own = states.filter(
+    (each) => each.holder === `${kind.slice(0, -1)} ${id}` && each.models === null && !each.soft && each.limit !== "session",
+  );
+  if (!own.length) return toast("It has no limit that can be raised.");
+  const closest = own.reduce((one, other) => ((other.used ?? 0) / other.amount > (one.used ?? 0) / one.amount ? other : one));
+  const limit = el(
+    "select",
+    {},
+    ...own.map((each) => el("option", { value: each.limit, selected: each === closest }, capital(nameOf(each.limit)))),
+  );
+  const to = el("input", { value: "2x", required: true }),
+    until = el("input", { value: "2h", required: true }),
+    preview = el("p", { className: "quiet", "aria-live": "polite" });
+  const show = () => {
+    const found = own.find((each) => each.limit === limit.value),
+      now = found.configured ?? found.amount,
+      raised = to.value.endsWith("x") ? now * Number(to.value.slice(0, -1)) : Number(to.value);
+    preview.textContent = Number.isFinite(raised)
+      ? `${capital(nameOf(found.limit))}: ${amount(raised)} instead of ${amount(now)}${found.used === null ? "" : `; ${amount(found.used)} are used, so ${amount(Math.max(raised - found.used, 0))} are left`}. Afterwards the use counts against ${amount(now)} again.`
+      : "";
+  };
+  for (const input of [limit, to, until]) input.addEventListener("input", show);
+  show();
+  confirmAction({
+    title: `Raise a limit of ${id}`,
+    button: "Raise the limit",
+    fields: [
+      field("Limit", limit),
+      field("To", to, "A factor such as 2x, or an amount."),
+      field("Until", until, "A duration such as 2h, a time of day in UTC such as 18:00, or 2027-01-31T18:00:00Z."),
+      preview,
+    ],
+    command: () => `vllm-gateway ${kind} raise ${shell(id)} ${limit.value} ${to.value} --until ${until.value}`,
+    act: async () => {
+      await post(`/admin/v1/${kind}/${encodeURIComponent(id)}/raises`, { limit: limit.value, to: to.value, until: until.value });
+      await again();
+      return `${capital(nameOf(limit.value))} of ${id} is raised.`;
+    },
+  });
+}
+
+// The raises in force of a key or team, with a button that ends each.
+function raisesList(kind, id, raises, again) {
+  if (!raises.length) return el("p", { className: "quiet" }, "No limit is raised at the moment.");
+  return el(
+    "ul",
+    { className: "lines" },
+    ...raises.map((each) => {
+      const end = el("button", { type: "button", "aria-label": `End the raise of ${nameOf(each.limit)}` }, "End");
+      end.addEventListener("click", () =>
+        confirmAction({
+          title: `End the raise of ${nameOf(each.limit)}`,
+          words: `The configured limit of ${id} applies again at once.`,
+          button: "End the raise",
+          command: `vllm-gateway ${kind} end-raise ${shell(id)} --limit ${each.limit}`,
+          act: async () => {
+            await api(`/admin/v1/${kind}/${encodeURIComponent(id)}/raises${query({ limit: each.limit })}`, { method: "DELETE" });
+            await again();
+            return `The raise of ${nameOf(each.limit)} has ended.`;
+          },
+        }),
+      );
+      const to = typeof each.to === "number" ? amount(each.to) : each.to;
+      return el(
+        "li",
+        { className: "bar" },
+        el("span", {}, `${capital(nameOf(each.limit))} to ${to} until `, when(Date.parse(each.until) / 1000), `, by ${each.by}`),
+        may("operator") ? end : null,
+      );
+    }),
+  );
+}
+
+// The limits of /limits as bars.
+const limitBars = (states, none) =>
+  states.length ? el("ul", { className: "limits" }, ...states.map(limitBar)) : el("p", { className: "quiet" }, none);
+
+// The usage of the last 30 days as a chart.
+async function monthChart(values, none) {
+  const since = new Date(Date.now() - 29 * 86400000).toISOString().slice(0, 10),
+    { usage } = await api(`/usage${query({ by: "day", since, ...values })}`);
+  if (!usage.length) return el("p", { className: "quiet" }, none);
+  const sum = (name) => usage.reduce((total, row) => total + Number(row[name] ?? 0), 0);
+  const cost = usage.some((row) => row.cost !== null) ? `, at a cost of ${amount(sum("cost"))}` : "";
+  const text = `${number(sum("requests"))} requests with ${number(sum("prompt_tokens") + sum("completion_tokens"))} tokens${cost}.`;
+  return [el("p", {}, text), chart(everyDay(usage, since), "day")];
+}
