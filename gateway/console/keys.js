@@ -1,18 +1,10 @@
 const KEYS = "/admin/v1/keys",
   PAGE = 200;
 const pathOf = (id) => `${KEYS}/${encodeURIComponent(id)}`;
-const keyLink = (id, text = id) => link(`/console/keys${query({ id })}`, text);
-const teamLink = (id) => (id ? link(`/console/teams${query({ id })}`, id) : null);
 // Admins change every key of the store, and owners those of their teams.
 const manages = (key) => key.stored && (may("admin") || me.teams.includes(key.team));
 const COLORS = { valid: "up", "no key": "up", "ends soon": "starting", expired: "stopped", revoked: "revoked" };
 const keyState = (key) => stateMark(COLORS[key.state] ?? "stopped", key.state);
-const brief = (limits) => {
-  const found = AMOUNTS.filter((name) => limits[name] !== undefined).map((name) => `${amount(Number(limits[name]))} ${nameOf(name)}`);
-  const others = Object.keys(limits).length - found.length;
-  return [...found, ...(others ? [`${others} more`] : [])].join(", ") || "none";
-};
-const day = (text) => (text ? when(Date.parse(text) / 1000) : null);
 const maker = (key) => (!key.stored ? "gateway.yaml" : key.made_by ? `${key.made_by.subject}, for themselves` : "an operator");
 
 const COLUMNS = [
@@ -34,10 +26,10 @@ const COLUMNS = [
     value: (key) => el("span", { title: key.models.join(", ") }, key.models.join(", ") === "*" ? "all" : key.models.join(", ")),
   },
   { title: "Limits", value: (key) => el("span", { title: brief(key.limits) }, brief(key.limits)) },
-  { title: "Expires", value: (key) => day(key.expires) },
-  { title: "Last used", value: (key) => day(key.last_used) },
+  { title: "Expires", value: (key) => date(key.expires) },
+  { title: "Last used", value: (key) => ago(key.last_used) },
 ];
-const WIDE = [19, 8, 8.5, 7.5, 9, 18, 10, 10];
+const WIDE = [15.5, 8.3, 7, 8, 6, 11, 8, 7.7];
 
 // The keys of the file are few, and searched here. Those of the store come in pages, and the gateway searches them.
 let files = null,
@@ -125,30 +117,12 @@ async function showClosest() {
     $("closest-part").hidden = true;
     return;
   }
-  const { limits } = await api("/limits?closest=8"),
+  const { limits } = await api("/limits?closest=5"),
     inFile = new Set((await fileKeys()).map((key) => key.id));
   const columns = [
     { title: "Key or team", value: ({ kind, id }) => [kind === "team" ? "team " : "", link(`/console/${kind}s${query({ id })}`, id)] },
     { title: "Budget", value: (limit) => `${capital(nameOf(limit.limit))}${limit.soft ? " (only warns)" : ""}` },
-    {
-      title: "Used",
-      value: (limit) => {
-        const share = limit.used / limit.amount;
-        return [
-          el("progress", {
-            className: share >= 1 ? "full" : share >= 0.8 ? "near" : "",
-            max: 1,
-            value: Math.min(share, 1),
-            "aria-label": `${Math.round(100 * share)}% used`,
-          }),
-          el(
-            "small",
-            { className: share >= 1 ? "error" : "quiet" },
-            `${share >= 1 ? "Full: " : ""}${amount(limit.used)} of ${amount(limit.amount)}`,
-          ),
-        ];
-      },
-    },
+    { title: "Used", value: usedBar },
     { title: "All of it again in", value: (limit) => (limit.reset_seconds > 0 ? duration(limit.reset_seconds) : null) },
     {
       title: "",
@@ -181,19 +155,24 @@ async function showClosest() {
 
 // One key
 
+// An ID is in the file or in the store, never in both.
 async function readKey(id) {
-  try {
-    return { ...(await readEntry(pathOf(id))), stored: true };
-  } catch (error) {
-    const found = error.status === 404 ? (await fileKeys()).find((key) => key.id === id) : null;
-    if (!found) throw error;
-    return found;
-  }
+  const inFile = (await fileKeys()).find((key) => key.id === id);
+  return inFile ?? { ...(await readEntry(pathOf(id))), stored: true };
 }
 
 async function showKey(id) {
   const again = () => showKey(id);
-  const key = await readKey(id);
+  let key;
+  try {
+    key = await readKey(id);
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    for (const section of document.querySelectorAll("#one section")) section.hidden = true;
+    return $("one-about").replaceChildren(
+      el("p", {}, "There is no such key, neither in the store nor in gateway.yaml. It may have been deleted."),
+    );
+  }
   $("one-title").textContent = key.id;
   document.title = `${key.id} · Keys`;
   const from = key.stored ? "Kept in the store" : "Kept in gateway.yaml: edit it there, then reload";
@@ -223,11 +202,7 @@ async function showKey(id) {
       : []),
   ];
   $("one-about").replaceChildren(
-    el(
-      "dl",
-      { className: "card facts columns" },
-      ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, ...(Array.isArray(value) ? value : [value])))),
-    ),
+    factsCard(facts),
     el(
       "p",
       { className: "row" },

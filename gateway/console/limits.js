@@ -16,6 +16,51 @@ const option = (name) => `--${name.replaceAll("_", "-")}`;
 const words = (text) => text.split(/[\s,]+/).filter(Boolean);
 const link = (path, text, className = "") => el("a", { href: path, className }, text);
 
+const date = (text) =>
+  text
+    ? el(
+        "time",
+        { dateTime: text, title: text },
+        new Date(text).toLocaleDateString("en-US", { year: "numeric", month: "short", day: "numeric" }),
+      )
+    : null;
+const ago = (text) =>
+  text ? el("time", { dateTime: text, title: text }, `${duration(Math.max((Date.now() - Date.parse(text)) / 1000, 1))} ago`) : null;
+
+// Limits in one line.
+const brief = (limits) => {
+  const found = AMOUNTS.filter((name) => limits[name] !== undefined).map((name) => `${amount(Number(limits[name]))} ${nameOf(name)}`);
+  const others = Object.keys(limits).length - found.length;
+  return [...found, ...(others ? [`${others} more`] : [])].join(", ") || "none";
+};
+// The closest of a holder's budgets, as a bar with its numbers.
+function usedBar(limit) {
+  const share = limit.used / limit.amount;
+  return [
+    el("progress", {
+      className: share >= 1 ? "full" : share >= 0.8 ? "near" : "",
+      max: 1,
+      value: Math.min(share, 1),
+      "aria-label": `${Math.round(100 * share)}% used`,
+    }),
+    el(
+      "small",
+      { className: share >= 1 ? "error" : "quiet" },
+      `${share >= 1 ? "Full: " : ""}${amount(limit.used)} of ${amount(limit.amount)}`,
+    ),
+  ];
+}
+const day = (text) => (text ? when(Date.parse(text) / 1000) : null);
+const keyLink = (id, text = id) => link(`/console/keys${query({ id })}`, text);
+const teamLink = (id) => (id ? link(`/console/teams${query({ id })}`, id) : null);
+// Facts as a card of columns. A value is a text, a node, or a list of these.
+const factsCard = (facts) =>
+  el(
+    "dl",
+    { className: "card facts columns" },
+    ...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, ...[value].flat()))),
+  );
+
 // An entry of the store, with the ETag that names its version.
 async function readEntry(path) {
   const response = await checked(await request(path));
@@ -65,7 +110,7 @@ function effect(name, before, after, state) {
 
 // Inputs for limits. `patch()` returns what is changed, null for a limit that is removed, and undefined without a change. Throws an error for
 // an invalid input. `states` are of /limits.
-function limitsForm(limits, states = []) {
+function limitsForm(limits, states = [], legend = "Limits") {
   const inputs = AMOUNTS.map((name) =>
     el("input", {
       inputMode: "decimal",
@@ -125,7 +170,7 @@ function limitsForm(limits, states = []) {
   const node = el(
     "fieldset",
     {},
-    el("legend", {}, "Limits"),
+    el("legend", {}, legend),
     el("div", { className: "amounts" }, ...AMOUNTS.map((name, at) => field(capital(nameOf(name)), inputs[at]))),
     el(
       "details",

@@ -1,1 +1,309 @@
-start(() => {});
+const TEAMS = "/admin/v1/teams",
+  PAGE = 200;
+const pathOf = (id) => `${TEAMS}/${encodeURIComponent(id)}`;
+const policyText = (policy) =>
+  policy
+    ? `up to ${number(policy.max_keys)} keys for each person${policy.max_lifetime ? `, for at most ${policy.max_lifetime}` : ""}, models: ${(policy.models ?? ["*"]).join(", ")}`
+    : "people create no keys";
+
+let closest = new Map(),
+  searched = 0;
+const COLUMNS = [
+  { title: "Team", value: (team) => el("span", { title: team.id }, teamLink(team.id)) },
+  { title: "Kept in", value: (team) => (team.stored ? "store" : "gateway.yaml") },
+  { title: "Closest budget", value: (team) => (closest.has(team.id) ? usedBar(closest.get(team.id)) : null) },
+  { title: "Limits", value: (team) => (team.limits ? el("span", { title: brief(team.limits) }, brief(team.limits)) : "see gateway.yaml") },
+  {
+    title: "Self-service",
+    value: (team) =>
+      team.stored ? el("span", { title: policyText(team.self_service) }, policyText(team.self_service)) : "see gateway.yaml",
+  },
+  { title: "Keys", value: (team) => link(`/console/keys${query({ team: team.id })}`, "Keys") },
+];
+
+// The gateway lists no teams of the file: they are known from their limits and their keys.
+async function fileTeams() {
+  if (me.role === null) return [];
+  const [{ limits }, { keys }] = await Promise.all([api("/limits"), api("/keys")]);
+  const of = limits.map((limit) => /^team (\S+)/.exec(limit.holder)?.[1]).filter(Boolean);
+  return [...new Set([...of, ...keys.map((key) => key.team).filter(Boolean)])].sort();
+}
+
+async function showTeams() {
+  const mine = ++searched,
+    search = $("search").value.trim();
+  history.replaceState(null, "", location.pathname + query({ search }));
+  const table = longTable("Teams", COLUMNS, [13, 8.5, 14, 16, 14, 5], () => load(next));
+  let cursor = "",
+    loading = true;
+  const known = new Set();
+  const count = () => {
+    $("count").textContent = table.rows.length
+      ? `${number(table.rows.length)}${cursor === null ? "" : " or more"} ${table.rows.length === 1 ? "team" : "teams"}`
+      : search
+        ? "No team matches."
+        : "There are no teams yet. A team has limits that its keys share.";
+    table.node.hidden = !table.rows.length;
+  };
+  async function next() {
+    if (cursor === null || loading) return;
+    loading = true;
+    try {
+      const page = await api(`${TEAMS}${query({ search, limit: PAGE, cursor })}`);
+      cursor = page.next_cursor;
+      for (const team of page.teams) known.add(team.id);
+      if (mine === searched) table.add(page.teams.map((team) => ({ ...team, stored: true })));
+    } catch (error) {
+      if (error.status !== 404) throw error;
+      cursor = null;
+      showNoStore();
+    } finally {
+      loading = false;
+    }
+    if (mine === searched) count();
+  }
+  if (me.role !== null) {
+    const { limits } = await api("/limits?closest=999");
+    closest = new Map();
+    for (const limit of limits) {
+      const id = /^team (\S+)/.exec(limit.holder)?.[1];
+      if (id && !closest.has(id)) closest.set(id, limit);
+    }
+  }
+  loading = false;
+  await next();
+  const files = (await fileTeams()).filter((id) => !known.has(id) && id.toLowerCase().includes(search.toLowerCase()));
+  if (mine !== searched) return;
+  // A team of a key in the file may also be one of a later page of the store.
+  if (cursor === null) table.add(files.map((id) => ({ id, stored: false })));
+  $("teams").replaceChildren(table.node);
+  count();
+  table.add([]);
+}
+
+function showNoStore() {
+  $("create").hidden = true;
+  $("no-store").hidden = false;
+  $("no-store").replaceChildren(
+    el(
+      "p",
+      {},
+      "Teams are in gateway.yaml only, so they are changed there. With a store, teams are created and changed here, without a restart. Add to gateway.yaml and restart:",
+    ),
+    codeBlock("ledger: sqlite:///usage.db\nstore: ledger"),
+  );
+}
+
+async function readTeam(id) {
+  try {
+    return { ...(await readEntry(pathOf(id))), stored: true };
+  } catch (error) {
+    if (error.status !== 404 || me.role === null) throw error;
+    await api(`${pathOf(id)}/raises`); // it knows the teams of the file
+    return { id, stored: false };
+  }
+}
+
+async function showTeam(id) {
+  const again = () => showTeam(id);
+  let team;
+  try {
+    team = await readTeam(id);
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    for (const section of document.querySelectorAll("#one section")) section.hidden = true;
+    return $("one-about").replaceChildren(el("p", {}, "There is no such team, neither in the store nor in gateway.yaml."));
+  }
+  $("one-title").textContent = team.id;
+  document.title = `${team.id} · Teams`;
+  const facts = team.stored
+    ? [
+        ["Kept in", "the store"],
+        ["Self-service", policyText(team.self_service)],
+        ["Created", day(team.created)],
+        ["Changed", day(team.changed)],
+      ]
+    : [["Kept in", "gateway.yaml: edit it there, then reload"]];
+  $("one-about").replaceChildren(
+    factsCard(facts),
+    el(
+      "p",
+      { className: "row" },
+      link(`/console/keys${query({ team: id })}`, "Keys of this team"),
+      link(`/console/usage${query({ team: id, by: "key" })}`, "Usage by key"),
+    ),
+  );
+  let states = [];
+  await part($("limits"), async () => {
+    try {
+      states = (await api(`/limits${query({ team: id })}`)).limits;
+    } catch (error) {
+      if (error.status !== 400) throw error; // no key belongs to it yet
+      return el("p", { className: "quiet" }, `Nothing is used, because no key belongs to it. Its limits: ${brief(team.limits ?? {})}.`);
+    }
+    return limitBars(states, "Its keys share no limit.");
+  });
+  await part($("raises"), async () => raisesList("teams", id, (await api(`${pathOf(id)}/raises`)).raises, again));
+  const button = (text, act, className = "") => {
+    const made = el("button", { type: "button", className }, text);
+    made.addEventListener("click", () => load(async () => act()));
+    return made;
+  };
+  $("actions").replaceChildren(
+    ...(team.stored && may("admin") ? [button("Edit", () => editTeam(team, states, again))] : []),
+    ...(may("operator") && states.length ? [button("Raise a limit", () => raiseLimit("teams", id, states, again))] : []),
+    ...(team.stored && may("admin") ? [button("Delete", () => removeTeam(team), "danger")] : []),
+  );
+  await part($("who"), async () => {
+    const { usage } = await api(`/usage${query({ by: "key", team: id, since: "today" })}`);
+    if (!usage.length) return el("p", { className: "quiet" }, "No requests today.");
+    const all = usage.reduce((total, row) => total + row.prompt_tokens + row.completion_tokens, 0);
+    return dataTable(
+      "Keys by use today",
+      [
+        { title: "Key", value: (row) => keyLink(row.key) },
+        {
+          title: "Share of the team",
+          value: (row) => {
+            const share = (row.prompt_tokens + row.completion_tokens) / (all || 1);
+            return [
+              el("progress", { max: 1, value: share, "aria-label": `${Math.round(100 * share)}%` }),
+              el("small", { className: "quiet" }, `${Math.round(100 * share)}%`),
+            ];
+          },
+        },
+        { title: "Requests", number: true, value: (row) => number(row.requests) },
+        { title: "Tokens", number: true, value: (row) => number(row.prompt_tokens + row.completion_tokens) },
+        { title: "Cost", number: true, value: (row) => (row.cost === null ? null : amount(row.cost)) },
+      ],
+      usage.slice(0, 20),
+    );
+  });
+  await part($("use"), () => monthChart({ team: id }, "No requests in the last 30 days."));
+}
+
+// The inputs of a team: its limits, and what its people may create for themselves.
+function teamForm(team, states = []) {
+  const policy = team.self_service ?? null,
+    limits = limitsForm(team.limits ?? {}, states, "Limits that its keys share"),
+    allowed = el("input", { type: "checkbox", checked: policy !== null }),
+    most = el("input", { inputMode: "numeric", value: policy?.max_keys ?? 5 }),
+    lifetime = el("input", { value: policy?.max_lifetime ?? "", placeholder: "they need not expire" }),
+    models = el("input", { value: (policy?.models ?? ["*"]).join(", ") }),
+    ceilings = limitsForm(policy?.limits ?? {}, [], "Ceilings of each key");
+  const details = el(
+    "div",
+    { hidden: policy === null },
+    field("Valid keys of each person, at most", most),
+    field("Longest lifetime of a key", lifetime, "A duration such as 90d. Empty: keys need not expire."),
+    field("Models", models, "IDs, or patterns with *, separated by commas."),
+    ceilings.node,
+  );
+  allowed.addEventListener("change", () => (details.hidden = !allowed.checked));
+  const selfService = () => {
+    if (!allowed.checked) return policy === null ? undefined : null;
+    const chosen = { max_keys: Number(most.value), max_lifetime: lifetime.value.trim() || null, models: words(models.value) },
+      changed = ceilings.patch(),
+      same =
+        policy !== null &&
+        chosen.max_keys === policy.max_keys &&
+        chosen.max_lifetime === (policy.max_lifetime ?? null) &&
+        chosen.models.join() === (policy.models ?? ["*"]).join();
+    if (same && changed === undefined) return undefined;
+    if (!chosen.models.length) delete chosen.models;
+    return changed === undefined ? chosen : { ...chosen, limits: changed };
+  };
+  const node = el(
+    "fieldset",
+    {},
+    el("legend", {}, "Self-service"),
+    el("label", { className: "row" }, el("span", { className: "check" }, allowed), "People of the team may create keys for themselves"),
+    details,
+  );
+  const patch = () => {
+    const found = { limits: limits.patch(), self_service: selfService() };
+    return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== undefined));
+  };
+  return { fields: [limits.node, node], patch, options: limits.options };
+}
+
+function editTeam(team, states, again) {
+  const form = teamForm(team, states);
+  confirmAction({
+    title: `Edit ${team.id}`,
+    words: "All keys of the team share these limits. A changed self-service policy applies to keys that are created or changed later.",
+    button: "Save",
+    fields: form.fields,
+    command: () => `vllm-gateway teams set ${shell(team.id)}${form.options() || " …"}`,
+    act: async () => {
+      const json = form.patch();
+      if (!Object.keys(json).length) return "Nothing was changed.";
+      await changeEntry(pathOf(team.id), "PATCH", team.tag, again, json);
+      await again();
+      return `${team.id} is saved.`;
+    },
+  });
+}
+
+function createTeam() {
+  const once = onceKey(),
+    id = el("input", { required: true, pattern: "\\S+", title: "Without spaces", placeholder: "research" }),
+    form = teamForm({});
+  confirmAction({
+    title: "Create a team",
+    button: "Create the team",
+    fields: [field("ID", id, "It appears in usage and limits, and cannot be changed."), ...form.fields],
+    command: () => `vllm-gateway teams new --id ${shell(id.value || "ID")}${form.options()}`,
+    act: async () => {
+      const made = await api(TEAMS, {
+        method: "POST",
+        headers: { "idempotency-key": once },
+        json: { id: id.value.trim(), ...withoutNull(form.patch()) },
+      });
+      location.assign(`/console/teams${query({ id: made.id })}`);
+    },
+  });
+}
+const withoutNull = (value) =>
+  value !== null && typeof value === "object" && !Array.isArray(value)
+    ? Object.fromEntries(
+        Object.entries(value)
+          .filter(([, each]) => each !== null)
+          .map(([name, each]) => [name, withoutNull(each)]),
+      )
+    : value;
+
+function removeTeam(team) {
+  confirmAction({
+    title: `Delete ${team.id}`,
+    words: "A team with keys is not deleted: move or delete its keys first. Its usage stays in the ledger.",
+    button: "Delete the team",
+    danger: true,
+    command: `vllm-gateway teams delete ${shell(team.id)}`,
+    act: async () => {
+      await changeEntry(pathOf(team.id), "DELETE", team.tag, () => showTeam(team.id));
+      location.assign("/console/teams");
+    },
+  });
+}
+
+start(async () => {
+  const given = new URLSearchParams(location.search),
+    id = given.get("id");
+  $("list").hidden = id !== null;
+  $("one").hidden = id === null;
+  if (id !== null) {
+    $("one-title").textContent = id;
+    return showTeam(id);
+  }
+  $("search").value = given.get("search") ?? "";
+  $("create").hidden = !may("admin");
+  $("create").onclick = createTeam;
+  let waiting = 0;
+  $("filters").oninput = () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => load(showTeams), 120);
+  };
+  $("filters").onsubmit = (event) => event.preventDefault();
+  await showTeams();
+});
