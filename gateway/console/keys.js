@@ -21,11 +21,8 @@ const COLUMNS = [
   { title: "State", value: keyState },
   { title: "Team", value: (key) => teamLink(key.team) },
   { title: "Kept in", value: (key) => (key.stored ? "store" : "gateway.yaml") },
-  {
-    title: "Models",
-    value: (key) => el("span", { title: key.models.join(", ") }, key.models.join(", ") === "*" ? "all" : key.models.join(", ")),
-  },
-  { title: "Limits", value: (key) => el("span", { title: brief(key.limits) }, brief(key.limits)) },
+  { title: "Models", value: (key) => oneLine(key.models.join(", ") === "*" ? "all" : key.models.join(", ")) },
+  { title: "Limits", value: (key) => oneLine(brief(key.limits)) },
   { title: "Expires", value: (key) => date(key.expires) },
   { title: "Last used", value: (key) => ago(key.last_used) },
 ];

@@ -16,14 +16,10 @@ const option = (name) => `--${name.replaceAll("_", "-")}`;
 const words = (text) => text.split(/[\s,]+/).filter(Boolean);
 const link = (path, text, className = "") => el("a", { href: path, className }, text);
 
-const date = (text) =>
-  text
-    ? el(
-        "time",
-        { dateTime: text, title: text },
-        new Date(text).toLocaleDateString("en-US", { year: "numeric", month: "short", day: "numeric" }),
-      )
-    : null;
+const DATE = new Intl.DateTimeFormat("en-US", { year: "numeric", month: "short", day: "numeric" });
+const date = (text) => (text ? el("time", { dateTime: text, title: text }, DATE.format(new Date(text))) : null);
+// A text on one line, which is whole in its title.
+const oneLine = (text) => el("span", { title: text }, text);
 const ago = (text) =>
   text ? el("time", { dateTime: text, title: text }, `${duration(Math.max((Date.now() - Date.parse(text)) / 1000, 1))} ago`) : null;
 

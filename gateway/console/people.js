@@ -118,7 +118,7 @@ function createLink() {
         "div",
         {},
         el("p", {}, `It can be used once, within ${duration(expires_in)}. Choose one:`),
-        ...Object.values(urls).map((url) => codeBlock(url)),
+        ...urls.map((url) => codeBlock(url)),
         el("p", { className: "quiet" }, "Copy it now. It is not shown again."),
       );
     },

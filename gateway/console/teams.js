@@ -12,11 +12,10 @@ const COLUMNS = [
   { title: "Team", value: (team) => el("span", { title: team.id }, teamLink(team.id)) },
   { title: "Kept in", value: (team) => (team.stored ? "store" : "gateway.yaml") },
   { title: "Closest budget", value: (team) => (closest.has(team.id) ? usedBar(closest.get(team.id)) : null) },
-  { title: "Limits", value: (team) => (team.limits ? el("span", { title: brief(team.limits) }, brief(team.limits)) : "see gateway.yaml") },
+  { title: "Limits", value: (team) => (team.limits ? oneLine(brief(team.limits)) : "see gateway.yaml") },
   {
     title: "Self-service",
-    value: (team) =>
-      team.stored ? el("span", { title: policyText(team.self_service) }, policyText(team.self_service)) : "see gateway.yaml",
+    value: (team) => (team.stored ? oneLine(policyText(team.self_service)) : "see gateway.yaml"),
   },
   { title: "Keys", value: (team) => link(`/console/keys${query({ team: team.id })}`, "Keys") },
 ];

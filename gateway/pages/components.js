@@ -161,7 +161,10 @@ function tabs(parts, name) {
   return made;
 }
 
-const number = (value) => Number(value).toLocaleString("en-US");
+// A formatter is made once: making one costs more than a row of a table.
+const WHOLE = new Intl.NumberFormat("en-US"),
+  EXACT = new Intl.NumberFormat("en-US", { maximumFractionDigits: 4 });
+const number = (value) => WHOLE.format(Number(value));
 function duration(seconds) {
   if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 120) return `${Math.round(seconds)} s`;
@@ -182,7 +185,7 @@ const NAMES = {
 };
 const nameOf = (limit) => NAMES[limit] ?? limit.replaceAll("_", " ");
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
-const amount = (value) => value.toLocaleString("en-US", { maximumFractionDigits: 4 });
+const amount = (value) => EXACT.format(value);
 
 // The events of a stream (WHATWG HTML, "Server-sent events"), parsed as JSON.
 async function* events(response) {
@@ -267,8 +270,10 @@ function longTable(label, columns, wide, more = () => {}) {
   });
   let tall = 40;
   const draw = () => {
-    const first = Math.max(Math.floor(node.scrollTop / tall) - 12, 0),
-      last = Math.min(first + Math.ceil((node.clientHeight || 800) / tall) + 24, rows.length);
+    const top = node.scrollTop, // read before anything is changed, so that the browser lays out the table once
+      seen = node.clientHeight || 800,
+      first = Math.max(Math.floor(top / tall) - 8, 0),
+      last = Math.min(first + Math.ceil(seen / tall) + 16, rows.length);
     for (const [at, row] of made)
       if (at < first || at >= last) {
         row.remove();
@@ -285,7 +290,7 @@ function longTable(label, columns, wide, more = () => {}) {
     }
     above.firstChild.style.height = `${first * tall}px`;
     below.firstChild.style.height = `${(rows.length - last) * tall}px`;
-    if (node.scrollTop + 2 * node.clientHeight > rows.length * tall) more();
+    if (top + 2 * seen > rows.length * tall) more();
   };
   node.addEventListener("scroll", draw, { passive: true });
   const add = (found) => {
