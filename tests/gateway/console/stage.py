@@ -58,7 +58,8 @@ class Console:
 
     def fill(self, label: str, value: str) -> None:
         """Fill the input of the open dialog that has this label."""
-        found = f"[...[...document.querySelectorAll('dialog[open]')].at(-1).querySelectorAll('label')].find((one) => one.textContent.startsWith({json.dumps(label)}))"
+        labels = "[...[...document.querySelectorAll('dialog[open]')].at(-1).querySelectorAll('label')]"
+        found = f"{labels}.find((one) => one.textContent.startsWith({json.dumps(label)}))"
         write = f"const one = {found}.querySelector('input, select, textarea'); one.value = {json.dumps(value)}"
         self.browser.evaluate(f"(() => {{ {write}; one.dispatchEvent(new Event('input', {{bubbles: true}})); }})()")
 

@@ -95,7 +95,8 @@ def test_pages(one: Gateway) -> None:
         found += [each["id"] for each in page["keys"]]
         cursor = page["next_cursor"]
     assert found == [f"page/{number}" for number in range(5)]
-    assert [send(one, "GET", f"{KEYS}?{query}").status_code for query in ("limit=0", "limit=x", "limit=1001", "cursor=%FF")] == [400] * 4
+    wrong = ("limit=0", "limit=x", "limit=1001", "cursor=%FF", "search=%00", f"search={'x' * 201}")
+    assert [send(one, "GET", f"{KEYS}?{query}").status_code for query in wrong] == [400] * 6
     assert send(one, "GET", f"{KEYS}/page/3").json()["team"] == "pages"
     assert send(one, "DELETE", f"{TEAMS}/pages", headers=ANY).status_code == 409
     changed = send(one, "PATCH", f"{TEAMS}/pages", headers=ANY, json={"limits": {"tokens_per_day": 5}})

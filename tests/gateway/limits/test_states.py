@@ -160,6 +160,16 @@ def test_operators_see_the_same_by_command_and_admin_port(one: Gateway) -> None:
     assert one.command("limits", "--format", "xml").returncode == 2
 
 
+def test_the_closest_budgets_come_first(one: Gateway) -> None:
+    use(one)
+    wait_for(lambda: len(one.get("/limits?closest=9").json()["limits"]) == 3)
+    found = one.get("/limits?closest=2").json()["limits"]
+    assert len(found) == 2 and all(each["used"] > 0 for each in found)
+    shares = [each["used"] / each["amount"] for each in found]
+    assert found[0]["limit"] == "tokens_per_day" and shares == sorted(shares, reverse=True)
+    assert [one.get(f"/limits?{query}").status_code for query in ("closest=x", "closest=1&key=team-a", "closest=")] == [400] * 3
+
+
 def test_a_cost_is_shown_with_all_of_its_digits() -> None:
     allowance = Allowance("key a for m*", Limits(requests_per_minute=60, cost_per_month=5_000_000_000), ("m*",))
     budget = BudgetState(NamedBudget("cost_per_month", 5_000_000_000, True, False), "month", 4_999_999_999.0, 12.3456)

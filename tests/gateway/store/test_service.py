@@ -196,6 +196,30 @@ def test_pages_contain_each_key_once(service: KeyService, database: KeyDatabase)
     assert ids(database.page("key", "key-1", 10, teams=("ops",))) == ["key-3", "key-5"]
 
 
+def test_a_search_finds_ids_names_and_teams_in_bounded_steps(
+    service: KeyService, database: KeyDatabase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service.create_team({"id": "ops"})
+    for number in range(6):
+        service.create_key({"id": f"key-{number}", "team": "ops" if number == 1 else None, "name": f"Möbius 100% {number}"})
+    service.create_key({"id": "plain_one", "limits": {"concurrent": 1}})
+
+    def found(text: str, **more: Any) -> list[str]:
+        return ids(database.search("key", text, "", 10, **more).rows)
+
+    assert found("KEY-") == [f"key-{number}" for number in range(6)]
+    assert (found("bius 100% 3"), found("Möbius 100% 3"), found("Ops"), found("plain_")) == (["key-3"], ["key-3"], ["key-1"], ["plain_one"])
+    assert found("%%") == found("concurrent") == found("sha256") == found("nothing") == []  # neither a pattern nor another setting
+    assert found("key", teams=("ops",)) == ["key-1"] and ids(database.search("team", "OP", "", 10).rows) == ["ops"]
+    assert database.search("key", "key", "", 2) == (database.page("key", "", 2), None)
+
+    monkeypatch.setattr("gateway.store.database.SEARCHED", 4)
+    first = database.search("key", "key-5", "", 10)
+    assert (first.rows, first.last) == ([], "key-3")
+    second = database.search("key", "key-5", "key-3", 10)
+    assert (ids(second.rows), second.last) == (["key-5"], None)
+
+
 # The change log
 
 
