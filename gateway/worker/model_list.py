@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from math import ceil
-from types import MappingProxyType
 from typing import Any
 
 from gateway.api.errors import Refusal
