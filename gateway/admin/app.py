@@ -24,11 +24,13 @@ from starlette.routing import Route
 
 from gateway.access.actor import Actor
 from gateway.admin import (
+    configuration_routes,
     engine_metrics,
     key_routes,
     month_routes,
     notice_routes,
     openapi,
+    overview_routes,
     people_routes,
     raise_routes,
     sign_in_links,
@@ -143,6 +145,8 @@ def application(
     operations: Operations,
     audit: Audit,
     raises: raise_routes.RaiseStorage,
+    live: overview_routes.Live,
+    files: configuration_routes.Files,
     store: Store | None = None,
     sign_in: SignIn | None = None,
     notices: Notices | None = None,
@@ -153,8 +157,8 @@ def application(
     """
     audited = AuditedHandlers(audit)
     links = {sign_in_links.PATH: audited.recorded(sign_in_links.handler(sign_in))}
-    of_notices = notice_routes.handlers(notices, audited)
-    handlers = _handlers(overview) | _pages(signs_in=sign_in is not None) | links | of_notices
+    of_console = overview_routes.handlers(live) | configuration_routes.handlers(files) | notice_routes.handlers(notices, audited)
+    handlers = _handlers(overview) | _pages(signs_in=sign_in is not None) | links | of_console
     handlers |= _operation_handlers(overview, operations, audited)
     handlers |= month_routes.handlers(overview.months, audited)
     by_method = key_routes.handlers(store, overview, audited, raises) | people_routes.handlers(sign_in)

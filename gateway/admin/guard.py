@@ -10,6 +10,7 @@ identifies the client.
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from datetime import UTC, datetime
@@ -63,13 +64,18 @@ class Guard:
             await _TWICE(scope, receive, send)
             return
         headers: Mapping[bytes, bytes] = dict(scope["headers"])
-        actor = self._person(scope, headers) or self._identified(headers)
+        actor = self._actor(scope, headers)
         refusal = self._refusal(scope, headers, actor)
         requester = Requester(actor or _UNAUTHENTICATED, (scope["client"] or ("nowhere",))[0])
         if refusal is not None and (scope["method"] not in READING or b"authorization" in headers):
             await asyncio.to_thread(self._audit.record_refused, refused_request(requester, scope["method"], scope["path"], refusal.reason))
-        scope["state"] = {**scope.get("state", {}), "requester": requester}
+        identify = functools.partial(self._actor, scope, headers)  # for a long response: the token may be revoked meanwhile
+        scope["state"] = {**scope.get("state", {}), "requester": requester, "identify": identify}
         await (refusal.response if refusal is not None else self._application)(scope, receive, send)
+
+    def _actor(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Actor | None:
+        """Return who sends a request, as of now."""
+        return self._person(scope, headers) or self._identified(headers)
 
     def _identified(self, headers: Mapping[bytes, bytes]) -> Actor | None:
         """Return the client. None: it has no valid token although one is required."""

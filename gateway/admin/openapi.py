@@ -16,7 +16,16 @@ from starlette.responses import Response
 from gateway import __version__
 from gateway.access.actor import Role
 from gateway.access.permissions import OPEN, PERMISSIONS, Permission
-from gateway.admin import key_routes, month_routes, notice_routes, people_routes, raise_routes, sign_in_links
+from gateway.admin import (
+    configuration_routes,
+    key_routes,
+    month_routes,
+    notice_routes,
+    overview_routes,
+    people_routes,
+    raise_routes,
+    sign_in_links,
+)
 from gateway.admin.guard import READING, TWICE
 from gateway.config import Key, Team
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
@@ -91,6 +100,28 @@ ROUTES_OF_GATEWAY = (
         "/admin/v1/me",
         "The client as the gateway has identified it: `kind`, `name`, its `role` on the gateway, and the `teams` that it owns.",
         {200: "the client"},
+    ),
+    Described(
+        overview_routes.OVERVIEW,
+        "The state of the gateway, the alerts that fire, and the last hour: `points` are rows of `columns`, every `step` seconds.",
+        {200: "the overview"},
+    ),
+    Described(
+        overview_routes.EVENTS,
+        "The same state every few seconds as server-sent events, each with the newest `point`, until the client may no longer read it.",
+        {200: "the events", 503: "too many clients read them"},
+        ("text/event-stream",),
+    ),
+    Described(
+        overview_routes.CHANGES,
+        "The changes of the last day from the audit log, the newest first, or why they are `unknown`.",
+        {200: "the changes"},
+    ),
+    Described(
+        configuration_routes.CONFIGURATION,
+        "The configuration in use, and what a reload of its files would change and restart. Nothing is applied. `values` have no secrets, "
+        "and need the role operator.",
+        {200: "the configuration"},
     ),
     Described("/metrics", "The gateway's metrics, for Prometheus.", {200: "all present series"}, (METRICS,)),
     Described(

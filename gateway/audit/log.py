@@ -12,10 +12,12 @@ import os
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import chain, islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,6 +41,8 @@ _BURST, _PER_SECOND = 100, 1.0  # refused attempts that are recorded
 _MAX_WAITING = 1000  # lines that may wait for standard output
 _STOP_TIMEOUT = 5.0  # seconds for the database at the end; what is left stays in the spool
 _TAIL = 64 * 1024  # bytes of the journal's last lines
+MOST_RECENT = 100
+"""The changes that are kept in memory."""
 _GATEWAY = Actor("gateway", "", None)
 _log = logging.getLogger("vllm_gateway.audit")
 
@@ -70,6 +74,7 @@ class AuditLog:
         self._undelivered: str | None = None
         self._delivered = 0  # bytes of the spool that are in the table
         self._waiting = len(opened.read(0)) if table is not None else 0
+        self._recent: deque[bytes] = deque(maxlen=MOST_RECENT)
         self._logged_checkpoint = self._start = opened.checkpoint
         self._before_start = opened.read(max(opened.size - _TAIL, 0))
 
@@ -94,6 +99,8 @@ class AuditLog:
                 self._error = str(error)
                 raise
             self._error = None
+            if not entry.action.endswith(".refused"):
+                self._recent.append(data)
             self._waiting += 1
             self._counts["recorded"] += 1
             if self._printer is not None:
@@ -115,6 +122,18 @@ class AuditLog:
             self._counts["suppressed"] += 1
             self._unreported += 1
         self._wake.set()
+
+    @property
+    def recorded(self) -> int:
+        """The number of entries since control started."""
+        return self._counts["recorded"]
+
+    def recent(self, since: datetime) -> list[Line]:
+        """Return the changes since a time, the newest first, at most ``MOST_RECENT``. Raises DatabaseUnavailableError."""
+        with self._lock:
+            known = [line for line in map(read_line, reversed(self._recent)) if line is not None]
+        before = (line for line in self.before_start() if not line.action.endswith(".refused"))
+        return list(islice(takewhile(lambda line: line.time >= since, chain(known, before)), MOST_RECENT))
 
     def before_start(self) -> Iterator[Line]:
         """Yield the last lines of this chain from before the start, the newest first. Raises DatabaseUnavailableError."""

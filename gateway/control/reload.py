@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,7 +28,7 @@ from gateway.config import Config, ConfigurationError, Problem, diff, drafted, l
 from gateway.config.references import Draft
 from gateway.config.source import Source, read
 from gateway.fleet.configured_servers import relaunched
-from gateway.fleet.operations import ReloadResult
+from gateway.fleet.operations import Preview, ReloadResult
 from gateway.system.file_stat import FileStat, file_stat
 from gateway.system.tasks import wait_at_most
 
@@ -104,6 +104,8 @@ class Reloader:
     """Whether applying a configuration has failed, so that it may be applied in part until the next one is applied."""
     _requested: asyncio.Event = field(default_factory=asyncio.Event)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _previews: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _applied: tuple[float, Requester | None] = field(default_factory=lambda: (time.time(), None))
 
     def __post_init__(self) -> None:
         self._files = self._config.files
@@ -134,6 +136,21 @@ class Reloader:
                 result = ReloadResult(time.time(), problems=(problem,))
                 self._gateway.history.add(result)
                 return result
+
+    async def preview(self) -> Preview:
+        """Read the files now, and return what a reload would do. Nothing is applied."""
+        before, (applied, by) = self._config, self._applied
+        loaded = Preview(before.files, applied, by)
+        if not self._path.is_file():
+            return replace(loaded, problems=(Problem(str(self._path), 0, "", "it is not a regular file, so it is read only at the start"),))
+        async with self._previews:
+            try:
+                read = await asyncio.to_thread(self._loaded)
+                if self._conflicts is not None and (conflicts := self._conflicts(read)):
+                    raise ConfigurationError(conflicts, read.files)
+            except ConfigurationError as error:
+                return replace(loaded, problems=tuple(error.problems))
+            return await asyncio.to_thread(_previewed, loaded, before, read)
 
     async def _reload(self, requester: Requester) -> ReloadResult:
         await self._wait_for_writers()
@@ -189,13 +206,13 @@ class Reloader:
         earlier = None if changes else self._gateway.history.recent_changes(now)
         result = ReloadResult(now, changes=changes, needs_restart=needs_restart, earlier=earlier)
         if diff.are_equal(before, config) and not self._is_half_applied:
-            self._config = config
+            self._config, self._applied = config, (now, requester)
             self._gateway.reloaded(result)
             return result
         await self._gateway.check_added(config)
         self._is_half_applied = True
         number = self._gateway.apply_config(config)
-        self._config, self._is_half_applied = config, False
+        self._config, self._is_half_applied, self._applied = config, False, (now, requester)
         self._gateway.reloaded(result)
         await self._gateway.wait_applied(number)
         return result
@@ -205,6 +222,23 @@ class Reloader:
         self._files = tuple(dict.fromkeys(files))
         before, now = self._seen, await asyncio.to_thread(file_stats, self._files)
         self._seen = {file: before.get(file, stat) for file, stat in now.items()}
+
+
+def _previewed(preview: Preview, before: Config, read: Config) -> Preview:
+    config = diff.without_restart(before, read)
+    loaded_values, read_values = differences(before, read)
+    own, others = ({model.id: model.launch.replicas for model in each.models if model.launch is not None} for each in (before, config))
+    changed = relaunched(before, config)
+    return replace(
+        preview,
+        changes=diff.changes(before, config),
+        needs_restart=diff.needs_restart(before, read),
+        loaded=loaded_values,
+        read=read_values,
+        restarts={model: number for model, number in own.items() if model in changed},
+        starts={model: number for model, number in others.items() if model not in own},
+        stops={model: number for model, number in own.items() if model not in others},
+    )
 
 
 def file_stats(files: Iterable[Path]) -> Mapping[Path, FileStat]:

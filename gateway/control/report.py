@@ -64,14 +64,15 @@ class GatewayReport:
         """Return every series: the sums of the workers' counters, and control's own."""
         control = self._control
         series: dict[Series, Sequence[float]] = self._without_removed_servers(sum_series(control.workers.boards))
-        for one, value in (*self._of_servers(), *self._of_control()):
-            series[one] = (value,)
         for server in configured_servers(control.config):
             for family in _COUNTED_BY_WORKERS:
                 series.setdefault(Series(family, (server.model.id, server.name)), (0,))
-        for part in (self._ledger, self._audit):
-            series |= {} if part is None else part.series()
-        return series
+        return series | {one: (value,) for one, value in self.own_series().items()}
+
+    def own_series(self) -> dict[Series, float]:
+        """Return the series that control itself knows, without the workers' counters. Each has one value."""
+        parts = (part.series() for part in (self._ledger, self._audit) if part is not None)
+        return {**dict(self._of_servers()), **dict(self._of_control())} | {one: values[0] for part in parts for one, values in part.items()}
 
     def _of_servers(self) -> Iterator[tuple[Series, float]]:
         config, observed = self._control.config, self._control.observer.observe()

@@ -41,6 +41,7 @@ from gateway.config.source import read
 from gateway.control.admin_operations import AdminOperations
 from gateway.control.assembly import Environment, assembled
 from gateway.control.control import Control, configure_logging
+from gateway.control.live_overview import LiveOverview
 from gateway.control.report import GatewayReport
 from gateway.control.startup_messages import Announcer
 from gateway.control.stored_raises import StoredRaises, raises_file
@@ -150,7 +151,10 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         storage.load()
         await stack.enter_async_context(_background(storage.run()))
         operations = AdminOperations(control, reloader, stop_requests)
-        shown = application(report, operations, audit, storage, keys, control.sign_in, control.notices)
+        live = LiveOverview(control, report, reader, audit_log)
+        for work in (live.run(), live.follow_cost()):
+            await stack.enter_async_context(_background(work))
+        shown = application(report, operations, audit, storage, live, reloader, keys, control.sign_in, control.notices)
         guarded: ASGIApp = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit, control.sign_in)
         if control.sign_in is not None:
             from gateway.control.sign_in import before  # it loads SQLAlchemy

@@ -5,10 +5,13 @@ The names are the same in commands, in routes of the admin API and in methods.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from gateway.access.actor import Requester
+from gateway.config import Problem
 
 OPERATIONS = ("start", "stop", "restart", "wake")
 SERVER_OPERATIONS = ("cordon", "uncordon")
@@ -41,6 +44,28 @@ class ReloadResult:
         """Return the result in the form of /status."""
         earlier = None if self.earlier is None else {"when": self.earlier.when, "changes": self.earlier.changes}
         return {"successful": not self.problems, **asdict(self), "earlier": earlier}
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What the next reload would do, as the files are now.
+
+    ``applied`` is when the configuration in use was read, and ``by`` who requested it. If there are ``problems``, it would be rejected, and
+    the other fields are empty. ``loaded`` and ``read`` have the values of the settings that differ, without secrets. ``restarts``,
+    ``starts`` and ``stops`` are models with the numbers of their launched servers.
+    """
+
+    files: tuple[Path, ...]
+    applied: float
+    by: Requester | None
+    problems: tuple[Problem, ...] = ()
+    changes: tuple[str, ...] = ()
+    needs_restart: tuple[str, ...] = ()
+    loaded: Mapping[str, Any] = field(default_factory=dict)
+    read: Mapping[str, Any] = field(default_factory=dict)
+    restarts: Mapping[str, int] = field(default_factory=dict)
+    starts: Mapping[str, int] = field(default_factory=dict)
+    stops: Mapping[str, int] = field(default_factory=dict)
 
 
 class Operations(Protocol):

@@ -404,11 +404,12 @@ class ReadGaps:
 # Control's side
 
 
-def sum_series(counters: Iterable[SharedCounters]) -> dict[Series, list[float]]:
-    """Sum all series over all shared counters, cell by cell."""
+def sum_series(counters: Iterable[SharedCounters], families: Iterable[str] = ()) -> dict[Series, list[float]]:
+    """Sum all series over all shared counters, cell by cell. ``families``: only those of these families, which have labels."""
     total: dict[Series, list[float]] = {}
+    prefixes = tuple(f'["{family}",' for family in families) or ""
     for each in counters:
-        for name, values in each.readings():
+        for name, values in each.readings(prefixes):
             series = Series.decode(name)
             before = total.get(series)
             total[series] = [a + b for a, b in zip(before, values, strict=True)] if before else list(values)

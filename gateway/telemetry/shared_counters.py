@@ -67,8 +67,8 @@ class SharedCounters:
         cells = self._index.get(name)
         return self._append(name, count) if cells is None else cells
 
-    def readings(self, prefix: str = "") -> Iterator[tuple[str, tuple[float, ...]]]:
-        """Yield the name of every series that starts with the prefix, and its current values."""
+    def readings(self, prefix: str | tuple[str, ...] = "") -> Iterator[tuple[str, tuple[float, ...]]]:
+        """Yield the name of every series that starts with the prefix, or with one of several, and its current values."""
         self._read_index()
         for name, cells in self._index.items():
             if name.startswith(prefix):

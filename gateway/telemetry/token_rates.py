@@ -34,6 +34,11 @@ class TokenRates:
         while now - self._observations[0][0] > WINDOW:
             self._observations.popleft()
 
+    @property
+    def latest(self) -> tuple[float, Mapping[str, ModelTokens]] | None:
+        """The latest observation: its time, and the count of each model."""
+        return self._observations[-1] if self._observations else None
+
     def rate(self, model: str) -> ModelTokens:
         """Return a model's tokens per second; 0 until there are two observations."""
         if len(self._observations) < 2:

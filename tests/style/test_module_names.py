@@ -13,6 +13,8 @@ TESTED_BY = {
     "gateway/access/actor": "gateway/access/test_permissions",
     "gateway/admin/audited": "gateway/audit/test_gateway",
     "gateway/admin/sign_in_links": "gateway/sign_in/test_gateway",
+    "gateway/admin/configuration_routes": "gateway/console/test_configuration",
+    "gateway/admin/overview_routes": "gateway/console/test_overview",
     "gateway/admin/notice_routes": "gateway/control/test_notices",
     "gateway/admin/raise_routes": "gateway/control/test_raises",
     "gateway/audit/chain": "gateway/audit/test_verification",
