@@ -12,6 +12,7 @@ from gateway.config.load import drafted, load
 from gateway.config.models import (
     Config,
     Discover,
+    HolderKind,
     Jwt,
     Key,
     Launch,
@@ -37,7 +38,7 @@ from gateway.config.models import (
 from gateway.config.problems import ConfigurationError, Note, Problem
 
 __all__ = [
-    "Config", "ConfigurationError", "Discover", "Jwt", "Key", "Launch", "Ledger", "Limits", "Model", "ModelLimits", "Note",
+    "Config", "ConfigurationError", "Discover", "HolderKind", "Jwt", "Key", "Launch", "Ledger", "Limits", "Model", "ModelLimits", "Note",
     "NoticeRule", "PerUser", "PrefixCacheIsolation", "Price", "Problem", "Queue", "Record", "SelfService", "Server", "ServerSection",
     "SignIn", "SignInIssuer", "Smtp", "Team", "drafted", "load", "plain_variables", "schema",
 ]  # fmt: skip

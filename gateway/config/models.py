@@ -820,7 +820,7 @@ class SignIn(Section):
         return self
 
 
-HolderKind = Literal["team", "key"]
+HolderKind = Literal["team", "key", "user"]
 _HOLDER_KIND: dict[str, Any] = {"enum": list(get_args(HolderKind))}
 HolderKinds = Annotated[
     tuple[HolderKind, ...],
@@ -851,7 +851,8 @@ class NoticeRule(Section):
         "used shares of a budget that are announced", (0.8, 1.0), json_schema_extra={"default": ["80%", "100%"]}
     )
     holders: HolderKinds = setting(
-        "holders that are watched, `team`, `key`, or a list of them; with `key`, keys are also announced 7 days before they expire",
+        "holders that are watched, `team`, `key`, `user` (each end user with `per_user`), or a list of them; with `key`, keys are also "
+        "announced 7 days before they expire",
         ("team", "key"),
         alias="for",
     )

@@ -10,17 +10,20 @@ import asyncio
 import hashlib
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from sqlalchemy.engine import URL
 
-from gateway.config import Config
+from gateway.config import Config, HolderKind
 from gateway.control.control import Control
 from gateway.control.key_store import decoded_key
 from gateway.ledger.store import database_url
+from gateway.limits.end_users import fixed_holders, owner_of
+from gateway.limits.user_table import shown_users, users_held
 from gateway.limits.windows import moment, windows_of
 from gateway.notices.notice import expiry_of
 from gateway.notices.service import Holding, Notices
@@ -28,6 +31,7 @@ from gateway.notices.table import NoticeTable
 from gateway.snapshot.snapshot import Allowance, Key, Snapshot
 
 _SLICE = 500  # keys or holders of one slice
+_MOST_EARLIER = 100_000  # end users from before the start that are watched
 
 
 class _Facts(NamedTuple):
@@ -48,9 +52,10 @@ class WatchedKeys:
         self._control = control
         self._of_snapshot: tuple[Snapshot | None, dict[str, _Facts]] = (None, {})
         self._of_store: dict[str, tuple[bytes, _Facts]] = {}
+        self._earlier_users: list[Allowance] | None = None
 
-    async def budgets(self) -> AsyncIterator[Sequence[Holding]]:
-        """Yield every holder with budgets, in slices."""
+    async def budgets(self, kinds: Collection[HolderKind]) -> AsyncIterator[Sequence[Holding]]:
+        """Yield every holder with budgets in slices, end users only if they are one of these kinds."""
         snapshot = self._control.workers.snapshot
         if snapshot is None:
             return
@@ -61,9 +66,19 @@ class WatchedKeys:
                 holders[each.holder] = each
                 if number % _SLICE == 0:
                     await asyncio.sleep(0)
-        found = list(holders.values())
+        found = [each for each in holders.values() if each.users is None]
         for start in range(0, len(found), _SLICE):
             yield await self._states(snapshot, found[start : start + _SLICE])
+            await asyncio.sleep(0)
+        for each in holders.values() if "user" in kinds else ():
+            if each.users is not None:
+                yield await self._states(snapshot, [replace(one, users=each.users) for one in fixed_holders(each)])
+                for start in range(0, users_held(self._control.workers.buckets, [each.holder])[owner_of(each.holder)], _SLICE):
+                    yield await self._users(snapshot, each, start)
+                    await asyncio.sleep(0)
+        earlier = await self._users_before(snapshot) if "user" in kinds and snapshot.uses_store else []
+        for start in range(0, len(earlier), _SLICE):
+            yield await self._states(snapshot, earlier[start : start + _SLICE])
             await asyncio.sleep(0)
 
     def expiries(self) -> Iterable[tuple[str, float]]:
@@ -101,6 +116,22 @@ class WatchedKeys:
         at = moment(time.monotonic(), time.time())
         return [Holding(each, self._control.workers.buckets.shown_states(each.holder, each.limits, at)) for each in allowances]
 
+    async def _users(self, snapshot: Snapshot, allowance: Allowance, start: int) -> list[Holding]:
+        """Return the states of some end users: of those from an index on. A limits store counts only some of them at the moment."""
+        at = moment(time.monotonic(), time.time())
+        shown = shown_users(self._control.workers.buckets, allowance, range(start, start + _SLICE), at)
+        if snapshot.uses_store:
+            return await self._states(snapshot, [each.allowance for each in shown if each.in_store_until > at.now])
+        return [Holding(each.allowance, each.states) for each in shown]
+
+    async def _users_before(self, snapshot: Snapshot) -> Sequence[Allowance]:
+        """Return the end users that the store has counted before the start. Raises DatabaseUnavailableError."""
+        if self._earlier_users is None:
+            stored = () if self._control.key_store is None else self._control.key_store.keys_with_budgets()
+            found = await self._control.store_counts.earlier_users(replace(snapshot, keys=(*snapshot.keys, *stored)))
+            self._earlier_users = None if found is None else found[:_MOST_EARLIER]
+        return self._earlier_users or ()
+
     def _of_keys(self, _: Snapshot) -> Iterator[Allowance]:
         yield from (each for _, facts in self._facts() for each in facts.budgets)
 
@@ -112,7 +143,7 @@ _SOURCES: Sequence[Callable[[WatchedKeys, Snapshot], Iterator[Allowance]]] = (
     WatchedKeys._of_keys,
     WatchedKeys._of_teams_of_tokens,
 )
-"""Where holders come from: the keys, with their teams, and the teams that only tokens name."""
+"""Where holders come from: the keys, with their teams, and the teams that only tokens name. Those with ``users`` have end users."""
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any
 
@@ -69,6 +70,20 @@ class StoreCounts:
         with suppress(StoreUnavailableError):
             return await read_counts(self._store, [_holder(each) for each in allowances])
         return {}
+
+    async def earlier_users(self, snapshot: Snapshot) -> list[Allowance] | None:
+        """Return the end users that the store may count, each with its own holder, as far as the ledger names them.
+
+        None: rows of an earlier gateway are not in the database yet. Raises DatabaseUnavailableError.
+        """
+        budgets, at = Budgets(snapshot), moment(0.0, time.time())
+        if self._reader is None or self._ledger is None or not budgets.counts_users:
+            return []
+        if self._ledger.has_earlier_rows:
+            return None
+        starts = budgets.counted_starts(at)
+        found = budgets.use_by_holder(await self._reader.earlier_use(budgets, starts, at.wall), starts, at)
+        return [replace(each.allowance, users=each.of_users.users) for each in found.values() if each.of_users is not None]
 
     def budgets(self) -> Iterator[tuple[str, BudgetState]]:
         """Yield each known budget of the configured keys and teams, with the name of its holder."""

@@ -237,13 +237,16 @@ class Buckets:
 
     def is_counted(self, name: str) -> bool:
         """Return whether a holder has counts, which it gets with its first request."""
+        return self.shown_offset(name) is not None
+
+    def shown_offset(self, name: str) -> int | None:
+        """Return the offset of a record, None without the record."""
         self._find_new_records()
-        return _digest(name) in self._offsets
+        return self._offsets.get(_digest(name))
 
     def shown_states(self, name: str, limits: Limits, at: Moment) -> list[BudgetState]:
         """Return the state of each budget of a holder for an observer, which changes nothing and takes no lock."""
-        self._find_new_records()
-        offset = self._offsets.get(_digest(name))
+        offset = self.shown_offset(name)
         rings = {each.window: self._offsets.get(_digest(_ring(name, each.window))) for each in limits.budgets if each.seconds}
         if offset is None or None in rings.values():
             return [state for window in windows_of(limits) for state in windows.states_of(window, 0, 0, 0.0)]
@@ -252,14 +255,12 @@ class Buckets:
 
     def shown_rates(self, name: str) -> HolderRates:
         """Return the counts of a holder that are not budgets, for an observer."""
-        self._find_new_records()
-        offset = self._offsets.get(_digest(name))
+        offset = self.shown_offset(name)
         return HolderRates(0.0, 0.0, 0) if offset is None else self.rates(Holder.placed(name, Limits(), offset, {}))
 
     def shown_cell(self, name: str, cell: int) -> float:
         """Return a cell of a record for an observer, 0 without the record."""
-        self._find_new_records()
-        offset = self._offsets.get(_digest(name))
+        offset = self.shown_offset(name)
         return 0.0 if offset is None else self.cells[offset + cell]
 
     # Decisions

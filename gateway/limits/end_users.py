@@ -23,7 +23,7 @@ _UNSEEN_CATEGORIES = frozenset({"Cc", "Cf"})
 _ROUNDS = 4
 """One round is enough for nearly all texts. Removed and folded characters can make others combine."""
 _PLAIN = "@+=~,"
-_LONGEST_NAME = 128
+LONGEST_NAME = 128
 """Characters of a name in messages and in Redis."""
 
 
@@ -96,7 +96,7 @@ def _visible(text: str) -> str:
 def shown_name(text: str) -> str:
     """Return a text as a part of a holder's name, encoded as in URLs, so that it has no spaces. A long text is replaced by its SHA-256."""
     name = quote(text, safe=_PLAIN, errors="surrogatepass")
-    return name if len(name) <= _LONGEST_NAME else f"sha256:{sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
+    return name if len(name) <= LONGEST_NAME else f"sha256:{sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
 # Names of holders. The limits of end users belong to the key or team ``owner``.
@@ -125,6 +125,12 @@ def without_user(owner: str) -> str:
 def other_users(owner: str) -> str:
     """Return the holder that counts all end users beyond the bound."""
     return f"{owner} other users"
+
+
+def user_parts(holder: str) -> tuple[str, str]:
+    """Return the key or team of a holder that counts end users, and which it counts: two terms. No ID contains a space."""
+    owner, *terms = holder.rsplit(" ", 2)
+    return owner, " ".join(terms)
 
 
 def fixed_holders(allowance: Allowance) -> list[Allowance]:

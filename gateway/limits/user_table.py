@@ -5,26 +5,29 @@ new end user gets the counts of one without use, or none. The lock of the memory
 when a request reserves from them (``buckets.UserCounts``): a worker may remember counts that another worker has given away.
 
 The memory has a record for the table and one for each end user, which is added when it is needed. The record of an end user is that of a
-holder (see ``buckets``), and two more cells: the number of the end user, and until when the limits store may count for it, by the monotonic
-clock. Its rolling windows have records too, each with one more cell: the number of the end user whose use it has. The record of the table
-has the count of end users, the next one to examine for use, and a log of the last changes, so that each worker finds end users by a
-dictionary.
+holder (see ``buckets``), and more cells: the number of the end user, until when the limits store may count for it, by the monotonic clock,
+and its name, for observers. Its rolling windows have records too, each with one more cell: the number of the end user whose use it has. The
+record of the table has the count of end users, the next one to examine for use, and a log of the last changes, so that each worker finds
+end users by a dictionary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from hashlib import sha256
 from time import monotonic
+from typing import NamedTuple
 
-from msgspec.structs import replace
+from msgspec import structs
 
 from gateway.limits import windows
 from gateway.limits.buckets import Buckets, BucketsFullError
-from gateway.limits.end_users import owner_of, user_of
+from gateway.limits.end_users import LONGEST_NAME, owner_of, user_of
 from gateway.limits.rules import REQUESTS, SIZE, TOKENS, Holder
 from gateway.limits.states import StoreResult
-from gateway.limits.windows import RING_CELLS, Moment
+from gateway.limits.windows import RING_CELLS, BudgetState, Moment
 from gateway.snapshot.snapshot import Allowance
 from upstream.cells import Cells
 
@@ -37,6 +40,10 @@ _HELD = 1.0
 """Seconds for which a new end user keeps its counts without a request."""
 _STORE_USE = 120.0
 """Seconds for which use in the limits store counts at least: that of a minute, and of a lease that began meanwhile."""
+
+
+_NAME = LONGEST_NAME // 8
+"""Cells of a name, which is ASCII, with zeros after it."""
 
 
 class UserTable:
@@ -67,8 +74,8 @@ class UserTable:
                 index = self._free(at)
                 if index is None:
                     return None
-                self._assign(index, number)
-            holder = replace(self._holder(index), name=user_of(self._owner, name), number=number)
+                self._assign(index, number, name)
+            holder = structs.replace(self._holder(index), name=user_of(self._owner, name), number=number)
             for window in holder.windows:
                 if window.slice_seconds and cells[window.start + RING_CELLS] != number:
                     _clear(cells, window.start, RING_CELLS)
@@ -117,12 +124,14 @@ class UserTable:
                 return index
         return None
 
-    def _assign(self, index: int, number: float) -> None:
+    def _assign(self, index: int, number: float, name: str) -> None:
         """Give counts to an end user without use."""
         cells, table, offset = self._buckets.cells, self._table, self._holder(index).offset
         _clear(cells, offset, SIZE)
         cells[self._buckets.number_cell(self._holder(index))] = number
         cells[self._buckets.number_cell(self._holder(index)) + 1] = 0.0
+        first = self._buckets.number_cell(self._holder(index)) + 2
+        cells[first : first + _NAME] = array("d", name.encode().ljust(8 * _NAME, b"\0"))
         changes = int(cells[table + _CHANGES])
         cells[table + _LOG + changes % _LOGGED], cells[table + _CHANGES] = index, changes + 1
         self._note(index)
@@ -153,10 +162,10 @@ class UserTable:
 
     def _offset(self, index: int) -> int:
         """Return the offset of a record of an end user. Raises BucketsFullError if it is new and has no memory."""
-        return self._buckets.record(self._record(index), SIZE + self._buckets.workers + 2, self._part, is_holder=True)
+        return self._buckets.record(self._record(index), SIZE + self._buckets.workers + 2 + _NAME, self._part, is_holder=True)
 
     def _record(self, index: int) -> str:
-        return f"{self._owner}\nuser {index}"
+        return _record(self._owner, index)
 
 
 def note_store_use(buckets: Buckets, holders: Iterable[Holder], result: StoreResult) -> None:
@@ -174,6 +183,44 @@ def note_store_use(buckets: Buckets, holders: Iterable[Holder], result: StoreRes
 def users_held(buckets: Buckets, holders: Iterable[str]) -> dict[str, int]:
     """Return how many end users have their own counts, by key or team, for an observer. ``holders``: those of the limits of end users."""
     return {owner_of(name): int(buckets.shown_cell(_table(name), _COUNT)) for name in holders}
+
+
+class ShownUser(NamedTuple):
+    """An end user for an observer: its limits, with its own holder, its use here, and until when the limits store may count for it."""
+
+    allowance: Allowance
+    states: Sequence[BudgetState]
+    in_store_until: float
+
+
+def shown_users(buckets: Buckets, allowance: Allowance, indices: Iterable[int], at: Moment) -> Iterator[ShownUser]:
+    """Yield the end users of an allowance at these indices, for an observer, which takes no lock.
+
+    Counts may move to another end user meanwhile. So an end user is left out unless its name is the same before and after its use is read.
+    """
+    owner, cells = owner_of(allowance.holder), buckets.cells
+    for index in indices:
+        record = _record(owner, index)
+        offsets = [buckets.shown_offset(f"{record}\n{each.window}") for each in allowance.limits.budgets if each.seconds]
+        offset, rings = buckets.shown_offset(record), [each for each in offsets if each is not None]
+        if offset is None or len(rings) < len(offsets):
+            continue  # it has sent no request since a budget was added
+        number = offset + SIZE + buckets.workers
+        name = _name_at(buckets, owner, number)
+        states, until = buckets.shown_states(record, allowance.limits, at), cells[number + 1]
+        is_same = name == _name_at(buckets, owner, number) and all(cells[ring + RING_CELLS] == cells[number] for ring in rings)
+        if name is not None and is_same:
+            yield ShownUser(replace(allowance, holder=user_of(owner, name)), states, until)
+
+
+def _name_at(buckets: Buckets, owner: str, number: int) -> str | None:
+    """Return the name after the cell with an end user's number; None while a worker is writing it."""
+    name = buckets.cells[number + 2 : number + 2 + _NAME].tobytes().rstrip(b"\0").decode("ascii", "replace")
+    return name if buckets.cells[number] == _number_of(owner, name) else None
+
+
+def _record(owner: str, index: int) -> str:
+    return f"{owner}\nuser {index}"
 
 
 def _table(holder: str) -> str:

@@ -16,6 +16,7 @@ import msgspec
 
 from gateway.config import NoticeRule
 from gateway.key_management.key_list import instant
+from gateway.limits.end_users import user_parts
 from gateway.limits.windows import SLICES, BudgetState, Moment, Window, counted_starts, windows_of
 from gateway.snapshot.money import decimal_text, json_number
 from gateway.snapshot.snapshot import Allowance, Key
@@ -48,14 +49,15 @@ class Notice:
         return msgspec.json.encode({**document, "data": self.data}).decode()
 
 
-def watches(rule: NoticeRule, holder: str) -> bool:
-    """Return whether a rule is for a holder of limits. The name of a holder starts with its kind."""
-    return holder.partition(" ")[0] in rule.holders
+def _kind(allowance: Allowance) -> str:
+    """Return the kind of a holder, as rules name it. The name of a key's or team's holder starts with it."""
+    return "user" if allowance.users is not None else allowance.holder.partition(" ")[0]
 
 
 def budget_notices(rules: Sequence[NoticeRule], allowance: Allowance, states: Iterable[BudgetState], at: Moment) -> Iterator[Notice]:
     """Yield the notices about the budgets of a holder that have reached a share, at a moment."""
-    wanted = [rule for rule in rules if watches(rule, allowance.holder)]
+    kind = _kind(allowance)
+    wanted = [rule for rule in rules if kind in rule.holders]
     least = min((share for rule in wanted for share in rule.at), default=None)
     for state in states:
         if least is None or state.used < least * state.budget.limit:
@@ -68,16 +70,20 @@ def budget_notices(rules: Sequence[NoticeRule], allowance: Allowance, states: It
 def _budget(rule: NoticeRule, allowance: Allowance, state: BudgetState, share: float, window: Window, at: Moment) -> Notice:
     start, end = window_of(window, at)
     budget, limit, used = state.budget, int(state.budget.limit), int(state.used)
-    kind, _, name = allowance.holder.partition(" for ")[0].partition(" ")
     amounts = (decimal_text(used), decimal_text(limit)) if budget.is_cost else (f"{used:,}", f"{limit:,}")
     unit = "" if budget.is_cost else " tokens"
+    holder = allowance.holder.partition(" for ")[0]
+    owner, users = (holder, None) if allowance.users is None else user_parts(holder)
+    kind, _, name = owner.partition(" ")
     models = f" for {', '.join(map(_code, allowance.models))}" if allowance.models else ""
     effect = "This budget only warns." if budget.soft else "Requests beyond it are refused."
-    reached = f"{kind.capitalize()} {_code(name)} has used {_percent(share)} of {budget.name}{models}"
+    shown = f"{kind.capitalize()} {_code(name)}" + (f" ({_code(users)})" if users else "")
+    reached = f"{shown} has used {_percent(share)} of {budget.name}{models}"
     text = f"{reached}: {amounts[0]} of {amounts[1]}{unit}. {effect}"
     data = {
-        "holder": kind,
-        "name": name,
+        "holder": _kind(allowance),
+        "name": users.removeprefix("user ") if users else name,
+        "owner": owner if users else None,
         "models": allowance.models,
         "limit": budget.name,
         "soft": budget.soft,
@@ -88,7 +94,7 @@ def _budget(rule: NoticeRule, allowance: Allowance, state: BudgetState, share: f
         "window_end": _time(end),
     }
     about = (allowance.holder, budget.name, budget.soft, limit, share, start)
-    return Notice(_id(rule.name, "budget.threshold", *about), rule.name, "budget.threshold", f"{kind} {name}", text, data, end)
+    return Notice(_id(rule.name, "budget.threshold", *about), rule.name, "budget.threshold", holder, text, data, end)
 
 
 def window_of(window: Window, at: Moment) -> tuple[float, float]:
@@ -110,7 +116,7 @@ def expiry_notices(rules: Iterable[NoticeRule], key: str, expires: float, wall: 
     data = {"holder": "key", "name": key, "expires": _time(expires)}
     text = f"Key {_code(key)} expires at {_time(expires)}. After that, requests with it are refused."
     for rule in rules:
-        if watches(rule, f"key {key}"):
+        if "key" in rule.holders:
             identity = _id(rule.name, "key.expires", key, expires)
             yield Notice(identity, rule.name, "key.expires", f"key {key}", text, data, expires)
 

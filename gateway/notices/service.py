@@ -12,14 +12,14 @@ import functools
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from secrets import token_hex
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
-from gateway.config import Config, NoticeRule
+from gateway.config import Config, HolderKind, NoticeRule
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.limits.windows import BudgetState, moment
 from gateway.notices.notice import Notice, budget_notices, expiry_notices, trial_notice
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 
 class Holding(NamedTuple):
-    """The limits of a holder, and the state of its budgets."""
+    """The limits of a holder, and the state of its budgets. The limits of end users have ``users``."""
 
     allowance: Allowance
     states: Sequence[BudgetState]
@@ -55,8 +55,8 @@ class Holding(NamedTuple):
 class Watched(Protocol):
     """The holders and keys that rules watch."""
 
-    def budgets(self) -> AsyncIterator[Sequence[Holding]]:
-        """Yield every holder with budgets, in slices."""
+    def budgets(self, kinds: Collection[HolderKind]) -> AsyncIterator[Sequence[Holding]]:
+        """Yield the holders with budgets in slices: at least those of these kinds."""
 
     def expiries(self) -> Iterable[tuple[str, float]]:
         """Yield every key that expires with its time, in seconds since the epoch. It is current after ``budgets``."""
@@ -98,7 +98,7 @@ class Notices:
         """Check all budgets and expiries once. Raises DatabaseUnavailableError."""
         rules, wall = self._rules, self._clock()
         self._stored = {identity: end for identity, end in self._stored.items() if end > wall}
-        async for holdings in self._watched.budgets():
+        async for holdings in self._watched.budgets({kind for rule in rules for kind in rule.holders}):
             at = moment(0.0, wall)
             await self._store([notice for allowance, states in holdings for notice in budget_notices(rules, allowance, states, at)])
         expiries = (notice for key, expires in self._watched.expiries() for notice in expiry_notices(rules, key, expires, wall))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import hmac
 import json
+import sqlite3
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,53 @@ def test_every_notice_of_two_gateways_arrives_over_restarts_and_failures(tmp_pat
         for headers, body in where.attempts:
             at, _, mac = headers[SIGNATURE].removeprefix("t=").partition(",v1=")
             assert hmac.compare_digest(mac, hmac.new(SECRET.encode(), f"{at}.".encode() + body, "sha256").hexdigest())
+
+
+CHAT, HEADER = "sk-a-test-key-chat", "x-chat-user"
+
+
+def chat(user: str, one: Gateway) -> None:
+    """Use tokens of an end user until its budget is exceeded."""
+    for _ in range(3):
+        body = {"model": "m", "messages": [{"role": "user", "content": "Hello"}]}
+        headers = {b"authorization": f"Bearer {CHAT}".encode(), HEADER.encode(): user.encode()}
+        httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers=headers, timeout=60, trust_env=False).raise_for_status()
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["memory", "store"])
+def test_every_notice_about_an_end_user_arrives_over_kills_and_failures(tmp_path: Path, is_shared: bool) -> None:
+    """A gateway is killed right after an end user has used its budget, and the end user does not come again."""
+    users = ["jane", "J\u00fcrgen", "", "@here"]
+    with receiver(0.5, seed=3) as where, redis_server() as redis:
+        config = settings(ops(where, **{"for": "user"}), ledger=f"sqlite:///{tmp_path}/usage.db")
+        of_each = {"per_user": SOFT}
+        config["keys"] = [{"id": "chat", "hash": keys.hash_of(CHAT), "user_header": HEADER, "limits": of_each}]
+        if is_shared:
+            config["limits_store"] = redis.url
+        for user in users[:-1]:
+            before = rows(tmp_path)
+            with gateway(tmp_path, config, variables=VARIABLES) as running:
+                chat(user, running)
+                wait_for(functools.partial(has_rows, tmp_path, before + 3))
+                running.process.kill()
+                running.process.wait()
+        with gateway(tmp_path, config, variables=VARIABLES) as running:
+            chat(users[-1], running)
+            wait_for(lambda: len(where.known) == 8, 200, why=lambda: f"{where.subjects()} {running.output}")
+        names = ["jane", "j%C3%BCrgen", "@here"]
+        assert where.subjects() == sorted(2 * [*(f"key chat user {name}" for name in names), "key chat without user"])
+        assert len({json.dumps(each, sort_keys=True) for each in where.accepted}) == len(where.known)
+
+
+def has_rows(folder: Path, number: int) -> bool:
+    return rows(folder) == number
+
+
+def rows(folder: Path) -> int:
+    if not (folder / "usage.db").exists():
+        return 0
+    with closing(sqlite3.connect(folder / "usage.db")) as connection:
+        return int(connection.execute("SELECT count(*) FROM gateway_usage").fetchone()[0])
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.limits.buckets import Buckets, BucketsFullError, CountsMovedError
+from gateway.limits.end_users import LONGEST_NAME
 from gateway.limits.rules import Amounts, Holder
 from gateway.limits.states import StoreResult
-from gateway.limits.user_table import UserTable, note_store_use, users_held
-from gateway.limits.windows import Moment, moment
+from gateway.limits.user_table import UserTable, note_store_use, shown_users, users_held
+from gateway.limits.windows import BudgetState, Moment, moment
 from gateway.snapshot.snapshot import Allowance, Budget, Limits, PerUser
 from tests.support.examples import examples
 
@@ -128,6 +129,42 @@ def test_use_in_the_limits_store_holds_the_counts() -> None:
         assert joe is not None
         note_store_use(buckets, [jane], StoreResult(None, [(LIMITS, 0.0, 1e9)]))
         assert _until(buckets, joe) < 1e9, "counts that another end user has now stay unchanged"
+
+
+def test_an_observer_sees_the_end_users_by_name_without_a_lock() -> None:
+    names = ["jane", "j%C3%BCrgen", "x" * LONGEST_NAME]
+    with two_workers(each()) as ((first, one), (second, other)), closing(Buckets.inherited(os.dup(first.fd), 0)) as control:
+        for number, name in enumerate(names):
+            use(first, placed(one, name, 0), 0, 10 + number)
+        assert users_seen(control, 0) == {f"key a user {name}": [10 + number, 10 + number] for number, name in enumerate(names)}
+        assert users_seen(control, 5000) == {f"key a user {name}": [10 + number, 0] for number, name in enumerate(names)}
+        for name in ("ann", "bob", "cem", "dan"):  # on the next day, they get the counts of the others
+            use(second, placed(other, name, 86_400), 86_400)
+        assert users_seen(control, 86_400) == {f"key a user {name}": [10, 10] for name in ("ann", "bob", "cem", "dan")}
+
+
+def test_an_observer_leaves_an_end_user_out_whose_counts_move_meanwhile() -> None:
+    with closing(Buckets.private()) as buckets:
+        table = UserTable(buckets, each(1), 0.75)
+        jane = placed(table, "jane", 0)
+        assert list(users_seen(buckets, 0)) == ["key a user jane"]
+        number = buckets.number_cell(jane)
+        buckets.cells[number] += 1  # a worker has written the number of another end user, but not yet its name
+        assert users_seen(buckets, 0) == {}
+        buckets.cells[number] -= 1
+        read = buckets.shown_states
+
+        def moved(name: str, limits: Limits, at: Moment) -> list[BudgetState]:
+            use(buckets, placed(table, "joe", 86_400), 86_400)
+            return read(name, limits, at)
+
+        buckets.shown_states = moved  # type: ignore[method-assign]
+        assert users_seen(buckets, 86_400) == {}, "the use is that of another end user"
+
+
+def users_seen(buckets: Buckets, seconds: float) -> dict[str, list[float]]:
+    shown = shown_users(buckets, each(), range(10), at(seconds))
+    return {user.allowance.holder: [state.used for state in user.states] for user in shown}
 
 
 def _until(buckets: Buckets, holder: Holder) -> float:

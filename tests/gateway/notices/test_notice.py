@@ -16,7 +16,7 @@ from gateway.fleet.snapshot_builder import stored_key
 from gateway.key_management.key_list import expiry
 from gateway.limits.windows import BudgetState, moment, windows_of
 from gateway.notices.notice import EXPIRY_NOTICE, Notice, budget_notices, expiry_notices, expiry_of, trial_notice, window_of
-from gateway.snapshot.snapshot import Allowance, Budget, Limits
+from gateway.snapshot.snapshot import Allowance, Budget, Limits, PerUser
 
 NOON = datetime(2026, 11, 25, 12, tzinfo=UTC).timestamp()  # a Wednesday
 MOMENTS = st.floats(0, 4_000_000_000)
@@ -40,8 +40,8 @@ def test_each_share_that_is_reached_is_announced() -> None:
     assert document["text"] == ("Key `alice` has used 80% of tokens_per_day: 830 of 1,000 tokens. Requests beyond it are refused.")
     assert (document["id"], document["event"], document["subject"]) == (notice.id, "budget.threshold", "key alice")
     assert document["data"] == {
-        "holder": "key", "name": "alice", "models": None, "limit": "tokens_per_day", "soft": False, "threshold": 0.8, "amount": 1000,
-        "used": 830, "window_start": "2026-11-25T00:00:00Z", "window_end": "2026-11-26T00:00:00Z",
+        "holder": "key", "name": "alice", "owner": None, "models": None, "limit": "tokens_per_day", "soft": False, "threshold": 0.8,
+        "amount": 1000, "used": 830, "window_start": "2026-11-25T00:00:00Z", "window_end": "2026-11-26T00:00:00Z",
     }  # fmt: skip
 
 
@@ -49,6 +49,23 @@ def test_costs_and_models_are_written_as_the_configuration_has_them() -> None:
     (notice,) = found(1_600_000_000, Limits(cost_per_month=2_000_000_000), holder="team lab for b/*", models=("b/*",))
     assert "Team `lab` has used 80% of cost_per_month for `b/*`: 1.6 of 2." in notice.text
     assert (json.loads(notice.body(NOON))["data"]["amount"], notice.subject) == (2, "team lab")
+
+
+def test_end_users_are_named_with_their_key_and_only_for_rules_that_watch_them() -> None:
+    limits, users = Limits(tokens_per_day=100), PerUser()
+    names = {name: name.removeprefix("user ") for name in ("user jane", "user @here", "other users", "without user")}
+    for terms, name in names.items():
+        holder = f"key chat {terms}"
+        assert found(100, limits, rule(), holder=holder, users=users) == [], "by default, they are not watched"
+        (notice,) = found(90, limits, rule(**{"for": "user"}), holder=holder, users=users)
+        assert notice.text.startswith(f"Key `chat` (`{terms}`) has used 80% of tokens_per_day: 90 of 100 tokens.")
+        assert {name: notice.data[name] for name in ("holder", "name", "owner")} == {"holder": "user", "name": name, "owner": "key chat"}
+        assert notice.subject == holder
+    assert found(100, limits, rule(**{"for": "user"}), holder="key chat") == []
+    once, again = ([found(100, limits, rule(**{"for": "user"}), holder=f"key chat {terms}", users=users, wall=wall) for terms in names]
+                   for wall in (NOON, NOON + 60))  # fmt: skip
+    assert [[each.id for each in notices] for notices in once] == [[each.id for each in notices] for notices in again]
+    assert len({each.id for notices in once for each in notices}) == 8
 
 
 def test_a_soft_budget_says_that_it_only_warns() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from sqlalchemy.engine import URL
 
-from gateway.config import Config
+from gateway.config import Config, HolderKind
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.store import database_url
 from gateway.limits.windows import BudgetState, windows_of
@@ -37,7 +37,7 @@ class World:
     expiring: dict[str, float] = field(default_factory=dict)
     now: float = NOON
 
-    async def budgets(self) -> AsyncIterator[Sequence[Holding]]:
+    async def budgets(self, _: Collection[HolderKind]) -> AsyncIterator[Sequence[Holding]]:
         for key, used in list(self.used.items()):
             states = [BudgetState(each, window.name, used, 0.0) for window in windows_of(LIMITS) for each in window.budgets]
             yield [Holding(Allowance(f"key {key}", LIMITS), states)]
