@@ -43,7 +43,7 @@ PARTIAL_INDEXES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "gateway_usage_user_time": (("end_user", "time"), "end_user IS NOT NULL"),
     "gateway_usage_code_time": (("code", "time"), "code IS NOT NULL"),
     "gateway_usage_reason_time": (("reason", "time"), "reason IS NOT NULL"),
-    "gateway_usage_failed_time": (("time", "status"), "status >= 400"),
+    "gateway_usage_status_time": (("time", "status"), "status <> 200"),
     "gateway_usage_late": (("day",), "late IS NOT NULL"),
 }
 """The indexes by which requests are found, with their columns and their rows. An ordinary request has an entry in few of them."""

@@ -150,7 +150,7 @@ def statement(query: RequestQuery, connection: Connection) -> Select[Any]:
         if name == "status":
             if query.statuses is not None:
                 conditions += _of_status(query.statuses)
-                is_first = is_first and query.statuses[0] < 400
+                is_first = is_first and _has_success(query.statuses)
         elif name in query.filters:
             conditions.append(_compared(column, connection, uses_index=is_first) == query.filters[name])
             is_first = False
@@ -178,9 +178,14 @@ def _of_time(query: RequestQuery) -> Iterator[ColumnElement[bool]]:
 
 def _of_status(statuses: tuple[int, int]) -> Iterator[ColumnElement[bool]]:
     lowest, highest = statuses
-    if lowest >= 400:
-        yield USAGE.c.status >= literal_column("400")  # as in the condition of the index
+    if not _has_success(statuses):
+        yield USAGE.c.status != literal_column("200")  # as in the condition of the index
     yield USAGE.c.status == lowest if lowest == highest else USAGE.c.status.between(lowest, highest)
+
+
+def _has_success(statuses: tuple[int, int]) -> bool:
+    """Return whether ordinary requests have one of these statuses. The others have an index."""
+    return statuses[0] <= 200 <= statuses[1]
 
 
 def _shown_row(row: Row[Any]) -> Mapping[str, Any]:

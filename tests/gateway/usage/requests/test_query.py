@@ -106,14 +106,15 @@ def test_pages_have_each_request_once(store: UsageStore, size: int) -> None:
     assert len(seen) == len({*seen}) == len(ROWS) + 11
 
 
-@pytest.mark.parametrize("name", [*FILTERS, "id", "time", "failed", "key and code", "model and status"])
+@pytest.mark.parametrize("name", [*FILTERS, "id", "time", "failed", "key and code", "model and status", "other success", "2xx"])
 def test_each_filter_uses_an_index(store: UsageStore, name: str) -> None:
     indexes = {
-        "id": "autoindex|pkey", "time": "usage_time", "status": "failed_time", "failed": "failed_time", "key and code": "code_time",
-        "model and status": "failed_time", "user": "user_time",
+        "id": "autoindex|pkey", "time": "usage_time", "status": "status_time", "failed": "status_time", "key and code": "code_time",
+        "model and status": "status_time", "user": "user_time", "other success": "status_time", "2xx": "usage_time",
     }  # fmt: skip
     given: dict[str, dict[str, str]] = {
-        "id": {"id": "x"}, "time": {}, "status": {"status": "503"}, "failed": {"status": "failed"},
+        "id": {"id": "x"}, "time": {}, "status": {"status": "503"}, "failed": {"status": "failed"}, "other success": {"status": "201"},
+        "2xx": {"status": "2xx"},
         "key and code": {"key": "team-a", "code": "x"}, "model and status": {"model": "tiny", "status": "5xx"},
     }  # fmt: skip
     query = parse_request_query(given.get(name, {name: "x"}), NOW)
