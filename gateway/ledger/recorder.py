@@ -170,6 +170,7 @@ class Recorder:
         row.price = prices.get(record.model) if record.model else None
         row.estimated_by = record.estimated_by
         row.reason = record.reason or record.incomplete
+        row.nearest_limit = record.nearest_limit
         if record.code is not None:
             row.code, row.param, row.requested_model = record.code, record.param, requested_model(record)
             row.limit_holder = record.limit_holder

@@ -135,6 +135,14 @@ class UsageRow(msgspec.Struct, array_like=True, gc=False):
             Kind.LATER_TIME,
         ),
     ] = None
+    nearest_limit: Annotated[
+        str | None,
+        Column(
+            "nearest_limit",
+            "the budget with the largest used share when the response began, if that was at least `limits.warn_at`, for example "
+            "`93% of tokens_per_day of key team-a`; otherwise empty",
+        ),
+    ] = None
 
     @property
     def cost(self) -> int | None:

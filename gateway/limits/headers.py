@@ -19,6 +19,8 @@ from gateway.snapshot.money import decimal_text
 from gateway.snapshot.snapshot import CALENDAR, Limits
 from upstream.cells import Cells
 
+WARNING = b"x-vllm-gateway-budget-warning"
+
 
 def header_lines(buckets: Iterable[tuple[Limits, float, float]], now: float) -> bytes:
     """Return header lines for the tightest limit of each kind; none for a kind without limits.
@@ -112,7 +114,7 @@ def budget_lines(states: Iterable[BudgetState], warn_at: float) -> bytes:
     if not warnings:
         return lines
     shown = (f"{name};used={percent / 100:.2f}{';soft' if soft else ''}" for (name, soft), percent in warnings.items())
-    return lines + b"x-vllm-gateway-budget-warning: %b\r\n" % ", ".join(shown).encode()
+    return lines + b"%b: %b\r\n" % (WARNING, ", ".join(shown).encode())
 
 
 def _budget_line(state: BudgetState) -> bytes:

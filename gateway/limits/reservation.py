@@ -55,6 +55,8 @@ class Reservation(msgspec.Struct, eq=False):
     result: StoreResult | None = None
     lease: Lease | None = None
     sessions: Sequence[Holder] = ()
+    nearest_limit: str | None = None
+    """The budget that is used the most, if the response warns about one."""
 
     def reserve_request(self) -> Awaitable[None] | None:
         """Reserve a request and a concurrent slot before the body is read. Raises Refusal.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from operator import itemgetter
 from time import monotonic, time
 
-from gateway.limits.headers import budget_lines, header_lines, laid_out_lines
+from gateway.limits.headers import WARNING, budget_lines, header_lines, laid_out_lines
 from gateway.limits.reservation import Reservation
 from gateway.limits.rules import Holder
 from gateway.limits.windows import BudgetState, moment
@@ -32,4 +32,8 @@ def reservation_lines(reservation: Reservation) -> bytes:
         states = [(holder, state) for holder in reservation.shown_holders for state in buckets.budget_states(holder, at)]
     if reservation.limits.has_soft_budgets:
         limiter.report_soft_budgets(states)
-    return lines + budget_lines(map(_STATE, states), limiter.warn_at)
+    of_budgets = budget_lines(map(_STATE, states), limiter.warn_at)
+    if WARNING in of_budgets:
+        holder, state = max(states, key=lambda each: each[1].share)
+        reservation.nearest_limit = f"{int(state.share * 100)}% of {state.budget.name} of {holder.name.partition(' for ')[0]}"
+    return lines + of_budgets

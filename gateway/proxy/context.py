@@ -278,6 +278,7 @@ class RequestContext(msgspec.Struct, eq=False):
         if usage is None or request.reservation is not None or status >= 400:  # otherwise the settlement is the server's usage
             settlement = passed.settlement or self._settle(status)
             usage, record.estimated_by = settlement.usage, settlement.estimated_by
+            record.nearest_limit = None if request.reservation is None else request.reservation.nearest_limit
         record.usage = usage
         if attempt is not None and attempt.facts.prompt is not None and (placement := attempt.facts.prompt.placement) is not None:
             record.explanation = self._finish_placement(placement, usage if status < 400 and self.incomplete is None else None)

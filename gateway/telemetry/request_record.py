@@ -49,6 +49,7 @@ class RequestRecord(msgspec.Struct, eq=False, gc=False):
     ``path`` are set only for a path that is not served. ``param`` is the path of the invalid field, with names of the tables in
     ``body_shape`` only. ``unknown_model`` is the name in the request if no model was found: a client's text, and never a label.
     ``reason`` is the name of the exceeded limit, or the reason of a server's failure, and ``limit_holder`` has the exceeded limit.
+    ``nearest_limit`` names the budget that was used the most, if it was nearly used.
 
     Every request has the first eight fields. The others are set as far as they are known.
 
@@ -92,6 +93,7 @@ class RequestRecord(msgspec.Struct, eq=False, gc=False):
     unknown_model: str | None = None
     reason: str | None = None
     limit_holder: str | None = None
+    nearest_limit: str | None = None
 
 
 def requested_model(record: RequestRecord) -> str | None:

@@ -145,6 +145,8 @@ def _facts(request: Request) -> Iterator[str]:
         yield f"tokens: {counts or 'none'}{by}"
     if request["cost"] is not None:
         yield f"cost: {bytes(request['cost']).decode()}"
+    if request["nearest_limit"] is not None:
+        yield f"nearest limit: {_printable(request['nearest_limit'])}"
     if request["labels"]:
         yield f"labels: {_printable(', '.join(f'{name}={value}' for name, value in sorted(request['labels'].items())))}"
 

@@ -18,7 +18,7 @@ from gateway.ledger.row import LOST, UsageRow, decode, frames
 from gateway.limits.rules import DAY
 from gateway.limits.windows import SPENT
 from gateway.snapshot.money import Price
-from gateway.snapshot.snapshot import Allowance, Limits
+from gateway.snapshot.snapshot import Allowance, Budget, Limits
 from tests.support.money import price
 from tests.support.running import KEY, Served, key, model, serving, until
 from tests.support.scripted import Conversation, Script, scripted
@@ -96,6 +96,21 @@ async def test_the_cost_of_a_row_is_what_the_limits_have_counted(journal: Journa
         buckets = served.context.limiter.buckets
         spent = buckets.cells[buckets.holder(allowance.holder, allowance.limits).offset + DAY + SPENT]
     assert row.cost and row.cost == spent
+
+
+async def test_an_admitted_request_has_the_budget_that_is_nearly_used(journal: Journal) -> None:
+    """Each request uses 5 tokens."""
+    of_key, of_team = Limits(tokens_per_day=100), Limits(budgets=(Budget("30d", 30 * 86400.0, tokens=16, soft=True),))
+    allowances = (Allowance("key team-a", of_key), Allowance("team research for t*", of_team, ("t*",)))
+    async with (
+        scripted(_completion) as server,
+        serving([model(server.port)], [key(allowances=allowances)], ledger=Recorder(journal)) as served,
+    ):
+        for _ in range(4):
+            await request_once(served.port, request(chat(max_tokens=1)))
+        found = [(row.status, row.nearest_limit) for row in rows(journal)]
+    of_team_used = [f"{share}% of tokens_per_30d of team research" for share in (93, 125)]
+    assert found == [(200, None), (200, None), *((200, each) for each in of_team_used)]
 
 
 async def test_a_stream_is_counted_without_the_clients_request_for_usage(journal: Journal) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +19,7 @@ from tests.support.process import Gateway, configuration, gateway, launched, wai
 from tests.support.running import KEY
 from tests.support.wire import client, request
 
-LIMITED, POOR, NARROW = "sk-limited", "sk-poor", "sk-narrow"
+LIMITED, POOR, NARROW, WARNED = "sk-limited", "sk-poor", "sk-narrow", "sk-warned"
 UNKNOWN = "sk-unknown"
 
 
@@ -61,6 +62,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         config["keys"] += [
             {"id": "limited", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 1}},
             {"id": "poor", "hash": keys.hash_of(POOR), "team": "poor", "labels": {"cost_center": "17"}},
+            {"id": "warned", "hash": keys.hash_of(WARNED), "limits": {"budgets": [{"window": "day", "tokens": 5, "soft": True}]}},
             {"id": "narrow", "hash": keys.hash_of(NARROW), "models": ["sim/slow"]},
         ]
         with gateway(tmp_path_factory.mktemp("gateway"), config) as one:
@@ -103,6 +105,14 @@ def test_one_command_explains_a_failed_request(running: Gateway, kind: str) -> N
     assert not missing, found
     assert "received on /v1/chat/completions" in found
     assert failure.key not in found
+
+
+def test_an_admitted_request_names_its_nearest_limit(running: Gateway) -> None:
+    reply = sent(running, Failure({}, (), WARNED))
+    assert reply.status_code == 200
+    found = explained(running, reply.headers["x-request-id"])
+    assert "succeeded (200)" in found
+    assert re.search(r"nearest limit: [1-9]\d{2,}% of tokens_per_day of key warned\n", found), found
 
 
 def test_one_command_explains_a_disconnect(running: Gateway) -> None:
