@@ -19,6 +19,7 @@ import psutil
 from tests.accounting.client import USER_HEADER
 from tests.accounting.engines import LaunchedEngine
 from tests.accounting.evidence import Tokens
+from tests.accounting.months import close_month
 from tests.accounting.run import SETTLES_WITHIN, AccountingRun, Phase
 from tests.accounting.summary import EngineResult, Summary
 from tests.accounting.workload import CHAT, COMPLETIONS, RESPONSES, Disconnect, PlannedRequest
@@ -107,7 +108,7 @@ def play(run: AccountingRun, database: Postgres, requests: int, victims: Sequenc
         run.play(phase, round(phase.share * rest))
     run.wait_until_up()
     faults = f"three kills of an engine, a kill of a worker, an outage of the database, {_DIRECT_REQUESTS} direct requests to an engine"
-    return Summary(run.verdicts, list(engine_results(run)), run.ages, faults)
+    return Summary(run.verdicts, list(engine_results(run)), run.ages, faults, close_month(run))
 
 
 def worker_killer(run: AccountingRun) -> Callable[[], None]:

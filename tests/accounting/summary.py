@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tests.accounting.comparison import COMPLETE, LOST, MISSING, REJECTED, Verdict
 from tests.accounting.evidence import Tokens
+from tests.accounting.months import MonthResult
 from tests.accounting.workload import ROUTES
 from tests.vllm.dialogues import Json
 
@@ -59,18 +60,22 @@ class EngineResult:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The result of a run. ``ages``: of the rows of lost streams, in seconds. ``faults``: what happened, as text."""
+    """The result of a run. ``ages``: of the rows of lost streams, in seconds. ``faults``: what happened, as text.
+
+    ``months``: of the rows at the end, half of them in a closed month.
+    """
 
     verdicts: Sequence[Verdict]
     engines: Sequence[EngineResult]
     ages: Sequence[float]
     faults: str
+    months: MonthResult
 
     @property
     def problems(self) -> list[str]:
         """List what is wrong, as text."""
         wrong = [f"{each.exchange.planned}: {each.problem}" for each in self.verdicts if each.problem]
-        return [*wrong, *(problem for engine in self.engines for problem in engine.problems)]
+        return [*wrong, *(problem for engine in self.engines for problem in engine.problems), *self.months.problems()]
 
     def lines(self) -> list[str]:
         """Render the tables in Markdown."""
@@ -84,7 +89,7 @@ class Summary:
             "|" + "---|" * len(_COLUMNS),
         ]
         lines += [self._route(route, [each for each in self.verdicts if each.exchange.planned.path == route]) for route in ROUTES]
-        lines += [self._route("all", self.verdicts), "", *self._engine_table()]
+        lines += [self._route("all", self.verdicts), "", *self._engine_table(), "", *self.months.lines()]
         if self.ages:
             age = f"{1000 * max(self.ages):,.0f} ms older than the last event that the client received"
             lines += ["", f"The rows of {len(self.ages)} streams whose worker was killed have the counts of their journal, at most {age}."]

@@ -26,4 +26,4 @@ def test_a_small_run_has_no_difference(tmp_path: Path) -> None:
     write(page, summary, 90.0)
     text = page.read_text()
     assert text.startswith("Before\n") and text.endswith(f"{END}\nafter\n") and "old" not in text
-    assert "The run took 1.5 minutes." in text and text.count("| sim/spared#0 |") == 2
+    assert "The run took 1.5 minutes." in text and text.count("| sim/spared#0 |") == 4
