@@ -1,7 +1,7 @@
 """Close a month in an accounting run, and compare closed month and open rows with what the engines have counted.
 
 The rules: the rows are moved into two months only after the engines have been reconciled. The gateway closes the month and reports the open
-rows, as for an operator. So each request is counted in one of them, also if its row has been replaced by totals.
+rows, as for an operator. So each request is counted in a row or in a sum, also if its row has been replaced by totals.
 """
 
 from __future__ import annotations
