@@ -301,7 +301,7 @@ def test_a_model_that_may_be_scaled_to_zero_does_not_alert_without_servers() -> 
         for rule in group["rules"]
         if rule.get("alert") == "VllmGatewayNoHealthyServer"
     ]
-    assert expression.startswith(r'max by (model) (vllm_gateway_ready_servers{model!~"org/some\\.model"}) == 0')
+    assert expression.startswith(r'max by (namespace, release, model) (vllm_gateway_ready_servers{model!~"org/some\\.model"}) == 0')
     plain = Rendered.of(values={"engines": {"a": ENGINE}, "monitoring": {"prometheusRule": EVERYTHING}})
     assert plain.one("PrometheusRule")["spec"] == yaml.safe_load((CHART.parents[1] / "prometheus" / "rules.yaml").read_text())
 
@@ -533,6 +533,17 @@ def test_the_dashboards_are_those_of_the_project(two_models: Rendered) -> None:
     shown = two_models.one("ConfigMap", "gw-vllm-gateway-dashboards")["data"]
     there = {f"vllm-gateway-{file.name}": json.loads(file.read_text()) for file in (CHART.parents[1] / "grafana").glob("*.json")}
     assert {name: json.loads(text) for name, text in shown.items()} == there
+
+
+def test_alerts_and_dashboards_link_to_the_addresses_that_are_set() -> None:
+    addresses = {"prometheusRule": EVERYTHING | {"runbooks": "https://docs.test/alerts.html"}}
+    addresses["dashboards"] = EVERYTHING | {"console": "https://gateway.test:9443/"}
+    made = Rendered.of(values={"engines": {"a": ENGINE}, "monitoring": addresses})
+    rules = [rule for group in made.one("PrometheusRule")["spec"]["groups"] for rule in group["rules"] if "alert" in rule]
+    assert all(rule["annotations"]["runbook_url"].startswith("https://docs.test/alerts.html#") for rule in rules)
+    for text in made.one("ConfigMap", "gw-vllm-gateway-dashboards")["data"].values():
+        (console,) = (each for each in json.loads(text)["templating"]["list"] if each["name"] == "console")
+        assert console["query"] == console["current"]["value"] == "https://gateway.test:9443"
 
 
 def test_engines_may_be_stopped_before_others_start() -> None:

@@ -1,4 +1,7 @@
-"""The dashboards show what is there: a real Prometheus has data for each panel, once traffic has gone every way."""
+"""The dashboards show what is there: a real Prometheus has data for each query of two gateways, once traffic has gone every way.
+
+All processes are real but vLLM, which is the simulator. The second gateway has the labels that it would have in Kubernetes.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +10,30 @@ import math
 import re
 import runpy
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gateway.telemetry.metrics import FAMILIES, PREFIX
-from tests.support.process import Gateway, gateway, wait_for
+from tests.support.process import gateway, wait_for
 from tests.support.prometheus import Prometheus, prometheus
 from tests.support.traffic import BAD, MODEL, ON_DEMAND, UNREACHABLE, Traffic, everything
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy" / "grafana"
 BUILD = runpy.run_path(str(FOLDER / "build.py"))
 DASHBOARDS = BUILD["DASHBOARDS"]
+PANELS = [(name, panel) for name, dashboard in DASHBOARDS.items() for panel in dashboard.panels]
 QUERIES = [
-    pytest.param(query, id=f"{name}: {panel.title} {number}")
-    for name, dashboard in DASHBOARDS.items()
-    for panel in dashboard.panels
-    for number, (query, _) in enumerate(panel.queries)
+    *(
+        pytest.param(query, id=f"{name}: {panel.title} {number}")
+        for name, panel in PANELS
+        for number, (query, _) in enumerate(panel.queries)
+    ),
+    *(pytest.param(query, id=name) for name, _, query, _ in BUILD["ANNOTATIONS"] if "ALERTS" not in query),  # test_alerts.py has those
 ]
+NAMESPACE, RELEASE = "ml", "gw"
 
 
 @pytest.mark.parametrize("name", DASHBOARDS)
@@ -41,6 +49,7 @@ def test_there_is_no_other_file() -> None:
 def test_panels_lie_side_by_side_and_under_one_another(name: str) -> None:
     document = json.loads((FOLDER / name).read_text())
     taken: set[tuple[int, int]] = set()
+    assert {link["type"]: link.get("url") for link in document["links"]} == {"dashboards": None, "link": "${console:raw}/console"}
     for panel in document["panels"]:
         grid = panel["gridPos"]
         cells = {(x, y) for x in range(grid["x"], grid["x"] + grid["w"]) for y in range(grid["y"], grid["y"] + grid["h"])}
@@ -48,8 +57,47 @@ def test_panels_lie_side_by_side_and_under_one_another(name: str) -> None:
         taken |= cells
     assert len({panel["id"] for panel in document["panels"]}) == len(document["panels"])
     variables = {variable["name"] for variable in document["templating"]["list"]} | {"__rate_interval"}
-    used = {name for panel in document["panels"] for target in panel["targets"] for name in re.findall(r"\$(\w+)", target["expr"])}
+    targets = [target for panel in document["panels"] for target in panel.get("targets", ())]
+    used = {name for each in (*targets, *document["annotations"]["list"]) for name in re.findall(r"\$(\w+)", each["expr"])}
     assert used <= variables
+    assert variables >= {"datasource", "instance", "namespace", "release", "console"}
+
+
+NEUTRAL = {
+    "at a glance": {"Requests", "Active keys", "Tokens in a day"},
+    "amounts": {"Requests", "Tokens", "Tokens in a day", "Models used", "Tokens generated", "In flight and queued", "In flight, by server"},
+    "by status or outcome, with fixed colors": {"Requests by status", "Status", "Incomplete requests", "Starts", "Mirrored requests"},
+    "events, each with its own meaning": {"Errors by code", "Failed attempts", "Events in an hour", "Rejected by a limit",
+                                          "Connections closed because of the client", "Fallbacks and splits", "Ledger"},
+    "depend on the use": {"Duration", "Memory", "Cached prompt tokens", "Prefix cache hits", "End users with their own limits",
+                          "Cached prompt tokens, predicted and reported", "Finished and preempted requests", "Unbilled tokens", "Versions"},
+}  # fmt: skip
+"""Panels without thresholds, and why."""
+
+
+@pytest.mark.parametrize(("name", "panel"), PANELS, ids=lambda value: getattr(value, "title", value))
+def test_a_panel_can_be_read_without_asking(name: str, panel: Any) -> None:
+    assert len(panel.says) > 20 and panel.says.endswith(".")
+    assert all(legend for _, legend in panel.queries)
+    assert panel.unit and (panel.unit != "short" or panel.axis or panel.kind != "timeseries")
+    assert panel.steps or panel.states or any(panel.title in titles for titles in NEUTRAL.values()), "without a good and a bad side?"
+    assert all(low < high for low, high in pairwise(value for value, _ in panel.steps))
+
+
+@pytest.mark.parametrize("name", DASHBOARDS)
+def test_a_state_has_one_color(name: str) -> None:
+    """As Grafana decides: the last matching override."""
+    colors: dict[str, set[str]] = {"200": set(), "500": set(), "429": set(), "499": set(), "by client": set(), "by upstream": set()}
+    for panel in json.loads((FOLDER / name).read_text())["panels"]:
+        for override in panel.get("fieldConfig", {}).get("overrides", ()):
+            for series in colors:
+                if re.search(override["matcher"]["options"].strip("/"), series):
+                    colors[series] = {override["properties"][0]["value"]["fixedColor"]}
+    wrong = {series for series, found in colors.items() if found - {EXPECTED[series]}}
+    assert not wrong
+
+
+EXPECTED = {"200": "green", "500": "red", "429": "yellow", "499": "#8e8e99", "by client": "#8e8e99", "by upstream": "red"}
 
 
 def test_only_existing_metrics_are_queried() -> None:
@@ -59,53 +107,83 @@ def test_only_existing_metrics_are_queried() -> None:
 
 
 SERVERS = 3
-"""Servers that are up: two of one model, and the requested one."""
+"""Servers of a gateway that are up: two of one model, and the requested one."""
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Gateway, Prometheus, Traffic]]:
-    """A gateway whose traffic has gone every way while a Prometheus looked on."""
-    folder = tmp_path_factory.mktemp("watched")
-    with gateway(folder, everything(), seconds=60) as one, prometheus(folder, one) as watching:
-        traffic = Traffic(one)
-        traffic.wake()
-        wait_for(lambda: sum(target["health"] == "up" for target in watching.targets()) == 1 + SERVERS, 100)
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, list[Traffic]]]:
+    """Two gateways whose traffic has gone every way while a Prometheus looked on."""
+    folders = [tmp_path_factory.mktemp(name) for name in ("first", "second")]
+    labels = {"namespace": NAMESPACE, "release": RELEASE}
+    with (
+        gateway(folders[0], everything(), seconds=60) as one,
+        gateway(folders[1], everything(), seconds=60) as other,
+        prometheus(folders[0], one, other, labels=labels) as watching,
+    ):
+        traffic = [Traffic(one), Traffic(other)]
+        for each in traffic:
+            each.wake()
+        wait_for(lambda: sum(target["health"] == "up" for target in watching.targets()) == 2 * (1 + SERVERS), 100)
         for _ in range(4):
-            traffic.round()
-        yield one, watching, traffic
+            for each in traffic:
+                each.round()
+        assert one.command("reload").returncode == 0
+        yield watching, traffic
 
 
-def substituted(query: str) -> str:
-    """A panel's query as Grafana sends it."""
+def substituted(query: str, **chosen: str) -> str:
+    """A query as Grafana sends it. ``chosen``: the values of variables, All without."""
     query = query.replace("$__rate_interval", "5m")
-    return re.sub(r"\$\w+", ".*", query)
+    return re.sub(r"\$(\w+)", lambda match: chosen.get(match[1], ".*"), query)
 
 
 def has_data(watching: Prometheus, query: str) -> bool:
     return any(math.isfinite(float(series["value"][1])) for series in watching.query(substituted(query)))
 
 
-def test_traffic_went_every_way(running: tuple[Gateway, Prometheus, Traffic]) -> None:
-    _, _, traffic = running
-    assert {200, 401, 404, 429, 500, 502, 503} <= traffic.seen
+def test_traffic_went_every_way(running: tuple[Prometheus, list[Traffic]]) -> None:
+    for traffic in running[1]:
+        assert {200, 401, 404, 429, 500, 502, 503} <= traffic.seen
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_a_panels_query_has_data(running: tuple[Gateway, Prometheus, Traffic], query: str) -> None:
-    _, watching, _ = running
+def test_a_query_has_data(running: tuple[Prometheus, list[Traffic]], query: str) -> None:
+    watching, _ = running
     wait_for(lambda: has_data(watching, query), 60, why=lambda: substituted(query))
 
 
-def test_the_servers_are_found_with_their_labels(running: tuple[Gateway, Prometheus, Traffic]) -> None:
-    _, watching, _ = running
-    found = {(series["metric"]["model"], series["metric"]["server"]) for series in watching.query('up{job="vllm"} == 1')}
-    assert found == {(MODEL, f"{MODEL}#0"), (MODEL, f"{MODEL}#1"), (ON_DEMAND, f"{ON_DEMAND}#0")}
-    joined = watching.query('vllm_gateway_server_up{model="sim/one"} * on (model, server) group_left () up{job="vllm"}')
-    assert len(joined) == 2
+VARIABLES = sorted({variable for dashboard in DASHBOARDS.values() for variable in dashboard.variables})
 
 
-def test_the_rules_are_evaluated_and_what_is_wrong_is_noticed(running: tuple[Gateway, Prometheus, Traffic]) -> None:
-    _, watching, _ = running
+@pytest.mark.parametrize(("name", "query"), VARIABLES)
+def test_a_variable_has_values(running: tuple[Prometheus, list[Traffic]], name: str, query: str) -> None:
+    watching, _ = running
+    found = re.fullmatch(r"label_values\((\S.*), (\w+)\)", query)
+    assert found is not None and found[2] == name
+    values = {series["metric"].get(name) for series in watching.query(substituted(found[1]))}
+    expected = {"namespace": {NAMESPACE, None}, "release": {RELEASE, None}, "key": {"chat", "batch"}}
+    assert values == expected[name] if name in expected else len(values - {None}) >= 2
+
+
+def test_a_release_and_an_instance_can_be_chosen(running: tuple[Prometheus, list[Traffic]]) -> None:
+    watching, _ = running
+    query = next(query for _, panel in PANELS for query, _ in panel.queries if panel.title == "Gateways")
+    instances = {series["metric"]["instance"] for series in watching.query(substituted(query))}
+    (chosen,) = watching.query(substituted(query, namespace=NAMESPACE, release=RELEASE))
+    (other,) = watching.query(substituted(query, instance=(instances - {chosen["metric"]["instance"]}).pop()))
+    assert "release" not in other["metric"] and chosen["metric"]["release"] == RELEASE
+
+
+def test_the_servers_are_found_with_their_labels(running: tuple[Prometheus, list[Traffic]]) -> None:
+    watching, _ = running
+    found = sorted((series["metric"]["model"], series["metric"]["server"]) for series in watching.query('up{job="vllm"} == 1'))
+    assert found == sorted(2 * [(MODEL, f"{MODEL}#0"), (MODEL, f"{MODEL}#1"), (ON_DEMAND, f"{ON_DEMAND}#0")])
+    joined = watching.query('vllm_gateway_server_up{model="sim/one"} * on (model, server, instance) group_left () up{job="vllm"}')
+    assert len(joined) == 4
+
+
+def test_the_unchanged_rules_are_evaluated_and_what_is_wrong_is_noticed(running: tuple[Prometheus, list[Traffic]]) -> None:
+    watching, _ = running
 
     def state(alert: str) -> Any:
         return next(rule["state"] for rule in watching.rules() if rule["name"] == alert)

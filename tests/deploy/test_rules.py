@@ -1,4 +1,7 @@
-"""The alerts for Prometheus: each fires when it should, and resolves with its cause. promtool evaluates them over made-up series."""
+"""The alerts for Prometheus over hours and days: each fires when it should, and resolves with its cause.
+
+promtool evaluates the unchanged rules over series that are written here. test_alerts.py has the same alerts with real gateways.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ from tests.support.prometheus import prometheus
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 RULES = DEPLOY / "prometheus" / "rules.yaml"
+RUNBOOKS = DEPLOY.parent / "docs" / "alerts.md"
 GROUPS = yaml.safe_load(RULES.read_text())["groups"]
 ALERTS = {rule["alert"]: rule for group in GROUPS for rule in group["rules"] if "alert" in rule}
 
@@ -58,97 +62,147 @@ def _late(soon: str, everything: str) -> dict[str, str]:
 
 _M = {"model": "m"}
 _SERVER = {"model": "m", "server": "m#0"}
-_ROWS = "vllm_gateway_ledger_spool_rows"
-_WRITTEN = 'vllm_gateway_ledger_rows_total{outcome="written"}'
+_ROWS = 'vllm_gateway_ledger_spool_rows{instance="i"}'
+_WRITTEN = 'vllm_gateway_ledger_rows_total{instance="i", outcome="written"}'
+_BEHIND = (
+    "At least {} rows have waited on disk for 15 minutes: more than the database stores in 10 seconds. Usage reports are late. "
+    "Nothing is lost while the spool has space."
+)
 _MEMORY = "vllm_gateway_ledger_memory_rows"
 _CERTIFICATE = "vllm_gateway_certificate_expires_timestamp_seconds"
 _READY = 'vllm_gateway_ready_servers{model="m"}'
 _OUT_OF_ROTATION = 'vllm_gateway_server_out_of_rotation{{model="m", server="m#{}"}}'
 _NONE_READY = (
     "m: no server is ready",
-    "The model has no ready server, and the gateway did not stop them itself. /status shows the reason.",
+    (
+        "Its requests fail or wait. The gateway did not stop the servers itself: they crash, do not start, or cannot be reached. "
+        "`vllm-gateway status` shows the reason for each."
+    ),
 )
+_ON_I = 'instance="i"'
+_I = {"instance": "i"}
+
+
+def _fails(share: str, window: str, spent: str) -> tuple[str, str]:
+    return (
+        f"m: {share} of the requests fail",
+        (
+            f"Over the last {window}, clients got a 5xx or a truncated response. At this rate, the error budget of 30 days (0.1%) is used "
+            f'in {spent}. The dashboard "Overview" shows the error codes.'
+        ),
+    )
+
+
+def _starts_late(share: str, window: str, spent: str) -> tuple[str, str]:
+    return (
+        f"m: {share} of the streams start late",
+        (
+            f"Over the last {window}, their first token took more than 2.5 s. At this rate, the error budget of 30 days (5%) is used in "
+            f'{spent}. The dashboard "vLLM and the gateway" shows where requests wait.'
+        ),
+    )
 
 
 def _ledger(database: str, spool: str) -> dict[str, str]:
-    return {f'vllm_gateway_dependency_up{{dependency="ledger_{name}"}}': up for name, up in (("database", database), ("spool", spool))}
+    return {
+        f'vllm_gateway_dependency_up{{{_ON_I}, dependency="ledger_{name}"}}': up for name, up in (("database", database), ("spool", spool))
+    }
 
 
 CASES = (
-    Case("VllmGatewayDown", {'up{job="vllm-gateway", instance="i"}': "1x4 0x10 1x10"}, "7m", "16m",
-         {"job": "vllm-gateway", "instance": "i"},
-         ("The gateway does not respond to Prometheus", "The admin port of i cannot be read.")),
+    Case("VllmGatewayDown", {'up{job="vllm-gateway", instance="i"}': "1x4 0x10 1x10"}, "7m", "16m", {"job": "vllm-gateway", **_I},
+         ("The gateway i does not respond",
+          ("Prometheus cannot read its admin port, so it is probably down, and its clients get no responses. "
+          "Check the process and its log."))),
     Case("VllmGatewayDown", {'up{job="vllm-gateway", instance="i"}': "1x4 _x10 1x10"}, "13m", "16m", {"job": "vllm-gateway"},
-         ("The gateway does not respond to Prometheus", "Prometheus has no target with the job vllm-gateway.")),
-    Case("VllmGatewayFailuresFast", _failing("0+10x70 700x200", "0+90x270"), "10m", "90m", _M,
-         ("m: requests fail, more than 14.4 times as fast as the objective allows", "10% over the last 1h.")),
-    Case("VllmGatewayFailuresFast", _broken("0+10x70 700x200", "0+100x270"), "10m", "90m", _M,
-         ("m: requests fail, more than 14.4 times as fast as the objective allows", "10% over the last 1h.")),
-    Case("VllmGatewayFailuresSlow", _failing("0+1x120 120x400", "0+99x520"), "60m", "200m", _M,
-         ("m: requests fail, more than 6 times as fast as the objective allows", "1% over the last 6h.")),
-    Case("VllmGatewayFailuresSteady", _failing("0+1x600 600x800", "0+499x1400"), "30h", "70h", _M,
-         ("m: requests fail, more than 1 times as fast as the objective allows", "0.2% over the last 3d."), every="5m"),
-    Case("VllmGatewayFirstTokensFast", _late("0+1x70 70+10x200", "0+10x270"), "10m", "100m", _M,
-         ("m: streams start too late, more than 14.4 times as fast as the objective allows", "90% over the last 1h.")),
-    Case("VllmGatewayFirstTokensSlow", _late("0+6x120 720+10x400", "0+10x520"), "60m", "200m", _M,
-         ("m: streams start too late, more than 6 times as fast as the objective allows", "40% over the last 6h.")),
-    Case("VllmGatewayFirstTokensSteady", _late("0+9x600 5400+10x800", "0+10x1400"), "30h", "70h", _M,
-         ("m: streams start too late, more than 1 times as fast as the objective allows", "10% over the last 3d."), every="5m"),
+         ("Prometheus knows no gateway",
+          "No target has the job vllm-gateway: no gateway runs, or service discovery does not find it. Check the process and its log.")),
+    Case("VllmGatewayFailuresFast", _failing("0+10x70 700x200", "0+90x270"), "10m", "90m", _M, _fails("10%", "1h", "two days")),
+    Case("VllmGatewayFailuresFast", _broken("0+10x70 700x200", "0+100x270"), "10m", "90m", _M, _fails("10%", "1h", "two days")),
+    Case("VllmGatewayFailuresSlow", _failing("0+1x120 120x400", "0+99x520"), "60m", "200m", _M, _fails("1%", "6h", "five days")),
+    Case("VllmGatewayFailuresSteady", _failing("0+1x600 600x800", "0+499x1400"), "30h", "70h", _M, _fails("0.2%", "3d", "30 days"),
+         every="5m"),
+    Case("VllmGatewayFirstTokensFast", _late("0+1x70 70+10x200", "0+10x270"), "10m", "100m", _M, _starts_late("90%", "1h", "two days")),
+    Case("VllmGatewayFirstTokensSlow", _late("0+6x120 720+10x400", "0+10x520"), "60m", "200m", _M, _starts_late("40%", "6h", "five days")),
+    Case("VllmGatewayFirstTokensSteady", _late("0+9x600 5400+10x800", "0+10x1400"), "30h", "70h", _M, _starts_late("10%", "3d", "30 days"),
+         every="5m"),
     Case("VllmGatewayNoHealthyServer",
          {_READY: "2x4 0x20 1x10", _OUT_OF_ROTATION.format(0): "0x40", _OUT_OF_ROTATION.format(1): "0x40"},
          "12m", "28m", _M, _NONE_READY),
     Case("VllmGatewayNoHealthyServer", {_READY: "0x24 1x10"}, "6m", "28m", _M, _NONE_READY),  # discovery has found no server
-    Case("VllmGatewayReloadFailed", {"vllm_gateway_config_last_reload_successful": "1x4 0x10 1x10"}, "7m", "17m", {},
-         ("The last configuration change was rejected",
-          "The previous configuration stays active. `vllm-gateway check` shows the problems.")),
-    Case("VllmGatewayServerCrashLoop", {'vllm_gateway_server_restarts_total{model="m", server="m#0"}': "0 1 2 3 4 5x60"}, "8m", "30m",
-         _SERVER,
-         ("m#0 restarts repeatedly", "5 restarts in 15 minutes; /status has the cause and the end of its log.")),
-    Case("VllmGatewayWorkerCrashLoop", {"vllm_gateway_worker_restarts_total": "0 1 2 3 4 5x60"}, "8m", "30m", {},
-         ("Worker processes end unexpectedly", "5 in 15 minutes; standard error has the reason.")),
-    Case("VllmGatewayDependencyDown", {'vllm_gateway_dependency_up{dependency="limits_store"}': "1x4 0x20 1x10"}, "12m", "27m",
-         {"dependency": "limits_store"},
-         ("limits_store is down", "/status shows the last error and the time of the failure.")),
-    Case("VllmGatewayLedgerInMemory", _ledger("1x4 0x20 1x10", "1x4 0x10 1x20") | {_MEMORY: "7x4 23x30"}, "8m", "18m", {},
-         ("Rows of the ledger wait in memory only",
-          "23 rows: neither the spool's disk nor the database accepts them. /status shows both errors.")),
-    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 0+100x40 4000x40 0x10", _WRITTEN: "0x94"}, "30m", "90m", {},
-         ("The ledger falls behind",
-          "At least 1000 rows have waited on disk for the database for 15 minutes: more than it stores in 10 seconds.")),
-    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 4000x80 0x10", _WRITTEN: "0x4 0+6000x90"}, "80m", "90m", {},
-         ("The ledger falls behind",
-          "At least 4000 rows have waited on disk for the database for 15 minutes: more than it stores in 10 seconds.")),
-    Case("VllmGatewayLedgerLoses", {'vllm_gateway_ledger_rows_total{outcome="dropped"}': "0x4 0+15x20 300x40", _ROWS: "4000x90"},
-         "20m", "60m", {"outcome": "dropped"},
-         ("The ledger loses rows", "225 rows in 15 minutes will never reach the database.")),
+    Case("VllmGatewayReloadFailed", {f"vllm_gateway_config_last_reload_successful{{{_ON_I}}}": "1x4 0x10 1x10"}, "7m", "17m", _I,
+         ("i: the last configuration change was rejected",
+          ("The previous configuration stays active, so requests are served, but the change has no effect. "
+          "`vllm-gateway check` shows the problems."))),
+    Case("VllmGatewayServerCrashLoop", {f'vllm_gateway_server_restarts_total{{{_ON_I}, model="m", server="m#0"}}': "0 1 2 3 4 5x60"},
+         "8m", "30m", {**_SERVER, **_I},
+         ("m#0 restarts repeatedly",
+          ("i started it again 5 times in 15 minutes. Until it stays up, its model has less capacity, or none. "
+          "`vllm-gateway status` shows its last failure."))),
+    Case("VllmGatewayWorkerCrashLoop", {f"vllm_gateway_worker_restarts_total{{{_ON_I}}}": "0 1 2 3 4 5x60"}, "8m", "30m", _I,
+         ("i: worker processes end unexpectedly",
+          ("5 workers were replaced in 15 minutes. Each interrupted the requests that it served. The gateway's log and the kernel's log "
+          "have the reason, often a lack of memory."))),
+    Case("VllmGatewayDependencyDown", {f'vllm_gateway_dependency_up{{{_ON_I}, dependency="limits_store"}}': "1x4 0x20 1x10"}, "12m", "27m",
+         {"dependency": "limits_store", **_I},
+         ("i: limits_store is down",
+          ("The gateway works on without it, with the restrictions that the runbook lists. "
+          "`/status` shows the last error and since when."))),
+    Case("VllmGatewayLedgerInMemory", _ledger("1x4 0x20 1x10", "1x4 0x10 1x20") | {f"{_MEMORY}{{{_ON_I}}}": "7x4 23x30"}, "8m", "18m", _I,
+         ("i: usage is recorded in memory only",
+          ("23 rows wait because neither the spool's disk nor the database accepts them. They may be lost if the gateway stops: free disk "
+          "space or repair the database first."))),
+    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 0+100x40 4000x40 0x10", _WRITTEN: "0x94"}, "30m", "90m", _I,
+         ("i: the ledger falls behind", _BEHIND.format(1000))),
+    Case("VllmGatewayLedgerBehind", {_ROWS: "0x4 4000x80 0x10", _WRITTEN: "0x4 0+6000x90"}, "80m", "90m", _I,
+         ("i: the ledger falls behind", _BEHIND.format(4000))),
+    Case("VllmGatewayLedgerLoses", {f'vllm_gateway_ledger_rows_total{{{_ON_I}, outcome="dropped"}}': "0x4 0+15x20 300x40",
+          _ROWS: "4000x90"}, "20m", "60m", {"outcome": "dropped", **_I},
+         ("i: the ledger loses rows",
+          "225 rows of the last 15 minutes will never reach the database, so usage and budgets are too low. The log names the cause.")),
     Case("VllmGatewayDirectUse", {'vllm_gateway_unbilled_tokens_total{model="m", reason="direct_use"}': "0x9 4000x120"}, "30m", "80m", _M,
          ("m: requests reach its servers without the gateway",
-          "They have used 4k tokens in an hour that are not in the ledger.")),
+          "They have used 4k tokens in an hour. No key, limit or ledger row applies to them. Let only the gateway reach the servers.")),
     Case("VllmGatewayKeyExpires", {'vllm_gateway_key_expires_timestamp_seconds{key="k"}': "1209600x400"}, "180h", "337h", {"key": "k"},
-         ("The key k expires soon", "In 6d 12h 0m 0s."), every="1h"),
-    Case("VllmGatewayCertificateExpires", {f'{_CERTIFICATE}{{setting="server.tls"}}': "1209600x340 4e6x20"},
-         "180h", "345h", {"setting": "server.tls"},
-         ("The certificate of server.tls expires soon, or has expired", "In 6d 12h 0m 0s. Clients reject an expired certificate."),
-         every="1h"),
-    Case("VllmGatewayWrongModel", {'vllm_gateway_server_serves_model{model="m", server="m#0"}': "1x4 0x20 1x10"}, "12m", "27m", _SERVER,
+         ("The key k expires soon", "In 6d 12h 0m 0s, its requests will be rejected with 401. Rotate it, or tell its users."), every="1h"),
+    Case("VllmGatewayCertificateExpires", {f'{_CERTIFICATE}{{{_ON_I}, setting="server.tls"}}': "1209600x340 4e6x20"},
+         "180h", "345h", {"setting": "server.tls", **_I},
+         ("i: the certificate of server.tls expires soon, or has expired",
+          "In 6d 12h 0m 0s, clients will reject it. Renew the files: the gateway reads them again at once."), every="1h"),
+    Case("VllmGatewayCertificateExpires", {f'{_CERTIFICATE}{{{_ON_I}, setting="server.tls"}}': "600x100 4e6x20"},
+         "80m", "120m", {"setting": "server.tls", **_I},
+         ("i: the certificate of server.tls expires soon, or has expired",
+          "It has expired, and clients reject it. Renew the files: the gateway reads them again at once.")),
+    Case("VllmGatewayWrongModel", {f'vllm_gateway_server_serves_model{{{_ON_I}, model="m", server="m#0"}}': "1x4 0x20 1x10"}, "12m", "27m",
+         {**_SERVER, **_I},
          ("m#0 does not serve m",
-          "It lists other models only, so requests get 404. /status shows the names and the setting.")),
-    Case("VllmGatewayKeySetAway", {'vllm_gateway_key_set_up{issuer="i"}': "1x4 0x30 1x10"}, "22m", "37m", {"issuer": "i"},
-         ("The keys of i cannot be fetched", "Known keys stay in use; /status has the reason.")),
+          ("It lists other models only, so requests that it gets fail with 404. "
+          "`/status` shows the names that it lists, and the setting to change."))),
+    Case("VllmGatewayKeySetAway", {f'vllm_gateway_key_set_up{{{_ON_I}, issuer="j"}}': "1x4 0x30 1x10"}, "22m", "37m", {"issuer": "j", **_I},
+         ("The keys of j cannot be fetched",
+          ("i still accepts tokens signed with the keys that it knows. After a key change of the identity provider, new tokens get 401. "
+          "`/status` has the reason."))),
     Case("VllmGatewayBudgetNearlyUsed",
          {'vllm_gateway_budget_used_ratio{holder="key a", budget="tokens_per_day", soft="false"}': "0.5x4 0.92x20 0x10"}, "12m", "27m",
          {"holder": "key a", "budget": "tokens_per_day"},
-         ("key a: the budget tokens_per_day is nearly used", "92% are used. Requests are refused when all of it is.")),
+         ("key a: 92% of the budget tokens_per_day are used",
+          "At 100%, requests are refused with 429 until the budget's window moves on. Raise the budget, or talk to its users.")),
     Case("VllmGatewaySoftBudgetExceeded",
          {'vllm_gateway_budget_used_ratio{holder="team t", budget="cost_per_7d", soft="true"}': "1x4 1.25x20 0x10"}, "12m", "27m",
          {"holder": "team t", "budget": "cost_per_7d"},
-         ("team t: the soft budget cost_per_7d is exceeded", "125% are used. No request is refused.")),
+         ("team t: 125% of the soft budget cost_per_7d are used", "No request is refused. Raise the budget, or talk to its users.")),
     Case("VllmGatewayNoticesWait", {'vllm_gateway_notices_oldest_waiting_seconds{notice="ops"}': "0+60x20 0x10"}, "17m", "22m",
-         {"notice": "ops"}, ("ops: notices do not arrive", "The oldest has waited for 17m 0s.")),
+         {"notice": "ops"},
+         ("ops: notices do not arrive",
+          "The oldest has waited for 17m 0s. Users may not know about a budget that is nearly used, or a key that expires.")),
     Case("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "0+5x20 100x40"}, "15m", "40m", _M,
-         ("m: the queue grows", "75 requests wait for a server.")),
+         ("m: the queue grows",
+          ("75 requests wait for a server, more than ten minutes ago. First tokens are late, and the queue refuses requests when it is "
+          "full."))),
     Case("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+1x90 90+600x20 12090+1x60"}, "103m", "125m",
-         {"reason": "invalid"}, ("Many requests are rejected for their key", "10 a second (invalid).")),
+         {"reason": "invalid"},
+         ("Many requests are rejected for their key (invalid)",
+          "10 requests a second, more than five times as many as in the hour before: a client with an old key, or an attack.")),
 )  # fmt: skip
 
 QUIET = {
@@ -184,6 +238,11 @@ QUIET = {
             for reason, values in (("not_delivered", "0+9000x60"), ("cancelled_prefill", "0+9000x60"), ("direct_use", "0+1x60"))
         },
     ),
+    "one error in two requests": ("VllmGatewayFailuresFast", _failing("0x5 1x60", "0x5 1x60")),
+    "nine truncated responses": ("VllmGatewayFailuresFast", _broken("0x5 9x60", "0x5 90x60")),
+    "nine late streams": ("VllmGatewayFirstTokensFast", _late("0x60", "0x5 9x60")),
+    "a short queue": ("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "0x5 0+1x8 9x60"}),
+    "two restarts": ("VllmGatewayServerCrashLoop", {'vllm_gateway_server_restarts_total{model="m", server="m#0"}': "5x5 6 7x60"}),
     "a few wrong keys": ("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+30x60"}),
     "a soft budget that is nearly used": (
         "VllmGatewayBudgetNearlyUsed",
@@ -220,6 +279,7 @@ def evaluated(tmp_path: Path, series: Mapping[str, str], every: str, checks: lis
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.alert)
 def test_an_alert_fires_and_resolves(tmp_path: Path, case: Case) -> None:
     annotations = dict(zip(("summary", "description"), case.says, strict=True))
+    annotations["runbook_url"] = ALERTS[case.alert]["annotations"]["runbook_url"]
     expected = {"exp_labels": {**case.labels, **ALERTS[case.alert]["labels"]}, "exp_annotations": annotations}
     checks: list[dict[str, Any]] = [
         {"alertname": case.alert, "eval_time": "0m", "exp_alerts": []},
@@ -238,6 +298,16 @@ def test_what_is_no_cause_does_not_fire(tmp_path: Path, what: str) -> None:
 def test_every_alert_is_tried() -> None:
     assert {case.alert for case in CASES} == set(ALERTS)
     assert all(rule["labels"]["severity"] in ("critical", "warning") for rule in ALERTS.values())
+
+
+def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
+    sections = {line.removeprefix("## ").lower().replace(" ", "-") for line in RUNBOOKS.read_text().splitlines() if line.startswith("## ")}
+    links = {rule["annotations"]["runbook_url"].removeprefix("docs/alerts.md#") for rule in ALERTS.values()}
+    assert links == sections - {"objectives"}
+    table = dict(re.findall(r"^\| (`V.+?) \|.*\(#([a-z-]+)\) \|$", RUNBOOKS.read_text(), re.MULTILINE))
+    for names, anchor in table.items():
+        for name in re.findall(r"`(\w+)`", names):
+            assert ALERTS[name]["annotations"]["runbook_url"] == f"docs/alerts.md#{anchor}"
 
 
 def test_rules_name_metrics_that_exist() -> None:

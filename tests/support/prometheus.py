@@ -1,13 +1,14 @@
-"""Run a real Prometheus with the configuration in deploy/, but with shorter intervals, against a running gateway and its servers."""
+"""Run a real Prometheus with the configuration in deploy/, but with shorter intervals, against running gateways and their servers."""
 
 from __future__ import annotations
 
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx2
@@ -18,6 +19,8 @@ from tests.support.ports import reserved
 from tests.support.process import Gateway, wait_for
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
+RULES = DEPLOY / "prometheus" / "rules.yaml"
+NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass
@@ -58,16 +61,24 @@ class Prometheus:
 
 
 @contextmanager
-def prometheus(folder: Path, gateway: Gateway, every: str = "1s", token: Path | None = None) -> Iterator[Prometheus]:
-    """Run Prometheus with the configuration in deploy/ and the gateway's port. Skip the test if Prometheus is not installed.
+def prometheus(
+    folder: Path,
+    *gateways: Gateway,
+    every: str = "1s",
+    token: Path | None = None,
+    rules: Path = RULES,
+    labels: Mapping[str, str] = NO_LABELS,
+) -> Iterator[Prometheus]:
+    """Run Prometheus with the configuration in deploy/ and the gateways' ports. Skip the test if Prometheus is not installed.
 
-    ``token``: the file with the token of the admin port, if it requires one.
+    ``token``: the file with the token of the admin ports, if they require one. ``labels`` are added to all but the first gateway, as
+    Kubernetes adds its own.
     """
     program = shutil.which("prometheus")
     if program is None:
         pytest.skip("prometheus is not installed (Debian: prometheus)")
     file = folder / "prometheus.yaml"
-    file.write_text(yaml.safe_dump(configuration(gateway, every, token)))
+    file.write_text(yaml.safe_dump(configuration(gateways, every, token, rules, labels)))
     with reserved() as port, open(folder / "prometheus.log", "wb") as log:
         options = [f"--config.file={file}", f"--storage.tsdb.path={folder / 'tsdb'}", f"--web.listen-address=127.0.0.1:{port}"]
         process = subprocess.Popen([program, *options], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -80,14 +91,20 @@ def prometheus(folder: Path, gateway: Gateway, every: str = "1s", token: Path | 
             process.wait(30)
 
 
-def configuration(gateway: Gateway, every: str, token: Path | None = None) -> dict[str, Any]:
-    """Return deploy/prometheus/prometheus.yaml for this gateway. With a token, the commented authorization is enabled."""
-    text = (DEPLOY / "prometheus" / "prometheus.yaml").read_text().replace("127.0.0.1:9090", f"127.0.0.1:{gateway.admin}")
+def configuration(gateways: Sequence[Gateway], every: str, token: Path | None, rules: Path, labels: Mapping[str, str]) -> dict[str, Any]:
+    """Return deploy/prometheus/prometheus.yaml for these gateways. With a token, the commented authorization is enabled."""
+    text = (DEPLOY / "prometheus" / "prometheus.yaml").read_text()
     if token is not None:
         text = text.replace("# authorization:", "authorization:").replace("/etc/prometheus/vllm-gateway.token", str(token))
-    document: dict[str, Any] = yaml.safe_load(text)
+    documents = [yaml.safe_load(text.replace("127.0.0.1:9090", f"127.0.0.1:{gateway.admin}")) for gateway in gateways]
+    document: dict[str, Any] = documents[0]
+    for number, other in enumerate(documents[1:], 2):
+        for job in other["scrape_configs"]:
+            added = {"job": job["job_name"], **labels}
+            job["relabel_configs"] = [{"target_label": name, "replacement": value} for name, value in added.items()]
+            document["scrape_configs"].append(job | {"job_name": f"{job['job_name']}-{number}"})
     document["global"] = {"scrape_interval": every, "scrape_timeout": every, "evaluation_interval": every}
-    document["rule_files"] = [str(DEPLOY / "prometheus" / "rules.yaml")]
+    document["rule_files"] = [str(rules)]
     del document["alerting"]
     for job in document["scrape_configs"]:
         for discovery in job.get("http_sd_configs", ()):

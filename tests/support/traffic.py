@@ -16,13 +16,13 @@ MODEL, ON_DEMAND, BAD, UNREACHABLE = "sim/one", "sim/rests", "sim/bad", "sim/awa
 
 
 def everything() -> dict[str, Any]:
-    """Return a configuration with all kinds of models, keys with expiry or limits, and a ledger.
+    """Return a configuration with all kinds of models, two teams with budgets of tokens and cost, and a ledger.
 
     The models are up, on demand, failing, with a fallback and a mirror, and a split.
     """
     one = launched(MODEL, **{"enable-prompt-tokens-details": True})
     one["launch"]["replicas"] = 2
-    one["balance"] = "cost"
+    one |= {"balance": "cost", "price": {"prompt": 2000, "completion": 8000}}
     rests = launched(ON_DEMAND)
     rests["launch"]["start"] = "on_demand"
     unreachable = {
@@ -35,8 +35,14 @@ def everything() -> dict[str, Any]:
     config = configuration(one, rests, launched(BAD, **{"reasoning-parser": "no_such_parser"}), unreachable, split)
     config["ledger"] = "sqlite:///usage.db"
     expires = time.strftime("%Y-%m-%d", time.gmtime(time.time() + 30 * 86400))
-    config["keys"][0]["expires"] = expires
-    config["keys"].append({"id": "team-b", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 2, "tokens_per_day": 10**6}})
+    config["keys"][0] |= {"id": "chat", "expires": expires, "team": "research"}
+    limits = {"requests_per_minute": 2, "tokens_per_day": 10**6, "per_user": {"requests_per_minute": 1000}}
+    config["keys"].append({"id": "batch", "hash": keys.hash_of(LIMITED), "limits": limits, "team": "support"})
+    soft = {"window": "7d", "cost": 0.45, "soft": True}
+    config["teams"] = [
+        {"id": "research", "limits": {"tokens_per_day": 140000, "cost_per_month": 2000}},
+        {"id": "support", "limits": {"budgets": [soft], "tokens_per_month": 150}},
+    ]
     return config
 
 
