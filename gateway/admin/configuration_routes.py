@@ -44,6 +44,7 @@ def _document(found: Preview, *, with_values: bool) -> dict[str, Any]:
         "files": [str(file) for file in found.files],
         "applied": found.applied,
         "by": None if found.by is None else str(found.by),
+        "last": found.last.as_json(),
         "problems": [asdict(problem) for problem in found.problems],
     }
     shown |= {name: getattr(found, name) for name in _SENTENCES}

@@ -121,19 +121,11 @@ function chartCard(chart) {
     rows = el("tbody");
   const head = ["Minutes ago", ...chart.series.map(([, title]) => title)].map((title) => el("th", { scope: "col" }, title));
   const table = el("table", {}, el("caption", {}, `${chart.title}, means of five minutes`), el("thead", {}, el("tr", {}, ...head)), rows);
-  const legend = chart.series.flatMap(([, title, color]) => [el("span", { className: color }), title]);
+  const keys = chart.series.map(([, title, color]) => el("span", {}, el("i", { className: color }), title));
   const axis = el("p", { className: "axis" }, el("span", {}, "60 min ago"), el("span", {}, "30"), el("span", {}, "now"));
   const readout = el("p", { className: "readout", hidden: true });
   const plot = el("div", { className: "plot" }, most, picture, readout);
-  const card = el(
-    "article",
-    { className: "chart" },
-    el("h3", {}, chart.title),
-    now,
-    plot,
-    axis,
-    el("p", { className: "legend" }, ...legend),
-  );
+  const card = el("article", { className: "chart" }, el("h3", {}, chart.title), now, plot, axis, el("p", { className: "keys" }, ...keys));
   card.append(el("div", { className: "hidden" }, table));
   plot.addEventListener("pointermove", (event) => {
     const box = plot.getBoundingClientRect(),
@@ -187,7 +179,7 @@ const figure = (title, value, note, page) =>
 function showFigures() {
   const { models, servers, workers, cost } = latest;
   const money = cost?.today === undefined ? "–" : cost.today.toLocaleString("en-US", { maximumFractionDigits: cost.today < 10 ? 4 : 2 });
-  const why = !cost ? "is being added up" : cost.unknown ? `: ${cost.unknown}` : "in the currency of your prices";
+  const why = !cost ? "is being added up" : cost.unknown ? `: ${cost.unknown}` : "";
   $("figures").replaceChildren(
     figure("Models ready", `${models.ready} of ${models.all}`, "", "/console/models"),
     figure("Servers up", `${servers.ready} of ${servers.all}`, "", "/console/models"),
@@ -221,7 +213,7 @@ function showAlerts() {
         {},
         stateMark(fires ? "failed" : "starting", fires ? capital(alert.severity) : "Pending"),
         " ",
-        el("strong", {}, alert.summary),
+        el("strong", {}, capital(alert.summary)),
       ),
       el(
         "p",

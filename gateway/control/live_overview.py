@@ -7,6 +7,7 @@ for it, and nothing is stored for it. The cost of today, which needs the ledger'
 from __future__ import annotations
 
 import asyncio
+import platform
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
@@ -23,6 +24,7 @@ from gateway.control.control import Control
 from gateway.control.recent_history import COLUMNS, FAMILIES_READ, STEP, Counts, Point, RecentHistory, sampled
 from gateway.control.report import GatewayReport
 from gateway.ledger.errors import DatabaseUnavailableError
+from gateway.system.core import core
 from gateway.telemetry.metrics import Series, sum_series
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ _COUNTED = {
     "unbilled_tokens_total": ("direct_use", 0),
 }
 """Control's own counters that alerts need, by family: their name in the history, and which label they are by."""
+_PROCESS = ("worker_resident_memory_bytes", "worker_open_fds")
 _ONLY = {"ledger_rows_total": ("dropped",), "unbilled_tokens_total": ("direct_use",)}
 
 
@@ -126,17 +129,26 @@ class LiveOverview:
         return {
             "time": wall,
             "started": control.started,
-            "version": __version__,
+            "build": {"version": __version__, "core": core(), "python": platform.python_version()},
             "status": status,
             "reasons": degraded if reason is None else [reason],
             "models": {"ready": sum(bool(ready[model]) for model in models), "all": len(models)},
             "servers": {"ready": control.observer.up(), "all": control.observer.in_rotation()},
             "workers": {"ready": sum(worker.up for worker in workers), "all": len(workers)},
+            "processes": self._processes(),
             "reload": {"when": control.history.last.when, "successful": control.history.last.successful},
             "alerts": [asdict(each) for each in self._judged],
             "cost": self._cost,
             "recorded": None if self._audit is None else self._audit.recorded,
         }
+
+    def _processes(self) -> dict[str, dict[str, float]]:
+        """Return the resources of each worker's process, by its number."""
+        found: dict[str, dict[str, float]] = {}
+        for each, value in self._values.items():
+            if each.family in _PROCESS:
+                found.setdefault(each.labels[0], {})[each.family.removeprefix("worker_")] = value
+        return found
 
     # What routes need
 

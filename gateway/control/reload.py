@@ -140,7 +140,7 @@ class Reloader:
     async def preview(self) -> Preview:
         """Read the files now, and return what a reload would do. Nothing is applied."""
         before, (applied, by) = self._config, self._applied
-        loaded = Preview(before.files, applied, by)
+        loaded = Preview(before.files, applied, by, self._gateway.history.last)
         if not self._path.is_file():
             return replace(loaded, problems=(Problem(str(self._path), 0, "", "it is not a regular file, so it is read only at the start"),))
         async with self._previews:

@@ -215,6 +215,8 @@ class GatewayReport:
                     "up": worker.up,
                     "snapshot_version": worker.version,
                     "restarts": worker.restarts,
+                    "since": worker.since,
+                    "connections": worker.connections,
                 }
                 for worker in control.workers.statuses
             ],

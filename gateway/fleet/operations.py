@@ -50,14 +50,15 @@ class ReloadResult:
 class Preview:
     """What the next reload would do, as the files are now.
 
-    ``applied`` is when the configuration in use was read, and ``by`` who requested it. If there are ``problems``, it would be rejected, and
-    the other fields are empty. ``loaded`` and ``read`` have the values of the settings that differ, without secrets. ``restarts``,
-    ``starts`` and ``stops`` are models with the numbers of their launched servers.
+    ``applied`` is when the configuration in use was read, and ``by`` who requested it, None for the start. ``last`` is the last reload. If
+    there are ``problems``, it would be rejected, and the fields after it are empty. ``loaded`` and ``read`` have the values of the settings
+    that differ, without secrets. ``restarts``, ``starts`` and ``stops`` are models with the numbers of their launched servers.
     """
 
     files: tuple[Path, ...]
     applied: float
     by: Requester | None
+    last: ReloadResult
     problems: tuple[Problem, ...] = ()
     changes: tuple[str, ...] = ()
     needs_restart: tuple[str, ...] = ()

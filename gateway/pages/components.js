@@ -165,6 +165,7 @@ function tabs(parts, name) {
 const WHOLE = new Intl.NumberFormat("en-US"),
   EXACT = new Intl.NumberFormat("en-US", { maximumFractionDigits: 4 });
 const number = (value) => WHOLE.format(Number(value));
+const plural = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 function duration(seconds) {
   if (seconds < 1) return `${Math.round(1000 * seconds)} ms`;
   if (seconds < 120) return `${Math.round(seconds)} s`;

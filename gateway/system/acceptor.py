@@ -56,6 +56,11 @@ class Seats:
         """Publish this worker's number of connections."""
         _CELL.pack_into(self._map, self._own, count)
 
+    def count(self, number: int) -> int:
+        """Return the number of connections of a worker."""
+        found: int = _CELL.unpack_from(self._map, number * _CELL.size)[0]
+        return 0 if found == _VACANT else found
+
     def is_ahead(self, count: int) -> bool:
         """Return whether this number of connections is clearly more than another worker has."""
         least = min((_CELL.unpack_from(self._map, offset)[0] for offset in self._others), default=_VACANT)

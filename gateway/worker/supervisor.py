@@ -54,7 +54,8 @@ class WorkerStatus:
     """A worker as /status shows it.
 
     ``version`` is the version of the snapshot that it uses. ``restarts`` counts unexpected exits. ``unanswered`` counts
-    consecutive liveness checks without a reply.
+    consecutive liveness checks without a reply. ``since`` is when its process was started, in seconds since the epoch. ``connections`` are
+    those of clients, None for a single worker, which does not publish them.
     """
 
     number: int
@@ -63,6 +64,8 @@ class WorkerStatus:
     version: int
     restarts: int
     unanswered: int
+    since: float | None = None
+    connections: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +107,7 @@ class _WorkerSlot:
         # State of the current process
         self._to_worker: link.Link | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._since: float | None = None
         self._unanswered = 0
         self._version = 0
         self._health_number = 0
@@ -120,7 +124,9 @@ class _WorkerSlot:
     def status(self) -> WorkerStatus:
         pid = self._process.pid if self._process is not None and self._process.returncode is None else None
         up = self._to_worker is not None and self._version > 0
-        return WorkerStatus(self.number, pid, up, self._version, self._restarts, self._unanswered)
+        seats = self._inherited.seats
+        connections = None if seats is None else seats.count(self.number)
+        return WorkerStatus(self.number, pid, up, self._version, self._restarts, self._unanswered, self._since, connections)
 
     def has_applied(self, number: int) -> bool:
         """Return whether the worker has applied this ``Health`` message or a later one. A new process applies it at its start."""
@@ -151,7 +157,7 @@ class _WorkerSlot:
         """Keep a process running until it is drained, or until cancelled."""
         backoff = Backoff(*PAUSES, spread=0.0)
         while not self._drain:
-            started = time.monotonic()
+            started, self._since = time.monotonic(), time.time()
             try:
                 await self._run_process(first_messages)
             except (OSError, RuntimeError) as error:  # no file descriptor, no process, or no thread (RuntimeError of threading)
