@@ -39,6 +39,7 @@ from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, entr
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
 from gateway.admin.month_routes import NO_LEDGER
+from gateway.admin.status_view import status_view
 from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, AuditUnavailableError
 from gateway.config.problems import did_you_mean
@@ -81,6 +82,9 @@ class Overview(Protocol):
 
     async def requests(self, query: Mapping[str, str]) -> dict[str, Any] | None:
         """Return a page of single requests, None without a ledger. Raises QueryError and DatabaseUnavailableError."""
+
+    async def request(self, identity: str) -> dict[str, Any] | None:
+        """Return what happened to a request, empty for an unknown one, None without a ledger. Raises DatabaseUnavailableError."""
 
     def months(self) -> month_routes.Months | None:
         """Return what reads and closes months, None without a ledger."""
@@ -214,17 +218,8 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
             return RedirectResponse("console", 303, headers)
         return JSONResponse(await overview.status_with_logs(), headers=headers)
 
-    async def usage(request: Request) -> Response:
-        known = await overview.usage(dict(request.query_params))
-        if known is None:
-            raise RefusedRequest(404, NO_LEDGER)
-        return json_response(known)
-
-    async def requests(request: Request) -> Response:
-        found = await overview.requests(dict(request.query_params))
-        if found is None:
-            raise RefusedRequest(404, NO_LEDGER)
-        return json_response(found)
+    async def models(_: Request) -> Response:
+        return json_response(status_view(await overview.status_with_logs()))
 
     async def limits(request: Request) -> Response:
         return json_response(await overview.limits(dict(request.query_params)))
@@ -237,13 +232,35 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         "/livez": livez,
         "/readyz": readyz,
         "/status": status,
-        "/usage": usage,
-        "/admin/v1/requests": requests,
+        "/admin/v1/models": models,
         "/limits": limits,
         "/keys": keys,
+        **_ledger_handlers(overview),
         **engine_metrics.handlers(overview.engines),
         **_documents(),
     }
+
+
+def _ledger_handlers(overview: Overview) -> dict[str, Handler]:
+    def shown(found: object) -> Response:
+        if found is None:
+            raise RefusedRequest(404, NO_LEDGER)
+        return json_response(found)
+
+    async def usage(request: Request) -> Response:
+        return shown(await overview.usage(dict(request.query_params)))
+
+    async def requests(request: Request) -> Response:
+        return shown(await overview.requests(dict(request.query_params)))
+
+    async def one_request(request: Request) -> Response:
+        identity = request.path_params["id"]
+        found = await overview.request(identity)
+        if found == {}:
+            raise RefusedRequest(404, f"there is no request {identity} in the ledger")
+        return shown(found)
+
+    return {"/usage": usage, "/admin/v1/requests": requests, "/admin/v1/requests/{id}": one_request}
 
 
 def _pages(*, signs_in: bool) -> dict[str, Handler]:

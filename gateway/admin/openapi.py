@@ -146,6 +146,12 @@ ROUTES_OF_GATEWAY = (
     ),
     Described("/status", "Models, servers and workers.", {200: "the status", 303: "the location of the console, for browsers"}),
     Described(
+        "/admin/v1/models",
+        "The status in words, as `vllm-gateway status` prints it: models and servers with their states, causes of failures, hints, the "
+        "last lines of their logs, and what the workers know when they choose a server. For programs, `/status` has the numbers.",
+        {200: "the status"},
+    ),
+    Described(
         "/usage",
         f"Usage from the ledger. `by` is a list with commas of {', '.join(CHOICES)}. `vllm-gateway usage --help` explains the parameters. "
         "`truncated`: only the groups with the most tokens are listed.",
@@ -159,6 +165,12 @@ ROUTES_OF_GATEWAY = (
         "valid key are among them. `vllm-gateway requests` prints them.",
         {200: "the requests", 400: "invalid query", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
         queries=month_routes.PARAMETERS,
+    ),
+    Described(
+        f"{month_routes.REQUESTS}/{{id}}",
+        "One request, with what happened to it in the words of `vllm-gateway requests ID`. `records`: whether bodies of requests are "
+        "recorded.",
+        {200: "the request", 400: "invalid ID", 404: "no such request, or no ledger is configured", 503: _NO_LEDGER_DATABASE},
     ),
     Described(
         month_routes.MONTHS,

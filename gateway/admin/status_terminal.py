@@ -54,7 +54,12 @@ def _state(state: str) -> Text:
 def _details(server: ServerRow) -> Iterator[Text]:
     """Yield the lines about a server in addition to its state."""
     reason = server.reason.removeprefix(f"{server.name} ")  # as it starts for a launched server
-    for sentence, style in ((server.progress, ""), (reason, "red"), (server.last_failure, "dim")):
+    for sentence, style in (
+        (server.progress, ""),
+        (reason, "red"),
+        (server.last_failure, "dim"),
+        *((each, "dim") for each in server.routing),
+    ):
         if sentence:
             yield Text.assemble((one_line(server.name), "bold"), ": ", (one_line(sentence), style))
     if server.hint:

@@ -6,7 +6,7 @@ The rule: every text is made here once, so that console and terminal cannot diff
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,15 @@ STATES = ("ready", "starting", "draining", "sleeping", "stopped", "failed")
 _BY_STAGE = {"stopping": "draining", "crashed": "failed", "backing_off": "failed"}
 _BY_CONDITION = {"up": "ready", "loading": "starting", "down": "failed"}
 _BY_ENDPOINT = {"leaving": "draining", "unready": "starting"}
+_BY_STATE = {
+    "ready": ("restart", "stop"),
+    "starting": ("stop",),
+    "draining": ("start",),
+    "sleeping": ("wake", "stop"),
+    "stopped": ("start",),
+    "failed": ("restart", "stop"),
+}
+"""The operations on a model that the gateway launches."""
 _PERCENT = re.compile(r"\b(\d{1,3})(?:\.\d+)?%")
 _UNITS = (("d", 86400), ("h", 3600), ("min", 60))
 
@@ -27,7 +36,7 @@ class ServerRow:
     ``state`` is one of STATES. ``load`` is the number of requests in flight, with the limit if there is one. ``restarts`` is empty without
     restarts. ``percent`` is the progress of its start, if known.
     ``reason`` explains why it is down, with the root cause first, and ``hint`` says what to change. ``last_failure`` is the last failure
-    of a server that has recovered.
+    of a server that has recovered. ``routing`` are sentences about what the workers know about the server when they choose one.
     """
 
     name: str
@@ -42,6 +51,19 @@ class ServerRow:
     percent: int | None
     log: str
     lines: tuple[str, ...]
+    routing: tuple[str, ...]
+    is_cordoned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The last explained choice of a server. ``candidates``: the name, predicted cost in milliseconds and cached tokens of each."""
+
+    request_id: str
+    ago: str
+    server: str
+    predicted_cached_tokens: int
+    candidates: tuple[tuple[str, float, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +77,7 @@ class AdapterRow:
 
 @dataclass(frozen=True, slots=True)
 class ModelRow:
-    """A model. ``speed`` is in tokens per second: completion, and prompt."""
+    """A model. ``speed`` is in tokens per second: completion, and prompt. ``operations`` are those that make sense in its state."""
 
     id: str
     aliases: tuple[str, ...]
@@ -67,6 +89,8 @@ class ModelRow:
     speed: str
     servers: tuple[ServerRow, ...]
     adapters: tuple[AdapterRow, ...]
+    operations: tuple[str, ...]
+    choice: Choice | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +177,16 @@ def _model(model: Mapping[str, Any], now: float) -> ModelRow:
         speed=_speed(model["tokens_per_second"]),
         servers=tuple(_server(server, now, model) for server in model["servers"]),
         adapters=tuple(AdapterRow(one["id"], one["in_flight"], _speed(one["tokens_per_second"])) for one in model.get("loras", ())),
+        operations=_BY_STATE[model["state"]] if model.get("launched") else (),
+        choice=_choice(model.get("last_choice"), now),
     )
+
+
+def _choice(choice: Mapping[str, Any] | None, now: float) -> Choice | None:
+    if choice is None:
+        return None
+    candidates = tuple((name, each["cost_ms"], each["cached_tokens"]) for name, each in choice["candidates"].items())
+    return Choice(choice["request_id"], _since(choice["time"], now), choice["server"], choice["predicted_cached_tokens"], candidates)
 
 
 def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> ServerRow:
@@ -175,7 +208,20 @@ def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> 
         percent=min(int(percent[-1]), 100) if percent else None,
         log=server.get("log", ""),
         lines=lines,
+        routing=tuple(_routing(server)),
+        is_cordoned=bool(server.get("cordoned")),
     )
+
+
+def _routing(server: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the workers know about a server when they choose one."""
+    if ejected := server.get("ejected_by", 0):
+        yield f"not chosen by {counted(ejected, 'worker')} after failures"
+    if (events := server.get("kv_events")) is not None:
+        gaps = f", {counted(events['gaps'], 'gap')} in its events" if events["gaps"] else ""
+        yield f"{counted(events['blocks'], 'block')} in its prefix cache{gaps}"
+        if events["problem"]:
+            yield f"KV cache events: {events['problem']}"
 
 
 def _last_failure(server: Mapping[str, Any], now: float) -> str:

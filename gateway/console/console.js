@@ -15,3 +15,5 @@ const query = (values) => {
   const kept = Object.entries(values).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   return kept.length ? `?${new URLSearchParams(kept)}` : "";
 };
+// A text as one word of a shell.
+const shellText = (text) => (/^[\w@%+=:,./-][\w@%+=:,./#-]*$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);

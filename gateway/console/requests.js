@@ -1,1 +1,262 @@
-start(() => {});
+const FILTERS = ["id", "key", "team", "user", "model", "status", "code", "reason", "since", "until"];
+const REQUESTS = "/admin/v1/requests";
+const address = () => Object.fromEntries([...new URLSearchParams(location.search)].filter(([name]) => FILTERS.includes(name)));
+const toAddress = (values) => `/console/requests${query(values)}`;
+function milliseconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value >= 1000) return `${amount(value / 1000)} s`;
+  return `${value < 10 ? Math.round(10 * value) / 10 : Math.round(value)} ms`;
+}
+
+// Open an address of this page without loading it again.
+function go(values) {
+  history.pushState(null, "", toAddress(values));
+  return load(showAddress);
+}
+function inPage(text, values, more = {}) {
+  const link = el("a", { href: toAddress(values), ...more }, text);
+  link.addEventListener("click", (event) => {
+    if (event.metaKey || event.ctrlKey || event.shiftKey) return;
+    event.preventDefault();
+    go(values);
+  });
+  return link;
+}
+const hasFailed = (one) => one.code !== null || one.incomplete !== null || (one.status ?? 0) >= 400;
+const outcomeMark = (one) =>
+  stateMark(
+    hasFailed(one) ? (one.status >= 400 && one.status < 500 ? "degraded" : "failed") : "up",
+    [one.status ?? "lost", one.code ?? one.incomplete].filter(Boolean).join(" "),
+  );
+const sender = (one) => (one.key === null ? `no valid key (${one.client ?? "unknown address"})` : one.key);
+const tokensOf = (one) =>
+  one.prompt_tokens === null && one.completion_tokens === null
+    ? "–"
+    : `${number(one.prompt_tokens ?? 0)} + ${number(one.completion_tokens ?? 0)}`;
+
+const COLUMNS = [
+  { title: "ID", value: (one) => inPage(one.id, { ...address(), id: one.id }, { className: "mono" }) },
+  { title: "Time", value: (one) => when(Date.parse(one.time) / 1000) },
+  { title: "Result", value: outcomeMark },
+  {
+    title: "Key",
+    value: (one) => [sender(one), ...[one.team, one.user].filter(Boolean).map((text) => el("small", { className: "quiet block" }, text))],
+  },
+  {
+    title: "Model",
+    value: (one) => [
+      one.model ?? one.requested_model ?? "–",
+      ...(one.server ? [el("small", { className: "quiet block" }, one.server)] : []),
+    ],
+  },
+  { title: "Tokens", number: true, value: tokensOf },
+  { title: "Took", number: true, value: (one) => milliseconds(one.total_ms) },
+];
+let cursor = null;
+async function showList(values) {
+  document.title = "Requests · vllm-gateway";
+  $("requests-note").textContent = "Loading the requests.";
+  const page = await api(REQUESTS + query(values));
+  $("requests").replaceChildren(...(page.requests.length ? [dataTable("Requests, the newest first", COLUMNS, page.requests)] : []));
+  cursor = page.next_cursor;
+  $("more").hidden = cursor === null;
+  const filtered = Object.keys(values).length > 0;
+  $("requests-note").textContent = page.requests.length
+    ? "The newest first. The result has the status and the code of the error; the tokens are those of the prompt and of the response."
+    : filtered
+      ? "No request matches these filters. Without “Since”, the last 7 days are searched. A request appears about a second after its end."
+      : "No request in the last 7 days. A request appears here about a second after its end.";
+}
+async function loadMore() {
+  $("more").disabled = true;
+  try {
+    const page = await api(REQUESTS + query({ ...address(), cursor }));
+    $("requests")
+      .querySelector("tbody")
+      .append(...dataTable("", COLUMNS, page.requests).querySelectorAll("tbody tr"));
+    cursor = page.next_cursor;
+    $("more").hidden = cursor === null;
+  } finally {
+    $("more").disabled = false;
+  }
+}
+
+// The time line: what took how long, as far as it is known.
+function phases(one) {
+  const end = one.total_ms;
+  if (end === null || end <= 0) return [];
+  const queued = Math.min(one.queued_ms ?? 0, end),
+    first = Math.max(Math.min(one.first_token_ms ?? end, end), queued);
+  const before = one.server === null ? "in the gateway" : one.first_token_ms === null ? "on the server" : "until the first token";
+  return [
+    ["queue", "in the queue", 0, queued],
+    [one.server === null ? "gateway" : "server", before, queued, first],
+    ["tokens", "tokens", first, end],
+  ].filter(([, , from, to]) => to > from);
+}
+function timeLine(one) {
+  const parts = phases(one);
+  if (!parts.length) return null;
+  const total = one.total_ms,
+    box = el("div", { className: "time-line" });
+  const words = parts.map(([, text, from, to]) => `${milliseconds(to - from)} ${text}`);
+  const drawIn = (width) => {
+    const at = (value) => (value / total) * (width - 2) + 1;
+    const drawn = svg("svg", { width, height: 58, role: "img", "aria-label": `${milliseconds(total)}: ${words.join(", ")}` });
+    for (const [name, text, from, to] of parts) {
+      const wide = Math.max(at(to) - at(from), 2);
+      drawn.append(
+        svg(
+          "rect",
+          { x: at(from), y: 6, width: wide, height: 26, rx: 4, class: name },
+          svg("title", {}, `${milliseconds(to - from)} ${text}`),
+        ),
+      );
+      if (wide > 8 * (milliseconds(to - from).length + 2))
+        drawn.append(svg("text", { x: at(from) + 8, y: 24, class: `in ${name}` }, milliseconds(to - from)));
+    }
+    drawn.append(
+      svg("text", { x: 1, y: 52 }, "received"),
+      svg("text", { x: width - 1, y: 52, "text-anchor": "end" }, `ended after ${milliseconds(total)}`),
+    );
+    return drawn;
+  };
+  const legend = parts.map(([name], at) => el("span", { className: "key" }, el("span", { className: `swatch ${name}` }), words[at]));
+  let last = 0;
+  new ResizeObserver(() => {
+    if (box.firstChild.clientWidth !== last) box.firstChild.replaceChildren(drawIn((last = box.firstChild.clientWidth)));
+  }).observe(box);
+  box.append(el("div", {}), el("p", { className: "legend" }, ...legend));
+  return box;
+}
+
+const pairs = (entries) =>
+  entries
+    .filter(([, value]) => value !== null && value !== undefined && value !== "")
+    .flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
+function requestFacts(one) {
+  const key = one.key === null ? null : el("a", { href: `/console/keys?id=${encodeURIComponent(one.key)}` }, one.key);
+  return pairs([
+    ["Received", when(Date.parse(one.time) / 1000)],
+    ["Route", `${one.endpoint}${one.stream ? ", streamed" : ""}`],
+    ["Key", key ?? sender(one)],
+    ["Team", one.team],
+    ["User", one.user],
+    ["Requested model", one.requested_model],
+    ["Served by model", one.model],
+    ["Server", one.server],
+    ["Attempts", one.retries ? `${one.retries + 1}` : null],
+    ["Failed servers", one.failures],
+    ["Limit", one.limit_holder && `${one.reason} of ${one.limit_holder}`],
+    ["Field", one.param],
+  ]);
+}
+function commands(one, records) {
+  const shown = [["Print it", `vllm-gateway requests ${shellText(one.id)}`]];
+  if (one.key !== null) shown.push(["Failed requests of the key", `vllm-gateway requests --key ${shellText(one.key)} --status failed`]);
+  if (records)
+    shown.push(
+      ["Read its bodies", `vllm-gateway record show ${shellText(one.id)}`],
+      ["Send it again to another model", `vllm-gateway replay ${shellText(one.id)} --model OTHER`],
+    );
+  const note = records
+    ? "Bodies are encrypted on the gateway's machine, so a command there reads them. Only requests in the recorded share have one."
+    : "The bodies of requests are not recorded. With record in the configuration, a command shows them, and can send a request again to another model.";
+  return [...shown.flatMap(([title, text]) => [el("h3", {}, title), codeBlock(text)]), el("p", { className: "quiet" }, note)];
+}
+async function showRequest(identity) {
+  document.title = `${identity} · vllm-gateway`;
+  const { request: one, outcome, causes, time_line, facts, records } = await api(`${REQUESTS}/${encodeURIComponent(identity)}`);
+  const { id, ...rest } = address();
+  const failed = hasFailed(one),
+    start = Date.parse(one.time);
+  const copyId = el("button", { type: "button", className: "plain" }, "Copy the ID");
+  copyId.addEventListener("click", () => copy(one.id, copyId));
+  const likes = [
+    one.key !== null && ["Requests of this key", { key: one.key }],
+    one.key !== null && failed && ["Its failed ones", { key: one.key, status: "failed" }],
+    one.code !== null && ["All with this code", { code: one.code }],
+    one.model !== null && ["Requests of this model", { model: one.model }],
+  ].filter(Boolean);
+  $("request").replaceChildren(
+    el("p", {}, inPage("← All requests", rest)),
+    el("div", { className: "bar" }, el("h2", { className: "mono request-id" }, one.id), copyId),
+    el("p", { className: "outcome" }, stateMark(failed ? "failed" : "up", capital(outcome))),
+    causes.length ? el("div", { className: "cause bad" }, ...causes.map((text) => el("p", {}, capital(text)))) : "",
+    timeLine(one) ?? "",
+    el(
+      "div",
+      { className: "two" },
+      el(
+        "section",
+        {},
+        el("h3", {}, "What happened"),
+        el(
+          "ol",
+          { className: "happened" },
+          ...time_line.map(({ time, text }) =>
+            el("li", {}, el("span", { className: "at" }, `+${milliseconds(Date.parse(time) - start)}`), el("span", {}, text)),
+          ),
+        ),
+        ...facts.map((text) => el("p", { className: "quiet" }, capital(text))),
+      ),
+      el("section", {}, el("h3", {}, "Request"), el("dl", { className: "facts" }, ...requestFacts(one))),
+    ),
+    el("p", { className: "row" }, ...likes.map(([text, values]) => inPage(text, values, { className: "button" }))),
+    el("details", {}, el("summary", {}, "Commands and bodies"), ...commands(one, records)),
+  );
+}
+
+async function showAddress() {
+  const values = address();
+  for (const name of FILTERS) $("requests-filter").elements.namedItem(name).value = values[name] ?? "";
+  $("requests-filter").hidden = Boolean(values.id);
+  $("request").hidden = !values.id;
+  $("requests-list").hidden = Boolean(values.id);
+  try {
+    await (values.id ? showRequest(values.id) : showList(values));
+  } catch (error) {
+    if (!(error instanceof ApiError) || error.status === 401) throw error;
+    // The gateway's words at their place: an unknown ID, an invalid filter, no ledger.
+    const words = el("p", { className: "error", role: "alert" }, capital(error.message));
+    const help = /no ledger/.test(error.message)
+      ? el(
+          "p",
+          {},
+          "The ledger stores a row for each request. Add it to the configuration and restart the gateway; requests from then on are listed here.",
+        )
+      : null;
+    if (values.id && !help)
+      return $("request").replaceChildren(
+        el("p", {}, inPage("← All requests", {})),
+        words,
+        el(
+          "p",
+          { className: "quiet" },
+          "A request appears about a second after its end. Requests without a valid key are only remembered for a while.",
+        ),
+      );
+    $("request").hidden = true;
+    $("requests-filter").hidden = $("requests-list").hidden = false;
+    $("more").hidden = true;
+    $("requests-note").textContent = "";
+    $("requests").replaceChildren(words, ...(help ? [help, codeBlock("# gateway.yaml\nledger: sqlite:///usage.db\n")] : []));
+  }
+}
+start(() => {
+  const form = $("requests-filter");
+  if (me.role === null) {
+    $("requests-note").textContent = "The owner of a team does not see single requests. This page needs the role viewer.";
+    return form.remove();
+  }
+  const sent = () => Object.fromEntries([...new FormData(form)].map(([name, value]) => [name, value.trim()]));
+  form.addEventListener("submit", (event) => {
+    event.preventDefault();
+    go(sent());
+  });
+  $("clear").addEventListener("click", () => go({}));
+  $("only-failed").addEventListener("click", () => go({ ...sent(), id: "", status: "failed" }));
+  $("more").addEventListener("click", () => load(loadMore));
+  addEventListener("popstate", () => load(showAddress));
+  return showAddress();
+});

@@ -145,6 +145,13 @@ class GatewayReport:
             return None
         return await self._reader.requests(query, self._ledger.rejections)
 
+    async def request(self, identity: str) -> dict[str, Any] | None:
+        """Return what happened to a request, empty for an unknown one, None without a ledger. Raises DatabaseUnavailableError."""
+        if self._reader is None or self._ledger is None:
+            return None
+        found = await self._reader.request(identity, self._ledger.rejections)
+        return {} if found is None else found | {"records": self._control.config.record is not None}
+
     def months(self) -> UsageReader | None:
         """Return what reads and closes months, None without a ledger."""
         return self._reader
@@ -249,6 +256,7 @@ class GatewayReport:
             "since": status.since,
             "queued": status.queued,
             "waiting_s": status.waiting,
+            "launched": any(server.external is None for server in servers),
             "discovery": control.discovery.as_json(model),
             "loras": [self._traffic(lora.id, series) | {"aliases": list(lora.aliases)} for lora in model.loras],
             "servers": [self._server_status(server, status, observed, series) for server in servers],

@@ -23,6 +23,7 @@ from gateway.usage.key_report import own_usage, parse_own_query
 from gateway.usage.period_sums import earlier_use
 from gateway.usage.queries import UsageQuery, parse_query, run_query
 from gateway.usage.reconciliation_queries import Reconciliation, parse_reconciliation_query, run_reconciliation
+from gateway.usage.requests.explanation import explained
 from gateway.usage.requests.query import find_requests, parse_request_query
 
 _QUERY_TIMEOUT = 60.0
@@ -49,6 +50,12 @@ class UsageReader:
         """Return a page of single requests. Raises QueryError and DatabaseUnavailableError."""
         query, known = parse_request_query(parameters, datetime.now(UTC)), tuple(rejections)
         return (await run_in_thread(lambda: find_requests(self._engine, query, known), _QUERY_TIMEOUT)).document()
+
+    async def request(self, identity: str, rejections: Iterable[RejectedRequest]) -> dict[str, Any] | None:
+        """Return one request with what happened to it, None for an unknown one. Raises QueryError and DatabaseUnavailableError."""
+        query, known = parse_request_query({"id": identity}, datetime.now(UTC)), tuple(rejections)
+        found = (await run_in_thread(lambda: find_requests(self._engine, query, known), _QUERY_TIMEOUT)).requests
+        return explained(found[0]) if found else None
 
     async def months(self) -> list[tuple[str, datetime, str]]:
         """Return the closed months (see ``closed_months``). Raises DatabaseUnavailableError."""

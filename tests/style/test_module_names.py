@@ -47,6 +47,7 @@ TESTED_BY = {
     "gateway/cli/usage_commands": "gateway/usage/requests/test_gateway",
     "gateway/ledger/months/tables": "gateway/ledger/months/test_totals",
     "gateway/usage/requests/causes": "gateway/usage/requests/test_query",
+    "gateway/usage/requests/explanation": "gateway/usage/requests/test_gateway",
     "gateway/usage/requests/timeline": "gateway/usage/requests/test_gateway",
     "gateway/admin/engine_metrics": "gateway/monitoring/test_engine_loads",
     "gateway/admin/limits_output": "gateway/cli/test_admin_commands",

@@ -85,6 +85,9 @@ class Shown:
     async def requests(self, parameters: Mapping[str, str]) -> None:
         return None
 
+    async def request(self, identity: str) -> None:
+        return None
+
 
 def samples(*boards: SharedCounters) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
     text = generate_latest(registry(Shown(*boards))).decode()

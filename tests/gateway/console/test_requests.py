@@ -1,0 +1,144 @@
+"""The page of requests: why one failed, the filters in the address, pages of the list, and text that is never markup."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx2
+import pytest
+
+from gateway.auth import keys
+from tests.gateway.console.test_pages import Seen
+from tests.support.chromium import chromium
+from tests.support.process import configuration, gateway, launched, wait_for
+from tests.support.running import KEY
+
+VIEWER, LIMITED = "token-of-a-viewer", keys.mint("limited")
+HOSTILE = "<img/src=x/onerror=document.title='owned'>"
+PAGE = "/console/requests"
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+    folder = tmp_path_factory.mktemp("gateway")
+    config = configuration(launched(), admin={"port": 0, "tokens": [{"name": "v", "hash": keys.hash_of(VIEWER), "role": "viewer"}]})
+    config |= {"ledger": {"url": f"sqlite:///{folder / 'usage.db'}", "user": True}, "record": {"store": "records", "keys": ["team-a"]}}
+    config["keys"][0]["team"] = "lab"
+    config["keys"].append({"id": "limited", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 1}})
+    config["teams"] = [{"id": "lab"}]
+    with gateway(folder, config) as one, chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        yield Seen(one, browser)
+
+
+@pytest.fixture(autouse=True)
+def no_complaint(seen: Seen) -> Iterator[None]:
+    """Fail a test after which the browser has an error other than a refused query, or requested another host."""
+    yield
+    assert [each for each in seen.browser.complaints if "status of 40" not in each] == []
+    assert {each for each in seen.browser.requests if not each.startswith((seen.url, "data:", "about:"))} == set()
+
+
+def sent(seen: Seen, key: str = KEY, **body: object) -> str:
+    """Send a request, and return its ID when the ledger has it."""
+    document = {"model": "sim/one", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8, **body}
+    response = httpx2.post(f"{seen.gateway.url}/v1/chat/completions", json=document, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    identity = response.headers["x-request-id"]
+    wait_for(lambda: get(seen, f"/admin/v1/requests/{identity}").status_code == 200)
+    return identity
+
+
+def get(seen: Seen, path: str) -> httpx2.Response:
+    return httpx2.get(seen.url + path, headers={"authorization": f"Bearer {VIEWER}"}, timeout=30)
+
+
+def shown(seen: Seen, identity: str) -> str:
+    """Open a request, and return its text."""
+    seen.open(f"{PAGE}?id={identity}", VIEWER)
+    seen.wait("document.querySelector('.happened')")
+    return str(seen.browser.evaluate("document.getElementById('request').innerText"))
+
+
+def test_a_limit_that_refused_a_request_is_named_with_its_holder(seen: Seen) -> None:
+    sent(seen, LIMITED)
+    text = shown(seen, sent(seen, LIMITED))
+    assert "Failed with rate_limit_exceeded (429)" in text and "A rate limit is reached." in text
+    assert "requests_per_minute of key limited" in text and "3 requests" not in text
+    assert text.index("A rate limit is reached.") < text.index("What happened")
+
+
+def test_a_stream_has_a_time_line_with_words(seen: Seen) -> None:
+    text = shown(seen, sent(seen, stream=True, user=HOSTILE))
+    seen.wait("document.querySelector('.time-line svg rect.tokens') && document.querySelector('.time-line svg rect.server')")
+    label = seen.browser.evaluate("document.querySelector('.time-line svg').getAttribute('aria-label')")
+    assert "until the first token" in label and label.endswith(" tokens")
+    assert "sent to sim/one#0" in text and "Tokens: " in text and HOSTILE in text and "lab" in text
+    assert seen.browser.evaluate("document.querySelectorAll('main img').length") == 0
+    seen.browser.evaluate("document.querySelector('#request details').open = true")
+    copied = seen.browser.evaluate("[...document.querySelectorAll('#request pre')].map((one) => one.textContent).join()")
+    assert "vllm-gateway record show req_" in copied and "--model OTHER" in copied
+
+
+def test_the_invalid_field_and_the_model_that_was_not_found(seen: Seen) -> None:
+    assert "temperature" in shown(seen, sent(seen, temperature="hot"))
+    assert HOSTILE in shown(seen, sent(seen, model=HOSTILE))
+    assert "no valid key (127.0.0.1)" in shown(seen, sent(seen, "sk-wrong"))
+
+
+def test_the_filters_are_in_the_address_and_the_back_button_returns(seen: Seen) -> None:
+    sent(seen)
+    sent(seen, temperature="hot")
+    seen.open(PAGE, VIEWER)
+    seen.wait("document.querySelectorAll('#requests tbody tr').length > 1")
+    seen.browser.evaluate("document.getElementById('only-failed').click()")
+    seen.wait("location.search === '?status=failed' && document.querySelector('#requests tbody .state.degraded')")
+    seen.wait("!document.querySelector('#requests tbody .state.up')")
+    seen.browser.evaluate("document.querySelector('#requests tbody th a').click()")
+    seen.wait("document.querySelector('.happened') && location.search.includes('id=req_')")
+    seen.browser.evaluate("history.back()")
+    seen.wait("document.getElementById('request').hidden && location.search === '?status=failed'")
+    assert seen.browser.evaluate("document.querySelector('input[name=status]').value") == "failed"
+
+
+def test_the_next_page_is_added_below(seen: Seen) -> None:
+    first, second = sent(seen), sent(seen)
+    seen.open(PAGE, VIEWER)
+    seen.wait("document.querySelector('#requests tbody tr')")
+    seen.browser.evaluate(
+        "const api_ = request; request = (path, options) => api_(path.includes('/requests?') ? path + '&limit=1' : path, options)"
+    )
+    seen.browser.evaluate("go({key: 'team-a'})")
+    seen.wait("document.querySelectorAll('#requests tbody tr').length === 1 && !document.getElementById('more').hidden")
+    seen.browser.evaluate("document.getElementById('more').click()")
+    seen.wait("document.querySelectorAll('#requests tbody tr').length === 2")
+    found = seen.browser.evaluate("[...document.querySelectorAll('#requests tbody th')].map((one) => one.innerText).join()")
+    assert found == f"{second},{first}"
+
+
+def test_an_unknown_id_an_invalid_filter_and_no_match_are_explained(seen: Seen) -> None:
+    seen.open(f"{PAGE}?id=req_unknown", VIEWER)
+    seen.wait("document.querySelector('#request .error')?.textContent === 'There is no request req_unknown in the ledger'")
+    seen.open(f"{PAGE}?status=many", VIEWER)
+    seen.wait("document.querySelector('#requests .error')?.textContent.startsWith('Status: expected a status')")
+    seen.open(f"{PAGE}?key=nothing", VIEWER)
+    seen.wait("document.getElementById('requests-note').textContent.startsWith('No request matches')")
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+def test_the_page_is_not_wider_than_the_window(seen: Seen, width: int) -> None:
+    identity = sent(seen, user="x" * 200)
+    seen.browser.resize(width, 900)
+    shown(seen, identity)
+    assert seen.browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    seen.open(PAGE, VIEWER)
+    seen.wait("document.querySelector('#requests tbody tr')")
+    assert seen.browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_without_a_ledger_the_page_says_how_to_configure_one(seen: Seen, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with gateway(tmp_path_factory.mktemp("without"), configuration(launched())) as one:
+        other = Seen(one, seen.browser)
+
+        assert other.gateway.get("/admin/v1/requests/req_x").status_code == 404
+        other.open(PAGE, "any")
+        other.wait("document.querySelector('#requests pre')?.textContent.includes('ledger: sqlite:')")
+        seen.browser.requests.clear()
