@@ -26,7 +26,7 @@ const COLUMNS = [
   { title: "Expires", value: (key) => date(key.expires) },
   { title: "Last used", value: (key) => ago(key.last_used) },
 ];
-const WIDE = [15.5, 8.3, 7, 8, 6, 11, 8, 7.7];
+const WIDE = [15, 8.3, 7, 8.7, 6, 10.6, 8, 7.9];
 
 // The keys of the file are few, and searched here. Those of the store come in pages, and the gateway searches them.
 let files = null,

@@ -32,7 +32,7 @@ async function showTeams() {
   const mine = ++searched,
     search = $("search").value.trim();
   history.replaceState(null, "", location.pathname + query({ search }));
-  const table = longTable("Teams", COLUMNS, [13, 8.5, 14, 16, 14, 5], () => load(next));
+  const table = longTable("Teams", COLUMNS, [13, 8.7, 14, 16, 14, 5], () => load(next));
   let cursor = "",
     loading = true;
   const known = new Set();

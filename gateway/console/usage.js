@@ -231,10 +231,10 @@ async function showMonths() {
 
 const COST_CENTER = "cost_center";
 const monthColumns = [
-  { title: "Team", value: (row) => row.team ?? "" },
-  { title: "Key", value: (row) => row.key ?? "" },
-  { title: "Model", value: (row) => row.model ?? "" },
-  { title: "Cost center", value: (row) => row.labels?.[COST_CENTER] ?? "" },
+  { title: "Team", value: (row) => row.team || "no team", text: (row) => row.team },
+  { title: "Key", value: (row) => oneLine(row.key ?? "–"), text: (row) => row.key },
+  { title: "Model", value: (row) => oneLine(row.model ?? "–"), text: (row) => row.model },
+  { title: "Cost center", value: (row) => oneLine(row.labels?.[COST_CENTER] ?? "–"), text: (row) => row.labels?.[COST_CENTER] },
   ...["requests", "prompt_tokens", "completion_tokens"].map((name) => ({
     title: capital(name.replaceAll("_", " ")),
     number: true,
@@ -242,7 +242,7 @@ const monthColumns = [
     text: (row) => row[name],
   })),
   { title: "Cost", number: true, value: (row) => row.cost ?? "–", text: (row) => row.cost },
-  { title: "Arrived", value: (row) => row.late ?? "" },
+  { title: "Arrived later", value: (row) => date(row.late), text: (row) => row.late },
 ];
 
 async function openMonth(month) {
@@ -254,7 +254,12 @@ async function openMonth(month) {
   $("month-title").textContent = `Report of ${month}`;
   const csv = el("button", { type: "button" }, "Download CSV");
   csv.addEventListener("click", () => saveCsv(`${month}.csv`, monthColumns, [...rows, ...late]));
-  const shown = (list) => dataTable("Lines", list === late ? monthColumns : monthColumns.slice(0, -1), list);
+  const shown = (label, list) => {
+    if (!list.length) return el("p", { className: "quiet" }, label);
+    const table = longTable(label, monthColumns, [9, 13, 14, 9, 7, 9, 11, 9, 12]);
+    queueMicrotask(() => table.add(list)); // when the dialog is open
+    return table.node;
+  };
   $("month").replaceChildren(
     stateMark(
       found.intact ? "up" : "failed",
@@ -271,9 +276,9 @@ async function openMonth(month) {
       `, with ${number(rows.length)} lines and a cost of ${amount(sum(rows, "cost"))}.`,
     ),
     el("p", { className: "row" }, csv),
-    rows.length ? shown(rows) : el("p", { className: "quiet" }, "No requests in this month."),
+    shown(rows.length ? "Lines of the report" : "No requests in this month.", rows),
     el("h3", {}, "Corrections"),
-    late.length ? shown(late) : el("p", { className: "quiet" }, "No row has arrived since."),
+    shown(late.length ? "Corrections" : "No row has arrived since.", late),
   );
   if (!$("month-dialog").open) $("month-dialog").showModal();
 }

@@ -143,6 +143,7 @@ def test_a_key_is_rotated_revoked_restored_and_deleted(shown: Console) -> None:
     assert use(shown.gateway, rotated) == 200
     shown.click("Revoke")
     shown.submit()
+    shown.browser.wait("!document.querySelector('dialog[open]')")
     shown.click("Delete")
     shown.submit()
     shown.browser.wait("location.pathname + location.search === '/console/keys'")
@@ -166,6 +167,30 @@ def test_a_key_that_burns_its_budget_is_revoked_from_the_list(shown: Console) ->
 def test_a_key_of_the_file_is_edited_in_the_file(shown: Console) -> None:
     shown.open("/console/keys?id=team-a")
     assert "edit it there" in shown.browser.text() and shown.buttons() == ["Raise a limit"]
+
+
+def test_an_owner_manages_the_keys_of_the_own_team(shown: Console) -> None:
+    shown.create("/admin/v1/teams", id="owned", self_service={"max_keys": 3})
+    shown.create(KEYS, id="of-owned", team="owned", limits={"concurrent": 3})
+    links = shown.send("POST", "/admin/v1/sign-in-links?user=olga&owned_team=owned").json()["urls"]
+    shown.browser.evaluate("sessionStorage.clear()")
+    shown.browser.open(next(each for each in links if each.startswith(shown.url)))
+    shown.browser.wait("document.querySelector('form button')")
+    shown.browser.evaluate("document.querySelector('form button').click()")
+    shown.browser.wait("location.pathname === '/console'")
+    shown.browser.open(f"{shown.url}/console/keys")
+    shown.shows("1 key")
+    assert "of-owned" in shown.browser.text() and "team-a" not in shown.browser.text()
+    shown.click("Create a key")
+    shown.fill("Name", "Robot")
+    shown.submit()
+    assert use(shown.gateway, secret(shown)) == 200
+    shown.browser.open(f"{shown.url}/console/keys?id=of-owned")
+    shown.browser.wait("document.getElementById('actions')?.childElementCount === 3")
+    assert shown.buttons()[:3] == ["Edit", "Rotate", "Revoke"]
+    shown.click("Revoke")
+    shown.submit()
+    shown.shows("of-owned is revoked.")
 
 
 def test_a_viewer_has_no_buttons(shown: Console) -> None:
