@@ -28,7 +28,7 @@ const COLUMNS = [
 ];
 const WIDE = [15, 8.3, 7, 8.7, 6, 10.6, 8, 7.9];
 
-// The keys of the file are few, and searched here. Those of the store come in pages, and the gateway searches them.
+// The keys of the file are few, and searched here. The keys of the store come in pages, and the gateway searches them.
 let files = null,
   hasStore = true,
   searched = 0;
@@ -332,7 +332,7 @@ function rotate(key, again) {
         if (error.status !== 412) throw error;
         await again();
         throw new Error(
-          "Somebody changed this key meanwhile, so nothing was done. The page shows the new state: close this and try again.",
+          "This key was changed meanwhile, so nothing was done. The page shows the new state: close this and try again.",
         );
       }
       const { secret } = await response.json();

@@ -1,4 +1,4 @@
-// What the pages of keys and teams share: entries with their versions, and forms for limits that show the effect of a change.
+// The shared part of the pages of keys and teams: entries with their versions, and forms for limits that show the effect of a change.
 const AMOUNTS = [
   "requests_per_minute",
   "tokens_per_minute",
@@ -62,7 +62,7 @@ async function readEntry(path) {
   const response = await checked(await request(path));
   return { ...(await response.json()), tag: response.headers.get("etag") };
 }
-// Change a version of an entry. `again` shows the new state if somebody else has changed it.
+// Change a version of an entry. `again` shows the new state if it was changed meanwhile.
 async function changeEntry(path, method, tag, again, json) {
   try {
     return await checked(await request(path, { method, headers: { "if-match": tag }, ...(json === undefined ? {} : { json }) }));
@@ -70,13 +70,13 @@ async function changeEntry(path, method, tag, again, json) {
     if (error.status !== 412) throw error;
     await again();
     throw new Error(
-      "Somebody changed it meanwhile, so nothing was done. The page shows the new state: close this, look at it, and try again.",
+      "It was changed meanwhile, so nothing was done. The page shows the new state: close this, look at it, and try again.",
     );
   }
 }
 const onceKey = () => [...crypto.getRandomValues(new Uint8Array(12))].map((each) => each.toString(16).padStart(2, "0")).join("");
 
-// Fill a part of the page. What the gateway refuses is shown at its place.
+// Fill a part of the page. A refusal of the gateway is shown at its place.
 async function part(node, make) {
   try {
     node.replaceChildren(...[await make()].flat());

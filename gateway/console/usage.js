@@ -221,7 +221,7 @@ async function showMonths() {
       el(
         "p",
         { className: "quiet" },
-        "A closed month is a report for finance that never changes. What arrives later is listed as a correction.",
+        "A closed month is a report for finance that never changes. Rows that arrive later are listed as corrections.",
       ),
       may("admin") ? close : "",
     ),
@@ -265,7 +265,7 @@ async function openMonth(month) {
       found.intact ? "up" : "failed",
       found.intact
         ? "The stored lines have this hash: the report is as it was closed."
-        : "The stored lines do not have this hash: somebody has changed the database.",
+        : "The stored lines do not have this hash: the database was changed.",
     ),
     codeBlock(found.hash),
     el(

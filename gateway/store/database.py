@@ -72,7 +72,7 @@ class Changes(NamedTuple):
     """The raises of limits as JSON, of each key or team that changed and has any."""
 
 
-class Found(NamedTuple):
+class SearchPage(NamedTuple):
     """The entries that a search has found, in the order of their IDs. ``last``: the last ID that was read; None: there are no more."""
 
     rows: list[Row]
@@ -264,7 +264,7 @@ class KeyDatabase(Database):
         with self.transaction() as connection:
             return [_row(table, each) for each in connection.execute(query)]
 
-    def search(self, kind: Kind, text: str, after: str, limit: int, teams: Collection[str] | None = None) -> Found:
+    def search(self, kind: Kind, text: str, after: str, limit: int, teams: Collection[str] | None = None) -> SearchPage:
         """Return the first ``limit`` entries after ``after``, all or those of teams, that contain a text: in ID, name or team.
 
         The query reads at most ``SEARCHED`` entries. Case does not matter.
@@ -281,7 +281,7 @@ class KeyDatabase(Database):
             if last is not None:
                 query = query.where(identity <= last)
             rows = connection.execute(query.where(_contains(kind, text, connection.dialect.name)))
-            return Found([_row(table, each) for each in rows], last)
+            return SearchPage([_row(table, each) for each in rows], last)
 
     def made_by(self, person: PersonId) -> list[Row]:
         """Return the keys that a person has created."""

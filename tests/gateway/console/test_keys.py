@@ -97,14 +97,14 @@ def test_the_effect_of_a_lower_limit_is_shown_before_it_is_saved(shown: Console)
     shown.shows("Full: ")
 
 
-def test_a_change_by_somebody_else_is_not_overwritten(shown: Console) -> None:
+def test_a_change_that_was_made_meanwhile_is_not_overwritten(shown: Console) -> None:
     shown.create(KEYS, id="shared")
     shown.open("/console/keys?id=shared")
     shown.click("Edit")
     assert shown.send("PATCH", f"{KEYS}/shared", json={"name": "Changed meanwhile"}).status_code == 200
     shown.fill("Name", "Mine")
     shown.submit()
-    shown.shows("Somebody changed it meanwhile")
+    shown.shows("It was changed meanwhile")
     assert "Changed meanwhile" in shown.browser.text()
     assert shown.send("GET", f"{KEYS}/shared").json()["name"] == "Changed meanwhile"
 
@@ -238,12 +238,12 @@ def test_ten_thousand_rows_are_a_few_elements(shown: Console) -> None:
 
 def test_without_store_ledger_and_sign_in_the_pages_say_how_to_configure_them(tmp_path: Path) -> None:
     with console(tmp_path, store=None, ledger=None, sign_in=None) as bare:
-        for page, words in {
+        for page, text in {
             "keys": "store: ledger", "teams": "store: ledger", "people": "sign_in:", "usage": "add `ledger: sqlite:///usage.db`",
             "usage?part=months": "add `ledger: sqlite:///usage.db`", "usage?part=reconciliation": "add `ledger: sqlite:///usage.db`",
         }.items():  # fmt: skip
             bare.open(f"/console/{page}")
-            bare.shows(words)
+            bare.shows(text)
             bare.check()
             assert bare.buttons() in ([], ["Copy"])
         bare.open("/console/keys?id=team-a")

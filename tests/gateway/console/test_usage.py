@@ -71,7 +71,7 @@ def test_the_reconciliation_is_a_sentence_and_a_table(shown: Console) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "words"),
+    ("row", "texts"),
     [
         ({"engine": 10, "ledger": 10, "difference": 0}, ["up", "The engines and the ledger have the same tokens."]),
         ({"engine": 10, "ledger": 8, "difference": 0},
@@ -81,9 +81,9 @@ def test_the_reconciliation_is_a_sentence_and_a_table(shown: Console) -> None:
                      "3 of them are not explained: a server has lost counts, or clocks differ.")]),
     ],
 )  # fmt: skip
-def test_the_difference_in_words(shown: Console, row: dict[str, int], words: list[str]) -> None:
+def test_the_difference_in_words(shown: Console, row: dict[str, int], texts: list[str]) -> None:
     shown.open("/console/usage")
-    assert shown.browser.evaluate(f"verdict([{row}])") == words
+    assert shown.browser.evaluate(f"verdict([{row}])") == texts
 
 
 def test_a_month_is_closed_once_and_its_report_is_opened(shown: Console) -> None:
