@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 
 setup: $(READY)  ## the environment in .venv, with the locked packages
 
-run: $(READY)  ## the demo: the gateway, a launched simulator, a fresh key and a curl line
+run: $(READY)  ## the demo: the gateway with two simulated models and light traffic, the portal, the console and a curl line
 	@exec $(BIN)/vllm-gateway demo
 
 # Most tests wait for something most of their time, so three processes share a core; each collects the whole suite, so 16 are enough.

@@ -1,17 +1,24 @@
-"""The demo: a gateway with a simulated model that it launches, a new key, and a curl command.
+"""The demo: a gateway with two simulated models that it launches, teams with budgets, light traffic, and addresses to open.
 
-Owns a temporary folder with the configuration, which is removed at the end. The gateway itself does not know about the demo.
+Owns a temporary folder with the configuration, the ledger and the token of the admin port, which is removed at the end. The gateway itself
+does not know about the demo.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import secrets
 import socket
 import sys
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any, TextIO
 
+import httpx2
 import yaml
 
 from gateway.auth import keys
@@ -19,68 +26,135 @@ from gateway.control.serve import serve
 from gateway.control.startup_messages import Announcer
 from upstream.launcher.ports import free_port
 
-MODEL = "demo/qwen3"
+CHAT, EMBEDDING = "demo/qwen3", "demo/embedding"
 _PORTS = (8000, 9090)
+_PREFACE = "This text is made up by a simulator."
+_TOKEN, _AUDIT = "admin.token", "audit.secret"
+_BURST = 24
+"""Requests of the traffic at the start, so that the pages have something to show."""
+_PAUSE = 12.0
+"""Seconds between the later ones."""
+_QUESTIONS = ("What is a queue?", "Write a title for a page about tea.", "How many days has a leap year?", "Name three rivers.")
 
 
-def run() -> int:
-    """Serve the demo until SIGTERM or Ctrl-C, and return the exit code."""
-    key = keys.mint("demo")
+def run(*, traffic: bool) -> int:
+    """Serve the demo until SIGTERM or Ctrl-C, and return the exit code. ``traffic``: whether it sends requests of its own."""
+    secrets_of = {name: keys.mint(name) for name in ("demo", "notebook", "assistant")}
+    token = secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory(prefix="vllm-gateway-demo-") as folder:
         file = Path(folder) / "gateway.yaml"
         data, admin = map(_free, _PORTS)
-        file.write_text(yaml.safe_dump(configuration(key, data, admin), sort_keys=False))
-        os.environ["XDG_STATE_HOME"] = folder  # so that the launched server's log is removed with the folder
-        return serve(file, _DemoAnnouncer(_HELP.format(port=data, admin=admin, key=key, model=MODEL)))
+        for name, text in ((_TOKEN, token), (_AUDIT, secrets.token_urlsafe(32))):
+            (Path(folder) / name).write_text(text)
+            (Path(folder) / name).chmod(0o600)
+        file.write_text(yaml.safe_dump(configuration(secrets_of, data, admin), sort_keys=False))
+        os.environ["XDG_STATE_HOME"] = folder  # so that the launched servers' logs are removed with the folder
+        shown = _SHOWN.format(data=data, admin=admin, key=secrets_of["demo"], token=token, model=CHAT)
+        with _traffic(f"http://127.0.0.1:{data}", secrets_of) as start, _access_log_in(Path(folder) / "access.log") as terminal:
+            return serve(file, _DemoAnnouncer(shown, terminal, start if traffic else Event()))
 
 
-def configuration(key: str, data: int, admin: int) -> dict[str, object]:
-    """Return the configuration of the demo."""
+def configuration(secrets_of: Mapping[str, str], data: int, admin: int) -> dict[str, Any]:
+    """Return the configuration of the demo. ``secrets_of`` has the keys by ID."""
+    limits: Mapping[str, Any] = {
+        "demo": {"requests_per_minute": 60, "tokens_per_day": 200_000, "cost_per_month": 5},
+        "notebook": {"tokens_per_day": 4_000},
+        "assistant": {"requests_per_minute": 6, "concurrent": 4},
+    }
+    teams = {"demo": "research", "notebook": "research", "assistant": "support"}
+    parsers = {"reasoning-parser": "qwen3", "enable-auto-tool-choice": True, "tool-call-parser": "qwen3_coder"}
     return {
-        "server": {"host": "127.0.0.1", "port": data, "portal": True, "admin": {"port": admin}},
+        "server": {"host": "127.0.0.1", "port": data, "portal": True, "admin": {"port": admin, "token": {"file": _TOKEN}}},
+        "ledger": "sqlite:///usage.db",
+        "store": "ledger",
+        "audit": {"secret": {"file": _AUDIT}},
         "models": [
-            {
-                "id": MODEL,
-                "aliases": ["demo"],
-                "launch": {
-                    "command": [sys.executable, "-P", "-m", "upstream.simulator"],
-                    "args": {
-                        "reasoning-parser": "qwen3",
-                        "enable-auto-tool-choice": True,
-                        "tool-call-parser": "qwen3_coder",
-                        "max-model-len": 32768,
-                    },
-                },
-            }
+            _model(CHAT, "demo", {"prompt": 0.5, "completion": 2, "cached": 0.05}, parsers | {"max-model-len": 32768}),
+            _model(EMBEDDING, "embedding", {"prompt": 0.02}, {"max-model-len": 8192}) | {"task": "embedding", "capabilities": []},
         ],
-        "keys": [{"id": "demo", "hash": keys.hash_of(key)}],
+        "teams": [
+            {"id": "research", "limits": {"cost_per_month": 20, "tokens_per_day": 1_000_000}},
+            {"id": "support", "limits": {"cost_per_day": 2}},
+        ],
+        "keys": [
+            {"id": name, "team": teams[name], "hash": keys.hash_of(secret), "limits": limits[name]} for name, secret in secrets_of.items()
+        ],
     }
 
 
-class _DemoAnnouncer(Announcer):
-    """Prints a curl command when the model is up."""
+def _model(identity: str, alias: str, price: Mapping[str, float], args: Mapping[str, Any]) -> dict[str, Any]:
+    simulator = {"command": [sys.executable, "-P", "-m", "upstream.simulator"], "args": {**args, "sim-preface": _PREFACE}}
+    return {"id": identity, "aliases": [alias], "price": dict(price), "launch": simulator}
 
-    def __init__(self, text: str) -> None:
+
+class _DemoAnnouncer(Announcer):
+    """Prints where to go when the models are up, and starts the traffic."""
+
+    def __init__(self, text: str, terminal: TextIO, start: Event) -> None:
         super().__init__()
         self._text = text
+        self._terminal = terminal
+        self._start = start
 
     def serving(self, up: int, total: int) -> None:
         super().serving(up, total)
         if up:
-            print(self._text, flush=True)
+            print(self._text, file=self._terminal, flush=True)
+            self._start.set()
 
 
-_HELP = """
-The model is simulated: the text of its responses is made up.
-Portal:      http://127.0.0.1:{port}/portal#key={key}
-Status page: http://127.0.0.1:{admin}/status
+_SHOWN = """
+The models are simulated: the text of their responses is made up. Press Ctrl-C to stop.
 
-Open the portal in a browser to talk to the model, or try it from another terminal (add "stream": true to see it stream):
+portal:  open http://127.0.0.1:{data}/portal#key={key}
+console: open http://127.0.0.1:{admin}/console#key={token}
+curl -sN http://127.0.0.1:{data}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \
+-d '{{"model": "{model}", "stream": true, "messages": [{{"role": "user", "content": "Hello!"}}]}}'"""
 
-curl -sN http://127.0.0.1:{port}/v1/chat/completions -H "Authorization: Bearer {key}" -H "Content-Type: application/json" \
--d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'
 
-Press Ctrl-C to stop."""
+@contextmanager
+def _access_log_in(file: Path) -> Iterator[TextIO]:
+    """Send standard output, which is the access log's, to a file: it would scroll the addresses away. Yield the former one."""
+    output = sys.stdout.fileno()
+    with open(os.dup(output), "w") as terminal, open(file, "wb") as log:
+        os.dup2(log.fileno(), output)
+        try:
+            yield terminal
+        finally:
+            os.dup2(terminal.fileno(), output)
+
+
+@contextmanager
+def _traffic(url: str, secrets_of: Mapping[str, str]) -> Iterator[Event]:
+    """Send requests from the moment at which the event is set, until the end of the context."""
+    start, ended = Event(), Event()
+    thread = Thread(target=_send, args=(url, secrets_of, start, ended), name="demo traffic")
+    thread.start()
+    try:
+        yield start
+    finally:
+        ended.set()
+        start.set()
+        thread.join()
+
+
+def _send(url: str, secrets_of: Mapping[str, str], start: Event, ended: Event) -> None:
+    start.wait()
+    with httpx2.Client(base_url=url, trust_env=False, timeout=10) as client:
+        for number in itertools.count():
+            if ended.wait(0.05 if number < _BURST else _PAUSE):
+                return
+            path, body = _request(number)
+            key = list(secrets_of.values())[number % len(secrets_of)]
+            with suppress(httpx2.HTTPError):  # the gateway may stop at any time
+                client.post(path, json=body, headers={"authorization": f"Bearer {key}", "user-agent": "demo-traffic"})
+
+
+def _request(number: int) -> tuple[str, dict[str, Any]]:
+    question = _QUESTIONS[number % len(_QUESTIONS)]
+    if number % 4 == 3:
+        return "/v1/embeddings", {"model": EMBEDDING, "input": question}
+    return "/v1/chat/completions", {"model": CHAT, "stream": number % 2 == 0, "messages": [{"role": "user", "content": question}]}
 
 
 def _free(port: int) -> int:

@@ -136,14 +136,18 @@ def serve(where: Where) -> int:
         return say_error(str(error), FAILED)
 
 
-def demo() -> int:
-    """Run the gateway with a simulated model.
+def demo(
+    traffic: Annotated[
+        bool, typer.Option("--traffic/--no-traffic", help="Send a few requests a minute, so that the pages show something.")
+    ] = True,
+) -> int:
+    """Run the gateway with simulated models.
 
-    Creates a key and prints a curl command that works.
+    Prints the addresses of the portal and the console, and a curl command.
     """
     from gateway.cli.demo import run as run_demo
 
-    return run_demo()
+    return run_demo(traffic=traffic)
 
 
 def simulate(context: typer.Context) -> int:

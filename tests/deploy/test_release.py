@@ -108,7 +108,8 @@ def test_the_demo_works_there(programs: Path, tmp_path: Path) -> None:
         command = wait_for(lambda: re.search(r"^curl .*$", one.log, re.MULTILINE))[0]
         done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=60)
         assert done.returncode == 0 and '"choices"' in done.stdout, done.stdout + done.stderr
-        assert "<script" in httpx2.get(f"http://127.0.0.1:{one.admin}/status", headers={"accept": "text/html"}, timeout=60).text
+        for page in (f"{one.url}/portal", f"http://127.0.0.1:{one.admin}/console"):
+            assert "<script" in httpx2.get(page, timeout=60).text
         assert one.named(str(programs.parent)) and not one.named(str(ROOT))
 
 

@@ -118,6 +118,13 @@ def test_reasoning_comes_before_the_content_and_its_end_is_silent() -> None:
     assert kinds == [TokenKind.REASONING] * 5 + [TokenKind.SILENT] + [TokenKind.CONTENT] * 13 + [TokenKind.SILENT]
 
 
+def test_a_preface_begins_the_text_and_nothing_else() -> None:
+    behavior = Behavior(tokens=20, reasoning_tokens=5, preface="It is made up.")
+    (choice,) = plan(generation_request(thinking=True), behavior, 0).choices
+    shown = {kind: "".join(token.text for token in choice.tokens if token.kind is kind) for kind in TokenKind}
+    assert shown[TokenKind.CONTENT].startswith("It is made up. ") and "made up" not in shown[TokenKind.REASONING]
+
+
 @given(some.text(min_size=1, max_size=3), some.integers(0, 50))
 def test_nothing_is_shown_from_a_stop_string_on(stop: str, seed: int) -> None:
     (free,) = plan(generation_request(seed=seed), Behavior(tokens=60), 0).choices

@@ -126,7 +126,9 @@ def _choice(request: GenerationRequest, behavior: Behavior, speaker: Speaker) ->
     if request.ignore_end:
         total = request.limit + 1
     thoughts = _thoughts(total, behavior, speaker) if request.thinking else []
-    return _limited(_stopped([*thoughts, *_content(request, speaker, total - len(thoughts) - 1), _END], request.stops), request.limit)
+    return _limited(
+        _stopped([*thoughts, *_content(request, behavior, speaker, total - len(thoughts) - 1), _END], request.stops), request.limit
+    )
 
 
 _END = Token(TokenKind.SILENT, "", tokenizer.END)
@@ -137,12 +139,13 @@ def _thoughts(total: int, behavior: Behavior, speaker: Speaker) -> list[Token]:
     return [*_shown(TokenKind.REASONING, speaker.pieces(count)), Token(TokenKind.SILENT, "", tokenizer.THOUGHT)]
 
 
-def _content(request: GenerationRequest, speaker: Speaker, count: int) -> list[Token]:
+def _content(request: GenerationRequest, behavior: Behavior, speaker: Speaker, count: int) -> list[Token]:
     if request.calls:
         return [token for tool in request.calls for token in _call(tool, speaker)]
     if request.forced is not None:
         return _shown(TokenKind.CONTENT, tokenizer.pieces(request.forced(speaker)))
-    return _shown(TokenKind.CONTENT, speaker.pieces(max(count, 0)))
+    preface = tokenizer.pieces(f"{behavior.preface} ") if behavior.preface else []
+    return _shown(TokenKind.CONTENT, [*preface, *speaker.pieces(max(count, 0))])
 
 
 def _shown(kind: TokenKind, pieces: list[str]) -> list[Token]:
