@@ -38,7 +38,7 @@ _QUESTIONS = ("What is a queue?", "Write a title for a page about tea.", "How ma
 
 
 def run(*, traffic: bool) -> int:
-    """Serve the demo until SIGTERM or Ctrl-C, and return the exit code. ``traffic``: whether it sends requests of its own."""
+    """Serve the demo until SIGTERM or Ctrl-C, and return the exit code. ``traffic``: whether it sends requests itself."""
     secrets_of = {name: keys.mint(name) for name in ("demo", "notebook", "assistant")}
     token = secrets.token_urlsafe(24)
     with tempfile.TemporaryDirectory(prefix="vllm-gateway-demo-") as folder:

@@ -1,4 +1,4 @@
-// A person who is signed in can create keys. A session sends no requests to models: they need a key.
+// People who have signed in can create keys. A session sends no requests to models: they need a key.
 async function showPerson() {
   const response = document.body.dataset.signsIn ? await request("/sign-in/session") : null;
   if (!response?.ok) return false;

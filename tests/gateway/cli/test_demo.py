@@ -52,9 +52,9 @@ def test_the_demo_ends_with_three_lines_that_work_and_has_something_to_show() ->
     with demo() as (text, running):
         assert "the text of their responses is made up" in text
         data, admin, key, token = addresses(text)
-        answer = subprocess.run(shlex.split(text.splitlines()[-1]), capture_output=True, text=True, timeout=60)
-        said = "".join(re.findall(r'"content":"([^"]*)"', answer.stdout))
-        assert said.startswith("This text is made up by a simulator.") and '"reasoning"' in answer.stdout
+        reply = subprocess.run(shlex.split(text.splitlines()[-1]), capture_output=True, text=True, timeout=60)
+        text_of_reply = "".join(re.findall(r'"content":"([^"]*)"', reply.stdout))
+        assert text_of_reply.startswith("This text is made up by a simulator.") and '"reasoning"' in reply.stdout
         mine, of_operator = {"authorization": f"Bearer {key}"}, {"authorization": f"Bearer {token}"}
         shown = httpx2.get(f"{data}/v1/models", headers=mine, timeout=60).json()["data"]
         assert {CHAT: "loaded", EMBEDDING: "loaded"}.items() <= {one["id"]: one["status"]["value"] for one in shown}.items()

@@ -140,7 +140,7 @@ def test_a_person_signs_in_and_out(seen: Seen) -> None:
     browser.wait("document.querySelector('#keys-note a')")
 
 
-def test_without_a_sign_in_the_page_says_who_creates_keys(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_without_a_sign_in_the_page_names_the_operator(tmp_path_factory: pytest.TempPathFactory) -> None:
     with (
         gateway(tmp_path_factory.mktemp("gateway"), configuration(launched(), portal=True)) as one,
         chromium(tmp_path_factory.mktemp("chromium")) as browser,
