@@ -15,30 +15,21 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli.admin_call import Where, with_config
-from gateway.cli.output import BAD_USAGE, FAILED, format_option, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, format_option, option, say_error
 
 if TYPE_CHECKING:
     from gateway.audit.log import Where as Log
     from gateway.config import Config
 
-Older = Annotated[
-    list[Path] | None,
-    typer.Option("--older", metavar="FILE", help="An earlier file of the same log, the oldest first; can be repeated.", show_default=False),
-]
+Older = Annotated[list[Path] | None, option("An earlier file of the same log, the oldest first; can be repeated.", "FILE", "--older")]
 
 
 @with_config
 def list_entries(
     where: Where,
-    since: Annotated[
-        str | None, typer.Option(metavar="WHEN", help="Only entries from this date or time on, e.g. 2027-01-31.", show_default=False)
-    ] = None,
-    action: Annotated[
-        str | None, typer.Option(metavar="GLOB", help='Only these actions, e.g. "key.*" or "*.refused".', show_default=False)
-    ] = None,
-    actor: Annotated[
-        str | None, typer.Option(metavar="GLOB", help='Only these actors, e.g. "token ci" or "person *".', show_default=False)
-    ] = None,
+    since: Annotated[str | None, option("Only entries from this date or time on, e.g. 2027-01-31.", "WHEN")] = None,
+    action: Annotated[str | None, option('Only these actions, e.g. "key.*" or "*.refused".', "GLOB")] = None,
+    actor: Annotated[str | None, option('Only these actors, e.g. "token ci" or "person *".', "GLOB")] = None,
     limit: Annotated[int, typer.Option(metavar="COUNT", min=1, help="The most entries that are listed: the last ones.")] = 100,
     form: Annotated[str, format_option("table", "json", text="table or json (lines, as they are stored).")] = "table",
     older: Older = None,
@@ -66,12 +57,10 @@ def list_entries(
 def verify(
     where: Where,
     checkpoints: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A copy of the gateway's log, whose checkpoints must be in the chain.", show_default=False),
+        list[Path] | None, option("A copy of the gateway's log, whose checkpoints must be in the chain.", "FILE")
     ] = None,
     secret_file: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="FILE", help="A file with an earlier audit.secret, for older chains; can be repeated.", show_default=False),
+        list[Path] | None, option("A file with an earlier audit.secret, for older chains; can be repeated.", "FILE")
     ] = None,
     older: Older = None,
 ) -> int:

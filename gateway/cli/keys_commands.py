@@ -18,7 +18,7 @@ import typer
 
 from gateway.cli import store_commands
 from gateway.cli.admin_call import Where, call_gateway, with_config, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, print_json, print_table, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, option, print_json, print_table, say_error
 from gateway.cli.store_commands import StoreOption, UnsetOption, means_store
 from gateway.snapshot.key_properties import OPTIONS, KeyProperties
 
@@ -32,19 +32,17 @@ if TYPE_CHECKING:
     from gateway.key_management.keys_import import ImportedKey
 
 _ONCE = "This key is not stored and not shown again: save it now."
-LabelOption = Annotated[list[str] | None, typer.Option(metavar="NAME=VALUE", help="A label for its usage records; can be repeated.")]
+LabelOption = Annotated[list[str] | None, option("A label for its usage records; can be repeated.", "NAME=VALUE")]
 Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key's entry.")]
 
 
 def new(
     where: Where,
     id: Annotated[str, typer.Option("--id", help="The ID of the key's entry, e.g. team-a.")],
-    expires: Annotated[str | None, typer.Option(metavar="DATE", help="The key expires on this date, e.g. 2027-01-01.")] = None,
-    models: Annotated[
-        list[str] | None, typer.Option(metavar="GLOB", help='A model that it may use, e.g. "Qwen/*"; can be repeated.')
-    ] = None,
+    expires: Annotated[str | None, option("The key expires on this date, e.g. 2027-01-01.", "DATE")] = None,
+    models: Annotated[list[str] | None, option('A model that it may use, e.g. "Qwen/*"; can be repeated.', "GLOB")] = None,
     write: Annotated[bool, typer.Option("--write", help="Add it to gateway.yaml here.")] = False,
-    name: Annotated[str | None, typer.Option(metavar="TEXT", help="With the store: a name for people.")] = None,
+    name: Annotated[str | None, option("With the store: a name for people.", "TEXT")] = None,
     label: LabelOption = None,
     store: StoreOption = None,
     **further: Any,
@@ -157,9 +155,9 @@ def restore(where: Where, id: Identity, store: StoreOption = None) -> int:
 def change(
     where: Where,
     id: Identity,
-    expires: Annotated[str | None, typer.Option(metavar="DATE", help="The key expires on this date.")] = None,
-    models: Annotated[list[str] | None, typer.Option(metavar="GLOB", help="A model that it may use; can be repeated.")] = None,
-    name: Annotated[str | None, typer.Option(metavar="TEXT", help="With the store: a name for people.")] = None,
+    expires: Annotated[str | None, option("The key expires on this date.", "DATE")] = None,
+    models: Annotated[list[str] | None, option("A model that it may use; can be repeated.", "GLOB")] = None,
+    name: Annotated[str | None, option("With the store: a name for people.", "TEXT")] = None,
     label: LabelOption = None,
     unset: UnsetOption = None,
     store: StoreOption = None,

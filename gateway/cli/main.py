@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 from gateway import __version__
 from gateway.cli import audit_commands, keys_commands, notices_commands, people_commands, record_commands, usage_commands
 from gateway.cli.admin_call import Where, call_gateway, with_config, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, format_option, print_json, print_problem, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, format_option, option, print_json, print_problem, say_error
 from gateway.system.core import core
 from gateway.usage.dimensions import CHOICES
 
@@ -235,12 +235,10 @@ def usage(
             metavar="WHEN", help="Count from 2027-01-31, 2027-01, 2027-01-31T12:00, today, yesterday, this-month, or for a duration (12h)."
         ),
     ] = "30d",
-    until: Annotated[
-        str | None, typer.Option(metavar="WHEN", help="Count to the beginning of this date, month or time; default: now.")
-    ] = None,
-    key: Annotated[str | None, typer.Option(metavar="ID", help="Only this key, with the subjects of its tokens.")] = None,
-    team: Annotated[str | None, typer.Option(metavar="ID", help="Only this team.")] = None,
-    model: Annotated[str | None, typer.Option(metavar="ID", help="Only this model.")] = None,
+    until: Annotated[str | None, option("Count to the beginning of this date, month or time; default: now.", "WHEN")] = None,
+    key: Annotated[str | None, option("Only this key, with the subjects of its tokens.", "ID")] = None,
+    team: Annotated[str | None, option("Only this team.", "ID")] = None,
+    model: Annotated[str | None, option("Only this model.", "ID")] = None,
     reconcile: Annotated[
         bool, typer.Option("--reconcile", help="Compare with the servers' own token counters, by model and server.")
     ] = False,
@@ -299,8 +297,8 @@ def usage(
 @with_gateway
 def limits(
     where: Where,
-    key: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits that this key is subject to.")] = None,
-    team: Annotated[str | None, typer.Option(metavar="ID", help="Only the limits of this team.")] = None,
+    key: Annotated[str | None, option("Only the limits that this key is subject to.", "ID")] = None,
+    team: Annotated[str | None, option("Only the limits of this team.", "ID")] = None,
     form: Annotated[str, format_option("table", "csv", "json", text="table, csv or json.")] = "table",
 ) -> int:
     """Show the limits of keys and teams.
@@ -405,14 +403,11 @@ def _counted(config: Config, notes: int) -> str:
 @with_gateway
 def login_link(
     where: Where,
-    user: Annotated[str, typer.Option("--user", metavar="NAME", help="The name of the person.", show_default=False)],
-    role: Annotated[str | None, typer.Option("--role", metavar="ROLE", help="viewer, operator or admin, on the admin port.",
-                                             show_default=False)] = None,
-    team: Annotated[list[str] | None, typer.Option("--team", metavar="TEAM", help="A team of the person; may be repeated.",
-                                                   show_default=False)] = None,
-    owned_team: Annotated[list[str] | None, typer.Option("--owned-team", metavar="TEAM", help="A team that the person owns.",
-                                                         show_default=False)] = None,
-) -> int:  # fmt: skip
+    user: Annotated[str, option("The name of the person.", "NAME", "--user")],
+    role: Annotated[str | None, option("viewer, operator or admin, on the admin port.", "ROLE", "--role")] = None,
+    team: Annotated[list[str] | None, option("A team of the person; may be repeated.", "TEAM", "--team")] = None,
+    owned_team: Annotated[list[str] | None, option("A team that the person owns.", "TEAM", "--owned-team")] = None,
+) -> int:
     """Create a link that signs in a person once.
 
     Prints the URL of the link for each port. The link can be used on one port, within 15 minutes. It needs `sign_in` in the configuration.

@@ -10,7 +10,7 @@ from urllib.parse import quote
 import typer
 
 from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import FAILED, format_option, print_json, print_table
+from gateway.cli.output import FAILED, format_option, option, print_json, print_table
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
@@ -41,7 +41,7 @@ def list_notices(
 @with_gateway
 def send_test(
     where: Where,
-    name: Annotated[str | None, typer.Option(metavar="NAME", help="Only these notices; default: all.", show_default=False)] = None,
+    name: Annotated[str | None, option("Only these notices; default: all.", "NAME")] = None,
 ) -> int:
     """Send a test notice, and print what the receiver replied."""
     results: list[dict[str, Any]] = []

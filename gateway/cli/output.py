@@ -54,6 +54,11 @@ def print_table(titles: Iterable[str], rows: Iterable[Iterable[str | Text]]) -> 
     console().print(table)
 
 
+def option(text: str, metavar: str, *names: str) -> Any:
+    """Return an option whose help shows no default. ``names``: those on the command line, by default the parameter's."""
+    return typer.Option(*names, metavar=metavar, help=text, show_default=False)
+
+
 def format_option(*formats: str, text: str) -> Any:
     """Return the option ``--format`` of a command. ``text`` describes the formats."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import FAILED, print_json, print_table, say_error
+from gateway.cli.output import FAILED, option, print_json, print_table, say_error
 from gateway.cli.store_commands import entries
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def list_people(where: Where, as_json: Annotated[bool, typer.Option("--json", he
 def sign_out(
     where: Where,
     subject: Subject,
-    issuer: Annotated[
-        str | None, typer.Option(metavar="URL", help='The issuer, if several have this subject; "" for sign-in links.', show_default=False)
-    ] = None,
+    issuer: Annotated[str | None, option('The issuer, if several have this subject; "" for sign-in links.', "URL")] = None,
 ) -> int:
     """End all sessions of a person, on both ports and on all gateways.
 

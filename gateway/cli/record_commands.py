@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli.admin_call import Where, with_config
-from gateway.cli.output import BAD_USAGE, FAILED, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, option, say_error
 
 if TYPE_CHECKING:
     from gateway.config import Config
@@ -46,16 +46,9 @@ def show(where: Where, identity: Identity) -> int:
 def replay(
     where: Where,
     identity: Identity,
-    model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="The model to request; default: the recorded one.", show_default=False)
-    ] = None,
-    url: Annotated[
-        str | None, typer.Option(metavar="URL", help="The data port; default: the configured port on this machine.", show_default=False)
-    ] = None,
-    key_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help=f"A file with the key to use; default: the variable {KEY_VARIABLE}.", show_default=False),
-    ] = None,
+    model: Annotated[str | None, option("The model to request; default: the recorded one.", "MODEL")] = None,
+    url: Annotated[str | None, option("The data port; default: the configured port on this machine.", "URL")] = None,
+    key_file: Annotated[Path | None, option(f"A file with the key to use; default: the variable {KEY_VARIABLE}.", "FILE")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print both outcomes and what is the same, as JSON.")] = False,
 ) -> int:
     """Send a recorded request again, and compare the responses.

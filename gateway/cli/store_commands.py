@@ -15,7 +15,7 @@ from urllib.parse import quote
 import typer
 
 from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import BAD_USAGE, print_json, say_error
+from gateway.cli.output import BAD_USAGE, option, print_json, say_error
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
@@ -27,12 +27,9 @@ StoreOption = Annotated[
     bool | None,
     typer.Option("--store/--no-store", help="Use the store, or the files; default: the store if one is configured."),
 ]
-UnsetOption = Annotated[list[str] | None, typer.Option(metavar="NAME", help="A setting or limit to remove; can be repeated.")]
+UnsetOption = Annotated[list[str] | None, option("A setting or limit to remove; can be repeated.", "NAME")]
 SelfServiceOption = Annotated[
-    str | None,
-    typer.Option(
-        "--self-service", metavar="JSON", help='Keys that its people may create, e.g. \'{"max_keys": 5, "max_lifetime": "90d"}\'.'
-    ),
+    str | None, option('Keys that its people may create, e.g. \'{"max_keys": 5, "max_lifetime": "90d"}\'.', "JSON", "--self-service")
 ]
 Identity = Annotated[str, typer.Argument(metavar="ID", help="The ID of the team.")]
 
@@ -158,7 +155,7 @@ Until = Annotated[
         metavar="WHEN", help="The end: a time of day in UTC such as 18:00, a time such as 2027-01-31T18:00:00Z, or a duration such as 2h."
     ),
 ]
-OneLimit = Annotated[str | None, typer.Option("--limit", metavar="LIMIT", help="Only this limit; default: all.", show_default=False)]
+OneLimit = Annotated[str | None, option("Only this limit; default: all.", "LIMIT", "--limit")]
 Entry = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key or team.")]
 
 
@@ -220,7 +217,7 @@ def new_team(
 def set_team(
     where: Where,
     id: Identity,
-    unset: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Remove this limit, or self-service; can be repeated.")] = None,
+    unset: Annotated[list[str] | None, option("Remove this limit, or self-service; can be repeated.", "NAME")] = None,
     self_service: SelfServiceOption = None,
     **limits: Any,
 ) -> int:

@@ -12,16 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, console, format_option, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, console, format_option, option, say_error
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
 
 CLOSE = "usage close"
-
-
-def _filter(text: str, metavar: str = "ID") -> Any:
-    return typer.Option(metavar=metavar, help=text, show_default=False)
 
 
 @with_gateway
@@ -30,17 +26,17 @@ def requests(
     identity: Annotated[
         str | None, typer.Argument(metavar="ID", help="The ID of one request: show its time line.", show_default=False)
     ] = None,
-    key: Annotated[str | None, _filter("Only requests of this key.")] = None,
-    team: Annotated[str | None, _filter("Only requests of this team.")] = None,
-    user: Annotated[str | None, _filter("Only requests of this end user.", "NAME")] = None,
-    model: Annotated[str | None, _filter("Only requests that this model served.")] = None,
-    status: Annotated[str | None, _filter("Only this status (429), class (5xx), or failed.", "STATUS")] = None,
-    code: Annotated[str | None, _filter("Only this error code, e.g. insufficient_quota.", "CODE")] = None,
-    reason: Annotated[str | None, _filter("Only this reason, e.g. tokens_per_day, idle_timeout, client.", "REASON")] = None,
-    since: Annotated[str | None, _filter("From this date or time on, or for a duration (12h), as in `usage`; default: 7d.", "WHEN")] = None,
-    until: Annotated[str | None, _filter("Until the beginning of this date, month or time; default: now.", "WHEN")] = None,
+    key: Annotated[str | None, option("Only requests of this key.", "ID")] = None,
+    team: Annotated[str | None, option("Only requests of this team.", "ID")] = None,
+    user: Annotated[str | None, option("Only requests of this end user.", "NAME")] = None,
+    model: Annotated[str | None, option("Only requests that this model served.", "ID")] = None,
+    status: Annotated[str | None, option("Only this status (429), class (5xx), or failed.", "STATUS")] = None,
+    code: Annotated[str | None, option("Only this error code, e.g. insufficient_quota.", "CODE")] = None,
+    reason: Annotated[str | None, option("Only this reason, e.g. tokens_per_day, idle_timeout, client.", "REASON")] = None,
+    since: Annotated[str | None, option("From this date or time on, or for a duration (12h), as in `usage`; default: 7d.", "WHEN")] = None,
+    until: Annotated[str | None, option("Until the beginning of this date, month or time; default: now.", "WHEN")] = None,
     limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The maximum number of requests.")] = 20,
-    cursor: Annotated[str | None, _filter("The next page: the cursor that the command printed.", "CURSOR")] = None,
+    cursor: Annotated[str | None, option("The next page: the cursor that the command printed.", "CURSOR")] = None,
     form: Annotated[str, format_option("table", "json", text="table or json.")] = "table",
 ) -> int:
     """List requests, or show what happened to a request.
