@@ -73,11 +73,11 @@ def _dashboard(dashboard: dict[str, Any]) -> Any:
     for panel in dashboard["panels"]:
         grid = panel["grid"]
         left, top = grid["x"] / 24 * _WIDTH, _HEAD + grid["y"] * _CELL
-        _place(figure, panel, dashboard, (left, height - top - grid["h"] * _CELL, grid["w"] / 24 * _WIDTH, grid["h"] * _CELL))
+        _draw_panel(figure, panel, dashboard, (left, height - top - grid["h"] * _CELL, grid["w"] / 24 * _WIDTH, grid["h"] * _CELL))
     return figure
 
 
-def _place(figure: Any, panel: dict[str, Any], dashboard: dict[str, Any], box: tuple[float, float, float, float]) -> None:
+def _draw_panel(figure: Any, panel: dict[str, Any], dashboard: dict[str, Any], box: tuple[float, float, float, float]) -> None:
     """Draw a panel into a box, in inches from the lower left corner."""
     width, height = figure.get_size_inches()
     left, bottom, wide, high = box
@@ -146,7 +146,7 @@ def _states(axes: Any, panel: dict[str, Any], dashboard: dict[str, Any]) -> None
             if number + 1 == len(values) or values[number + 1][1] != value:
                 start, (text, color) = values[begin][0], named[round(value)]
                 axes.add_patch(Rectangle((start, row + 0.12), at - start, 0.76, color=color, alpha=0.8, lw=0))
-                if at - start > 0.12 * (dashboard["end"] - dashboard["start"]):
+                if at - start > 0.013 * len(text) * (dashboard["end"] - dashboard["start"]):
                     axes.text((start + at) / 2, row + 0.5, text, ha="center", va="center", color="#111217", fontsize=7)
                 begin = number + 1
         axes.text(-0.01, row + 0.5, line["name"], transform=axes.get_yaxis_transform(), ha="right", va="center", fontsize=7)
@@ -164,7 +164,7 @@ def _chart(axes: Any, panel: dict[str, Any], dashboard: dict[str, Any]) -> None:
         at, values = zip(*line["values"], strict=True)
         color = _line_color(panel, line["name"])
         axes.plot(at, values, color=color, lw=1.1, solid_joinstyle="round")
-        axes.fill_between(at, values, color=color, alpha=0.08, lw=0)
+        axes.fill_between(at, values, color=color, alpha=0.05, lw=0)
     highest = max((value for line in panel["lines"] for _, value in line["values"]), default=0.0)
     top = panel["most"] or 1.12 * max([highest, *(value for value, _ in panel["steps"] if value <= 8 * highest)]) or 1.0
     for value, color in panel["steps"]:
@@ -231,7 +231,7 @@ def _line_color(panel: dict[str, Any], name: str) -> str:
         if re.search(pattern, name):
             found = (mode, color)
     if found is None:
-        return _BY_NAME[crc32(name.encode()) % len(_BY_NAME)]
+        return _by_name(panel)[name]
     mode, color = found
     if mode == "fixed":
         return _color(color)
@@ -239,6 +239,16 @@ def _line_color(panel: dict[str, Any], name: str) -> str:
     share = same.index(name) / len(same)
     red, green, blue = mpl.colors.to_rgb(_color(color))
     return mpl.colors.to_hex([part * (1 - 0.55 * share) for part in (red, green, blue)])
+
+
+def _by_name(panel: dict[str, Any]) -> dict[str, str]:
+    """Return the colors of all series: each has the color of its name, or the next free one."""
+    taken: dict[str, str] = {}
+    for name in sorted({line["name"] for line in panel["lines"]}):
+        first = crc32(name.encode())
+        around = [_BY_NAME[(first + step) % len(_BY_NAME)] for step in range(len(_BY_NAME))]
+        taken[name] = next((color for color in around if color not in taken.values()), around[0])
+    return taken
 
 
 def _of_value(panel: dict[str, Any], value: float) -> str:

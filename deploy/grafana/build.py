@@ -107,14 +107,14 @@ def _values(label: str, metric: str, selector: str) -> tuple[str, str]:
     return label, f"label_values({metric}{selector}, {label})"
 
 
-_PLACES = (
+_LOCATIONS = (
     _values("namespace", "vllm_gateway_build_info", ""),
     _values("release", "vllm_gateway_build_info", '{namespace=~"$namespace"}'),
     _values("instance", "vllm_gateway_build_info", f"{{{_HERE}}}"),
 )
-_MODELS = (*_PLACES, _values("model", "vllm_gateway_inflight_requests", _ALL))
+_MODELS = (*_LOCATIONS, _values("model", "vllm_gateway_inflight_requests", _ALL))
 _SERVERS = (*_MODELS, _values("server", "vllm_gateway_server_up", _MODEL))
-_KEYS = (*_PLACES, _values("key", "vllm_gateway_key_requests_total", _ALL))
+_KEYS = (*_LOCATIONS, _values("key", "vllm_gateway_key_requests_total", _ALL))
 
 
 def _rate(metric: str, selector: str) -> str:
@@ -319,7 +319,7 @@ KEYS = Dashboard(
             Panel("Rejected by a limit", "percentunit", ((f"{_sum('', _LIMITED)} / {_sum('', _KEY_REQUESTS)}", "rejected"),),
                   "Share of the keys' requests.", "stat", steps=((0.05, YELLOW), (0.2, ORANGE))),
             Panel("Fullest budget", "percentunit", ((f"max({_share(_HARD)})", "used"),),
-                  "Of the budgets that refuse requests. They do from 100% on.", "stat", steps=_BUDGET),
+                  "The most used budget that refuses requests. It does so from 100% on.", "stat", steps=_BUDGET),
             Panel("Budgets above 90%", "short", ((f"count({_share()} >= 0.9) or vector(0)", "budgets"),), "Soft budgets included.", "stat",
                   steps=((1, ORANGE),)),
             Panel("Next expiry of a key", "s", ((f"min({_EXPIRES})", "time left"),),

@@ -76,7 +76,7 @@ NEUTRAL = {
 
 
 @pytest.mark.parametrize(("name", "panel"), PANELS, ids=lambda value: getattr(value, "title", value))
-def test_a_panel_can_be_read_without_asking(name: str, panel: Any) -> None:
+def test_a_panel_explains_itself(name: str, panel: Any) -> None:
     assert len(panel.says) > 20 and panel.says.endswith(".")
     assert all(legend for _, legend in panel.queries)
     assert panel.unit and (panel.unit != "short" or panel.axis or panel.kind != "timeseries")
