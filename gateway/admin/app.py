@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from gateway.access.actor import Actor
 from gateway.admin import (
+    audit_routes,
     configuration_routes,
     engine_metrics,
     key_routes,
@@ -51,6 +52,7 @@ from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 from gateway.usage.errors import QueryError
 
 if TYPE_CHECKING:
+    from gateway.audit.log import Where
     from gateway.notices.service import Notices
     from gateway.sign_in.service import SignIn
     from gateway.store.service import Store
@@ -148,22 +150,25 @@ def application(
     overview: Overview,
     operations: Operations,
     audit: Audit,
+    *,
     raises: raise_routes.RaiseStorage,
     live: overview_routes.Live,
     files: configuration_routes.Files,
     store: Store | None = None,
     sign_in: SignIn | None = None,
     notices: Notices | None = None,
+    audit_log: Where | None = None,
 ) -> Starlette:
     """Return the ASGI application of the admin port and the admin socket. Requests have a ``requester`` in their state.
 
-    ``store``, ``sign_in`` and ``notices``: None if they are not configured.
+    ``store``, ``sign_in``, ``notices``, and ``audit_log``, where the audit log is read: None if they are not configured.
     """
     audited = AuditedHandlers(audit)
     links = {sign_in_links.PATH: audited.recorded(sign_in_links.handler(sign_in))}
     of_console = overview_routes.handlers(live) | configuration_routes.handlers(files) | notice_routes.handlers(notices, audited)
     handlers = _handlers(overview) | _pages(signs_in=sign_in is not None) | links | of_console
     handlers |= _operation_handlers(overview, operations, audited)
+    handlers |= audit_routes.handlers(audit_log)
     handlers |= month_routes.handlers(overview.months, audited)
     by_method = key_routes.handlers(store, overview, audited, raises) | people_routes.handlers(sign_in)
     by_method |= raise_routes.handlers(raises, audited)

@@ -17,6 +17,7 @@ from gateway import __version__
 from gateway.access.actor import Role
 from gateway.access.permissions import OPEN, PERMISSIONS, Permission
 from gateway.admin import (
+    audit_routes,
     configuration_routes,
     key_routes,
     month_routes,
@@ -218,6 +219,19 @@ ROUTES_OF_GATEWAY = (
         },
         method="POST",
         queries=sign_in_links.QUERIES,
+    ),
+    Described(
+        audit_routes.AUDIT,
+        "The entries of the audit log, the newest first, in pages of `limit` (100). `action`, `actor` and `target` are patterns with `*`, "
+        "`since` is a date or a time. A page can have fewer entries than `limit`; `next_cursor` is the `cursor` of the next page. The "
+        "entries are not verified: `vllm-gateway audit verify` does that.",
+        {
+            200: "the entries",
+            400: "an invalid parameter",
+            404: "no audit log is configured",
+            503: "the log cannot be read, or its database does not respond",
+        },
+        queries=audit_routes.QUERIES,
     ),
     Described(
         people_routes.PEOPLE,

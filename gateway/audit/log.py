@@ -57,12 +57,16 @@ class Where:
 
 
 class AuditLog:
-    """Implements ``Audit``. ``output`` is the descriptor that gets the lines too, None for none. The counts are since control started."""
+    """Implements ``Audit``, at ``where``.
 
-    def __init__(self, opened: Journal, key: bytes, table: AuditTable | None, output: int | None) -> None:
+    ``output`` is the descriptor that gets the lines too, None for none. The counts are since control started.
+    """
+
+    def __init__(self, opened: Journal, key: bytes, where: Where, output: int | None) -> None:
+        self.where = where
         self._journal = opened
         self._key = key
-        self._table = table
+        self._table = table = where.table
         self._printer = None if output is None else _Printer(output)
         self._lock = threading.Lock()
         self._stopping = threading.Event()
@@ -283,7 +287,7 @@ def running(where: Where, key: bytes, output: int | None, started: Entry) -> Ite
         if where.table is not None:
             stack.enter_context(closing(where.table))
         limit = None if where.table is None else SPOOL_LIMIT
-        log = AuditLog(stack.enter_context(journal(where.file, where.folder, key, limit)), key, where.table, output)
+        log = AuditLog(stack.enter_context(journal(where.file, where.folder, key, limit)), key, where, output)
         log.record_refused(started)  # a full disk must not keep the gateway from serving
         log.log_checkpoint()
         thread = threading.Thread(target=log.run, name="audit-log", daemon=True)

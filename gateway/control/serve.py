@@ -154,7 +154,18 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         live = LiveOverview(control, report, reader, audit_log)
         for work in (live.run(), live.follow_cost()):
             await stack.enter_async_context(_background(work))
-        shown = application(report, operations, audit, storage, live, reloader, keys, control.sign_in, control.notices)
+        shown = application(
+            report,
+            operations,
+            audit,
+            raises=storage,
+            live=live,
+            files=reloader,
+            store=keys,
+            sign_in=control.sign_in,
+            notices=control.notices,
+            audit_log=audit_log and audit_log.where,
+        )
         guarded: ASGIApp = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit, control.sign_in)
         if control.sign_in is not None:
             from gateway.control.sign_in import before  # it loads SQLAlchemy

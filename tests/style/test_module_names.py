@@ -12,6 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TESTED_BY = {
     "gateway/access/actor": "gateway/access/test_permissions",
     "gateway/admin/audited": "gateway/audit/test_gateway",
+    "gateway/admin/audit_routes": "gateway/console/test_audit",
     "gateway/admin/sign_in_links": "gateway/sign_in/test_gateway",
     "gateway/admin/configuration_routes": "gateway/console/test_configuration",
     "gateway/admin/overview_routes": "gateway/console/test_overview",

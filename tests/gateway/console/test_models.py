@@ -143,12 +143,12 @@ def test_the_last_choice_is_explained_and_an_opened_section_stays_open(seen: See
 
 
 def test_the_filters_are_in_the_address(seen: Seen) -> None:
-    seen.open(f"{PAGE}?state=ready&find=ONE", VIEWER)
+    seen.open(f"{PAGE}?state=ready&find=SIM%2FONE", VIEWER)
     seen.wait(state("sim/one", "ready"))
     assert seen.browser.evaluate("document.querySelectorAll('.model').length") == 1
     click(seen, "starting")
     seen.wait("!document.querySelector('.model') && document.getElementById('models-note').innerText.startsWith('No model has this')")
-    assert seen.browser.evaluate("location.search") == "?state=starting&find=ONE"
+    assert seen.browser.evaluate("location.search") == "?state=starting&find=SIM%2FONE"
 
 
 @pytest.mark.parametrize("width", [390, 1440])

@@ -19,6 +19,7 @@ from gateway.admin.app import application
 from gateway.admin.guard import Guard
 from gateway.audit.entry import NoAudit
 from gateway.config.models import Admin
+from gateway.control.live_overview import LiveOverview
 from gateway.control.stored_raises import StoredRaises
 from tests.gateway.fleet.test_fleet import whole
 from tests.support.controlled import Controlled, controlled, held, on_demand
@@ -75,8 +76,9 @@ async def test_stopping_a_model_that_is_removed_meanwhile_reports_the_removal(tm
 async def _operate(one: Controlled, path: str) -> httpx2.Response:
     """Return the response of the admin port to a POST."""
     admin = Admin().model_copy(update={"token": SecretStr("token")})
-    raises = StoredRaises(one.control, Path(os.devnull))
-    app = Guard(application(one.report, one.operations, NoAudit(), raises), lambda: admin, "127.0.0.1", NoAudit())
+    raises, live = StoredRaises(one.control, Path(os.devnull)), LiveOverview(one.control, one.report, None, None)
+    shown = application(one.report, one.operations, NoAudit(), raises=raises, live=live, files=one.reloader)
+    app = Guard(shown, lambda: admin, "127.0.0.1", NoAudit())
     transport = httpx2.ASGITransport(app=app, raise_app_exceptions=False)
     async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1", headers={"authorization": "Bearer token"}) as client:
         return await client.post(path, timeout=60)
