@@ -132,17 +132,19 @@ async function showTeam(id) {
       link(`/console/usage${query({ team: id, by: "key" })}`, "Usage by key"),
     ),
   );
-  let states = [];
+  let states = [],
+    hasKeys = true;
   await part($("limits"), async () => {
     try {
       states = (await api(`/limits${query({ team: id })}`)).limits;
     } catch (error) {
       if (error.status !== 400) throw error; // no key belongs to it yet
+      hasKeys = false;
       return el("p", { className: "quiet" }, `Nothing is used, because no key belongs to it. Its limits: ${brief(team.limits ?? {})}.`);
     }
     return limitBars(states, "Its keys share no limit.");
   });
-  await part($("raises"), async () => raisesList("teams", id, (await api(`${pathOf(id)}/raises`)).raises, again));
+  await part($("raises"), async () => raisesList("teams", id, hasKeys ? (await api(`${pathOf(id)}/raises`)).raises : [], again));
   const button = (text, act, className = "") => {
     const made = el("button", { type: "button", className }, text);
     made.addEventListener("click", () => load(async () => act()));
