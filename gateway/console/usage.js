@@ -1,7 +1,6 @@
 const FIELDS = { by: "by", days: "days", label: "label", team: "team", key: "key-filter", model: "model" };
 const filters = () => Object.fromEntries(Object.entries(FIELDS).map(([name, id]) => [name, $(id).value.trim()]));
 const partName = () => new URLSearchParams(location.search).get("part") ?? "usage";
-const today = () => new Date().toISOString().slice(0, 10);
 function range(days) {
   const now = new Date(),
     month = (back) => new Date(Date.UTC(now.getUTCFullYear(), now.getUTCMonth() - back, 1)).toISOString().slice(0, 10);
