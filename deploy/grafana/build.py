@@ -145,6 +145,7 @@ def _beside(ours: str, theirs: str) -> tuple[Query, ...]:
 _ENGINE_NAME = "{{server}} (vLLM, {{instance}})"
 """Two gateways may launch servers of the same name, so that only the instance tells them apart."""
 _WORKER = "{{instance}} worker {{worker}}"
+_LAG = _quantiles("vllm_gateway_worker_event_loop_lag_seconds", "instance, worker", _ALL, 0.99)[0][0]
 _REQUESTS = _rate("vllm_gateway_requests_total", _MODEL)
 _ERRORS = _rate("vllm_gateway_requests_total", _of(_M, 'error!=""'))
 _INCOMPLETE = _rate("vllm_gateway_incomplete_total", _MODEL)
@@ -242,7 +243,7 @@ OVERVIEW = Dashboard(
                   "100% is one core, the maximum of a worker. Add workers or gateways before.", steps=_FULL),
             Panel("Memory", "bytes", ((f"vllm_gateway_worker_resident_memory_bytes{_ALL}", _WORKER),),
                   "Resident memory. It depends on streams and bodies; it should return to its level after a peak."),
-            Panel("Event loop lag, p99", "s", _quantiles("vllm_gateway_worker_event_loop_lag_seconds", "instance, worker", _ALL, 0.99),
+            Panel("Event loop lag, p99", "s", ((_LAG, _WORKER),),
                   "The worker delays each of its requests by about as much.", steps=((0.1, YELLOW), (0.5, RED))),
             Panel("File descriptors in use", "percentunit",
                   ((f"vllm_gateway_worker_open_fds{_ALL} / vllm_gateway_worker_max_fds{_ALL}", _WORKER),),

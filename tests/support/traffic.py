@@ -38,10 +38,10 @@ def everything() -> dict[str, Any]:
     config["keys"][0] |= {"id": "chat", "expires": expires, "team": "research"}
     limits = {"requests_per_minute": 2, "tokens_per_day": 10**6, "per_user": {"requests_per_minute": 1000}}
     config["keys"].append({"id": "batch", "hash": keys.hash_of(LIMITED), "limits": limits, "team": "support"})
-    soft = {"window": "7d", "cost": 0.45, "soft": True}
+    soft = {"window": "7d", "cost": 0.5, "soft": True}
     config["teams"] = [
         {"id": "research", "limits": {"tokens_per_day": 140000, "cost_per_month": 2000}},
-        {"id": "support", "limits": {"budgets": [soft], "tokens_per_month": 150}},
+        {"id": "support", "limits": {"budgets": [soft], "tokens_per_month": 5000}},
     ]
     return config
 
@@ -70,8 +70,8 @@ class Traffic:
         self.request(simulate={"status": 500})
         self.request(stream=True, simulate={"tokens": 30, "cut_after": 3})
         self.request(simulate={"cut_before_headers": True})
-        for _ in range(4):
-            self.request(token=LIMITED, simulate={"tokens": 5})
+        for number in range(4):
+            self.request(token=LIMITED, user=f"user {number}", simulate={"tokens": 5})
         self.disconnect()
 
     def wake(self) -> None:
