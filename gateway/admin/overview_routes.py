@@ -6,7 +6,7 @@ session has ended gets no further one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 from starlette.requests import Request
@@ -33,7 +33,7 @@ class Live(Protocol):
     def is_full(self) -> bool:
         """Whether no more readers of the events are admitted."""
 
-    def events(self, is_permitted: Callable[[], bool]) -> AsyncIterator[bytes]:
+    def events(self, is_permitted: Callable[[], bool]) -> AsyncGenerator[bytes]:
         """Yield the state now and after each tick, as long as the reader is permitted to read it."""
 
 

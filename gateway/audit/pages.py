@@ -1,6 +1,6 @@
 """The audit log in pages for a running gateway, the newest entries first.
 
-The rules: a page reads only as much as it needs, from the end of the file or in the order of the table's index, and at most ``_MAX_READ``
+The rules: a page reads only as much as it needs, from the end of the file or in the order of the table's index, and at most ``most_read``
 lines. A page that has read so many without finding enough entries has fewer, and a cursor. Entries are not verified here.
 """
 
@@ -23,19 +23,22 @@ from gateway.audit.log import Where
 from gateway.store.cursor import cursor_to
 
 _BLOCK = 64 * 1024  # bytes
-_MAX_READ = 20_000  # lines of a page
 Position = tuple[datetime, str, int]
 """The time, chain and number of an entry. They order the table, where several gateways write."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditQuery:
-    """A query: the entries that match ``chosen`` and ``target``, a pattern with *. ``before``: the last entry that was read, if any."""
+    """A query: the entries that match ``chosen`` and ``target``, a pattern with *.
+
+    ``before`` is the last entry that was read, if any. ``most_read`` is the number of lines that a page may read.
+    """
 
     chosen: Filter
     target: str | None
     size: int
     before: Position | None = None
+    most_read: int = 20_000
 
     def matches(self, line: Line) -> bool:
         """Return whether an entry is listed."""
@@ -51,7 +54,7 @@ def audit_page(where: Where, query: AuditQuery) -> dict[str, Any]:
             break
         if query.matches(line):
             found.append(_shown(line))
-        if len(found) == query.size or count == _MAX_READ:
+        if len(found) == query.size or count == query.most_read:
             return {"entries": found, "next_cursor": cursor_to(f"{line.time.isoformat()} {line.chain} {line.seq}")}
     return {"entries": found, "next_cursor": None}
 

@@ -7,6 +7,7 @@ row that is there already is not written again, and must be the same.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -86,18 +87,14 @@ class AuditTable(Database):
         """Yield the lines before a time, chain and number, the newest first."""
         order = AUDIT.c.time, AUDIT.c.chain, AUDIT.c.seq
         query = select(*order, AUDIT.c.entry).order_by(*(column.desc() for column in order)).limit(_BATCH)
-        try:
-            self._prepare()
-            while True:
-                earlier = query if before is None else query.where(AUDIT.c.time <= before[0], tuple_(*order) < before)
-                with self._engine.connect() as connection:
-                    rows = connection.execute(earlier).all()
-                yield from (row.entry.encode("utf-8", "surrogatepass") for row in rows)
-                if len(rows) < _BATCH:
-                    return
-                before = _aware(rows[-1].time), rows[-1].chain, rows[-1].seq
-        except _UNAVAILABLE as error:
-            raise DatabaseUnavailableError(reason(error)) from error
+        while True:
+            earlier = query if before is None else query.where(AUDIT.c.time <= before[0], tuple_(*order) < before)
+            with self.transaction() as connection:
+                rows = connection.execute(earlier).all()
+            yield from (row.entry.encode("utf-8", "surrogatepass") for row in rows)
+            if len(rows) < _BATCH:
+                return
+            before = utc(rows[-1].time), rows[-1].chain, rows[-1].seq
 
     def _page(self, last: tuple[str, int]) -> Sequence[Row[Any]]:
         """Return the next rows after one, none of a table that does not exist yet."""

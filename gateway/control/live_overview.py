@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import platform
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from itertools import count
@@ -182,7 +182,7 @@ class LiveOverview:
         """Whether no more readers of the events are admitted."""
         return self.listeners >= MOST_LISTENERS
 
-    async def events(self, is_permitted: Callable[[], bool]) -> AsyncIterator[bytes]:
+    async def events(self, is_permitted: Callable[[], bool]) -> AsyncGenerator[bytes]:
         """Yield the state now and after each tick, as long as the reader is permitted to read it."""
         self.listeners += 1
         try:

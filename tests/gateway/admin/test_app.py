@@ -155,7 +155,9 @@ def served(app: Any) -> set[tuple[str, str]]:
 
 def test_every_served_route_is_described_and_every_described_route_is_served() -> None:
     nothing: Any = Nothing()
-    assert served(application(nothing, nothing, NoAudit(), raises=nothing, live=nothing, files=nothing)) == {(route.method, route.path) for route in ROUTES}
+    assert served(application(nothing, nothing, NoAudit(), raises=nothing, live=nothing, files=nothing)) == {
+        (route.method, route.path) for route in ROUTES
+    }
 
 
 def test_the_document_is_openapi(running: Gateway) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,8 @@ def as_before(seen: Console) -> Iterator[None]:
     wait_for(lambda: preview(seen)["problems"] == preview(seen)["needs_restart"] == [] and preview(seen)["last"]["successful"])
 
 
-def preview(seen: Console, role: str = "operator") -> dict[str, object]:
-    found: dict[str, object] = seen.call("GET", "/admin/v1/configuration", role).json()
+def preview(seen: Console, role: str = "operator") -> dict[str, Any]:
+    found: dict[str, Any] = seen.call("GET", "/admin/v1/configuration", role).json()
     return found
 
 

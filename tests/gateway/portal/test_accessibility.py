@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -74,7 +74,7 @@ def test_from_the_url_to_a_response_a_snippet_and_the_remaining_budget_by_keyboa
     one, browser = running
     browser.resize(1440, 900)
     browser.open("about:blank")
-    actions = [
+    actions: list[Callable[[], None]] = [
         lambda: browser.open(f"{one.url}/portal/playground#key={KEY}"),
         lambda: browser.type("Hello"),
         lambda: browser.press("Enter"),
