@@ -74,7 +74,7 @@ class Guard:
         await (refusal.response if refusal is not None else self._application)(scope, receive, send)
 
     def _actor(self, scope: Scope, headers: Mapping[bytes, bytes]) -> Actor | None:
-        """Return who sends a request, as of now."""
+        """Return the client of a request as it is known now."""
         return self._person(scope, headers) or self._identified(headers)
 
     def _identified(self, headers: Mapping[bytes, bytes]) -> Actor | None:

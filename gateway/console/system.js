@@ -83,6 +83,7 @@ async function show() {
       ["License", "Apache-2.0"],
     ].flatMap(([title, value]) => [el("dt", {}, title), el("dd", {}, value)]),
   );
+  $("docs").hidden = sessionStorage.getItem(KEY) !== null; // a tab with a token cannot send it in a header
   $("stop").hidden = !may("operator") || status.reason === "draining";
 }
 

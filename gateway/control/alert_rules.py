@@ -18,12 +18,12 @@ _MOST = 50  # alerts of one rule, for a budget that thousands of keys have nearl
 _WEEK = 7 * 86400.0
 _QUARTER = 900.0
 _BURN = 14.4
-_PROVIDERS = ("identity_provider", "certificate")  # these have alerts of their own
+_PROVIDERS = ("identity_provider", "certificate")  # these have separate alerts
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What alerts depend on: the single values of control's series at ``now``, in seconds since the epoch, and the last hour."""
+    """The facts of all alerts: the single values of control's series at ``now``, in seconds since the epoch, and the last hour."""
 
     now: float
     values: Mapping[Series, float]
@@ -34,8 +34,8 @@ class Facts:
         yield from ((each.labels, value) for each, value in self.values.items() if each.family == family)
 
 
-Found = Iterator[tuple[str, str]]
-"""What a condition holds for, and a sentence about it."""
+Holding = Iterator[tuple[str, str]]
+"""The subjects for which a condition holds, each with a sentence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Rule:
     severity: str
     hold: float
     page: str
-    found: Callable[[Facts], Found]
+    found: Callable[[Facts], Holding]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Alerts:
         return sorted(found, key=lambda each: (each.fires > facts.now, each.severity, each.since))
 
 
-def _no_healthy_server(facts: Facts) -> Found:
+def _no_healthy_server(facts: Facts) -> Holding:
     stopped = {model: 1.0 for (model, _), _ in facts.of("server_out_of_rotation")}
     for (model, _), value in facts.of("server_out_of_rotation"):
         stopped[model] = min(stopped[model], value)
@@ -88,8 +88,8 @@ def _no_healthy_server(facts: Facts) -> Found:
             yield model, f"No server of {model} is ready."
 
 
-def _burning(counter: str, of: str, objective: float, sentence: str) -> Callable[[Facts], Found]:
-    def found(facts: Facts) -> Found:
+def _burning(counter: str, of: str, objective: float, sentence: str) -> Callable[[Facts], Holding]:
+    def found(facts: Facts) -> Holding:
         long, short = ((facts.counts.increase(counter, seconds), facts.counts.increase(of, seconds)) for seconds in (HOUR, HOUR / 12))
         for model, bad in long[0].items():
             shares = [window[0].get(model, 0.0) / (window[1].get(model) or 1.0) for window in (long, short)]
@@ -99,8 +99,8 @@ def _burning(counter: str, of: str, objective: float, sentence: str) -> Callable
     return found
 
 
-def _restarts(counter: str, sentence: str) -> Callable[[Facts], Found]:
-    def found(facts: Facts) -> Found:
+def _restarts(counter: str, sentence: str) -> Callable[[Facts], Holding]:
+    def found(facts: Facts) -> Holding:
         for label, number in facts.counts.increase(counter, _QUARTER).items():
             if number > 2:
                 yield label, sentence.format(label=label, number=round(number))
@@ -108,42 +108,42 @@ def _restarts(counter: str, sentence: str) -> Callable[[Facts], Found]:
     return found
 
 
-def _reload_failed(facts: Facts) -> Found:
+def _reload_failed(facts: Facts) -> Holding:
     yield from (("", "The last change of the configuration was rejected.") for _, ok in facts.of("config_last_reload_successful") if not ok)
 
 
-def _dependency_down(facts: Facts) -> Found:
+def _dependency_down(facts: Facts) -> Holding:
     for (name,), up in facts.of("dependency_up"):
         if not up and name not in _PROVIDERS:
             yield name, f"{name} is down."
 
 
-def _ledger_in_memory(facts: Facts) -> Found:
+def _ledger_in_memory(facts: Facts) -> Holding:
     rows = sum(value for _, value in facts.of("ledger_memory_rows"))
     is_down = any(not up for (name,), up in facts.of("dependency_up") if name in ("ledger_database", "ledger_spool"))
     if rows and is_down:
         yield "", f"{rows:.0f} rows of the ledger are in memory only."
 
 
-def _ledger_loses(facts: Facts) -> Found:
+def _ledger_loses(facts: Facts) -> Holding:
     lost = facts.counts.increase("ledger_dropped", _QUARTER).get("", 0.0)
     if lost > 0:
         yield "", f"{lost:.0f} rows of the ledger were lost."
 
 
-def _direct_use(facts: Facts) -> Found:
+def _direct_use(facts: Facts) -> Holding:
     for model, tokens in facts.counts.increase("direct_use", HOUR).items():
         if tokens > 1000:
             yield model, f"Requests reach the servers of {model} without the gateway: {tokens:.0f} tokens within an hour."
 
 
-def _key_expires(facts: Facts) -> Found:
+def _key_expires(facts: Facts) -> Holding:
     for (key,), at in facts.of("key_expires_timestamp_seconds"):
         if 0 < at - facts.now < _WEEK:
             yield key, f"The key {key} expires in {_days(at - facts.now)}."
 
 
-def _certificate_expires(facts: Facts) -> Found:
+def _certificate_expires(facts: Facts) -> Holding:
     for (setting,), at in facts.of("certificate_expires_timestamp_seconds"):
         if at - facts.now < _WEEK:
             left = at - facts.now
@@ -154,16 +154,16 @@ def _days(seconds: float) -> str:
     return f"{seconds / 86400:.0f} days" if seconds > 2 * 86400 else f"{seconds / 3600:.0f} hours"
 
 
-def _wrong_model(facts: Facts) -> Found:
+def _wrong_model(facts: Facts) -> Holding:
     yield from ((server, f"{server} does not serve {model}.") for (model, server), serves in facts.of("server_serves_model") if not serves)
 
 
-def _key_set_away(facts: Facts) -> Found:
+def _key_set_down(facts: Facts) -> Holding:
     yield from ((issuer, f"The keys of {issuer} cannot be fetched.") for (issuer,), up in facts.of("key_set_up") if not up)
 
 
-def _budget(least: float, soft: str, sentence: str) -> Callable[[Facts], Found]:
-    def found(facts: Facts) -> Found:
+def _budget(least: float, soft: str, sentence: str) -> Callable[[Facts], Holding]:
+    def found(facts: Facts) -> Holding:
         for (holder, budget, is_soft), share in facts.of("budget_used_ratio"):
             if is_soft == soft and (share >= least if soft == "false" else share > least):
                 yield f"{holder} {budget}", sentence.format(holder=holder, budget=budget, share=share)
@@ -171,20 +171,20 @@ def _budget(least: float, soft: str, sentence: str) -> Callable[[Facts], Found]:
     return found
 
 
-def _notices_wait(facts: Facts) -> Found:
+def _notices_wait(facts: Facts) -> Holding:
     for (notice,), seconds in facts.of("notices_oldest_waiting_seconds"):
         if seconds > _QUARTER:
             yield notice, f"Notices of {notice} have waited for {seconds / 60:.0f} minutes."
 
 
-def _queue_grows(facts: Facts) -> Found:
+def _queue_grows(facts: Facts) -> Holding:
     growth = facts.counts.increase("queued", 600)
     for model, queued in facts.counts.present("queued"):
         if queued > 0 and growth.get(model, 0.0) > 0:
             yield model, f"The queue of {model} grows: {queued:.0f} requests wait."
 
 
-def _auth_failures(facts: Facts) -> Found:
+def _auth_failures(facts: Facts) -> Holding:
     before = facts.counts.increase("auth_failures", HOUR - 300, 300)
     for reason, number in facts.counts.increase("auth_failures", 300).items():
         rate = number / 300
@@ -215,7 +215,7 @@ RULES: Mapping[str, Rule] = MappingProxyType(
         "VllmGatewayKeyExpires": Rule("warning", 3600, _KEYS, _key_expires),
         "VllmGatewayCertificateExpires": Rule("warning", 3600, _SYSTEM, _certificate_expires),
         "VllmGatewayWrongModel": Rule("warning", 300, _MODELS, _wrong_model),
-        "VllmGatewayKeySetAway": Rule("warning", 900, _SYSTEM, _key_set_away),
+        "VllmGatewayKeySetAway": Rule("warning", 900, _SYSTEM, _key_set_down),
         "VllmGatewayBudgetNearlyUsed": Rule("warning", 300, _KEYS, _budget(0.9, "false", _USED)),
         "VllmGatewaySoftBudgetExceeded": Rule("warning", 300, _KEYS, _budget(1.0, "true", _EXCEEDED)),
         "VllmGatewayNoticesWait": Rule("warning", 0, _SYSTEM, _notices_wait),

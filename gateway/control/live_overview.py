@@ -150,7 +150,7 @@ class LiveOverview:
                 found.setdefault(each.labels[0], {})[each.family.removeprefix("worker_")] = value
         return found
 
-    # What routes need
+    # For the routes
 
     def document(self) -> bytes:
         """Return the JSON of the state with the last hour."""

@@ -38,6 +38,8 @@ SETTLE = 0.1
 """Seconds without a change after which a file counts as completely written. Waited for twice at most."""
 _FILES = Requester(Actor("gateway", "", None), "changed files")
 _MAX_RECORDED = 20  # problems in an entry of the audit log
+_PREVIEW_AGE = 60.0
+"""Seconds for which a preview of unchanged files is used again, since a file with many keys takes long to read."""
 RECENT = 60.0
 """Seconds for which a reload without changes names the changes that were applied before it."""
 _log = logging.getLogger("vllm_gateway.control")
@@ -105,6 +107,7 @@ class Reloader:
     _requested: asyncio.Event = field(default_factory=asyncio.Event)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     _previews: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _last_preview: tuple[float, object, Preview | None] = (0.0, None, None)
     _applied: tuple[float, Requester | None] = field(default_factory=lambda: (time.time(), None))
 
     def __post_init__(self) -> None:
@@ -144,13 +147,22 @@ class Reloader:
         if not self._path.is_file():
             return replace(loaded, problems=(Problem(str(self._path), 0, "", "it is not a regular file, so it is read only at the start"),))
         async with self._previews:
-            try:
-                read = await asyncio.to_thread(self._loaded)
-                if self._conflicts is not None and (conflicts := self._conflicts(read)):
-                    raise ConfigurationError(conflicts, read.files)
-            except ConfigurationError as error:
-                return replace(loaded, problems=tuple(error.problems))
-            return await asyncio.to_thread(_previewed, loaded, before, read)
+            seen = await asyncio.to_thread(file_stats, self._files), before, self._gateway.history.last
+            at, of, known = self._last_preview
+            if known is None or seen != of or time.monotonic() - at > _PREVIEW_AGE:
+                known = await self._previewed(loaded)
+                self._last_preview = time.monotonic(), seen, known
+            return known
+
+    async def _previewed(self, loaded: Preview) -> Preview:
+        before = self._config
+        try:
+            read = await asyncio.to_thread(self._loaded)
+            if self._conflicts is not None and (conflicts := self._conflicts(read)):
+                raise ConfigurationError(conflicts, read.files)
+        except ConfigurationError as error:
+            return replace(loaded, problems=tuple(error.problems))
+        return await asyncio.to_thread(_previewed, loaded, before, read)
 
     async def _reload(self, requester: Requester) -> ReloadResult:
         await self._wait_for_writers()

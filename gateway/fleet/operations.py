@@ -48,7 +48,7 @@ class ReloadResult:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """What the next reload would do, as the files are now.
+    """The effects of the next reload, as the files are now.
 
     ``applied`` is when the configuration in use was read, and ``by`` who requested it, None for the start. ``last`` is the last reload. If
     there are ``problems``, it would be rejected, and the fields after it are empty. ``loaded`` and ``read`` have the values of the settings

@@ -18,6 +18,7 @@ from gateway.api.routes import ROUTES
 from gateway.auth.keys import hash_of
 from tests.gateway.sign_in.test_gateway import free_ports, secrets, sign_in, with_sign_in
 from tests.gateway.sign_in.test_routes import FOREIGN
+from tests.support.console import responded
 from tests.support.oidc_issuer import OidcIssuer, oidc_issuer
 from tests.support.process import Gateway, gateway, wait_for
 from tests.support.running import KEY
@@ -80,7 +81,8 @@ def call(
     cookies: dict[str, str] | None = None,
 ) -> httpx2.Response:
     url = f"http://127.0.0.1:{one.admin}{PATHS.get(path, path)}"
-    return httpx2.request(method, url, content=content, headers={"if-match": "*", **(headers or {})}, cookies=cookies, timeout=60)
+    sent = {"if-match": "*", **(headers or {})}
+    return responded(method, url, content=content, headers=sent, cookies=cookies)
 
 
 def signed_in(one: Gateway, issuer: OidcIssuer, port: int, **claims: Any) -> dict[str, str]:

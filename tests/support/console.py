@@ -1,4 +1,4 @@
-"""The console as an operator uses it: a gateway whose admin port requires tokens, and a browser that has one of them."""
+"""The console as an operator uses it: a gateway whose admin port requires tokens, and a browser with a token."""
 
 from __future__ import annotations
 
@@ -23,6 +23,14 @@ TOKENS = {role: f"token-of-{role}" for role in ("viewer", "operator", "admin")}
 def admin_tokens() -> list[dict[str, str]]:
     """Return ``server.admin.tokens`` with a token for each role."""
     return [{"name": f"an-{role}", "hash": hash_of(token), "role": role} for role, token in TOKENS.items()]
+
+
+def responded(method: str, url: str, **more: Any) -> httpx2.Response:
+    """Send a request. A stream of events does not end, so its events are not read."""
+    with httpx2.stream(method, url, timeout=60, **more) as response:
+        if response.headers.get("content-type", "").partition(";")[0] != "text/event-stream":
+            response.read()
+        return response
 
 
 @dataclass

@@ -19,6 +19,7 @@ from gateway.access.permissions import PERMISSIONS
 from gateway.admin.openapi import ROUTES
 from gateway.auth.keys import hash_of
 from tests.support.certificates import certificate
+from tests.support.console import responded
 from tests.support.process import PROGRAM, Gateway, configuration, gateway, launched, wait_for, write
 
 ROLES = ("viewer", "operator", "admin")
@@ -36,7 +37,7 @@ def tokens(**more: dict[str, Any]) -> list[dict[str, Any]]:
 
 def call(one: Gateway, token: str | None, method: str, path: str, **more: Any) -> httpx2.Response:
     headers = {} if token is None else {"authorization": f"Bearer {token}"}
-    return httpx2.request(method, f"http://127.0.0.1:{one.admin}{path}", headers=headers | more, timeout=60)
+    return responded(method, f"http://127.0.0.1:{one.admin}{path}", headers=headers | more)
 
 
 def config(folder: Path) -> dict[str, Any]:

@@ -352,3 +352,24 @@ async def test_a_change_that_could_not_be_applied_is_a_failure_and_is_tried_with
     assert (await reloader.reload()).changes == ()
     assert len(taker.taken_ones) == 2
     assert taker.history.counts == {"success": 2, "failure": 1}
+
+
+async def test_a_preview_names_what_would_be_restarted_and_applies_nothing(tmp_path: Path) -> None:
+    async with controlled(tmp_path, launched("sim/a"), launched("sim/b")) as one:
+        assert (await one.reloader.preview()).changes == ()
+        served = configuration(launched("sim/a", **{"max-model-len": 512}), launched("sim/c"), workers=3)
+        served["models"][0]["launch"]["env"] = {"MY_TOKEN": "a-secret"}
+        write(one.file, served)
+        preview = await one.reloader.preview()
+        assert (preview.problems, preview.restarts, preview.starts, preview.stops) == ((), {"sim/a": 1}, {"sim/c": 1}, {"sim/b": 1})
+        assert preview.changes == ("model sim/c added", "model sim/b removed", "model sim/a changed: launch")
+        assert preview.needs_restart == ("server.workers needs a restart (3 in the file, 1 in use)",)
+        assert preview.read["server.workers"] == 3 and "a-secret" not in str(preview)
+        assert await one.reloader.preview() is preview  # of unchanged files
+        assert {model.id for model in one.control.config.models} == {"sim/a", "sim/b"} and preview.by is None
+        one.file.write_text("models: 3\n")
+        assert [problem.path for problem in (await one.reloader.preview()).problems] == ["models"]
+        write(one.file, served)
+        await one.reloader.reload()
+        after = await one.reloader.preview()
+        assert (after.changes, after.needs_restart) == ((), preview.needs_restart) and after.by is not None
