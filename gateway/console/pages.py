@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
 
 from starlette.responses import HTMLResponse
 
@@ -16,30 +15,32 @@ START = "/console"
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page of the console. Its template and its script have its name. ``shared``: other scripts, which run before its own."""
+    """A page of the console. Its template and its script have its name.
+
+    ``files``: other scripts, which run before its own, and its stylesheets, by their paths in ``gateway``.
+    """
 
     title: str
     name: str
-    shared: tuple[str, ...] = ()
+    files: tuple[str, ...]
 
 
-_LIMITS = ("pages/usage.js", "console/limits.js")
+_LIMITS = ("pages/usage.js", "console/limits.js", "console/limits.css")
+_SETTINGS = ("console/settings.css",)
 
 
-PAGES: Mapping[str, Page] = MappingProxyType(
-    {
-        START: Page("Overview", "overview"),
-        f"{START}/models": Page("Models", "models"),
-        f"{START}/requests": Page("Requests", "requests"),
-        f"{START}/keys": Page("Keys", "keys", _LIMITS),
-        f"{START}/teams": Page("Teams", "teams", _LIMITS),
-        f"{START}/people": Page("People", "people", _LIMITS),
-        f"{START}/usage": Page("Usage", "usage", _LIMITS),
-        f"{START}/audit": Page("Audit log", "audit"),
-        f"{START}/configuration": Page("Configuration", "configuration"),
-        f"{START}/system": Page("System", "system"),
-    }
-)
+PAGES: Mapping[str, Page] = {
+    START: Page("Overview", "overview", ("console/overview.css",)),
+    f"{START}/models": Page("Models", "models", ("console/models.css",)),
+    f"{START}/requests": Page("Requests", "requests", ("console/requests.css",)),
+    f"{START}/keys": Page("Keys", "keys", _LIMITS),
+    f"{START}/teams": Page("Teams", "teams", _LIMITS),
+    f"{START}/people": Page("People", "people", _LIMITS),
+    f"{START}/usage": Page("Usage", "usage", _LIMITS),
+    f"{START}/audit": Page("Audit log", "audit", ("console/audit.css",)),
+    f"{START}/configuration": Page("Configuration", "configuration", _SETTINGS),
+    f"{START}/system": Page("System", "system", _SETTINGS),
+}
 """The pages by path, in the order of the navigation."""
 
 
@@ -53,7 +54,7 @@ def page(path: str, *, signs_in: bool) -> HTMLResponse:
         "console/console.css",
         "pages/components.js",
         "console/console.js",
-        *shown.shared,
+        *shown.files,
         f"console/{shown.name}.js",
         headers={"cache-control": "no-store"},
         area="console",
