@@ -80,7 +80,7 @@ def _position(line: Line) -> Position:
 
 
 def _newest_first(where: Where, before: Position | None) -> Iterator[Line]:
-    """Yield the lines before a position. Those of a file are in the order of writing, so a clock that was set back hides none."""
+    """Yield the lines before a position. The lines of a file are in the order of writing, so a clock that was set back hides none."""
     if where.table is None:
         lines: Iterator[Line] = filter(None, map(read_line, _from_end(where.file)))
         return lines if before is None else islice(dropwhile(lambda line: _position(line) != before, lines), 1, None)

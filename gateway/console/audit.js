@@ -47,7 +47,7 @@ async function addEntries(values) {
   $("more").hidden = cursor === null;
   const count = $("audit").querySelectorAll("tbody tr").length;
   $("audit-note").textContent = count
-    ? `The last ${number(count)} entries${Object.keys(values).length ? " that match" : ""}, the newest first.`
+    ? `The last ${count === 1 ? "entry" : `${number(count)} entries`}${Object.keys(values).length ? " that match" : ""}, the newest first.`
     : cursor
       ? "No entry matches in the newest part of the log. Load more to search further back."
       : Object.keys(values).length

@@ -60,10 +60,10 @@ function ceiling(value) {
 }
 
 // Several points share a column of pixels, so a chart shows the mean of them, and a gap where the gateway has none.
-function buckets(rows, column, from, count) {
+function buckets(rows, column, from, span, count) {
   const found = Array.from({ length: count }, () => []);
   for (const row of rows) {
-    const at = Math.floor(((row[0] - from) / HOUR) * count);
+    const at = Math.floor(((row[0] - from) / span) * count);
     if (at >= 0 && at < count && row[column] !== null) found[at].push(row[column]);
   }
   return found.map((each) => (each.length ? each.reduce((sum, value) => sum + value, 0) / each.length : null));
@@ -85,10 +85,16 @@ function runs(values) {
   return found;
 }
 
+// The seconds that a chart shows: an hour, or a shorter time soon after a start, so that its line is wide enough to be read.
+function shownSpan() {
+  const recorded = latest.time - (hour.points[0]?.[0] ?? latest.time);
+  return [300, 900, 1800].find((span) => recorded <= span) ?? HOUR;
+}
+
 function drawn(chart, rows, until) {
-  const count = 180,
-    from = until - HOUR;
-  const all = chart.series.map(([name]) => buckets(rows, hour.columns.indexOf(name), from, count));
+  const span = shownSpan(),
+    count = Math.min(180, Math.floor(span / (2 * hour.step)));
+  const all = chart.series.map(([name]) => buckets(rows, hour.columns.indexOf(name), until - span, span, count));
   const tops = [];
   all.forEach((values, at) =>
     tops.push(values.map((value, x) => (value === null ? null : value + (chart.stacked && at ? (tops[at - 1][x] ?? 0) : 0)))),
@@ -122,14 +128,14 @@ function chartCard(chart) {
   const head = ["Minutes ago", ...chart.series.map(([, title]) => title)].map((title) => el("th", { scope: "col" }, title));
   const table = el("table", {}, el("caption", {}, `${chart.title}, means of five minutes`), el("thead", {}, el("tr", {}, ...head)), rows);
   const keys = chart.series.map(([, title, color]) => el("span", {}, el("i", { className: color }), title));
-  const axis = el("p", { className: "axis" }, el("span", {}, "60 min ago"), el("span", {}, "30"), el("span", {}, "now"));
+  const axis = el("p", { className: "axis" }, el("span"), el("span"), el("span", {}, "now"));
   const readout = el("p", { className: "readout", hidden: true });
   const plot = el("div", { className: "plot" }, most, picture, readout);
   const card = el("article", { className: "chart" }, el("h3", {}, chart.title), now, plot, axis, el("p", { className: "keys" }, ...keys));
   card.append(el("div", { className: "hidden" }, table));
   plot.addEventListener("pointermove", (event) => {
     const box = plot.getBoundingClientRect(),
-      at = latest.time - HOUR * (1 - (event.clientX - box.left) / box.width);
+      at = latest.time - shownSpan() * (1 - (event.clientX - box.left) / box.width);
     const row = hour.points.reduce((best, each) => (!best || Math.abs(each[0] - at) < Math.abs(best[0] - at) ? each : best), null);
     if (!row || Math.abs(row[0] - at) > 30) readout.hidden = true;
     else {
@@ -144,6 +150,8 @@ function chartCard(chart) {
   const update = (until) => {
     const made = drawn(chart, hour.points, until);
     picture.replaceChildren(...made.shapes);
+    axis.children[0].textContent = `${shownSpan() / 60} min ago`;
+    axis.children[1].textContent = shownSpan() / 120;
     most.textContent = chart.show(made.most);
     const last = hour.points.at(-1);
     now.replaceChildren(
@@ -152,7 +160,7 @@ function chartCard(chart) {
         return el("span", {}, el("strong", {}, value === null ? "–" : chart.show(value)), ` ${title.toLowerCase().replace(/ \(.*/, "")}`);
       }),
     );
-    const means = chart.series.map(([name]) => buckets(hour.points, hour.columns.indexOf(name), until - HOUR, 12));
+    const means = chart.series.map(([name]) => buckets(hour.points, hour.columns.indexOf(name), until - HOUR, HOUR, 12));
     rows.replaceChildren(
       ...means[0].map((_, at) =>
         el(

@@ -223,7 +223,7 @@ async function showAddress() {
       ? el(
           "p",
           {},
-          "The ledger stores a row for each request. Add it to the configuration and restart the gateway; requests from then on are listed here.",
+          "The ledger stores a row for each request. Add it to the configuration and restart the gateway; later requests are listed here.",
         )
       : null;
     if (values.id && !help)

@@ -38,7 +38,7 @@ function usageColumns(by, most) {
   return [
     { title: capital(name), value: (row) => el("span", { title: row[by] ?? "" }, nameCell(by, row[by])), text: (row) => row[by] },
     {
-      title: "Share of tokens",
+      title: "Share",
       value: (row) => el("progress", { max: most || 1, value: tokens(row), "aria-label": `${tokens(row)} tokens` }),
       text: null,
     },

@@ -173,7 +173,7 @@ function duration(seconds) {
   return seconds < 172800 ? `${Math.round(seconds / 3600)} hours` : `${Math.round(seconds / 86400)} days`;
 }
 
-const NAMES = {
+const LIMIT_NAMES = {
   requests_per_minute: "requests per minute",
   tokens_per_minute: "tokens per minute",
   requests_per_day: "requests per day",
@@ -186,7 +186,7 @@ const NAMES = {
   concurrent: "requests at once",
   max_tokens: "tokens of a response",
 };
-const nameOf = (limit) => NAMES[limit] ?? limit.replaceAll("_", " ");
+const nameOf = (limit) => LIMIT_NAMES[limit] ?? limit.replaceAll("_", " ");
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const amount = (value) => EXACT.format(value);
 

@@ -1,4 +1,4 @@
-"""What happened to a request and why it failed, in words. Pure.
+"""Explain a request in sentences: its events in their order, and why it failed. Pure.
 
 The rule: a terminal and a page show the same texts. Some of them come from clients, so control characters are replaced.
 """

@@ -57,7 +57,7 @@ def rows(seen: Seen) -> list[str]:
     return found
 
 
-def test_entries_say_who_changed_what_from_which_value(seen: Seen) -> None:
+def test_an_entry_has_its_actor_its_target_and_the_difference(seen: Seen) -> None:
     seen.open(PAGE, ADMIN)
     seen.wait("document.querySelectorAll('#audit tbody tr').length === 5")
     refused, cordon, change, create, start = rows(seen)

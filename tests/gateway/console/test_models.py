@@ -56,11 +56,11 @@ def click(seen: Seen, label: str) -> None:
     seen.browser.evaluate(f"{button}.click()")
 
 
-def confirm(seen: Seen, *words: str) -> None:
-    """Check the words of the open dialog, and confirm it. It closes when the action is complete."""
+def confirm(seen: Seen, *texts: str) -> None:
+    """Check the texts of the open dialog, and confirm it. It closes when the action is complete."""
     seen.wait("document.querySelector('dialog[open]')")
     shown = seen.browser.evaluate("document.querySelector('dialog').innerText")
-    assert all(word in shown for word in words), shown
+    assert all(text in shown for text in texts), shown
     seen.browser.evaluate("document.querySelector('dialog form').requestSubmit()")
     seen.wait("!document.querySelector('dialog')")
 
