@@ -6,7 +6,7 @@ READY := .venv/.ready
 # The suite starts thousands of interpreters: they compile each module once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist dist-compiled compiled sbom faults proxies floods soak accounting bench bench-quick bench-peers pictures image image-vllm release-images lock fuzz fuzz-full mutants audit clean
+.PHONY: setup run test test-deep durations quick check format vllm clients deploy-tools docs dist dist-compiled compiled sbom faults proxies floods soak accounting bench bench-quick bench-peers pictures screenshots image image-vllm release-images lock fuzz fuzz-full mutants audit clean
 
 setup: $(READY)  ## the environment in .venv, with the locked packages
 
@@ -99,6 +99,9 @@ pictures: $(READY)  ## the pictures of the dashboards in docs/images; needs Debi
 	test -x .venv-pictures/bin/python || $(PYTHON) -m venv .venv-pictures
 	.venv-pictures/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r docs/pictures.lock
 	PYTHONPATH=. $(BIN)/python docs/pictures.py .venv-pictures/bin/python
+
+screenshots: $(READY)  ## the pictures of the portal and the console in docs/images; needs Debian's chromium
+	PYTHONPATH=. $(BIN)/python docs/screenshots.py
 
 fuzz: $(READY)  ## random input for the gateway's parsers: each target for SECONDS=60; TARGETS="config client" for some of them
 	$(BIN)/python -m tests.fuzz.install

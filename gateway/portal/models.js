@@ -13,10 +13,11 @@ function stateOf({ value, retry_after: seconds }) {
 }
 const million = (price) => amount(1e6 * Number(price));
 function priceOf({ prompt, completion, input_cache_read: cached, internal_reasoning: reasoning }) {
-  const parts = [`${million(prompt)} prompt`, `${million(completion)} completion`];
+  const parts = [`${million(prompt)} prompt`];
+  if (Number(completion)) parts.push(`${million(completion)} completion`);
   if (cached !== prompt) parts.push(`${million(cached)} cached`);
   if (reasoning !== completion) parts.push(`${million(reasoning)} reasoning`);
-  return `${parts.join(", ")}, for a million tokens`;
+  return `${parts.join(" · ")} per million tokens`;
 }
 function facts(model) {
   const inputs = (model.architecture?.input_modalities ?? []).filter((one) => one !== "text");

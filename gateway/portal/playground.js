@@ -228,19 +228,18 @@ function costOf(usage, price) {
     reasoning * price.internal_reasoning
   );
 }
-// What is left of the limits of the key, the scarcest first.
+// What is left of the limits of the key: the scarcest limit of each kind.
 async function showLeft() {
   const { limits } = await api("/v1/limits"),
-    counted = limits.filter((one) => one.remaining !== null && one.remaining !== undefined && one.amount),
+    scarcest = new Map(),
     share = (one) => one.remaining / one.amount;
-  const line = (one) => `${amount(Math.max(one.remaining, 0))} of ${amount(one.amount)} ${nameOf(one.limit)}`;
-  $("left").textContent = counted.length
-    ? `Left: ${counted
-        .sort((one, other) => share(one) - share(other))
-        .slice(0, 3)
-        .map(line)
-        .join(" · ")}`
-    : "No limit applies to this key.";
+  for (const one of limits.filter(({ remaining, amount }) => typeof remaining === "number" && amount)) {
+    const kind = one.limit.split("_")[0],
+      known = scarcest.get(kind);
+    if (!known || share(one) < share(known)) scarcest.set(kind, one);
+  }
+  const line = (one) => `${amount(Math.max(one.remaining, 0))} of ${amount(one.amount)} ${nameOf(one.limit)} (${one.holder})`;
+  $("left").textContent = scarcest.size ? `Left: ${[...scarcest.values()].map(line).join(" · ")}` : "No limit applies to this key.";
 }
 function figures(usage, price, begun, first, ended) {
   const parts = [];

@@ -28,7 +28,7 @@ class Behavior:
 
     tokens: int | None = setting(None, "completion tokens of an answer, its end token included (default: 24 to 72, by the prompt)")
     reasoning_tokens: int | None = setting(None, "how many of them are reasoning, when there is any (default: a third, at most 16)")
-    preface: str | None = setting(None, "a sentence with which the text of each answer begins, beside the tokens above")
+    preface: str | None = setting(None, "a paragraph with which the text of each answer begins, beside the tokens above")
     tool_calls: int = setting(1, "tools called where the request lets the model choose; 0 answers with text")
     tokens_per_second: float = setting(200.0, "speed of each choice; 0 is as fast as it goes")
     time_to_first_token: float = setting(0.0, "wait before the first token")

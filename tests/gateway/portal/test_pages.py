@@ -95,7 +95,7 @@ def test_the_models_of_the_key_and_code_for_each(seen: Seen) -> None:
     seen.wait("document.querySelectorAll('.card').length === 2")
     assert HOSTILE in seen.browser.text() and "tools, reasoning" in seen.browser.text()
     seen.click(".card:nth-child(2) button")
-    assert "100 prompt, 500 completion, for a million tokens" in seen.browser.text() and "ready" in seen.browser.text()
+    assert "100 prompt · 500 completion per million tokens" in seen.browser.text() and "ready" in seen.browser.text()
     shown = seen.browser.evaluate("[...document.querySelectorAll('#model-code pre')].map((one) => one.textContent)")
     assert len(shown) == 4 and all(seen.gateway.url in each and KEY not in each for each in shown)
     assert seen.browser.evaluate("document.title") == "Models · vllm-gateway"

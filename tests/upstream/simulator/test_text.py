@@ -122,7 +122,7 @@ def test_a_preface_begins_the_text_and_nothing_else() -> None:
     behavior = Behavior(tokens=20, reasoning_tokens=5, preface="It is made up.")
     (choice,) = plan(generation_request(thinking=True), behavior, 0).choices
     shown = {kind: "".join(token.text for token in choice.tokens if token.kind is kind) for kind in TokenKind}
-    assert shown[TokenKind.CONTENT].startswith("It is made up. ") and "made up" not in shown[TokenKind.REASONING]
+    assert shown[TokenKind.CONTENT].startswith("It is made up.\n\n") and "made up" not in shown[TokenKind.REASONING]
 
 
 @given(some.text(min_size=1, max_size=3), some.integers(0, 50))

@@ -144,7 +144,7 @@ def _content(request: GenerationRequest, behavior: Behavior, speaker: Speaker, c
         return [token for tool in request.calls for token in _call(tool, speaker)]
     if request.forced is not None:
         return _shown(TokenKind.CONTENT, tokenizer.pieces(request.forced(speaker)))
-    preface = tokenizer.pieces(f"{behavior.preface} ") if behavior.preface else []
+    preface = tokenizer.pieces(f"{behavior.preface}\n\n") if behavior.preface else []
     return _shown(TokenKind.CONTENT, [*preface, *speaker.pieces(max(count, 0))])
 
 
