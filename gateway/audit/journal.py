@@ -7,18 +7,17 @@ checkpoint, lines were removed: the chain continues from the checkpoint, and the
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from secrets import token_hex
 
 from gateway.audit.chain import START, Checkpoint, is_next, next_line, read_line, signed_checkpoints
 from gateway.audit.entry import AuditUnavailableError, Entry
-from gateway.ledger.spool import sync_folder
+from gateway.ledger.spool import locked, replace_synced
 
 _MODE = 0o600
 _TAIL = 4096  # bytes that are read at first to find the last lines
@@ -61,7 +60,7 @@ class Journal:
             self._reopen_if_replaced()
             _write_at_end(self._fd, data + b"\n", self.size)
             try:
-                _replace(self._checkpoint_file, checkpoint.signed(self._key))
+                replace_synced(self._checkpoint_file, checkpoint.signed(self._key).encode() + b"\n")
             except OSError:
                 os.ftruncate(self._fd, self.size)
                 raise
@@ -141,19 +140,9 @@ class Journal:
 def journal(file: Path, folder: Path, key: bytes, limit: int | None = None) -> Iterator[Journal]:
     """Open a journal whose checkpoint is in ``folder``, which is created. Raises JournalLockedError and OSError."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _MODE)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise JournalLockedError(f"another gateway writes {file}") from error
-        opened = Journal(file, checkpoint_file(folder), key, limit)
-        try:
-            yield opened
-        finally:
-            opened.close()
-    finally:
-        os.close(fd)
+    refused = JournalLockedError(f"another gateway writes {file}")
+    with locked(folder, refused), closing(Journal(file, checkpoint_file(folder), key, limit)) as opened:
+        yield opened
 
 
 def checkpoint_file(folder: Path) -> Path:
@@ -205,16 +194,3 @@ def _write_at_end(fd: int, data: bytes, size: int) -> None:
         with suppress(OSError):
             os.ftruncate(fd, size)
         raise
-
-
-def _replace(file: Path, text: str) -> None:
-    """Replace a small file at once, and sync it. Raises OSError."""
-    fresh = file.with_suffix(".new")
-    fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _MODE)
-    try:
-        os.write(fd, text.encode() + b"\n")
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-    fresh.replace(file)
-    sync_folder(file.parent)

@@ -18,6 +18,7 @@ from gateway.admin.raise_routes import Changed
 from gateway.control.control import Control
 from gateway.control.raises import Holder
 from gateway.key_management.raises import Raise, encode
+from gateway.ledger.spool import replace_synced
 from gateway.snapshot.snapshot import Allowance, Limits
 
 Work = Callable[[tuple[Raise, ...]], tuple[Raise, ...]]
@@ -105,9 +106,4 @@ def raises_file(config: Path, state: Path) -> Path:
 def _write(file: Path, document: object) -> None:
     """Replace a file as a whole, durably. Raises OSError."""
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    fresh = file.with_suffix(".new")
-    with open(fresh, "w", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
-        json.dump(document, opened)
-        opened.flush()
-        os.fsync(opened.fileno())
-    fresh.replace(file)
+    replace_synced(file, json.dumps(document).encode())

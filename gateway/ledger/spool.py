@@ -205,27 +205,44 @@ def _identity(folder: Path) -> tuple[int, int]:
 
 def write_synced(path: Path, data: bytes, at: int = 0) -> None:
     """Write data at an offset of a file, truncate the rest, and sync. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC | (0 if at else os.O_CREAT), 0o600)
-    try:
+    with _opened(path, os.O_WRONLY | (0 if at else os.O_CREAT)) as fd:
         os.ftruncate(fd, at)
         os.lseek(fd, at, os.SEEK_SET)
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        _write(fd, data)
     if not at:
         sync_folder(path.parent)
 
 
-def sync_folder(folder: Path) -> None:
-    """Sync the names of a folder's files. Raises OSError."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def replace_synced(path: Path, data: bytes) -> None:
+    """Replace a small file at once, and sync it. Raises OSError."""
+    fresh = path.with_suffix(".new")
+    with _opened(fresh, os.O_WRONLY | os.O_CREAT | os.O_TRUNC) as fd:
+        _write(fd, data)
+    fresh.replace(path)
+    sync_folder(path.parent)
+
+
+def _write(fd: int, data: bytes) -> None:
+    left = memoryview(data)
+    while left:
+        left = left[os.write(fd, left) :]
+    os.fsync(fd)
+
+
+@contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    """Open a file or a folder in the block. A new file is for this user only. Raises OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
-        os.fsync(fd)
+        yield fd
     finally:
         os.close(fd)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync the names of a folder's files. Raises OSError."""
+    with _opened(folder, os.O_RDONLY | os.O_DIRECTORY) as fd:
+        os.fsync(fd)
 
 
 def save(folder: Path, data: bytes, payloads: Sequence[bytes]) -> None:
@@ -253,14 +270,11 @@ def spool(folder: Path) -> Iterator[Spool]:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Lock a folder during the block. Raises SpoolLockedError if another process has it, and OSError."""
-    fd = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
+def locked(folder: Path, problem: Exception | None = None) -> Iterator[None]:
+    """Lock a folder during the block. Raises ``problem``, by default SpoolLockedError, if another process has it, and OSError."""
+    with _opened(folder / "lock", os.O_RDWR | os.O_CREAT) as fd:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise SpoolLockedError(f"another gateway uses {folder}") from error
+            raise problem or SpoolLockedError(f"another gateway uses {folder}") from error
         yield
-    finally:
-        os.close(fd)
