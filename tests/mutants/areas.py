@@ -141,7 +141,9 @@ _SHOWN = (
 
 LIMITS = {
     "gateway/limits/rules.py": Tested((_RULES, _HEADERS, *_LIMITS)),
-    "gateway/limits/buckets.py": Tested((f"{_FOLDER}/test_buckets.py", f"{_FOLDER}/test_subjects.py", _RULES, _EARLIER_USE, *_SESSIONS)),
+    "gateway/limits/buckets.py": Tested(
+        (f"{_FOLDER}/test_buckets.py", f"{_FOLDER}/test_subjects.py", f"{_FOLDER}/test_user_table.py", _RULES, _EARLIER_USE, *_SESSIONS)
+    ),
     "gateway/limits/windows.py": Tested(
         (_WINDOWS, _RULES, _EARLIER_USE, _HEADERS, f"{_FOLDER}/test_buckets.py::test_the_capacity_of_hard_budgets")
     ),

@@ -126,8 +126,10 @@ def test_an_observer_finds_what_is_counted_and_nothing_for_an_unknown_holder() -
             ("tokens_per_day", 0),
             ("tokens_per_7d", 0),
         ]
+        assert (control.is_counted("key a"), control.shown_cell("key a", DAY + USED)) == (False, 0.0)
         assert worker.reserve([(worker.holder("key a", limits), Amounts(tokens=30))], at, {}) is None
         assert [each.used for each in control.shown_states("key a", limits, at)] == [30, 30]
+        assert (control.is_counted("key a"), control.shown_cell("key a", DAY + USED)) == (True, 30.0)
 
 
 @pytest.mark.parametrize("used", [0, 400, 700])
@@ -163,9 +165,10 @@ def test_control_writes_at_once_before_a_worker_attaches() -> None:
 def test_the_only_worker_waits_for_no_lock() -> None:
     """Another process holds the lock. Without an announcement the worker serves."""
     with shared(1) as control, closing(Buckets.inherited(os.dup(control.fd), 0)) as worker:
-        holder, at = worker.holder("key a", LIMITS), moment(0.0, WALL)
+        reserved, at = [(worker.holder("key a", LIMITS), Amounts(tokens=1))], moment(0.0, WALL)
         with locked_elsewhere(control):
-            assert worker.reserve([(holder, Amounts(tokens=1))], at, {}) is None
+            assert worker.reserve(reserved, at, {}) is None
+            worker.settle(reserved, {}, Amounts(tokens=2), at, 1.0)
 
 
 COUNTER = """
