@@ -324,8 +324,14 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         },
         "gateway/limits/windows.py": {
             ("", "1", "2"): "One more slot of a ring, which stays empty.",
+            ("Moment", "False", "True"): "Only whether the garbage collector follows the object.",
             ("Moment", "True", "False"): "No code changes one.",
             ("Window", "False", "True"): "Only whether the garbage collector follows the object.",
+            (
+                "hard_capacity",
+                "window.tokens - taken < tokens_left",
+                "window.tokens - taken <= tokens_left",
+            ): "The smaller of equal numbers is the same.",
             ("settlement", "tokens < window.tokens_ahead", "tokens <= window.tokens_ahead"): "Both branches have the same number then.",
             ("settle", "total > 0", "total >= 0"): "Both branches have the same number then.",
             ("BudgetState", "False", "True"): "Only whether the garbage collector follows the object.",

@@ -203,3 +203,20 @@ def test_a_period_starts_empty_and_is_found_again_with_what_it_counted() -> None
     assert (cells[window.start + USED], cells[window.start + SPENT]) == (0, 0)
     windows.reserve(window, cells, 2, 4, today)
     assert (cells[window.start + USED], cells[window.start + SPENT]) == (5, 11)
+
+
+def test_of_a_calendar_the_last_two_periods_are_remembered() -> None:
+    window, cells = only(Limits(tokens_per_day=50_000, cost_per_day=100)), memoryview(bytearray(8 * 64)).cast("d")
+    first, second, third = (at((WEDNESDAY + timedelta(days=days)).timestamp()) for days in range(3))
+
+    def used() -> list[tuple[float, float]]:
+        return [windows.used_in(window, cells, each) for each in (first, second, third)]
+
+    windows.reserve(window, cells, 30_000, 7, first)  # more tokens than the number of a day
+    windows.reserve(window, cells, 5, 11, second)
+    assert used() == [(30_000, 7), (5, 11), (0, 0)]
+    windows.reserve(window, cells, 1, 2, third)
+    assert used() == [(0, 0), (5, 11), (1, 2)]
+    for each in (second, third):  # the clock is set back, and forward again
+        windows.reserve(window, cells, 0, 0, each)
+        assert used() == [(0, 0), (5, 11), (1, 2)]
