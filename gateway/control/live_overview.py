@@ -7,6 +7,7 @@ for it, and nothing is stored for it. The cost of today, which needs the ledger'
 from __future__ import annotations
 
 import asyncio
+import logging
 import platform
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 _JUDGED_EVERY = 3  # ticks; a pass over budgets and processes costs as much as a scrape by Prometheus
 _COST_EVERY = 60.0  # seconds between two queries
 _SHARE = 20  # a query is followed by a pause of at least so many times its length
+_log = logging.getLogger("vllm_gateway.control")
 _DAY = timedelta(days=1)
+_CLOSE_STEPS = 100  # of 10 ms
 MOST_LISTENERS = 200
 """Readers of the events. The other connections of the admin port are left for probes, Prometheus and commands."""
 _COUNTED = {
@@ -75,13 +78,26 @@ class LiveOverview:
         self._event = b""
         self._document: bytes | None = None
         self._changed = asyncio.Event()
+        self._is_closed = False
         self.listeners = 0
 
     async def run(self) -> None:
         """Sample until cancelled."""
         while True:
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # noqa: BLE001  the outer edge: requests are served without this page, and the next tick may succeed
+                _log.exception("the overview could not be updated")
             await asyncio.sleep(STEP)
+
+    async def close(self) -> None:
+        """End the events of all readers, so that no response is cut off when the admin port closes. A reader that is slow is left."""
+        self._is_closed = True
+        self._changed.set()
+        for _ in range(_CLOSE_STEPS):
+            if not self.listeners:
+                return
+            await asyncio.sleep(0.01)
 
     async def follow_cost(self) -> None:
         """Query the cost of today while someone reads the page, until cancelled."""
@@ -186,7 +202,7 @@ class LiveOverview:
         """Yield the state now and after each tick, as long as the reader is permitted to read it."""
         self.listeners += 1
         try:
-            while is_permitted():
+            while not self._is_closed and is_permitted():
                 yield self._event
                 await self._changed.wait()
         finally:

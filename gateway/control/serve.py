@@ -174,6 +174,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         critical.append(await stack.enter_async_context(_served(guarded, admin, control, certificate=certificate)))
         if commands is not None:
             critical.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
+        stack.push_async_callback(live.close)
         for work in (control.monitor.run(), control.workers.watch()):
             critical.append(await stack.enter_async_context(_background(work)))
         announcer.summary(config, data, admin)

@@ -85,6 +85,18 @@ async def test_a_reader_stops_when_it_may_no_longer_read(tmp_path: Path) -> None
             assert await waiting is None and live.listeners == 0
 
 
+async def test_a_stop_ends_the_events(tmp_path: Path) -> None:
+    async with controlled(tmp_path, launched("sim/a")) as one:
+        live = live_of(one, Clock())
+        live.tick()
+        events = live.events(lambda: True)
+        await anext(events)
+        waiting = asyncio.ensure_future(anext(events, None))
+        await asyncio.sleep(0)
+        await live.close()
+        assert await waiting is None and live.listeners == 0
+
+
 async def test_the_number_of_readers_has_a_bound(tmp_path: Path) -> None:
     async with controlled(tmp_path, launched("sim/a")) as one:
         live = live_of(one, Clock())
