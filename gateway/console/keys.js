@@ -122,7 +122,7 @@ async function showClosest() {
     { title: "Used", value: usedBar },
     { title: "All of it again in", value: (limit) => (limit.reset_seconds > 0 ? duration(limit.reset_seconds) : null) },
     {
-      title: "",
+      title: "Actions",
       value: ({ kind, id, holder }) => {
         const buttons = [];
         const button = (text, act, className = "plain") => {
