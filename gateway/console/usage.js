@@ -228,6 +228,7 @@ async function showMonths() {
   ];
 }
 
+const counted = (lines) => `${number(lines)} ${lines === 1 ? "line" : "lines"}`;
 const COST_CENTER = "cost_center";
 const monthColumns = [
   { title: "Team", value: (row) => row.team || "no team", text: (row) => row.team },
@@ -272,7 +273,7 @@ async function openMonth(month) {
       {},
       "Closed on ",
       when(Date.parse(found.closed) / 1000),
-      `, with ${number(rows.length)} lines and a cost of ${amount(sum(rows, "cost"))}.`,
+      `, with ${counted(rows.length)} and a cost of ${amount(sum(rows, "cost"))}.`,
     ),
     el("p", { className: "row" }, csv),
     shown(rows.length ? "Lines of the report" : "No requests in this month.", rows),
@@ -301,7 +302,7 @@ function closeMonth(month) {
     act: async () => {
       const found = await post(`/admin/v1/months/${encodeURIComponent(input.value.trim())}/close`);
       await show();
-      return `${found.month} is closed, with ${number(found.lines.length)} lines.`;
+      return `${found.month} is closed, with ${counted(found.lines.length)}.`;
     },
   });
 }

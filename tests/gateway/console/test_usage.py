@@ -95,7 +95,7 @@ def test_a_month_is_closed_once_and_its_report_is_opened(shown: Console) -> None
     shown.fill("Month", "2025-03")
     assert "cannot be undone" in shown.browser.text() and "vllm-gateway usage close 2025-03" in shown.browser.text()
     shown.submit()
-    shown.shows("2025-03 is closed, with 1 lines.")
+    shown.shows("2025-03 is closed, with 1 line.")
     shown.click("2025-03")
     shown.shows("the report is as it was closed")
     month = shown.send("GET", "/admin/v1/months/2025-03").json()
