@@ -331,9 +331,7 @@ function rotate(key, again) {
       } catch (error) {
         if (error.status !== 412) throw error;
         await again();
-        throw new Error(
-          "This key was changed meanwhile, so nothing was done. The page shows the new state: close this and try again.",
-        );
+        throw new Error("This key was changed meanwhile, so nothing was done. The page shows the new state: close this and try again.");
       }
       const { secret } = await response.json();
       await again();

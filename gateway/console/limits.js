@@ -69,9 +69,7 @@ async function changeEntry(path, method, tag, again, json) {
   } catch (error) {
     if (error.status !== 412) throw error;
     await again();
-    throw new Error(
-      "It was changed meanwhile, so nothing was done. The page shows the new state: close this, look at it, and try again.",
-    );
+    throw new Error("It was changed meanwhile, so nothing was done. The page shows the new state: close this, look at it, and try again.");
   }
 }
 const onceKey = () => [...crypto.getRandomValues(new Uint8Array(12))].map((each) => each.toString(16).padStart(2, "0")).join("");
