@@ -38,7 +38,7 @@ def everything() -> dict[str, Any]:
     config["keys"][0] |= {"id": "chat", "expires": expires, "team": "research"}
     limits = {"requests_per_minute": 2, "tokens_per_day": 10**6, "per_user": {"requests_per_minute": 1000}}
     config["keys"].append({"id": "batch", "hash": keys.hash_of(LIMITED), "limits": limits, "team": "support"})
-    soft = {"window": "7d", "cost": 0.5, "soft": True}
+    soft = {"window": "7d", "cost": 0.5, "tokens": 5000, "soft": True}
     config["teams"] = [
         {"id": "research", "limits": {"tokens_per_day": 140000, "cost_per_month": 2000}},
         {"id": "support", "limits": {"budgets": [soft], "tokens_per_month": 5000}},
