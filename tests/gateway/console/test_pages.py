@@ -81,11 +81,11 @@ def test_the_token_of_a_fragment_is_in_this_tab_only_and_is_forgotten(seen: Seen
 
 def confirm(seen: Seen, act: str) -> None:
     """Open the dialog of an action and confirm it."""
-    words = {"title": "Stop it", "words": "One stream ends.", "button": "Stop", "command": "vllm-gateway stop x"}
-    seen.browser.evaluate(f"confirmAction({{...{json.dumps(words)}, act: {act}}})")
+    texts = {"title": "Stop it", "words": "One stream ends.", "button": "Stop", "command": "vllm-gateway stop x"}
+    seen.browser.evaluate(f"confirmAction({{...{json.dumps(texts)}, act: {act}}})")
     seen.wait("document.querySelector('dialog[open]')")
     shown = seen.browser.evaluate("document.querySelector('dialog').innerText")
-    assert all(text in shown for text in words.values())
+    assert all(text in shown for text in texts.values())
     seen.browser.evaluate("document.querySelector('dialog form').requestSubmit()")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -74,19 +74,14 @@ def test_from_the_url_to_a_response_a_snippet_and_the_remaining_budget_by_keyboa
     one, browser = running
     browser.resize(1440, 900)
     browser.open("about:blank")
-    actions: list[Callable[[], None]] = [
-        lambda: browser.open(f"{one.url}/portal/playground#key={KEY}"),
-        lambda: browser.type("Hello"),
-        lambda: browser.press("Enter"),
-    ]
-    actions[0]()
+    browser.open(f"{one.url}/portal/playground#key={KEY}")
     browser.wait("document.activeElement.id === 'prompt'")
-    for act in actions[1:]:
-        act()
+    browser.type("Hello")
+    browser.press("Enter")
     browser.wait("document.querySelectorAll('.figures').length === 1")
     assert re.search(r"cost 0\.\d+", browser.text())
     browser.wait(r"/Left: .*[\d,.]+ of 1,000,000 tokens per day/.test(document.getElementById('left').innerText)")
-    count = len(actions)
+    count = 3
     while browser.evaluate("document.activeElement.id") != "code":
         browser.press("Tab")
         count += 1
