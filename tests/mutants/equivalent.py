@@ -336,6 +336,15 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ("settle", "total > 0", "total >= 0"): "Both branches have the same number then.",
             ("BudgetState", "False", "True"): "Only whether the garbage collector follows the object.",
         },
+        "gateway/limits/end_users.py": {
+            ("counted_name", "break", "pass"): "Another round leaves the text as it is.",
+        },
+        "gateway/limits/user_limits.py": {
+            ("", "1000", "1001"): "A bound of memory. The limits are the same.",
+        },
+        "gateway/limits/user_table.py": {
+            ("UserTable._offset", "2", "3"): "One more cell of a record, which stays empty.",
+        },
         "gateway/limits/lease.py": {
             ("Lease", "False", "True"): "No code compares two.",
             ("Lease", "0", "1"): "`__post_init__` sets it.",

@@ -325,3 +325,11 @@ def test_counts_that_moved_are_found_again(most: int, name: str) -> None:
         reservation = reservation_of(one, by, "req", {b"x-openwebui-user-id": b"jane"})
         assert [each.name for each in reservation.shown_holders] == ["key team-a", name]
         assert other.allocate("joe", later) == joe and one.buckets.rates(joe).requests_full == 0, "nothing counted for the other user"
+
+
+def test_a_request_without_a_key_is_refused_where_end_users_must_be_named() -> None:
+    of_team = per_user(Limits(requests_per_minute=5), "team a", missing="refused")
+    anonymous = key(allowances=(of_team,), anonymous=True)
+    with limiter(anonymous) as (one, _), pytest.raises(Refusal, match="names no end user") as raised:
+        reservation_of(one, anonymous, "req", {})
+    assert raised.value.code == "missing_required_parameter"
