@@ -368,7 +368,7 @@ async def test_a_preview_names_what_would_be_restarted_and_applies_nothing(tmp_p
         assert await one.reloader.preview() is preview  # of unchanged files
         assert {model.id for model in one.control.config.models} == {"sim/a", "sim/b"} and preview.by is None
         one.file.write_text("models: 3\n")
-        assert [problem.path for problem in (await one.reloader.preview()).problems] == ["models"]
+        assert (1, "models") in [(problem.line, problem.path) for problem in (await one.reloader.preview()).problems]
         write(one.file, served)
         await one.reloader.reload()
         after = await one.reloader.preview()
