@@ -333,7 +333,6 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "window.tokens - taken <= tokens_left",
             ): "The smaller of equal numbers is the same.",
             ("settlement", "tokens < window.tokens_ahead", "tokens <= window.tokens_ahead"): "Both branches have the same number then.",
-            ("settle", "total > 0", "total >= 0"): "Both branches have the same number then.",
             ("BudgetState", "False", "True"): "Only whether the garbage collector follows the object.",
         },
         "gateway/limits/end_users.py": {
