@@ -94,7 +94,7 @@ def shown(value: Any, name: str = "") -> Any:
     if isinstance(value, Mapping):
         is_free = name in _FREE
         return {
-            key: _MASK if is_free and isinstance(each, str) and _SECRET_NAMES.search(str(key)) else shown(each)
+            key: _MASK if is_free and isinstance(each, str | list | tuple) and _SECRET_NAMES.search(str(key)) else shown(each, name)
             for key, each in value.items()
         }
     if isinstance(value, tuple | list):

@@ -70,7 +70,10 @@ def test_a_changed_secret_shows_and_its_value_does_not(tmp_path: Path, one: dict
 def test_variables_and_options_of_launches_with_secret_names_are_masked(tmp_path: Path) -> None:
     def launch(secret: str) -> dict[str, Any]:
         env = {"HF_TOKEN": secret, "PLAIN": "shown", "FROM": {"env": "TOKEN"}}
-        return {"id": "m", "launch": {"env": env, "args": {"hf-token": secret, "max-model-len": 10}}}
+        return {
+            "id": "m",
+            "launch": {"env": env, "args": {"hf-token": secret, "api-key": [secret], "x": {"key": secret}, "max-model-len": 10}},
+        }
 
     found = json.dumps(differences(read(tmp_path), read(tmp_path, models=[launch("hidden-value")])))
     assert "shown" in found and "max-model-len" in found and "hidden-value" not in found and ENVIRON["TOKEN"] not in found
