@@ -23,6 +23,7 @@ from gateway.audit.log import Where
 from gateway.store.cursor import cursor_to
 
 _BLOCK = 64 * 1024  # bytes
+_SEQ_BITS = 63  # of a number in the table
 Position = tuple[datetime, str, int]
 """The time, chain and number of an entry. They order the table, where several gateways write."""
 
@@ -65,9 +66,12 @@ def position(text: str) -> Position | None:
         return None
     try:
         moment, chain, seq = text.split(" ")
-        return datetime.fromisoformat(moment).astimezone(UTC), chain, int(seq)
-    except ValueError:
+        found = datetime.fromisoformat(moment).astimezone(UTC), chain, int(seq)
+        if found[2].bit_length() > _SEQ_BITS:
+            raise ValueError
+    except (ValueError, OverflowError):
         raise ValueError("cursor: expected the next_cursor of an earlier page") from None
+    return found
 
 
 def _shown(line: Line) -> dict[str, Any]:

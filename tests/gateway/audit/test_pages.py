@@ -99,7 +99,9 @@ def test_a_table_and_waiting_entries_of_several_chains_are_one_list(tmp_path: Pa
     assert found[-10:] == ["b/5", "a/5", "b/4", "a/4", "b/3", "a/3", "b/2", "a/2", "b/1", "a/1"]
 
 
-@pytest.mark.parametrize("text", ["x", "2027-01-31 a", "2027-01-31 a b", "never a 1"])
+@pytest.mark.parametrize(
+    "text", ["x", "2027-01-31 a", "2027-01-31 a b", "never a 1", "0001-01-01T00:00+14:00 a 1", f"2027-01-31 a {2**63}"]
+)
 def test_a_position_that_no_page_has_named_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="next_cursor of an earlier page"):
         position(text)
