@@ -72,7 +72,7 @@ def test_variables_and_options_of_launches_with_secret_names_are_masked(tmp_path
         env = {"HF_TOKEN": secret, "PLAIN": "shown", "FROM": {"env": "TOKEN"}}
         return {
             "id": "m",
-            "launch": {"env": env, "args": {"hf-token": secret, "api-key": [secret], "x": {"key": secret}, "max-model-len": 10}},
+            "launch": {"env": env, "args": {"hf-token": secret, "other-token": [secret], "x": {"key": secret}, "max-model-len": 10}},
         }
 
     found = json.dumps(differences(read(tmp_path), read(tmp_path, models=[launch("hidden-value")])))
