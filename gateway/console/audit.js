@@ -47,7 +47,7 @@ async function addEntries(values) {
   $("more").hidden = cursor === null;
   const count = $("audit").querySelectorAll("tbody tr").length;
   $("audit-note").textContent = count
-    ? `The last ${count === 1 ? "entry" : `${number(count)} entries`}${Object.keys(values).length ? " that match" : ""}, the newest first.`
+    ? `${number(count)} ${count === 1 ? "entry" : "entries"}${Object.keys(values).length ? " with these filters" : ""}. The newest is first.`
     : cursor
       ? "No entry matches in the newest part of the log. Load more to search further back."
       : Object.keys(values).length
@@ -71,7 +71,7 @@ async function showAddress() {
       el("p", { className: none ? "" : "error", role: "alert" }, capital(error.message)),
       ...(none
         ? [
-            el("p", {}, "The log records each change with its author. Create a secret, add the section, and restart the gateway:"),
+            el("p", {}, "The log records each change with its author. Create a secret, add this to gateway.yaml, and restart:"),
             codeBlock("openssl rand -hex 32 > audit.secret\nchmod 600 audit.secret\n"),
             codeBlock("# gateway.yaml\naudit:\n  secret: {file: audit.secret}\n  file: audit.jsonl\n"),
           ]
@@ -86,7 +86,7 @@ function go(values) {
 start(() => {
   const form = $("audit-filter");
   if (!may("admin")) {
-    $("audit-note").textContent = "The audit log shows who did what, so only administrators read it. This page needs the role admin.";
+    $("audit-note").textContent = "The log shows who did what. This page needs the role admin.";
     return form.remove();
   }
   form.addEventListener("submit", (event) => {

@@ -14,11 +14,11 @@ function effects({ restarts, starts, stops }) {
 function showVerdict() {
   const { problems, changes, needs_restart } = preview;
   const said = problems.length
-    ? `The file has ${plural(problems.length, "problem")}, so it is rejected. The configuration in use stays as it is.`
+    ? `The file has ${plural(problems.length, "problem")}, so it is rejected. The previous configuration stays in use.`
     : changes.length
       ? `The file differs from the configuration in use: ${plural(changes.length, "change")}.`
       : needs_restart.length
-        ? `All of the file is in use, except for ${plural(needs_restart.length, "setting")} that ${needs_restart.length === 1 ? "needs" : "need"} a restart.`
+        ? `The file is in use, except for ${plural(needs_restart.length, "setting")} that ${needs_restart.length === 1 ? "needs" : "need"} a restart.`
         : "The file is valid, and all of it is in use.";
   $("verdict").dataset.status = problems.length ? "not_ready" : changes.length || needs_restart.length ? "degraded" : "ready";
   $("headline").textContent = said;

@@ -26,7 +26,7 @@ const COLUMNS = [
   { title: "Expires", value: (key) => date(key.expires) },
   { title: "Last used", value: (key) => ago(key.last_used) },
 ];
-const WIDE = [15, 8.3, 7, 8.7, 6, 10.6, 8, 7.9];
+const WIDE = [12.5, 7.4, 7, 8.4, 5.6, 9.6, 7.9, 7.2];
 
 // The keys of the file are few, and searched here. The keys of the store come in pages, and the gateway searches them.
 let files = null,
@@ -100,11 +100,7 @@ function showNoStore() {
   $("no-store").hidden = false;
   $("create").hidden = true;
   $("no-store").replaceChildren(
-    el(
-      "p",
-      {},
-      "Keys are in gateway.yaml only, so they are changed there. With a store, keys are created, changed and revoked here, without a restart. Add to gateway.yaml and restart:",
-    ),
+    el("p", {}, "All keys are in gateway.yaml. To create, change and revoke keys on this page, add a store to gateway.yaml and restart:"),
     codeBlock("ledger: sqlite:///usage.db\nstore: ledger"),
   );
 }
@@ -120,7 +116,7 @@ async function showClosest() {
     { title: "Key or team", value: ({ kind, id }) => [kind === "team" ? "team " : "", link(`/console/${kind}s${query({ id })}`, id)] },
     { title: "Budget", value: (limit) => `${capital(nameOf(limit.limit))}${limit.soft ? " (only warns)" : ""}` },
     { title: "Used", value: usedBar },
-    { title: "All of it again in", value: (limit) => (limit.reset_seconds > 0 ? duration(limit.reset_seconds) : null) },
+    { title: "Resets in", value: (limit) => (limit.reset_seconds > 0 ? duration(limit.reset_seconds) : null) },
     {
       title: "Actions",
       value: ({ kind, id, holder }) => {
@@ -130,7 +126,8 @@ async function showClosest() {
           made.addEventListener("click", () => load(act));
           buttons.push(made);
         };
-        if (kind === "team") buttons.push(link(`/console/usage${query({ by: "key", team: id, days: 1 })}`, "Who uses it", "button plain"));
+        if (kind === "team")
+          buttons.push(link(`/console/usage${query({ by: "key", team: id, days: 1 })}`, "Show its keys", "button plain"));
         if (may("operator"))
           button("Raise", async () => raiseLimit(`${kind}s`, id, (await api(`/limits${query({ [kind]: id })}`)).limits, showClosest));
         if (kind === "key" && may("admin") && !inFile.has(id))
@@ -145,7 +142,7 @@ async function showClosest() {
   });
   const table = rows.length
     ? dataTable("Budgets with the largest used share", columns, rows)
-    : el("p", { className: "quiet" }, "Nothing is used of any budget.");
+    : el("p", { className: "quiet" }, "No budget has been used yet.");
   if (rows.length) table.classList.add("closest");
   $("closest").replaceChildren(table);
 }
@@ -166,14 +163,14 @@ async function showKey(id) {
   } catch (error) {
     if (error.status !== 404) throw error;
     for (const section of document.querySelectorAll("#one section")) section.hidden = true;
-    return $("one-about").replaceChildren(
-      el("p", {}, "There is no such key, neither in the store nor in gateway.yaml. It may have been deleted."),
-    );
+    return $("one-about").replaceChildren(el("p", {}, "There is no such key in the store or in gateway.yaml. It may have been deleted."));
   }
   $("one-title").textContent = key.id;
   document.title = `${key.id} · Keys`;
-  const from = key.stored ? "Kept in the store" : "Kept in gateway.yaml: edit it there, then reload";
-  $("one-state").replaceChildren(keyState(key), el("span", { className: "quiet" }, [key.name, from].filter(Boolean).join(" · ")));
+  const from = key.stored
+    ? ["Kept in the store"]
+    : ["Kept in gateway.yaml. To revoke it: ", el("code", {}, `vllm-gateway keys revoke ${shell(id)}`)];
+  $("one-state").replaceChildren(keyState(key), el("span", { className: "quiet" }, key.name ? `${key.name} · ` : "", ...from));
   const facts = [
     ["Team", teamLink(key.team) ?? "none"],
     ["Models", key.models.join(", ") === "*" ? "all" : key.models.join(", ")],
@@ -186,7 +183,7 @@ async function showKey(id) {
           ["Changed", day(key.changed)],
         ]
       : []),
-    ["Valid secrets", key.hashes_end.length ? [`${key.hashes}; a former one ends `, day(key.hashes_end[0])] : String(key.hashes)],
+    ["Valid secrets", key.hashes_end.length ? [`${key.hashes}; an old one ends `, day(key.hashes_end[0])] : String(key.hashes)],
     ...(Object.keys(key.labels ?? {}).length
       ? [
           [
@@ -241,7 +238,7 @@ function keyActions(key, states, again) {
 function revoke(key, again) {
   confirmAction({
     title: `Revoke ${key.id}`,
-    words: `${capital(useOf(key))}. Every request with it is refused as soon as you revoke it; requests in flight finish. You can restore it.`,
+    words: `${capital(useOf(key))}. New requests with the key are refused at once. Requests in flight finish. You can restore the key later.`,
     button: "Revoke the key",
     danger: true,
     command: `vllm-gateway keys revoke ${shell(key.id)}`,
@@ -253,7 +250,7 @@ function revoke(key, again) {
   });
 }
 const useOf = (key) =>
-  key.last_used ? `${key.id} was last used on ${new Date(key.last_used).toLocaleString("en-US")}` : `no use of ${key.id} is known`;
+  key.last_used ? `${key.id} was last used on ${new Date(key.last_used).toLocaleString("en-US")}` : `${key.id} has no known use`;
 
 function restore(key, again) {
   confirmAction({
@@ -290,11 +287,7 @@ const secretOnce = (text, secret) =>
     {},
     el("p", {}, text),
     secret === null
-      ? el(
-          "p",
-          { className: "error" },
-          "The gateway had done this before. The secret was in the first response only: rotate the key to get another one.",
-        )
+      ? el("p", { className: "error" }, "This was done before, and the secret was shown then. To get another secret, rotate the key.")
       : codeBlock(secret),
     el("p", { className: "quiet" }, "Copy it now. It is not shown again, and the gateway stores only its hash."),
   );
@@ -305,7 +298,7 @@ function rotate(key, again) {
     "select",
     {},
     ...[
-      ["0s", "no time: it is refused at once"],
+      ["0s", "0 hours: it is refused at once"],
       ["1h", "1 hour"],
       ["1d", "1 day"],
       ["7d", "7 days"],
@@ -314,9 +307,10 @@ function rotate(key, again) {
   );
   confirmAction({
     title: `Rotate ${key.id}`,
-    words: "The entry gets a new secret, with the same limits and models. Clients can be moved to it while the former one stays valid.",
+    words:
+      "The key gets a new secret. Its limits and models stay the same. The old secret stays valid for a while, so that you can update clients.",
     button: "Create a new secret",
-    fields: [field("The former secret stays valid for", overlap)],
+    fields: [field("The old secret stays valid for", overlap)],
     command: () => `vllm-gateway keys rotate ${shell(key.id)} --overlap ${overlap.value}`,
     act: async () => {
       let response;
@@ -331,7 +325,7 @@ function rotate(key, again) {
       } catch (error) {
         if (error.status !== 412) throw error;
         await again();
-        throw new Error("This key was changed meanwhile, so nothing was done. The page shows the new state: close this and try again.");
+        throw new Error("It was changed meanwhile, so nothing was done. Close this dialog to see the new state, and try again.");
       }
       const { secret } = await response.json();
       await again();
@@ -362,7 +356,7 @@ function editKey(key, states, again) {
     title: `Edit ${key.id}`,
     button: "Save",
     fields: [
-      field("Name", inputs.name, "A text for people."),
+      field("Name", inputs.name, "A description, shown in lists."),
       field("Team", inputs.team),
       field("Models", inputs.models, "IDs, or patterns with *, separated by commas. * is all models."),
       field("Expires", inputs.expires, "A date such as 2027-01-31, which means 00:00 UTC. Empty: never."),
@@ -395,7 +389,7 @@ function createKey() {
     button: "Create the key",
     fields: [
       ...(admin ? [field("ID", id, "It appears in usage, limits and metrics, and cannot be changed.")] : []),
-      field("Name", name, "A text for people."),
+      field("Name", name, "A description, shown in lists."),
       field("Team", team),
       field("Models", models, "IDs, or patterns with *, separated by commas."),
       field("Expires", expires, "A date such as 2027-01-31, which means 00:00 UTC. Empty: never."),

@@ -69,7 +69,7 @@ async function changeEntry(path, method, tag, again, json) {
   } catch (error) {
     if (error.status !== 412) throw error;
     await again();
-    throw new Error("It was changed meanwhile, so nothing was done. The page shows the new state: close this, look at it, and try again.");
+    throw new Error("It was changed meanwhile, so nothing was done. Close this dialog to see the new state, and try again.");
   }
 }
 const onceKey = () => [...crypto.getRandomValues(new Uint8Array(12))].map((each) => each.toString(16).padStart(2, "0")).join("");
@@ -196,7 +196,7 @@ function raiseLimit(kind, id, states, again) {
   const own = states.filter(
     (each) => each.holder === `${kind.slice(0, -1)} ${id}` && each.models === null && !each.soft && each.limit !== "session",
   );
-  if (!own.length) return toast("It has no limit that can be raised.");
+  if (!own.length) return toast("There is no limit to raise.");
   const closest = own.reduce((one, other) => ((other.used ?? 0) / other.amount > (one.used ?? 0) / one.amount ? other : one));
   const limit = el(
     "select",
@@ -211,7 +211,7 @@ function raiseLimit(kind, id, states, again) {
       now = found.configured ?? found.amount,
       raised = to.value.endsWith("x") ? now * Number(to.value.slice(0, -1)) : Number(to.value);
     preview.textContent = Number.isFinite(raised)
-      ? `${capital(nameOf(found.limit))}: ${amount(raised)} instead of ${amount(now)}${found.used === null ? "" : `; ${amount(found.used)} are used, so ${amount(Math.max(raised - found.used, 0))} are left`}. Afterwards the use counts against ${amount(now)} again.`
+      ? `${capital(nameOf(found.limit))}: ${amount(raised)} instead of ${amount(now)}${found.used === null ? "" : `; ${amount(found.used)} are used, so ${amount(Math.max(raised - found.used, 0))} are left`}. After that, the limit is ${amount(now)} again.`
       : "";
   };
   for (const input of [limit, to, until]) input.addEventListener("input", show);

@@ -141,9 +141,9 @@ function choiceOf(model) {
       ? el(
           "p",
           { className: "quiet" },
-          "Choices of a server are not explained. For a model with ",
+          "To see why a server gets a request, use ",
           el("code", {}, "balance: cost"),
-          ", set ",
+          " with ",
           el("code", {}, "cost_policy: {explain: true}"),
           ".",
         )
@@ -273,8 +273,8 @@ function showFiltered() {
   $("models-note").textContent = models.length
     ? ""
     : seen.models.length
-      ? "No model has this name and state. Clear the filters to see all of them."
-      : "No models are configured. Add one to models in the configuration.";
+      ? "No model matches these filters."
+      : "There are no models yet. Add one to models in gateway.yaml.";
   $("models-note").hidden = models.length > 0;
   keyed($("models"), models, (model) => model.id, newModel, updateModel);
 }
@@ -296,7 +296,7 @@ start(() => {
   $("find").addEventListener("input", () => choose("find", $("find").value));
   $("models-filter").addEventListener("submit", (event) => event.preventDefault());
   if (me.role === null) {
-    $("models-note").textContent = "The owner of a team does not see the models and servers. This page needs the role viewer.";
+    $("models-note").textContent = "This page needs the role viewer. Owners of teams do not see models and servers.";
     return $("models-filter").remove();
   }
   return refresh(MODELS_EVERY, showModels);

@@ -39,8 +39,8 @@ const CHARTS = [
     title: "Time to first token",
     show: seconds,
     series: [
-      ["first_token_p50", "Half of the streams within", "succeeded"],
-      ["first_token_p95", "95% within", "refused"],
+      ["first_token_p50", "Median", "succeeded"],
+      ["first_token_p95", "95th percentile", "refused"],
     ],
   },
 ];
@@ -199,7 +199,7 @@ function showFigures() {
 function showVerdict() {
   const { status, reasons, reload } = latest;
   const said = [...reasons];
-  if (!reload.successful) said.push("The last change of the configuration was rejected; the one before is in use.");
+  if (!reload.successful) said.push("The last change of the configuration was rejected. The previous configuration is in use.");
   $("verdict").dataset.status = status;
   if ($("headline").textContent !== HEADLINES[status]) $("headline").textContent = HEADLINES[status];
   const items = said.map((reason) =>
@@ -238,7 +238,7 @@ function showAlerts() {
   const empty = el(
     "p",
     { className: "quiet" },
-    "No alert fires. The gateway checks the conditions of its Prometheus rules that need at most an hour.",
+    "No alert fires. Rules that need more than an hour of data are checked by Prometheus only.",
   );
   $("alerts").replaceChildren(rows.length ? el("ul", { className: "entries" }, ...rows) : empty);
 }
@@ -271,8 +271,7 @@ function showAll() {
   showAlerts();
   for (const each of cards) each.update(latest.time);
   const first = hour.points[0]?.[0];
-  $("covers").textContent =
-    first && latest.time - first < HOUR - 60 ? `Recorded since the start ${duration(latest.time - first)} ago.` : "";
+  $("covers").textContent = first && latest.time - first < HOUR - 60 ? `The gateway started ${duration(latest.time - first)} ago.` : "";
   $("as-of").replaceChildren(paused ? "Paused at " : "Live · ", when(latest.time));
 }
 

@@ -6,7 +6,7 @@ let searched = 0;
 function endSessions(person) {
   confirmAction({
     title: `End all sessions of ${personName(person)}`,
-    words: `${person.sessions === 1 ? "1 session ends" : `${number(person.sessions)} sessions end`} on both ports and on all gateways. The person can sign in again: to prevent that, remove the access at the identity provider. Keys of the person stay valid.`,
+    words: `${person.sessions === 1 ? "1 session ends" : `${number(person.sessions)} sessions end`} on both ports and on all gateways. The keys of the person stay valid. The person can sign in again: to prevent that, remove the person at the identity provider.`,
     button: "End all sessions",
     danger: true,
     command: `vllm-gateway people sign-out ${shell(person.subject)}${person.issuer ? ` --issuer ${shell(person.issuer)}` : ""}`,
@@ -88,7 +88,7 @@ async function showPeople() {
 
 function createLink() {
   const user = el("input", { required: true, autocomplete: "off", placeholder: "carol" }),
-    role = el("select", {}, ...["", ...RANKS].map((each) => el("option", { value: each }, each || "none: only the portal, and teams"))),
+    role = el("select", {}, ...["", ...RANKS].map((each) => el("option", { value: each }, each || "none: the portal only"))),
     teams = el("input", { placeholder: "none", autocomplete: "off" }),
     owned = el("input", { placeholder: "none", autocomplete: "off" });
   const several = (name, text) => words(text).map((each) => [name, each]);
@@ -117,7 +117,7 @@ function createLink() {
       return el(
         "div",
         {},
-        el("p", {}, `It can be used once, within ${duration(expires_in)}. Choose one:`),
+        el("p", {}, `The link works once, within ${duration(expires_in)}. Choose the address:`),
         ...urls.map((url) => codeBlock(url)),
         el("p", { className: "quiet" }, "Copy it now. It is not shown again."),
       );
@@ -127,7 +127,7 @@ function createLink() {
 
 start(async () => {
   if (!may("admin")) {
-    $("count").textContent = "People are shown to admins only. Your role is not enough.";
+    $("count").textContent = "People are shown to admins only. This page needs the role admin.";
     return;
   }
   $("subject").value = new URLSearchParams(location.search).get("subject") ?? "";
@@ -144,7 +144,7 @@ start(async () => {
   } catch (error) {
     if (error.status !== 404) throw error;
     $("count").textContent =
-      "People cannot sign in here: sign_in is not configured. Add to gateway.yaml, with a key of `openssl rand -base64 48`, and restart:";
+      "Sign-in is not set up. Create a key with `openssl rand -base64 48 > session.key`, add this to gateway.yaml, and restart:";
     $("people").replaceChildren(
       codeBlock("store: sqlite:///keys.db\nsign_in:\n  key: {file: session.key}\n  url: https://llm.example.com"),
     );

@@ -35,8 +35,13 @@ const tokensOf = (one) =>
     : `${number(one.prompt_tokens ?? 0)} + ${number(one.completion_tokens ?? 0)}`;
 
 const COLUMNS = [
-  { title: "ID", value: (one) => inPage(one.id, { ...address(), id: one.id }, { className: "mono" }) },
-  { title: "Time", value: (one) => when(Date.parse(one.time) / 1000) },
+  {
+    title: "Request",
+    value: (one) => [
+      inPage(one.id, { ...address(), id: one.id }, { className: "mono" }),
+      el("small", { className: "quiet block" }, when(Date.parse(one.time) / 1000)),
+    ],
+  },
   { title: "Result", value: outcomeMark },
   {
     title: "Key",
@@ -62,10 +67,10 @@ async function showList(values) {
   $("more").hidden = cursor === null;
   const filtered = Object.keys(values).length > 0;
   $("requests-note").textContent = page.requests.length
-    ? "The newest first. The result has the status and the code of the error; the tokens are those of the prompt and of the response."
+    ? "Open a request to see why it failed. The newest is first. Tokens are those of the prompt plus those of the response."
     : filtered
-      ? "No request matches these filters. Without “Since”, the last 7 days are searched. A request appears about a second after its end."
-      : "No request in the last 7 days. A request appears here about a second after its end.";
+      ? "No request matches these filters. To search more than the last 7 days, fill in Since. A request appears about a second after its end."
+      : "No requests in the last 7 days. A request appears about a second after its end.";
 }
 async function loadMore() {
   $("more").disabled = true;
@@ -140,7 +145,7 @@ function requestFacts(one) {
     ["Received", when(Date.parse(one.time) / 1000)],
     ["Route", `${one.endpoint}${one.stream ? ", streamed" : ""}`],
     ["Key", key ?? sender(one)],
-    ["Team", one.team],
+    ["Team", one.team && el("a", { href: `/console/teams?id=${encodeURIComponent(one.team)}` }, one.team)],
     ["User", one.user],
     ["Requested model", one.requested_model],
     ["Served by model", one.model],
@@ -152,16 +157,17 @@ function requestFacts(one) {
   ]);
 }
 function commands(one, records) {
-  const shown = [["Print it", `vllm-gateway requests ${shellText(one.id)}`]];
-  if (one.key !== null) shown.push(["Failed requests of the key", `vllm-gateway requests --key ${shellText(one.key)} --status failed`]);
+  const shown = [["Show this request", `vllm-gateway requests ${shellText(one.id)}`]];
+  if (one.key !== null)
+    shown.push(["List the failed requests of this key", `vllm-gateway requests --key ${shellText(one.key)} --status failed`]);
   if (records)
     shown.push(
-      ["Read its bodies", `vllm-gateway record show ${shellText(one.id)}`],
+      ["Show its bodies", `vllm-gateway record show ${shellText(one.id)}`],
       ["Send it again to another model", `vllm-gateway replay ${shellText(one.id)} --model OTHER`],
     );
   const note = records
-    ? "Bodies are encrypted on the gateway's machine, so a command there reads them. Only requests in the recorded share have one."
-    : "The bodies of requests are not recorded. With record in the configuration, a command shows them, and can send a request again to another model.";
+    ? "Bodies are encrypted, so only a command on the gateway's machine can show them. Requests outside of the recorded share have no bodies."
+    : "Bodies are not recorded. With record in gateway.yaml, commands show them and send a request again to another model.";
   return [...shown.flatMap(([title, text]) => [el("h3", {}, title), codeBlock(text)]), el("p", { className: "quiet" }, note)];
 }
 async function showRequest(identity) {
@@ -174,8 +180,8 @@ async function showRequest(identity) {
   copyId.addEventListener("click", () => copy(one.id, copyId));
   const likes = [
     one.key !== null && ["Requests of this key", { key: one.key }],
-    one.key !== null && failed && ["Its failed ones", { key: one.key, status: "failed" }],
-    one.code !== null && ["All with this code", { code: one.code }],
+    one.key !== null && failed && ["Failed requests of this key", { key: one.key, status: "failed" }],
+    one.code !== null && ["Requests with this code", { code: one.code }],
     one.model !== null && ["Requests of this model", { model: one.model }],
   ].filter(Boolean);
   $("request").replaceChildren(
@@ -223,7 +229,7 @@ async function showAddress() {
       ? el(
           "p",
           {},
-          "The ledger stores a row for each request. Add it to the configuration and restart the gateway; later requests are listed here.",
+          "The ledger stores a row for each request. Add it to gateway.yaml and restart the gateway. Requests are listed from then on.",
         )
       : null;
     if (values.id && !help)
@@ -233,7 +239,7 @@ async function showAddress() {
         el(
           "p",
           { className: "quiet" },
-          "A request appears about a second after its end. Requests without a valid key are only remembered for a while.",
+          "A request appears about a second after its end. Requests without a valid key are forgotten after a while.",
         ),
       );
     $("request").hidden = true;
@@ -246,7 +252,7 @@ async function showAddress() {
 start(() => {
   const form = $("requests-filter");
   if (me.role === null) {
-    $("requests-note").textContent = "The owner of a team does not see single requests. This page needs the role viewer.";
+    $("requests-note").textContent = "This page needs the role viewer. Owners of teams do not see single requests.";
     return form.remove();
   }
   const sent = () => Object.fromEntries([...new FormData(form)].map(([name, value]) => [name, value.trim()]));

@@ -47,8 +47,8 @@ const NOTICES = [
 async function showNotices(configured) {
   let notices = [],
     said = configured
-      ? "No notice was sent yet. They announce budgets that are nearly used and keys that expire."
-      : "No notices are configured. Add notices to the configuration to announce budgets that are nearly used and keys that expire.";
+      ? "No notice was sent yet. Notices announce budgets that are nearly used and keys that expire."
+      : "Notices are not set up. They announce budgets that are nearly used and keys that expire. Add notices to gateway.yaml.";
   try {
     if (configured) ({ notices } = await api("/admin/v1/notices?limit=50"));
   } catch (error) {
@@ -77,7 +77,7 @@ async function show() {
   $("about").replaceChildren(
     ...[
       ["Version", `vllm-gateway ${version}`],
-      ["Core", core === "compiled" ? "compiled" : "Python modules (a compiled core is a separate wheel)"],
+      ["Core", core === "compiled" ? "compiled" : "Python (a compiled core is a separate wheel)"],
       ["Python", python],
       ["Started", el("span", {}, when(overview.started), ` (${duration(overview.time - overview.started)} ago)`)],
       ["License", "Apache-2.0"],
@@ -106,13 +106,13 @@ function drain() {
   const open = overview.point?.[overview.history.columns.indexOf("in_flight")] ?? 0;
   confirmAction({
     title: "Drain the gateway",
-    words: `The gateway accepts no more requests, gives ${plural(open, "open request")} the time of server.drain to finish, and stops. Launched servers stop too. Only its service manager, or a command on its machine, starts it again.`,
+    words: `The gateway accepts no more requests and stops. ${plural(open, "open request")} may finish within the time of server.drain. Launched servers stop too. This console cannot start the gateway again.`,
     button: "Drain and stop",
     danger: true,
     command: "vllm-gateway drain",
     act: async () => {
       await post("/drain");
-      return "The gateway drains. This page will lose its connection.";
+      return "The gateway drains. This page loses its connection when it stops.";
     },
   });
 }
@@ -120,7 +120,7 @@ function drain() {
 function test() {
   confirmAction({
     title: "Send a test notice",
-    words: "Each receiver of `notices` gets one test notice now.",
+    words: "Each receiver gets one test notice.",
     button: "Send",
     command: "vllm-gateway notices test",
     act: async () => {

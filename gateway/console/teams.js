@@ -4,7 +4,7 @@ const pathOf = (id) => `${TEAMS}/${encodeURIComponent(id)}`;
 const policyText = (policy) =>
   policy
     ? `up to ${number(policy.max_keys)} keys for each person${policy.max_lifetime ? `, for at most ${policy.max_lifetime}` : ""}, models: ${(policy.models ?? ["*"]).join(", ")}`
-    : "people create no keys";
+    : "off";
 
 let closest = new Map(),
   searched = 0;
@@ -32,7 +32,7 @@ async function showTeams() {
   const mine = ++searched,
     search = $("search").value.trim();
   history.replaceState(null, "", location.pathname + query({ search }));
-  const table = longTable("Teams", COLUMNS, [13, 8.7, 14, 16, 14, 5], () => load(next));
+  const table = longTable("Teams", COLUMNS, [12, 8.4, 12.6, 14, 13.6, 5], () => load(next));
   let cursor = "",
     loading = true;
   const known = new Set();
@@ -41,7 +41,7 @@ async function showTeams() {
       ? `${number(table.rows.length)}${cursor === null ? "" : " or more"} ${table.rows.length === 1 ? "team" : "teams"}`
       : search
         ? "No team matches."
-        : "There are no teams yet. A team has limits that its keys share.";
+        : "There are no teams yet. The keys of a team share its limits.";
     table.node.hidden = !table.rows.length;
   };
   async function next() {
@@ -84,11 +84,7 @@ function showNoStore() {
   $("create").hidden = true;
   $("no-store").hidden = false;
   $("no-store").replaceChildren(
-    el(
-      "p",
-      {},
-      "Teams are in gateway.yaml only, so they are changed there. With a store, teams are created and changed here, without a restart. Add to gateway.yaml and restart:",
-    ),
+    el("p", {}, "All teams are in gateway.yaml. To create and change teams on this page, add a store to gateway.yaml and restart:"),
     codeBlock("ledger: sqlite:///usage.db\nstore: ledger"),
   );
 }
@@ -111,7 +107,7 @@ async function showTeam(id) {
   } catch (error) {
     if (error.status !== 404) throw error;
     for (const section of document.querySelectorAll("#one section")) section.hidden = true;
-    return $("one-about").replaceChildren(el("p", {}, "There is no such team, neither in the store nor in gateway.yaml."));
+    return $("one-about").replaceChildren(el("p", {}, "There is no such team in the store or in gateway.yaml."));
   }
   $("one-title").textContent = team.id;
   document.title = `${team.id} · Teams`;
@@ -122,7 +118,7 @@ async function showTeam(id) {
         ["Created", day(team.created)],
         ["Changed", day(team.changed)],
       ]
-    : [["Kept in", "gateway.yaml: edit it there, then reload"]];
+    : [["Kept in", "gateway.yaml: edit it there"]];
   $("one-about").replaceChildren(
     factsCard(facts),
     el(
@@ -140,7 +136,7 @@ async function showTeam(id) {
     } catch (error) {
       if (error.status !== 400) throw error; // no key belongs to it yet
       hasKeys = false;
-      return el("p", { className: "quiet" }, `Nothing is used, because no key belongs to it. Its limits: ${brief(team.limits ?? {})}.`);
+      return el("p", { className: "quiet" }, `The team has no keys yet. Its limits: ${brief(team.limits ?? {})}.`);
     }
     return limitBars(states, "Its keys share no limit.");
   });
@@ -186,17 +182,17 @@ async function showTeam(id) {
 // The inputs of a team: its limits, and what its people may create for themselves.
 function teamForm(team, states = []) {
   const policy = team.self_service ?? null,
-    limits = limitsForm(team.limits ?? {}, states, "Limits that its keys share"),
+    limits = limitsForm(team.limits ?? {}, states, "Limits shared by all keys"),
     allowed = el("input", { type: "checkbox", checked: policy !== null }),
     most = el("input", { inputMode: "numeric", value: policy?.max_keys ?? 5 }),
-    lifetime = el("input", { value: policy?.max_lifetime ?? "", placeholder: "they need not expire" }),
+    lifetime = el("input", { value: policy?.max_lifetime ?? "", placeholder: "no limit" }),
     models = el("input", { value: (policy?.models ?? ["*"]).join(", ") }),
     ceilings = limitsForm(policy?.limits ?? {}, [], "Ceilings of each key");
   const details = el(
     "div",
     { hidden: policy === null },
     field("Valid keys of each person, at most", most),
-    field("Longest lifetime of a key", lifetime, "A duration such as 90d. Empty: keys need not expire."),
+    field("Longest lifetime of a key", lifetime, "A duration such as 90d. Empty: keys may never expire."),
     field("Models", models, "IDs, or patterns with *, separated by commas."),
     ceilings.node,
   );
@@ -232,7 +228,7 @@ function editTeam(team, states, again) {
   const form = teamForm(team, states);
   confirmAction({
     title: `Edit ${team.id}`,
-    words: "All keys of the team share these limits. A changed self-service policy applies to keys that are created or changed later.",
+    words: "All keys of the team share these limits. A change of self-service applies to keys that are created or changed later.",
     button: "Save",
     fields: form.fields,
     command: () => `vllm-gateway teams set ${shell(team.id)}${form.options() || " …"}`,
@@ -277,7 +273,7 @@ const withoutNull = (value) =>
 function removeTeam(team) {
   confirmAction({
     title: `Delete ${team.id}`,
-    words: "A team with keys is not deleted: move or delete its keys first. Its usage stays in the ledger.",
+    words: "A team that has keys cannot be deleted: first delete its keys or move them to another team. Its usage stays in the ledger.",
     button: "Delete the team",
     danger: true,
     command: `vllm-gateway teams delete ${shell(team.id)}`,

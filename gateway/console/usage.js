@@ -44,7 +44,7 @@ function usageColumns(by, most) {
     },
     measure("Requests", (row) => row.requests),
     measure("Prompt tokens", (row) => row.prompt_tokens),
-    measure("of these cached", (row) => row.cached_tokens),
+    measure("Cached tokens", (row) => row.cached_tokens),
     measure("Completion tokens", (row) => row.completion_tokens),
     measure("Cost", (row) => row.cost),
   ];
@@ -75,7 +75,7 @@ async function showUsage() {
     ),
   );
   const columns = usageColumns(by, Math.max(...rows.map(tokens)));
-  const table = longTable(`Usage by ${by}`, columns, [14, 9, 7, 9, 10, 12, 8]);
+  const table = longTable(`Usage by ${by}`, columns, [12, 7.4, 7.4, 10, 10, 12, 7]);
   const csv = el("button", { type: "button" }, "Download CSV");
   csv.addEventListener("click", () =>
     saveCsv(
@@ -98,10 +98,10 @@ const CLASSES = {
   choices: "the prompt again, for each further choice of a request (n); the ledger counts it once",
   not_delivered: "generated, but the client had disconnected; not billed",
   cancelled_prefill: "prompts computed for requests that were cancelled before their first event; not billed",
-  direct_use: "requests that went to the server without the gateway; not billed",
+  direct_use: "requests that bypassed the gateway; not billed",
   lost: "requests whose worker process died; recorded as lost",
   uncounted: "complete responses for which the server reports no count",
-  estimates: "what the ledger has estimated beyond the server's count",
+  estimates: "tokens that the ledger estimated beyond the server's count",
   difference: "not explained by any of these",
 };
 function verdict(rows) {
@@ -130,7 +130,7 @@ async function showReconciliation() {
   const total = (name) => kinds.map((rows) => ({ title: name, number: sum(rows, name) }));
   const explained = Object.keys(CLASSES).filter((name) => sum(lines, name) || name === "difference" || lines.some((line) => line[name]));
   const table = [
-    ["The engines counted", "engine", "in their own token counters"],
+    ["The engines counted", "engine", "in the token counters of the servers"],
     ["The ledger has", "ledger", "recorded for responses, and billed"],
     ...explained.map((name) => [capital(name.replaceAll("_", " ")), name, CLASSES[name]]),
   ].map(([title, name, meaning]) => ({ title, meaning, prompt: total(name)[0].number, completion: total(name)[1].number }));
@@ -176,7 +176,7 @@ async function showReconciliation() {
     el(
       "p",
       { className: "quiet" },
-      "The servers count tokens themselves. Here their counts are compared with what the ledger has recorded, and each difference gets its reason.",
+      "Each server counts its tokens. This page compares the counts with the ledger, and explains each difference.",
     ),
     summary,
     el(
@@ -210,7 +210,7 @@ async function showMonths() {
   ];
   const list = months.length
     ? dataTable("Closed months", columns, months.toReversed())
-    : el("p", { className: "quiet" }, "No month is closed yet. A month can be closed from the first day after it on.");
+    : el("p", { className: "quiet" }, "No month is closed yet. You can close a month after its last day.");
   const given = new URLSearchParams(location.search).get("month");
   if (given) queueMicrotask(() => load(() => openMonth(given)));
   return [
@@ -220,7 +220,7 @@ async function showMonths() {
       el(
         "p",
         { className: "quiet" },
-        "A closed month is a report for finance that never changes. Rows that arrive later are listed as corrections.",
+        "A closed month is a report that never changes, for finance. Usage that is stored later is listed as corrections.",
       ),
       may("admin") ? close : "",
     ),
@@ -264,8 +264,8 @@ async function openMonth(month) {
     stateMark(
       found.intact ? "up" : "failed",
       found.intact
-        ? "The stored lines have this hash: the report is as it was closed."
-        : "The stored lines do not have this hash: the database was changed.",
+        ? "The report has not changed since it was closed: its lines have this hash."
+        : "The report was changed in the database: its lines do not have this hash.",
     ),
     codeBlock(found.hash),
     el(
@@ -294,7 +294,7 @@ function closeMonth(month) {
   confirmAction({
     title: "Close a month",
     words:
-      "The report of the month is frozen, with a hash. This cannot be undone: later rows become corrections and never change the report. Wait a few days after the end of the month if gateways were off.",
+      "The report of the month is frozen. This cannot be undone. Usage that is stored later becomes a correction. If gateways were off, wait a few days after the end of the month.",
     button: "Close the month",
     danger: true,
     fields: [field("Month", input)],

@@ -337,7 +337,7 @@ function confirmAction({ title, words, button, danger = false, command = null, f
   const showCommand = () =>
     command &&
     note.replaceChildren(
-      el("p", { className: "quiet" }, "The same as a command:"),
+      el("p", { className: "quiet" }, "The same on the command line:"),
       codeBlock(typeof command === "function" ? command() : command),
     );
   const form = el("form", {}, ...(words ? [el("p", {}, words)] : []), ...fields, note, error, el("div", { className: "row" }, go, cancel));

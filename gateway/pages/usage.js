@@ -11,7 +11,7 @@ function limitBar(limit) {
   const share = limit.amount ? Math.min(limit.used / limit.amount, 1) : 1,
     state = share >= 1 ? "full" : share >= 0.8 ? "near" : "";
   const words = `${amount(limit.used)} of ${amount(limit.amount)} used, ${amount(Math.max(limit.remaining ?? 0, 0))} left`;
-  const reset = limit.reset_seconds > 0 ? `, all of it again in ${duration(limit.reset_seconds)}` : "";
+  const reset = limit.reset_seconds > 0 ? `, resets in ${duration(limit.reset_seconds)}` : "";
   const note =
     state === "full" ? (limit.soft ? " Requests continue: this budget only warns." : " Requests wait or are refused until then.") : "";
   return el(
@@ -91,7 +91,7 @@ const columnsBy = (by) => [
   ...[
     ["requests", "Requests"],
     ["prompt_tokens", "Prompt tokens"],
-    ["cached_tokens", "of these cached"],
+    ["cached_tokens", "Cached tokens"],
     ["completion_tokens", "Completion tokens"],
     ["cost", "Cost"],
   ].map(([name, title]) => ({

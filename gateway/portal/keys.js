@@ -28,7 +28,7 @@ function create(teams) {
     days = el("input", { type: "number", min: 1, placeholder: "as long as the team allows" });
   confirmAction({
     title: "Create a key",
-    words: "The key counts as yours: its usage and limits are shown with your name.",
+    words: "The key belongs to you: its usage has your name.",
     button: "Create",
     fields: [
       field("Name", name, "What will use it, for example “Laptop”."),
@@ -60,13 +60,13 @@ function rotate(key) {
   const overlap = choice(OVERLAPS, "7d");
   confirmAction({
     title: `Rotate ${key.name ?? key.id}`,
-    words: "You get another secret for the same key. The former one stays valid for a while, so that programs can change.",
+    words: "You get a new secret for the same key. The old one stays valid for a while, so that you can update your programs.",
     button: "Rotate",
-    fields: [field("The former secret stays valid for", overlap)],
+    fields: [field("The old secret stays valid for", overlap)],
     act: async () => {
       const made = await api(`${MINE}/${key.id}/rotate`, { method: "POST", json: { overlap: overlap.value } });
       await showKeys();
-      return newKey(made, `Copy the new secret now. It is not shown again. The former one is valid for ${overlap.value}.`);
+      return newKey(made, `Copy the new secret now. It is not shown again. The old one stays valid for ${overlap.value}.`);
     },
   });
 }
@@ -89,7 +89,7 @@ function rename(key) {
 function revoke(key) {
   confirmAction({
     title: `Revoke ${key.name ?? key.id}`,
-    words: "Programs that use the key are refused at once. You cannot restore it.",
+    words: "New requests with the key are refused at once. You cannot restore it.",
     button: "Revoke",
     danger: true,
     act: async () => {
@@ -166,7 +166,7 @@ async function showKeys() {
 }
 
 function policyOf({ self_service: policy }) {
-  if (!policy) return "Its people cannot create keys. The operator of the gateway does.";
+  if (!policy) return "The operator of the gateway creates its keys.";
   const limits = Object.entries(policy.limits ?? {}).filter(([, value]) => typeof value === "number");
   return [
     `at most ${policy.max_keys === 1 ? "one valid key" : `${policy.max_keys} valid keys`}`,
@@ -187,7 +187,7 @@ $("leave").onclick = () => {
 };
 load(async () => {
   if (!document.body.dataset.signsIn) {
-    explain("People cannot sign in here, so the operator of the gateway creates the keys. With a key you can use all other pages.");
+    explain("Sign-in is not set up on this gateway, so its operator creates the keys. The other pages work with your key.");
     return;
   }
   if (!(await showPerson())) {
@@ -199,7 +199,7 @@ load(async () => {
   $("create").hidden = !open.length;
   $("create").onclick = () => create(open);
   await showKeys();
-  if (!open.length) $("keys-note").append(" None of your teams lets people create keys: the operator of the gateway creates them.");
+  if (!open.length) $("keys-note").append(" The operator of the gateway creates the keys of your teams.");
   $("policies").hidden = !teams.length;
   $("policy-list").replaceChildren(...teams.flatMap((team) => [el("dt", {}, team.id), el("dd", {}, policyOf(team))]));
 });

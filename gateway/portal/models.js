@@ -25,7 +25,7 @@ function facts(model) {
   return [
     ["Type", model.task ?? "not known yet"],
     ["Context", model.context_length ? `${number(model.context_length)} tokens` : "known when the model has started"],
-    ["Can do", [...can, ...inputs].join(", ") || "text"],
+    ["Supports", [...can, ...inputs].join(", ") || "text"],
     ["Price", model.pricing ? priceOf(model.pricing) : ""],
     ["Aliases", model.aliases?.join(", ")],
     ["Adapter of", model.parent],
@@ -53,10 +53,10 @@ const showModels = (models) => {
   const own = models.filter((one) => !one.root);
   $("models-note").textContent = own.length
     ? `This key may use ${own.length === 1 ? "one model" : `${own.length} models`}.`
-    : "This key may use no model. Ask the operator of the gateway.";
+    : "This key may use no model. The operator of the gateway can change that.";
   $("models").replaceChildren(
     ...own.map((model) => {
-      const details = el("button", { type: "button" }, "Details and code");
+      const details = el("button", { type: "button" }, "Show code");
       details.addEventListener("click", () => open(model));
       const talks = !model.task || model.task === "chat";
       return el(
@@ -69,7 +69,11 @@ const showModels = (models) => {
           "div",
           { className: "row" },
           talks
-            ? el("a", { className: "button primary", href: `/portal/playground?model=${encodeURIComponent(model.id)}` }, "Talk to it")
+            ? el(
+                "a",
+                { className: "button primary", href: `/portal/playground?model=${encodeURIComponent(model.id)}` },
+                "Open in playground",
+              )
             : null,
           details,
         ),

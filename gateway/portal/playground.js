@@ -1,7 +1,7 @@
 const PARAMETERS = [
-  ["temperature", "Temperature", 0, 2, 0.1, "the model's"],
-  ["top_p", "Top p", 0, 1, 0.05, "the model's"],
-  ["max_tokens", "Longest response", 1, 1000000, 1, "the context's rest"],
+  ["temperature", "Temperature", 0, 2, 0.1, "default"],
+  ["top_p", "Top p", 0, 1, 0.05, "default"],
+  ["max_tokens", "Max tokens", 1, 1000000, 1, "default"],
   ["presence_penalty", "Presence penalty", -2, 2, 0.1, "0"],
   ["frequency_penalty", "Frequency penalty", -2, 2, 0.1, "0"],
   ["seed", "Seed", 0, 2147483647, 1, "random"],

@@ -63,7 +63,7 @@ def test_the_problems_of_a_rejected_file_have_their_lines(seen: Console) -> None
 def test_a_setting_that_needs_a_restart_with_both_values(seen: Console) -> None:
     written(file_of(seen), ("server:\n", "server:\n  workers: 3\n"))
     seen.open("/console/configuration", "operator")
-    seen.wait_for_text("All of the file is in use, except for 1 setting that needs a restart.")
+    seen.wait_for_text("The file is in use, except for 1 setting that needs a restart.")
     seen.wait_for_text("server.workers needs a restart (3 in the file, 1 in use)")
     assert "server.workers" in seen.browser.evaluate("document.querySelector('#values table').innerText")
     assert "values" not in preview(seen, "viewer")

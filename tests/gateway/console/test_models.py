@@ -147,7 +147,7 @@ def test_the_filters_are_in_the_address(seen: Seen) -> None:
     seen.wait(state("sim/one", "ready"))
     assert seen.browser.evaluate("document.querySelectorAll('.model').length") == 1
     click(seen, "starting")
-    seen.wait("!document.querySelector('.model') && document.getElementById('models-note').innerText.startsWith('No model has this')")
+    seen.wait("!document.querySelector('.model') && document.getElementById('models-note').innerText.startsWith('No model matches')")
     assert seen.browser.evaluate("location.search") == "?state=starting&find=SIM%2FONE"
 
 

@@ -62,7 +62,7 @@ def test_a_test_notice_with_what_came_of_it(seen: Console) -> None:
 def test_a_drain_names_the_open_requests_and_ends_the_gateway(seen: Console) -> None:
     seen.open("/console/system", "operator")
     seen.click("#drain")
-    seen.wait_for_text("gives 0 open requests the time of server.drain to finish")
+    seen.wait_for_text("0 open requests may finish within the time of server.drain")
     seen.click("dialog form button.danger")
     seen.wait_for_text("The gateway drains.")
     assert seen.gateway.process.wait(60) == 0

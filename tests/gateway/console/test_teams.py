@@ -41,7 +41,7 @@ def test_a_team_is_created_changed_raised_and_deleted(shown: Console) -> None:
     shown.fill("ID", "made-here")
     shown.fill("Tokens per day", "1000")
     shown.submit()
-    shown.browser.wait("location.search === '?id=made-here' && document.body.innerText.includes('people create no keys')")
+    shown.browser.wait("location.search === '?id=made-here' && document.body.innerText.includes('Self-service\\noff')")
     shown.click("Edit")
     shown.browser.evaluate("document.querySelector('dialog[open] [type=checkbox]').click()")
     shown.fill("Longest lifetime", "30d")

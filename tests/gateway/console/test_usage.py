@@ -56,7 +56,7 @@ def test_the_csv_has_the_numbers_of_the_table(shown: Console) -> None:
     shown.click("Download CSV")
     shown.browser.wait("window.saved")
     head, line = shown.browser.evaluate("window.saved").split("\r\n")
-    assert head == "User,Requests,Prompt tokens,of these cached,Completion tokens,Cost"
+    assert head == "User,Requests,Prompt tokens,Cached tokens,Completion tokens,Cost"
     assert line.startswith(f"{MARKUP},2,")
 
 
