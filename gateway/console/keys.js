@@ -26,7 +26,7 @@ const COLUMNS = [
   { title: "Expires", value: (key) => date(key.expires) },
   { title: "Last used", value: (key) => ago(key.last_used) },
 ];
-const WIDE = [12.5, 7.4, 7, 8.4, 5.6, 9.6, 7.9, 7.2];
+const WIDE = [12, 7.4, 6.5, 8, 5.2, 8.6, 7.2, 7];
 
 // The keys of the file are few, and searched here. The keys of the store come in pages, and the gateway searches them.
 let files = null,
@@ -127,7 +127,7 @@ async function showClosest() {
           buttons.push(made);
         };
         if (kind === "team")
-          buttons.push(link(`/console/usage${query({ by: "key", team: id, days: 1 })}`, "Show its keys", "button plain"));
+          buttons.push(link(`/console/usage${query({ by: "key", team: id, days: 1 })}`, "Show usage by key", "button plain"));
         if (may("operator"))
           button("Raise", async () => raiseLimit(`${kind}s`, id, (await api(`/limits${query({ [kind]: id })}`)).limits, showClosest));
         if (kind === "key" && may("admin") && !inFile.has(id))

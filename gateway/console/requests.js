@@ -229,7 +229,7 @@ async function showAddress() {
       ? el(
           "p",
           {},
-          "The ledger stores a row for each request. Add it to gateway.yaml and restart the gateway. Requests are listed from then on.",
+          "The ledger stores a row for each request. Add it to gateway.yaml and restart the gateway. Later requests are listed here.",
         )
       : null;
     if (values.id && !help)

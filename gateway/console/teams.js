@@ -32,7 +32,7 @@ async function showTeams() {
   const mine = ++searched,
     search = $("search").value.trim();
   history.replaceState(null, "", location.pathname + query({ search }));
-  const table = longTable("Teams", COLUMNS, [12, 8.4, 12.6, 14, 13.6, 5], () => load(next));
+  const table = longTable("Teams", COLUMNS, [11, 8.2, 12, 12.5, 13, 5.2], () => load(next));
   let cursor = "",
     loading = true;
   const known = new Set();

@@ -75,7 +75,7 @@ async function showUsage() {
     ),
   );
   const columns = usageColumns(by, Math.max(...rows.map(tokens)));
-  const table = longTable(`Usage by ${by}`, columns, [12, 7.4, 7.4, 10, 10, 12, 7]);
+  const table = longTable(`Usage by ${by}`, columns, [10.6, 6.8, 7, 9.4, 9.8, 11.6, 6.7]);
   const csv = el("button", { type: "button" }, "Download CSV");
   csv.addEventListener("click", () =>
     saveCsv(

@@ -72,7 +72,7 @@ const showModels = (models) => {
             ? el(
                 "a",
                 { className: "button primary", href: `/portal/playground?model=${encodeURIComponent(model.id)}` },
-                "Open in playground",
+                "Chat",
               )
             : null,
           details,

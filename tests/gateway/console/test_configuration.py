@@ -54,7 +54,7 @@ def test_the_problems_of_a_rejected_file_have_their_lines(seen: Console) -> None
     written(file_of(seen), ("id: sim/one", f'"{MARKUP}": 1\n  id: sim/one'))
     line = next(number for number, text in enumerate(file_of(seen).read_text().splitlines(), 1) if "owned" in text)
     seen.open("/console/configuration")
-    seen.wait_for_text("so it is rejected. The configuration in use stays as it is.")
+    seen.wait_for_text("so it is rejected. The previous configuration stays in use.")
     seen.wait_for_text(f"{file_of(seen)}:{line}")
     assert MARKUP in seen.browser.text()
     seen.wait_for_text("Rejected")
