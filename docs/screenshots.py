@@ -14,7 +14,7 @@ from tests.support.chromium import Chromium, chromium
 from tests.support.process import PROGRAM, stop, wait_for
 
 IMAGES = Path(__file__).resolve().parent / "images"
-SEND = "document.getElementById('prompt').value = 'What is a gateway?'; document.getElementById('composer').requestSubmit()"
+SEND = "document.getElementById('prompt').value = 'What does a gateway do?'; document.getElementById('composer').requestSubmit()"
 
 
 def main() -> None:
@@ -30,7 +30,7 @@ def main() -> None:
                 browser.evaluate(SEND)
                 browser.wait("document.querySelector('.figures') && document.getElementById('left').textContent")
                 browser.screenshot(IMAGES / "portal.png")
-                opened(browser, f"{console}#key={token}", "!document.getElementById('page').innerText.includes('Loading')")
+                opened(browser, f"{console}/keys#key={token}", "!document.getElementById('page').innerText.includes('Loading')")
                 browser.screenshot(IMAGES / "console.png")
         finally:
             stop(demo)

@@ -26,7 +26,7 @@ const COLUMNS = [
   { title: "Expires", value: (key) => date(key.expires) },
   { title: "Last used", value: (key) => ago(key.last_used) },
 ];
-const WIDE = [12, 7.4, 6.5, 8, 5.2, 8.6, 7.2, 7];
+const WIDE = [10.5, 7.2, 6.3, 8.6, 5.9, 8.4, 7.5, 7.3];
 
 // The keys of the file are few, and searched here. The keys of the store come in pages, and the gateway searches them.
 let files = null,

@@ -32,7 +32,7 @@ async function showTeams() {
   const mine = ++searched,
     search = $("search").value.trim();
   history.replaceState(null, "", location.pathname + query({ search }));
-  const table = longTable("Teams", COLUMNS, [11, 8.2, 12, 12.5, 13, 5.2], () => load(next));
+  const table = longTable("Teams", COLUMNS, [10.6, 8.7, 12, 12.4, 13, 5.2], () => load(next));
   let cursor = "",
     loading = true;
   const known = new Set();
