@@ -68,13 +68,7 @@ const showModels = (models) => {
         el(
           "div",
           { className: "row" },
-          talks
-            ? el(
-                "a",
-                { className: "button primary", href: `/portal/playground?model=${encodeURIComponent(model.id)}` },
-                "Chat",
-              )
-            : null,
+          talks ? el("a", { className: "button primary", href: `/portal/playground?model=${encodeURIComponent(model.id)}` }, "Chat") : null,
           details,
         ),
       );
