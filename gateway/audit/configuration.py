@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ _MASK = "***"
 _MAX_PATHS = 200
 _FREE = frozenset({"env", "args"})
 """Settings with names of other programs, whose secrets are known only by their names."""
-_SECRET_NAMES = re.compile("TOKEN|SECRET|PASSWORD|KEY", re.IGNORECASE)
+_SECRET_NAMES = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|KEY", re.IGNORECASE)
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _USER_INFO = re.compile(r"(?<=://)[^/@\s]*@")
 _MISSING = object()
@@ -98,10 +98,20 @@ def shown(value: Any, name: str = "") -> Any:
             for key, each in value.items()
         }
     if isinstance(value, tuple | list):
-        return [shown(each) for each in value]
+        is_command = name == "command"
+        return [_MASK if is_command and _is_secret(value, at) else shown(each) for at, each in enumerate(value)]
     if isinstance(value, bytes):
         return f"{len(value)} bytes"
     if isinstance(value, str):
         return _USER_INFO.sub("", _HASH.sub(lambda found: found[0][:15] + "…", value))
     made = to_jsonable_python(value, fallback=str)
     return made if isinstance(made, int | float | bool | None) else shown(made)
+
+
+def _is_secret(command: Sequence[str], at: int) -> bool:
+    """Return whether a part of a command is ``--name=value`` of a secret option, or the value after one."""
+    former = command[at - 1] if at else ""
+    option, has_value, _ = command[at].partition("=")
+    if has_value and option.startswith("-"):
+        return _SECRET_NAMES.search(option) is not None
+    return former.startswith("-") and "=" not in former and not option.startswith("-") and _SECRET_NAMES.search(former) is not None

@@ -1,7 +1,7 @@
 // Markdown as nodes. It knows what models write: headings, lists, tables, code, emphasis and links. Anything else is text.
 function inline(text) {
   const nodes = [],
-    pattern = /`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^\]]+)\]\((https?:\/\/[^\s)]+)\)/g;
+    pattern = /`([^`]+)`|\*\*([^*]+)\*\*|\*([^*\s][^*]*)\*|\[([^[\]]{1,500})\]\((https?:\/\/[^\s)]+)\)/g;
   let end = 0;
   for (const match of text.matchAll(pattern)) {
     nodes.push(text.slice(end, match.index));

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from gateway.audit.configuration import differences, fingerprint
+from gateway.audit.configuration import differences, fingerprint, shown
 from gateway.config import Config, load
 from tests.gateway.config.mistakes import DOCUMENT
 from tests.support.certificates import certificate
@@ -79,6 +79,20 @@ def test_variables_and_options_of_launches_with_secret_names_are_masked(tmp_path
     assert "shown" in found and "max-model-len" in found and "hidden-value" not in found and ENVIRON["TOKEN"] not in found
     changed = differences(read(tmp_path, models=[launch("hidden-1")]), read(tmp_path, models=[launch("hidden-2")]))
     assert "hidden" not in json.dumps(changed) and changed[0].keys() == {"models[m].launch.env", "models[m].launch.args"}
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (["vllm", "serve", "--api-key", "s3"], ["vllm", "serve", "--api-key", "***"]),
+        (["vllm", "--hf-token=s3", "m"], ["vllm", "***", "m"]),
+        (["x", "--passwd", "s3", "--port", "1"], ["x", "--passwd", "***", "--port", "1"]),
+        (["x", "--use-key", "--port", "1"], ["x", "--use-key", "--port", "1"]),
+        (["monkey", "m", "--model=a"], ["monkey", "m", "--model=a"]),
+    ],
+)
+def test_the_secret_options_of_a_command_are_masked(command: list[str], expected: list[str]) -> None:
+    assert shown(tuple(command), "command") == expected
 
 
 def test_the_whole_example_has_no_secret(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def no_complaint(shown: Console) -> Iterator[None]:
 
 def test_teams_of_both_sources_with_their_closest_budget(shown: Console) -> None:
     shown.open("/console/teams")
+    shown.browser.wait("document.querySelectorAll('#teams tbody tr').length > 1")
     rows = shown.browser.evaluate("[...document.querySelectorAll('#teams tbody tr')].map((one) => one.innerText)")
     assert any("lab" in row and "gateway.yaml" in row and "of 100" in row for row in rows)
     assert any(HOSTILE in row and "1,000 tokens per day" in row for row in rows)
