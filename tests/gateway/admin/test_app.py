@@ -22,6 +22,7 @@ from gateway.admin.openapi import ROUTES, document, page
 from gateway.audit.entry import NoAudit
 from gateway.fleet.operations import OPERATIONS
 from tests.support.chromium import chromium
+from tests.support.console import responded
 from tests.support.http_server import threaded
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 
@@ -179,7 +180,7 @@ def test_the_document_is_openapi(running: Gateway) -> None:
 
 @pytest.mark.parametrize("path", [route.path for route in ROUTES if "{" not in route.path and not route.is_operation])
 def test_a_described_route_responds_as_described(running: Gateway, path: str) -> None:
-    response = running.get(path)
+    response = responded("GET", f"http://127.0.0.1:{running.admin}{path}")
     (described,) = (route for route in ROUTES if route.path == path and not route.is_operation)
     without_token = Actor("loopback", "", Role.VIEWER)
     assert response.status_code in (described.responses if is_permitted(without_token, described.permission) else {403})
