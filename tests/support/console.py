@@ -94,7 +94,8 @@ def console(folders: pytest.TempPathFactory, config: dict[str, Any]) -> Iterator
 
 def check_quiet(seen: Console, *allowed: str) -> None:
     """Check that the browser has no error and asked no other host. ``allowed`` are parts of errors that a test has caused."""
-    assert [each for each in seen.browser.complaints if not any(text in each for text in allowed)] == []
+    unexpected = [each for each in seen.browser.complaints if not any(text in each for text in allowed)]
+    assert not unexpected, unexpected
     assert {each for each in seen.browser.requests if not each.startswith((seen.url, "data:", "blob:", "about:"))} == set()
     assert "owned" not in str(seen.browser.evaluate("document.title"))
 

@@ -99,7 +99,7 @@ HOOK = "name: ops, webhook: 'https://hooks.example.com/a'"
         (f"notices: [{{{HOOK}, at: []}}]", ["notices[0].at: "]),
         (f"notices: [{{{HOOK}, at: [0.8]}}]", ["expected a share in percent"]),
         (f"notices: [{{{HOOK}, at: [101%]}}]", ["a share is at most 100%"]),
-        (f"notices: [{{{HOOK}, for: user}}]", ["notices[0].for"]),
+        (f"notices: [{{{HOOK}, for: model}}]", ["notices[0].for"]),
         ("notices: [{name: ops, webhook: 'ftp://hooks.example.com'}]", ["webhook: expected a URL such as https://"]),
         ("notices: [{name: ops, webhook: 'https://user:hunter2@hooks.example.com'}]", ["passwords must not be in this file"]),
         (f"{SMTP}notices: [{{name: a, mail: {{to: Ops <ops@example.com>}}}}]", ["expected a mail address"]),

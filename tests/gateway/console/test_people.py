@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.gateway.console.stage import MARKUP, Console, console
+from tests.gateway.console.stage import HOSTILE, Console, console
 
 PEOPLE = "/admin/v1/people"
 
@@ -27,10 +27,10 @@ def test_a_person_signs_in_with_a_link_and_is_signed_out(shown: Console) -> None
     shown.open("/console/people")
     shown.shows("No person has signed in yet")
     shown.click("Create a sign-in link")
-    shown.fill("Name of the person", MARKUP)
+    shown.fill("Name of the person", HOSTILE)
     shown.fill("Role in this console", "viewer")
     shown.fill("Teams that", "lab")
-    assert "login-link --user '<script>" in shown.browser.text() and "--role viewer --owned-team lab" in shown.browser.text()
+    assert "login-link --user '<img" in shown.browser.text() and "--role viewer --owned-team lab" in shown.browser.text()
     shown.submit()
     shown.shows("It is not shown again.")
     links = shown.browser.evaluate("[...document.querySelectorAll('dialog[open] pre')].map((one) => one.textContent)")
@@ -42,7 +42,7 @@ def test_a_person_signs_in_with_a_link_and_is_signed_out(shown: Console) -> None
 
     shown.open("/console/people")
     row = shown.browser.evaluate("document.querySelector('#people tbody tr:not([aria-hidden])').innerText")
-    assert MARKUP in row and "a link" in row and "viewer" in row and "lab (owner)" in row
+    assert HOSTILE in row and "a link" in row and "viewer" in row and "lab (owner)" in row
     shown.browser.resize(390, 800)
     shown.check()
     assert shown.browser.axe() == []

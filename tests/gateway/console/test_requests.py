@@ -110,7 +110,7 @@ def test_the_next_page_is_added_below(seen: Seen) -> None:
     seen.wait("document.querySelectorAll('#requests tbody tr').length === 1 && !document.getElementById('more').hidden")
     seen.browser.evaluate("document.getElementById('more').click()")
     seen.wait("document.querySelectorAll('#requests tbody tr').length === 2")
-    found = seen.browser.evaluate("[...document.querySelectorAll('#requests tbody th')].map((one) => one.innerText).join()")
+    found = seen.browser.evaluate("[...document.querySelectorAll('#requests tbody th a')].map((one) => one.innerText).join()")
     assert found == f"{second},{first}"
 
 

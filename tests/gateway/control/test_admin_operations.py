@@ -92,7 +92,7 @@ def test_operations_are_refused_without_the_token(one: Gateway, path: str) -> No
 
 
 @pytest.mark.parametrize(
-    "page", [{"origin": "https://evil.example.com"}, {"origin": "null"}, {"origin": "http://127.0.0.1"}, {"sec-fetch-site": "same-origin"}]
+    "page", [{"origin": "https://evil.example.com"}, {"origin": "null"}, {"origin": "http://127.0.0.1"}, {"sec-fetch-site": "same-site"}]
 )
 def test_operations_are_refused_for_web_pages(one: Gateway, page: dict[str, str]) -> None:
     for path in (STOP, "/reload", "/drain"):

@@ -120,7 +120,7 @@ def test_a_refusal_is_shown_in_the_words_of_the_gateway(seen: Seen) -> None:
 
 def test_a_team_without_a_policy_is_explained(seen: Seen) -> None:
     seen.sign_in("erin", "closed")
-    seen.browser.wait("document.body.innerText.includes('None of your teams lets people create keys')")
+    seen.browser.wait("document.body.innerText.includes('The operator of the gateway creates the keys of your teams')")
     assert seen.browser.evaluate("document.getElementById('create').hidden")
 
 
@@ -146,5 +146,5 @@ def test_without_a_sign_in_the_page_names_the_operator(tmp_path_factory: pytest.
         chromium(tmp_path_factory.mktemp("chromium")) as browser,
     ):
         browser.open(f"{one.url}/portal/keys")
-        browser.wait("document.body.innerText.includes('the operator of the gateway creates the keys')")
+        browser.wait("document.body.innerText.includes('so its operator creates the keys')")
         audit(browser)
