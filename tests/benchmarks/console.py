@@ -114,7 +114,7 @@ def _requests(port: int, until: float) -> list[float]:
 
 @contextmanager
 def _followers(port: int, count: int) -> Iterator[None]:
-    """Read the events of so many consoles. Fail if one of them got no event."""
+    """Read the events of so many consoles. Fail if a console got no event."""
     stop, received = threading.Event(), [0] * count
 
     def follow(number: int) -> None:
