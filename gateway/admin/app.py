@@ -279,7 +279,7 @@ def _pages(*, signs_in: bool) -> dict[str, Handler]:
     async def me(request: Request) -> Response:
         actor: Actor = request.state.requester.actor
         shown = {"kind": actor.kind, "name": actor.name, "role": actor.role, "teams": sorted(actor.teams)}
-        return JSONResponse(shown, headers={"cache-control": "no-store"})
+        return json_response(shown)
 
     return {"/": index, "/console": page, "/console/{page}": page, "/admin/v1/me": me}
 

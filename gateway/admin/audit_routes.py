@@ -6,11 +6,10 @@ import asyncio
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from gateway.admin.audited import Handler, error_response
+from gateway.admin.audited import Handler, error_response, json_response
 from gateway.audit.listing import Filter
 from gateway.store.cursor import page_length, position_of
 
@@ -40,7 +39,7 @@ def handlers(where: Where | None) -> dict[str, Handler]:
             page = await asyncio.to_thread(audit_page, where, query)
         except OSError as error:
             return error_response(f"{error.filename} cannot be read: {error.strerror}", 503)
-        return Response(msgspec.json.encode(page), headers={"cache-control": "no-store"}, media_type="application/json")
+        return json_response(page)
 
     return {AUDIT: listed}
 

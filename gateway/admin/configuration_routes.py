@@ -8,13 +8,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any, Protocol
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.access.actor import Actor, Role
 from gateway.access.permissions import has_role
-from gateway.admin.audited import Handler
+from gateway.admin.audited import Handler, json_response
 from gateway.fleet.operations import Preview
 
 CONFIGURATION = "/admin/v1/configuration"
@@ -34,7 +33,7 @@ def handlers(files: Files) -> dict[str, Handler]:
     async def configuration(request: Request) -> Response:
         actor: Actor = request.state.requester.actor
         shown = _document(await files.preview(), with_values=has_role(actor, Role.OPERATOR))
-        return Response(msgspec.json.encode(shown), headers={"cache-control": "no-store"}, media_type="application/json")
+        return json_response(shown)
 
     return {CONFIGURATION: configuration}
 

@@ -32,7 +32,7 @@ from gateway.system.addresses import is_loopback, parsed_address
 if TYPE_CHECKING:
     from gateway.sign_in.service import SignIn
 
-OPEN_PATHS = frozenset(path for (_, path), permission in PERMISSIONS.items() if permission == OPEN)
+OPEN_PATHS = frozenset(path for (_, path), permission in PERMISSIONS.items() if permission == OPEN) | pages.PAGES.keys()
 READING = frozenset({"GET", "HEAD"})
 _PAGES = (b"origin", b"sec-fetch-site")
 """Headers that only browsers send, with the requests of a web page (Fetch Standard; Fetch Metadata Request Headers)."""
@@ -104,8 +104,7 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
         if scope["method"] not in READING:
             return self._refusal_to_act(headers, actor)
-        is_open = scope["path"] in OPEN_PATHS or scope["path"] in pages.PAGES
-        return None if is_open else self._refusal_to_show(headers, actor)
+        return None if scope["path"] in OPEN_PATHS else self._refusal_to_show(headers, actor)
 
     def _refusal_to_act(self, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
         if actor is _LOOPBACK:

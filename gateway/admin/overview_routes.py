@@ -10,10 +10,10 @@ from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from gateway.access.permissions import PERMISSIONS, is_permitted
-from gateway.admin.audited import Handler, error_response
+from gateway.admin.audited import Handler, error_response, json_response
 
 OVERVIEW = "/admin/v1/overview"
 EVENTS, CHANGES = f"{OVERVIEW}/events", f"{OVERVIEW}/changes"
@@ -44,7 +44,7 @@ def handlers(live: Live) -> dict[str, Handler]:
         return Response(live.document(), headers=_NO_STORE, media_type="application/json")
 
     async def changes(_: Request) -> Response:
-        return JSONResponse(await live.changes(), headers=_NO_STORE)
+        return json_response(await live.changes())
 
     async def events(request: Request) -> Response:
         if live.is_full:

@@ -77,7 +77,7 @@ async function showKeys() {
       if (error.status !== 404) throw error;
       hasStore = false;
       cursor = null;
-      showNoStore();
+      showNoStore("All keys are in gateway.yaml. To create, change and revoke keys on this page, add a store to gateway.yaml and restart:");
     } finally {
       loading = false;
     }
@@ -94,15 +94,6 @@ async function showKeys() {
   $("keys").replaceChildren(table.node);
   count();
   table.add([]);
-}
-
-function showNoStore() {
-  $("no-store").hidden = false;
-  $("create").hidden = true;
-  $("no-store").replaceChildren(
-    el("p", {}, "All keys are in gateway.yaml. To create, change and revoke keys on this page, add a store to gateway.yaml and restart:"),
-    codeBlock("ledger: sqlite:///usage.db\nstore: ledger"),
-  );
 }
 
 async function showClosest() {
@@ -162,14 +153,13 @@ async function showKey(id) {
     key = await readKey(id);
   } catch (error) {
     if (error.status !== 404) throw error;
-    for (const section of document.querySelectorAll("#one section")) section.hidden = true;
-    return $("one-about").replaceChildren(el("p", {}, "There is no such key in the store or in gateway.yaml. It may have been deleted."));
+    return showMissing("There is no such key in the store or in gateway.yaml. It may have been deleted.");
   }
   $("one-title").textContent = key.id;
   document.title = `${key.id} · Keys`;
   const from = key.stored
     ? ["Kept in the store"]
-    : ["Kept in gateway.yaml. To revoke it: ", el("code", {}, `vllm-gateway keys revoke ${shell(id)}`)];
+    : ["Kept in gateway.yaml. To revoke it: ", el("code", {}, `vllm-gateway keys revoke ${shellText(id)}`)];
   $("one-state").replaceChildren(keyState(key), el("span", { className: "quiet" }, key.name ? `${key.name} · ` : "", ...from));
   const facts = [
     ["Team", teamLink(key.team) ?? "none"],
@@ -215,23 +205,20 @@ async function showKey(id) {
 }
 
 function keyActions(key, states, again) {
-  const button = (text, act, className = "") => {
-    const made = el("button", { type: "button", className }, text);
-    made.addEventListener("click", () => load(async () => act()));
-    return made;
-  };
   const raise =
     may("operator") && states.some((each) => each.holder === `key ${key.id}`)
-      ? [button("Raise a limit", () => raiseLimit("keys", key.id, states, again))]
+      ? [actionButton("Raise a limit", () => raiseLimit("keys", key.id, states, again))]
       : [];
   if (!manages(key)) return raise;
   const ended = key.state === "revoked" || key.state === "expired";
   return [
-    button("Edit", () => editKey(key, states, again)),
+    actionButton("Edit", () => editKey(key, states, again)),
     ...raise,
-    ...(ended ? [] : [button("Rotate", () => rotate(key, again))]),
-    ...(key.state === "revoked" ? [button("Restore", () => restore(key, again))] : [button("Revoke", () => revoke(key, again), "danger")]),
-    ...(ended ? [button("Delete", () => remove(key), "danger")] : []),
+    ...(ended ? [] : [actionButton("Rotate", () => rotate(key, again))]),
+    ...(key.state === "revoked"
+      ? [actionButton("Restore", () => restore(key, again))]
+      : [actionButton("Revoke", () => revoke(key, again), "danger")]),
+    ...(ended ? [actionButton("Delete", () => remove(key), "danger")] : []),
   ];
 }
 
@@ -241,7 +228,7 @@ function revoke(key, again) {
     words: `${capital(useOf(key))}. New requests with the key are refused at once. Requests in flight finish. You can restore the key later.`,
     button: "Revoke the key",
     danger: true,
-    command: `vllm-gateway keys revoke ${shell(key.id)}`,
+    command: `vllm-gateway keys revoke ${shellText(key.id)}`,
     act: async () => {
       await changeEntry(`${pathOf(key.id)}/revoke`, "POST", key.tag, again);
       await again();
@@ -257,7 +244,7 @@ function restore(key, again) {
     title: `Restore ${key.id}`,
     words: "Requests with the key are accepted again.",
     button: "Restore the key",
-    command: `vllm-gateway keys restore ${shell(key.id)}`,
+    command: `vllm-gateway keys restore ${shellText(key.id)}`,
     act: async () => {
       await changeEntry(`${pathOf(key.id)}/restore`, "POST", key.tag, again);
       await again();
@@ -272,7 +259,7 @@ function remove(key) {
     words: "The key and its settings are deleted. This cannot be undone. Its usage stays in the ledger.",
     button: "Delete the key",
     danger: true,
-    command: `vllm-gateway keys delete ${shell(key.id)}`,
+    command: `vllm-gateway keys delete ${shellText(key.id)}`,
     act: async () => {
       await changeEntry(pathOf(key.id), "DELETE", key.tag, () => showKey(key.id));
       location.assign("/console/keys");
@@ -311,7 +298,7 @@ function rotate(key, again) {
       "The key gets a new secret. Its limits and models stay the same. The old secret stays valid for a while, so that you can update clients.",
     button: "Create a new secret",
     fields: [field("The old secret stays valid for", overlap)],
-    command: () => `vllm-gateway keys rotate ${shell(key.id)} --overlap ${overlap.value}`,
+    command: () => `vllm-gateway keys rotate ${shellText(key.id)} --overlap ${overlap.value}`,
     act: async () => {
       let response;
       try {
@@ -362,7 +349,7 @@ function editKey(key, states, again) {
       field("Expires", inputs.expires, "A date such as 2027-01-31, which means 00:00 UTC. Empty: never."),
       limits.node,
     ],
-    command: () => `vllm-gateway keys set ${shell(key.id)}${limits.options() || " …"}`,
+    command: () => `vllm-gateway keys set ${shellText(key.id)}${limits.options() || " …"}`,
     act: async () => {
       const json = patch();
       if (!Object.keys(json).length) return "Nothing was changed.";
@@ -396,7 +383,7 @@ function createKey() {
       limits.node,
     ],
     command: () =>
-      `vllm-gateway keys new --id ${shell(id.value || "ID")}${team.value ? ` --team ${shell(team.value)}` : ""}${limits.options()}`,
+      `vllm-gateway keys new --id ${shellText(id.value || "ID")}${team.value ? ` --team ${shellText(team.value)}` : ""}${limits.options()}`,
     act: async () => {
       const chosen = words(models.value);
       const fields = { id: id.value.trim(), name: name.value.trim(), team: team.value.trim(), expires: expires.value.trim() };
@@ -423,13 +410,7 @@ start(async () => {
   for (const name of ["search", "team", "source"]) $(name).value = given.get(name) ?? "";
   $("create").hidden = !(may("admin") || me.teams.length);
   $("create").onclick = createKey;
-  let waiting = 0;
-  const soon = () => {
-    clearTimeout(waiting);
-    waiting = setTimeout(() => load(showKeys), 120);
-  };
-  $("filters").oninput = soon;
-  $("filters").onsubmit = (event) => event.preventDefault();
+  onFilter(120, showKeys);
   await showKeys();
   await refresh(30, showClosest);
 });

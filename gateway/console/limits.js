@@ -11,7 +11,6 @@ const AMOUNTS = [
   "cost_per_month",
   "max_tokens",
 ];
-const shell = (text) => (/^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'\\''`)}'`);
 const option = (name) => `--${name.replaceAll("_", "-")}`;
 const words = (text) => text.split(/[\s,]+/).filter(Boolean);
 const link = (path, text, className = "") => el("a", { href: path, className }, text);
@@ -84,6 +83,33 @@ async function part(node, make) {
       el("p", { className: error.status === 404 || error.status === 403 ? "quiet" : "error" }, `${capital(error.message)}.`),
     );
   }
+}
+
+// A button that acts on the entry of the page.
+function actionButton(text, act, className = "") {
+  const made = el("button", { type: "button", className }, text);
+  made.addEventListener("click", () => load(async () => act()));
+  return made;
+}
+// Say that the entry of the page does not exist.
+function showMissing(text) {
+  for (const section of document.querySelectorAll("#one section")) section.hidden = true;
+  $("one-about").replaceChildren(el("p", {}, text));
+}
+// Say that entries cannot be created here, and how to change that.
+function showNoStore(text) {
+  $("create").hidden = true;
+  $("no-store").hidden = false;
+  $("no-store").replaceChildren(el("p", {}, text), codeBlock("ledger: sqlite:///usage.db\nstore: ledger"));
+}
+// Call `show` when the filters have not changed for `delay` milliseconds.
+function onFilter(delay, show) {
+  let waiting = 0;
+  $("filters").oninput = () => {
+    clearTimeout(waiting);
+    waiting = setTimeout(() => load(show), delay);
+  };
+  $("filters").onsubmit = (event) => event.preventDefault();
 }
 
 const PERIODS = { day: "today", week: "this week", month: "this month", minute: "in the last minute" };
@@ -225,7 +251,7 @@ function raiseLimit(kind, id, states, again) {
       field("Until", until, "A duration such as 2h, a time of day in UTC such as 18:00, or 2027-01-31T18:00:00Z."),
       preview,
     ],
-    command: () => `vllm-gateway ${kind} raise ${shell(id)} ${limit.value} ${to.value} --until ${until.value}`,
+    command: () => `vllm-gateway ${kind} raise ${shellText(id)} ${limit.value} ${to.value} --until ${until.value}`,
     act: async () => {
       await post(`/admin/v1/${kind}/${encodeURIComponent(id)}/raises`, { limit: limit.value, to: to.value, until: until.value });
       await again();
@@ -247,7 +273,7 @@ function raisesList(kind, id, raises, again) {
           title: `End the raise of ${nameOf(each.limit)}`,
           words: `The configured limit of ${id} applies again at once.`,
           button: "End the raise",
-          command: `vllm-gateway ${kind} end-raise ${shell(id)} --limit ${each.limit}`,
+          command: `vllm-gateway ${kind} end-raise ${shellText(id)} --limit ${each.limit}`,
           act: async () => {
             await api(`/admin/v1/${kind}/${encodeURIComponent(id)}/raises${query({ limit: each.limit })}`, { method: "DELETE" });
             await again();

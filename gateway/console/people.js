@@ -9,7 +9,7 @@ function endSessions(person) {
     words: `${person.sessions === 1 ? "1 session ends" : `${number(person.sessions)} sessions end`} on both ports and on all gateways. The keys of the person stay valid. The person can sign in again: to prevent that, remove the person at the identity provider.`,
     button: "End all sessions",
     danger: true,
-    command: `vllm-gateway people sign-out ${shell(person.subject)}${person.issuer ? ` --issuer ${shell(person.issuer)}` : ""}`,
+    command: `vllm-gateway people sign-out ${shellText(person.subject)}${person.issuer ? ` --issuer ${shellText(person.issuer)}` : ""}`,
     act: async () => {
       const { ended } = await api(`${PEOPLE}/${encodeURIComponent(person.id)}/sessions`, { method: "DELETE" });
       await showPeople();
@@ -110,7 +110,7 @@ function createLink() {
     ],
     command: () =>
       `vllm-gateway login-link ${values()
-        .map(([name, value]) => `--${name.replace("_", "-")} ${shell(value)}`)
+        .map(([name, value]) => `--${name.replace("_", "-")} ${shellText(value)}`)
         .join(" ")}`,
     act: async () => {
       const { urls, expires_in } = await post(`/admin/v1/sign-in-links?${new URLSearchParams(values())}`);
@@ -132,12 +132,7 @@ start(async () => {
   }
   $("subject").value = new URLSearchParams(location.search).get("subject") ?? "";
   $("create").onclick = createLink;
-  let waiting = 0;
-  $("filters").oninput = () => {
-    clearTimeout(waiting);
-    waiting = setTimeout(() => load(showPeople), 200);
-  };
-  $("filters").onsubmit = (event) => event.preventDefault();
+  onFilter(200, showPeople);
   try {
     await showPeople();
     $("filters").hidden = $("create").hidden = false;

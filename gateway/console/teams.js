@@ -55,7 +55,7 @@ async function showTeams() {
     } catch (error) {
       if (error.status !== 404) throw error;
       cursor = null;
-      showNoStore();
+      showNoStore("All teams are in gateway.yaml. To create and change teams on this page, add a store to gateway.yaml and restart:");
     } finally {
       loading = false;
     }
@@ -80,15 +80,6 @@ async function showTeams() {
   table.add([]);
 }
 
-function showNoStore() {
-  $("create").hidden = true;
-  $("no-store").hidden = false;
-  $("no-store").replaceChildren(
-    el("p", {}, "All teams are in gateway.yaml. To create and change teams on this page, add a store to gateway.yaml and restart:"),
-    codeBlock("ledger: sqlite:///usage.db\nstore: ledger"),
-  );
-}
-
 async function readTeam(id) {
   try {
     return { ...(await readEntry(pathOf(id))), stored: true };
@@ -106,8 +97,7 @@ async function showTeam(id) {
     team = await readTeam(id);
   } catch (error) {
     if (error.status !== 404) throw error;
-    for (const section of document.querySelectorAll("#one section")) section.hidden = true;
-    return $("one-about").replaceChildren(el("p", {}, "There is no such team in the store or in gateway.yaml."));
+    return showMissing("There is no such team in the store or in gateway.yaml.");
   }
   $("one-title").textContent = team.id;
   document.title = `${team.id} · Teams`;
@@ -141,15 +131,10 @@ async function showTeam(id) {
     return limitBars(states, "Its keys share no limit.");
   });
   await part($("raises"), async () => raisesList("teams", id, hasKeys ? (await api(`${pathOf(id)}/raises`)).raises : [], again));
-  const button = (text, act, className = "") => {
-    const made = el("button", { type: "button", className }, text);
-    made.addEventListener("click", () => load(async () => act()));
-    return made;
-  };
   $("actions").replaceChildren(
-    ...(team.stored && may("admin") ? [button("Edit", () => editTeam(team, states, again))] : []),
-    ...(may("operator") && states.length ? [button("Raise a limit", () => raiseLimit("teams", id, states, again))] : []),
-    ...(team.stored && may("admin") ? [button("Delete", () => removeTeam(team), "danger")] : []),
+    ...(team.stored && may("admin") ? [actionButton("Edit", () => editTeam(team, states, again))] : []),
+    ...(may("operator") && states.length ? [actionButton("Raise a limit", () => raiseLimit("teams", id, states, again))] : []),
+    ...(team.stored && may("admin") ? [actionButton("Delete", () => removeTeam(team), "danger")] : []),
   );
   await part($("who"), async () => {
     const { usage } = await api(`/usage${query({ by: "key", team: id, since: "today" })}`);
@@ -231,7 +216,7 @@ function editTeam(team, states, again) {
     words: "All keys of the team share these limits. A change of self-service applies to keys that are created or changed later.",
     button: "Save",
     fields: form.fields,
-    command: () => `vllm-gateway teams set ${shell(team.id)}${form.options() || " …"}`,
+    command: () => `vllm-gateway teams set ${shellText(team.id)}${form.options() || " …"}`,
     act: async () => {
       const json = form.patch();
       if (!Object.keys(json).length) return "Nothing was changed.";
@@ -250,7 +235,7 @@ function createTeam() {
     title: "Create a team",
     button: "Create the team",
     fields: [field("ID", id, "It appears in usage and limits, and cannot be changed."), ...form.fields],
-    command: () => `vllm-gateway teams new --id ${shell(id.value || "ID")}${form.options()}`,
+    command: () => `vllm-gateway teams new --id ${shellText(id.value || "ID")}${form.options()}`,
     act: async () => {
       const made = await api(TEAMS, {
         method: "POST",
@@ -276,7 +261,7 @@ function removeTeam(team) {
     words: "A team that has keys cannot be deleted: first delete its keys or move them to another team. Its usage stays in the ledger.",
     button: "Delete the team",
     danger: true,
-    command: `vllm-gateway teams delete ${shell(team.id)}`,
+    command: `vllm-gateway teams delete ${shellText(team.id)}`,
     act: async () => {
       await changeEntry(pathOf(team.id), "DELETE", team.tag, () => showTeam(team.id));
       location.assign("/console/teams");
@@ -296,11 +281,6 @@ start(async () => {
   $("search").value = given.get("search") ?? "";
   $("create").hidden = !may("admin");
   $("create").onclick = createTeam;
-  let waiting = 0;
-  $("filters").oninput = () => {
-    clearTimeout(waiting);
-    waiting = setTimeout(() => load(showTeams), 120);
-  };
-  $("filters").onsubmit = (event) => event.preventDefault();
+  onFilter(120, showTeams);
   await showTeams();
 });

@@ -298,7 +298,7 @@ function closeMonth(month) {
     button: "Close the month",
     danger: true,
     fields: [field("Month", input)],
-    command: () => `vllm-gateway usage close ${shell(input.value || "2026-10")}`,
+    command: () => `vllm-gateway usage close ${shellText(input.value || "2026-10")}`,
     act: async () => {
       const found = await post(`/admin/v1/months/${encodeURIComponent(input.value.trim())}/close`);
       await show();
@@ -328,18 +328,10 @@ start(async () => {
   for (const each of document.querySelectorAll(".of-usage"))
     each.hidden = name !== "usage" || (each.id === "label-field" && $("by").value !== "label");
   $("month-dialog").addEventListener("close", () => history.replaceState(null, "", `/console/usage${query({ part: "months" })}`));
-  let waiting = 0;
-  $("filters").oninput = () => {
-    clearTimeout(waiting);
-    waiting = setTimeout(() => {
-      history.replaceState(
-        null,
-        "",
-        location.pathname + query({ ...(name === "usage" ? filters() : { days: $("days").value, model: $("model").value, part: name }) }),
-      );
-      load(show);
-    }, 200);
-  };
-  $("filters").onsubmit = (event) => event.preventDefault();
+  onFilter(200, () => {
+    const values = name === "usage" ? filters() : { days: $("days").value, model: $("model").value, part: name };
+    history.replaceState(null, "", location.pathname + query(values));
+    return show();
+  });
   await show();
 });

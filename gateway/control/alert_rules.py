@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from types import MappingProxyType
 
 from gateway.control.recent_history import HOUR, MinuteCounts
 from gateway.telemetry.metrics import Series
@@ -196,31 +195,29 @@ _MODELS, _KEYS, _SYSTEM, _REQUESTS = "/console/models", "/console/keys", "/conso
 _FAILED = "{bad} of {of} requests of {model} failed within an hour."
 _STARTED_LATE = "{bad} of {of} streams of {model} started late within an hour."
 _USED, _EXCEEDED = "{holder} has used {share:.0%} of {budget}.", "{holder} has exceeded its soft budget {budget}: {share:.0%}."
-RULES: Mapping[str, Rule] = MappingProxyType(
-    {
-        "VllmGatewayNoHealthyServer": Rule("critical", 300, _MODELS, _no_healthy_server),
-        "VllmGatewayFailuresFast": Rule("critical", 120, _REQUESTS, _burning("failures", "requests", 0.001, _FAILED)),
-        "VllmGatewayFirstTokensFast": Rule("critical", 120, _MODELS, _burning("late", "streams", 0.05, _STARTED_LATE)),
-        "VllmGatewayServerCrashLoop": Rule(
-            "critical", 60, _MODELS, _restarts("server_restarts", "{label} was restarted {number} times in 15 minutes.")
-        ),
-        "VllmGatewayWorkerCrashLoop": Rule(
-            "critical", 60, _SYSTEM, _restarts("worker_restarts", "{number} workers ended unexpectedly in 15 minutes.")
-        ),
-        "VllmGatewayReloadFailed": Rule("warning", 60, "/console/configuration", _reload_failed),
-        "VllmGatewayDependencyDown": Rule("warning", 300, _SYSTEM, _dependency_down),
-        "VllmGatewayLedgerInMemory": Rule("critical", 60, _SYSTEM, _ledger_in_memory),
-        "VllmGatewayLedgerLoses": Rule("critical", 0, _SYSTEM, _ledger_loses),
-        "VllmGatewayDirectUse": Rule("warning", 0, "/console/usage", _direct_use),
-        "VllmGatewayKeyExpires": Rule("warning", 3600, _KEYS, _key_expires),
-        "VllmGatewayCertificateExpires": Rule("warning", 3600, _SYSTEM, _certificate_expires),
-        "VllmGatewayWrongModel": Rule("warning", 300, _MODELS, _wrong_model),
-        "VllmGatewayKeySetAway": Rule("warning", 900, _SYSTEM, _key_set_down),
-        "VllmGatewayBudgetNearlyUsed": Rule("warning", 300, _KEYS, _budget(0.9, "false", _USED)),
-        "VllmGatewaySoftBudgetExceeded": Rule("warning", 300, _KEYS, _budget(1.0, "true", _EXCEEDED)),
-        "VllmGatewayNoticesWait": Rule("warning", 0, _SYSTEM, _notices_wait),
-        "VllmGatewayQueueGrows": Rule("warning", 300, _MODELS, _queue_grows),
-        "VllmGatewayAuthFailures": Rule("warning", 300, "/console/requests", _auth_failures),
-    }
-)
+RULES: Mapping[str, Rule] = {
+    "VllmGatewayNoHealthyServer": Rule("critical", 300, _MODELS, _no_healthy_server),
+    "VllmGatewayFailuresFast": Rule("critical", 120, _REQUESTS, _burning("failures", "requests", 0.001, _FAILED)),
+    "VllmGatewayFirstTokensFast": Rule("critical", 120, _MODELS, _burning("late", "streams", 0.05, _STARTED_LATE)),
+    "VllmGatewayServerCrashLoop": Rule(
+        "critical", 60, _MODELS, _restarts("server_restarts", "{label} was restarted {number} times in 15 minutes.")
+    ),
+    "VllmGatewayWorkerCrashLoop": Rule(
+        "critical", 60, _SYSTEM, _restarts("worker_restarts", "{number} workers ended unexpectedly in 15 minutes.")
+    ),
+    "VllmGatewayReloadFailed": Rule("warning", 60, "/console/configuration", _reload_failed),
+    "VllmGatewayDependencyDown": Rule("warning", 300, _SYSTEM, _dependency_down),
+    "VllmGatewayLedgerInMemory": Rule("critical", 60, _SYSTEM, _ledger_in_memory),
+    "VllmGatewayLedgerLoses": Rule("critical", 0, _SYSTEM, _ledger_loses),
+    "VllmGatewayDirectUse": Rule("warning", 0, "/console/usage", _direct_use),
+    "VllmGatewayKeyExpires": Rule("warning", 3600, _KEYS, _key_expires),
+    "VllmGatewayCertificateExpires": Rule("warning", 3600, _SYSTEM, _certificate_expires),
+    "VllmGatewayWrongModel": Rule("warning", 300, _MODELS, _wrong_model),
+    "VllmGatewayKeySetAway": Rule("warning", 900, _SYSTEM, _key_set_down),
+    "VllmGatewayBudgetNearlyUsed": Rule("warning", 300, _KEYS, _budget(0.9, "false", _USED)),
+    "VllmGatewaySoftBudgetExceeded": Rule("warning", 300, _KEYS, _budget(1.0, "true", _EXCEEDED)),
+    "VllmGatewayNoticesWait": Rule("warning", 0, _SYSTEM, _notices_wait),
+    "VllmGatewayQueueGrows": Rule("warning", 300, _MODELS, _queue_grows),
+    "VllmGatewayAuthFailures": Rule("warning", 300, "/console/requests", _auth_failures),
+}
 """The alerts by name."""

@@ -14,12 +14,12 @@ import httpx2
 from gateway.auth.keys import hash_of
 from tests.gateway.self_service.stage import SESSION_KEY, free_ports
 from tests.support.chromium import Chromium, chromium
+from tests.support.console import TOKENS
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.running import KEY
 
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
 MARKUP = "<script>document.title='owned'</script> مفتاح"
-TOKENS = {role: f"token-of-{role}" for role in ("viewer", "operator", "admin")}
 
 
 @dataclass
@@ -83,6 +83,13 @@ class Console:
         assert [each for each in self.browser.complaints if "the server responded with a status of 4" not in each] == []
         assert self.browser.evaluate("document.title") != "owned"
         assert self.browser.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+    def check_width(self, path: str, width: int) -> None:
+        """Check a page in a window of this width."""
+        self.browser.resize(width, 900)
+        self.open(path)
+        self.check()
+        self.browser.resize(1440, 900)
 
 
 @contextmanager

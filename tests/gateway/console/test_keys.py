@@ -207,10 +207,7 @@ def test_a_missing_key_is_named(shown: Console) -> None:
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("path", ["/console/keys", f"/console/keys?id={HOSTILE}", "/console/keys?id=team-a"])
 def test_a_page_fits_into_its_window(shown: Console, path: str, width: int) -> None:
-    shown.browser.resize(width, 900)
-    shown.open(path)
-    shown.check()
-    shown.browser.resize(1440, 900)
+    shown.check_width(path, width)
 
 
 def test_axe_finds_nothing(shown: Console) -> None:

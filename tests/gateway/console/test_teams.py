@@ -79,10 +79,7 @@ def test_a_viewer_has_no_buttons(shown: Console) -> None:
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("path", ["/console/teams", f"/console/teams?id={HOSTILE}"])
 def test_a_page_fits_into_its_window(shown: Console, path: str, width: int) -> None:
-    shown.browser.resize(width, 900)
-    shown.open(path)
-    shown.check()
-    shown.browser.resize(1440, 900)
+    shown.check_width(path, width)
 
 
 def test_axe_finds_nothing(shown: Console) -> None:

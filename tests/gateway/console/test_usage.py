@@ -118,10 +118,7 @@ def test_a_month_that_has_not_ended_is_refused_in_the_dialog(shown: Console) -> 
 @pytest.mark.parametrize("width", [390, 1440])
 @pytest.mark.parametrize("path", ["/console/usage", "/console/usage?part=reconciliation&days=1", "/console/usage?part=months"])
 def test_a_page_fits_into_its_window(shown: Console, path: str, width: int) -> None:
-    shown.browser.resize(width, 900)
-    shown.open(path)
-    shown.check()
-    shown.browser.resize(1440, 900)
+    shown.check_width(path, width)
 
 
 def test_axe_finds_nothing(shown: Console) -> None:
