@@ -30,7 +30,7 @@ from gateway.admin import (
 from gateway.admin.guard import READING, TWICE
 from gateway.config import Key, Team
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS
-from gateway.store.decisions import SETTABLE, TEAM_SETTINGS
+from gateway.store.decisions import ATTRIBUTES, SETTABLE, TEAM_SETTINGS
 from gateway.usage.dimensions import CHOICES
 
 _MISDIRECTED = "the Host is a name, although the port listens only on this machine and requires no token"
@@ -305,7 +305,7 @@ _NEW_KEY = "`secret` is the new key, which is not shown again; null if the reque
 
 def _settings(section: type[BaseModel], names: Iterable[str]) -> dict[str, str]:
     """Return settings of the configuration with their descriptions."""
-    return {name: section.model_fields[name].description or "" for name in names}
+    return {name: section.model_fields[ATTRIBUTES.get(name, name)].description or "" for name in names}
 
 
 _OF_KEY = {"name": "text for people, up to 100 characters"} | _settings(Key, SETTABLE)

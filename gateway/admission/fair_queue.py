@@ -1,105 +1,291 @@
-"""Order waiting requests by start-time fair queueing (Goyal, Vin and Cheng, 1996), counted in requests.
+"""Order waiting requests so that flows are served in proportion to their weights: hierarchical start-time fair queueing.
 
-A waiting item belongs to a flow with a weight. The rules: flows that keep waiting are served in proportion to their weights, to within one
-request each, however many items each has. Within a flow, items are served in the order of arrival. Removing an item does not charge its
-flow. If the queue is full, the flow with the most items for its weight loses an item, but never its last item.
+A flow is a node of a tree, for example a team and below it its keys; requests wait at the leaves. Each flow has a weight and a *tag*: the
+service that it was charged, divided by its weight. At each level, the waiting flow with the smallest tag is next, and within a leaf the
+request that has waited longest. A request is charged an estimate when it is dispatched. The estimate is corrected while it runs and when it
+ends, and what its flow is served without waiting is charged too.
 
-Pure: no clock, no I/O. The cost grows with the number of waiting flows, not of waiting items.
+The rules:
+
+- A flow keeps its debt, a tag above those of others, until it has been idle for ``MEMORY`` seconds.
+- A flow that was idle gets no credit: its tag is raised to the virtual time of its parent, the tag of the last flow that was served. But
+  what a flow missed in a pause of at most ``PAUSE`` seconds still counts, so that a client who returns at once loses nothing.
+- A request that did not run charges nothing.
+
+The bound: while two sibling flows f and g have waiting requests, let d be the difference of their tags, d0 its value at the start, L the
+largest charge of one dispatch, and D what the corrections of all requests of a flow that are in flight at one time can add up to. Then
+d <= max(d0, (L_f + D_f) / w_f + D_g / w_g), however long this lasts. So the service of the two, divided by their weights, differs by a
+constant. With exact estimates, D is 0. This is the form of the bound in VTC (Sheng et al., OSDI 2024); the algorithm is that of Goyal, Vin
+and Cheng (1996) in a tree (Bennett and Zhang, 1997).
+
+Pure: the clock is given, no I/O. Times are in seconds. The cost of a dispatch grows with the logarithm of the number of waiting flows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
-from typing import Generic, TypeVar
+from collections.abc import Hashable, Iterator, Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
+PAUSE = 1.0
+"""Seconds without a waiting request after which a flow gets no credit for what it missed."""
+MEMORY = 60.0
+"""Seconds without a request after which the debt of a flow is forgotten."""
+_SPARE = 32  # entries of a heap that are out of date before it is rebuilt, besides as many as are up to date
 
-class _Flow(Generic[T]):
-    """The items of one flow in order, with the time at which each was queued. ``start`` is the virtual start time of the first item."""
 
-    __slots__ = ("key", "start", "waiting", "weight")
+class Share(NamedTuple):
+    """One level of the path to a leaf: the name of a flow, unique below its parent, and its weight among its siblings.
 
-    def __init__(self, key: str, weight: float, start: float) -> None:
-        self.key = key
+    ``rank``: flows of a lower rank are served before all others.
+    """
+
+    name: str
+    weight: float
+    rank: int = 0
+
+
+_UNNAMED = Share("", 1.0)
+"""The leaf for requests whose path ends at a flow that has flows below it."""
+
+
+class Flow(Generic[T]):
+    """One node of the tree. Only a leaf has waiting requests of its own, each with the time since which it has waited."""
+
+    __slots__ = (
+        "_entries", "_entry", "_heap", "_older", "_past", "_rotated_at", "active_at", "children", "in_flight", "name", "now", "parent",
+        "rank", "requests", "tag", "waiting", "weight",
+    )  # fmt: skip
+
+    def __init__(self, name: str, weight: float, parent: Flow[T] | None) -> None:
+        self.name = name
         self.weight = weight
-        self.start = start
-        self.waiting: dict[T, float] = {}
+        self.rank = 0
+        self.parent = parent
+        self.tag = 0.0
+        self.children: dict[str, Flow[T]] = {}
+        self.requests: dict[T, float] = {}
+        self.waiting = 0
+        """The number of requests that wait below this flow."""
+        self.in_flight = 0
+        """The number of requests of a leaf that were dispatched and have not ended."""
+        self.active_at = -inf
+        """When it last had a waiting request, or was charged."""
+        self.now = 0.0
+        """The virtual time of its children: the largest tag at which one of them was served."""
+        self._entry = 0  # the number of its valid entry in the heap of its parent
+        self._entries = 0  # the number of entries that its own heap has had
+        self._heap: list[tuple[int, float, int, Flow[T]]] = []  # its waiting children by rank and tag, and entries that are out of date
+        self._past = self._older = 0.0  # the virtual time at the last two rotations
+        self._rotated_at = -inf
 
-    def add(self, item: T, since: float) -> None:
-        """Add an item in the order of waiting."""
-        latest = next(reversed(self.waiting.values()), since)
-        self.waiting[item] = since
-        if since < latest:  # it was dispatched before and came back without a server
-            self.waiting = dict(sorted(self.waiting.items(), key=lambda pair: pair[1]))
+    def next_child(self) -> Flow[T] | None:
+        """Return the waiting child that is next: the one with the smallest tag among those of the lowest rank. None if no child waits."""
+        heap = self._heap
+        while heap:
+            _, _, entry, child = heap[0]
+            if entry == child._entry and child.waiting:
+                return child
+            heappop(heap)
+        return None
 
-    def share(self) -> float:
-        """Return the number of items divided by the weight."""
-        return len(self.waiting) / self.weight
+    def earlier(self, now: float) -> float:
+        """Return the virtual time between one and two times ``PAUSE`` ago."""
+        since = now - self._rotated_at
+        if since >= PAUSE:
+            self._older = self._past if since < 2 * PAUSE else self.now
+            self._past, self._rotated_at = self.now, now
+        return self._older
+
+    def start(self, now: float) -> None:
+        """Raise the tag of a flow that begins to wait, as far as it has no claim to what it missed."""
+        parent = self.parent
+        assert parent is not None
+        # The earlier time is read in any case: it must be noted while flows come and go.
+        earlier = parent.earlier(now)
+        self.tag = max(self.tag, earlier if now - self.active_at <= PAUSE else parent.now)
+
+    def queue(self) -> None:
+        """Enter the heap of the parent under the current tag. An earlier entry is out of date."""
+        parent = self.parent
+        assert parent is not None
+        parent._entries += 1
+        self._entry = parent._entries
+        heap = parent._heap
+        heappush(heap, (self.rank, self.tag, self._entry, self))
+        if len(heap) > 2 * len(parent.children) + _SPARE:
+            heap[:] = [each for each in heap if each[2] == each[3]._entry and each[3].waiting]
+            heapify(heap)
+
+    @property
+    def top(self) -> Flow[T]:
+        """The flow below the root that it belongs to."""
+        node = self
+        while node.parent is not None and node.parent.parent is not None:
+            node = node.parent
+        return node
+
+    @property
+    def oldest(self) -> float:
+        """The time since which the first request of a leaf has waited."""
+        return next(iter(self.requests.values()))
+
+    def share(self, more: int = 0) -> float:
+        """Return the number of waiting requests, and ``more``, divided by the weight."""
+        return (self.waiting + more) / self.weight
 
 
 class FairQueue(Generic[T]):
-    """The waiting items. Virtual time restarts when the queue is empty."""
+    """The waiting requests of a model."""
 
     def __init__(self) -> None:
-        self._flows: dict[str, _Flow[T]] = {}
-        self._ended: dict[str, float] = {}
-        """The virtual time at which the last dispatch of a flow without waiting items ended."""
-        self._now = 0.0
-        self._size = 0
+        self._root: Flow[T] = Flow("", 1.0, None)
+        self._leaves: dict[Flow[T], None] = {}
+        """The leaves with waiting requests."""
 
     def __len__(self) -> int:
-        return self._size
+        return self._root.waiting
 
     def __iter__(self) -> Iterator[T]:
-        """Iterate over all items, in no order between flows."""
-        return (item for flow in self._flows.values() for item in flow.waiting)
+        """Iterate over all waiting requests, in no order between flows."""
+        return (item for leaf in self._leaves for item in leaf.requests)
 
     @property
     def oldest(self) -> float | None:
-        """The time at which the oldest item was queued; None if the queue is empty."""
-        return min((next(iter(flow.waiting.values())) for flow in self._flows.values()), default=None)
+        """The time since which the oldest request has waited; None if the queue is empty."""
+        return min((leaf.oldest for leaf in self._leaves), default=None)
 
-    def put(self, item: T, key: str, weight: float, since: float) -> None:
-        """Append an item to the flow of a key."""
-        flow = self._flows.get(key)
-        if flow is None:
-            flow = self._flows[key] = _Flow(key, weight, max(self._now, self._ended.pop(key, 0.0)))
-        flow.weight = weight
-        flow.add(item, since)
-        self._size += 1
+    def oldest_below(self, name: str) -> float | None:
+        """Return the time since which the oldest request has waited in a flow at the top; None if none waits there."""
+        return min((leaf.oldest for leaf in self._leaves if leaf.top.name == name), default=None)
 
-    def pop(self) -> T:
-        """Remove and return the next item. Raises ValueError if the queue is empty."""
-        flow = min(self._flows.values(), key=lambda flow: flow.start)
-        item = next(iter(flow.waiting))
-        self._now = flow.start
-        flow.start += 1 / flow.weight
-        self._remove_from(flow, item)
-        return item
+    def leaf(self, path: Sequence[Share]) -> Flow[T]:
+        """Return the leaf at the end of a path. It and the flows above it are created, or get the weights of the path."""
+        node = self.flow(path)
+        return self._child(node, _UNNAMED) if node.children else node
 
-    def remove(self, item: T, key: str) -> None:
-        """Remove an item that was not dispatched. Raises KeyError if it does not wait."""
-        self._remove_from(self._flows[key], item)
+    def flow(self, path: Sequence[Share]) -> Flow[T]:
+        """Return the flow at the end of a path, as ``leaf`` does. It may have flows below it."""
+        node = self._root
+        for share in path:
+            node = self._child(node, share)
+        return node
 
-    def displaced_by(self, key: str, weight: float) -> T | None:
-        """Return the item that a new item of this flow would displace if the queue is full; None if the new item itself is refused.
+    def _child(self, node: Flow[T], share: Share) -> Flow[T]:
+        child = node.children.get(share.name)
+        if child is None:
+            child = node.children[share.name] = Flow(share.name, share.weight, node)
+            child.tag = node.now
+        child.weight = share.weight
+        if child.rank != share.rank:
+            child.rank = share.rank
+            if child.waiting:
+                child.queue()
+        return child
 
-        It is the latest item of the flow with the most items for its weight. A flow without items may displace an item of any flow that has
-        two items.
+    def put(self, item: T, leaf: Flow[T], since: float, now: float) -> None:
+        """Add a request to a leaf, in the order of waiting."""
+        requests = leaf.requests
+        latest = next(reversed(requests.values()), since)
+        requests[item] = since
+        if since < latest:  # it was dispatched before and came back without a server
+            leaf.requests = dict(sorted(requests.items(), key=lambda pair: pair[1]))
+        self._leaves[leaf] = None
+        node = leaf
+        while (parent := node.parent) is not None:
+            node.waiting += 1
+            if node.waiting == 1:
+                node.start(now)
+                node.queue()
+            node = parent
+        node.waiting += 1
+
+    def pop(self, now: float) -> tuple[T, Flow[T]]:
+        """Remove and return the next request, which is dispatched, and its leaf. Raises ValueError if the queue is empty."""
+        node = self._root
+        # A leaf that has become a parent still has the requests from before.
+        while not node.requests and (child := node.next_child()) is not None:
+            node.now = max(node.now, child.tag)
+            node = child
+        if not node.requests:
+            raise ValueError("the queue is empty")
+        item = next(iter(node.requests))
+        self._remove(item, node, now)
+        node.in_flight += 1
+        return item, node
+
+    def remove(self, item: T, leaf: Flow[T], now: float) -> None:
+        """Remove a request that was not dispatched. Raises KeyError if it does not wait."""
+        self._remove(item, leaf, now)
+
+    def _remove(self, item: T, leaf: Flow[T], now: float) -> None:
+        del leaf.requests[item]
+        if not leaf.requests:
+            del self._leaves[leaf]
+        node: Flow[T] | None = leaf
+        while node is not None:
+            node.waiting -= 1
+            node.active_at = now
+            node = node.parent
+
+    def charge(self, leaf: Flow[T], service: float, now: float) -> None:
+        """Charge the flows from a leaf upward for service, or correct an earlier charge: then ``service`` may be negative."""
+        node = leaf
+        while (parent := node.parent) is not None:
+            node.tag += service / node.weight
+            node.active_at = now
+            if node.waiting:
+                node.queue()
+            node = parent
+
+    def charge_served(self, flow: Flow[T], service: float, last: float, now: float) -> None:
+        """Charge flows for requests that were served without waiting. ``last`` is the service of one of them.
+
+        Virtual time follows, as if each of them had been dispatched, but no further than to a flow that waits.
         """
-        own = self._flows.get(key)
-        largest = max((flow for flow in self._flows.values() if len(flow.waiting) > 1), key=_Flow.share, default=None)
-        if largest is None or largest is own or (own is not None and largest.share() <= (len(own.waiting) + 1) / weight):
-            return None
-        return next(reversed(largest.waiting))
+        self.charge(flow, service, now)
+        node = flow
+        while (parent := node.parent) is not None:
+            waiting = parent.next_child()
+            started = node.tag - min(last, service) / node.weight
+            parent.now = max(parent.now, started if waiting is None else min(started, waiting.tag))
+            parent.earlier(now)
+            node = parent
 
-    def _remove_from(self, flow: _Flow[T], item: T) -> None:
-        del flow.waiting[item]
-        self._size -= 1
-        if not flow.waiting:
-            del self._flows[flow.key]
-            self._ended[flow.key] = flow.start
-        if not self._size:
-            self._ended.clear()
-            self._now = 0.0
+    def forget(self, now: float) -> list[Flow[T]]:
+        """Remove the flows that have been idle for ``MEMORY`` seconds. Returns them."""
+        return list(_forgotten(self._root, now))
+
+    def displaced_by(self, leaf: Flow[T]) -> T | None:
+        """Return the request that a new request of this leaf would displace if the queue is full; None if the new one itself is refused.
+
+        From the root downward, it is a request of the sibling with the most waiting requests for its weight, provided that the new
+        request's own flow has fewer even with it. It is never the last request of that sibling.
+        """
+        path = [leaf]
+        while (above := path[-1].parent) is not None:
+            path.append(above)
+        for parent, own in zip(path[:0:-1], path[-2::-1], strict=True):
+            largest = max((child for child in parent.children.values() if child.waiting > 1), key=Flow.share, default=None)
+            if largest is None:
+                return None
+            if largest is own:
+                continue
+            if largest.share() <= own.share(1) and own.waiting:
+                return None
+            while (below := max((child for child in largest.children.values() if child.waiting), key=Flow.share, default=None)) is not None:
+                largest = below
+            return next(reversed(largest.requests))
+        return None
+
+
+def _forgotten(node: Flow[T], now: float) -> Iterator[Flow[T]]:
+    """Remove the idle flows below a node, and yield them."""
+    for child in tuple(node.children.values()):
+        yield from _forgotten(child, now)
+        if not (child.waiting or child.children or child.in_flight) and now - child.active_at > MEMORY:
+            del node.children[child.name]
+            yield child

@@ -2,9 +2,9 @@
 
 A queue is open while control expects the model to come up at a known time, and while servers that are up are at capacity. The rules: the
 fair queue picks the next request and resumes it as soon as capacity frees up, inside that same call, so no later request takes the
-capacity. The ``with`` block that acquired a queue slot releases it, so a disconnect releases it immediately. Control is notified when
-requests start or stop waiting for a model that is not up. A client that was sent away with a Retry-After is expected back; until then its
-model counts as requested.
+capacity. The ``with`` block that acquired a queue slot releases it, so a disconnect releases it immediately. A request that was dispatched
+is charged an estimate of its service until ``finish``, which each of them reaches. Control is notified when requests start or stop waiting
+for a model that is not up. A client that was sent away with a Retry-After is expected back; until then its model counts as requested.
 
 Times are in seconds of the monotonic clock, which all processes share.
 """
@@ -12,11 +12,17 @@ Times are in seconds of the monotonic clock, which all processes share.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 from time import monotonic
+from typing import NamedTuple
 
-from gateway.admission.fair_queue import FairQueue
+from gateway.admission.fair_queue import FairQueue, Flow
+from gateway.admission.service import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
+from gateway.admission.shares import QueueShares, RequestFlows
 from gateway.api.errors import Refusal, draining, duration, none_healthy
+from gateway.api.usage import Usage
 from gateway.snapshot.snapshot import Key, Model, Queue
 from gateway.telemetry.shared_counters import SharedCells
 from upstream.balancing.policies.least_busy import LeastBusy
@@ -30,23 +36,49 @@ ReportDemand = Callable[[str, float | None], None]
 NO_QUEUE = Queue(size=0, wait=0.0)
 RETURN_GRACE = 2.0
 """Seconds that a client may be late when it retries after its Retry-After."""
+_FLOW_METRICS = ("queue_requests_total", "queue_wait_seconds_total", "queue_service_total")
+_TOKEN_TYPES = ("prompt", "completion", "cached")
+_FORGET_EVERY = 10.0  # seconds
+_READ_AT_ONCE = 200  # keys whose counters are read in one tick
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """What a queue knows about a request.
+
+    ``since``: when it began to wait. ``size``: bytes of its body. ``most``: tokens that its output may have. ``user``: its end user.
+    ``lowered_to``: the class that its client wants, which counts if it is after that of the key.
+    """
+
+    key: Key
+    since: float
+    size: int = 0
+    most: float = math.inf
+    user: str | None = None
+    lowered_to: str | None = None
 
 
 class ModelQueues:
-    """The queues of a worker. ``cells`` returns a model's gauge of waiting requests."""
+    """The queues of a worker. ``cells`` returns the cells of a metric by its family and labels."""
 
-    def __init__(self, deadlines: Deadlines, cells: Callable[[str], SharedCells], report: ReportDemand) -> None:
+    def __init__(self, deadlines: Deadlines, cells: Callable[..., SharedCells], report: ReportDemand) -> None:
         self._deadlines = deadlines
         self._cells = cells
         self._report = report
         self._queues: dict[str, ModelQueue] = {}
 
-    def set_models(self, models: Iterable[tuple[Model, Pool]]) -> None:
-        """Create the queues for the models of a new snapshot. Waiting requests stay."""
+    def set_models(self, models: Sequence[tuple[Model, Pool]], shares: QueueShares) -> None:
+        """Create the queues for the models of a new snapshot. Waiting requests stay. ``models``: those with servers, and adapters."""
         before, self._queues = self._queues, {}
+        names: dict[str, list[str]] = {}
+        for model, _ in models:
+            names.setdefault(model.base, []).append(model.id)
         for model, pool in models:
-            queue = before.pop(model.id, None) or ModelQueue(model.id, self._deadlines, self._cells(model.id), self._report)
+            if model.parent is not None:
+                continue
+            queue = before.pop(model.id, None) or ModelQueue(model.id, self._deadlines, self._cells, self._report)
             self._queues[model.id] = queue
+            queue.names, queue.shares = tuple(names[model.id]), shares
             queue.set_pool(pool, model.queue or NO_QUEUE)
         for queue in before.values():
             queue.refuse_all(none_healthy)
@@ -57,15 +89,15 @@ class ModelQueues:
             queue.eta = expected.get(model)
             queue.update()
 
-    def slot(self, model: str, key: Key, since: float) -> QueueSlot:
-        """Return a slot in a model's queue for a request that has waited since that time.
+    def slot(self, model: str, request: QueuedRequest) -> QueueSlot:
+        """Return a slot in a model's queue.
 
         Raises Refusal no_healthy_server for a removed model.
         """
         queue = self._queues.get(model)
         if queue is None:
             raise none_healthy()
-        return QueueSlot(queue, key, since)
+        return QueueSlot(queue, request)
 
     def is_expected(self, model: str) -> bool:
         """Check whether control expects a model to come up."""
@@ -87,19 +119,50 @@ class ModelQueues:
             queue.close()
 
 
-class ModelQueue:
-    """The requests that wait for one model. ``eta``: when it should be up, or None if it is not expected."""
+class FlowMetrics(NamedTuple):
+    """The cells of one flow: requests that waited, the seconds that they waited, and the service that was charged."""
 
-    def __init__(self, model: str, deadlines: Deadlines, gauge: SharedCells, report: ReportDemand) -> None:
+    requests: SharedCells
+    seconds: SharedCells
+    service: SharedCells
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeyFlow:
+    """A key in a model's queue: its flow, its ID, what it uses, and its metrics."""
+
+    flow: Flow[QueueSlot]
+    owner: str
+    use: KeyUse
+    metrics: FlowMetrics
+
+
+class ModelQueue:
+    """The requests that wait for one model. ``eta``: when it should be up, or None if it is not expected.
+
+    ``names``: the model and its adapters.
+    """
+
+    def __init__(self, model: str, deadlines: Deadlines, cells: Callable[..., SharedCells], report: ReportDemand) -> None:
         self.deadlines = deadlines
         self.bounds = NO_QUEUE
         self.eta: float | None = None
+        self.names: tuple[str, ...] = (model,)
+        self.shares = QueueShares()
+        self._weights = ServiceWeights()
         self._pool = Pool((), LeastBusy(()))
         self._closing = False
         self._model = model
-        self._gauge = gauge
+        self._cells = cells
+        self._gauge = cells("queued_requests", model)
         self._report = report
         self._waiting = FairQueue[QueueSlot]()
+        self._dispatched: dict[QueueSlot, None] = {}
+        self._keys: dict[Flow[QueueSlot], KeyFlow] = {}
+        self._usual = UsualUse()
+        self._aged: frozenset[str] = frozenset()
+        self._read_next = 0
+        self._forget_at = 0.0
         self._rate = DispatchRate()
         self._dispatching = False
         self._reported: float | None = None
@@ -109,6 +172,9 @@ class ModelQueue:
     def set_pool(self, pool: Pool, queue: Queue) -> None:
         """Replace the servers and the bounds. Waiting requests stay."""
         self._pool, self.bounds = pool, queue
+        self._weights = ServiceWeights(queue.prompt_weight, queue.completion_weight)
+        for key in self._keys.values():
+            key.use.use_cells(self._token_cells(key.owner))
         pool.on_capacity(self.dispatch)
         if pool.is_up:
             self.update()
@@ -120,22 +186,44 @@ class ModelQueue:
                 raise draining()
             if self.eta is None:
                 raise none_healthy()
+        now, request = monotonic(), slot.request
+        flows = self.shares.flows_of(request.key, request.user, request.lowered_to, self._aged)
+        leaf = slot.leaf = self._waiting.leaf(flows.path)
+        slot.key_flow = self._key_flow(leaf, flows)
+        self._charge_unseen(slot.key_flow, now)
         if len(self._waiting) >= self.bounds.size:
             self._displace_for(slot)
         if not self._waiting:
-            self._rate.start(monotonic())
-        self._waiting.put(slot, slot.key.id, slot.key.weight, slot.since)
+            self._rate.start(now)
+        slot.queued_at = now
+        self._waiting.put(slot, leaf, slot.since, now)
         self._publish()
 
+    def _key_flow(self, leaf: Flow[QueueSlot], flows: RequestFlows) -> KeyFlow:
+        """Return the key of a leaf."""
+        flow = leaf
+        while flow.name != flows.path[flows.key_at].name:
+            assert flow.parent is not None
+            flow = flow.parent
+        if (found := self._keys.get(flow)) is not None:
+            return found
+        labels = (self._model, flows.class_name, flows.team, flows.key)
+        metrics = FlowMetrics(*(self._cells(name, *labels) for name in _FLOW_METRICS))
+        found = self._keys[flow] = KeyFlow(flow, flows.key, KeyUse(self._token_cells(flows.key), self._usual), metrics)
+        return found
+
+    def _token_cells(self, key: str) -> list[TokenCells]:
+        return [TokenCells(*(self._cells("tokens_total", key, name, kind) for kind in _TOKEN_TYPES)) for name in self.names]
+
     def _displace_for(self, slot: QueueSlot) -> None:
-        latest = self._waiting.displaced_by(slot.key.id, slot.key.weight)
+        latest = self._waiting.displaced_by(slot.leaf)
         if latest is None:
             raise self.retry_later(slot.since)
         self.refuse(latest, self.retry_later(latest.since))
 
     def remove(self, slot: QueueSlot) -> None:
         """Remove a slot that was not resumed."""
-        self._waiting.remove(slot, slot.key.id)
+        self._waiting.remove(slot, slot.leaf, monotonic())
         self._publish()
 
     def refuse(self, slot: QueueSlot, refusal: Refusal) -> None:
@@ -152,11 +240,82 @@ class ModelQueue:
             for _ in range(len(self._waiting)):
                 if not (self._waiting and self._pool.has_capacity()):
                     break
-                self._rate.record_dispatch(monotonic())
-                self._waiting.pop().resume()
+                now = monotonic()
+                self._rate.record_dispatch(now)
+                self._dispatch_next(now)
         finally:
             self._dispatching = False
         self._publish()
+
+    def _dispatch_next(self, now: float) -> None:
+        """Resume the next request, and charge what it will probably use."""
+        slot, _ = self._waiting.pop(now)
+        key, request = slot.key_flow, slot.request
+        slot.estimate = key.use.usual.estimate(request.size, request.most)
+        self._dispatched[slot] = None
+        key.metrics.requests[0] += 1
+        key.metrics.seconds[0] += now - slot.queued_at
+        self._charge(slot, self._weights.service(slot.estimate), now)
+        slot.resume()
+
+    # Service
+
+    def _charge(self, slot: QueueSlot, service: float, now: float) -> None:
+        """Charge a slot's flows so that this is the slot's whole charge."""
+        more, slot.charged = service - slot.charged, service
+        self._waiting.charge(slot.leaf, more, now)
+
+    def _charge_unseen(self, key: KeyFlow, now: float) -> None:
+        """Charge a key's flows for the requests that have ended without waiting."""
+        tokens = key.use.take_unseen()
+        service = self._weights.service(tokens)
+        if service > 0.0:
+            key.metrics.service[0] += service
+            self._waiting.charge_served(key.flow, service, self._weights.service(key.use.usual.estimate(0)), now)
+
+    def finish(self, slot: QueueSlot, usage: Usage | None, computed: Tokens) -> None:
+        """Settle the charge of a request that was dispatched. ``computed``: what the server has computed if there is no ``usage``."""
+        if slot not in self._dispatched:
+            return
+        del self._dispatched[slot]
+        slot.leaf.in_flight -= 1
+        slot.output = None
+        use = slot.key_flow.use
+        if usage is not None:
+            computed = Tokens.of(usage)
+            use.note(computed)
+            use.usual.learn(computed, slot.request.size)
+            self._usual.learn(computed, slot.request.size)
+        service = self._weights.service(computed)
+        slot.key_flow.metrics.service[0] += service
+        self._charge(slot, service, monotonic())
+
+    def _correct(self, now: float) -> None:
+        """Charge what requests in flight have used beyond their estimates."""
+        for slot in self._dispatched:
+            if slot.output is not None and (output := slot.output()) > slot.estimate.output:
+                slot.estimate = Tokens(slot.estimate.prompt, output)
+                self._charge(slot, self._weights.service(slot.estimate), now)
+
+    def _read_counters(self, now: float) -> None:
+        """Charge what keys have used without waiting. Of many keys, some in turn."""
+        if not self._keys:
+            return
+        first = self._read_next if self._read_next < len(self._keys) else 0
+        self._read_next = first + _READ_AT_ONCE
+        for key in tuple(islice(self._keys.values(), first, self._read_next)):
+            self._charge_unseen(key, now)
+
+    def _age(self, now: float) -> None:
+        """Let classes whose requests have waited too long compete with the strict ones."""
+        aged = set()
+        for name, each in self.shares.classes.items():
+            if each.aging is not None and (oldest := self._waiting.oldest_below(f"class {name}")) is not None and now - oldest > each.aging:
+                aged.add(name)
+        if aged != self._aged:
+            changed, self._aged = aged ^ self._aged, frozenset(aged)
+            for name in changed & self.shares.classes.keys():
+                self._waiting.flow((self.shares.class_share(name, aged),))
 
     def update(self) -> None:
         """Apply a change of the servers or of the time at which the model is expected."""
@@ -168,6 +327,11 @@ class ModelQueue:
         elif self.eta is None:
             self.refuse_all(none_healthy)
         self._publish()
+
+    @property
+    def reason(self) -> str:
+        """Why a request waits now."""
+        return "full" if self._pool.is_up else "loading"
 
     def refuse_all(self, reason: Callable[[], Refusal]) -> None:
         """End the wait of all slots."""
@@ -196,7 +360,15 @@ class ModelQueue:
         return Refusal(code, f"{reason} Try again in {duration(seconds)}.", headers={"retry-after": str(seconds)})
 
     def tick(self, now: float) -> None:
-        """Forget clients that have not returned in time."""
+        """Correct charges, let classes age, and forget flows without requests and clients that have not returned in time."""
+        self._correct(now)
+        self._read_counters(now)
+        if self._waiting or self._aged:
+            self._age(now)
+        if now > self._forget_at:
+            self._forget_at = now + _FORGET_EVERY
+            for flow in self._waiting.forget(now):
+                self._keys.pop(flow, None)
         if self._returning is not None and now > self._returning[1]:
             self._returning = None
             self._publish()
@@ -215,14 +387,28 @@ class ModelQueue:
 
 
 class QueueSlot:
-    """One request's slot in a queue, watched by the worker's deadline clock."""
+    """One request's slot in a queue, watched by the worker's deadline clock. After its dispatch it is charged until ``finish``.
 
-    __slots__ = ("_queue", "_refusal", "_signal", "key", "since", "waits")
+    ``reason``: why it waits. ``output``: returns the tokens of its output so far.
+    """
 
-    def __init__(self, queue: ModelQueue, key: Key, since: float) -> None:
-        self.key = key
-        self.since = since
+    __slots__ = (
+        "_queue", "_refusal", "_signal", "charged", "estimate", "key_flow", "leaf", "output", "queued_at", "reason", "request", "since",
+        "waits",
+    )  # fmt: skip
+
+    leaf: Flow[QueueSlot]
+    key_flow: KeyFlow
+
+    def __init__(self, queue: ModelQueue, request: QueuedRequest) -> None:
+        self.request = request
+        self.since = request.since
         self.waits = False
+        self.reason = queue.reason
+        self.charged = 0.0
+        self.estimate = NO_TOKENS
+        self.queued_at = 0.0
+        self.output: Callable[[], int] | None = None
         self._queue = queue
         self._signal = Signal()
         self._refusal: Refusal | None = None
@@ -234,11 +420,13 @@ class QueueSlot:
         self._queue.dispatch()  # its servers may be of an older snapshot, and full while the current ones are not
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._queue.deadlines.forget(self)
         if self.waits:
             self.waits = False
             self._queue.remove(self)
+        elif kind is not None:
+            self.finish()  # it was dispatched while its client disconnected
 
     async def wait(self) -> None:
         """Wait until a server is available. Raises Refusal model_loading or overloaded if the wait ends before."""
@@ -251,6 +439,10 @@ class QueueSlot:
         self.waits = False
         self._refusal = refusal
         self._signal.set()
+
+    def finish(self, usage: Usage | None = None, computed: Tokens = NO_TOKENS) -> None:
+        """Settle the charge of the request, once: by its usage, or by what the server has computed of it. It has ended."""
+        self._queue.finish(self, usage, computed)
 
     def check(self, now: float) -> None:
         """End the wait if it has taken too long."""

@@ -268,11 +268,27 @@ class Timeouts(Section):
     total: Duration = quantity("for the whole request", "1h")
 
 
+_Weight = Annotated[float, Strict(), Field(ge=0.001, le=1000)]
+
+
 class Queue(Section):
     """The queue for requests while no server of the model is up, or all are at `max_inflight`."""
 
     size: Count = setting("maximum number of queued requests; further requests are rejected", 128)
     wait: Duration = quantity("maximum time in the queue", "30s")
+    prompt_weight: _Weight = setting("service of a prompt token that was not cached; shares of the queue are measured in service", 1.0)
+    completion_weight: _Weight = setting("service of an output token", 4.0)
+
+
+class QueueClass(Section):
+    """A class of keys in the queues of all models. The classes are in order, the most urgent one first."""
+
+    id: Name = Field(description="name of the class")
+    weight: _Weight = setting("share of the class among the classes that are not strict", 1.0)
+    strict: Flag = setting("serve its requests before those of all classes after it", False)
+    aging: Duration | None = setting(
+        "time after which a waiting request lets its class compete with the strict ones, by weight; default: never"
+    )
 
 
 class _Named(Section):
@@ -503,6 +519,7 @@ class _Key(Section):
     priority: Annotated[int, Strict(), Field(ge=-(2**63), lt=2**63)] | None = setting(
         "priority in the gateway's queues (as a share) and in vLLM's scheduler; lower is sooner"
     )
+    queue_class: Name | None = setting("class in the gateway's queues, one of `classes`; default: the class `default`", alias="class")
     user_header: HeaderName | None = setting(
         "header that names the end user in usage records and for `limits.per_user`, e.g. X-OpenWebUI-User-Id; only for trusted clients"
     )
@@ -534,10 +551,11 @@ class SelfService(Section):
 
 
 class Team(Section):
-    """Keys that share limits."""
+    """Keys that share limits, and a share of queues."""
 
     id: Name = Field(description="name of the team")
     limits: Limits | None = setting("limits that its keys share")
+    weight: _Weight = setting("share of the team in queues, which its keys divide among them", 1.0)
     self_service: SelfService | None = setting("keys that its people may create for themselves; default: none")
 
 
@@ -902,7 +920,8 @@ class Config(Section):
     groups: tuple[Group, ...] = setting("groups of launched models; in each, a limited number runs at the same time", ())
     keys: tuple[Key, ...] = setting("principals that may use the gateway; after loading, also the keys of keys_file", ())
     keys_file: FilePath | None = setting("file with further keys, e.g. a mounted Secret")
-    teams: tuple[Team, ...] = setting("keys that share limits", ())
+    teams: tuple[Team, ...] = setting("keys that share limits, and a share of queues", ())
+    classes: tuple[QueueClass, ...] = setting("classes of keys in queues, the most urgent one first", ())
     jwt: tuple[Jwt, ...] = setting("identity providers whose tokens are accepted as keys", ())
     limits: LimitsSection = setting("general settings of limits", LimitsSection())
     limits_store: LimitsStore = setting(

@@ -22,7 +22,7 @@ from gateway.config.secret import OF_LEDGER
 from gateway.config.source import Source
 from gateway.config.values import worker_count
 from gateway.snapshot.identity import escaped
-from gateway.snapshot.snapshot import CALENDAR
+from gateway.snapshot.snapshot import CALENDAR, DEFAULT_CLASS
 from gateway.system.addresses import is_loopback
 from upstream.vllm import command_line
 
@@ -589,6 +589,13 @@ def _teams(draft: Draft) -> Iterator[Problem]:
         yield from _known((key.get("team") for key in draft.keys), texts(teams), "team")
 
 
+def _classes(draft: Draft) -> Iterator[Problem]:
+    classes = [each.get("id") for each in draft.top.each("classes")]
+    yield from _repeated(classes, "class")
+    if isinstance(draft.top.get("classes").value, list | None) and all(map(_is_text, classes)):
+        yield from _known((key.get("class") for key in draft.keys), [*texts(classes), DEFAULT_CLASS], "class")
+
+
 def _ports(draft: Draft) -> Iterator[Problem]:
     match list(_own_ports(draft)):
         case [data, admin] if data.clashes(admin):
@@ -722,6 +729,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _sign_in,
     _scopes,
     _teams,
+    _classes,
     _ports,
     _admin_tokens,
     _open_admin_port,

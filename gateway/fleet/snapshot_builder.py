@@ -59,6 +59,8 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
         limits_store=_limits_store(config),
         issuers=tuple(_issuer(issuer, observed.key_sets) for issuer in config.jwt),
         teams=_teams(config) if any(issuer.claims.team for issuer in config.jwt) else {},
+        team_weights={team.id: team.weight for team in config.teams if team.weight != 1.0},
+        classes=tuple(_made(snapshot.QueueClass, each, name=each.id) for each in config.classes),
         default_model=config.default_model,
         warn_at=config.limits.warn_at,
         has_store=config.store is not None,
@@ -119,7 +121,7 @@ def _queue(config: Config, model: conf.Model) -> snapshot.Queue | None:
     """
     has_default = bool(model.servers) or model.max_inflight is not None or config.may_stop(model)
     queue = model.queue or (conf.Queue() if has_default else None)
-    return None if queue is None else snapshot.Queue(math.ceil(queue.size / config.server.workers), queue.wait)
+    return None if queue is None else _made(snapshot.Queue, queue, size=math.ceil(queue.size / config.server.workers))
 
 
 def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], created: int) -> snapshot.Model:
@@ -250,6 +252,7 @@ def _key(key: conf.Key, isolation: conf.PrefixCacheIsolation | None, of_team: tu
         expires=key.expires.timestamp() if key.expires is not None else None,
         fields=_fields(key, isolation),
         weight=snapshot.weight_of(key.priority),
+        queue_class=key.queue_class,
         allowances=(*_allowances(f"key {key.id}", key.limits), *of_team),
         user_header=None if key.user_header is None else key.user_header.encode(),
         **{name: getattr(key, name) for name in PROPERTIES},

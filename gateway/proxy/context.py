@@ -19,6 +19,8 @@ from urllib.parse import quote
 import msgspec
 from msgspec import field
 
+from gateway.admission.queue import QueueSlot
+from gateway.admission.service import NO_TOKENS, Tokens
 from gateway.api.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_failure, internal_error, none_healthy, render
 from gateway.api.settlement import NOTHING, Settlement
 from gateway.api.usage import Usage
@@ -90,6 +92,10 @@ class RequestContext(msgspec.Struct, eq=False):
     keepalive: Keepalive | None = None
     waited: float = 0.0
     queued: float = 0.0
+    queue_reason: str | None = None
+    """Why the request was queued first."""
+    slot: QueueSlot | None = None
+    """The slot from which the request was dispatched, until its charge is settled."""
     ended_at: float | None = None
     """When the response ended, if its prompt was counted afterwards."""
     counted_prompt: int | None = None
@@ -117,6 +123,8 @@ class RequestContext(msgspec.Struct, eq=False):
                 self._fail(error)
         finally:
             record = self._record()
+            if self.queue_reason is not None:
+                self._end_queue(record)
             self.worker.record_request(record)
             if self.capture is not None:
                 self._finish_capture(self.capture, record)
@@ -133,6 +141,7 @@ class RequestContext(msgspec.Struct, eq=False):
             fallbacks.composed_at = attempt.composed_at
             if (prompt := attempt.facts.prompt) is not None and prompt.placement is not None:
                 prompt.placement.finished()
+            self._settle_slot(None)
             self.attempt = None
 
     def choose_from_split(self, named: CatalogEntry, split: Split[CatalogEntry], key: Key, document: Mapping[str, Any]) -> CatalogEntry:
@@ -286,7 +295,6 @@ class RequestContext(msgspec.Struct, eq=False):
         # The gateway's own share: before the request was sent, and between the first byte of the response and its handling.
         overhead = (composed_at or now) - received_at - self.waited - self.queued + (self.handover or 0.0)
         record.overhead = overhead if overhead > 0.0 else 0.0
-        record.queued = self.queued
         if passed.first_byte is not None:
             record.first_byte = passed.first_byte - received_at
         if passed.first_token is not None:
@@ -304,6 +312,25 @@ class RequestContext(msgspec.Struct, eq=False):
             record.param, record.unknown_model = explained(self.refusal)
             record.reason, record.limit_holder = self.refusal.limit or self.reason, self.refusal.limit_holder
         return record
+
+    def tokens_so_far(self) -> int:
+        """Return the events with tokens that were relayed, a lower bound of the tokens of the output."""
+        return self.response_relay.events
+
+    def _end_queue(self, record: RequestRecord) -> None:
+        """Settle what a queue has charged for the request, and note how long and why it waited."""
+        record.queued, record.queue_reason = self.queued, self.queue_reason
+        self._settle_slot(record.usage)
+
+    def _settle_slot(self, usage: Usage | None) -> None:
+        """Settle the charge of the request's slot. Without a usage, the charge is what the server has probably computed."""
+        slot, self.slot = self.slot, None
+        if slot is None:
+            return
+        computed = NO_TOKENS
+        if self.attempt is not None and self.attempt.composed_at is not None:
+            computed = Tokens(slot.estimate.prompt, self.response_relay.events)
+        slot.finish(usage, computed)
 
     def _finish_capture(self, capture: Capture, record: RequestRecord) -> None:
         """Complete the record with the bodies of the request."""

@@ -13,6 +13,7 @@ from contextlib import suppress
 from functools import partial
 from time import monotonic
 
+from gateway.admission.queue import QueuedRequest
 from gateway.api.errors import Refusal, draining
 from gateway.api.routes import Body
 from gateway.api.vllm.errors import from_server
@@ -20,6 +21,7 @@ from gateway.auth.catalog import CatalogEntry
 from gateway.client.http.content_encoding import ENCODINGS, IDENTITY, decoded
 from gateway.client.keepalive import Keepalive
 from gateway.client.request import ClientRequest
+from gateway.limits.end_users import header_text, named_by_body, on_arrival
 from gateway.limits.expected_use import estimate_form
 from gateway.limits.reservation import reservation_of
 from gateway.prompts.token_keys import add_token_keys
@@ -196,17 +198,37 @@ async def _send_from_queue(
     if not (error.full or worker.queues.is_expected(model)):
         raise error
     upstream.request.body.read_ahead()
+    queued = _queued_request(upstream, context, key, since)
     while True:
         try:
-            with worker.queues.slot(model, key, since) as slot:
+            with worker.queues.slot(model, queued) as slot:
+                context.queue_reason = context.queue_reason or slot.reason
                 await slot.wait()
         finally:
             context.queued = queued_before + monotonic() - since
+        context.slot = slot
+        slot.output = context.tokens_so_far
         attempt.use_pool(worker.active.catalog.pool(model) or upstream.model.pool)
         try:
             return await attempt.send(upstream.compose, upstream.body.upload)
         except NoServerError:
-            continue
+            slot.finish()
+
+
+_CLASS = b"x-vllm-gateway-class"
+
+
+def _queued_request(upstream: UpstreamRequest, context: RequestContext, key: Key, since: float) -> QueuedRequest:
+    """Return what the queue of a model knows about a request."""
+    request = upstream.request
+    headers = request.head.headers
+    end_user = on_arrival(key, headers)
+    if end_user.is_awaited:
+        end_user = named_by_body(key, context.user)
+    lowered_to = headers.get(_CLASS)
+    return QueuedRequest(
+        key, since, request.body.size, upstream.most_output, end_user.name, None if lowered_to is None else header_text(lowered_to)
+    )
 
 
 _NO_CAPACITY = frozenset({"model_loading", "overloaded", "no_healthy_server"})

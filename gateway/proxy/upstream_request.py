@@ -6,6 +6,7 @@ ID, the trace, and the type of a body that was checked.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import ClassVar
@@ -14,6 +15,7 @@ import msgspec
 import orjson
 
 from gateway.api.media_urls import InlineMedia
+from gateway.api.routes import OUTPUTS
 from gateway.api.translation import Translation
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.request import ClientRequest
@@ -102,6 +104,17 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
             return 1
         size = len(body.content or orjson.dumps(body.document))
         return estimate({}, body.path, size, body.media if size <= MEDIUM else InlineMedia()).prompt
+
+    @property
+    def most_output(self) -> float:
+        """The tokens that the output may have, as far as the document at hand says so; otherwise infinity."""
+        body = self.body
+        if isinstance(body, FormBody) or (output := OUTPUTS.get(body.path)) is None:
+            return math.inf
+        document = body.document
+        most = [value for name in output.names if type(value := document.get(name)) is int and value > 0]
+        choices = value if type(value := document.get("n")) is int and value > 0 else 1
+        return min(most, default=math.inf) * choices
 
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Return the headers and the body, or the first part of a body that is uploaded, for one server."""

@@ -50,7 +50,7 @@ Handler = Callable[[Request, Person], Awaitable[Response]]
 _NOT_STORED = {"cache-control": "no-store"}
 _UNAVAILABLE = "Self-service is not available at the moment."
 _NO_LEDGER = "The usage of keys is not recorded here: no ledger is configured."
-_OPERATORS = ("tokens", "labels", "priority", "user_header", "hashes", "made_by")
+_OPERATORS = ("tokens", "labels", "priority", "class", "user_header", "hashes", "made_by")
 """Fields of a key that are for operators, or that self-service shows elsewhere."""
 _OVERLAP = "7d"
 T = TypeVar("T")

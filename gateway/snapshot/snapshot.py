@@ -28,6 +28,8 @@ def weight_of(priority: int | None) -> float:
     return 2.0 ** -max(-_MAX_PRIORITY, min(priority or 0, _MAX_PRIORITY))
 
 
+DEFAULT_CLASS = "default"
+"""The class in queues of a key that names none. It is after all configured classes, unless it is one of them."""
 CALENDAR = ("day", "week", "month")
 """The windows of budgets that start with a period of UTC."""
 
@@ -122,8 +124,8 @@ class Key(KeyProperties):
 
     ``digests`` are the SHA-256 of its keys. ``digest_expiries`` gives the expiry of single keys by digest, and ``expires`` the expiry of
     the entry, in seconds since the epoch. ``models`` are globs over model IDs, None for all. ``fields`` are set on the body of each
-    request. ``weight`` is its share in queues. ``allowances`` are its own limits and its team's. ``user_header`` is the name, in lowercase,
-    of the header that names the end user.
+    request. ``weight`` is its share in queues, within its team and its ``queue_class``. ``allowances`` are its own limits and its team's.
+    ``user_header`` is the name, in lowercase, of the header that names the end user.
 
     The subject of a token is a separate principal. ``entry`` is then the ID of the configured key that it counts as, under which metrics
     show it. ``within`` are globs that narrow its models further, None for no narrowing.
@@ -140,6 +142,7 @@ class Key(KeyProperties):
     entry: str | None = None
     within: tuple[str, ...] | None = None
     user_header: bytes | None = None
+    queue_class: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,10 +178,28 @@ class Issuer:
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """How many requests may wait in one worker for a model that is down or at capacity, and how many seconds each may wait."""
+    """How many requests may wait in one worker for a model that is down or at capacity, and how many seconds each may wait.
+
+    Shares are measured in service: the weights of an uncached token of a prompt, and of a token of an output.
+    """
 
     size: int
     wait: float
+    prompt_weight: float = 1.0
+    completion_weight: float = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueueClass:
+    """A class of keys in queues. ``strict``: it is served before the classes after it.
+
+    ``aging``: seconds after which a waiting request lets its class compete with the strict ones; None: never.
+    """
+
+    name: str
+    weight: float = 1.0
+    strict: bool = False
+    aging: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,6 +405,10 @@ class Snapshot:
     issuers: tuple[Issuer, ...] = ()
     teams: Mapping[str, tuple[Allowance, ...]] = field(default_factory=dict)
     """The limits of each team that a token may name."""
+    team_weights: Mapping[str, float] = field(default_factory=dict)
+    """The shares of teams in queues; 1 for a team that is not in it."""
+    classes: tuple[QueueClass, ...] = ()
+    """The classes in queues, in order."""
     default_model: str | None = None
     """The ID or alias of the model for requests without a model."""
     warn_at: float = 0.8

@@ -21,11 +21,13 @@ from gateway.config.problems import did_you_mean
 from gateway.key_management.keys_import import has_key_shape
 from gateway.key_management.rotation import former_hashes
 from gateway.snapshot.identity import subject_prefix
-from gateway.snapshot.snapshot import CALENDAR
+from gateway.snapshot.snapshot import CALENDAR, DEFAULT_CLASS
 from gateway.store.entries import StoredKey, StoredTeam, document, merged
 from gateway.store.errors import Reason, RefusedChangeError
 
-SETTABLE = ("team", "labels", "models", "expires", "limits", "priority", "user_header")
+ATTRIBUTES = {"class": "queue_class"}
+"""The attributes of a key whose names are not those of their settings."""
+SETTABLE = ("team", "labels", "models", "expires", "limits", "priority", "class", "user_header")
 """The settings of a key that a request may set. The others are set by operations."""
 TEAM_SETTINGS = ("limits", "self_service")
 """The settings of a team that a request may set."""
@@ -39,7 +41,7 @@ class Named:
     """The names of the YAML: IDs and hashes of keys, IDs of teams, names of models.
 
     ``has_prices``: a model has a price. ``subjects`` are the starts of the names of subjects of tokens, which no ID of a key may have.
-    ``policies`` are the policies of teams about the keys that their people create, by team.
+    ``classes`` are those of queues. ``policies`` are the policies of teams about the keys that their people create, by team.
     """
 
     keys: Collection[str]
@@ -49,6 +51,7 @@ class Named:
     has_prices: bool
     subjects: tuple[str, ...] = ()
     policies: Mapping[str, SelfService] = field(default_factory=dict)
+    classes: Collection[str] = (DEFAULT_CLASS,)
 
     @classmethod
     def by(cls, config: Config) -> Named:
@@ -60,6 +63,7 @@ class Named:
             models=config.model_ids,
             has_prices=any(model.price is not None for model in config.models),
             subjects=subject_prefixes(config),
+            classes=(DEFAULT_CLASS, *(each.id for each in config.classes)),
             policies={team.id: team.self_service for team in config.teams if team.self_service is not None},
         )
 
@@ -138,6 +142,10 @@ def with_fields(key: Key, **fields: Any) -> Key:
 def _check_key(key: Key, named: Named, teams: Collection[str]) -> None:
     if key.team is not None and key.team not in named.teams and key.team not in teams:
         raise RefusedChangeError(Reason.INVALID, f"team: there is no team {key.team}{did_you_mean(key.team, [*named.teams, *teams])}")
+    if key.queue_class is not None and key.queue_class not in named.classes:
+        raise RefusedChangeError(
+            Reason.INVALID, f"class: there is no class {key.queue_class}{did_you_mean(key.queue_class, named.classes)}"
+        )
     _check_models("models", key.models, named)
     _check_limits("limits", key.limits, named)
 

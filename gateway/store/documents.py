@@ -10,7 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gateway.key_management.key_list import instant, shown_key
-from gateway.store.decisions import SETTABLE
+from gateway.store.decisions import ATTRIBUTES, SETTABLE
 from gateway.store.entries import StoredKey, StoredTeam, document
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def key_document(stored: StoredKey, last: datetime | None, now: datetime) -> dict[str, Any]:
     """Return a key. ``last`` is when it was last used."""
     shown = shown_key(stored.key, last, now)
-    settings = {name: getattr(stored.key, name) for name in SETTABLE if name not in shown}
+    settings = {name: getattr(stored.key, ATTRIBUTES.get(name, name)) for name in SETTABLE if name not in shown}
     dates = {"created": instant(stored.created), "changed": instant(stored.changed)}
     made_by = None if stored.made_by is None else stored.made_by._asdict()
     return {"id": stored.key.id, "name": stored.name, **shown, **settings, **dates, "made_by": made_by}

@@ -62,6 +62,7 @@ class _Line(msgspec.Struct, omit_defaults=True, gc=False):
     estimated_by: str | None = None
     retries: int = 0
     queue_ms: float = -1.0
+    queue_reason: str | None = None
     first_byte_ms: float | None = None
     total_ms: float = -1.0
     detail: str | None = None
@@ -99,7 +100,10 @@ def line(record: RequestRecord) -> bytes:
         line.reasoning_tokens = usage.reasoning
         line.estimated_by = record.estimated_by
     line.retries = record.retries
-    line.queue_ms = _milliseconds(record.queued) if record.queued else 0.0
+    if record.queued:
+        line.queue_ms, line.queue_reason = _milliseconds(record.queued), record.queue_reason
+    else:
+        line.queue_ms = 0.0
     line.total_ms = _milliseconds(record.duration)
     if first_byte is not None:
         line.first_byte_ms = _milliseconds(first_byte)

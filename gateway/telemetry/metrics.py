@@ -85,6 +85,13 @@ _FAMILIES = (
     Family("prefix_index_blocks", "Blocks in the worker's prefix index of the model.", ("model", "worker")),
     Family("inflight_requests", "Requests in flight.", ("model",)),
     Family("queued_requests", "Requests queued for a server.", ("model",)),
+    Family("queue_requests_total", "Requests that were dispatched from a queue.", ("model", "class", "team", "key")),
+    Family("queue_wait_seconds_total", "Seconds for which those requests waited.", ("model", "class", "team", "key")),
+    Family(
+        "queue_service_total",
+        "Weighted tokens, by which a queue is fair, of requests that ended; only of keys that have waited in the last minute.",
+        ("model", "class", "team", "key"),
+    ),
     Family("auth_failures_total", "Requests refused because of their key.", ("reason",)),
     Family("limited_total", "Requests refused by a limit.", ("key", "reason")),
     Family("limits_store_admissions_total", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)),

@@ -77,6 +77,7 @@ class RequestRecord(msgspec.Struct, eq=False, gc=False):
     duration: float = 0.0
     overhead: float = 0.0
     queued: float = 0.0
+    queue_reason: str | None = None
     first_byte: float | None = None
     first_token: float | None = None
     gaps: ReadGapCounts | None = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from gateway.admission.body_memory import FREE
 from gateway.admission.inflight import ConcurrencyLimit, worker_share
+from gateway.admission.shares import QueueShares
 from gateway.auth.catalog import Catalog
 from gateway.auth.keyring import Keyring
 from gateway.auth.stored_keys import StoredKeyring
@@ -127,7 +128,8 @@ class Worker:
         requests.limiter.apply_snapshot(snapshot, self._stored_keys.by_id)
         if requests.ledger is not None:
             requests.ledger.apply_snapshot(snapshot)
-        requests.queues.set_models((entry.model, entry.pool) for entry in catalog.entries if entry.model.has_own_servers)
+        served = [(entry.model, entry.pool) for entry in catalog.entries if not entry.model.split]
+        requests.queues.set_models(served, QueueShares.of(snapshot))
 
     def _recorded_models(self, snapshot: Snapshot) -> Callable[[Model], bool]:
         """Record by this snapshot. Returns whether requests for a model may be recorded."""

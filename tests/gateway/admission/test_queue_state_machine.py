@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from time import monotonic
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from gateway.admission.queue import ModelQueues
+from gateway.admission.queue import ModelQueues, QueuedRequest
+from gateway.admission.service import Tokens
+from gateway.admission.shares import QueueShares
 from gateway.api.errors import Refusal
 from gateway.snapshot.snapshot import Key, Model, Queue
 from tests.support.examples import examples
@@ -39,7 +42,7 @@ class Visitor:
         self.task.step()
 
     async def _visit(self, world: World) -> None:
-        since = monotonic()
+        since, slot = monotonic(), None
         try:
             while True:
                 try:
@@ -48,7 +51,9 @@ class Visitor:
                 except NoServerError as error:
                     if not (error.full or world.queues.is_expected("m")):
                         raise
-                    with world.queues.slot("m", self.key, since) as slot:
+                    if slot is not None:
+                        slot.finish()
+                    with world.queues.slot("m", QueuedRequest(self.key, since)) as slot:
                         await slot.wait()
             assert not server.full and server.condition is Condition.UP
             await self._hold(server, world)
@@ -56,6 +61,9 @@ class Visitor:
             self.fate = "refused"
         except asyncio.CancelledError:
             self.fate = "gone"
+        finally:
+            if slot is not None:
+                slot.finish(computed=Tokens(output=7.0 * self.number))
 
     async def _hold(self, server: Server, world: World) -> None:
         server.start_exchange()
@@ -74,9 +82,10 @@ class World(RuleBasedStateMachine):
         self.now = 1000.0  # seconds, on the clock that ejections use; only the rule `time_passes` advances it
         self.servers = [Server(ServerSpec(f"s{n}", Address(port=1), "m"), Condition.UP, clock=lambda: self.now) for n in range(2)]
         self.deadlines = Deadlines()
-        self.gauge = [0.0]
         self.demand: float | None = None
-        self.queues = ModelQueues(self.deadlines, lambda _: self.gauge, self._report_demand)  # type: ignore[arg-type, return-value]  # a list holds numbers too
+        cells = defaultdict[tuple[str, ...], list[float]](lambda: [0.0])
+        self.gauge = cells["queued_requests", "m"]
+        self.queues = ModelQueues(self.deadlines, lambda *name: cells[name], self._report_demand)  # type: ignore[arg-type]  # a list holds numbers too
         self.visitors: list[Visitor] = []
         self.served: list[Visitor] = []
         self.expected = False
@@ -117,7 +126,7 @@ class World(RuleBasedStateMachine):
             server.limit = limit
         self.pool.retire()
         self.pool = pool_of(self.servers, balance)
-        self.queues.set_models([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)])
+        self.queues.set_models([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)], QueueShares())
 
     @rule(up=st.lists(st.booleans(), min_size=2, max_size=2), expected=st.booleans())
     def control_reports(self, up: list[bool], expected: bool) -> None:
@@ -176,6 +185,8 @@ class World(RuleBasedStateMachine):
         for one in self.those("waits"):
             one.task.cancel()
         assert {one.fate for one in self.visitors} <= {"done", "refused", "gone"}
+        queue = self.queues._queues["m"]
+        assert not queue._dispatched and not any(key.flow.in_flight for key in queue._keys.values())
         assert all(server.in_flight == 0 for server in self.servers) and not len(self.deadlines) and not self.gauge[0]
 
 

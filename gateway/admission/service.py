@@ -1,0 +1,123 @@
+"""The service that requests get from a model's servers: its unit, and what the requests of a key usually need.
+
+Service is a weighted number of tokens: the tokens of the prompt that were not cached, and those of the output. A queue is fair in service.
+The rule: each token is charged once. A request that waited is charged by its own counts when it ends; everything else that a key has used
+is found in the counters of its tokens, which all requests increase anyway, so a request that does not wait costs nothing more.
+
+Pure, but for the counters, which are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+from gateway.api.usage import Usage
+from upstream.cells import Cells
+
+_LEARNING = 0.1  # weight of a request against the earlier ones
+_OUTPUT = 128.0  # tokens, before the first response
+_PER_BYTE = 0.25  # tokens of a prompt per byte of its body, before the first response
+
+
+class Tokens(NamedTuple):
+    """The tokens of one or more requests that servers computed."""
+
+    prompt: float = 0.0
+    output: float = 0.0
+
+    @classmethod
+    def of(cls, usage: Usage) -> Tokens:
+        """Return the tokens of a usage: those of the prompt without the cached ones."""
+        return cls(usage.prompt - usage.cached, usage.completion)
+
+
+NO_TOKENS = Tokens()
+
+
+class ServiceWeights(NamedTuple):
+    """The service of one uncached token of a prompt, and of one token of an output."""
+
+    prompt: float = 1.0
+    completion: float = 4.0
+
+    def service(self, tokens: Tokens) -> float:
+        """Return the service of some tokens."""
+        return self.prompt * tokens.prompt + self.completion * tokens.output
+
+
+class TokenCells(NamedTuple):
+    """The counters of a key's tokens for one model."""
+
+    prompt: Cells
+    completion: Cells
+    cached: Cells
+
+
+class UsualUse:
+    """What the requests of a key, or of all keys, usually use: moving means. ``general``: assumed before the first request."""
+
+    __slots__ = ("_general", "_output", "_per_byte")
+
+    def __init__(self, general: UsualUse | None = None) -> None:
+        self._general = general
+        self._output = self._per_byte = -1.0  # unknown
+
+    @property
+    def output(self) -> float:
+        """Tokens of an output."""
+        if self._output >= 0.0:
+            return self._output
+        return _OUTPUT if self._general is None else self._general.output
+
+    @property
+    def per_byte(self) -> float:
+        """Uncached tokens of a prompt per byte of its body."""
+        if self._per_byte >= 0.0:
+            return self._per_byte
+        return _PER_BYTE if self._general is None else self._general.per_byte
+
+    def estimate(self, size: int, most: float = inf) -> Tokens:
+        """Estimate a request. ``size``: bytes of its body. ``most``: tokens that its output may have."""
+        return Tokens(self.per_byte * size, min(self.output, most))
+
+    def learn(self, tokens: Tokens, size: int) -> None:
+        """Learn from a request with a body of ``size`` bytes that has ended."""
+        per_byte = tokens.prompt / max(size, 1)
+        self._output = tokens.output if self._output < 0.0 else self._output + _LEARNING * (tokens.output - self._output)
+        self._per_byte = per_byte if self._per_byte < 0.0 else self._per_byte + _LEARNING * (per_byte - self._per_byte)
+
+
+class KeyUse:
+    """The tokens of one key for a model and its adapters, as its counters show them."""
+
+    __slots__ = ("_cells", "_seen", "usual")
+
+    def __init__(self, cells: Sequence[TokenCells], general: UsualUse) -> None:
+        self._cells = tuple(cells)
+        self._seen = self._counted()
+        self.usual = UsualUse(general)
+
+    def use_cells(self, cells: Sequence[TokenCells]) -> None:
+        """Read these counters from now on: a reload may have added an adapter."""
+        unseen = self.take_unseen()
+        self._cells = tuple(cells)
+        now = self._counted()
+        self._seen = Tokens(now.prompt - unseen.prompt, now.output - unseen.output)
+
+    def _counted(self) -> Tokens:
+        prompt = output = 0.0
+        for each in self._cells:
+            prompt += each.prompt[0] - each.cached[0]
+            output += each.completion[0]
+        return Tokens(prompt, output)
+
+    def take_unseen(self) -> Tokens:
+        """Return the tokens that were counted since the last call, without those of ``note``."""
+        before, self._seen = self._seen, self._counted()
+        return Tokens(self._seen.prompt - before.prompt, self._seen.output - before.output)
+
+    def note(self, tokens: Tokens) -> None:
+        """Note the tokens of a request that is charged on its own. They are counted now or soon."""
+        self._seen = Tokens(self._seen.prompt + tokens.prompt, self._seen.output + tokens.output)

@@ -1,0 +1,74 @@
+"""The flows that a request belongs to, and its class, which a client may only lower."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway.admission.shares import QueueShares
+from gateway.snapshot.snapshot import Key, QueueClass, Snapshot
+
+CLASSES = (QueueClass("chat", strict=True), QueueClass("tools", weight=3.0), QueueClass("batch", aging=30.0))
+
+
+def path_of(key: Key, user: str | None = None, **given: QueueShares) -> list[tuple[str, float]]:
+    flows = given.get("shares", QueueShares()).flows_of(key, user, None)
+    assert flows.path[flows.key_at].name == f"key {flows.key}"
+    return [(share.name, share.weight) for share in flows.path]
+
+
+def test_a_key_without_a_team_is_beside_the_teams() -> None:
+    assert path_of(Key("a", weight=2.0)) == [("key a", 2.0)]
+    shares = QueueShares(teams={"red": 3.0})
+    assert path_of(Key("a", team="red"), shares=shares) == [("team red", 3.0), ("key a", 1.0)]
+    assert path_of(Key("a", team="blue"), shares=shares) == [("team blue", 1.0), ("key a", 1.0)]
+
+
+def test_end_users_share_what_their_key_gets() -> None:
+    assert path_of(Key("a"), "jane") == [("key a", 1.0), ("jane", 1.0)]
+
+
+def test_the_subject_of_a_token_is_an_end_user_of_its_entry() -> None:
+    shares = QueueShares(keys={"people": 4.0})
+    assert path_of(Key("people/jane", entry="people", weight=2.0), "jane", shares=shares) == [("key people", 4.0), ("jane", 2.0)]
+
+
+@pytest.mark.parametrize(
+    ("own", "wanted", "expected"),
+    [
+        (None, None, "default"),
+        ("chat", None, "chat"),
+        ("removed", None, "default"),
+        ("chat", "batch", "batch"),
+        ("batch", "chat", "batch"),
+        ("tools", "chat", "tools"),
+        ("tools", "default", "default"),
+        (None, "chat", "default"),
+        ("chat", "unknown", "chat"),
+    ],
+)
+def test_a_client_can_lower_its_class_and_never_raise_it(own: str | None, wanted: str | None, expected: str) -> None:
+    flows = QueueShares(CLASSES).flows_of(Key("a", queue_class=own), None, wanted)
+    assert (flows.class_name, flows.path[0].name) == (expected, f"class {expected}")
+
+
+def test_strict_classes_come_first_and_an_aged_class_is_beside_them() -> None:
+    shares = QueueShares(CLASSES)
+    ranks = {name: shares.class_share(name, frozenset()).rank for name in shares.classes}
+    assert ranks == {"chat": 0, "tools": 1, "batch": 1, "default": 1}
+    assert shares.class_share("batch", {"batch"}).rank == 0
+
+
+def test_without_classes_there_is_no_level_of_classes() -> None:
+    assert QueueShares().flows_of(Key("a", queue_class="chat"), None, "batch").class_name == "default"
+    assert path_of(Key("a", queue_class="chat")) == [("key a", 1.0)]
+
+
+def test_the_default_class_may_be_one_of_the_configured_ones() -> None:
+    shares = QueueShares((QueueClass("default", weight=2.0), QueueClass("batch")))
+    assert list(shares.classes) == ["default", "batch"]
+    assert shares.flows_of(Key("a"), None, "batch").class_name == "batch"
+
+
+def test_a_snapshot_has_the_weights_of_teams_and_keys() -> None:
+    shares = QueueShares.of(Snapshot(1, (Key("people", weight=4.0),), (), team_weights={"red": 3.0}, classes=CLASSES))
+    assert [share.weight for share in shares.flows_of(Key("people/x", entry="people", team="red"), "x", None).path] == [1.0, 3.0, 4.0, 1.0]
