@@ -1,0 +1,132 @@
+"""Shares of a busy server in tokens, over sockets: whatever the length of requests, and however their clients behave."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import orjson
+import pytest
+
+from gateway.admission.service import ServiceWeights, Tokens
+from gateway.snapshot.snapshot import Key, Queue
+from tests.support.running import Served, key, model, serving, until
+from tests.support.scripted import Conversation, scripted
+from tests.support.wire import DONE, HELLO, chat, client, request
+
+SLOTS = 4
+REQUESTS = 200
+"""Of the flow with fewer requests."""
+QUEUE = Queue(size=1000, wait=60.0)
+WEIGHTS = ServiceWeights()
+SPEED = 0.00005  # seconds of the server for a token of service
+
+
+@dataclass
+class Load:
+    """The requests of some keys, which are one flow: ``clients`` send one after the other. ``length``: tokens of a prompt and an output."""
+
+    keys: Sequence[Key]
+    length: Callable[[], tuple[int, int]]
+    clients: int = 12
+    weight: float = 1.0
+    every: float = 0.0
+    """Seconds between two pulses, in which each client sends one request; 0: a client sends the next request at once."""
+    leaves: bool = False
+    """Its clients disconnect when they have 90% of the output."""
+    service: float = field(default=0.0, init=False)
+    ended: int = field(default=0, init=False)
+
+
+async def answer(talk: Conversation) -> None:
+    """Answer with as many tokens as the request names. A stream has an event for each."""
+    document = talk.request.json
+    prompt, output = map(int, document["messages"][0]["content"].split())
+    usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+    await asyncio.sleep(WEIGHTS.prompt * prompt * SPEED)
+    if not document["stream"]:
+        await asyncio.sleep(WEIGHTS.completion * output * SPEED)
+        await talk.respond(orjson.dumps({"id": "x", "object": "chat.completion", "choices": [], "usage": usage}))
+        return
+    await talk.begin_stream()
+    for _ in range(output):
+        await asyncio.sleep(WEIGHTS.completion * SPEED)
+        await talk.chunk(HELLO)
+    await talk.chunk(DONE)
+    await talk.end_stream()
+
+
+async def play(served: Served, loads: Sequence[Load]) -> None:
+    """Send requests until each load has had REQUESTS of them, and count the service of each."""
+    async with asyncio.TaskGroup() as group:
+        tasks = [
+            group.create_task(send(served.port, load, load.keys[number % len(load.keys)]))
+            for load in loads
+            for number in range(max(load.clients, len(load.keys)))
+        ]
+        await until(lambda: all(load.ended >= REQUESTS for load in loads), 120)
+        for task in tasks:
+            task.cancel()
+
+
+async def send(port: int, load: Load, sender: Key) -> None:
+    """Send the requests of one client, one after the other."""
+    while True:
+        prompt, output = load.length()
+        text = chat(messages=[{"role": "user", "content": f"{prompt} {output}"}], stream=load.leaves)
+        async with client(port) as one:
+            one.send(request(text, token=f"sk-{sender.id}"))
+            if load.leaves:
+                output = output * 9 // 10
+                await one.events(output)
+            else:
+                assert (await one.reply()).status == 200
+        load.service += WEIGHTS.service(Tokens(prompt, output))
+        load.ended += 1
+        if load.every:
+            await asyncio.sleep(load.every)
+
+
+def keys(name: str, count: int = 1, **more: Any) -> list[Key]:
+    return [key(f"{name}{number}", f"sk-{name}{number}", **more) for number in range(count)]
+
+
+def fixed(prompt: int, output: int) -> Callable[[], tuple[int, int]]:
+    return lambda: (prompt, output)
+
+
+def varied(seed: int, mean: float) -> Callable[[], tuple[int, int]]:
+    random = Random(seed)
+    return lambda: (10, int(random.lognormvariate(mean, 0.7)) + 1)
+
+
+CASES: dict[str, Callable[[], tuple[Load, Load]]] = {
+    "long and short answers": lambda: (Load(keys("a"), fixed(10, 200)), Load(keys("b"), fixed(10, 20))),
+    "long prompts and long answers": lambda: (Load(keys("a"), fixed(800, 10)), Load(keys("b"), fixed(10, 40))),
+    "a team of one key and a team of fifty": lambda: (
+        Load(keys("a", team="one"), fixed(10, 40)),
+        Load(keys("b", 50, team="many"), fixed(10, 40)),
+    ),
+    "weights 1 : 3": lambda: (Load(keys("a"), fixed(10, 40)), Load(keys("b", weight=3.0), fixed(10, 40), weight=3.0)),
+    "teams with weights 1 : 3": lambda: (
+        Load(keys("a", team="one"), fixed(10, 40)),
+        Load(keys("b", team="three"), fixed(10, 40), weight=3.0),
+    ),
+    "log-normal lengths": lambda: (Load(keys("a"), varied(1, 4.0)), Load(keys("b"), varied(2, 3.0))),
+    "a flow that pulses": lambda: (Load(keys("a"), fixed(10, 40), clients=40, every=0.1), Load(keys("b"), fixed(10, 40))),
+    "clients that leave": lambda: (Load(keys("a"), fixed(10, 40), leaves=True), Load(keys("b"), fixed(10, 20))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_service_is_shared_by_weight(case: str) -> None:
+    loads = CASES[case]()
+    every_key = [each for load in loads for each in load.keys]
+    bounded = {"queue": QUEUE, "max_inflight": SLOTS}
+    async with scripted(answer) as server, serving([model(server.port, **bounded)], every_key, team_weights={"three": 3.0}) as served:
+        await play(served, loads)
+    first, second = (load.service / load.weight for load in loads)
+    assert first / second == pytest.approx(1, abs=0.02), f"{[load.ended for load in loads]} requests"
