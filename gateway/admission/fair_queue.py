@@ -250,7 +250,7 @@ class FairQueue(Generic[T]):
         node = flow
         while (parent := node.parent) is not None:
             waiting = parent.next_child()
-            started = node.tag - min(last, service) / node.weight
+            started = node.tag - min(last, max(service, 0.0)) / node.weight
             parent.now = max(parent.now, started if waiting is None else min(started, waiting.tag))
             parent.earlier(now)
             node = parent

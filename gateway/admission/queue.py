@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from time import monotonic
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gateway.admission.fair_queue import FairQueue, Flow
 from gateway.admission.service import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
@@ -36,7 +36,9 @@ ReportDemand = Callable[[str, float | None], None]
 NO_QUEUE = Queue(size=0, wait=0.0)
 RETURN_GRACE = 2.0
 """Seconds that a client may be late when it retries after its Retry-After."""
-_FLOW_METRICS = ("queue_requests_total", "queue_wait_seconds_total", "queue_service_total")
+_IN_FLIGHT = "queue_service_in_flight"
+_FLOW_METRICS = ("queue_requests_total", "queue_wait_seconds_total", "queue_service_total", _IN_FLIGHT)
+_TOKENS = "tokens_total"
 _TOKEN_TYPES = ("prompt", "completion", "cached")
 _FORGET_EVERY = 10.0  # seconds
 _READ_AT_ONCE = 200  # keys whose counters are read in one tick
@@ -58,12 +60,26 @@ class QueuedRequest:
     lowered_to: str | None = None
 
 
-class ModelQueues:
-    """The queues of a worker. ``cells`` returns the cells of a metric by its family and labels."""
+class QueueMetrics(Protocol):
+    """The metrics that queues write, and the counters of tokens that they read."""
 
-    def __init__(self, deadlines: Deadlines, cells: Callable[..., SharedCells], report: ReportDemand) -> None:
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other workers."""
+
+    def cells(self, family: str, /, *labels: str) -> SharedCells:
+        """Return the cells of a series, created on first use."""
+
+    def peer_cells(self, family: str, /, *labels: str) -> Sequence[SharedCells | None]:
+        """Return the cells of a series in each other worker; None where it does not exist."""
+
+
+class ModelQueues:
+    """The queues of a worker."""
+
+    def __init__(self, deadlines: Deadlines, metrics: QueueMetrics, report: ReportDemand) -> None:
         self._deadlines = deadlines
-        self._cells = cells
+        self._metrics = metrics
         self._report = report
         self._queues: dict[str, ModelQueue] = {}
 
@@ -76,7 +92,7 @@ class ModelQueues:
         for model, pool in models:
             if model.parent is not None:
                 continue
-            queue = before.pop(model.id, None) or ModelQueue(model.id, self._deadlines, self._cells, self._report)
+            queue = before.pop(model.id, None) or ModelQueue(model.id, self._deadlines, self._metrics, self._report)
             self._queues[model.id] = queue
             queue.names, queue.shares = tuple(names[model.id]), shares
             queue.set_pool(pool, model.queue or NO_QUEUE)
@@ -120,11 +136,12 @@ class ModelQueues:
 
 
 class FlowMetrics(NamedTuple):
-    """The cells of one flow: requests that waited, the seconds that they waited, and the service that was charged."""
+    """The cells of one flow: requests that waited, the seconds that they waited, the service of those that ended, and of the others."""
 
     requests: SharedCells
     seconds: SharedCells
     service: SharedCells
+    in_flight: SharedCells
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -134,6 +151,7 @@ class KeyFlow:
     flow: Flow[QueueSlot]
     owner: str
     use: KeyUse
+    labels: tuple[str, ...]
     metrics: FlowMetrics
 
 
@@ -143,7 +161,7 @@ class ModelQueue:
     ``names``: the model and its adapters.
     """
 
-    def __init__(self, model: str, deadlines: Deadlines, cells: Callable[..., SharedCells], report: ReportDemand) -> None:
+    def __init__(self, model: str, deadlines: Deadlines, metrics: QueueMetrics, report: ReportDemand) -> None:
         self.deadlines = deadlines
         self.bounds = NO_QUEUE
         self.eta: float | None = None
@@ -153,8 +171,8 @@ class ModelQueue:
         self._pool = Pool((), LeastBusy(()))
         self._closing = False
         self._model = model
-        self._cells = cells
-        self._gauge = cells("queued_requests", model)
+        self._metrics = metrics
+        self._gauge = metrics.cells("queued_requests", model)
         self._report = report
         self._waiting = FairQueue[QueueSlot]()
         self._dispatched: dict[QueueSlot, None] = {}
@@ -174,7 +192,8 @@ class ModelQueue:
         self._pool, self.bounds = pool, queue
         self._weights = ServiceWeights(queue.prompt_weight, queue.completion_weight)
         for key in self._keys.values():
-            key.use.use_cells(self._token_cells(key.owner))
+            key.use.own.use(self._token_cells(key.owner))
+            key.use.peers.use(self._peer_cells(key.owner))
         pool.on_capacity(self.dispatch)
         if pool.is_up:
             self.update()
@@ -208,12 +227,26 @@ class ModelQueue:
         if (found := self._keys.get(flow)) is not None:
             return found
         labels = (self._model, flows.class_name, flows.team, flows.key)
-        metrics = FlowMetrics(*(self._cells(name, *labels) for name in _FLOW_METRICS))
-        found = self._keys[flow] = KeyFlow(flow, flows.key, KeyUse(self._token_cells(flows.key), self._usual), metrics)
+        metrics = FlowMetrics(*(self._metrics.cells(name, *labels) for name in _FLOW_METRICS))
+        use = KeyUse(self._token_cells(flows.key), self._peer_cells(flows.key), self._usual)
+        found = self._keys[flow] = KeyFlow(flow, flows.key, use, labels, metrics)
+            flow, flows.key, KeyUse(self._token_cells(flows.key), self._peer_cells(flows.key), self._usual), labels, metrics
+        )
         return found
 
     def _token_cells(self, key: str) -> list[TokenCells]:
-        return [TokenCells(*(self._cells("tokens_total", key, name, kind) for kind in _TOKEN_TYPES)) for name in self.names]
+        """Return the counters of a key's tokens in this worker."""
+        return [TokenCells(*(self._metrics.cells(_TOKENS, key, name, kind) for kind in _TOKEN_TYPES)) for name in self.names]
+
+    def _peer_cells(self, key: str) -> list[TokenCells]:
+        """Return those in the other workers."""
+        found = (zip(*(self._metrics.peer_cells(_TOKENS, key, name, kind) for kind in _TOKEN_TYPES), strict=True) for name in self.names)
+        return [
+            TokenCells(prompt, completion, cached)
+            for workers in found
+            for prompt, completion, cached in workers
+            if prompt is not None and completion is not None and cached is not None
+        ]
 
     def _displace_for(self, slot: QueueSlot) -> None:
         latest = self._waiting.displaced_by(slot.leaf)
@@ -263,14 +296,19 @@ class ModelQueue:
     def _charge(self, slot: QueueSlot, service: float, now: float) -> None:
         """Charge a slot's flows so that this is the slot's whole charge."""
         more, slot.charged = service - slot.charged, service
+        slot.key_flow.metrics.in_flight[0] += more
         self._waiting.charge(slot.leaf, more, now)
 
     def _charge_unseen(self, key: KeyFlow, now: float) -> None:
-        """Charge a key's flows for the requests that have ended without waiting."""
-        tokens = key.use.take_unseen()
-        service = self._weights.service(tokens)
-        if service > 0.0:
-            key.metrics.service[0] += service
+        """Charge a key's flows for its requests that have ended without waiting, and for those of other workers."""
+        use = key.use
+        service = self._weights.service(use.own.take_unseen())
+        key.metrics.service[0] += service
+        if self._metrics.has_peers:
+            before = use.in_flight
+            use.in_flight = sum(each[0] for each in self._metrics.peer_cells(_IN_FLIGHT, *key.labels) if each is not None)
+            service += self._weights.service(use.peers.take_unseen()) + use.in_flight - before
+        if service:
             self._waiting.charge_served(key.flow, service, self._weights.service(key.use.usual.estimate(0)), now)
 
     def finish(self, slot: QueueSlot, usage: Usage | None, computed: Tokens) -> None:
@@ -283,12 +321,13 @@ class ModelQueue:
         use = slot.key_flow.use
         if usage is not None:
             computed = Tokens.of(usage)
-            use.note(computed)
+            use.own.note(computed)
             use.usual.learn(computed, slot.request.size)
             self._usual.learn(computed, slot.request.size)
         service = self._weights.service(computed)
         slot.key_flow.metrics.service[0] += service
         self._charge(slot, service, monotonic())
+        slot.key_flow.metrics.in_flight[0] -= service
 
     def _correct(self, now: float) -> None:
         """Charge what requests in flight have used beyond their estimates."""
@@ -304,6 +343,8 @@ class ModelQueue:
         first = self._read_next if self._read_next < len(self._keys) else 0
         self._read_next = first + _READ_AT_ONCE
         for key in tuple(islice(self._keys.values(), first, self._read_next)):
+            if self._metrics.has_peers:
+                key.use.peers.add(self._peer_cells(key.owner))
             self._charge_unseen(key, now)
 
     def _age(self, now: float) -> None:

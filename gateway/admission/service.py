@@ -89,22 +89,14 @@ class UsualUse:
         self._per_byte = per_byte if self._per_byte < 0.0 else self._per_byte + _LEARNING * (per_byte - self._per_byte)
 
 
-class KeyUse:
-    """The tokens of one key for a model and its adapters, as its counters show them."""
+class SeenTokens:
+    """Counters of tokens, and what of them has been seen."""
 
-    __slots__ = ("_cells", "_seen", "usual")
+    __slots__ = ("_cells", "_seen")
 
-    def __init__(self, cells: Sequence[TokenCells], general: UsualUse) -> None:
+    def __init__(self, cells: Sequence[TokenCells]) -> None:
         self._cells = tuple(cells)
         self._seen = self._counted()
-        self.usual = UsualUse(general)
-
-    def use_cells(self, cells: Sequence[TokenCells]) -> None:
-        """Read these counters from now on: a reload may have added an adapter."""
-        unseen = self.take_unseen()
-        self._cells = tuple(cells)
-        now = self._counted()
-        self._seen = Tokens(now.prompt - unseen.prompt, now.output - unseen.output)
 
     def _counted(self) -> Tokens:
         prompt = output = 0.0
@@ -121,3 +113,30 @@ class KeyUse:
     def note(self, tokens: Tokens) -> None:
         """Note the tokens of a request that is charged on its own. They are counted now or soon."""
         self._seen = Tokens(self._seen.prompt + tokens.prompt, self._seen.output + tokens.output)
+
+    def use(self, cells: Sequence[TokenCells]) -> None:
+        """Read these counters from now on: a reload may have added an adapter. What new ones have counted before is not unseen."""
+        unseen = self.take_unseen()
+        self._cells = tuple(cells)
+        now = self._counted()
+        self._seen = Tokens(now.prompt - unseen.prompt, now.output - unseen.output)
+
+    def add(self, cells: Sequence[TokenCells]) -> None:
+        """Read also those that have been created since. All that they have counted is unseen."""
+        known = {id(each.cached) for each in self._cells}
+        self._cells += tuple(each for each in cells if id(each.cached) not in known)
+
+
+class KeyUse:
+    """What one key uses of a model and its adapters: in this worker, in the others, and usually.
+
+    ``in_flight``: the service that other workers have charged for requests in flight, as it was read last.
+    """
+
+    __slots__ = ("in_flight", "own", "peers", "usual")
+
+    def __init__(self, own: Sequence[TokenCells], peers: Sequence[TokenCells], general: UsualUse) -> None:
+        self.own = SeenTokens(own)
+        self.peers = SeenTokens(peers)
+        self.usual = UsualUse(general)
+        self.in_flight = 0.0

@@ -64,7 +64,7 @@ class RequestServices:
         self.inflight = InflightCounts()
         self.limiter = Limiter(metrics, buckets or Buckets.private(), lambda error: send(StoreStatus(error)), write_batch)
         self.mirrors = MirrorTasks()
-        self.queues = ModelQueues(self.deadlines, metrics.cells, lambda model, since: send(ModelRequested(model, since)))
+        self.queues = ModelQueues(self.deadlines, metrics, lambda model, since: send(ModelRequested(model, since)))
         self.send = send
         self._choice_times: dict[str, float] = {}
         # Records of finished requests

@@ -92,6 +92,11 @@ _FAMILIES = (
         "Weighted tokens, by which a queue is fair, of requests that ended; only of keys that have waited in the last minute.",
         ("model", "class", "team", "key"),
     ),
+    Family(
+        "queue_service_in_flight",
+        "The same for requests in flight that were dispatched from the queue, as estimated.",
+        ("model", "class", "team", "key"),
+    ),
     Family("auth_failures_total", "Requests refused because of their key.", ("reason",)),
     Family("limited_total", "Requests refused by a limit.", ("key", "reason")),
     Family("limits_store_admissions_total", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)),
@@ -203,10 +208,11 @@ def observe(cells: SharedCells, buckets: Sequence[float], value: float) -> None:
 
 
 class WorkerMetrics:
-    """The metrics of one worker. Cells are looked up once for each set of labels and cached."""
+    """The metrics of one worker. Cells are looked up once for each set of labels and cached. ``peers``: the other workers' counters."""
 
-    def __init__(self, counters: SharedCounters) -> None:
+    def __init__(self, counters: SharedCounters, peers: Iterable[SharedCounters] = ()) -> None:
         self._counters = counters
+        self._peers = tuple(peers)
         self._cells: dict[tuple[str, ...], SharedCells] = {}
         self._outcomes: dict[tuple[str, str, int, str | None], tuple[SharedCells, SharedCells]] = {}
         self._uses: dict[tuple[str, str, int], tuple[SharedCells, ...]] = {}
@@ -229,6 +235,16 @@ class WorkerMetrics:
         if found is None:
             found = self._cells[key] = self._allocate(Series(family, labels).encode(), FAMILIES[family].cells)
         return found
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether there are other workers."""
+        return bool(self._peers)
+
+    def peer_cells(self, family: str, *labels: str) -> list[SharedCells | None]:
+        """Return the cells of a series in each other worker, to be read; None where it does not exist."""
+        name = Series(family, labels).encode()
+        return [each.find(name) for each in self._peers]
 
     def _allocate(self, name: str, count: int) -> SharedCells:
         try:

@@ -67,6 +67,11 @@ class SharedCounters:
         cells = self._index.get(name)
         return self._append(name, count) if cells is None else cells
 
+    def find(self, name: str) -> SharedCells | None:
+        """Return the cells of a series; None if its writer has not created it."""
+        self._read_index()
+        return self._index.get(name)
+
     def readings(self, prefix: str | tuple[str, ...] = "") -> Iterator[tuple[str, tuple[float, ...]]]:
         """Yield the name of every series that starts with the prefix, or with one of several, and its current values."""
         self._read_index()

@@ -80,6 +80,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("number", type=int)
     for name in ("listen", "control", "counters", "buckets", "placements"):
         parser.add_argument(f"--{name}-fd", type=int, required=True)
+    parser.add_argument("--peer-counters-fd", type=int, action="append", default=[], help="the counters of another worker, to read")
     parser.add_argument("--seats-fd", type=int, help="where several workers share the listening socket")
     parser.add_argument("--journal-fd", type=int)
     parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
@@ -102,7 +103,7 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
         if not isinstance(first, link.ApplySnapshot):
             return True
         logs.configure(first.snapshot.log, f"worker {arguments.number}")
-        metrics = WorkerMetrics(SharedCounters(arguments.counters_fd))
+        metrics = WorkerMetrics(SharedCounters(arguments.counters_fd), map(SharedCounters, arguments.peer_counters_fd))
         bodies = BodyRecorder(metrics.count_record, deletes=arguments.number == 0)
         if recorder is not None:
             recorder.rejections.report = to_control.send

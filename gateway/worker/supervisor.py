@@ -94,6 +94,8 @@ class _Inherited:
     placements: PlacementLog
     seats: Seats | None
     ledger: Ledger | None
+    counters: tuple[SharedCounters, ...]
+    """Those of each worker. A worker writes its own, and reads what keys have used in the others."""
 
 
 class _WorkerSlot:
@@ -101,7 +103,7 @@ class _WorkerSlot:
 
     def __init__(self, number: int, inherited: _Inherited, events: WorkerEvents) -> None:
         self.number = number
-        self.counters = SharedCounters.create(f"worker-{number}")
+        self.counters = inherited.counters[number]
         self._inherited = inherited
         self._events = events
         # State of the current process
@@ -228,7 +230,9 @@ class _WorkerSlot:
         }
         if inherited.seats is not None:
             fds["--seats-fd"] = inherited.seats.fd
+        peers = [each.fd for each in inherited.counters if each is not self.counters]
         arguments = ["--spool", str(ledger.folder)] if ledger is not None else []
+        arguments += [argument for fd in peers for argument in ("--peer-counters-fd", str(fd))]
         if ledger is not None:
             fds["--journal-fd"] = ledger.journals[self.number].fd
         arguments += [argument for flag, fd in fds.items() for argument in (flag, str(fd))]
@@ -237,7 +241,7 @@ class _WorkerSlot:
             try:
                 process = self._process = await asyncio.create_subprocess_exec(
                     sys.executable, "-P", "-m", "gateway.worker.process", "worker", str(self.number), *arguments,
-                    stdin=asyncio.subprocess.DEVNULL, pass_fds=tuple(fds.values()),
+                    stdin=asyncio.subprocess.DEVNULL, pass_fds=(*fds.values(), *peers),
                 )  # fmt: skip
             except BaseException:
                 to_worker.close()
@@ -274,10 +278,10 @@ class WorkerSupervisor:
         self.buckets = Buckets.create("buckets", count)
         self.placements = PlacementLog.create(count + 1, count)
         self._seats = Seats.create(count) if count > 1 else None
-        inherited = _Inherited(listener, self.buckets, self.placements, self._seats, ledger)
-        self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
-        self.boards = tuple(slot.counters for slot in self._slots)
+        self.boards = tuple(SharedCounters.create(f"worker-{number}") for number in range(count))
         """The workers' shared counters."""
+        inherited = _Inherited(listener, self.buckets, self.placements, self._seats, ledger, self.boards)
+        self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
         self._preparation: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.snapshot: Snapshot | None = None

@@ -142,13 +142,16 @@ async def controlled(
     folder: Path,
     *models: dict[str, Any],
     groups: Sequence[dict[str, Any]] = (),
+    keys: Sequence[dict[str, Any]] = (),
     cluster: Cluster = NO_CLUSTER,
     resolve: Resolve = system_resolver,
     **server: Any,
 ) -> AsyncIterator[Controlled]:
-    """Run a configuration; no process is left at the end. ``cluster`` and ``resolve`` are used to discover servers."""
+    """Run a configuration; no process is left at the end. ``keys``: further ones. ``cluster`` and ``resolve`` are used to discover servers."""
     file = folder / "gateway.yaml"
-    file.write_text(yaml.safe_dump(configuration(*models, **server) | {"groups": list(groups)}))
+    document = configuration(*models, **server) | {"groups": list(groups)}
+    document["keys"] += keys
+    file.write_text(yaml.safe_dump(document))
     config, output = load(file), io.StringIO()
     async with AsyncExitStack() as stack:
         data = stack.enter_context(closing(listen("127.0.0.1", 0, "server.port")))

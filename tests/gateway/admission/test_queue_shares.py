@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -12,8 +14,10 @@ import orjson
 import pytest
 
 from gateway.admission.service import ServiceWeights, Tokens
+from gateway.auth.keys import hash_of
 from gateway.snapshot.snapshot import Key, Queue
-from tests.support.running import Served, key, model, serving, until
+from tests.support.controlled import controlled
+from tests.support.running import key, model, serving, until
 from tests.support.scripted import Conversation, scripted
 from tests.support.wire import DONE, HELLO, chat, client, request
 
@@ -43,7 +47,10 @@ class Load:
 
 async def answer(talk: Conversation) -> None:
     """Answer with as many tokens as the request names. A stream has an event for each."""
-    document = talk.request.json
+    if talk.request.head.startswith(b"GET"):  # a probe
+        await talk.respond(b'{"object":"list","data":[]}')
+        return
+    document: dict[str, Any] = talk.request.json
     prompt, output = map(int, document["messages"][0]["content"].split())
     usage = {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
     await asyncio.sleep(WEIGHTS.prompt * prompt * SPEED)
@@ -59,11 +66,11 @@ async def answer(talk: Conversation) -> None:
     await talk.end_stream()
 
 
-async def play(served: Served, loads: Sequence[Load]) -> None:
+async def play(port: int, loads: Sequence[Load]) -> None:
     """Send requests until each load has had REQUESTS of them, and count the service of each."""
     async with asyncio.TaskGroup() as group:
         tasks = [
-            group.create_task(send(served.port, load, load.keys[number % len(load.keys)]))
+            group.create_task(send(port, load, load.keys[number % len(load.keys)]))
             for load in loads
             for number in range(max(load.clients, len(load.keys)))
         ]
@@ -125,8 +132,26 @@ CASES: dict[str, Callable[[], tuple[Load, Load]]] = {
 async def test_service_is_shared_by_weight(case: str) -> None:
     loads = CASES[case]()
     every_key = [each for load in loads for each in load.keys]
-    bounded = {"queue": QUEUE, "max_inflight": SLOTS}
-    async with scripted(answer) as server, serving([model(server.port, **bounded)], every_key, team_weights={"three": 3.0}) as served:
-        await play(served, loads)
+    bounded = partial(model, queue=QUEUE, max_inflight=SLOTS)
+    async with scripted(answer) as server, serving([bounded(server.port)], every_key, team_weights={"three": 3.0}) as served:
+        await play(served.port, loads)
     first, second = (load.service / load.weight for load in loads)
     assert first / second == pytest.approx(1, abs=0.02), f"{[load.ended for load in loads]} requests"
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+async def test_service_is_shared_by_weight_over_all_workers(tmp_path: Path, workers: int) -> None:
+    """Each worker has its part of the slots, and knows what a key has used in the others, though a moment later."""
+    loads = (Load(keys("a"), fixed(10, 200), clients=40), Load(keys("b"), fixed(10, 20), clients=40))
+    entries = [{"id": each, "hash": hash_of(f"sk-{each}")} for each in ("a0", "b0")]
+    async with scripted(answer) as server:
+        bounded = {
+            "id": "tiny",
+            "max_inflight": 2 * SLOTS,
+            "queue": {"size": 1000, "wait": "60s"},
+            "servers": [{"url": f"http://127.0.0.1:{server.port}"}],
+        }
+        async with controlled(tmp_path, bounded, keys=entries, workers=workers) as one:
+            await play(one.port, loads)
+    first, second = (load.service for load in loads)
+    assert first / second == pytest.approx(1, abs=0.05), f"{[load.ended for load in loads]} requests"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from time import monotonic
 
 from hypothesis import settings
@@ -15,6 +14,7 @@ from gateway.admission.service import Tokens
 from gateway.admission.shares import QueueShares
 from gateway.api.errors import Refusal
 from gateway.snapshot.snapshot import Key, Model, Queue
+from gateway.telemetry.shared_counters import SharedCells
 from tests.support.examples import examples
 from tests.support.pools import pool_of
 from upstream.balancing.ejection import LONGEST_PAUSE
@@ -28,6 +28,21 @@ from upstream.http.inline_task import InlineTask, Signal
 
 KEYS = tuple(Key(name, weight=weight) for name, weight in (("a", 1.0), ("b", 1.0), ("c", 4.0)))
 FOR_EVER = 1e9
+
+
+class Metrics:
+    """Cells in the memory of the test."""
+
+    has_peers = False
+
+    def __init__(self) -> None:
+        self._cells: dict[tuple[str, ...], SharedCells] = {}
+
+    def cells(self, *name: str) -> SharedCells:
+        return self._cells.setdefault(name, memoryview(bytearray(8)).cast("d"))
+
+    def peer_cells(self, *name: str) -> list[SharedCells]:
+        return []
 
 
 class Visitor:
@@ -83,9 +98,9 @@ class World(RuleBasedStateMachine):
         self.servers = [Server(ServerSpec(f"s{n}", Address(port=1), "m"), Condition.UP, clock=lambda: self.now) for n in range(2)]
         self.deadlines = Deadlines()
         self.demand: float | None = None
-        cells = defaultdict[tuple[str, ...], list[float]](lambda: [0.0])
-        self.gauge = cells["queued_requests", "m"]
-        self.queues = ModelQueues(self.deadlines, lambda *name: cells[name], self._report_demand)  # type: ignore[arg-type]  # a list holds numbers too
+        metrics = Metrics()
+        self.gauge = metrics.cells("queued_requests", "m")
+        self.queues = ModelQueues(self.deadlines, metrics, self._report_demand)
         self.visitors: list[Visitor] = []
         self.served: list[Visitor] = []
         self.expected = False

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.admission.service import KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
+from gateway.admission.service import SeenTokens, ServiceWeights, TokenCells, Tokens, UsualUse
 from gateway.api.usage import Usage
 
 
@@ -50,7 +50,7 @@ def test_the_mean_follows_a_change() -> None:
 
 def test_tokens_are_unseen_once_and_those_of_a_noted_request_never() -> None:
     own, adapter = cells(100, 10, 50), cells()
-    key = KeyUse([own, adapter], UsualUse())
+    key = SeenTokens([own, adapter])
     assert key.take_unseen() == (0, 0), "what was counted before the key was known"
     own.prompt[0] += 30
     own.cached[0] += 10
@@ -64,17 +64,24 @@ def test_tokens_are_unseen_once_and_those_of_a_noted_request_never() -> None:
 
 def test_other_counters_do_not_charge_what_they_have_counted_before() -> None:
     own = cells()
-    key = KeyUse([own], UsualUse())
+    key = SeenTokens([own])
     own.completion[0] += 3
-    key.use_cells([own, cells(1000, 1000)])
+    key.use([own, cells(1000, 1000)])
     assert key.take_unseen() == (0, 3)
+
+
+def test_what_another_worker_has_counted_before_it_is_known_is_unseen() -> None:
+    first = cells(1, 1)
+    key = SeenTokens([first])
+    key.add([first, cells(30, 20, 10)])
+    assert key.take_unseen() == (20, 20) and key.take_unseen() == (0, 0)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 1000), st.integers(0, 1000)), max_size=30))
 def test_each_token_is_charged_once(requests: list[tuple[bool, int, int]]) -> None:
     """Whether a request waited, and is charged on its own, or not."""
     counters = cells()
-    key, charged = KeyUse([counters], UsualUse()), 0.0
+    key, charged = SeenTokens([counters]), 0.0
     for waited, prompt, completion in requests:
         if waited:
             key.note(Tokens(prompt, completion))
