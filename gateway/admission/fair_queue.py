@@ -40,7 +40,7 @@ _SPARE = 32  # entries of a heap that are out of date before it is rebuilt, besi
 class Share(NamedTuple):
     """One level of the path to a leaf: the name of a flow, unique below its parent, and its weight among its siblings.
 
-    ``rank``: flows of a lower rank are served before all others.
+    ``rank``: flows of a lower rank are served first.
     """
 
     name: str
@@ -53,7 +53,7 @@ _UNNAMED = Share("", 1.0)
 
 
 class Flow(Generic[T]):
-    """One node of the tree. Only a leaf has waiting requests of its own, each with the time since which it has waited."""
+    """One node of the tree. Only a leaf has requests, each with the time since which it has waited."""
 
     __slots__ = (
         "_entries", "_entry", "_heap", "_older", "_past", "_rotated_at", "active_at", "children", "in_flight", "name", "now", "parent",
@@ -75,7 +75,7 @@ class Flow(Generic[T]):
         self.active_at = -inf
         """When it last had a waiting request, or was charged."""
         self.now = 0.0
-        """The virtual time of its children: the largest tag at which one of them was served."""
+        """The virtual time of its children: the largest tag at which a child was served."""
         self._entry = 0  # the number of its valid entry in the heap of its parent
         self._entries = 0  # the number of entries that its own heap has had
         self._heap: list[tuple[int, float, int, Flow[T]]] = []  # its waiting children by rank and tag, and entries that are out of date
@@ -143,7 +143,7 @@ class FairQueue(Generic[T]):
 
     def __init__(self) -> None:
         self._root: Flow[T] = Flow("", 1.0, None)
-        self._leaves: dict[Flow[T], None] = {}
+        self._with_requests: dict[Flow[T], None] = {}
         """The leaves with waiting requests."""
 
     def __len__(self) -> int:
@@ -151,16 +151,16 @@ class FairQueue(Generic[T]):
 
     def __iter__(self) -> Iterator[T]:
         """Iterate over all waiting requests, in no order between flows."""
-        return (item for leaf in self._leaves for item in leaf.requests)
+        return (item for leaf in self._with_requests for item in leaf.requests)
 
     @property
     def oldest(self) -> float | None:
         """The time since which the oldest request has waited; None if the queue is empty."""
-        return min((leaf.oldest for leaf in self._leaves), default=None)
+        return min((leaf.oldest for leaf in self._with_requests), default=None)
 
     def oldest_below(self, name: str) -> float | None:
         """Return the time since which the oldest request has waited in a flow at the top; None if none waits there."""
-        return min((leaf.oldest for leaf in self._leaves if leaf.top.name == name), default=None)
+        return min((leaf.oldest for leaf in self._with_requests if leaf.top.name == name), default=None)
 
     def leaf(self, path: Sequence[Share]) -> Flow[T]:
         """Return the leaf at the end of a path. It and the flows above it are created, or get the weights of the path."""
@@ -193,7 +193,7 @@ class FairQueue(Generic[T]):
         requests[item] = since
         if since < latest:  # it was dispatched before and came back without a server
             leaf.requests = dict(sorted(requests.items(), key=lambda pair: pair[1]))
-        self._leaves[leaf] = None
+        self._with_requests[leaf] = None
         node = leaf
         while (parent := node.parent) is not None:
             node.waiting += 1
@@ -224,7 +224,7 @@ class FairQueue(Generic[T]):
     def _remove(self, item: T, leaf: Flow[T], now: float) -> None:
         del leaf.requests[item]
         if not leaf.requests:
-            del self._leaves[leaf]
+            del self._with_requests[leaf]
         node: Flow[T] | None = leaf
         while node is not None:
             node.waiting -= 1
@@ -242,7 +242,7 @@ class FairQueue(Generic[T]):
             node = parent
 
     def charge_served(self, flow: Flow[T], service: float, last: float, now: float) -> None:
-        """Charge flows for requests that were served without waiting. ``last`` is the service of one of them.
+        """Charge flows for requests that were served without waiting. ``last`` is the service of the last request.
 
         Virtual time follows, as if each of them had been dispatched, but no further than to a flow that waits.
         """

@@ -46,7 +46,7 @@ _READ_AT_ONCE = 200  # keys whose counters are read in one tick
 
 @dataclass(frozen=True, slots=True)
 class QueuedRequest:
-    """What a queue knows about a request.
+    """A request, as far as a queue knows it.
 
     ``since``: when it began to wait. ``size``: bytes of its body. ``most``: tokens that its output may have. ``user``: its end user.
     ``lowered_to``: the class that its client wants, which counts if it is after that of the key.
@@ -71,7 +71,7 @@ class QueueMetrics(Protocol):
         """Return the cells of a series, created on first use."""
 
     def peer_cells(self, family: str, /, *labels: str) -> Sequence[SharedCells | None]:
-        """Return the cells of a series in each other worker; None where it does not exist."""
+        """Return the cells of a series in each other worker; None if it does not exist there."""
 
 
 class ModelQueues:
@@ -144,15 +144,19 @@ class FlowMetrics(NamedTuple):
     in_flight: SharedCells
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class KeyFlow:
-    """A key in a model's queue: its flow, its ID, what it uses, and its metrics."""
+    """A key in a class of a model's queue: its flow, its ID, what it uses in all classes, the labels and the cells of its metrics.
+
+    ``in_flight``: the service of its requests in flight in other workers, as it was read last.
+    """
 
     flow: Flow[QueueSlot]
     owner: str
     use: KeyUse
     labels: tuple[str, ...]
     metrics: FlowMetrics
+    in_flight: float = 0.0
 
 
 class ModelQueue:
@@ -177,6 +181,7 @@ class ModelQueue:
         self._waiting = FairQueue[QueueSlot]()
         self._dispatched: dict[QueueSlot, None] = {}
         self._keys: dict[Flow[QueueSlot], KeyFlow] = {}
+        self._uses: dict[str, KeyUse] = {}
         self._usual = UsualUse()
         self._aged: frozenset[str] = frozenset()
         self._read_next = 0
@@ -191,9 +196,9 @@ class ModelQueue:
         """Replace the servers and the bounds. Waiting requests stay."""
         self._pool, self.bounds = pool, queue
         self._weights = ServiceWeights(queue.prompt_weight, queue.completion_weight)
-        for key in self._keys.values():
-            key.use.own.use(self._token_cells(key.owner))
-            key.use.peers.use(self._peer_cells(key.owner))
+        for key, use in self._uses.items():
+            use.own.use(self._token_cells(key))
+            use.peers.use(self._peer_cells(key))
         pool.on_capacity(self.dispatch)
         if pool.is_up:
             self.update()
@@ -228,10 +233,11 @@ class ModelQueue:
             return found
         labels = (self._model, flows.class_name, flows.team, flows.key)
         metrics = FlowMetrics(*(self._metrics.cells(name, *labels) for name in _FLOW_METRICS))
-        use = KeyUse(self._token_cells(flows.key), self._peer_cells(flows.key), self._usual)
+        # A key may be in two classes. Its requests that did not wait are charged once, in either.
+        use = self._uses.get(flows.key)
+        if use is None:
+            use = self._uses[flows.key] = KeyUse(self._token_cells(flows.key), self._peer_cells(flows.key), self._usual)
         found = self._keys[flow] = KeyFlow(flow, flows.key, use, labels, metrics)
-            flow, flows.key, KeyUse(self._token_cells(flows.key), self._peer_cells(flows.key), self._usual), labels, metrics
-        )
         return found
 
     def _token_cells(self, key: str) -> list[TokenCells]:
@@ -305,9 +311,9 @@ class ModelQueue:
         service = self._weights.service(use.own.take_unseen())
         key.metrics.service[0] += service
         if self._metrics.has_peers:
-            before = use.in_flight
-            use.in_flight = sum(each[0] for each in self._metrics.peer_cells(_IN_FLIGHT, *key.labels) if each is not None)
-            service += self._weights.service(use.peers.take_unseen()) + use.in_flight - before
+            before = key.in_flight
+            key.in_flight = sum(each[0] for each in self._metrics.peer_cells(_IN_FLIGHT, *key.labels) if each is not None)
+            service += self._weights.service(use.peers.take_unseen()) + key.in_flight - before
         if service:
             self._waiting.charge_served(key.flow, service, self._weights.service(key.use.usual.estimate(0)), now)
 
@@ -410,6 +416,8 @@ class ModelQueue:
             self._forget_at = now + _FORGET_EVERY
             for flow in self._waiting.forget(now):
                 self._keys.pop(flow, None)
+            known = {key.owner for key in self._keys.values()}
+            self._uses = {key: use for key, use in self._uses.items() if key in known}
         if self._returning is not None and now > self._returning[1]:
             self._returning = None
             self._publish()

@@ -56,7 +56,7 @@ class TokenCells(NamedTuple):
 
 
 class UsualUse:
-    """What the requests of a key, or of all keys, usually use: moving means. ``general``: assumed before the first request."""
+    """The usual use of a request of a key, or of all keys: moving means. ``general``: assumed before the first request."""
 
     __slots__ = ("_general", "_output", "_per_byte")
 
@@ -115,7 +115,7 @@ class SeenTokens:
         self._seen = Tokens(self._seen.prompt + tokens.prompt, self._seen.output + tokens.output)
 
     def use(self, cells: Sequence[TokenCells]) -> None:
-        """Read these counters from now on: a reload may have added an adapter. What new ones have counted before is not unseen."""
+        """Read these counters from now on: a reload may have added an adapter. The earlier counts of new ones are not unseen."""
         unseen = self.take_unseen()
         self._cells = tuple(cells)
         now = self._counted()
@@ -128,15 +128,11 @@ class SeenTokens:
 
 
 class KeyUse:
-    """What one key uses of a model and its adapters: in this worker, in the others, and usually.
+    """The use that one key makes of a model and its adapters: in this worker, in the others, and usually."""
 
-    ``in_flight``: the service that other workers have charged for requests in flight, as it was read last.
-    """
-
-    __slots__ = ("in_flight", "own", "peers", "usual")
+    __slots__ = ("own", "peers", "usual")
 
     def __init__(self, own: Sequence[TokenCells], peers: Sequence[TokenCells], general: UsualUse) -> None:
         self.own = SeenTokens(own)
         self.peers = SeenTokens(peers)
         self.usual = UsualUse(general)
-        self.in_flight = 0.0

@@ -29,7 +29,7 @@ def weight_of(priority: int | None) -> float:
 
 
 DEFAULT_CLASS = "default"
-"""The class in queues of a key that names none. It is after all configured classes, unless it is one of them."""
+"""The class in queues of a key that names none. It is after all configured classes, unless it is configured too."""
 CALENDAR = ("day", "week", "month")
 """The windows of budgets that start with a period of UTC."""
 

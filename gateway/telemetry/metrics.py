@@ -242,7 +242,7 @@ class WorkerMetrics:
         return bool(self._peers)
 
     def peer_cells(self, family: str, *labels: str) -> list[SharedCells | None]:
-        """Return the cells of a series in each other worker, to be read; None where it does not exist."""
+        """Return the cells of a series in each other worker, to be read; None if it does not exist there."""
         name = Series(family, labels).encode()
         return [each.find(name) for each in self._peers]
 

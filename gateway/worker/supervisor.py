@@ -95,7 +95,7 @@ class _Inherited:
     seats: Seats | None
     ledger: Ledger | None
     counters: tuple[SharedCounters, ...]
-    """Those of each worker. A worker writes its own, and reads what keys have used in the others."""
+    """The counters of each worker. A worker writes its own, and reads the use of keys in the others."""
 
 
 class _WorkerSlot:

@@ -156,8 +156,8 @@ def test_service_without_waiting_counts_as_soon_as_the_flow_waits() -> None:
     assert order(queue)[:10] == "b" * 10
 
 
-def test_a_flow_that_was_alone_owes_nothing_to_one_that_comes_later() -> None:
-    """What it was served while nobody waited moved virtual time along."""
+def test_a_flow_that_was_alone_owes_nothing_to_a_later_flow() -> None:
+    """Its service while no request waited has moved virtual time."""
     queue = queue_of("a")
     pop(queue)
     queue.charge_served(queue.leaf([Share("a", 1.0)]), 1000.0, 1.0, 5 * PAUSE)
@@ -239,7 +239,7 @@ class Schedule:
 
     def __init__(self, weights: Iterable[float], slots: int) -> None:
         self.queue = FairQueue[Item]()
-        self.leaves = [self.queue.leaf([Share(str(number), weight)]) for number, weight in enumerate(weights)]
+        self.flows = [self.queue.leaf([Share(str(number), weight)]) for number, weight in enumerate(weights)]
         self.slots = slots
         self.now = 0.0
         self.numbers = count()
@@ -268,13 +268,13 @@ class Schedule:
             self.queue.charge(leaf, actual - estimate, self.now)
             leaf.in_flight -= 1
 
-    def leave(self, leaf: Flow[Item]) -> None:
+    def disconnect(self, leaf: Flow[Item]) -> None:
         if leaf.requests:
             self.queue.remove(next(reversed(leaf.requests)), leaf, self.now)
 
     def check(self) -> None:
-        for f in self.leaves:
-            for g in self.leaves:
+        for f in self.flows:
+            for g in self.flows:
                 if f is g or not (f.waiting and g.waiting):
                     self.together.pop((f, g), None)
                     continue
@@ -285,7 +285,9 @@ class Schedule:
 
 
 EVENTS = st.lists(
-    st.tuples(st.sampled_from(["arrive", "arrive", "dispatch", "dispatch", "end", "leave", "wait"]), st.integers(0, 9), st.floats(0, 100)),
+    st.tuples(
+        st.sampled_from(["arrive", "arrive", "dispatch", "dispatch", "end", "disconnect", "wait"]), st.integers(0, 9), st.floats(0, 100)
+    ),
     max_size=120,
 )
 
@@ -295,7 +297,7 @@ EVENTS = st.lists(
 def test_two_flows_that_wait_stay_within_the_stated_bound(weights: list[float], slots: int, events: list[tuple[str, int, float]]) -> None:
     schedule = Schedule(weights, slots)
     for event, which, amount in events:
-        leaf = schedule.leaves[which % len(schedule.leaves)]
+        leaf = schedule.flows[which % len(schedule.flows)]
         match event:
             case "arrive":
                 schedule.arrive(leaf)
@@ -303,12 +305,12 @@ def test_two_flows_that_wait_stay_within_the_stated_bound(weights: list[float], 
                 schedule.dispatch(amount)
             case "end":
                 schedule.end(which, amount)
-            case "leave":
-                schedule.leave(leaf)
+            case "disconnect":
+                schedule.disconnect(leaf)
             case "wait":
                 schedule.now += amount / 20
         schedule.check()
-        assert len(schedule.queue) == sum(leaf.waiting for leaf in schedule.leaves)
+        assert len(schedule.queue) == sum(leaf.waiting for leaf in schedule.flows)
 
 
 @pytest.mark.parametrize("case", ["equal", "1 : 3", "log-normal", "estimates that are always wrong", "answers that are cut"])
@@ -320,12 +322,12 @@ def test_shares_are_within_two_percent_of_the_weights(case: str) -> None:
     served: dict[Flow[Item], float] = defaultdict(float)
     ended = Counter[str]()
     running: list[tuple[Flow[Item], float, float]] = []
-    for leaf in schedule.leaves * 8:
+    for leaf in schedule.flows * 8:
         schedule.arrive(leaf)
-    while min(ended[leaf.name] for leaf in schedule.leaves) < 200:
+    while min(ended[leaf.name] for leaf in schedule.flows) < 200:
         while len(running) < 4:
             _, leaf = schedule.queue.pop(0.0)
-            usual = 400.0 if leaf is schedule.leaves[0] else 20.0
+            usual = 400.0 if leaf is schedule.flows[0] else 20.0
             actual = random.lognormvariate(4, 1) if case == "log-normal" else usual
             if case == "answers that are cut" and usual == 400.0:
                 actual *= 0.9
@@ -337,7 +339,7 @@ def test_shares_are_within_two_percent_of_the_weights(case: str) -> None:
         schedule.queue.charge(leaf, actual - estimate, 0.0)
         ended[leaf.name] += 1
         served[leaf] += actual
-    first, second = (served[leaf] / leaf.weight for leaf in schedule.leaves)
+    first, second = (served[leaf] / leaf.weight for leaf in schedule.flows)
     assert first / second == pytest.approx(1, abs=0.02)
 
 
@@ -350,20 +352,20 @@ STEPS = st.lists(st.tuples(st.sampled_from(["put", "pop", "remove", "displace"])
 @given(steps=STEPS)
 def test_no_request_is_lost_and_each_key_keeps_its_order(steps: list[tuple[str, str, int]]) -> None:
     queue = FairQueue[Item]()
-    leaves = {key: queue.leaf([Share(team, 1.0), Share(key, 1.0)]) for key, team in zip(KEYS, "xxyz", strict=True)}
+    flows = {key: queue.leaf([Share(team, 1.0), Share(key, 1.0)]) for key, team in zip(KEYS, "xxyz", strict=True)}
     queued: dict[str, list[Item]] = {key: [] for key in KEYS}
     for at, (step, key, number) in enumerate(steps):
         mine, total = queued[key], sum(map(len, queued.values()))
         if step == "put":
-            queue.put((key, at), leaves[key], at, 0.0)
+            queue.put((key, at), flows[key], at, 0.0)
             mine.append((key, at))
         elif step == "remove" and mine:
-            queue.remove(mine.pop(number % len(mine)), leaves[key], 0.0)
+            queue.remove(mine.pop(number % len(mine)), flows[key], 0.0)
         elif step == "pop" and total:
             item = pop(queue, number)
             assert queued[item[0]].pop(0) == item
         elif step == "displace":
-            latest = queue.displaced_by(leaves[key])
+            latest = queue.displaced_by(flows[key])
             assert latest is None or (latest == queued[latest[0]][-1] and latest[0] != key)
         assert set(queue) == {item for each in queued.values() for item in each} and len(queue) == sum(map(len, queued.values()))
         assert queue.oldest == min((item[1] for each in queued.values() for item in each), default=None)

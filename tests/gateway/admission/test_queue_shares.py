@@ -23,7 +23,7 @@ from tests.support.wire import DONE, HELLO, chat, client, request
 
 SLOTS = 4
 REQUESTS = 200
-"""Of the flow with fewer requests."""
+"""The requests of the flow with fewer requests."""
 QUEUE = Queue(size=1000, wait=60.0)
 WEIGHTS = ServiceWeights()
 SPEED = 0.00005  # seconds of the server for a token of service
@@ -39,13 +39,13 @@ class Load:
     weight: float = 1.0
     every: float = 0.0
     """Seconds between two pulses, in which each client sends one request; 0: a client sends the next request at once."""
-    leaves: bool = False
+    disconnects: bool = False
     """Its clients disconnect when they have 90% of the output."""
     service: float = field(default=0.0, init=False)
     ended: int = field(default=0, init=False)
 
 
-async def answer(talk: Conversation) -> None:
+async def respond(talk: Conversation) -> None:
     """Answer with as many tokens as the request names. A stream has an event for each."""
     if talk.request.head.startswith(b"GET"):  # a probe
         await talk.respond(b'{"object":"list","data":[]}')
@@ -83,10 +83,10 @@ async def send(port: int, load: Load, sender: Key) -> None:
     """Send the requests of one client, one after the other."""
     while True:
         prompt, output = load.length()
-        text = chat(messages=[{"role": "user", "content": f"{prompt} {output}"}], stream=load.leaves)
+        text = chat(messages=[{"role": "user", "content": f"{prompt} {output}"}], stream=load.disconnects)
         async with client(port) as one:
             one.send(request(text, token=f"sk-{sender.id}"))
-            if load.leaves:
+            if load.disconnects:
                 output = output * 9 // 10
                 await one.events(output)
             else:
@@ -111,8 +111,8 @@ def varied(seed: int, mean: float) -> Callable[[], tuple[int, int]]:
 
 
 CASES: dict[str, Callable[[], tuple[Load, Load]]] = {
-    "long and short answers": lambda: (Load(keys("a"), fixed(10, 200)), Load(keys("b"), fixed(10, 20))),
-    "long prompts and long answers": lambda: (Load(keys("a"), fixed(800, 10)), Load(keys("b"), fixed(10, 40))),
+    "long and short outputs": lambda: (Load(keys("a"), fixed(10, 200)), Load(keys("b"), fixed(10, 20))),
+    "long prompts and long outputs": lambda: (Load(keys("a"), fixed(800, 10)), Load(keys("b"), fixed(10, 40))),
     "a team of one key and a team of fifty": lambda: (
         Load(keys("a", team="one"), fixed(10, 40)),
         Load(keys("b", 50, team="many"), fixed(10, 40)),
@@ -124,7 +124,7 @@ CASES: dict[str, Callable[[], tuple[Load, Load]]] = {
     ),
     "log-normal lengths": lambda: (Load(keys("a"), varied(1, 4.0)), Load(keys("b"), varied(2, 3.0))),
     "a flow that pulses": lambda: (Load(keys("a"), fixed(10, 40), clients=40, every=0.1), Load(keys("b"), fixed(10, 40))),
-    "clients that leave": lambda: (Load(keys("a"), fixed(10, 40), leaves=True), Load(keys("b"), fixed(10, 20))),
+    "clients that disconnect": lambda: (Load(keys("a"), fixed(10, 40), disconnects=True), Load(keys("b"), fixed(10, 20))),
 }
 
 
@@ -133,7 +133,7 @@ async def test_service_is_shared_by_weight(case: str) -> None:
     loads = CASES[case]()
     every_key = [each for load in loads for each in load.keys]
     bounded = partial(model, queue=QUEUE, max_inflight=SLOTS)
-    async with scripted(answer) as server, serving([bounded(server.port)], every_key, team_weights={"three": 3.0}) as served:
+    async with scripted(respond) as server, serving([bounded(server.port)], every_key, team_weights={"three": 3.0}) as served:
         await play(served.port, loads)
     first, second = (load.service / load.weight for load in loads)
     assert first / second == pytest.approx(1, abs=0.02), f"{[load.ended for load in loads]} requests"
@@ -144,7 +144,7 @@ async def test_service_is_shared_by_weight_over_all_workers(tmp_path: Path, work
     """Each worker has its part of the slots, and knows what a key has used in the others, though a moment later."""
     loads = (Load(keys("a"), fixed(10, 200), clients=40), Load(keys("b"), fixed(10, 20), clients=40))
     entries = [{"id": each, "hash": hash_of(f"sk-{each}")} for each in ("a0", "b0")]
-    async with scripted(answer) as server:
+    async with scripted(respond) as server:
         bounded = {
             "id": "tiny",
             "max_inflight": 2 * SLOTS,
