@@ -83,6 +83,7 @@ class Settings:
     block_size: int
     num_gpu_blocks: int
     batch_limits: BatchLimits
+    scheduling_policy: str
     step_time: StepTime | None
     seed: int
     start: StartOptions
@@ -125,6 +126,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm 
             _size("max-num-batched-tokens", given.max_num_batched_tokens, BatchLimits().tokens),
             int(given.max_num_seqs or BatchLimits().sequences),
         ),
+        scheduling_policy=given.scheduling_policy or "fcfs",
         step_time=given.sim_step_time,
         seed=given.sim_seed,
         start=_collected(StartOptions, given),
@@ -156,7 +158,7 @@ def _parser(command: str = "vllm serve") -> argparse.ArgumentParser:
         type=_step_time,
         metavar="BASE,PER_SEQUENCE,PER_PREFILL_TOKEN",
         help="compute in steps like vLLM, instead of at a fixed speed: seconds of a step, more for each request in it, and more for each "
-        "prompt token; --max-num-batched-tokens and --max-num-seqs limit a step",
+        "prompt token; --max-num-batched-tokens and --max-num-seqs limit a step, and --scheduling-policy orders the queue",
     )
     for kind in (StartOptions, Behavior):
         _add_settings(own, kind)
@@ -164,7 +166,8 @@ def _parser(command: str = "vllm serve") -> argparse.ArgumentParser:
 
 
 _VLLM_FORMS: Final[tuple[tuple[frozenset[str], dict[str, Any]], ...]] = (
-    (known_names.VALUES, {}),
+    (known_names.VALUES - {"scheduling-policy"}, {}),
+    (frozenset({"scheduling-policy"}), {"choices": ("fcfs", "priority")}),
     (known_names.LISTS, {"nargs": "+"}),
     (known_names.OPTIONAL, {"nargs": "?"}),
     (known_names.BOOLEANS, {"action": argparse.BooleanOptionalAction}),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
 import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx2
 import hypothesis.strategies as some
 import pytest
 from hypothesis import given
 
-from tests.upstream.simulator.test_process import running, until
+from tests.upstream.simulator.test_process import WITHIN, running, until
 from upstream.simulator import flags
 from upstream.simulator.engine.batch import Batch, BatchLimits, StepTime
 
@@ -60,6 +65,23 @@ def test_no_more_requests_run_than_allowed() -> None:
     batch.remove("a")
     batch.begin_step()
     assert batch.complete().first == ("c",)
+
+
+@given(some.lists(some.integers(-2, 2), min_size=1, max_size=12), some.sets(some.integers(0, 11)))
+def test_waiting_requests_start_by_priority_and_arrival(priorities: list[int], removed: set[int]) -> None:
+    batch = Batch[int](TIME, BatchLimits(sequences=1), lambda _: 1)
+    batch.add(-1, 3)
+    batch.begin_step()
+    for number, priority in enumerate(priorities):
+        batch.add(number, 1, priority)
+    for number in removed:
+        batch.remove(number)
+    started: list[int] = []
+    while batch.running or batch.waiting:
+        started += batch.complete().first
+        batch.begin_step()
+    left = [number for number in range(len(priorities)) if number not in removed]
+    assert started == [-1, *sorted(left, key=lambda number: (priorities[number], number))]
 
 
 def test_a_request_of_one_token_is_finished_with_its_first() -> None:
@@ -116,6 +138,78 @@ def test_requests_wait_for_the_batch_and_the_metrics_show_them() -> None:
         one.process.terminate()  # ends the requests with "abort"
         for thread in threads:
             thread.join()
+
+
+CHAT, MESSAGES = "/v1/chat/completions", "/v1/messages"
+QUEUED = ((CHAT, 0), (CHAT, 7), (MESSAGES, -3), (CHAT, -3), (MESSAGES, 7), (CHAT, 2**40), (MESSAGES, 0))
+"""Paths and priorities of requests. For messages, the priority is a header."""
+LONG = 1800
+"""Tokens of a request that outlasts the others."""
+
+
+async def order_of(url: str, slots: int, headers: Mapping[str, str] | None = None) -> list[int]:
+    """Fill the slots of an engine with long requests, queue ``QUEUED``, and free a slot. Return the order in which they finish."""
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(base_url=url, headers=headers, timeout=WITHIN, limits=limits) as client:
+
+        async def request(path: str, tokens: int, priority: int = 0) -> None:
+            body = {**HELLO, "model": "tiny", "max_tokens": tokens, "ignore_eos": True, "priority": priority}
+            body["simulate"] = {"tokens": tokens}
+            more = {"x-vllm-priority": str(priority)} if path == MESSAGES else {}
+            (await client.post(path, json=body, headers=more)).raise_for_status()
+
+        async def until_shown(running: int, waiting: int) -> None:
+            shown: Sequence[str] = ()
+            async with asyncio.timeout(WITHIN):
+                while [float(each) for each in shown] != [running, waiting]:
+                    text = (await client.get("/metrics")).text
+                    shown = re.findall(r"^vllm:num_requests_(?:running|waiting)\{.*\} (\S+)$", text, re.MULTILINE)
+
+        long = [asyncio.create_task(request(CHAT, LONG)) for _ in range(slots)]
+        finished: list[int] = []
+        queued = []
+        try:
+            await until_shown(slots, 0)
+            for number, (path, priority) in enumerate(QUEUED):
+                queued.append(asyncio.create_task(request(path, 20, priority)))
+                queued[-1].add_done_callback(lambda _, number=number: finished.append(number))  # type: ignore[misc]
+                await until_shown(slots, number + 1)
+            long.pop().cancel()
+            await asyncio.gather(*queued)
+            assert not any(task.done() for task in long)
+        finally:
+            for task in (*long, *queued):
+                task.cancel()
+        return finished
+
+
+BY_PRIORITY = sorted(range(len(QUEUED)), key=lambda number: QUEUED[number][1])
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"), [(["--scheduling-policy", "priority"], BY_PRIORITY), ([], list(range(len(QUEUED))))], ids=["priority", "fcfs"]
+)
+def test_the_policy_orders_the_queue(flags: list[str], expected: list[int]) -> None:
+    with running("--sim-step-time", "0.004,0,0", "--max-num-seqs", "2", *flags) as one:
+        assert asyncio.run(order_of(one.url, 2)) == expected
+
+
+def test_an_unknown_policy_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        flags.parse(["tiny", "--scheduling-policy", "lifo"], {})
+    assert "argument --scheduling-policy: invalid choice: 'lifo'" in capsys.readouterr().err
+
+
+def test_a_request_that_hangs_keeps_its_place_in_the_batch() -> None:
+    with running("--sim-step-time", "0.001,0,0", "--max-num-seqs", "1") as one:
+        body = {**HELLO, "stream": True, "max_tokens": 9, "simulate": {"tokens": 9, "hang_after": 3}}
+        with one.client.stream("POST", CHAT, json=body) as response, ThreadPoolExecutor(1) as pool:
+            lines = response.iter_lines()
+            assert next(lines)
+            other = pool.submit(one.chat, max_tokens=9)
+            until(lambda: (one.metric("vllm:num_requests_running"), one.metric("vllm:num_requests_waiting")) == (1, 1))
+            response.close()
+            assert other.result().status_code == 200
 
 
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}]}

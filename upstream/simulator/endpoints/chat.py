@@ -156,7 +156,8 @@ def job(call: ApiRequest) -> Job:
     planned, refusal = call.planned(prepared.generation)
     transcript = Transcript(planned)
     response = ChatResponse(call, prepared, transcript)
-    return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal)
+    priority = call.priority(request.priority)
+    return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal, priority=priority)
 
 
 def prepare(call: ApiRequest, request: ChatRequest) -> Prepared:

@@ -33,7 +33,8 @@ def job(call: ApiRequest) -> Job:
     planned, refusal = call.planned(combined)
     transcript = Transcript(planned)
     response = BatchResponse(call, replace(first, generation=combined), transcript)
-    return Job(transcript, response, stream=False, behavior=call.behavior, refusal=first.refusal or refusal)
+    refusal, priority = first.refusal or refusal, first.request.priority
+    return Job(transcript, response, stream=False, behavior=call.behavior, refusal=refusal, priority=priority)
 
 
 def _calls(call: ApiRequest) -> list[ApiRequest]:

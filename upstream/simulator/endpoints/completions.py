@@ -49,7 +49,8 @@ def job(call: ApiRequest) -> Job:
     planned, refusal = call.planned(_generation_request(call, request))
     transcript = Transcript(planned)
     response = CompletionResponse(call, request, model, transcript)
-    return Job(transcript, response, bool(request.stream), call.behavior, fields.engine_refusal(request, request.logprobs) or refusal)
+    refusal = fields.engine_refusal(request, request.logprobs) or refusal
+    return Job(transcript, response, bool(request.stream), call.behavior, refusal, priority=call.priority(request.priority))
 
 
 def _generation_request(call: ApiRequest, request: CompletionRequest) -> GenerationRequest:

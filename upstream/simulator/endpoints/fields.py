@@ -27,6 +27,7 @@ VOCABULARY: Final = 151936
 
 _INT64: Final = 2**63
 
+Priority = Annotated[int, Field(ge=-_INT64, le=_INT64 - 1)]
 OrZero = Annotated[int, BeforeValidator(lambda value: 0 if value is None else value)]
 
 
@@ -76,7 +77,7 @@ class Sampling(Fields):
     logit_bias: dict[str, float] | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
-    priority: int = Field(0, ge=-_INT64, le=_INT64 - 1)
+    priority: Priority = 0
     cache_salt: str | None = None
     return_token_ids: bool | None = None
 

@@ -110,7 +110,7 @@ def job(call: ApiRequest) -> Job:
     planned, refusal = call.planned(prepared.generation)
     transcript = Transcript(planned)
     response = MessagesResponse(prepared, transcript, call.settings)
-    return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal)
+    return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal, priority=call.priority(0))
 
 
 def count(call: ApiRequest) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pydantic import Field
 
 from upstream.simulator import errors
 from upstream.simulator.endpoints import fields, usage
-from upstream.simulator.endpoints.fields import Fields
+from upstream.simulator.endpoints.fields import Fields, Priority
 from upstream.simulator.engine.engine import Emission
 from upstream.simulator.engine.job import ApiRequest, Job, Transcript, context_checked, now
 from upstream.simulator.errors import ApiError
@@ -29,6 +29,12 @@ LABELS = ("negative", "positive")
 
 TokenIds = list[Annotated[int, Field(ge=0)]]
 Scored = str | dict[str, Any]
+
+
+class PoolingRequest(Fields):
+    """What all pooling requests have in common."""
+
+    priority: Priority = 0
 
 
 class TextRequest(Fields):
@@ -144,7 +150,7 @@ def cohere_embeddings(call: ApiRequest) -> Job:
         "meta": {"api_version": {"version": "2"}, "billed_units": billed},
         "response_type": "embeddings_by_type",
     }
-    return Job(_transcript(call, prompts), Ready(body), stream=False, behavior=call.behavior)
+    return _ready(call, prompts, body)
 
 
 def _of_image(url: str) -> CohereInput:
@@ -223,7 +229,7 @@ def rerank(call: ApiRequest) -> Job:
     tokens = sum(len(prompt.ids) for prompt in prompts)
     identity = {"id": f"rerank-{call.request_id()}", "model": call.model()}
     body = {**identity, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}, "results": results[: request.top_n or None]}
-    return Job(_transcript(call, prompts), Ready(body), stream=False, behavior=call.behavior)
+    return _ready(call, prompts, body)
 
 
 def _relevance(result: dict[str, Any]) -> float:
@@ -256,7 +262,12 @@ def _identity(call: ApiRequest, prefix: str) -> dict[str, Any]:
 
 def _job(call: ApiRequest, prompts: list[Prompt], content: dict[str, Any]) -> Job:
     content["usage"] = usage.pooled(sum(len(prompt.ids) for prompt in prompts))
-    return Job(_transcript(call, prompts), Ready(content), stream=False, behavior=call.behavior)
+    return _ready(call, prompts, content)
+
+
+def _ready(call: ApiRequest, prompts: list[Prompt], body: dict[str, Any]) -> Job:
+    priority = fields.read(PoolingRequest, call.body).priority
+    return Job(_transcript(call, prompts), Ready(body), stream=False, behavior=call.behavior, priority=priority)
 
 
 def _transcript(call: ApiRequest, prompts: list[Prompt]) -> Transcript:

@@ -15,7 +15,7 @@ from pydantic import Field
 from upstream.simulator import errors
 from upstream.simulator.endpoints import chat, fields
 from upstream.simulator.endpoints.chat import Prepared
-from upstream.simulator.endpoints.fields import Fields, OrZero
+from upstream.simulator.endpoints.fields import Fields, OrZero, Priority
 from upstream.simulator.engine.engine import Emission
 from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Transcript, now, output_checked, random_id
 from upstream.simulator.errors import ApiError
@@ -49,6 +49,7 @@ class ResponsesRequest(Fields):
     truncation: Literal["auto", "disabled"] | None = "disabled"
     user: str | None = None
     request_id: str | None = None
+    priority: Priority = 0
 
 
 def job(call: ApiRequest) -> Job:
@@ -64,7 +65,8 @@ def job(call: ApiRequest) -> Job:
     planned, refusal = call.planned(prepared.generation)
     transcript = Transcript(planned)
     response = ResponsesResponse(request, prepared, transcript)
-    return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal)
+    priority = call.priority(request.priority)
+    return Job(transcript, response, bool(request.stream), call.behavior, prepared.refusal or refusal, priority=priority)
 
 
 def not_found(response_id: str) -> ApiError:

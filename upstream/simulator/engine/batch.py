@@ -1,9 +1,9 @@
 """The batch of an engine: which requests compute in a step, and how long the step takes. A model of vLLM's scheduler.
 
 The rules follow vLLM's v1 scheduler with chunked prefill. A step has a budget of tokens. Each running request takes one token of
-it. The rest goes to prompts, in the order of their arrival, and a prompt that does not fit continues in the next step. A request has its
-first token at the end of the step that computes the end of its prompt. A step takes a base time, a time for each request in it, and a time
-for each token of a prompt.
+it. The rest goes to prompts, by priority and then in the order of their arrival, and a prompt that does not fit continues in the next step.
+A request that has started keeps its place, whatever arrives. It has its first token at the end of the step that computes the end of its
+prompt. A step takes a base time, a time for each request in it, and a time for each token of a prompt.
 
 Pure: it has no clock. The simulator waits for the steps, and the prefix benchmark plays them. Left out: preemption, and the limit that
 the KV cache sets for the number of running requests.
@@ -60,7 +60,8 @@ class Batch(Generic[R]):
         self._limits = limits
         self._prefill_tokens = prefill_tokens
         self._steps = 0
-        self._waiting: dict[R, int] = {}  # the tokens to generate, in the order of arrival
+        self._waiting: dict[R, int] = {}  # the tokens to generate
+        self._by_priority: list[tuple[int, int, R]] = []  # the same as a heap; entries of removed requests stay
         self._partial: tuple[R, int, int] | None = None  # a request, the tokens to generate, the prompt tokens to compute
         self._prefilled: dict[R, int] = {}  # the requests whose prompts are complete after this step
         self._last_step: dict[R, int] = {}  # the number of the step in which a request finishes
@@ -82,9 +83,10 @@ class Batch(Generic[R]):
         """The requests that have their first token, and get one with each step."""
         return self._last_step
 
-    def add(self, request: R, tokens: int) -> None:
-        """Queue a request that generates so many tokens, at least one."""
+    def add(self, request: R, tokens: int, priority: int = 0) -> None:
+        """Queue a request that generates so many tokens, at least one. A lower ``priority`` starts earlier."""
         self._waiting[request] = max(tokens, 1)
+        heapq.heappush(self._by_priority, (priority, next(self._numbers), request))
 
     def remove(self, request: R) -> None:
         """Remove a request in any state. A request that is not in the batch is ignored."""
@@ -114,7 +116,8 @@ class Batch(Generic[R]):
             return self._partial
         if not self._waiting or self.running >= self._limits.sequences:
             return None
-        request = next(iter(self._waiting))
+        while (request := heapq.heappop(self._by_priority)[2]) not in self._waiting:
+            pass  # it was removed
         return request, self._waiting.pop(request), max(self._prefill_tokens(request), 1)
 
     @property

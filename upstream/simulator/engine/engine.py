@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
@@ -38,7 +39,8 @@ class Emission:
 class Slot:
     """One request in flight: its blocks of the cache, the tokens generated so far, and its current wait."""
 
-    def __init__(self) -> None:
+    def __init__(self, priority: int) -> None:
+        self.priority = priority
         self.plan: Plan | None = None
         self.allocations: tuple[Allocation, ...] = ()
         self.prompt_tokens = 0
@@ -47,9 +49,10 @@ class Slot:
         self.scheduled_at = 0.0
         self.finish: str | None = None
         self.aborted = False
+        self.computed = False  # the batch has computed all tokens
         self._waiting: asyncio.Future[None] | None = None
         self._waits_for_token = False
-        self._computed = 0  # tokens that the batch has computed, and the response has not taken
+        self._tokens = 0  # that the batch has computed, and the response has not taken
 
     async def wait(self, seconds: float | None) -> None:
         """Wait for ``seconds``, or without a limit if None. ``abort`` ends the wait."""
@@ -66,19 +69,23 @@ class Slot:
 
     async def wait_for_token(self) -> None:
         """Wait until the batch has computed the next token. ``abort`` ends the wait."""
-        while not self._computed and not self.aborted:
+        while not self._tokens and not self.aborted:
             self._waits_for_token = True
             try:
                 await self.wait(None)
             finally:
                 self._waits_for_token = False
-        self._computed -= 1
+        self._tokens -= 1
 
     def add_token(self) -> None:
         """Count a token that the batch has computed."""
-        self._computed += 1
+        self._tokens += 1
         if self._waits_for_token and self._waiting is not None:
             _release(self._waiting)
+
+    def finish_computing(self) -> None:
+        """Leave the batch."""
+        self.computed = True
 
     def abort(self) -> None:
         self.aborted = True
@@ -107,14 +114,16 @@ class Engine:
         self._cache = PrefixCache(settings.block_size, settings.num_gpu_blocks)
         self._stepping: Stepping[Slot] | None = None
         if settings.step_time is not None:
-            self._stepping = Stepping(Batch(settings.step_time, settings.batch_limits, self._allocate), Slot.add_token)
+            batch = Batch(settings.step_time, settings.batch_limits, self._allocate)
+            self._stepping = Stepping(batch, Slot.add_token, Slot.finish_computing)
+        self._by_priority = settings.scheduling_policy == "priority"
 
     @contextmanager
-    def slot(self) -> Iterator[Slot]:
+    def slot(self, priority: int) -> Iterator[Slot]:
         """Yield a slot in the batch. Raises ApiError while the server shuts down."""
         if self.draining:
             raise errors.shut_down()
-        slot, began = Slot(), time.monotonic()
+        slot, began = Slot(priority), time.monotonic()
         self._slots.add(slot)
         self.idle.clear()
         try:
@@ -128,10 +137,11 @@ class Engine:
     def state(self) -> EngineState:
         """Return what the gauges of the metrics show now."""
         waiting = 0 if self._stepping is None else self._stepping.batch.waiting
+        unfinished = sum(not slot.computed for slot in self._slots)
         size = self._cache.block_size
         own = sum(-(-(slot.prompt_tokens + slot.made) // size) - slot.prompt_tokens // size for slot in self._slots)
         usage = min((self._cache.used + own) / self._cache.capacity, 1.0)
-        return EngineState(len(self._slots) - waiting, waiting, usage, size, self._cache.capacity)
+        return EngineState(unfinished - waiting, waiting, usage, size, self._cache.capacity)
 
     def _settle(self, slot: Slot, seconds: float) -> None:
         if self._stepping is not None:
@@ -165,7 +175,8 @@ class Engine:
         await self.awake.wait()
         await slot.wait(behavior.time_to_first_token if behavior.hang_after != 0 else None)
         if self._stepping is not None:
-            self._stepping.add(slot, length)
+            tokens = length if behavior.hang_after is None else sys.maxsize  # the batch never finishes a request that hangs
+            self._stepping.add(slot, tokens, slot.priority if self._by_priority else 0)
             await slot.wait_for_token()
         elif not slot.aborted:
             self._allocate(slot)

@@ -52,7 +52,7 @@ class Generation:
 
     async def _run(self, wire: Wire) -> None:
         try:
-            with self.engine.slot() as slot:
+            with self.engine.slot(self.job.priority) as slot:
                 await self._respond(slot, wire)
         except ApiError as refusal:
             await self._refuse(refusal, wire)

@@ -132,6 +132,7 @@ class Job:
     behavior: Behavior
     refusal: ApiError | None = None
     content_type: str = "application/json"
+    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +156,13 @@ class ApiRequest:
     def request_id(self) -> str:
         """Return the part of the response's id after its prefix (GenerateBaseServing._base_request_id)."""
         return self.headers.get("x-request-id") or str(self.body.get("request_id") or random_id())
+
+    def priority(self, field: int) -> int:
+        """Return the priority of the header, if it is a number, or else of the body (GenerateBaseServing._get_priority)."""
+        try:
+            return int(self.headers["x-vllm-priority"])
+        except (KeyError, ValueError):
+            return field
 
     def planned(self, generation: GenerationRequest) -> tuple[Plan, ApiError | None]:
         """Return the plan, or an empty plan and the engine's error about the constraint."""

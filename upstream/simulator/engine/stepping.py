@@ -16,16 +16,17 @@ R = TypeVar("R", bound=Hashable)
 
 
 class Stepping(Generic[R]):
-    """Computes the steps of ``batch``, and calls ``on_token`` for each token of a request."""
+    """Computes the steps of ``batch``, and calls ``on_token`` for each token of a request and ``on_finished`` after its last one."""
 
-    def __init__(self, batch: Batch[R], on_token: Callable[[R], None]) -> None:
+    def __init__(self, batch: Batch[R], on_token: Callable[[R], None], on_finished: Callable[[R], None]) -> None:
         self.batch = batch
         self._on_token = on_token
+        self._on_finished = on_finished
         self._task: asyncio.Task[None] | None = None
 
-    def add(self, request: R, tokens: int) -> None:
+    def add(self, request: R, tokens: int, priority: int) -> None:
         """Add a request that generates so many tokens. It takes part from the next step on."""
-        self.batch.add(request, tokens)
+        self.batch.add(request, tokens, priority)
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run())
 
@@ -37,5 +38,8 @@ class Stepping(Generic[R]):
             await asyncio.sleep(due - loop.time())
             for request in self.batch.generating:
                 self._on_token(request)
-            for request in self.batch.complete().first:
+            completed = self.batch.complete()
+            for request in completed.first:
                 self._on_token(request)
+            for request in completed.finished:
+                self._on_finished(request)
