@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx2
@@ -10,15 +11,19 @@ import pytest
 
 from gateway.auth.keys import hash_of
 from tests.support.process import Gateway, configuration, gateway, wait_for
+from tests.support.shared import Shared
 from tests.vllm.dialogues import Json, user
 from tests.vllm.gateway import WITHOUT_THINKING
-from tests.vllm.server import NOT_INSTALLED, Flag, installed, running
+from tests.vllm.server import NOT_INSTALLED, Flag, Server, installed, running
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(installed() is None, reason=NOT_INSTALLED)]
 
+SLOTS = 32
+SERVER_KEY = "sk-engine-1"
 FLAGS: Mapping[str, Flag] = {
     "block-size": 32,
     "scheduling-policy": "priority",
+    "max-num-seqs": SLOTS,
     "enable-prompt-tokens-details": True,
     "reasoning-parser": "qwen3",
 }
@@ -26,20 +31,27 @@ KEYS = {"one": "sk-one", "two": "sk-two"}
 LONG = " ".join(f"Item {number} of the list is {number * number}." for number in range(16))
 
 
-@pytest.fixture(scope="module")
-def one(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+@contextmanager
+def prioritized(folder: Path) -> Iterator[Server]:
+    """Run a vLLM that orders its queue by priority, and accepts two keys from a file, like the chart's Secret."""
+    (folder / "vllm.yaml").write_text(f'api-key: ["{SERVER_KEY}", "0123"]\n')
+    with running("qwen3", flags={**FLAGS, "config": str(folder / "vllm.yaml")}) as server:
+        yield server
+
+
+@pytest.fixture(scope="module", params=["@priority"])
+def one(shared: Shared, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     folder: Path = tmp_path_factory.mktemp("keys")
     (folder / "secret").write_text("of the salts")
-    (folder / "vllm.yaml").write_text('api-key: ["sk-engine-1", "0123"]\n')  # like the chart's Secret
-    (folder / "server-key").write_text("sk-engine-1")
-    with running("qwen3", flags={**FLAGS, "config": str(folder / "vllm.yaml")}) as server:
-        assert "sk-engine-1" not in Path(f"/proc/{server.pid}/cmdline").read_text() + server.log.read_text()
-        served = {"url": server.url, "model": "tiny", "api_key": {"file": "server-key"}}
-        config = configuration({"id": "tiny", "servers": [served]})
-        config["keys"] = [{"id": name, "hash": hash_of(token), "priority": -5} for name, token in KEYS.items()]
-        config["isolate_prefix_cache"] = {"secret": {"file": "secret"}}
-        with gateway(folder, config) as running_gateway:
-            yield running_gateway
+    (folder / "server-key").write_text(SERVER_KEY)
+    server = shared.once(request.param, lambda: prioritized(folder))
+    assert SERVER_KEY not in Path(f"/proc/{server.pid}/cmdline").read_text() + server.log.read_text()
+    served = {"url": server.url, "model": "tiny", "api_key": {"file": "server-key"}}
+    config = configuration({"id": "tiny", "servers": [served]})
+    config["keys"] = [{"id": name, "hash": hash_of(token), "priority": -5} for name, token in KEYS.items()]
+    config["isolate_prefix_cache"] = {"secret": {"file": "secret"}}
+    with gateway(folder, config) as running_gateway:
+        yield running_gateway
 
 
 def post(one: Gateway, key: str, path: str, **body: object) -> Json:
