@@ -101,7 +101,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What a flow got: finished requests, tokens by their weights, completion tokens, and the seconds of each request in the queue."""
+    """The service of a flow: finished requests, weighted tokens, completion tokens, and the seconds of each request in the queue."""
 
     requests: int
     weighted: float

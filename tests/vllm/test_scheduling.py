@@ -64,7 +64,7 @@ async def _growth(url: str) -> list[float]:
 
 
 async def _between_tokens(client: httpx2.AsyncClient, requests: int, prompts: int) -> float:
-    """Generate tokens for so many requests. Once they have begun, send so many prompts that generate only one token."""
+    """Generate tokens for a number of requests. Once they have begun, send prompts that generate only one token."""
     engine = Engine(client)
     before = await _sums(client)
 

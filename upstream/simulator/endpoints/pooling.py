@@ -32,7 +32,7 @@ Scored = str | dict[str, Any]
 
 
 class PoolingRequest(Fields):
-    """What all pooling requests have in common."""
+    """The field that all pooling requests have."""
 
     priority: Priority = 0
 
