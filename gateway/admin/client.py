@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import httpx2
 
@@ -34,67 +33,19 @@ class AdminClient:
 
     def status(self) -> dict[str, Any]:
         """Return the JSON of /status."""
-        return self._request("GET", "/status")
+        return self.send("GET", "/status")
 
-    def usage(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return the response of /usage to a query; its numbers with decimals are ``Decimal``. Raises RefusedError."""
-        return self._request("GET", "/usage", query, parse_float=Decimal)
-
-    def requests(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return a page of requests; its numbers with decimals are ``Decimal``. Raises RefusedError."""
-        return self._request("GET", "/admin/v1/requests", query, parse_float=Decimal)
-
-    def close_month(self, month: str) -> dict[str, Any]:
-        """Close a month, or return it if it is closed. Raises RefusedError."""
-        return self._request("POST", f"/admin/v1/months/{quote(month, safe='')}/close")
-
-    def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return the response of /limits to a query; its numbers with decimals are ``Decimal``. Raises RefusedError."""
-        return self._request("GET", "/limits", query, parse_float=Decimal)
-
-    def keys(self) -> dict[str, Any]:
-        """Return the JSON of /keys."""
-        return self._request("GET", "/keys")
-
-    def operate(self, operation: str, model: str) -> dict[str, Any]:
-        """Perform an operation on a model. Returns the model's entry of /status. Raises RefusedError."""
-        return self._request("POST", f"/models/{quote(model)}/{operation}")
-
-    def operate_server(self, operation: str, server: str) -> dict[str, Any]:
-        """Perform an operation on a server. Returns the entry of its model in /status. Raises RefusedError."""
-        return self._request("POST", f"/servers/{quote(server, safe='')}/{operation}")
-
-    def create_sign_in_link(self, query: Mapping[str, Any]) -> dict[str, Any]:
-        """Create a sign-in link. Returns its URLs. Raises RefusedError."""
-        return self._request("POST", "/admin/v1/sign-in-links", query)
-
-    def reload(self) -> dict[str, Any]:
-        """Reload the configuration. Returns the result in the form of /status. Raises RefusedError."""
-        return self._request("POST", "/reload")
-
-    def drain(self) -> dict[str, Any]:
-        """Stop the gateway as SIGTERM does. Raises RefusedError."""
-        return self._request("POST", "/drain")
+    def read(self, path: str, query: Mapping[str, str]) -> dict[str, Any]:
+        """Return the response to a query. Its numbers with decimals are ``Decimal``, so that costs keep all of their digits."""
+        return self.send("GET", path, query, parse_float=Decimal)
 
     def send(
-        self,
-        method: str,
-        path: str,
-        body: Mapping[str, Any] | None = None,
-        headers: Mapping[str, str] | None = None,
-        query: Mapping[str, str] | None = None,
+        self, method: str, path: str, query: Mapping[str, Any] | None = None, parse_float: Callable[[str], Any] = float, **more: Any
     ) -> dict[str, Any]:
-        """Send a request for keys or teams of the store. Returns the response, empty if there is no content. Raises RefusedError."""
-        return self._request(method, path, query, json=body, headers=headers)
+        """Send a request; ``more`` is for httpx2. Returns the JSON object of the response, empty if there is no content.
 
-    def send_file(self, path: str, content: bytes) -> dict[str, Any]:
-        """Send the content of a file. Raises RefusedError."""
-        return self._request("POST", path, content=content)
-
-    def _request(
-        self, method: str, path: str, query: Mapping[str, str] | None = None, parse_float: Callable[[str], Any] = float, **more: Any
-    ) -> dict[str, Any]:
-        """Return the JSON object of a response. Raises RefusedError, and UnreachableError for a response that is not a gateway's."""
+        Raises RefusedError, and UnreachableError for a response that is not a gateway's.
+        """
         try:
             response = self._client.request(method, path, params=query, **more)
         except httpx2.HTTPError as error:

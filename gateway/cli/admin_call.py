@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, say_error
+from gateway.cli.output import BadUsageError, Command
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
@@ -91,39 +91,40 @@ def _token(file: Path) -> str:
     return token
 
 
-def call_gateway(where: Where, act: Callable[[AdminClient], None]) -> int:
-    """Call a gateway, and return the exit code."""
+@contextmanager
+def connected(where: Where) -> Iterator[AdminClient]:
+    """Connect to a gateway. The command ends if the gateway cannot be reached, or refuses a request."""
     from gateway.admin.client import RefusedError, UnreachableError
 
     if where.token_file is not None and where.admin is None:
-        return say_error("--token-file requires --admin; a local gateway of this user needs no token", BAD_USAGE)
+        raise BadUsageError("--token-file requires --admin; a local gateway of this user needs no token")
     try:
         client = where.client()
     except (OSError, ValueError) as error:
-        return say_error(f"{where.token_file} cannot be read: {getattr(error, 'strerror', None) or 'it holds no token'}", FAILED)
+        why = getattr(error, "strerror", None) or "it holds no token"
+        raise typer.TyperException(f"{where.token_file} cannot be read: {why}") from error
     try:
         with client as gateway:
-            act(gateway)
+            yield gateway
     except UnreachableError as error:
-        return say_error(where.unreachable(str(error)), FAILED)
+        raise typer.TyperException(where.unreachable(str(error))) from error
     except RefusedError as error:
-        return say_error(str(error), FAILED)
-    return 0
+        raise typer.TyperException(str(error)) from error
 
 
-def with_config(command: Callable[..., int]) -> Callable[..., int]:
+def with_config(command: Command) -> Command:
     """Return a command whose first parameter, the ``Where``, is a configuration on the command line."""
     return _with_options(command, _CONFIG)
 
 
-def with_gateway(command: Callable[..., int]) -> Callable[..., int]:
+def with_gateway(command: Command) -> Command:
     """Return a command whose first parameter, the ``Where``, is a configuration or an admin port on the command line."""
     return _with_options(command, _GATEWAY)
 
 
-def _with_options(command: Callable[..., int], options: Mapping[str, Any]) -> Callable[..., int]:
+def _with_options(command: Command, options: Mapping[str, Any]) -> Command:
     @functools.wraps(command)
-    def run(file: Path | None, config: Path | None, admin: str | None = None, token_file: Path | None = None, **given: Any) -> int:
+    def run(file: Path | None, config: Path | None, admin: str | None = None, token_file: Path | None = None, **given: Any) -> int | None:
         if file is not None and config is not None:
             raise BadUsageError(f"the configuration is given twice: {file} and --config {config}")
         return command(Where(file or config, admin, token_file), **given)

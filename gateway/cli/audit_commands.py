@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from gateway.cli.admin_call import Where, with_config
-from gateway.cli.output import BAD_USAGE, FAILED, format_option, option, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, Command, format_option, option, say_error
 
 if TYPE_CHECKING:
     from gateway.audit.log import Where as Log
@@ -136,6 +136,6 @@ def _lines(log: Log, older: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
         yield from merged(log.table.read(), waiting)
 
 
-def commands() -> dict[str, Callable[..., int]]:
+def commands() -> dict[str, Command]:
     """Return the commands by name."""
     return {"list": list_entries, "verify": verify}

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from gateway.cli import store_commands
-from gateway.cli.admin_call import Where, call_gateway, with_config, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, option, print_json, print_table, say_error
+from gateway.cli.admin_call import Where, connected, with_config, with_gateway
+from gateway.cli.output import BAD_USAGE, FAILED, BadUsageError, Command, option, print_json, print_table, say_error
 from gateway.cli.store_commands import StoreOption, UnsetOption, means_store
 from gateway.snapshot.key_properties import OPTIONS, KeyProperties
 
@@ -239,7 +239,7 @@ def _labels(given: Sequence[str] | None) -> dict[str, str]:
 
 
 @with_gateway
-def show(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, store: StoreOption = None) -> int:
+def show(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False, store: StoreOption = None) -> None:
     """List the keys, what they may use, and which expire soon.
 
     Reads the configuration and the ledger, whether the gateway runs or not, or with --admin a gateway elsewhere. Keys of the store are
@@ -249,28 +249,26 @@ def show(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Pri
     from gateway.key_management.key_list import list_keys
 
     if where.token_file is not None or means_store(where, store):
-        return call_gateway(where, lambda gateway: _print_listed(_all_keys(gateway, store), as_json))
-    known = load(where.config)
-    _print_listed(list_keys(known, _last_use(known, where), datetime.now(UTC)), as_json)
-    return 0
+        with connected(where) as gateway:
+            listed = _all_keys(gateway, store)
+    else:
+        known = load(where.config)
+        listed = list_keys(known, _last_use(known, where), datetime.now(UTC))
+    if as_json:
+        print_json(listed["keys"])
+        return
+    print_table(("id", *OPTIONS, *_COLUMNS), map(_cells, listed["keys"]))
+    if listed["last_use_unknown"]:
+        typer.echo(f"the last use is unknown: {listed['last_use_unknown']}", err=True)
 
 
 def _all_keys(gateway: AdminClient, store: bool | None) -> dict[str, Any]:
     """Return the keys of a gateway's files, and of its store if it has one. Raises RefusedError without the store that is required."""
-    of_files = gateway.keys()
+    of_files = gateway.send("GET", "/keys")
     if store is False or (store is None and gateway.status()["store"] is None):
         return of_files
     stored, unknown = store_commands.entries(gateway, store_commands.KEYS, "keys")
     return {"keys": [*of_files["keys"], *stored], "last_use_unknown": of_files["last_use_unknown"] or unknown}
-
-
-def _print_listed(listed: Mapping[str, Any], as_json: bool) -> None:
-    if as_json:
-        print_json(listed["keys"])
-    else:
-        print_table(("id", *OPTIONS, *_COLUMNS), map(_cells, listed["keys"]))
-        if listed["last_use_unknown"]:
-            typer.echo(f"the last use is unknown: {listed['last_use_unknown']}", err=True)
 
 
 def _last_use(known: Config, where: Where) -> LastUse:
@@ -312,8 +310,7 @@ def take_over(
     changed = _add_all(key_files, listed.fresh, source) if listed.fresh else where.config
     for message in (*listed.again, *(f"{one.position}: left out: {', '.join(one.left_out)}" for one in listed.fresh if one.left_out)):
         say_error(f"{source}: {message}", 0)
-    also = f"; {listed.known} {'was' if listed.known == 1 else 'were'} already known" if listed.known else ""
-    typer.echo(f"{len(listed.fresh)} {'key' if len(listed.fresh) == 1 else 'keys'} added to {changed}{also}")
+    store_commands.print_added(len(listed.fresh), changed, listed.known)
     return 0
 
 
@@ -456,7 +453,7 @@ def _limit_texts(limits: Mapping[str, Any]) -> Iterator[str]:
 _COLORS = {"ends soon": "bold yellow", "expired": "red", "revoked": "red"}
 
 
-def commands() -> dict[str, Callable[..., int]]:
+def commands() -> dict[str, Command]:
     """Return the commands by name."""
     return {
         "new": with_gateway(_with_derived_options(new)),
@@ -474,7 +471,7 @@ def commands() -> dict[str, Callable[..., int]]:
     }
 
 
-def team_commands() -> dict[str, Callable[..., int]]:
+def team_commands() -> dict[str, Command]:
     """Return the commands for teams by name."""
     return {
         "new": with_gateway(_with_derived_options(store_commands.new_team, with_properties=False)),
@@ -486,12 +483,12 @@ def team_commands() -> dict[str, Callable[..., int]]:
     }
 
 
-def _with_derived_options(command: Callable[..., int], *, with_properties: bool = True) -> Callable[..., int]:
+def _with_derived_options(command: Command, *, with_properties: bool = True) -> Command:
     """Return the command with an option for each property and each limit of a key instead of ``**further``."""
     from gateway.config import Limits
 
     @functools.wraps(command)
-    def run(where: Where, **given: Any) -> int:
+    def run(where: Where, **given: Any) -> int | None:
         return command(where, **given)
 
     types = get_type_hints(KeyProperties)

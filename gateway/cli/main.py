@@ -8,23 +8,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from gateway import __version__
 from gateway.cli import audit_commands, keys_commands, notices_commands, people_commands, record_commands, usage_commands
-from gateway.cli.admin_call import Where, call_gateway, with_config, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, NAME, console, format_option, option, print_json, print_problem, say_error
+from gateway.cli.admin_call import Where, connected, with_config, with_gateway
+from gateway.cli.output import BAD_USAGE, FAILED, NAME, Command, console, format_option, option, print_json, print_problem, say_error
 from gateway.system.core import core
 from gateway.usage.dimensions import CHOICES
 
 if TYPE_CHECKING:
-    from gateway.admin.client import AdminClient
     from gateway.config import Config, Problem
     from gateway.config.source import Source
 
@@ -210,19 +210,17 @@ def schema() -> int:
 
 
 @with_gateway
-def status(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Print /status as JSON.")] = False) -> int:
+def status(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Print /status as JSON.")] = False) -> None:
     """Show the state of the running gateway and of its models."""
     from gateway.admin.status_terminal import show
     from gateway.admin.status_view import status_view
 
-    def act(gateway: AdminClient) -> None:
+    with connected(where) as gateway:
         known = gateway.status()
-        if as_json:
-            print_json(known)
-        else:
-            show(status_view(known), console())
-
-    return call_gateway(where, act)
+    if as_json:
+        print_json(known)
+    else:
+        show(status_view(known), console())
 
 
 @with_gateway
@@ -275,7 +273,9 @@ def usage(
     try:
         (parse_reconciliation_query if reconcile else parse_query)(parameters, datetime.now(UTC))
         if where.is_elsewhere:
-            return call_gateway(where, lambda gateway: shown(gateway.usage(parameters)))
+            with connected(where) as gateway:
+                shown(gateway.read("/usage", parameters))
+            return 0
         known = load(where.config)
         if known.ledger is None:
             return say_error(f"{where.config} has no ledger", FAILED)
@@ -300,7 +300,7 @@ def limits(
     key: Annotated[str | None, option("Only the limits that this key is subject to.", "ID")] = None,
     team: Annotated[str | None, option("Only the limits of this team.", "ID")] = None,
     form: Annotated[str, format_option("table", "csv", "json", text="table, csv or json.")] = "table",
-) -> int:
+) -> None:
     """Show the limits of keys and teams.
 
     Shows the use in the running gateway, the remaining amounts, and when they are available again.
@@ -309,10 +309,8 @@ def limits(
 
     query = {name: value for name, value in (("key", key), ("team", team)) if value is not None}
 
-    def show(gateway: AdminClient) -> None:
-        FORMATS[form](gateway.limits(query)["limits"], console())
-
-    return call_gateway(where, show)
+    with connected(where) as gateway:
+        FORMATS[form](gateway.read("/limits", query)["limits"], console())
 
 
 @with_config
@@ -336,17 +334,15 @@ def command(where: Where, model: Model) -> int:
     return 0
 
 
-def _operation(name: str, about: str, *, of_server: bool = False) -> Callable[..., int]:
+def _operation(name: str, about: str, *, of_server: bool = False) -> Command:
     """Return a command that performs an operation on a model of the running gateway, or on one server."""
 
-    def run(where: Where, target: str) -> int:
+    def run(where: Where, target: str) -> None:
         from gateway.admin.status_view import in_a_line
 
-        def act(gateway: AdminClient) -> None:
-            operate = gateway.operate_server if of_server else gateway.operate
-            typer.echo(in_a_line(operate(name, target), with_servers=of_server))
-
-        return call_gateway(where, act)
+        path = f"/servers/{quote(target, safe='')}/{name}" if of_server else f"/models/{quote(target)}/{name}"
+        with connected(where) as gateway:
+            typer.echo(in_a_line(gateway.send("POST", path), with_servers=of_server))
 
     run.__annotations__["target"] = Server if of_server else Model
     run.__doc__ = about
@@ -354,17 +350,14 @@ def _operation(name: str, about: str, *, of_server: bool = False) -> Callable[..
 
 
 @with_gateway
-def drain(where: Where) -> int:
+def drain(where: Where) -> None:
     """Stop the running gateway, as SIGTERM does.
 
     The gateway accepts no more requests, gives open requests `server.drain` to finish, and stops.
     """
-
-    def act(gateway: AdminClient) -> None:
-        gateway.drain()
-        typer.echo("the gateway is stopping; open requests finish first")
-
-    return call_gateway(where, act)
+    with connected(where) as gateway:
+        gateway.send("POST", "/drain")
+    typer.echo("the gateway is stopping; open requests finish first")
 
 
 @with_gateway
@@ -373,10 +366,8 @@ def reload(where: Where) -> int:
 
     Prints what has changed, or the problems. With problems nothing changes, and the exit code is 2.
     """
-    read: dict[str, Any] = {}
-    code = call_gateway(where, lambda gateway: read.update(gateway.reload()))
-    if code:
-        return code
+    with connected(where) as gateway:
+        read = gateway.send("POST", "/reload")
     for problem in read["problems"]:
         typer.echo(problem, err=True)
     if not read["successful"]:
@@ -407,21 +398,18 @@ def login_link(
     role: Annotated[str | None, option("viewer, operator or admin, on the admin port.", "ROLE", "--role")] = None,
     team: Annotated[list[str] | None, option("A team of the person; may be repeated.", "TEAM", "--team")] = None,
     owned_team: Annotated[list[str] | None, option("A team that the person owns.", "TEAM", "--owned-team")] = None,
-) -> int:
+) -> None:
     """Create a link that signs in a person once.
 
     Prints the URL of the link for each port. The link can be used on one port, within 15 minutes. It needs `sign_in` in the configuration.
     """
     query = {"user": user, "role": role, "team": team or [], "owned_team": owned_team or []}
-
-    def act(gateway: AdminClient) -> None:
-        for url in gateway.create_sign_in_link({name: value for name, value in query.items() if value})["urls"]:
+    with connected(where) as gateway:
+        for url in gateway.send("POST", "/admin/v1/sign-in-links", {name: value for name, value in query.items() if value})["urls"]:
             typer.echo(url)
 
-    return call_gateway(where, act)
 
-
-_COMMANDS: dict[str, Callable[..., int]] = {
+_COMMANDS: dict[str, Command] = {
     "serve": serve,
     "check": check,
     "status": status,

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
+from typing import Annotated
 
 import typer
 
-from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import FAILED, format_option, option, print_json, print_table
-
-if TYPE_CHECKING:
-    from gateway.admin.client import AdminClient
+from gateway.cli.admin_call import Where, connected, with_gateway
+from gateway.cli.output import FAILED, Command, format_option, option, print_json, print_table
 
 _NOTICES = "/admin/v1/notices"
 _COLUMNS = ("created", "notice", "event", "state", "attempts", "result", "text")
@@ -24,18 +19,15 @@ def list_notices(
     where: Where,
     limit: Annotated[int, typer.Option(metavar="COUNT", min=1, max=1000, help="The maximum number of notices.")] = 100,
     form: Annotated[str, format_option("table", "json", text="table or json.")] = "table",
-) -> int:
+) -> None:
     """List the last notices, the newest first, with the state of their delivery."""
-
-    def act(gateway: AdminClient) -> None:
-        found = gateway.send("GET", _NOTICES, query={"limit": str(limit)})["notices"]
-        if form == "json":
-            print_json(found)
-        else:
-            unescaped = (one | {"text": html.unescape(one["text"])} for one in found)
-            print_table(_COLUMNS, (("-" if one[name] is None else str(one[name]) for name in _COLUMNS) for one in unescaped))
-
-    return call_gateway(where, act)
+    with connected(where) as gateway:
+        found = gateway.send("GET", _NOTICES, {"limit": str(limit)})["notices"]
+    if form == "json":
+        print_json(found)
+    else:
+        unescaped = (one | {"text": html.unescape(one["text"])} for one in found)
+        print_table(_COLUMNS, (("-" if one[name] is None else str(one[name]) for name in _COLUMNS) for one in unescaped))
 
 
 @with_gateway
@@ -44,19 +36,14 @@ def send_test(
     name: Annotated[str | None, option("Only these notices; default: all.", "NAME")] = None,
 ) -> int:
     """Send a test notice, and print what the receiver replied."""
-    results: list[dict[str, Any]] = []
-
-    def act(gateway: AdminClient) -> None:
-        query = "" if name is None else f"?name={quote(name, safe='')}"
-        results.extend(gateway.send("POST", f"{_NOTICES}/test{query}")["results"])
-
-    code = call_gateway(where, act)
+    with connected(where) as gateway:
+        results = gateway.send("POST", f"{_NOTICES}/test", None if name is None else {"name": name})["results"]
     for each in results:
         reply = f": {each['reply']}" if each["reply"] else ""
         typer.echo(f"{each['name']}: {'accepted' if each['accepted'] else 'not accepted'}, {each['result']}{reply}")
-    return code or (0 if all(each["accepted"] for each in results) else FAILED)
+    return 0 if all(each["accepted"] for each in results) else FAILED
 
 
-def commands() -> dict[str, Callable[..., int]]:
+def commands() -> dict[str, Command]:
     """Return the commands by name."""
     return {"list": list_notices, "test": send_test}

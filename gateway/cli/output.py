@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
     from gateway.config import Problem
 
+Command = Callable[..., int | None]
+"""A command. It returns its exit code; None is success."""
 FAILED, BAD_USAGE = 1, 2
 NAME = "vllm-gateway"
 _WIDE = 200

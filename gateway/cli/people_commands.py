@@ -5,17 +5,14 @@ The rule: names come from identity providers, so control characters never reach 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any
 
 import typer
 
-from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import FAILED, option, print_json, print_table, say_error
+from gateway.cli.admin_call import Where, connected, with_gateway
+from gateway.cli.output import FAILED, Command, option, print_json, print_table, say_error
 from gateway.cli.store_commands import entries
-
-if TYPE_CHECKING:
-    from gateway.admin.client import AdminClient
 
 PEOPLE = "/admin/v1/people"
 Subject = Annotated[str, typer.Argument(metavar="SUBJECT", help="The subject of the person, as `people list` shows it.")]
@@ -23,17 +20,14 @@ _COLUMNS = ("subject", "issuer", "name", "role", "teams", "owned_teams", "sessio
 
 
 @with_gateway
-def list_people(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> int:
+def list_people(where: Where, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
     """List the people who have signed in, as their last sign-in described them."""
-
-    def act(gateway: AdminClient) -> None:
+    with connected(where) as gateway:
         found = entries(gateway, PEOPLE, "people")[0]
-        if as_json:
-            print_json(found)
-        else:
-            print_table(_COLUMNS, ((_cell(one[name]) for name in _COLUMNS) for one in found))
-
-    return call_gateway(where, act)
+    if as_json:
+        print_json(found)
+    else:
+        print_table(_COLUMNS, ((_cell(one[name]) for name in _COLUMNS) for one in found))
 
 
 @with_gateway
@@ -46,19 +40,14 @@ def sign_out(
 
     The person can sign in again. To prevent that, remove the person's access at the identity provider.
     """
-    code = 0
-
-    def act(gateway: AdminClient) -> None:
-        nonlocal code
+    with connected(where) as gateway:
         found = [each for each in entries(gateway, PEOPLE, "people", {"subject": subject})[0] if issuer in (None, each["issuer"])]
         if len(found) != 1:
             several = f"several issuers have the subject {subject}; name one with --issuer: {', '.join(each['issuer'] for each in found)}"
-            code = say_error(several if found else f"no person {subject} has signed in", FAILED)
-            return
+            return say_error(several if found else f"no person {subject} has signed in", FAILED)
         ended = gateway.send("DELETE", f"{PEOPLE}/{found[0]['id']}/sessions")["ended"]
-        typer.echo(f"{ended} {'session' if ended == 1 else 'sessions'} of {subject} ended")
-
-    return call_gateway(where, act) or code
+    typer.echo(f"{ended} {'session' if ended == 1 else 'sessions'} of {subject} ended")
+    return 0
 
 
 def _cell(value: Any) -> str:
@@ -66,6 +55,6 @@ def _cell(value: Any) -> str:
     return "".join(each if each.isprintable() else "?" for each in text)
 
 
-def commands() -> Mapping[str, Callable[..., int]]:
+def commands() -> Mapping[str, Command]:
     """Return the commands by name."""
     return {"list": list_people, "sign-out": sign_out}

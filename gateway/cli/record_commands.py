@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gateway.cli.admin_call import Where, with_config
-from gateway.cli.output import BAD_USAGE, FAILED, option, say_error
+from gateway.cli.output import BAD_USAGE, FAILED, Command, option, say_error
 
 if TYPE_CHECKING:
     from gateway.config import Config
@@ -134,6 +134,6 @@ def _escaped(text: str) -> str:
     return "".join(each if each.isprintable() or each == "\n" else f"\\u{ord(each):04x}" for each in text)
 
 
-def commands() -> dict[str, Callable[..., int]]:
+def commands() -> dict[str, Command]:
     """Return the commands of the group ``record`` by name."""
     return {"show": show}

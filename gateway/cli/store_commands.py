@@ -14,8 +14,8 @@ from urllib.parse import quote
 
 import typer
 
-from gateway.cli.admin_call import Where, call_gateway, with_gateway
-from gateway.cli.output import BAD_USAGE, option, print_json, say_error
+from gateway.cli.admin_call import Where, connected, with_gateway
+from gateway.cli.output import BAD_USAGE, Command, option, print_json, say_error
 
 if TYPE_CHECKING:
     from gateway.admin.client import AdminClient
@@ -65,57 +65,57 @@ def _ids_of_files(config: Path) -> frozenset[str]:
 
 def create(where: Where, fields: Mapping[str, Any], show: Callable[[str, str], None]) -> int:
     """Create a key of the store, and show it."""
-
-    def act(gateway: AdminClient) -> None:
-        made = gateway.send("POST", KEYS, fields)
-        show(made["secret"], f"{made['id']} is in the store")
-
-    return call_gateway(where, act)
+    with connected(where) as gateway:
+        made = gateway.send("POST", KEYS, json=fields)
+    show(made["secret"], f"{made['id']} is in the store")
+    return 0
 
 
 def rotate(where: Where, identity: str, overlap: str, show: Callable[[str, str], None]) -> int:
     """Create another key for an entry of the store, and show it."""
-
-    def act(gateway: AdminClient) -> None:
-        made = gateway.send("POST", f"{_path(KEYS, identity)}/rotate", {"overlap": overlap}, _ANY_VERSION)
-        until = f"; former keys are valid until {max(made['hashes_end'])}" if made["hashes_end"] else ""
-        show(made["secret"], f"{identity} has a new key in the store{until}")
-
-    return call_gateway(where, act)
+    with connected(where) as gateway:
+        made = gateway.send("POST", f"{_path(KEYS, identity)}/rotate", json={"overlap": overlap}, headers=_ANY_VERSION)
+    until = f"; former keys are valid until {max(made['hashes_end'])}" if made["hashes_end"] else ""
+    show(made["secret"], f"{identity} has a new key in the store{until}")
+    return 0
 
 
 def operate(where: Where, identity: str, operation: str, done: str) -> int:
     """Revoke or restore a key of the store. ``done`` says what it is afterwards."""
-    return _send(where, "POST", f"{_path(KEYS, identity)}/{operation}", {}, _ANY_VERSION, f"{identity} is {done} in the store")
+    return _send(where, "POST", f"{_path(KEYS, identity)}/{operation}", {}, f"{identity} is {done} in the store")
 
 
 def change(where: Where, path: str, identity: str, patch: Mapping[str, Any]) -> int:
     """Change a key or a team of the store."""
-    return _send(where, "PATCH", _path(path, identity), patch, _ANY_VERSION, f"{identity} is changed in the store")
+    return _send(where, "PATCH", _path(path, identity), patch, f"{identity} is changed in the store")
 
 
 def delete(where: Where, path: str, identity: str) -> int:
     """Delete a key or a team of the store."""
-    return _send(where, "DELETE", _path(path, identity), None, _ANY_VERSION, f"{identity} is deleted from the store")
+    return _send(where, "DELETE", _path(path, identity), None, f"{identity} is deleted from the store")
 
 
 def show_one(where: Where, path: str, identity: str) -> int:
     """Print a key or a team of the store as JSON."""
-    return call_gateway(where, lambda gateway: print_json(gateway.send("GET", _path(path, identity))))
+    with connected(where) as gateway:
+        print_json(gateway.send("GET", _path(path, identity)))
+    return 0
 
 
 def take_over(where: Where, source: Path, text: bytes) -> int:
     """Add the keys of another gateway to the store."""
+    with connected(where) as gateway:
+        done = gateway.send("POST", f"{KEYS}/import", content=text)
+    for message in done["messages"]:
+        say_error(f"{source}: {message}", 0)
+    print_added(len(done["added"]), "the store", done["known"])
+    return 0
 
-    def act(gateway: AdminClient) -> None:
-        done = gateway.send_file(f"{KEYS}/import", text)
-        for message in done["messages"]:
-            say_error(f"{source}: {message}", 0)
-        added, known = len(done["added"]), done["known"]
-        also = f"; {known} {'was' if known == 1 else 'were'} already known" if known else ""
-        typer.echo(f"{added} {'key' if added == 1 else 'keys'} added to the store{also}")
 
-    return call_gateway(where, act)
+def print_added(added: int, place: object, known: int) -> None:
+    """Print how many keys were added to a place, and how many were there before."""
+    also = f"; {known} {'was' if known == 1 else 'were'} already known" if known else ""
+    typer.echo(f"{added} {'key' if added == 1 else 'keys'} added to {place}{also}")
 
 
 def entries(gateway: AdminClient, path: str, name: str, wanted: Mapping[str, str] | None = None) -> tuple[list[dict[str, Any]], str | None]:
@@ -123,7 +123,7 @@ def entries(gateway: AdminClient, path: str, name: str, wanted: Mapping[str, str
     found: list[dict[str, Any]] = []
     query, unknown = {"limit": _PAGE, **(wanted or {})}, None
     while True:
-        page = gateway.send("GET", path, query=query)
+        page = gateway.send("GET", path, query)
         found += page[name]
         unknown = page.get("last_use_unknown")
         if page["next_cursor"] is None:
@@ -131,14 +131,12 @@ def entries(gateway: AdminClient, path: str, name: str, wanted: Mapping[str, str
         query = {**query, "cursor": page["next_cursor"]}
 
 
-def _send(where: Where, method: str, path: str, body: Any, headers: Mapping[str, str], done: str) -> int:
-    """Send a request, and print what was done."""
-
-    def act(gateway: AdminClient) -> None:
-        gateway.send(method, path, body, headers)
-        typer.echo(done)
-
-    return call_gateway(where, act)
+def _send(where: Where, method: str, path: str, body: Any, done: str) -> int:
+    """Change any version of an entry, and print what was done."""
+    with connected(where) as gateway:
+        gateway.send(method, path, json=body, headers=_ANY_VERSION)
+    typer.echo(done)
+    return 0
 
 
 def _path(path: str, identity: str) -> str:
@@ -159,39 +157,29 @@ OneLimit = Annotated[str | None, option("Only this limit; default: all.", "LIMIT
 Entry = Annotated[str, typer.Argument(metavar="ID", help="The ID of the key or team.")]
 
 
-def raise_commands(path: str) -> dict[str, Callable[..., int]]:
+def raise_commands(path: str) -> dict[str, Command]:
     """Return the commands for raises of keys or of teams, by name."""
 
     @with_gateway
-    def add(where: Where, id: Entry, limit: Limit, to: To, until: Until) -> int:
+    def add(where: Where, id: Entry, limit: Limit, to: To, until: Until) -> None:
         """Raise a limit until a time, also of a key or team in the files. It ends by itself."""
-
-        def act(gateway: AdminClient) -> None:
-            made = gateway.send("POST", f"{_path(path, id)}/raises", {"limit": limit, "to": to, "until": until})
-            typer.echo(_raised(id, next(each for each in made["raises"] if each["limit"] == limit)))
-
-        return call_gateway(where, act)
+        with connected(where) as gateway:
+            made = gateway.send("POST", f"{_path(path, id)}/raises", json={"limit": limit, "to": to, "until": until})
+        typer.echo(_raised(id, next(each for each in made["raises"] if each["limit"] == limit)))
 
     @with_gateway
-    def end(where: Where, id: Entry, limit: OneLimit = None) -> int:
+    def end(where: Where, id: Entry, limit: OneLimit = None) -> None:
         """End raises before their time."""
-
-        def act(gateway: AdminClient) -> None:
-            query = "" if limit is None else f"?limit={quote(limit, safe='')}"
-            gateway.send("DELETE", f"{_path(path, id)}/raises{query}")
-            typer.echo(f"{id}: {limit or 'all limits'} as configured again")
-
-        return call_gateway(where, act)
+        with connected(where) as gateway:
+            gateway.send("DELETE", f"{_path(path, id)}/raises", None if limit is None else {"limit": limit})
+        typer.echo(f"{id}: {limit or 'all limits'} as configured again")
 
     @with_gateway
-    def show(where: Where, id: Entry) -> int:
+    def show(where: Where, id: Entry) -> None:
         """Print the limits that are raised at the moment."""
-
-        def act(gateway: AdminClient) -> None:
+        with connected(where) as gateway:
             for each in gateway.send("GET", f"{_path(path, id)}/raises")["raises"]:
                 typer.echo(f"{_raised(id, each)}, by {each['by']}")
-
-        return call_gateway(where, act)
 
     return {"raise": add, "end-raise": end, "raises": show}
 
@@ -208,10 +196,12 @@ def new_team(
     id: Annotated[str, typer.Option("--id", help="The ID of the team.")],
     self_service: SelfServiceOption = None,
     **limits: Any,
-) -> int:
+) -> None:
     """Create a team in the store."""
     fields = {"id": id, "limits": {name: value for name, value in limits.items() if value is not None}, **_policy(self_service)}
-    return _send(where, "POST", TEAMS, fields, {}, f"{id} is in the store")
+    with connected(where) as gateway:
+        gateway.send("POST", TEAMS, json=fields)
+    typer.echo(f"{id} is in the store")
 
 
 def set_team(
@@ -242,13 +232,10 @@ def _policy(text: str | None) -> dict[str, Any]:
 
 
 @with_gateway
-def list_teams(where: Where) -> int:
+def list_teams(where: Where) -> None:
     """Print the teams of the store as JSON."""
-
-    def act(gateway: AdminClient) -> None:
+    with connected(where) as gateway:
         print_json(entries(gateway, TEAMS, "teams")[0])
-
-    return call_gateway(where, act)
 
 
 @with_gateway

@@ -7,15 +7,13 @@ from the ledger's database. Only a running gateway closes a month, so that its a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+from urllib.parse import quote
 
 import typer
 
-from gateway.cli.admin_call import Where, call_gateway, with_gateway
+from gateway.cli.admin_call import Where, connected, with_gateway
 from gateway.cli.output import BAD_USAGE, FAILED, console, format_option, option, say_error
-
-if TYPE_CHECKING:
-    from gateway.admin.client import AdminClient
 
 CLOSE = "usage close"
 
@@ -51,10 +49,8 @@ def requests(
         "since": since, "until": until, "cursor": cursor, "limit": str(limit),
     }  # fmt: skip
     parameters = {name: value for name, value in given.items() if value is not None}
-    code_of_exit = 0
 
-    def show(page: Mapping[str, Any]) -> None:
-        nonlocal code_of_exit
+    def show(page: Mapping[str, Any]) -> int:
         found, out = page["requests"], console()
         if form == "json":
             as_json(page, out)
@@ -62,21 +58,21 @@ def requests(
             as_timeline(found[0], out)
         else:
             as_table(found, out)
-        if identity is not None and not found:
-            code_of_exit = say_error(f"no request has the ID {identity}", FAILED)
         if page["next_cursor"] is not None and form == "table":
             say_error(f"there are more requests; continue with --cursor {page['next_cursor']}", 0)
+        return say_error(f"no request has the ID {identity}", FAILED) if identity is not None and not found else 0
 
     if not where.is_elsewhere:
         try:
             with where.client() as gateway:
                 gateway.status()
         except UnreachableError:
-            return _from_database(where, parameters, show) or code_of_exit
-    return call_gateway(where, lambda gateway: show(parse_page(gateway.requests(parameters)))) or code_of_exit
+            return _from_database(where, parameters, show)
+    with connected(where) as gateway:
+        return show(parse_page(gateway.read("/admin/v1/requests", parameters)))
 
 
-def _from_database(where: Where, parameters: Mapping[str, str], show: Callable[[Mapping[str, Any]], None]) -> int:
+def _from_database(where: Where, parameters: Mapping[str, str], show: Callable[[Mapping[str, Any]], int]) -> int:
     """Show requests of the ledger's database, because no gateway runs."""
     from gateway.config import load
     from gateway.ledger.errors import DatabaseUnavailableError
@@ -92,9 +88,9 @@ def _from_database(where: Where, parameters: Mapping[str, str], show: Callable[[
         return say_error(str(error), BAD_USAGE)
     except DatabaseUnavailableError as error:
         return say_error(f"the ledger's database does not respond: {error}", FAILED)
-    show(page.document())
+    code = show(page.document())
     say_error("the gateway does not run, so requests without a valid key are not known", 0)
-    return 0
+    return code
 
 
 @with_gateway
@@ -112,15 +108,9 @@ def close(
     """
     from gateway.usage.month_sheet import FORMATS
 
-    is_intact = True
-
-    def act(gateway: AdminClient) -> None:
-        nonlocal is_intact
-        found = gateway.close_month(month)
-        FORMATS[form](found, cost_center, console())
-        is_intact = found["intact"]
-
-    failed = call_gateway(where, act)
-    if failed or is_intact:
-        return failed
+    with connected(where) as gateway:
+        found = gateway.send("POST", f"/admin/v1/months/{quote(month, safe='')}/close")
+    FORMATS[form](found, cost_center, console())
+    if found["intact"]:
+        return 0
     return say_error(f"the stored report of {month} was changed after it was closed: its hash differs", FAILED)
