@@ -6,18 +6,18 @@ row that is there already is not written again, and must be the same.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import BigInteger, Column, DateTime, Index, Insert, Row, String, Table, inspect, select, tuple_
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import BigInteger, Column, DateTime, Index, Row, String, Table, inspect, select, tuple_
 from sqlalchemy.engine import URL
 
 from gateway.audit.chain import read_line
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.schema import METADATA, utc
+from gateway.ledger.statements import batches, insert_into
 from gateway.ledger.store import Database, available, create_database_engine
 
 AUDIT = Table(
@@ -29,11 +29,7 @@ AUDIT = Table(
     Column("entry", String, nullable=False),
     Index("gateway_audit_time", "time"),
 )
-_INSERT: Mapping[str, Insert] = {
-    "postgresql": postgresql.insert(AUDIT).on_conflict_do_nothing(),
-    "sqlite": sqlite.insert(AUDIT).on_conflict_do_nothing(),
-}
-_BATCH = 500  # rows of a statement
+_BATCH = 500  # rows of a query
 
 
 class AuditTable(Database):
@@ -50,12 +46,12 @@ class AuditTable(Database):
             if line is None:
                 raise DatabaseUnavailableError("a waiting entry is damaged")
             rows.append({"chain": line.chain, "seq": line.seq, "time": line.time, "entry": data.decode()})
-        for start in range(0, len(rows), _BATCH):
-            self._write(rows[start : start + _BATCH])
+        for some in batches(rows):
+            self._write(some)
 
     def _write(self, rows: Sequence[dict[str, object]]) -> None:
         with self.transaction() as connection:
-            connection.execute(_INSERT[connection.dialect.name], rows)
+            connection.execute(insert_into(AUDIT, connection.dialect.name).on_conflict_do_nothing(), rows)
             for chain in {str(row["chain"]) for row in rows}:
                 own = {row["seq"]: row["entry"] for row in rows if row["chain"] == chain}
                 query = select(AUDIT.c.seq, AUDIT.c.entry).where(AUDIT.c.chain == chain, AUDIT.c.seq.in_(own))

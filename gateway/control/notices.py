@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -61,11 +62,12 @@ class WatchedKeys:
             return
         await self._learn(snapshot)
         holders: dict[str, Allowance] = {}
-        for source in _SOURCES:
-            for number, each in enumerate(source(self, snapshot), 1):
-                holders[each.holder] = each
-                if number % _SLICE == 0:
-                    await asyncio.sleep(0)
+        of_keys = (each for _, facts in self._facts() for each in facts.budgets)  # and of their teams
+        of_teams_of_tokens = (each for of_team in snapshot.teams.values() for each in of_team if windows_of(each.limits))
+        for number, each in enumerate(chain(of_keys, of_teams_of_tokens), 1):
+            holders[each.holder] = each
+            if number % _SLICE == 0:
+                await asyncio.sleep(0)
         found = [each for each in holders.values() if each.users is None]
         for start in range(0, len(found), _SLICE):
             yield await self._states(snapshot, found[start : start + _SLICE])
@@ -131,19 +133,6 @@ class WatchedKeys:
             found = await self._control.store_counts.earlier_users(replace(snapshot, keys=(*snapshot.keys, *stored)))
             self._earlier_users = None if found is None else found[:_MOST_EARLIER]
         return self._earlier_users or ()
-
-    def _of_keys(self, _: Snapshot) -> Iterator[Allowance]:
-        yield from (each for _, facts in self._facts() for each in facts.budgets)
-
-    def _of_teams_of_tokens(self, snapshot: Snapshot) -> Iterator[Allowance]:
-        yield from (each for of_team in snapshot.teams.values() for each in of_team if windows_of(each.limits))
-
-
-_SOURCES: Sequence[Callable[[WatchedKeys, Snapshot], Iterator[Allowance]]] = (
-    WatchedKeys._of_keys,
-    WatchedKeys._of_teams_of_tokens,
-)
-"""Where holders come from: the keys, with their teams, and the teams that only tokens name. Those with ``users`` have end users."""
 
 
 @contextmanager

@@ -5,14 +5,15 @@ The rule: nothing that identifies a key, not even its hash, is shown.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from gateway.config import Config, Key
 from gateway.snapshot.key_properties import OPTIONS
 
+M = TypeVar("M", datetime, float)
 SOON = timedelta(days=14)
 """An entry that expires within this time is shown as ending soon."""
 
@@ -71,11 +72,13 @@ def expiry(key: Key) -> datetime | None:
 
     None if it does not expire, or is revoked.
     """
-    if key.revoked:
-        return None
-    of_hashes = [one.expires for one in key.hashes]
+    return None if key.revoked else last_expiry(key.expires, [one.expires for one in key.hashes])
+
+
+def last_expiry(own: M | None, of_hashes: Sequence[M | None]) -> M | None:
+    """Return when an entry with this expiry, and hashes with these, admits no more requests; None for an expiry is never."""
     last = max((each for each in of_hashes if each is not None), default=None) if None not in of_hashes else None
-    return min((each for each in (key.expires, last) if each is not None), default=None)
+    return min((each for each in (own, last) if each is not None), default=None)
 
 
 def instant(moment: datetime) -> str:

@@ -15,9 +15,9 @@ from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Connection, Row, and_, func, select
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.ledger.schema import COUNTERS, ENGINE_SAMPLES, utc
+from gateway.ledger.statements import insert_into
 
 SAMPLES_PER_SLOT = 40
 """The length of a slot, in intervals between two samples."""
@@ -122,7 +122,7 @@ class PendingSamples:
 
 def write_samples(connection: Connection, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write rows of samples. For a slot, the later of two samples is stored; for the first sample of an engine, the earlier."""
-    insert = (sqlite.insert if connection.dialect.name == "sqlite" else postgresql.insert)(ENGINE_SAMPLES)
+    insert = insert_into(ENGINE_SAMPLES, connection.dialect.name)
     new = insert.excluded
     others = {column.name: new[column.name] for column in ENGINE_SAMPLES.columns if column.name not in _KEY}
     is_later = and_(ENGINE_SAMPLES.c.slot != 0, new["time"] > ENGINE_SAMPLES.c.time)

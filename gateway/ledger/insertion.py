@@ -15,11 +15,11 @@ from typing import Any
 
 from msgspec.structs import astuple
 from sqlalchemy import Dialect
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.ledger.column import Kind
 from gateway.ledger.row import COLUMNS, NULLABLE, UsageRow
 from gateway.ledger.schema import USAGE
+from gateway.ledger.statements import insert_into
 
 _NULL = math.nan
 """SQLite stores NaN as NULL (sqlite.org/floatingpoint.html)."""
@@ -32,12 +32,10 @@ class Insertion:
 
     def __init__(self, dialect: Dialect) -> None:
         self._is_sqlite = dialect.name == "sqlite"
-        insert = sqlite.insert if self._is_sqlite else postgresql.insert
+        insert = insert_into(USAGE, dialect.name).on_conflict_do_nothing()
         self._start = start_as_text if self._is_sqlite else _start_as_datetime
         self._json = USAGE.c.labels.type.dialect_impl(dialect).bind_processor(dialect) or json.dumps
-        self._statement = lru_cache(_STATEMENTS)(
-            lambda names: str(insert(USAGE).on_conflict_do_nothing().compile(dialect=dialect, column_keys=names))
-        )
+        self._statement = lru_cache(_STATEMENTS)(lambda names: str(insert.compile(dialect=dialect, column_keys=names)))
 
     def prepare(self, rows: Sequence[UsageRow]) -> tuple[str, list[tuple[Any, ...]]]:
         """Return the statement for these rows, at least one, and their values.

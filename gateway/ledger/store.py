@@ -33,6 +33,7 @@ from gateway.ledger.months.closing import mark_late
 from gateway.ledger.months.totals import replace_by_totals
 from gateway.ledger.row import UsageRow
 from gateway.ledger.schema import ENGINE_SAMPLES
+from gateway.ledger.statements import batches
 from gateway.ledger.upgrade import upgrade_table
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -53,7 +54,6 @@ _CONNECT: dict[str, dict[str, int | str]] = {
 _PRUNED = 500  # rows of a transaction
 _BATCH = {"postgresql": 8000, "sqlite": 50_000}  # rows of a transaction
 _GATHER = {"postgresql": 0.75, "sqlite": 4.0}  # seconds
-_STATEMENT = 500  # rows whose values are in memory at the same time
 _WRITER_CACHE = 16 * 1024  # KiB of pages, with the ends of the index of keys for some thousand keys; SQLite's default is 2,000
 _UNAVAILABLE = (SQLAlchemyError, CommandError, OSError)  # CommandError: the table is of a later version
 _MIGRATING = threading.Lock()
@@ -153,7 +153,7 @@ class UsageStore:
         Raises DatabaseUnavailableError; nothing was written then, and the rows must be written again.
         """
         with self._writer.prepared():
-            return sum(self._write(rows[start : start + self._batch]) for start in range(0, len(rows), self._batch))
+            return sum(map(self._write, batches(rows, self._batch)))
 
     def write_samples(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows of engine samples. Raises DatabaseUnavailableError."""
@@ -174,8 +174,8 @@ class UsageStore:
         try:
             with self._writer.engine.begin() as connection:
                 mark_late(connection, rows, time.time())
-                for start in range(0, len(rows), _STATEMENT):
-                    connection.exec_driver_sql(*self._insertion.prepare(rows[start : start + _STATEMENT]))
+                for some in batches(rows):  # only their values are in memory at the same time
+                    connection.exec_driver_sql(*self._insertion.prepare(some))
         except (SQLAlchemyError, OverflowError, ValueError) as error:
             if not _is_of_a_row(error):
                 raise

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from hashlib import sha256
 from typing import Any
 
 import msgspec
 
 from gateway.config import NoticeRule
-from gateway.key_management.key_list import instant
+from gateway.key_management.key_list import instant_of, last_expiry
 from gateway.limits.end_users import user_parts
 from gateway.limits.windows import SLICES, BudgetState, Moment, Window, counted_starts, windows_of
 from gateway.snapshot.money import decimal_text, json_number
@@ -45,7 +44,7 @@ class Notice:
 
     def body(self, created: float) -> str:
         """Return the JSON that is sent. Slack and Mattermost show its ``text`` and ignore the rest, so no other name is one of theirs."""
-        document = {"text": self.text, "id": self.id, "event": self.event, "created": _time(created), "subject": self.subject}
+        document = {"text": self.text, "id": self.id, "event": self.event, "created": instant_of(created), "subject": self.subject}
         return msgspec.json.encode({**document, "data": self.data}).decode()
 
 
@@ -90,8 +89,8 @@ def _budget(rule: NoticeRule, allowance: Allowance, state: BudgetState, share: f
         "threshold": share,
         "amount": json_number(limit) if budget.is_cost else limit,
         "used": json_number(used) if budget.is_cost else used,
-        "window_start": _time(start),
-        "window_end": _time(end),
+        "window_start": instant_of(start),
+        "window_end": instant_of(end),
     }
     about = (allowance.holder, budget.name, budget.soft, limit, share, start)
     return Notice(_id(rule.name, "budget.threshold", *about), rule.name, "budget.threshold", holder, text, data, end)
@@ -113,8 +112,8 @@ def expiry_notices(rules: Iterable[NoticeRule], key: str, expires: float, wall: 
     """Yield the notices about a key that expires within 7 days. Times are in seconds since the epoch."""
     if not wall < expires <= wall + EXPIRY_NOTICE:
         return
-    data = {"holder": "key", "name": key, "expires": _time(expires)}
-    text = f"Key {_code(key)} expires at {_time(expires)}. After that, requests with it are refused."
+    data = {"holder": "key", "name": key, "expires": instant_of(expires)}
+    text = f"Key {_code(key)} expires at {instant_of(expires)}. After that, requests with it are refused."
     for rule in rules:
         if "key" in rule.holders:
             identity = _id(rule.name, "key.expires", key, expires)
@@ -126,11 +125,7 @@ def expiry_of(key: Key) -> float | None:
 
     ``key_list.expiry`` does the same for a key of the configuration, and a test compares them.
     """
-    if key.revoked:
-        return None
-    of_digests = [key.digest_expiries.get(digest) for digest in key.digests]
-    last = max((each for each in of_digests if each is not None), default=None) if None not in of_digests else None
-    return min((each for each in (key.expires, last) if each is not None), default=None)
+    return None if key.revoked else last_expiry(key.expires, [key.digest_expiries.get(digest) for digest in key.digests])
 
 
 def trial_notice(rule: NoticeRule, number: str, wall: float) -> Notice:
@@ -153,7 +148,3 @@ def _code(name: str) -> str:
     for character, entity in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;")):
         shown = shown.replace(character, entity)
     return f"`{shown}`"
-
-
-def _time(seconds: float) -> str:
-    return instant(datetime.fromtimestamp(seconds, UTC))

@@ -7,17 +7,16 @@ the database does, so calls belong on a thread.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
-from sqlalchemy import Column, DateTime, Index, Insert, Integer, String, Table, delete, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Column, DateTime, Index, Integer, String, Table, delete, func, select, update
 from sqlalchemy.engine import URL
 
 from gateway.ledger.schema import METADATA, utc
+from gateway.ledger.statements import batches, insert_into
 from gateway.ledger.store import Database, create_database_engine
 from gateway.notices.notice import Notice
 
@@ -45,13 +44,6 @@ NOTICES = Table(
 CLAIM = timedelta(seconds=60)
 """The time for which a claim keeps other gateways from sending a notice. An attempt takes less."""
 _REMEMBERED = timedelta(days=7)  # for which a row is kept after the end of its window: longer than it is sent
-_BATCH = 500  # rows of a statement
-_INSERT: Mapping[str, Insert] = MappingProxyType(
-    {
-        "postgresql": postgresql.insert(NOTICES).on_conflict_do_nothing(),
-        "sqlite": sqlite.insert(NOTICES).on_conflict_do_nothing(),
-    }
-)
 
 
 class Row(NamedTuple):
@@ -106,8 +98,8 @@ class NoticeTable(Database):
             for each in notices
         ]
         with self.transaction() as connection:
-            for start in range(0, len(rows), _BATCH):
-                connection.execute(_INSERT[connection.dialect.name], rows[start : start + _BATCH])
+            for some in batches(rows):
+                connection.execute(insert_into(NOTICES, connection.dialect.name).on_conflict_do_nothing(), some)
 
     def due(self, rule: str, now: datetime, limit: int) -> list[Row]:
         """Return notices of a rule that are due, the oldest first."""

@@ -9,22 +9,21 @@ from __future__ import annotations
 import hashlib
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Select, delete, func, insert, select, tuple_, update
-from sqlalchemy.dialects import postgresql, sqlite
 
 from gateway.access.actor import PersonId, Role
 from gateway.ledger.schema import utc
+from gateway.ledger.statements import insert_into
 from gateway.ledger.store import Database
 from gateway.sign_in.browser import Port
 from gateway.sign_in.sessions import Logout, Person, Session
 from gateway.sign_in.tables import PEOPLE, SESSIONS, SIGN_IN_LINKS, USED_ONCE
 
-_INSERTS: Mapping[str, Any] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
 _ELEMENTS = {"postgresql": func.jsonb_array_elements_text, "sqlite": func.json_each}
 """The function with the elements of a list, each as ``value``."""
 
@@ -111,8 +110,7 @@ class PeopleStore(Database):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
-        self._insert = _INSERTS[engine.dialect.name]
-        self._elements = _ELEMENTS[engine.dialect.name]
+        self._dialect = engine.dialect.name
 
     def use_once(self, value: bytes, expires: float) -> bool:
         """Note that a value is used; False if it was used before. ``expires``: when the value is invalid anyway."""
@@ -174,7 +172,7 @@ class PeopleStore(Database):
         if subject is not None:
             query = query.where(PEOPLE.c.subject == subject)
         if team is not None:
-            elements = self._elements(PEOPLE.c.teams).table_valued("value")
+            elements = _ELEMENTS[self._dialect](PEOPLE.c.teams).table_valued("value")
             query = query.where(select(elements.c.value).where(elements.c.value == team).exists())
         with self.transaction() as connection:
             return [_known(row) for row in connection.execute(query).mappings()]
@@ -216,8 +214,8 @@ class PeopleStore(Database):
 
     def _use(self, connection: Connection, value: bytes, expires: float) -> bool:
         # The driver of PostgreSQL reports no number of rows for an INSERT, so the row itself is returned.
-        row = self._insert(USED_ONCE).values(digest=value, expires=_time(expires)).on_conflict_do_nothing().returning(USED_ONCE.c.digest)
-        return connection.execute(row).first() is not None
+        row = insert_into(USED_ONCE, self._dialect).values(digest=value, expires=_time(expires)).on_conflict_do_nothing()
+        return connection.execute(row.returning(USED_ONCE.c.digest)).first() is not None
 
     def _was_used(self, connection: Connection, value: bytes) -> bool:
         return connection.execute(select(USED_ONCE.c.digest).where(USED_ONCE.c.digest == value)).first() is not None
@@ -227,7 +225,8 @@ class PeopleStore(Database):
         granted = {"name": person.name, "role": person.role, "teams": list(person.teams), "owned_teams": list(person.owned_teams)}
         row = {"id": secrets.token_urlsafe(16), "issuer": person.issuer, "subject": person.subject, "created": _time(now)}
         known = {**granted, "last_sign_in": _time(now)}
-        made = self._insert(PEOPLE).values(**row, **known).on_conflict_do_update(index_elements=["issuer", "subject"], set_=known)
+        made = insert_into(PEOPLE, self._dialect).values(**row, **known)
+        made = made.on_conflict_do_update(index_elements=["issuer", "subject"], set_=known)
         return str(connection.execute(made.returning(PEOPLE.c.id)).scalar_one())
 
 

@@ -16,12 +16,13 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, NamedTuple, TypeVar
 
-from sqlalchemy import JSON, ColumnElement, Connection, Table, and_, cast, delete, func, insert, or_, select, update
+from sqlalchemy import JSON, ColumnElement, Connection, Select, Table, and_, cast, delete, func, insert, or_, select, update
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import IntegrityError
 
 from gateway.access.actor import PersonId
 from gateway.ledger.schema import utc
+from gateway.ledger.statements import batches
 from gateway.ledger.store import Database, create_database_engine
 from gateway.store.entries import Kind, Position, Row, hashes_and_team
 from gateway.store.errors import Reason, RefusedChangeError
@@ -43,7 +44,6 @@ _LOCKS = {
 }
 SEARCHED = 200_000
 """Entries that one search reads at most."""
-_BATCH = 500  # rows of the log, or entries, in one query
 _MAX_CHANGES = 100_000  # rows of the log that are kept
 _PRUNE_EVERY = 1_000  # changes
 _REMEMBERED = timedelta(hours=24)  # for which a request with an Idempotency-Key is remembered
@@ -107,11 +107,8 @@ class Transaction:
 
     def known_hashes(self, hashes: Sequence[str]) -> set[str]:
         """Return which of some hashes belong to a key of the store."""
-        found: set[str] = set()
-        for start in range(0, len(hashes), _BATCH):
-            query = select(KEY_HASHES.c.hash).where(KEY_HASHES.c.hash.in_(hashes[start : start + _BATCH]))
-            found.update(self._connection.execute(query).scalars())
-        return found
+        queries = _of_some(select(KEY_HASHES.c.hash), KEY_HASHES.c.hash, hashes)
+        return {known for query in queries for known in self._connection.execute(query).scalars()}
 
     def uses_team(self, team: str) -> str | None:
         """Return the ID of a key of a team, None without one."""
@@ -127,9 +124,8 @@ class Transaction:
         if not entries:
             return []
         ids = list(entries)
-        for start in range(0, len(ids), _BATCH):
-            if found := _rows(self._connection, kind, ids[start : start + _BATCH]):
-                raise RefusedChangeError(Reason.CONFLICT, f"there is a {kind} {found[0].id} in the store already")
+        if found := _rows(self._connection, kind, ids):
+            raise RefusedChangeError(Reason.CONFLICT, f"there is a {kind} {found[0].id} in the store already")
         first = self._log(kind, ids)
         numbered = enumerate(entries.items(), first)
         rows = [Row(identity, number, entry, self._now, self._now, made_by) for number, (identity, entry) in numbered]
@@ -332,34 +328,31 @@ def _everything(connection: Connection) -> Changes:
 
 
 def _changed(connection: Connection, kind: Kind, ids: Sequence[str]) -> Changed:
-    entries: dict[str, str] = {}
-    for start in range(0, len(ids), _BATCH):
-        entries |= _entries(connection, _TABLES[kind], ids[start : start + _BATCH])
+    entries = _entries(connection, _TABLES[kind], ids)
     return Changed(entries, [identity for identity in ids if identity not in entries])
 
 
 def _entries(connection: Connection, table: Table, ids: Sequence[str] | None = None) -> dict[str, str]:
     """Return the JSON of all entries, or of some, by ID."""
-    query = select(table.c.id, table.c.entry)
-    found = connection.execute(query if ids is None else query.where(table.c.id.in_(ids)))
-    return {identity: entry for identity, entry in found}  # noqa: C416  a row is no tuple of two
+    queries = _of_some(select(table.c.id, table.c.entry), table.c.id, ids)
+    return {identity: entry for query in queries for identity, entry in connection.execute(query)}
 
 
 def _raises(connection: Connection, kind: Kind, ids: Sequence[str] | None = None) -> dict[Holder, str]:
     """Return the raises of all keys or teams, or of some."""
-    if ids is None:
-        found = connection.execute(select(RAISES.c.id, RAISES.c.raises).where(RAISES.c.kind == kind)).all()
-        return {(kind, identity): raises for identity, raises in found}
-    raised: dict[Holder, str] = {}
-    for start in range(0, len(ids), _BATCH):
-        some = select(RAISES.c.id, RAISES.c.raises).where(RAISES.c.kind == kind, RAISES.c.id.in_(ids[start : start + _BATCH]))
-        raised |= {(kind, identity): raises for identity, raises in connection.execute(some)}
-    return raised
+    queries = _of_some(select(RAISES.c.id, RAISES.c.raises).where(RAISES.c.kind == kind), RAISES.c.id, ids)
+    return {(kind, identity): raises for query in queries for identity, raises in connection.execute(query)}
 
 
 def _rows(connection: Connection, kind: Kind, ids: Sequence[str]) -> list[Row]:
     table = _TABLES[kind]
-    return [_row(table, each) for each in connection.execute(select(*_columns(table)).where(table.c.id.in_(ids)))]
+    queries = _of_some(select(*_columns(table)), table.c.id, ids)
+    return [_row(table, each) for query in queries for each in connection.execute(query)]
+
+
+def _of_some(query: Select[Any], column: ColumnElement[str], values: Sequence[str] | None) -> list[Select[Any]]:
+    """Return the query as it is, or with ``values`` one query for each batch of the rows that have one of them in a column."""
+    return [query] if values is None else [query.where(column.in_(some)) for some in batches(values)]
 
 
 _COMMON = ("id", "version", "entry", "created", "changed")
@@ -391,7 +384,3 @@ def _contains(kind: Kind, text: str, dialect: str) -> ColumnElement[bool]:
     name = cast(KEYS.c.entry, JSON)["name"].as_string() if dialect == "postgresql" else func.json_extract(KEYS.c.entry, "$.name")
     has_name = and_(KEYS.c.entry.contains('"name": ', autoescape=True), name.icontains(text, autoescape=True))
     return or_(KEYS.c.id.icontains(text, autoescape=True), KEYS.c.team.icontains(text, autoescape=True), has_name)
-
-
-def _aware(moment: datetime) -> datetime:
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)  # SQLite stores no zone

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from hashlib import sha256
-from math import inf
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from gateway.access.actor import PersonId
 from gateway.config import Key, Team
+from gateway.key_management.key_list import last_expiry
 
 Kind = Literal["key", "team"]
 _IDEMPOTENCY_KEY = re.compile(r"[\x21-\x7e]{1,255}")
@@ -144,15 +144,11 @@ def hashes_and_team(entry: str) -> tuple[tuple[str, ...], str | None]:
 
 def _last_expiry(shape: _Shape) -> float | None:
     """Return when the last hash expires, as ``key_list.expiry`` does for a validated key."""
-    of_hashes = [None if isinstance(one, str) else one.get("expires") for one in shape.hash]
-    last = [] if None in of_hashes else [max((_seconds(each) for each in of_hashes if each is not None), default=inf)]
-    own = [] if shape.expires is None else [_seconds(shape.expires)]
-    first = min((*own, *last), default=inf)
-    return None if first == inf else first
+    return last_expiry(_seconds(shape.expires), [None if isinstance(one, str) else _seconds(one.get("expires")) for one in shape.hash])
 
 
-def _seconds(time: str) -> float:
-    return datetime.fromisoformat(time).timestamp()
+def _seconds(time: str | None) -> float | None:
+    return None if time is None else datetime.fromisoformat(time).timestamp()
 
 
 class _Shape(msgspec.Struct):

@@ -107,6 +107,7 @@ TESTED_BY = {
     "gateway/ledger/column": "gateway/ledger/test_insertion",
     "gateway/ledger/errors": "gateway/ledger/test_store",
     "gateway/ledger/schema": "gateway/ledger/test_store",
+    "gateway/ledger/statements": "gateway/ledger/test_store",
     "gateway/limits/expected_use": "gateway/limits/test_reservation",
     "gateway/limits/redis/scripts": "gateway/limits/redis/test_store",
     "gateway/limits/response_headers": "gateway/limits/test_headers",

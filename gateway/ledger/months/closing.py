@@ -18,9 +18,10 @@ from sqlalchemy import ColumnElement, Connection, Engine, Row, Table, func, inse
 
 from gateway.ledger.errors import MonthError
 from gateway.ledger.months.tables import CLOSED, COST, MONTHS, SUMS, TOTALS
-from gateway.ledger.months.totals import HALF, insert_into, sums_of_rows
+from gateway.ledger.months.totals import HALF, sums_of_rows
 from gateway.ledger.row import MIRRORED, UsageRow
 from gateway.ledger.schema import USAGE, utc
+from gateway.ledger.statements import batches, insert_into
 from gateway.snapshot.money import decimal_text
 
 LINE = ("key", "team", "model", "labels")
@@ -123,9 +124,9 @@ def close_month(engine: Engine, month: str, now: datetime) -> ClosedMonth:
     with engine.begin() as connection:
         _hold(connection, [month], shared=False)
         if connection.execute(select(MONTHS.c.hash).where(MONTHS.c.month == month)).scalar() is None:  # else another gateway was faster
-            for start in range(0, len(lines), _BATCH):
-                part = enumerate(lines[start : start + _BATCH], start)
-                connection.execute(insert(CLOSED), [{"month": month, "number": number, "line": line} for number, line in part])
+            rows = [{"month": month, "number": number, "line": line} for number, line in enumerate(lines)]
+            for some in batches(rows):
+                connection.execute(insert(CLOSED), some)
             connection.execute(update(MONTHS).where(MONTHS.c.month == month).values(hash=hash_of(lines)))
     found = read_month(engine, month)
     assert found is not None, "it was stored above"

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from datetime import date, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Integer, Table, cast, delete, func, select
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import ColumnElement, Connection, Integer, cast, delete, func, select
 
 from gateway.ledger.months.tables import COST, GROUPS, SUMS, TOTALS
 from gateway.ledger.schema import USAGE, utc
+from gateway.ledger.statements import insert_into
 
 HALF = 2**32
 """Costs are summed in two parts, because SQLite's integer sums overflow at 64 bits."""
@@ -34,11 +34,6 @@ def sums_of_rows() -> dict[str, ColumnElement[Any]]:
         "cost_low": func.sum(usage.cost_nano % HALF),
     }
     return {name: counts[name] if name in counts else func.coalesce(func.sum(usage[name]), 0) for name in (*SUMS, *COST)}
-
-
-def insert_into(table: Table, dialect: str) -> postgresql.Insert | sqlite.Insert:
-    """Return an insertion of the dialect, which can handle conflicts."""
-    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 
 def replace_by_totals(connection: Connection, before: datetime, most: int) -> int:
