@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,7 +118,16 @@ async def assembled(
         budgets = await stack.enter_async_context(aclosing(BudgetRestorer(ledger, reader, workers.buckets, started)))
         counts = await stack.enter_async_context(aclosing(StoreCounts(lambda: workers.snapshot, ledger, reader)))
         raises = Raises()
-        keys = await _key_store(stored, config, workers, raises, lambda: control, stack)
+        keys: KeyStore | None = None
+        if stored is not None:
+            from gateway.control import key_store  # it loads SQLAlchemy
+
+            async def applied() -> None:
+                await workers.wait_applied(control.publisher.publish_health())  # a worker applies messages in their order
+
+            keys = key_store.KeyStore(*stored, config, workers.send, applied, raises, lambda: control.raises_changed())
+            stack.enter_context(key_store.notified(keys, stored[0]))
+            workers.stored_keys = keys.messages
 
         async def before_start(snapshot: Snapshot) -> None:
             await budgets.start(snapshot if keys is None else replace(snapshot, keys=(*snapshot.keys, *keys.keys_with_budgets())))
@@ -166,25 +175,3 @@ async def assembled(
         conflicts = None if keys is None else lambda config: keys.conflicts(config, str(path))
         machine = partial(this_machine, environ=environment.environ, say=_log.info)
         yield control, Reloader(path, config, control, machine, audit, conflicts)
-
-
-async def _key_store(
-    stored: tuple[KeyDatabase, LocalCopy] | None,
-    config: Config,
-    workers: WorkerSupervisor,
-    raises: Raises,
-    control: Callable[[], Control],
-    stack: AsyncExitStack,
-) -> KeyStore | None:
-    """Compose what follows the store, None without one."""
-    if stored is None:
-        return None
-    from gateway.control.key_store import key_store  # it loads SQLAlchemy
-
-    async def applied() -> None:
-        await workers.wait_applied(control().publisher.publish_health())  # a worker applies messages in their order
-
-    following = key_store(*stored, config, workers.send, applied, raises, lambda: control().raises_changed())
-    keys = await stack.enter_async_context(following)
-    workers.stored_keys = keys.messages
-    return keys

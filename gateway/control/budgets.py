@@ -108,8 +108,7 @@ class BudgetRestorer:
     async def _restore(self, reader: UsageReader, budgets: Budgets) -> None:
         """Add the use from before the start to the counts, as far as it was not added yet. Raises DatabaseUnavailableError."""
         at = moment(0.0, self.clock())
-        starts = budgets.counted_starts(at)
-        found = budgets.use_by_holder(await reader.earlier_use(budgets, starts, self._before), starts, at)
+        found = await reader.earlier_use(budgets, self._before, at)
         self._buckets.announce_writes()
         try:
             await wait_until(lambda: self._buckets.may_write, _FIRST_POLL)

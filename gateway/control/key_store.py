@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -45,6 +46,7 @@ _log = logging.getLogger("vllm_gateway.control")
 T = TypeVar("T")
 
 
+@dataclass(eq=False)
 class KeyStore:
     """Follows the store's database.
 
@@ -52,26 +54,18 @@ class KeyStore:
     ``raises_changed`` is called when others are stored.
     """
 
-    def __init__(
-        self,
-        database: KeyDatabase,
-        copy: LocalCopy,
-        config: Config,
-        send: Callable[[StoredKeys], None],
-        applied: Callable[[], Awaitable[None]],
-        raises: Raises,
-        raises_changed: Callable[[], None],
-    ) -> None:
-        assert config.store is not None, "there is no store"
-        self._database = database
-        self._copy = copy
-        self._config = config
-        self._max_age = config.store.max_age
-        self._send = send
-        self._applied = applied
-        self._raises = raises
-        self._raises_changed = raises_changed
-        self._state = StoreState(config, KeyEncoder)
+    _database: KeyDatabase
+    _copy: LocalCopy
+    _config: Config
+    _send: Callable[[StoredKeys], None]
+    _applied: Callable[[], Awaitable[None]]
+    _raises: Raises
+    _raises_changed: Callable[[], None]
+
+    def __post_init__(self) -> None:
+        assert self._config.store is not None, "there is no store"
+        self._max_age = self._config.store.max_age
+        self._state = StoreState(self._config, KeyEncoder)
         self._encoded: dict[str, bytes] = {}
         self._budgeted: dict[str, tuple[str, ...]] = {}  # the names of holders with budgets, by the ID of a key
         self._is_unknown = True
@@ -342,22 +336,14 @@ _BUDGETS = frozenset({"budgets", "session", *(f"{kind}_per_{window}" for kind in
 """The fields of ``Limits`` with budgets."""
 
 
-@asynccontextmanager
-async def key_store(
-    database: KeyDatabase,
-    copy: LocalCopy,
-    config: Config,
-    send: Callable[[StoredKeys], None],
-    applied: Callable[[], Awaitable[None]],
-    raises: Raises,
-    raises_changed: Callable[[], None],
-) -> AsyncIterator[KeyStore]:
-    """Yield the store, which notices the changes of other gateways until the end of the block."""
-    store, loop = KeyStore(database, copy, config, send, applied, raises, raises_changed), asyncio.get_running_loop()
+@contextmanager
+def notified(store: KeyStore, database: KeyDatabase) -> Iterator[None]:
+    """Let a store notice the changes of other gateways at once, until the end of the block."""
+    loop = asyncio.get_running_loop()
 
     def notify() -> None:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(store.notify)
 
     with notifications(database.engine, notify) if database.is_postgres else nullcontext():
-        yield store
+        yield

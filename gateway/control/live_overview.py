@@ -11,7 +11,7 @@ import logging
 import platform
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -51,27 +51,22 @@ _PROCESS = ("worker_resident_memory_bytes", "worker_open_fds")
 _ONLY = {"ledger_rows_total": ("dropped",), "unbilled_tokens_total": ("direct_use",)}
 
 
+@dataclass(eq=False)
 class LiveOverview:
     """Samples the gateway. ``reader`` and ``audit`` are None if no ledger or audit log is configured. ``clocks``: monotonic and wall."""
 
-    def __init__(
-        self,
-        control: Control,
-        report: GatewayReport,
-        reader: UsageReader | None,
-        audit: AuditLog | None,
-        clocks: tuple[Callable[[], float], Callable[[], float]] = (time.monotonic, time.time),
-    ) -> None:
-        self._control = control
-        self._report = report
-        self._reader = reader
-        self._audit = audit
-        self._clocks = clocks
+    _control: Control
+    _report: GatewayReport
+    _reader: UsageReader | None
+    _audit: AuditLog | None
+    _clocks: tuple[Callable[[], float], Callable[[], float]] = (time.monotonic, time.time)
+
+    def __post_init__(self) -> None:
         self._history = RecentHistory()
         self._alerts = Alerts()
         self._judged: list[Alert] = []
         self._values: Mapping[Series, float] = {}
-        self._cost: dict[str, Any] | None = {"unknown": "no ledger is configured"} if reader is None else None
+        self._cost: dict[str, Any] | None = {"unknown": "no ledger is configured"} if self._reader is None else None
         self._is_read = asyncio.Event()
         self._ticks = count()
         self._state: dict[str, Any] = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from gateway.control.limit_report import closest_budgets, limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
 from gateway.fleet.fleet import ModelStatus
 from gateway.fleet.observed_servers import ObservedServers, health_check_targets, models_served, ready_servers, wrong_models
-from gateway.key_management.key_list import LastUse, expiry, list_keys
+from gateway.key_management.key_list import LastUse, expiry, list_keys, token_entries
 from gateway.limits.windows import BudgetState
 from gateway.monitoring.discovery import discovered_models
 from gateway.snapshot.snapshot import Key
@@ -177,12 +177,12 @@ class GatewayReport:
     async def keys(self) -> dict[str, Any]:
         """Return the keys as /keys shows them."""
         config = self._control.config
-        use = LastUse({}, "no ledger is configured") if self._reader is None else await self._reader.last_use(config)
+        use = await self.last_use([key.id for key in config.keys], token_entries(config))
         return list_keys(config, use, datetime.now(UTC))
 
-    async def last_use(self, keys: Sequence[str]) -> LastUse:
-        """Return when keys of the store were last used."""
-        return LastUse({}, "no ledger is configured") if self._reader is None else await self._reader.last_use_of(keys)
+    async def last_use(self, keys: Sequence[str], of_tokens: Set[str] = frozenset()) -> LastUse:
+        """Return when keys were last used, or why that is unknown. ``of_tokens`` are those that are used for tokens."""
+        return LastUse({}, "no ledger is configured") if self._reader is None else await self._reader.last_use(keys, of_tokens)
 
     def engines(self) -> dict[str, Engine]:
         """Return the running servers by name."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.errors import Refusal, render
@@ -27,6 +28,8 @@ from gateway.usage.reader import UsageReader
 
 _BURST, _INTERVAL = 60, 0.2  # requests of a person at once, and seconds after which one more is allowed
 _NO_STORE = Refusal("not_found", "There is no self-service here: no store is configured.")
+_HEADERS = {"cache-control": "no-store", **_NO_STORE.headers}
+_MISSING: ASGIApp = Response(render(_NO_STORE), _NO_STORE.spec.status, _HEADERS, "application/json")
 
 
 class SelfServiceGateway:
@@ -78,16 +81,9 @@ class SelfServiceGateway:
 def beside(pages: ASGIApp, control: Control, sign_in: SignIn, usage: KeyUsage, reader: UsageReader | None, audit: Audit) -> ASGIApp:
     """Return the application for the requests that workers pass on: the routes of self-service, and those of the sign-in (``pages``)."""
     keys = control.key_store
-    own = _missing if keys is None else application(SelfServiceGateway(control, keys, usage, reader), keys, sign_in, audit)
+    own = _MISSING if keys is None else application(SelfServiceGateway(control, keys, usage, reader), keys, sign_in, audit)
 
     async def serve(scope: Scope, receive: Receive, send: Send) -> None:
         await (own if scope["path"].startswith(f"{PREFIX}/") else pages)(scope, receive, send)
 
     return serve
-
-
-async def _missing(_: Scope, __: Receive, send: Send) -> None:
-    headers = {"content-type": "application/json", "cache-control": "no-store", **_NO_STORE.headers}
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": _NO_STORE.spec.status, "headers": encoded})
-    await send({"type": "http.response.body", "body": render(_NO_STORE)})

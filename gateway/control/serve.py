@@ -55,7 +55,7 @@ from gateway.system.file_descriptors import open_missing_standard_streams, raise
 from gateway.system.listener_drain import refuse_new_connections
 from gateway.system.service_manager import VARIABLES, ServiceManager
 from gateway.system.signals import on_hangup, stop_signals
-from gateway.system.tasks import cancel, wait_at_most
+from gateway.system.tasks import background, cancel, wait_at_most
 from gateway.system.tls import Certificate, CertificateError
 from upstream.discovery.kubernetes import Cluster
 from upstream.vllm.command_line import inherited
@@ -118,15 +118,15 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
         critical = control.readiness.critical_tasks
         if (keys := control.key_store) is not None:
             await _learn_keys(keys, config, path)
-            critical.append(await stack.enter_async_context(_background(keys.run())))
+            critical.append(await stack.enter_async_context(background(keys.run())))
         if audit_log is not None and stored is not None:
             from gateway.control.last_change import check_last_change  # it loads SQLAlchemy
 
-            await stack.enter_async_context(_background(check_last_change(audit_log, stored[0])))
+            await stack.enter_async_context(background(check_last_change(audit_log, stored[0])))
         on_hangup(stop_requests, reloader.request)
 
         # Serve operators, and start the tasks that run until the end.
-        await stack.enter_async_context(_background(manager.run(control.readiness)))
+        await stack.enter_async_context(background(manager.run(control.readiness)))
         report = GatewayReport(control, ledger, reader, audit_log)
         if config.ledger is not None and ledger is not None and reader is not None:
             from gateway.monitoring.engine_sampler import EngineSampler  # it loads SQLAlchemy
@@ -134,26 +134,26 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
             boards, interval = control.workers.boards, config.ledger.sample_interval
             sampler = EngineSampler(report.engines, lambda: control.config, boards, ledger, reader, interval)
             control.after_drain = sampler.sample_last
-            await stack.enter_async_context(_background(sampler.run()))
+            await stack.enter_async_context(background(sampler.run()))
         loads = EngineLoads(report.engines, lambda: control.config, control.workers.placements)
-        await stack.enter_async_context(_background(loads.run()))
+        await stack.enter_async_context(background(loads.run()))
         progress_of_servers, served = control.workers.server_progress, control.observer.served
         hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)
-        await stack.enter_async_context(_background(hung.run()))
+        await stack.enter_async_context(background(hung.run()))
         if config.notices:
             from gateway.control.notices import WatchedKeys, opened_notices  # it loads SQLAlchemy
 
             watched = WatchedKeys(control)
             control.notices = notices = stack.enter_context(opened_notices(lambda: control.config, watched, path, state_folder()))
             for work in (notices.watch(), notices.deliver()):
-                await stack.enter_async_context(_background(work))
+                await stack.enter_async_context(background(work))
         storage = StoredRaises(control, raises_file(path, state_folder()))
         storage.load()
-        await stack.enter_async_context(_background(storage.run()))
+        await stack.enter_async_context(background(storage.run()))
         operations = AdminOperations(control, reloader, stop_requests)
         live = LiveOverview(control, report, reader, audit_log)
         for work in (live.run(), live.follow_cost()):
-            await stack.enter_async_context(_background(work))
+            await stack.enter_async_context(background(work))
         shown = application(
             report,
             operations,
@@ -176,16 +176,16 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
             critical.append(await stack.enter_async_context(_served(shown, commands, control, OwnUsersProtocol)))
         stack.push_async_callback(live.close)
         for work in (control.monitor.run(), control.workers.watch()):
-            critical.append(await stack.enter_async_context(_background(work)))
+            critical.append(await stack.enter_async_context(background(work)))
         announcer.summary(config, data, admin)
         if not (config.server.admin.token or config.server.admin.tokens or is_loopback(config.server.admin.host)):
             _log.warning(OPEN_ADMIN_PORT)
 
         # Start the servers and workers, and wait for a signal.
         control.start()
-        fleet = await stack.enter_async_context(_background(control.fleet.run()))
-        progress = await stack.enter_async_context(_background(control.report_progress()))
-        files = await stack.enter_async_context(_background(reloader.run()))
+        fleet = await stack.enter_async_context(background(control.fleet.run()))
+        progress = await stack.enter_async_context(background(control.report_progress()))
+        files = await stack.enter_async_context(background(reloader.run()))
         critical += fleet, files
         await stop_requests.get()
 
@@ -339,7 +339,7 @@ async def _served(
         tls = {"ssl": certificate.context, "ssl_handshake_timeout": control.config.server.headers_timeout}
     connect = functools.partial(loop.connect_accepted_socket, make, **tls)
     with closing(connections), closing(Seats.create(1)) as seats, closing(Acceptor(listener, connect, seats)):  # it shares with none
-        async with _background(_check_connections(server, connections, control, certificate)) as task:
+        async with background(_check_connections(server, connections, control, certificate)) as task:
             yield task
 
 
@@ -352,13 +352,3 @@ async def _check_connections(
         await server.on_tick(0)  # updates the Date header
         connections.check(time.monotonic(), client_limits(control.config.server))  # a reload may change the timeouts
         await asyncio.sleep(_CHECK_INTERVAL)
-
-
-@asynccontextmanager
-async def _background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
-    """Run a task that ends with the block."""
-    task = asyncio.create_task(work, name=work.__qualname__)
-    try:
-        yield task
-    finally:
-        await cancel(task)

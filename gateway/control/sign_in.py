@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from gateway.sign_in.revocations import Revocations
 from gateway.sign_in.routes import application
 from gateway.sign_in.service import SignIn
 from gateway.snapshot.link import RevokedSessions
+from gateway.system.tasks import background
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +55,8 @@ async def signing_in(control: Control, engine: Engine, audit: Audit) -> AsyncIte
         return stored | {team.id for team in control.config.teams}
 
     service = SignIn(settings, people, revocations, teams, audit, applied)
-    task = asyncio.create_task(revocations.run(), name="revocations")
-    try:
+    async with background(revocations.run()):
         yield SigningIn(service, application(service, "data"), revocations)
-    finally:
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
 
 
 def before(service: SignIn, others: ASGIApp) -> ASGIApp:

@@ -81,8 +81,7 @@ class StoreCounts:
             return []
         if self._ledger.has_earlier_rows:
             return None
-        starts = budgets.counted_starts(at)
-        found = budgets.use_by_holder(await self._reader.earlier_use(budgets, starts, at.wall), starts, at)
+        found = await self._reader.earlier_use(budgets, at.wall, at)
         return [replace(each.allowance, users=each.of_users.users) for each in found.values() if each.of_users is not None]
 
     def budgets(self) -> Iterator[tuple[str, BudgetState]]:
@@ -170,10 +169,7 @@ class StoreCounts:
 
     async def _restore(self, store: RedisStore, snapshot: Snapshot, reader: UsageReader, missing: Sequence[str]) -> None:
         """Add what was used before the store began to count. Raises StoreUnavailableError and DatabaseUnavailableError."""
-        budgets = Budgets(snapshot)
-        at = moment(0.0, time.time())
-        starts = budgets.counted_starts(at)
-        found = budgets.use_by_holder(await reader.earlier_use(budgets, starts, store.since), starts, at)
+        found = await reader.earlier_use(Budgets(snapshot), store.since, moment(0.0, time.time()))
         for one in found.values():
             await add_earlier_use(store, _holder(one.allowance), one.used)
         holders = self._holders()

@@ -7,6 +7,7 @@ they are written to the client, behind the fast path and all that changes events
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import monotonic
 from typing import Any, Protocol
 
@@ -44,37 +45,28 @@ class Memory:
         self.used -= size
 
 
+@dataclass(eq=False)
 class Capture:
     """One recorded request. Times are ``time.monotonic``.
 
     ``drop`` is called with the result when the record cannot be kept, and ``finished`` when it is complete. Either is called once.
     """
 
-    def __init__(
-        self,
-        path: str,
-        received_at: float,
-        body: bytes | bytearray,
-        sent: SentBody,
-        memory: Memory,
-        drop: Callable[[str], None],
-        finished: Callable[[Capture], None],
-    ) -> None:
-        self.path = path
-        self.received_at = received_at
-        self.received = body
-        self.sent: SentBody | None = sent
-        self.pieces: list[tuple[float, Any]] = []
-        """The bytes that were written to the client, with their times."""
-        self.record: RequestRecord | None = None
-        self.served_model: str | None = None
-        """The name of the model at the last server; None if no server was tried."""
-        self.is_event_stream = False
-        self.size = 0
-        self._memory = memory
-        self._drop = drop
-        self._finished = finished
-        self._is_dropped = False
+    path: str
+    received_at: float
+    received: bytes | bytearray
+    sent: SentBody | None
+    _memory: Memory
+    _drop: Callable[[str], None]
+    _finished: Callable[[Capture], None]
+    pieces: list[tuple[float, Any]] = field(default_factory=list)
+    """The bytes that were written to the client, with their times."""
+    record: RequestRecord | None = None
+    served_model: str | None = None
+    """The name of the model at the last server; None if no server was tried."""
+    is_event_stream: bool = False
+    size: int = 0
+    _is_dropped: bool = False
 
     def hold(self, size: int) -> bool:
         """Count bytes of the record. Returns False if the record is dropped, because it or all of them together are too large."""

@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway import config as conf
 from gateway.access.actor import Actor, PersonId, Role
@@ -57,6 +57,7 @@ class SignedIn:
     return_to: str
 
 
+@dataclass(eq=False)
 class SignIn:
     """The sign-ins of one gateway.
 
@@ -64,23 +65,13 @@ class SignIn:
     until the workers know the revoked sessions.
     """
 
-    def __init__(
-        self,
-        settings: Callable[[], conf.SignIn],
-        people: PeopleStore,
-        revocations: Revocations,
-        teams: Callable[[], Collection[str]],
-        audit: Audit,
-        applied: Callable[[], Awaitable[None]],
-    ) -> None:
-        self._settings = settings
-        self._people = people
-        self._revocations = revocations
-        self._teams = teams
-        self._audit = audit
-        self._applied = applied
-        self._providers: dict[str, ProviderClient] = {}
-
+    _settings: Callable[[], conf.SignIn]
+    _people: PeopleStore
+    _revocations: Revocations
+    _teams: Callable[[], Collection[str]]
+    _audit: Audit
+    _applied: Callable[[], Awaitable[None]]
+    _providers: dict[str, ProviderClient] = field(default_factory=dict)
     link_seconds = LINK_SECONDS
 
     @property

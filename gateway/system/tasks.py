@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 
@@ -19,6 +19,16 @@ async def wait_until(condition: Callable[[], bool], pause: float) -> None:
     """Wait until a condition holds whose changes nothing reports: check it every ``pause`` seconds."""
     while not condition():  # noqa: ASYNC110  the callers' conditions are in the kernel, in other processes or in threads
         await asyncio.sleep(pause)
+
+
+@asynccontextmanager
+async def background(work: Any) -> AsyncIterator[asyncio.Task[None]]:
+    """Run a coroutine in a task that ends with the block."""
+    task = asyncio.create_task(work, name=work.__qualname__)
+    try:
+        yield task
+    finally:
+        await cancel(task)
 
 
 async def cancel(*tasks: asyncio.Future[Any]) -> None:

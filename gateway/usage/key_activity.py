@@ -5,7 +5,7 @@ One index look-up for each entry, so a table of any size responds. An entry for 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from datetime import datetime
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from gateway.usage.database import connected, open_ledger
 from gateway.usage.queries import rows_of
 
 
-def last_use(engine: Engine, keys: Iterable[str], of_tokens: frozenset[str]) -> dict[str, datetime]:
+def last_use(engine: Engine, keys: Iterable[str], of_tokens: Set[str]) -> dict[str, datetime]:
     """Return by id when each of these entries was last used; unused entries are absent. Raises DatabaseUnavailableError."""
     with connected(engine) as connection:
         if not inspect(connection).has_table(USAGE.name):
@@ -29,19 +29,14 @@ def last_use(engine: Engine, keys: Iterable[str], of_tokens: frozenset[str]) -> 
         return {key: utc(when) for key, when in found if when is not None}
 
 
-def known_last_use(engine: Engine, config: Config) -> LastUse:
-    """Return the last use of a configuration's entries, or why it is unknown."""
-    try:
-        return LastUse(last_use(engine, [key.id for key in config.keys], token_entries(config)))
-    except DatabaseUnavailableError as error:
-        return LastUse(unknown=f"the ledger's database does not respond: {error}")
-
-
 def read_last_use(config: Config, beside: Path) -> LastUse:
-    """Do the same for a configuration with a ledger, in the folder ``beside``."""
+    """Return the last use of a configuration's entries from its ledger, in the folder ``beside``, or why it is unknown."""
     assert config.ledger is not None, "there is no ledger"
     try:
         with open_ledger(config.ledger, beside) as engine:
-            return known_last_use(engine, config)
+            try:
+                return LastUse(last_use(engine, [key.id for key in config.keys], token_entries(config)))
+            except DatabaseUnavailableError as error:
+                return LastUse(unknown=f"the ledger's database does not respond: {error}")
     except DatabaseUnavailableError:
         return LastUse(unknown="the ledger's database does not exist yet")

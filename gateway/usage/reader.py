@@ -5,20 +5,20 @@ The rule: the event loop waits for no database, so each query runs on a thread, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from datetime import UTC, datetime
 from typing import Any
 
 from sqlalchemy import Engine
 
-from gateway.config import Config
 from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.ledger.months.closing import ClosedMonth, close_month, closed_months, read_month
-from gateway.limits.budget_holders import Budgets, UsedSince
+from gateway.limits.budget_holders import Budgets, HolderUse
+from gateway.limits.windows import Moment
 from gateway.snapshot.link import RejectedRequest, UsageRequested
 from gateway.usage.database import connected_work, run_in_thread
-from gateway.usage.key_activity import known_last_use, last_use
+from gateway.usage.key_activity import last_use
 from gateway.usage.key_report import own_usage, parse_own_query
 from gateway.usage.period_sums import earlier_use
 from gateway.usage.queries import UsageQuery, parse_query, run_query
@@ -84,21 +84,15 @@ class UsageReader:
         """Compare the ledger with the engines' counters. Raises DatabaseUnavailableError."""
         return await run_in_thread(lambda: run_reconciliation(self._engine, query), _QUERY_TIMEOUT)
 
-    async def last_use(self, config: Config) -> LastUse:
-        """Return when the entries of a configuration were last used, or why that is unknown."""
+    async def last_use(self, keys: Sequence[str], of_tokens: Set[str]) -> LastUse:
+        """Return when these keys were last used, or why that is unknown. ``of_tokens`` are those that are used for tokens."""
         try:
-            return await run_in_thread(lambda: known_last_use(self._engine, config), _QUERY_TIMEOUT)
+            return LastUse(await run_in_thread(lambda: last_use(self._engine, keys, of_tokens), _QUERY_TIMEOUT))
         except DatabaseUnavailableError as error:
             return LastUse(unknown=f"the ledger's database does not respond: {error}")
 
-    async def last_use_of(self, keys: Sequence[str]) -> LastUse:
-        """Return when these keys, which are not used for tokens, were last used, or why that is unknown."""
-        try:
-            return LastUse(await run_in_thread(lambda: last_use(self._engine, keys, frozenset()), _QUERY_TIMEOUT))
-        except DatabaseUnavailableError as error:
-            return LastUse(unknown=f"the ledger's database does not respond: {error}")
-
-    async def earlier_use(self, budgets: Budgets, starts: Sequence[float], before: float) -> list[UsedSince]:
-        """Return the sums of the rows before a start (see ``earlier_use``). Raises DatabaseUnavailableError."""
-        seconds = _RESTORE_TIMEOUT
-        return await run_in_thread(lambda: earlier_use(self._engine, budgets, starts, before, seconds), seconds + _MARGIN)
+    async def earlier_use(self, budgets: Budgets, before: float, at: Moment) -> dict[str, HolderUse]:
+        """Return the use in the rows before a time that counts at a moment, by the name of its holder. Raises DatabaseUnavailableError."""
+        starts, seconds = budgets.counted_starts(at), _RESTORE_TIMEOUT
+        found = await run_in_thread(lambda: earlier_use(self._engine, budgets, starts, before, seconds), seconds + _MARGIN)
+        return budgets.use_by_holder(found, starts, at)

@@ -41,5 +41,5 @@ async def test_queries_while_the_database_is_unavailable(tmp_path: Path) -> None
         for query in ({"by": "key"}, {"reconcile": "true"}):
             with pytest.raises(DatabaseUnavailableError, match="unable to open database file"):
                 await reader.report(query)
-        last_use = await reader.last_use(conf.load(tmp_path / "gateway.yaml"))
+        last_use = await reader.last_use(["team-a"], frozenset())
     assert last_use.unknown == "the ledger's database does not respond: unable to open database file"
