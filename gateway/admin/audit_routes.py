@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from gateway.admin.audited import Handler, error_response, json_response
-from gateway.audit.listing import Filter
+from gateway.audit.listing import Filter, instant
 from gateway.store.cursor import page_length, position_of
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def handlers(where: Where | None) -> dict[str, Handler]:
 
         sent = request.query_params
         try:
-            chosen = Filter(_instant(sent.get("since")), sent.get("action"), sent.get("actor"))
+            chosen = Filter(instant(sent["since"]) if "since" in sent else None, sent.get("action"), sent.get("actor"))
             query = AuditQuery(chosen, sent.get("target"), page_length(sent.get("limit")), position(position_of(sent.get("cursor", ""))))
         except ValueError as error:
             return error_response(str(error), 400)
@@ -42,13 +41,3 @@ def handlers(where: Where | None) -> dict[str, Handler]:
         return json_response(page)
 
     return {AUDIT: listed}
-
-
-def _instant(text: str | None) -> datetime | None:
-    if text is None:
-        return None
-    try:
-        found = datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError("since: expected a date such as 2027-01-31 or a time such as 2027-01-31T12:00:00Z") from None
-    return found if found.tzinfo else found.replace(tzinfo=UTC)

@@ -16,7 +16,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.access.actor import Requester
+from gateway.access.actor import Actor, Requester
 from gateway.access.permissions import Permission, is_permitted
 from gateway.audit.entry import Audit, AuditUnavailableError, Entry, refused_request
 from gateway.audit.recorded_change import Change, recorded_change
@@ -38,12 +38,11 @@ class AuditedHandlers:
         """Return a handler that refuses clients without the permission."""
 
         async def handle(request: Request) -> Response:
-            requester: Requester = request.state.requester
-            if is_permitted(requester.actor, permission):
+            actor: Actor = request.state.requester.actor
+            if is_permitted(actor, permission):
                 return await handler(request)
-            role = requester.actor.role
-            reason = f"this requires the role {permission.role}; the {requester.actor} has {f'the role {role}' if role else 'no role'}"
-            await asyncio.to_thread(self._audit.record_refused, refused_request(requester, request.method, request.url.path, reason))
+            reason = f"this requires the role {permission.role}; the {actor} has {f'the role {actor.role}' if actor.role else 'no role'}"
+            await self._record_refused(request, reason)
             return error_response(reason, 403)
 
         return handle
@@ -58,11 +57,14 @@ class AuditedHandlers:
                 return error_response(f"the audit log cannot be written, so nothing was changed: {error}", 503)
             response = await handler(request)
             if response.status_code == 403:
-                requester, reason = request.state.requester, msgspec.json.decode(response.body)["error"]
-                await asyncio.to_thread(self._audit.record_refused, refused_request(requester, request.method, request.url.path, reason))
+                await self._record_refused(request, msgspec.json.decode(response.body)["error"])
             return response
 
         return handle
+
+    async def _record_refused(self, request: Request, reason: str) -> None:
+        entry = refused_request(request.state.requester, request.method, request.url.path, reason)
+        await asyncio.to_thread(self._audit.record_refused, entry)
 
     async def perform(
         self, request: Request, entry: Entry, operation: Coroutine[Any, Any, None], state: Callable[[], Mapping[str, Any] | None]

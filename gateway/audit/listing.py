@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -30,6 +30,15 @@ class Filter:
             return False
         pairs = ((self.action, line.action), (self.actor, actor_text(line)))
         return all(pattern is None or fnmatchcase(text, pattern) for pattern, text in pairs)
+
+
+def instant(text: str) -> datetime:
+    """Return the time of a query, in UTC if it has no zone. Raises ValueError with a message for the client."""
+    try:
+        found = datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError("since: expected a date such as 2027-01-31 or a time such as 2027-01-31T12:00:00Z") from None
+    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def listed(lines: Iterable[tuple[str, bytes]], chosen: Filter, limit: int) -> Iterable[tuple[Line, bytes]]:

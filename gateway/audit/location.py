@@ -30,11 +30,10 @@ def where_of(settings: AuditSettings, config: Config, path: Path, state: Path) -
     from gateway.audit.table import AuditTable  # it loads SQLAlchemy
     from gateway.ledger.store import database_url
 
-    url = config.store_url or (None if config.ledger is None else config.ledger.url.get_secret_value())
-    assert url is not None, "checked with the configuration"
+    assert config.database_url is not None, "checked with the configuration"
     absolute = Path(os.path.abspath(path))
     folder = _folder(state, absolute)
-    return Where(folder / "spool.jsonl", folder, AuditTable(database_url(url, absolute.parent)))
+    return Where(folder / "spool.jsonl", folder, AuditTable(database_url(config.database_url, absolute.parent)))
 
 
 def _folder(state: Path, file: Path) -> Path:

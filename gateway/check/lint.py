@@ -9,20 +9,19 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pydantic import ValidationError
 
 from gateway.config import Key, Note
 from gateway.config.models import AdminToken, matches
 from gateway.config.quantities import parse_duration
-from gateway.config.references import ConfigValue, Draft, all_names, costs_in, own_names, texts
+from gateway.config.references import ConfigValue, Draft, all_names, costs_in, open_admin_host, own_names, texts
 from gateway.config.secret import OF_LEDGER
 from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.key_management.key_list import state
 from gateway.limits.windows import SLICES
 from gateway.snapshot.snapshot import CALENDAR
-from gateway.system.addresses import is_loopback
 from gateway.system.certificate_dates import validity
 
 OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
@@ -31,6 +30,7 @@ _NAMED = 5
 _LONGEST: Mapping[object, int] = {"day": 1, "week": 7, "month": 31}  # days
 _COUNTED_SHARE = 1 + 1 / SLICES  # of a rolling window: it counts one slice more
 _DAY_SECONDS = 86400
+S = TypeVar("S", Key, AdminToken)
 Scope = Sequence[str] | None
 """Patterns of models. None: all models."""
 
@@ -61,15 +61,13 @@ def note(value: ConfigValue, message: str) -> Note:
 
 
 def _open_admin_port(draft: Draft) -> Iterator[Note]:
-    admin = draft.top.get("server", "admin")
-    host = admin.get("host")
-    if isinstance(host.value, str) and not is_loopback(host.value) and not (admin.get("token").value or admin.get("tokens").value):
+    if (host := open_admin_host(draft)) is not None:
         yield note(host, OPEN_ADMIN_PORT)
 
 
 def _ended(draft: Draft, now: datetime) -> Iterator[Note]:
     for entry in draft.keys:
-        key = _key(entry)
+        key = _valid(Key, entry)
         if key is not None and state(key, now) == "expired":
             field = entry.get("hash") if key.expires is None or key.expires > now else entry.get("expires")
             yield note(field, "has expired: all keys of this entry are refused")
@@ -77,11 +75,8 @@ def _ended(draft: Draft, now: datetime) -> Iterator[Note]:
 
 def _ended_tokens(draft: Draft, now: datetime) -> Iterator[Note]:
     for token in draft.top.get("server", "admin").each("tokens"):
-        try:
-            expires = AdminToken.model_validate(token.value).expires
-        except ValidationError:
-            continue
-        if expires is not None and expires <= now:
+        valid = _valid(AdminToken, token)
+        if valid is not None and valid.expires is not None and valid.expires <= now:
             yield note(token.get("expires"), "has expired: this admin token is refused")
 
 
@@ -117,9 +112,8 @@ def _without_events(draft: Draft) -> Iterator[Note]:
 
 def _store_for_one_gateway(draft: Draft) -> Iterator[Note]:
     """Report a store of keys in SQLite if there seem to be several gateways, which cannot share it."""
-    store, ledger = draft.top.get("store"), draft.top.get("ledger")
-    written = _url_of(store)
-    url = _url_of(ledger) if written.value == OF_LEDGER else written
+    written = draft.top.get("store").url
+    url = draft.top.get("ledger").url if written.value == OF_LEDGER else written
     is_sqlite = isinstance(url.value, str) and url.value.startswith("sqlite:")
     if is_sqlite and draft.top.get("limits_store").value is not None:
         yield note(written, "keys in SQLite are for one gateway, but `limits_store` is for several: they need PostgreSQL")
@@ -133,13 +127,9 @@ def _unused_self_service(draft: Draft) -> Iterator[Note]:
             yield note(policy, f"has no effect without {' and '.join(missing)}")
 
 
-def _url_of(database: ConfigValue) -> ConfigValue:
-    return database.get("url") if isinstance(database.value, dict) and "url" in database.value else database
-
-
-def _key(entry: ConfigValue) -> Key | None:
+def _valid(section: type[S], entry: ConfigValue) -> S | None:
     try:
-        return Key.model_validate(entry.value)
+        return section.model_validate(entry.value)
     except ValidationError:
         return None
 

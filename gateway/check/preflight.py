@@ -86,8 +86,7 @@ def _hosts(draft: Draft, machine: Machine) -> Iterator[Problem]:
 
 def _ledger_folder(draft: Draft, folder: Path) -> Iterator[Problem]:
     """Check that the folder of a SQLite file exists. While it does not, the gateway runs, and rows wait on disk."""
-    ledger = draft.top.get("ledger")
-    url = ledger.get("url") if isinstance(ledger.value, dict) else ledger
+    url = draft.top.get("ledger").url
     if not isinstance(url.value, str) or not url.value.startswith("sqlite:///"):
         return
     parent = (folder / url.value.removeprefix("sqlite:///")).parent
@@ -261,20 +260,19 @@ def _shared_gpus(launched: Sequence[_Launched]) -> Iterator[Problem]:
     owners: defaultdict[int, list[tuple[_Launched, ConfigValue]]] = defaultdict(list)
     for each in launched:
         for replica, gpu in each.gpus():
-            before = next((found for found in owners[gpu.value] if _collide(*found, each, replica)), None)
+            before = next((found for found in owners[gpu.value] if _both_at_once(*found, each, replica)), None)
             if before is not None:
                 yield gpu.problem(_sharing(gpu, *before, each))
             owners[gpu.value].append((each, replica))
 
 
-def _collide(one: _Launched, replica: ConfigValue, other: _Launched, other_replica: ConfigValue) -> bool:
-    return replica.path != other_replica.path if one is other else _both_at_once(one.launch, other.launch)
-
-
-def _both_at_once(one: ConfigValue, other: ConfigValue) -> bool:
+def _both_at_once(one: _Launched, replica: ConfigValue, other: _Launched, other_replica: ConfigValue) -> bool:
     """Return whether the gateway would run both at the same time. Models on demand alternate, and so do the models of a group."""
-    grouped = one.get("group").value is not None and one.get("group").value == other.get("group").value
-    return not grouped and all(launch.get("start").value in (None, "eager") for launch in (one, other))
+    if one is other:
+        return replica.path != other_replica.path
+    group = one.launch.get("group").value
+    is_grouped = group is not None and group == other.launch.get("group").value
+    return not is_grouped and all(each.launch.get("start").value in (None, "eager") for each in (one, other))
 
 
 def _sharing(gpu: ConfigValue, owner: _Launched, replica: ConfigValue, each: _Launched) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, nullcontext
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,12 +37,12 @@ def list_entries(
 
     It does not verify them: see `vllm-gateway audit verify`.
     """
-    from gateway.audit.listing import Filter, listed, row
+    from gateway.audit.listing import Filter, instant, listed, row
 
     try:
-        first = None if since is None else _instant(since)
-    except ValueError:
-        return say_error("--since: expected a date such as 2027-01-31 or a time such as 2027-01-31T12:00:00Z", BAD_USAGE)
+        first = None if since is None else instant(since)
+    except ValueError as error:
+        return say_error(f"--{error}", BAD_USAGE)
 
     def show(_: Config, log: Log) -> int:
         for line, data in listed(_lines(log, older or []), Filter(first, action, actor), limit):
@@ -96,11 +95,6 @@ def verify(
         return 0
 
     return _with_log(where, act)
-
-
-def _instant(text: str) -> datetime:
-    found = datetime.fromisoformat(text)
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 def _with_log(where: Where, act: Callable[[Config, Log], int]) -> int:

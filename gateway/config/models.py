@@ -72,6 +72,7 @@ from gateway.config.values import (
     installed,
     money,
     needs_extra,
+    one_text_or_many,
     record_key,
     requires,
 )
@@ -843,7 +844,7 @@ _HOLDER_KIND: dict[str, Any] = {"enum": list(get_args(HolderKind))}
 HolderKinds = Annotated[
     tuple[HolderKind, ...],
     Field(min_length=1),
-    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+    BeforeValidator(one_text_or_many),
     WithJsonSchema({"oneOf": [_HOLDER_KIND, {"type": "array", "items": _HOLDER_KIND, "minItems": 1}]}),
 ]
 """A kind of holders of limits, or a list of them."""
@@ -964,6 +965,11 @@ class Config(Section):
             return True
         launches = (other.launch for other in self.models if other.launch is not None)
         return any(other.start == "on_demand" and launch.all_gpus & other.all_gpus for other in launches)
+
+    @property
+    def database_url(self) -> str | None:
+        """The URL of the store's database, otherwise of the ledger's; None without either."""
+        return self.store_url or (None if self.ledger is None else self.ledger.url.get_secret_value())
 
     @property
     def store_url(self) -> str | None:

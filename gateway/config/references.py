@@ -64,6 +64,11 @@ class ConfigValue(NamedTuple):
         value = self.get(key)
         return value.items() if isinstance(value.value, list) else iter((value,))
 
+    @property
+    def url(self) -> ConfigValue:
+        """The URL of a database, which may be written alone instead of a section."""
+        return self.get("url") if isinstance(self.value, dict) else self
+
     def problem(self, message: str) -> Problem:
         return self.source.problem(Finding(self.path, message))
 
@@ -454,10 +459,6 @@ def _targets(draft: Draft, model: ConfigValue, split: ConfigValue) -> Iterator[P
         yield split.problem("all weights are 0, so no model would get a request")
 
 
-def _default_model(draft: Draft) -> Iterator[Problem]:
-    yield from _known_model(draft, draft.top.get("default_model"))
-
-
 def _fallback_loops(draft: Draft) -> Iterator[Problem]:
     """Report the first loop of models that are each other's fallbacks."""
     ways = [{draft.owners.get(str(setting.value)): setting for setting in model.each("fallbacks")} for model in draft.models]
@@ -480,8 +481,7 @@ def _some_keys(draft: Draft) -> Iterator[Problem]:
 
 def _store_of_ledger(draft: Draft) -> Iterator[Problem]:
     """Check that the store's database is known."""
-    store = draft.top.get("store")
-    url = store.get("url") if isinstance(store.value, dict) else store
+    url = draft.top.get("store").url
     if url.value == OF_LEDGER and draft.top.get("ledger").value is None:
         yield url.problem("there is no ledger; set ledger, or write the URL of a database here")
 
@@ -608,18 +608,18 @@ def _admin_tokens(draft: Draft) -> Iterator[Problem]:
     yield from _repeated((token.get("hash") for token in admin.each("tokens")), "hash", "; each token has one entry")
 
 
-def _open_admin_port(draft: Draft) -> Iterator[Problem]:
-    """Check that only authenticated clients reach an admin port that can change keys, teams or sign-ins."""
+def open_admin_host(draft: Draft) -> ConfigValue | None:
+    """Return the host of the admin port if other machines reach it without a token."""
     admin = draft.top.get("server", "admin")
     host = admin.get("host")
     is_reachable = isinstance(host.value, str) and not is_loopback(host.value)
-    if is_reachable and _is_administered(draft) and not (admin.get("token").value or admin.get("tokens").value):
+    return host if is_reachable and not (admin.get("token").value or admin.get("tokens").value) else None
+
+
+def _open_admin_port(draft: Draft) -> Iterator[Problem]:
+    """Check that only authenticated clients reach an admin port that can change keys, teams or sign-ins."""
+    if (host := open_admin_host(draft)) is not None and any(draft.top.get(name).value is not None for name in _ADMINISTERED):
         yield host.problem("other machines could change keys here without authentication: set server.admin.tokens, or listen on 127.0.0.1")
-
-
-def _is_administered(draft: Draft) -> bool:
-    """Return whether keys, teams or sign-ins can be changed through the admin port."""
-    return any(draft.top.get(name).value is not None for name in _ADMINISTERED)
 
 
 def _audit_location(draft: Draft) -> Iterator[Problem]:
@@ -638,12 +638,9 @@ def _notices(draft: Draft) -> Iterator[Problem]:
         yield from (mail.problem("mail requires a mail server; set smtp") for mail in mails if mail.value is not None)
 
 
-def _limited_models(draft: Draft) -> Iterator[Problem]:
-    yield from _patterns(draft, draft.limits, draft.owners.keys() - draft.split_names)
-
-
-def _recorded_models(draft: Draft) -> Iterator[Problem]:
-    yield from _patterns(draft, [draft.top.get("record")], draft.owners.keys() - draft.split_names)
+def _served_models(draft: Draft) -> Iterator[Problem]:
+    """Check the models of limits and of records, to which a split does not belong."""
+    yield from _patterns(draft, [*draft.limits, draft.top.get("record")], draft.owners.keys() - draft.split_names)
 
 
 def _patterns(draft: Draft, holders: Iterable[ConfigValue], served: Collection[str]) -> Iterator[Problem]:
@@ -718,7 +715,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _fallbacks,
     _mirrors,
     _splits,
-    _default_model,
+    lambda draft: _known_model(draft, draft.top.get("default_model")),
     _fallback_loops,
     _some_keys,
     _store_of_ledger,
@@ -735,8 +732,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _open_admin_port,
     _audit_location,
     _notices,
-    _limited_models,
-    _recorded_models,
+    _served_models,
     _empty_limits,
     _priced,
     _divided_bounds,

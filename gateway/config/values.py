@@ -162,7 +162,7 @@ def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str | dict) else value
 
 
-def _one_text_or_many(value: object) -> object:
+def one_text_or_many(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
@@ -413,7 +413,7 @@ def _variable(value: object, info: ValidationInfo) -> str | SecretStr:
 Text = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_without_nul)]
 _TEXT_SCHEMA: dict[str, Any] = {"type": "string", "minLength": 1}
 _TEXTS_SCHEMA: dict[str, Any] = {"oneOf": [_TEXT_SCHEMA, {"type": "array", "items": _TEXT_SCHEMA, "minItems": 1}]}
-Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(_one_text_or_many), WithJsonSchema(_TEXTS_SCHEMA)]
+Texts = Annotated[tuple[Text, ...], Field(min_length=1), BeforeValidator(one_text_or_many), WithJsonSchema(_TEXTS_SCHEMA)]
 """A text, or a list of texts."""
 
 WeightsSource = Annotated[str, Strict(), Field(min_length=1), AfterValidator(_weights_source)]
@@ -439,7 +439,7 @@ BrowserUrl = Annotated[str, Strict(), AfterValidator(_browser_url)]
 IssuerId = Annotated[str, Strict(), AfterValidator(_issuer_id), Field(json_schema_extra={"pattern": _ISSUER_ID_PATTERN})]
 MailAddress = Annotated[str, Strict(), AfterValidator(_mail_address), Field(json_schema_extra={"pattern": _MAIL_PATTERN})]
 MailAddresses = Annotated[
-    tuple[MailAddress, ...], Field(min_length=1, max_length=50), BeforeValidator(_one_text_or_many), WithJsonSchema(_TEXTS_SCHEMA)
+    tuple[MailAddress, ...], Field(min_length=1, max_length=50), BeforeValidator(one_text_or_many), WithJsonSchema(_TEXTS_SCHEMA)
 ]
 """A mail address, or a list of them."""
 MediaHost = Annotated[str, Strict(), AfterValidator(_media_host)]

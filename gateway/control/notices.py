@@ -145,8 +145,7 @@ def opened_notices(config: Callable[[], Config], watched: WatchedKeys, path: Pat
 def _url(config: Config, path: Path, state: Path) -> URL:
     """Return the database: that of the store or of the ledger, otherwise a file that only this gateway has."""
     file = Path(os.path.abspath(path))
-    url = config.store_url or (None if config.ledger is None else config.ledger.url.get_secret_value())
-    if url is not None:
-        return database_url(url, file.parent)
+    if config.database_url is not None:
+        return database_url(config.database_url, file.parent)
     name = hashlib.sha256(str(file).encode()).hexdigest()[:16]
     return URL.create("sqlite", database=str(state / "notices" / f"{name}.db"))

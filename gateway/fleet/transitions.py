@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.fleet.launch_diff import LaunchDiff
@@ -46,16 +47,14 @@ class Rotation(Protocol):
         """Return the condition of every server."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
 class Transitions:
     """The steps of transitions. ``in_flight`` returns the number of requests on the given servers, in all workers."""
 
-    def __init__(
-        self, launcher: Launcher, rotation: Rotation, workers: WorkerSupervisor, in_flight: Callable[[Iterable[str]], int]
-    ) -> None:
-        self._launcher = launcher
-        self._rotation = rotation
-        self._workers = workers
-        self._in_flight = in_flight
+    _launcher: Launcher
+    _rotation: Rotation
+    _workers: WorkerSupervisor
+    _in_flight: Callable[[Iterable[str]], int]
 
     async def stop(self, model: LaunchedModel) -> None:
         """Stop its servers now."""

@@ -20,23 +20,19 @@ class RecordError(Exception):
 def read_record(settings: Recording, identity: str) -> dict[str, Any]:
     """Return the record of a request by its ID. Raises RecordError."""
     try:
-        return _read(settings, identity)
+        store = open_store(settings)
+        data = store.get(file_name(identity, ENCRYPTED))
+        if data is None:
+            data = store.get(file_name(identity, PLAIN))
+        elif settings.encryption_keys:
+            data = Encryption(settings.encryption_keys).decrypt(identity, data)
+        else:
+            raise RecordError("the record is encrypted; set record.key")
+        document = None if data is None else orjson.loads(data)
     except (ValueError, DecryptionError, StoreError) as error:
         raise RecordError(str(error)) from error
-
-
-def _read(settings: Recording, identity: str) -> dict[str, Any]:
-    store = open_store(settings)
-    data = store.get(file_name(identity, ENCRYPTED))
-    if data is not None:
-        if not settings.encryption_keys:
-            raise RecordError("the record is encrypted; set record.key")
-        data = Encryption(settings.encryption_keys).decrypt(identity, data)
-    else:
-        data = store.get(file_name(identity, PLAIN))
     if data is None:
         raise RecordError(f"there is no record of {identity}: the request was not recorded, or its record has expired")
-    document = orjson.loads(data)
     if not isinstance(document, dict) or document.get("version") != VERSION:
         raise RecordError("the record has another version; read it with the version of the gateway that has written it")
     return document

@@ -8,6 +8,7 @@ the settlement is sent until the store acknowledges it, and counts once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 
 from gateway.limits.lease import DURATION, LEAST, Lease, next_amounts, seconds_of_lease
@@ -20,21 +21,16 @@ _RETRY = DURATION / 4
 """Seconds after a lease was too small or refused until the next one is tried."""
 
 
+@dataclass(eq=False, slots=True)
 class Leases:
     """The open leases of a worker. ``reserve`` and ``settle``: those of the store."""
 
-    def __init__(
-        self,
-        reserve: Callable[[str, Sequence[tuple[Holder, Amounts]], OnResult], None],
-        settle: Callable[[str, Sequence[tuple[Holder, Amounts]], Amounts, Sequence[str]], None],
-        names: Iterator[str],
-    ) -> None:
-        self._reserve = reserve
-        self._settle = settle
-        self._names = names
-        self._open: dict[str, Lease] = {}
-        self._by_holder: dict[str, dict[str, Lease]] = {}
-        self._stopped = False
+    _reserve: Callable[[str, Sequence[tuple[Holder, Amounts]], OnResult], None]
+    _settle: Callable[[str, Sequence[tuple[Holder, Amounts]], Amounts, Sequence[str]], None]
+    _names: Iterator[str]
+    _open: dict[str, Lease] = field(default_factory=dict)
+    _by_holder: dict[str, dict[str, Lease]] = field(default_factory=dict)
+    _stopped: bool = False
 
     def request(self, holders: tuple[Holder, ...], amounts: Amounts, on_lease: Callable[[Lease | None], None]) -> None:
         """Request a lease. ``on_lease`` is called with it, or with None if it was not reserved."""
