@@ -197,7 +197,7 @@ _SCRIPTS = (
         "test_earlier_use_is_added_once",
         "test_earlier_use_of_another_day_is_remembered",
         "test_the_store_decides_as_the_memory_does",
-        "test_a_wait_of_any_length_refuses",
+        "test_the_store_and_the_memory_decide_alike_about_rates_and_waits_of_all_sizes",
         "test_tokens_refilled_by_time_are_not_released_again",
         "test_the_latest_other_day_is_remembered",
         "test_costs_are_exact",

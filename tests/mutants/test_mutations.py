@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,7 @@ def test_a_trial_notices_what_a_test_notices() -> None:
 
 WAITS = """
 import ast
+import re
 from tests.mutants.trial import tried
 waits = ast.parse("import threading\\nthreading.Event().wait()")
 print(tried("gateway/auth/keys.py", waits, ["tests/gateway/auth/test_keys.py"], 300).killed)
@@ -172,3 +174,12 @@ def test_the_text_of_a_changed_script_has_one_change() -> None:
         assert isinstance(mutant.changed, str)
         pairs = zip(source.splitlines(), mutant.changed.splitlines(), strict=True)
         assert [number for number, (before, after) in enumerate(pairs, 1) if before != after] == [mutant.line]
+
+
+def test_the_tests_of_the_areas_exist() -> None:
+    """A trial with a missing test would try no mutant."""
+    arguments = {argument for area in AREAS.values() for tested in area.modules.values() for argument in tested.tests}
+    named = {argument.removeprefix("--deselect=") for argument in arguments if argument.startswith(("tests/", "--deselect="))}
+    for name in sorted(named):
+        file, _, test = name.partition("::")
+        assert test.partition("[")[0] in (ROOT / file).read_text(), name
