@@ -62,14 +62,21 @@ def _reported(error: Exception) -> int:
     """Print an error of a command, and return the exit code. Only here it is imported what the error may be."""
     from gateway.config import ConfigurationError
     from gateway.key_management.key_file import InvalidResultError, KeyFileError
+    from gateway.ledger.errors import DatabaseUnavailableError
+    from gateway.recording.reading import RecordError
+    from gateway.usage.errors import QueryError
 
     match error:
         case ConfigurationError() | InvalidResultError():
             for problem in error.problems:
                 print_problem(problem, "red", err=True)
             return BAD_USAGE
-        case KeyFileError():
+        case KeyFileError() | RecordError():
             return say_error(str(error), FAILED)
+        case QueryError():
+            return say_error(str(error), BAD_USAGE)
+        case DatabaseUnavailableError():
+            return say_error(f"the ledger's database does not respond: {error}", FAILED)
     return say_error(f"{type(error).__name__}: {error}", FAILED)
 
 
@@ -250,8 +257,6 @@ def usage(
     """
     from gateway.config import load
     from gateway.config.problems import did_you_mean
-    from gateway.ledger.errors import DatabaseUnavailableError
-    from gateway.usage.errors import QueryError
     from gateway.usage.output import FORMATS
     from gateway.usage.queries import DEFAULT_BY, UsageReport, parse_query, parse_report, query_ledger
     from gateway.usage.reconciliation_output import FORMATS as RECONCILIATION_FORMATS
@@ -262,35 +267,28 @@ def usage(
         if report.truncated:
             say_error(f"only the {len(report.sums):,} groups with the most tokens are shown; narrow the query", 0)
 
-    def shown(document: Mapping[str, Any]) -> None:
+    given = {"by": None if reconcile and by == DEFAULT_BY else by, "since": since, "until": until, "key": key, "team": team, "model": model}
+    parameters = {name: value for name, value in (given | {"reconcile": "true" if reconcile else None}).items() if value is not None}
+    (parse_reconciliation_query if reconcile else parse_query)(parameters, datetime.now(UTC))
+    if where.is_elsewhere:
+        with connected(where) as gateway:
+            document = gateway.read("/usage", parameters)
         if reconcile:
             RECONCILIATION_FORMATS[form](parse_reconciliation(document), console())
         else:
             show_usage(parse_report(document))
-
-    given = {"by": None if reconcile and by == DEFAULT_BY else by, "since": since, "until": until, "key": key, "team": team, "model": model}
-    parameters = {name: value for name, value in (given | {"reconcile": "true" if reconcile else None}).items() if value is not None}
-    try:
-        (parse_reconciliation_query if reconcile else parse_query)(parameters, datetime.now(UTC))
-        if where.is_elsewhere:
-            with connected(where) as gateway:
-                shown(gateway.read("/usage", parameters))
-            return 0
-        known = load(where.config)
-        if known.ledger is None:
-            return say_error(f"{where.config} has no ledger", FAILED)
-        if reconcile:
-            RECONCILIATION_FORMATS[form](reconcile_ledger(known.ledger, where.folder, parameters), console())
-        else:
-            report = query_ledger(known.ledger, where.folder, parameters)
-            show_usage(report)
-            ids = [each.id for each in known.keys]
-            if not report.sums and key is not None and key not in ids:
-                say_error(f"{where.config} has no key {key}{did_you_mean(key, ids)}", 0)
-    except QueryError as error:
-        return say_error(str(error), BAD_USAGE)
-    except DatabaseUnavailableError as error:
-        return say_error(f"the ledger's database does not respond: {error}", FAILED)
+        return 0
+    known = load(where.config)
+    if known.ledger is None:
+        return say_error(f"{where.config} has no ledger", FAILED)
+    if reconcile:
+        RECONCILIATION_FORMATS[form](reconcile_ledger(known.ledger, where.folder, parameters), console())
+    else:
+        report = query_ledger(known.ledger, where.folder, parameters)
+        show_usage(report)
+        ids = [each.id for each in known.keys]
+        if not report.sums and key is not None and key not in ids:
+            say_error(f"{where.config} has no key {key}{did_you_mean(key, ids)}", 0)
     return 0
 
 

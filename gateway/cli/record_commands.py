@@ -58,7 +58,6 @@ def replay(
     import httpx2
 
     from gateway.recording.comparison import compared, sentences
-    from gateway.recording.reading import RecordError
     from gateway.recording.replay import recorded_outcome
     from gateway.recording.replay import replay as send
 
@@ -73,8 +72,6 @@ def replay(
             return say_error("server.port is 0, so name the data port with --url", BAD_USAGE)
         try:
             before, after = recorded_outcome(record), send(record, model, target.rstrip("/"), key)
-        except RecordError as error:
-            return say_error(str(error), FAILED)
         except httpx2.HTTPError as error:
             return say_error(f"{target} does not respond: {error}", FAILED)
         if as_json:
@@ -93,16 +90,12 @@ def _with_record(where: Where, identity: str, act: Callable[[Config, dict[str, A
     """Run a command on a record. Returns the exit code."""
     from gateway.config import load
     from gateway.fleet.snapshot_builder import recording
-    from gateway.recording.reading import RecordError, read_record
+    from gateway.recording.reading import read_record
 
     known = load(where.config)
     if known.record is None:
         return say_error(f"{where.config} records no requests; set record", FAILED)
-    try:
-        record = read_record(recording(known.record), identity)
-    except RecordError as error:
-        return say_error(str(error), FAILED)
-    return act(known, record)
+    return act(known, read_record(recording(known.record), identity))
 
 
 def _data_port(known: Config) -> str | None:

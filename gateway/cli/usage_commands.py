@@ -13,7 +13,7 @@ from urllib.parse import quote
 import typer
 
 from gateway.cli.admin_call import Where, connected, with_gateway
-from gateway.cli.output import BAD_USAGE, FAILED, console, format_option, option, say_error
+from gateway.cli.output import FAILED, console, format_option, option, say_error
 
 CLOSE = "usage close"
 
@@ -75,20 +75,12 @@ def requests(
 def _from_database(where: Where, parameters: Mapping[str, str], show: Callable[[Mapping[str, Any]], int]) -> int:
     """Show requests of the ledger's database, because no gateway runs."""
     from gateway.config import load
-    from gateway.ledger.errors import DatabaseUnavailableError
-    from gateway.usage.errors import QueryError
     from gateway.usage.requests.query import query_requests
 
     known = load(where.config)
     if known.ledger is None:
         return say_error(f"{where.config} has no ledger", FAILED)
-    try:
-        page = query_requests(known.ledger, where.folder, parameters)
-    except QueryError as error:
-        return say_error(str(error), BAD_USAGE)
-    except DatabaseUnavailableError as error:
-        return say_error(f"the ledger's database does not respond: {error}", FAILED)
-    code = show(page.document())
+    code = show(query_requests(known.ledger, where.folder, parameters).document())
     say_error("the gateway does not run, so requests without a valid key are not known", 0)
     return code
 

@@ -30,7 +30,19 @@ from pydantic import (
 )
 
 from gateway.config.quantities import Duration, DurationOrZero, Share, Size, Window, duration_text, parse_duration, parse_size
-from gateway.config.secret import OF_LEDGER, KeyStore, LedgerStore, LimitsStore, Secret, Webhook, key_store, ledger_store, surroundings
+from gateway.config.secret import (
+    OF_LEDGER,
+    KeyStore,
+    LedgerStore,
+    LimitsStore,
+    LongSecret,
+    Secret,
+    SessionKey,
+    Webhook,
+    key_store,
+    ledger_store,
+    surroundings,
+)
 from gateway.config.section import Section, declared, section_of, setting
 from gateway.config.values import (
     AdminRole,
@@ -666,22 +678,12 @@ def _store(value: object, info: ValidationInfo) -> object:
     return {"url": key_store(value, info)} if _is_alone(value) else value
 
 
-MIN_AUDIT_SECRET = 16
-
-
 class AuditSettings(Section):
     """The audit log, with an entry for each change and each refused attempt."""
 
-    secret: Secret = Field(description="secret of the entries' HMACs, at least 16 characters; store it outside of the log")
+    secret: LongSecret = Field(description="secret of the entries' HMACs, at least 16 characters; store it outside of the log")
     file: WrittenFile | None = setting("file of the log, JSON lines; default: a table in the database of `store`, otherwise of `ledger`")
     stdout: Flag = setting("also write each entry to standard output, as a line of JSON", False)
-
-    @field_validator("secret")
-    @classmethod
-    def _is_long(cls, secret: SecretStr) -> SecretStr:
-        if len(secret.get_secret_value()) < MIN_AUDIT_SECRET:
-            raise ValueError(f"the secret has fewer than {MIN_AUDIT_SECRET} characters; create one with `openssl rand -hex 32`")
-        return secret
 
 
 RedactedField = Annotated[str, Strict(), Field(pattern=r"^[^.\s]+(\.[^.\s]+)*$", max_length=256)]
@@ -811,26 +813,15 @@ class SignInRoles(Section):
     admin: Texts = setting("values that grant `admin`: also change keys and teams, and read the audit log", ())
 
 
-MIN_SESSION_KEY = 32
-"""Characters of `sign_in.key`."""
-
-
 class SignIn(Section):
     """People who sign in, with OpenID Connect or with one-time sign-in links."""
 
-    key: Secret = Field(description="secret that signs sessions, at least 32 characters; the same for all gateways")
+    key: SessionKey = Field(description="secret that signs sessions, at least 32 characters; the same for all gateways")
     url: BrowserUrl | None = setting("address of the data port in browsers, e.g. https://llm.example.com; default: no sign-in there")
     admin_url: BrowserUrl | None = setting("address of the admin port in browsers; default: no sign-in there")
     issuers: tuple[SignInIssuer, ...] = setting("issuers at which people sign in; default: sign-in links only", ())
     roles: SignInRoles = setting("values of claims that grant roles", SignInRoles())
     session: SignInSession = setting("sessions", SignInSession())
-
-    @field_validator("key")
-    @classmethod
-    def _is_long_enough(cls, key: SecretStr) -> SecretStr:
-        if len(key.get_secret_value()) < MIN_SESSION_KEY:
-            raise ValueError(f"must have at least {MIN_SESSION_KEY} characters (e.g. of `openssl rand -base64 48`)")
-        return key
 
     @model_validator(mode="after")
     def _has_an_address(self) -> SignIn:
@@ -856,15 +847,12 @@ class Mail(Section):
     to: MailAddresses = Field(description="address, or a list of addresses")
 
 
-MIN_NOTICE_SECRET = 16
-
-
 class NoticeRule(Section):
     """A receiver of notices about budgets that are nearly used and keys that expire: a webhook or mail."""
 
     name: Name = Field(description="name in commands and metrics, and part of each notice's ID")
     webhook: Webhook | None = setting("URL to which notices are sent")
-    secret: Secret | None = setting("secret of the webhook's signatures, at least 16 characters; default: notices are not signed")
+    secret: LongSecret | None = setting("secret of the webhook's signatures, at least 16 characters; default: notices are not signed")
     mail: Mail | None = setting("mail instead of a webhook; requires `smtp`")
     at: Annotated[tuple[Share, ...], Field(min_length=1)] = setting(
         "used shares of a budget that are announced", (0.8, 1.0), json_schema_extra={"default": ["80%", "100%"]}
@@ -882,8 +870,6 @@ class NoticeRule(Section):
             raise ValueError("set either webhook or mail")
         if self.secret is not None and self.webhook is None:
             raise ValueError("secret signs the requests of a webhook; mail has none")
-        if self.secret is not None and len(self.secret.get_secret_value()) < MIN_NOTICE_SECRET:
-            raise ValueError(f"secret has fewer than {MIN_NOTICE_SECRET} characters; create one with `openssl rand -hex 32`")
         return self
 
 

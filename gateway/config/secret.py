@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, PlainValidator, SecretStr, ValidationInfo, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, PlainValidator, SecretStr, ValidationInfo, WithJsonSchema
 
 from gateway.config.database_url import database_url
 from gateway.config.redis_url import SCHEMES, limits_store
@@ -144,8 +144,21 @@ def _url_schema(pattern: str, example: str) -> WithJsonSchema:
     return WithJsonSchema({"oneOf": [{"type": "string", "pattern": pattern, "examples": [example]}, *REFERENCE_SCHEMA["oneOf"]]})
 
 
+def _of_length(least: int, create: str) -> AfterValidator:
+    """Return a check that a secret is too long to be guessed. ``create``: a command that prints one."""
+
+    def check(secret: SecretStr) -> SecretStr:
+        if len(secret.get_secret_value()) < least:
+            raise ValueError(f"the secret has fewer than {least} characters; create one with `{create}`")
+        return secret
+
+    return AfterValidator(check)
+
+
 Secret = Annotated[SecretStr, PlainValidator(resolve), WithJsonSchema(REFERENCE_SCHEMA)]
 """A secret that is resolved while the configuration is loaded."""
+LongSecret = Annotated[Secret, _of_length(16, "openssl rand -hex 32")]
+SessionKey = Annotated[Secret, _of_length(32, "openssl rand -base64 48")]
 
 _REDIS, _SQLITE = "redis://localhost:6379/0", "sqlite:///usage.db"
 LimitsStore = Annotated[
