@@ -153,9 +153,26 @@ LIMITS = {
     "gateway/limits/end_users.py": Tested((f"{_FOLDER}/test_end_users.py", f"{_FOLDER}/test_user_limits.py")),
     "gateway/limits/user_limits.py": Tested((f"{_FOLDER}/test_user_limits.py", f"{_FOLDER}/test_end_users.py")),
     "gateway/limits/user_table.py": Tested((f"{_FOLDER}/test_user_table.py", f"{_FOLDER}/test_user_limits.py")),
-    "gateway/limits/limiter.py": Tested((_RESERVATION, f"{_FOLDER}/test_subjects.py", *_SESSIONS, *_LIMITS, *_SHOWN, *_SETTLED_IN_STORE)),
+    "gateway/limits/limiter.py": Tested(
+        (
+            _RESERVATION,
+            f"{_FOLDER}/test_subjects.py",
+            f"{_FOLDER}/test_user_limits.py",
+            *_SESSIONS,
+            *_LIMITS,
+            *_SHOWN,
+            *_SETTLED_IN_STORE,
+            *_some(_STORE, "test_limits_are_shown_from_memory_or_not_at_all_without_the_store"),
+        )
+    ),
     "gateway/limits/reservation.py": Tested(
-        (_RESERVATION, *_LIMITS, *_SESSIONS, *_SETTLED_IN_STORE),
+        (
+            _RESERVATION,
+            *_LIMITS,
+            *_SESSIONS,
+            *_SETTLED_IN_STORE,
+            *_some(_STORE, "test_a_store_that_stops_and_starts_again", "test_an_exhausted_limit_refuses_before_the_body"),
+        ),
         (
             "Reservation.reserve_request",
             "Reservation.holders",
@@ -168,7 +185,7 @@ LIMITS = {
             "Reservation._refusal",
         ),
     ),
-    "gateway/limits/expected_use.py": Tested((_RESERVATION, *_LIMITS, *_SESSIONS)),
+    "gateway/limits/expected_use.py": Tested((_RESERVATION, *_LIMITS, *_SESSIONS, *_SETTLED_IN_STORE)),
     "gateway/limits/response_headers.py": Tested((_RESERVATION, *_LIMITS, *_SETTLED_IN_STORE)),
     "gateway/limits/states.py": Tested(
         (
@@ -193,6 +210,10 @@ _SCRIPTS = (
         "test_counts_are_stored_for_longer_than_their_window",
         "test_a_rolling_window_without_use_needs_no_time",
         "test_slots_of_a_gateway_that_has_died_are_released_for_each_holder",
+        "test_a_slot_is_held_until_its_request_is_settled_or_its_lease_ends",
+        "test_counts_of_rates_are_stored_until_they_are_full",
+        "test_a_week_begins_on_monday",
+        "test_a_day_ends_at_midnight",
         "test_a_renewal_extends_the_leases_by_their_seconds",
         "test_earlier_use_is_added_once",
         "test_earlier_use_of_another_day_is_remembered",

@@ -262,6 +262,16 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         "gateway/limits/redis/admit.lua": {
             (
                 "",
+                "local longest, refusing_holder, refusing_limit, left = -1, 0, 0, 0",
+                "local longest, refusing_holder, refusing_limit, left = -1, 0, 1, 0",
+            ): "Nothing reads the number of a limit without a holder that refuses.",
+            (
+                "",
+                "redis.call('EXPIRE', KEYS[2 * i], math.ceil(lease_seconds) + 1)",
+                "redis.call('EXPIRE', KEYS[2 * i], math.floor(lease_seconds) + 1)",
+            ): "Only when a set without leases is freed.",
+            (
+                "",
                 "redis.call('EXPIRE', KEYS[2 * i], math.ceil(lease_seconds) + 1)",
                 "redis.call('EXPIRE', KEYS[2 * i], math.ceil(lease_seconds) + 2)",
             ): "Only when a set without leases is freed.",
@@ -272,6 +282,21 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ): "A rounding error of a millisecond, in a time that is shown in seconds.",
         },
         "gateway/limits/redis/common.lua": {
+            (
+                "",
+                "local LIFETIMES = {day = 3 * 86400, week = 21 * 86400, month = 70 * 86400, session = 86400}",
+                "local LIFETIMES = {day = 3 * 86401, week = 21 * 86400, month = 70 * 86400, session = 86400}",
+            ): "Only when an unused hash is freed.",
+            (
+                "read_period",
+                "return {number = tonumber(values[i] or 0), tokens = tonumber(values[i + 1] or 0), cost = tonumber(values[i + 2] or 0)}",
+                "return {number = tonumber(values[i] or 0), tokens = tonumber(values[i + 1] or 1), cost = tonumber(values[i + 2] or 0)}",
+            ): "A period without tokens has no number, and counts for nothing.",
+            (
+                "append_counts",
+                "append(reply, tokens, cost, math.ceil(seconds_until_unused(window) * 1000))",
+                "append(reply, tokens, cost, math.floor(seconds_until_unused(window) * 1000))",
+            ): "A rounding error of a millisecond, in a time that is shown in seconds.",
             (
                 "read_period",
                 "local cost, nano = tonumber(values[i + 2] or 0), tonumber(values[i + 3] or 0)",
@@ -294,8 +319,18 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "redis.call('EXPIRE', set, 60)",
                 "redis.call('EXPIRE', set, 61)",
             ): "Only when a set that is deleted two lines later would be freed.",
+            (
+                "",
+                "redis.call('EXPIRE', store, 70 * 86400)",
+                "redis.call('EXPIRE', store, 71 * 86400)",
+            ): "Only when a store without counts is forgotten.",
         },
         "gateway/limits/redis/renew.lua": {
+            (
+                "",
+                "if now <= tonumber(ARGV[2]) then",
+                "if now < tonumber(ARGV[2]) then",
+            ): "The clock has more digits than the bound.",
             (
                 "",
                 "redis.call('EXPIRE', key, math.ceil(tonumber(ARGV[1])) + 1)",
@@ -343,6 +378,9 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
         },
         "gateway/limits/user_table.py": {
             ("UserTable._offset", "2", "3"): "One more cell of a record, which stays empty.",
+            ("", "1024", "1025"): "One more entry of the log.",
+            ("UserTable._free", "index + 1", "index - 1"): "The search goes through the end users in the other direction.",
+            ("_number_of", "1", "2"): "Any number but 0, which a float64 still holds exactly.",
         },
         "gateway/limits/lease.py": {
             ("Lease", "False", "True"): "No code compares two.",
@@ -350,14 +388,12 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
             ("Lease.admit", "requests < smallest[0]", "requests <= smallest[0]"): "The smaller of equal numbers is the same.",
             ("Lease.admit", "cost < smallest[2]", "cost <= smallest[2]"): "The smaller of equal numbers is the same.",
             ("Lease.settle", "return False", "return None"): "Both are false.",
+            ("", "62", "63"): "Both are more than any amount.",
         },
         "gateway/limits/limiter.py": {
+            ("Limiter.__init__", "8", "9"): "The length of a random name.",
             ("Limiter.states", "True", "False"): "Both have the same length.",
-            (
-                "Limiter._limits_of_subject",
-                "self._subjects[key.id, key.team] = known",
-                "pass",
-            ): "A shortcut: the holders are found again by their names.",
+            ("Limiter._counts_in_store", "True", "False"): "Both have the same length.",
         },
     }
 )

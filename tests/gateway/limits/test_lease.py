@@ -117,6 +117,13 @@ def test_near_a_limit_there_is_no_lease(nearly_used: StoreResult) -> None:
     assert next_amounts(demand, 1.0, nearly_used, 0.0) is None
 
 
+def test_a_lease_has_at_least_the_amounts_of_sixteen_requests() -> None:
+    assert LEAST == 16, "docs/limits-shared.md has this number"
+    demand = Amounts(100, 0, 100)
+    for tokens, expected in ((16, Amounts(150, 0, 16)), (15, None)):
+        assert next_amounts(demand, 1.0, known(tokens=1_000_000 - PARTS * tokens), 0.0) == expected
+
+
 def test_a_soft_budget_does_not_prevent_a_lease() -> None:
     limits = Limits(budgets=(Budget("day", tokens=100, soft=True),))
     assert next_amounts(Amounts(100, 0, 1000), 1.0, known(tokens=1_000_000, limits=limits), 0.0) == Amounts(150, 0, 1500)

@@ -105,6 +105,23 @@ def test_a_change_of_limits_keeps_the_use() -> None:
         assert limiter.limits_of(limited(5)).for_all_models[0].offset == first.offset
 
 
+async def test_a_key_without_limits_has_no_states() -> None:
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        assert await Limiter(WorkerMetrics(counters), buckets, lambda _: None).states(Key("free"), "r1") == []
+
+
+def test_without_a_store_there_are_no_leases_to_stop() -> None:
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        Limiter(WorkerMetrics(counters), buckets, lambda _: None).stop_leases()
+
+
+def test_the_metric_of_refusals_has_the_limits_of_a_key_from_the_start() -> None:
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        Limiter(WorkerMetrics(counters), buckets, lambda _: None).apply_snapshot(Snapshot(1, (limited(3),), ()))
+        (shown,) = (name for name, _ in counters.readings() if "limited_total" in name)
+        assert "alice" in shown and "concurrent" in shown
+
+
 def test_only_a_key_with_sessions_has_their_metric() -> None:
     sessions = Key("with", allowances=(Allowance("key with", Limits(session=Budget("session", tokens=5))),))
     with shared_counters() as counters, closing(Buckets.private()) as buckets:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 from contextlib import closing
 from time import monotonic, time
@@ -147,14 +148,20 @@ async def test_requests_of_other_keys_are_unchanged(limits: dict[str, Any]) -> N
         assert server.requests[0].json == chat()
 
 
-async def test_a_form_is_bounded() -> None:
+@pytest.mark.parametrize(
+    ("context", "max_tokens", "expected"), [(448, None, b"448"), (None, None, None), (None, 64, b"64"), (448, 64, b"64")]
+)
+async def test_a_form_is_bounded(context: int | None, max_tokens: int | None, expected: bytes | None) -> None:
     async def transcribe(talk: Conversation) -> None:
         await talk.respond(b'{"text":"hi"}')
 
-    async with scripted(transcribe) as server, serving([model(server.port)], [key(allowances=(holder(tokens_per_day=BUDGET),))]) as served:
-        know_context(served, 448)
+    limited = key(allowances=(holder(tokens_per_day=BUDGET, max_tokens=max_tokens),))
+    async with scripted(transcribe) as server, serving([model(server.port)], [limited]) as served:
+        if context is not None:
+            know_context(served, context)
         reply = await request_once(served.port, form(MODEL, part("language", b"en"), FILE))
-        assert reply.status == 200 and b'name="max_completion_tokens"\r\n\r\n448\r\n' in server.requests[0].body
+        found = re.search(rb'name="max_completion_tokens"\r\n\r\n(\d+)\r\n', server.requests[0].body)
+        assert (reply.status, found and found[1]) == (200, expected)
 
 
 # Any requests

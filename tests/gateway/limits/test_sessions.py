@@ -151,6 +151,8 @@ async def test_the_store_forgets_the_session_that_was_used_least_recently() -> N
             assert (result.exceeded, result.evicted) == (None, 1)
             assert each.zcard("vllm-gateway:key a sessions") == 1024
             assert not each.exists("vllm-gateway:key a session s0") and each.exists("vllm-gateway:key a session new")
+            assert 86_000 < each.ttl("vllm-gateway:key a sessions") <= 86_400
+            assert (await store.admit("r2", [(holder, Amounts(1, 1, 7))])).evicted == 0, "this session is known"
         finally:
             store.close()
 

@@ -7,6 +7,7 @@ import os
 import struct
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from time import monotonic
 from typing import cast
 
 import pytest
@@ -130,6 +131,23 @@ def test_use_in_the_limits_store_holds_the_counts() -> None:
         assert joe is not None
         note_store_use(buckets, [jane], StoreResult(None, [(LIMITS, 0.0, 1e9)]))
         assert _until(buckets, joe) < 1e9, "counts that another end user has now stay unchanged"
+
+
+def test_the_latest_use_in_the_limits_store_counts() -> None:
+    with closing(Buckets.private()) as buckets:
+        jane = placed(UserTable(buckets, each(1), 0.75), "jane", 0)
+        for full, reset in ((0.0, 120.0), (monotonic() + 500.0, 500.0), (0.0, 500.0)):
+            note_store_use(buckets, [jane], StoreResult(None, [(LIMITS, 0.0, full)]))
+            assert _until(buckets, jane) == pytest.approx(monotonic() + reset, abs=30)
+
+
+def test_a_worker_that_ends_holds_no_slots_of_end_users() -> None:
+    with two_workers(each(1, Limits(concurrent=2))) as ((first, one), (second, other)):
+        assert first.reserve_for_user([(placed(one, "jane", 0), ONE)], at(0), {}) is None
+        jane = placed(other, "jane", 0)
+        assert second.in_flight(jane) == 1
+        with closing(Buckets.inherited(os.dup(first.fd), 0)):
+            assert second.in_flight(jane) == 0, "a worker that begins has no requests in flight"
 
 
 def test_an_observer_sees_the_end_users_by_name_without_a_lock() -> None:

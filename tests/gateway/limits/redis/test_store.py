@@ -234,9 +234,11 @@ def _now(client: Any) -> float:
     return float(seconds + microseconds / 1e6)
 
 
-@pytest.mark.parametrize("forgotten", [0, 600], ids=["", "by a meter that was forgotten meanwhile"])
-async def test_tokens_refilled_by_time_are_not_released_again(server: RedisServer, forgotten: int) -> None:
-    """Time has refilled a reservation of 90 seconds ago, so its settlement releases nothing. A new reservation is released."""
+@pytest.mark.parametrize(
+    ("age", "forgotten"), [(90, 0), (90, 600), (40, 0)], ids=["", "by a meter that was forgotten meanwhile", "in less than a minute"]
+)
+async def test_tokens_refilled_by_time_are_not_released_again(server: RedisServer, age: int, forgotten: int) -> None:
+    """Time has refilled a reservation of some time ago, so its settlement releases nothing. A new reservation is released."""
     wanted = [(Holder.placed("key a", Limits(requests_per_minute=2, tokens_per_minute=1000)), Amounts(1, 0, 400))]
     with server.client() as each:
         async with opened(server.store_config()) as store:
@@ -244,7 +246,7 @@ async def test_tokens_refilled_by_time_are_not_released_again(server: RedisServe
                 assert (await store.admit(name, wanted)).exceeded is None
             written = "vllm-gateway:reserved a worker", "r1 vllm-gateway:key a"
             at, *end_times = map(float, each.hget(*written).split())
-            aged = at - 90, *(end + forgotten - 90 for end in end_times)
+            aged = at - age, *(end + forgotten - age for end in end_times)
             each.hset(*written, " ".join(map(repr, aged)))
             before = [float(value) for value in each.hmget("vllm-gateway:key a", "r", "t")]
             store.settle("r1", wanted, Amounts())
@@ -961,6 +963,42 @@ def test_slots_of_a_gateway_that_has_died_are_released_for_each_holder(server: R
     arguments = [text for _ in names for text in ("0 0 1", "1 1 0 0")]
     found = replied(server, load_scripts()["admit"], [*keys, "vllm-gateway:reserved"], "r1", f"30 {time() + 60}", *arguments)
     assert found[0] == 0
+
+
+def test_a_slot_is_held_until_its_request_is_settled_or_its_lease_ends(server: RedisServer) -> None:
+    slots = "vllm-gateway:key a slots"
+    found = admitted(server, "0 0 1", "1 1 0 0")
+    assert found[0] == 0
+    with server.client() as each:
+        assert each.zscore(slots, "r1") == pytest.approx(found[3] / 1e6 + 30, abs=1e-3)
+        assert 30 <= each.ttl(slots) <= 31
+        keys = ["vllm-gateway:key a", slots, "vllm-gateway:reserved"]
+        assert each.eval(load_scripts()["settle"].text, len(keys), *keys, "r1", "", "0 0") == b"OK"
+        assert not each.exists(slots)
+
+
+def test_counts_of_rates_are_stored_until_they_are_full(server: RedisServer) -> None:
+    assert admitted(server, "10 1000 0", "5 1 0 0")[0] == 0
+    with server.client() as each:
+        assert 120 < each.ttl("vllm-gateway:key a") <= 151
+
+
+def test_a_week_begins_on_monday(server: RedisServer) -> None:
+    before = time()
+    found = admitted(server, "0 0 0 week 0 100 0 100 0", "1 1 5 0")
+    week = int((before // 86400 + 3) // 7)
+    if (int(time() // 86400) + 3) // 7 == week:  # otherwise it ended during the test
+        with server.client() as each:
+            assert each.hget("vllm-gateway:key a", "w") == str(week).encode()
+        assert found[-1] / 1000 == pytest.approx((week * 7 + 4) * 86400 - before, abs=60)
+
+
+def test_a_day_ends_at_midnight(server: RedisServer) -> None:
+    before = time()
+    found = admitted(server, "0 0 0 day 0 100 0 100 0", "1 1 5 0")
+    left = 86400 - before % 86400
+    if left > 60:  # otherwise midnight may pass during the test
+        assert found[-1] / 1000 == pytest.approx(left, abs=60)
 
 
 def test_a_renewal_extends_the_leases_by_their_seconds(server: RedisServer) -> None:
