@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from gateway.config import Problem
 
 Command = Callable[..., int | None]
-"""A command. It returns its exit code; None is success."""
+"""A command. It returns its exit code; without one, it has succeeded."""
 FAILED, BAD_USAGE = 1, 2
 NAME = "vllm-gateway"
 _WIDE = 200

@@ -112,10 +112,10 @@ def take_over(where: Where, source: Path, text: bytes) -> int:
     return 0
 
 
-def print_added(added: int, place: object, known: int) -> None:
-    """Print how many keys were added to a place, and how many were there before."""
+def print_added(added: int, target: object, known: int) -> None:
+    """Print how many keys were added to a file or the store, and how many were there before."""
     also = f"; {known} {'was' if known == 1 else 'were'} already known" if known else ""
-    typer.echo(f"{added} {'key' if added == 1 else 'keys'} added to {place}{also}")
+    typer.echo(f"{added} {'key' if added == 1 else 'keys'} added to {target}{also}")
 
 
 def entries(gateway: AdminClient, path: str, name: str, wanted: Mapping[str, str] | None = None) -> tuple[list[dict[str, Any]], str | None]:

@@ -163,6 +163,7 @@ def _one_or_many(value: object) -> object:
 
 
 def one_text_or_many(value: object) -> object:
+    """Return a list of texts, which may be written as a single text."""
     return [value] if isinstance(value, str) else value
 
 

@@ -1,4 +1,4 @@
-"""Write the errors for exceeded limits: which limit, its state, and what lets the request pass. Pure.
+"""Write the errors for exceeded limits, with their ``Retry-After``: which limit, its state, and what lets the request pass. Pure.
 
 The rule: a time to wait appears only if the same request can pass after it. A request that reserves more than a whole budget gets none.
 """

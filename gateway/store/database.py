@@ -351,7 +351,7 @@ def _rows(connection: Connection, kind: Kind, ids: Sequence[str]) -> list[Row]:
 
 
 def _of_some(query: Select[Any], column: ColumnElement[str], values: Sequence[str] | None) -> list[Select[Any]]:
-    """Return the query as it is, or with ``values`` one query for each batch of the rows that have one of them in a column."""
+    """Return the query as it is, or with ``values`` one query for each batch of the rows that have such a value in a column."""
     return [query] if values is None else [query.where(column.in_(some)) for some in batches(values)]
 
 
