@@ -162,7 +162,8 @@ ROUTES_OF_GATEWAY = (
     Described(
         month_routes.REQUESTS,
         "Single requests, the newest first, in pages of `limit` (100). `next_cursor` is the `cursor` of the next page. `status` is a "
-        "status, a class such as `5xx`, or `failed`. `since` is 7d by default. With `id`, only this request. The last requests without a "
+        "status, a class such as `5xx`, `errors` (5xx, and responses that were cut off), `rejected` (4xx without 499), or `failed` (both, "
+        "and 499). `since` is 7d by default. With `id`, only this request. The last requests without a "
         "valid key are among them. `vllm-gateway requests` prints them.",
         {200: "the requests", 400: "invalid query", 404: "no ledger is configured", 503: "the ledger's database does not respond"},
         queries=month_routes.PARAMETERS,

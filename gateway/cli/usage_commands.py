@@ -28,7 +28,7 @@ def requests(
     team: Annotated[str | None, option("Only requests of this team.", "ID")] = None,
     user: Annotated[str | None, option("Only requests of this end user.", "NAME")] = None,
     model: Annotated[str | None, option("Only requests that this model served.", "ID")] = None,
-    status: Annotated[str | None, option("Only this status (429), class (5xx), or failed.", "STATUS")] = None,
+    status: Annotated[str | None, option("Only this status (429), class (5xx), or errors, rejected or failed.", "STATUS")] = None,
     code: Annotated[str | None, option("Only this error code, e.g. insufficient_quota.", "CODE")] = None,
     reason: Annotated[str | None, option("Only this reason, e.g. tokens_per_day, idle_timeout, client.", "REASON")] = None,
     since: Annotated[str | None, option("From this date or time on, or for a duration (12h), as in `usage`; default: 7d.", "WHEN")] = None,

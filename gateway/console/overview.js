@@ -14,8 +14,8 @@ const CHARTS = [
     show: short,
     series: [
       ["succeeded", "Succeeded", "succeeded"],
-      ["refused", "Refused (4xx)", "refused"],
-      ["failed", "Failed (5xx, truncated)", "failed"],
+      ["rejected", "Rejected (4xx)", "rejected"],
+      ["errors", "Errors (5xx, cut off)", "errors"],
     ],
   },
   {
@@ -32,7 +32,7 @@ const CHARTS = [
     show: short,
     series: [
       ["in_flight", "In flight", "succeeded"],
-      ["queued", "Queued", "refused"],
+      ["queued", "Queued", "rejected"],
     ],
   },
   {
@@ -40,16 +40,16 @@ const CHARTS = [
     show: seconds,
     series: [
       ["first_token_p50", "Median", "succeeded"],
-      ["first_token_p95", "95th percentile", "refused"],
+      ["first_token_p95", "95th percentile", "rejected"],
     ],
   },
 ];
 const WIDTH = 720,
   HEIGHT = 160;
 const HEADLINES = {
-  ready: "Ready. All models are served as configured.",
-  degraded: "Degraded. Some requests cannot be served as configured.",
-  not_ready: "Not ready. The gateway accepts no requests.",
+  ready: ["Ready", "All models are served as configured."],
+  degraded: ["Degraded", "Some requests cannot be served as configured."],
+  not_ready: ["Not ready", "The gateway accepts no requests."],
 };
 
 // The largest value of an axis: 1, 2 or 5 times a power of ten.
@@ -196,16 +196,48 @@ function showFigures() {
   );
 }
 
+const firing = () => latest.alerts.filter((alert) => alert.fires <= latest.time);
+const MOST_NAMED = 3; // alerts in the verdict
 function showVerdict() {
-  const { status, reasons, reload } = latest;
+  const { status, reasons, reload } = latest,
+    alerts = firing(),
+    [state, meaning] = HEADLINES[status];
   const said = [...reasons];
   if (!reload.successful) said.push("The last change of the configuration was rejected. The previous configuration is in use.");
-  $("verdict").dataset.status = status;
-  if ($("headline").textContent !== HEADLINES[status]) $("headline").textContent = HEADLINES[status];
   const items = said.map((reason) =>
     el("li", {}, /configuration/.test(reason) ? el("a", { href: "/console/configuration" }, reason) : capital(reason)),
   );
+  items.push(...alerts.slice(0, MOST_NAMED).map((alert) => el("li", {}, el("a", { href: alert.page }, capital(alert.summary)))));
+  if (alerts.length > MOST_NAMED)
+    items.push(el("li", {}, el("a", { href: "#alerts-title" }, `${plural(alerts.length - MOST_NAMED, "more alert")}`)));
+  const headline = el("span", {}, state);
+  if (alerts.length)
+    headline.append(
+      ", ",
+      el("a", { href: "#alerts-title" }, `${plural(alerts.length, "alert")} ${alerts.length === 1 ? "fires" : "fire"}`),
+    );
+  headline.append(status === "ready" && alerts.length ? "." : `. ${meaning}`);
+  $("verdict").dataset.status =
+    status === "ready" && alerts.length ? (alerts.some(({ severity }) => severity === "critical") ? "not_ready" : "degraded") : status;
+  // The region is live, so it changes only if its text does.
+  if ($("headline").textContent !== headline.textContent) $("headline").replaceChildren(headline);
   if ($("reasons").textContent !== items.map((each) => each.textContent).join("")) $("reasons").replaceChildren(...items);
+}
+
+// The counts of the last hour. Each opens the requests that it counts.
+function showOutcomes() {
+  const { since, errors, rejected } = latest.outcomes,
+    from = new Date(1000 * since).toISOString().replace(/\.\d+/, "");
+  const counts = [
+    ["errors", plural(errors, "error")],
+    ["rejected", `${number(rejected)} rejected`],
+  ];
+  $("outcomes").replaceChildren(
+    ...counts.flatMap(([status, text], at) => [
+      at ? " · " : "",
+      el("a", { href: `/console/requests${query({ status, since: from })}` }, text),
+    ]),
+  );
 }
 
 function showAlerts() {
@@ -267,6 +299,7 @@ async function showChanges() {
 
 function showAll() {
   showVerdict();
+  showOutcomes();
   showFigures();
   showAlerts();
   for (const each of cards) each.update(latest.time);

@@ -22,12 +22,23 @@ function inPage(text, values, more = {}) {
   });
   return link;
 }
-const hasFailed = (one) => one.code !== null || one.incomplete !== null || (one.status ?? 0) >= 400;
-const outcomeMark = (one) =>
-  stateMark(
-    hasFailed(one) ? (one.status >= 400 && one.status < 500 ? "degraded" : "failed") : "up",
-    [one.status ?? "lost", one.code ?? one.incomplete].filter(Boolean).join(" "),
-  );
+// The outcomes of requests, with their words, colors and filters. The gateway has the same definition of errors and rejected ones.
+const OUTCOMES = [
+  { filter: "errors", name: "Error", color: "failed", is: (one) => one.status >= 500 || ["upstream", "drain"].includes(one.incomplete) },
+  { filter: null, name: "Lost", color: "failed", is: (one) => one.status === null },
+  { filter: null, name: "Client left", color: "stopped", is: (one) => one.status === 499 || one.incomplete !== null },
+  { filter: "rejected", name: "Rejected", color: "degraded", is: (one) => one.status >= 400 },
+  { filter: null, name: "Succeeded", color: "up", is: () => true },
+];
+const outcomeOf = (one) => OUTCOMES.find((outcome) => outcome.is(one));
+function resultCell(one) {
+  const { name, color } = outcomeOf(one),
+    details = [one.status, one.code ?? one.incomplete].filter(Boolean).join(" ");
+  return [stateMark(color, name), el("small", { className: "quiet block" }, details)];
+}
+const UNREAD = "The request was rejected before the gateway had read a model from its body.";
+const modelOf = (one) =>
+  one.model ?? one.requested_model ?? (one.code === null ? "–" : el("span", { className: "quiet", title: UNREAD }, "not read"));
 const sender = (one) => (one.key === null ? `no valid key (${one.client ?? "unknown address"})` : one.key);
 const tokensOf = (one) =>
   one.prompt_tokens === null && one.completion_tokens === null
@@ -42,21 +53,22 @@ const COLUMNS = [
       el("small", { className: "quiet block" }, when(Date.parse(one.time) / 1000)),
     ],
   },
-  { title: "Result", value: outcomeMark },
+  { title: "Result", value: resultCell },
   {
     title: "Key",
     value: (one) => [sender(one), ...[one.team, one.user].filter(Boolean).map((text) => el("small", { className: "quiet block" }, text))],
   },
   {
     title: "Model",
-    value: (one) => [
-      one.model ?? one.requested_model ?? "–",
-      ...(one.server ? [el("small", { className: "quiet block" }, one.server)] : []),
-    ],
+    value: (one) => [modelOf(one), ...(one.server ? [el("small", { className: "quiet block" }, one.server)] : [])],
   },
   { title: "Tokens", number: true, value: tokensOf },
   { title: "Took", number: true, value: (one) => milliseconds(one.total_ms) },
 ];
+const MEANINGS = {
+  errors: " with an error: a status of 5xx, or a response that was cut off by the server or the gateway",
+  rejected: " that the gateway or a server rejected with a status of 4xx",
+};
 let cursor = null;
 async function showList(values) {
   document.title = "Requests · vllm-gateway";
@@ -65,9 +77,10 @@ async function showList(values) {
   $("requests").replaceChildren(...(page.requests.length ? [dataTable("Requests, the newest first", COLUMNS, page.requests)] : []));
   cursor = page.next_cursor;
   $("more").hidden = cursor === null;
-  const filtered = Object.keys(values).length > 0;
-  $("requests-note").textContent = page.requests.length
-    ? "Open a request to see why it failed. The newest is first. Tokens are those of the prompt plus those of the response."
+  const filtered = Object.keys(values).length > 0,
+    length = page.requests.length;
+  $("requests-note").textContent = length
+    ? `${number(length)}${cursor === null ? "" : " or more"} ${length === 1 ? "request" : "requests"}${MEANINGS[values.status] ?? ""}. The newest is first. Tokens are those of the prompt plus those of the response.`
     : filtered
       ? "No request matches these filters. To search more than the last 7 days, fill in Since. A request appears about a second after its end."
       : "No requests in the last 7 days. A request appears about a second after its end.";
@@ -139,6 +152,9 @@ const pairs = (entries) =>
   entries
     .filter(([, value]) => value !== null && value !== undefined && value !== "")
     .flatMap(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]);
+const OF_KEY = { errors: "Errors of this key", rejected: "Rejected requests of this key" };
+const unread = (one) =>
+  `not read. ${one.limit_holder ? "This limit is checked before the body is read, and the body names the model." : UNREAD}`;
 function requestFacts(one) {
   const key = one.key === null ? null : el("a", { href: `/console/keys?id=${encodeURIComponent(one.key)}` }, one.key);
   return pairs([
@@ -149,6 +165,7 @@ function requestFacts(one) {
     ["User", one.user],
     ["Requested model", one.requested_model],
     ["Served by model", one.model],
+    ["Model", one.code !== null && one.model === null && one.requested_model === null ? unread(one) : null],
     ["Server", one.server],
     ["Attempts", one.retries ? `${one.retries + 1}` : null],
     ["Failed servers", one.failures],
@@ -157,9 +174,9 @@ function requestFacts(one) {
   ]);
 }
 function commands(one, records) {
-  const shown = [["Show this request", `vllm-gateway requests ${shellText(one.id)}`]];
-  if (one.key !== null)
-    shown.push(["List the failed requests of this key", `vllm-gateway requests --key ${shellText(one.key)} --status failed`]);
+  const shown = [["Show this request", `vllm-gateway requests ${shellText(one.id)}`]],
+    { filter } = outcomeOf(one);
+  if (one.key !== null && filter) shown.push([OF_KEY[filter], `vllm-gateway requests --key ${shellText(one.key)} --status ${filter}`]);
   if (records)
     shown.push(
       ["Show its bodies", `vllm-gateway record show ${shellText(one.id)}`],
@@ -174,20 +191,20 @@ async function showRequest(identity) {
   document.title = `${identity} · vllm-gateway`;
   const { request: one, outcome, causes, time_line, facts, records } = await api(`${REQUESTS}/${encodeURIComponent(identity)}`);
   const { id, ...rest } = address();
-  const failed = hasFailed(one),
+  const { filter, color } = outcomeOf(one),
     start = Date.parse(one.time);
   const copyId = el("button", { type: "button", className: "plain" }, "Copy the ID");
   copyId.addEventListener("click", () => copy(one.id, copyId));
   const likes = [
     one.key !== null && ["Requests of this key", { key: one.key }],
-    one.key !== null && failed && ["Failed requests of this key", { key: one.key, status: "failed" }],
+    one.key !== null && filter && [OF_KEY[filter], { key: one.key, status: filter }],
     one.code !== null && ["Requests with this code", { code: one.code }],
     one.model !== null && ["Requests of this model", { model: one.model }],
   ].filter(Boolean);
   $("request").replaceChildren(
     el("p", {}, inPage("← All requests", rest)),
     el("div", { className: "bar" }, el("h2", { className: "mono request-id" }, one.id), copyId),
-    el("p", { className: "outcome" }, stateMark(failed ? "failed" : "up", capital(outcome))),
+    el("p", { className: "outcome" }, stateMark(color, capital(outcome))),
     causes.length ? el("div", { className: "cause bad" }, ...causes.map((text) => el("p", {}, capital(text)))) : "",
     timeLine(one) ?? "",
     el(
@@ -261,7 +278,8 @@ start(() => {
     go(sent());
   });
   $("clear").addEventListener("click", () => go({}));
-  $("only-failed").addEventListener("click", () => go({ ...sent(), id: "", status: "failed" }));
+  for (const button of form.querySelectorAll("[data-status]"))
+    button.addEventListener("click", () => go({ ...sent(), id: "", status: button.dataset.status }));
   $("more").addEventListener("click", () => load(loadMore));
   addEventListener("popstate", () => load(showAddress));
   return showAddress();

@@ -22,7 +22,7 @@ from gateway import __version__
 from gateway.audit.listing import actor_text
 from gateway.control.alert_rules import Alert, Alerts, Facts
 from gateway.control.control import Control
-from gateway.control.recent_history import COLUMNS, FAMILIES_READ, STEP, Counts, Point, RecentHistory, sampled
+from gateway.control.recent_history import COLUMNS, FAMILIES_READ, HOUR, STEP, Counts, Point, RecentHistory, sampled
 from gateway.control.report import GatewayReport
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.system.core import core
@@ -148,10 +148,17 @@ class LiveOverview:
             "workers": {"ready": sum(worker.up for worker in workers), "all": len(workers)},
             "processes": self._processes(),
             "reload": {"when": control.history.last.when, "successful": control.history.last.successful},
+            "outcomes": self._outcomes(wall),
             "alerts": [asdict(each) for each in self._judged],
             "cost": self._cost,
             "recorded": None if self._audit is None else self._audit.recorded,
         }
+
+    def _outcomes(self, wall: float) -> dict[str, float]:
+        """Return the errors and rejected requests of the last hour, and since when they are counted."""
+        counts = self._history.counts
+        errors, rejected = (int(sum(counts.increase(name, HOUR).values())) for name in ("failures", "rejected"))
+        return {"since": wall - counts.covered(HOUR), "errors": errors, "rejected": rejected}
 
     def _processes(self) -> dict[str, dict[str, float]]:
         """Return the resources of each worker's process, by its number."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gateway.telemetry.metrics import FAMILIES, Series
+from gateway.telemetry.metrics import ENDPOINTS, FAMILIES, Series
 from gateway.telemetry.token_rates import ModelTokens
 
 STEP = 5.0
@@ -29,7 +29,7 @@ FAMILIES_READ = (
     "auth_failures_total",
 )
 """The families of the workers' counters that a sample needs."""
-COLUMNS = ("succeeded", "refused", "failed", "prompt", "completion", "in_flight", "queued", "first_token_p50", "first_token_p95")
+COLUMNS = ("succeeded", "rejected", "errors", "prompt", "completion", "in_flight", "queued", "first_token_p50", "first_token_p95")
 """The values of a point after its time: rates per second, numbers of requests, and seconds. None: no stream has started."""
 _FIRST_TOKEN = FAMILIES["time_to_first_token_seconds"].buckets
 LATE = 2.5
@@ -70,6 +70,8 @@ def sampled(
             counts["requests", label] += value
             if outcome == 2:
                 counts["failures", label] += value
+            elif outcome == 1 and each.labels[1] in ENDPOINTS:  # single requests of other routes are not stored
+                counts["rejected", label] += value
         elif each.family == "incomplete_total":
             if each.labels[1] != "client":  # its status was sent before, so it counts as succeeded
                 outcomes[0] -= value
@@ -164,16 +166,20 @@ class MinuteCounts:
 
     def increase(self, name: str, seconds: float, offset: float = 0.0) -> dict[str, float]:
         """Return how much a counter has grown within the ``seconds`` before ``offset``, by label, as far as the history goes back."""
-        last, first = self._row(offset), self._row(offset + seconds)
+        last, first = self._row(offset)[1], self._row(offset + seconds)[1]
         found = ((label, position) for (each, label), position in self._positions.items() if each == name)
         return {label: _value(last, position) - _value(first, position) for label, position in found}
 
-    def _row(self, age: float) -> array[float]:
-        """Return the counters of so many seconds ago, or the oldest ones."""
+    def covered(self, seconds: float) -> float:
+        """Return the seconds that an increase within ``seconds`` covers: fewer soon after a start."""
+        return self._latest[0] - self._row(seconds)[0]
+
+    def _row(self, age: float) -> tuple[float, array[float]]:
+        """Return the counters of so many seconds ago, or the oldest ones, with their time."""
         if not age:
-            return self._latest[1]
+            return self._latest
         before: Iterable[tuple[float, array[float]]] = reversed(self._rows)
-        return next((row for at, row in before if self._latest[0] - at >= age - 1), self._rows[0][1])
+        return next((each for each in before if self._latest[0] - each[0] >= age - 1), self._rows[0])
 
 
 def _value(row: array[float], position: int) -> float:

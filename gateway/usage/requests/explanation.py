@@ -11,7 +11,7 @@ from typing import Any
 
 from gateway.usage.requests.causes import CAUSES, OF_ENDS
 
-_CLIENT_CLOSED = 499
+_CLIENT_CLOSED, _SERVER_ERROR = 499, 500
 Request = Mapping[str, Any]
 
 
@@ -31,7 +31,7 @@ def outcome(request: Request) -> str:
     """Return how a request ended, in some words."""
     status, code, incomplete = request["status"], request["code"], request["incomplete"]
     if code is not None:
-        return f"failed with {code} ({status})"
+        return f"{'failed' if status is None or status >= _SERVER_ERROR or incomplete is not None else 'rejected'} with {code} ({status})"
     if incomplete is not None:
         return f"ended early ({status})" if status is not None else "ended early"
     return f"succeeded ({status})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,16 @@ from gateway.store.cursor import cursor_to, page_length, position_of
 from gateway.usage.database import open_ledger, time_limited
 from gateway.usage.errors import QueryError, check_parameters
 from gateway.usage.queries import instant
+from upstream.http import errors
 
 _DEFAULT_SINCE = "7d"
 _STATUS = re.compile(r"[1-5](?:[0-9]{2}|xx)")
-_FAILED = "failed"
+_GROUPS: Mapping[str, tuple[int, int]] = {"errors": (500, 599), "rejected": (400, 498), "failed": (400, 599)}
+"""Groups of statuses, the first two as the overview of the console counts them. A client that disconnected (499) was not rejected."""
+_CUT = ("upstream", "drain")
+_FAILURES = (each for each in vars(errors).values() if isinstance(each, type) and issubclass(each, errors.UpstreamError))
+_CUT_REASONS = (*_CUT, *(each.reason for each in _FAILURES))
+"""``incomplete`` of responses that the server or the gateway cut off, which are errors too, and their reasons."""
 _QUERY_TIMEOUT = 30.0  # seconds
 
 FILTERS: Mapping[str, str] = {
@@ -54,7 +60,7 @@ _SHOWN = {_NAMES.get(column.name, column.name): column.name for column in COLUMN
 class RequestQuery:
     """A query: the filters by name, the time range, the page. ``after``: the time and ID of the last request of the page before.
 
-    ``statuses`` are the lowest and the highest status. ``id``: this request, at whatever time.
+    ``statuses`` are the lowest and the highest status. ``with_cut``: also responses that were cut off. ``id``: this request, at any time.
     """
 
     filters: Mapping[str, str]
@@ -62,6 +68,7 @@ class RequestQuery:
     until: datetime | None = None
     id: str | None = None
     statuses: tuple[int, int] | None = None
+    with_cut: bool = False
     after: tuple[datetime, str] | None = None
     size: int = 100
 
@@ -95,14 +102,14 @@ def parse_request_query(parameters: Mapping[str, str], now: datetime) -> Request
         size = page_length(parameters.get("limit"))
     except ValueError as error:
         raise QueryError(str(error)) from None
-    return RequestQuery(filters, since, until, parameters.get("id"), statuses, after, size)
+    return RequestQuery(filters, since, until, parameters.get("id"), statuses, parameters.get("status") == "errors", after, size)
 
 
 def _statuses(text: str) -> tuple[int, int]:
-    if text == _FAILED:
-        return 400, 599
+    if text in _GROUPS:
+        return _GROUPS[text]
     if not _STATUS.fullmatch(text):
-        raise QueryError(f"status: expected a status such as 429, a class such as 5xx, or {_FAILED}")
+        raise QueryError(f"status: expected a status such as 429, a class such as 5xx, or one of {', '.join(_GROUPS)}")
     return int(text.replace("x", "0")), int(text.replace("x", "9"))
 
 
@@ -126,7 +133,7 @@ def find_requests(
     """
     with time_limited(engine, seconds) as connection:
         known = inspect(connection).has_table(TOTALS.name)  # of this version, like the columns of requests
-        rows = connection.execute(statement(query, connection)).all() if known else ()
+        rows = [row for each in _parts(query) for row in connection.execute(statement(each, connection))] if known else []
     found = [((utc(row.time), row.request_id), _shown_row(row)) for row in rows]
     found += [((_started(each), each.id), _shown_rejection(each)) for each in rejections if _matches(query, each)]
     found.sort(key=lambda each: each[0], reverse=True)
@@ -137,6 +144,13 @@ def find_requests(
     return RequestPage([shown for _, shown in page], cursor)
 
 
+def _parts(query: RequestQuery) -> Iterator[RequestQuery]:
+    """Yield the queries of a query, each of which has an index."""
+    yield replace(query, with_cut=False)
+    if query.with_cut:
+        yield replace(query, statuses=None)
+
+
 def statement(query: RequestQuery, connection: Connection) -> Select[Any]:
     """Return the statement for a page of rows, and one row more if there is another page."""
     usage = USAGE.c
@@ -145,7 +159,9 @@ def statement(query: RequestQuery, connection: Connection) -> Select[Any]:
         conditions.append(usage.request_id == query.id)
     else:
         conditions += _of_time(query)
-    is_first = query.id is None
+    if query.with_cut:
+        conditions += usage.reason.in_(_CUT_REASONS), usage.incomplete.in_(_CUT), usage.status < 500
+    is_first = query.id is None and not query.with_cut
     for name, column in FILTERS.items():
         if name == "status":
             if query.statuses is not None:

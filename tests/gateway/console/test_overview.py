@@ -44,6 +44,22 @@ def test_the_state_the_alerts_and_the_changes_in_words(seen: Console) -> None:
     seen.fits()
 
 
+def test_an_alert_that_fires_is_in_the_headline_with_a_link(seen: Console) -> None:
+    seen.open("/console")
+    seen.wait("latest?.alerts")
+    alert = "{name: 'A', summary: 'keys are nearly used', severity: 'warning', since: 1, fires: 2, page: '/console/keys'}"
+    pending = "{name: 'B', summary: 'later', severity: 'warning', since: 1, fires: 1e12, page: '/console/models'}"
+    shown = "paused = true; latest = {...latest, status: 'ready', reasons: [], alerts: [%s]}; showVerdict(); $('verdict').innerText"
+    text = seen.browser.evaluate(shown % f"{alert}, {pending}")
+    assert text.split("\n", 1)[0] == "Ready, 1 alert fires." and "Keys are nearly used" in text and "Later" not in text
+    links = "[...document.querySelectorAll('#verdict a')].map((one) => one.getAttribute('href'))"
+    assert seen.browser.evaluate(links) == ["#alerts-title", "/console/keys"]
+    assert seen.browser.evaluate("$('verdict').dataset.status") == "degraded"
+    text = seen.browser.evaluate(shown % ", ".join([alert] * 5))
+    assert text.startswith("Ready, 5 alerts fire.") and "2 more alerts" in text
+    assert seen.browser.evaluate(shown % pending).startswith("Ready. All models are served as configured.")
+
+
 def test_the_page_follows_the_gateway_until_it_is_paused(seen: Console) -> None:
     seen.open("/console")
     seen.wait("hour.points.length > 0")

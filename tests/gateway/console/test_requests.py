@@ -15,18 +15,21 @@ from tests.support.running import KEY
 
 VIEWER, LIMITED = "token-of-a-viewer", keys.mint("limited")
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
-PAGE = "/console/requests"
+PAGE, REQUESTS = "/console/requests", "/admin/v1/requests"
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("gateway")
-    config = configuration(launched(), admin={"port": 0, "tokens": [{"name": "v", "hash": keys.hash_of(VIEWER), "role": "viewer"}]})
+    far = {"id": "far", "servers": [{"url": "http://127.0.0.1:9"}]}
+    tokens = [{"name": "v", "hash": keys.hash_of(VIEWER), "role": "viewer"}]
+    config = configuration(launched(), far, admin={"port": 0, "tokens": tokens})
     config |= {"ledger": {"url": f"sqlite:///{folder / 'usage.db'}", "user": True}, "record": {"store": "records", "keys": ["team-a"]}}
     config["keys"][0]["team"] = "lab"
     config["keys"].append({"id": "limited", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 1}})
     config["teams"] = [{"id": "lab"}]
-    with gateway(folder, config) as one, chromium(tmp_path_factory.mktemp("chromium")) as browser:
+    with gateway(folder, config, ready=False) as one, chromium(tmp_path_factory.mktemp("chromium")) as browser:
+        wait_for(lambda: one.request().status_code == 200)
         yield Seen(one, browser)
 
 
@@ -61,9 +64,31 @@ def shown(seen: Seen, identity: str) -> str:
 def test_a_limit_that_refused_a_request_is_named_with_its_holder(seen: Seen) -> None:
     sent(seen, LIMITED)
     text = shown(seen, sent(seen, LIMITED))
-    assert "Failed with rate_limit_exceeded (429)" in text and "A rate limit is reached." in text
+    assert "Rejected with rate_limit_exceeded (429)" in text and "A rate limit is reached." in text
     assert "requests_per_minute of key limited" in text
     assert text.index("A rate limit is reached.") < text.index("What happened")
+    assert "not read. This limit is checked before the body is read, and the body names the model." in text
+    seen.open(f"{PAGE}?key=limited&status=429", VIEWER)
+    seen.wait("document.querySelector('#requests tbody tr')")
+    row = seen.browser.evaluate("document.querySelector('#requests tbody tr').innerText")
+    assert "not read" in row and "Rejected" in row and "429 rate_limit_exceeded" in row
+
+
+def test_the_counts_of_the_overview_open_the_requests_that_they_count(seen: Seen) -> None:
+    for _ in range(2):
+        sent(seen, model="far")
+    sent(seen, temperature="hot")
+    sent(seen, model="missing")
+    httpx2.get(f"{seen.gateway.url}/v1/missing", headers={"authorization": f"Bearer {KEY}"}, timeout=30)  # it has no row
+    listed = {status: len(get(seen, f"{REQUESTS}?status={status}&limit=1000").json()["requests"]) for status in ("errors", "rejected")}
+    assert listed["errors"] >= 2 and listed["rejected"] >= 2
+    for status, text in (("errors", f"{listed['errors']} errors"), ("rejected", f"{listed['rejected']} rejected")):
+        seen.open("/console", VIEWER)
+        seen.wait(f"document.getElementById('outcomes').textContent.includes({text!r})")
+        seen.browser.evaluate(f"document.querySelector('#outcomes a[href*={status}]').click()")
+        seen.wait(f"document.querySelectorAll('#requests tbody tr').length === {listed[status]}")
+        words = seen.browser.evaluate("[...document.querySelectorAll('#requests .state')].map((one) => one.textContent)")
+        assert {*words} == {"errors": {"Error"}, "rejected": {"Rejected"}}[status]
 
 
 def test_a_stream_has_a_time_line_with_words(seen: Seen) -> None:
@@ -89,14 +114,14 @@ def test_the_filters_are_in_the_address_and_the_back_button_returns(seen: Seen) 
     sent(seen, temperature="hot")
     seen.open(PAGE, VIEWER)
     seen.wait("document.querySelectorAll('#requests tbody tr').length > 1")
-    seen.browser.evaluate("document.getElementById('only-failed').click()")
-    seen.wait("location.search === '?status=failed' && document.querySelector('#requests tbody .state.degraded')")
+    seen.browser.evaluate("document.querySelector('[data-status=rejected]').click()")
+    seen.wait("location.search === '?status=rejected' && document.querySelector('#requests tbody .state.degraded')")
     seen.wait("!document.querySelector('#requests tbody .state.up')")
     seen.browser.evaluate("document.querySelector('#requests tbody th a').click()")
     seen.wait("document.querySelector('.happened') && location.search.includes('id=req_')")
     seen.browser.evaluate("history.back()")
-    seen.wait("document.getElementById('request').hidden && location.search === '?status=failed'")
-    assert seen.browser.evaluate("document.querySelector('input[name=status]').value") == "failed"
+    seen.wait("document.getElementById('request').hidden && location.search === '?status=rejected'")
+    assert seen.browser.evaluate("document.querySelector('input[name=status]').value") == "rejected"
 
 
 def test_the_next_page_is_added_below(seen: Seen) -> None:

@@ -36,8 +36,10 @@ def test_a_point_has_the_rates_since_the_sample_before() -> None:
     point = shown(history)
     assert point["time"] == 1005.0
     # 50 with 200 and 5 by clients that disconnected, of which 5 were truncated by a server
-    assert (point["succeeded"], point["refused"], point["failed"]) == (10.0, 2.0, 2.0)
+    assert (point["succeeded"], point["rejected"], point["errors"]) == (10.0, 2.0, 2.0)
     assert (point["prompt"], point["completion"], point["queued"]) == (200.0, 10.0, 3.0)
+    counts = history.counts
+    assert (counts.increase("failures", HOUR), counts.increase("rejected", HOUR), counts.covered(HOUR)) == ({"m": 10.0}, {"m": 10.0}, 5.0)
     first_token = point["first_token_p50"]
     assert first_token is not None and 0.25 < first_token <= 0.5
 
@@ -68,6 +70,7 @@ def test_increases_are_over_the_window_and_by_label() -> None:
     increase = history.counts.increase
     assert increase("requests", 300)["m"] == pytest.approx(330, rel=0.2)
     assert increase("failures", HOUR)["m"] == pytest.approx(360, rel=0.05)
+    assert history.counts.covered(HOUR) == pytest.approx(HOUR, abs=61)
     assert increase("requests", 300, 300)["m"] == pytest.approx(330, rel=0.2)
     assert increase("server_restarts", HOUR) == {"s": 1.0} and increase("server_restarts", 300) == {"s": 0.0}
     assert dict(history.counts.present("requests")) == {"m": pytest.approx(1.1 * at)}

@@ -158,7 +158,7 @@ def test_an_unknown_id_is_an_error(running: Gateway) -> None:
 @pytest.mark.parametrize(
     ("query", "error"),
     [
-        ("status=9xx", "status: expected a status such as 429, a class such as 5xx, or failed"),
+        ("status=9xx", "status: expected a status such as 429, a class such as 5xx, or one of errors, rejected, failed"),
         ("limit=0", "limit: expected a number from 1 to 1000"),
         ("cursor=%21", "cursor: expected the next_cursor of an earlier page"),
         ("cursor=YQ", "cursor: expected the next_cursor of an earlier page"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ ROWS = [
     row(4, status=429, code="insufficient_quota", reason="tokens_per_day", limit_holder="key team-a", started=STARTED - 120),
     row(5, status=499, incomplete="client", reason="client", started=STARTED - 180),
     row(6, status=503, code="overloaded", started=STARTED - 8 * 86400),
+    row(8, incomplete="drain", reason="drain", started=STARTED - 200),
+    row(9, incomplete="upstream", reason="idle_timeout", started=STARTED - 190),
 ]
 REJECTED = RejectedRequest("req_7", STARTED - 30, "/v1/chat/completions", 401, "invalid_api_key", "The API key is not valid.", "10.0.0.7")
 
@@ -53,21 +56,25 @@ def ids(store: UsageStore, **parameters: str) -> str:
 @pytest.mark.parametrize(
     ("parameters", "expected"),
     [
-        ({}, "317245"),
-        ({"since": "30d"}, "3172456"),
-        ({"since": "30d", "until": "2027-01-15T07:59"}, "456"),
+        ({}, "31724598"),
+        ({"since": "30d"}, "317245986"),
+        ({"since": "30d", "until": "2027-01-15T07:59"}, "45986"),
         ({"id": "req_6"}, "6"),
         ({"id": "req_7"}, "7"),
         ({"id": "req_7", "key": "team-a"}, ""),
-        ({"key": "team-a"}, "1245"),
+        ({"key": "team-a"}, "124598"),
         ({"key": "team-b", "status": "404"}, "3"),
         ({"team": "t"}, "2"),
         ({"user": "ada"}, "2"),
-        ({"model": "tiny", "status": "200"}, "12"),
+        ({"model": "tiny", "status": "200"}, "1298"),
         ({"status": "failed"}, "3745"),
+        ({"status": "rejected"}, "374"),
+        ({"status": "errors", "since": "30d"}, "986"),
+        ({"status": "errors", "since": "30d", "limit": "2"}, "98"),
+        ({"status": "errors", "reason": "drain"}, "8"),
         ({"status": "4xx", "since": "30d"}, "3745"),
         ({"status": "5xx", "since": "30d"}, "6"),
-        ({"status": "2xx"}, "12"),
+        ({"status": "2xx"}, "1298"),
         ({"status": "401"}, "7"),
         ({"code": "insufficient_quota"}, "4"),
         ({"code": "invalid_api_key"}, "7"),
@@ -106,18 +113,20 @@ def test_pages_have_each_request_once(store: UsageStore, size: int) -> None:
     assert len(seen) == len({*seen}) == len(ROWS) + 11
 
 
-@pytest.mark.parametrize("name", [*FILTERS, "id", "time", "failed", "key and code", "model and status", "other success", "2xx"])
+@pytest.mark.parametrize("name", [*FILTERS, "id", "time", "failed", "cut", "key and code", "model and status", "other success", "2xx"])
 def test_each_filter_uses_an_index(store: UsageStore, name: str) -> None:
     indexes = {
         "id": "autoindex|pkey", "time": "usage_time", "status": "status_time", "failed": "status_time", "key and code": "code_time",
         "model and status": "status_time", "user": "user_time", "other success": "status_time", "2xx": "usage_time",
+        "cut": "reason_time",
     }  # fmt: skip
     given: dict[str, dict[str, str]] = {
         "id": {"id": "x"}, "time": {}, "status": {"status": "503"}, "failed": {"status": "failed"}, "other success": {"status": "201"},
-        "2xx": {"status": "2xx"},
+        "2xx": {"status": "2xx"}, "cut": {},
         "key and code": {"key": "team-a", "code": "x"}, "model and status": {"model": "tiny", "status": "5xx"},
     }  # fmt: skip
     query = parse_request_query(given.get(name, {name: "x"}), NOW)
+    query = replace(query, with_cut=name == "cut")
     store.write([row(number, code="x" if number % 100 == 0 else None, team="t") for number in range(100, 1100)])
     with store.engine.connect() as connection:
         plan = explained(connection, statement(query, connection))
