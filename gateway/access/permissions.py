@@ -47,6 +47,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("GET", "/usage"): VIEW,
     ("GET", "/limits"): VIEW,
     ("GET", "/keys"): VIEW,
+    ("GET", "/teams"): VIEW,
     ("GET", "/openapi.json"): VIEW,
     ("GET", "/docs"): VIEW,
     ("GET", "/admin/v1/keys"): VIEW_TEAM,

@@ -97,6 +97,12 @@ class Overview(Protocol):
     async def keys(self) -> dict[str, Any]:
         """Return the keys as /keys shows them."""
 
+    def teams(self) -> dict[str, Any]:
+        """Return the teams of the configuration as /teams shows them."""
+
+    def keys_of_teams(self, teams: Iterable[str]) -> Mapping[str, int]:
+        """Return the number of keys of each team, in the configuration and in the store."""
+
     async def last_use(self, keys: Sequence[str]) -> LastUse:
         """Return when keys were last used, or why that is unknown."""
 
@@ -232,6 +238,9 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     async def keys(_: Request) -> Response:
         return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})
 
+    async def teams(_: Request) -> Response:
+        return json_response(overview.teams())
+
     return {
         "/metrics": metrics,
         "/livez": livez,
@@ -240,6 +249,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         "/admin/v1/models": models,
         "/limits": limits,
         "/keys": keys,
+        "/teams": teams,
         **_ledger_handlers(overview),
         **engine_metrics.handlers(overview.engines),
         **_documents(),

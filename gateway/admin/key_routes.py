@@ -8,7 +8,7 @@ request that created it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar
 
@@ -58,10 +58,13 @@ class Usage(Protocol):
     async def last_use(self, keys: Sequence[str]) -> LastUse:
         """Return when keys were last used, or why that is unknown."""
 
+    def keys_of_teams(self, teams: Iterable[str]) -> Mapping[str, int]:
+        """Return the number of keys of each team, in the configuration and in the store."""
+
 
 def handlers(store: Store | None, usage: Usage, audit: AuditedHandlers, raises: RaiseStorage) -> dict[str, Mapping[str, Handler]]:
     """Return the handlers by path and method. ``store`` is None if none is configured."""
-    keys, teams = _Keys(store, usage, audit, raises), _Teams(store, audit, raises)
+    keys, teams = _Keys(store, usage, audit, raises), _Teams(store, usage, audit, raises)
     return {
         KEYS: {"GET": _guarded(keys.list), "POST": _guarded(keys.create)},
         f"{KEYS}/import": {"POST": _guarded(keys.take_over)},
@@ -94,8 +97,9 @@ class _Entries:
 
     kind: Kind
 
-    def __init__(self, store: Store | None, audit: AuditedHandlers, raises: RaiseStorage) -> None:
+    def __init__(self, store: Store | None, usage: Usage, audit: AuditedHandlers, raises: RaiseStorage) -> None:
         self._configured = store
+        self._usage = usage
         self._audit = audit
         self._raises = raises
 
@@ -150,10 +154,6 @@ class _Entries:
 
 class _Keys(_Entries):
     kind = "key"
-
-    def __init__(self, store: Store | None, usage: Usage, audit: AuditedHandlers, raises: RaiseStorage) -> None:
-        super().__init__(store, audit, raises)
-        self._usage = usage
 
     async def list(self, request: Request) -> Response:
         rows, cursor = await self._page(request, request.query_params.get("team"))
@@ -241,7 +241,8 @@ class _Teams(_Entries):
 
     async def list(self, request: Request) -> Response:
         rows, cursor = await self._page(request)
-        return _json({"teams": [team_document(stored_team(row)) for row in rows], "next_cursor": cursor})
+        counts = self._usage.keys_of_teams([row.id for row in rows])
+        return _json({"teams": [{**team_document(stored_team(row)), "keys": counts[row.id]} for row in rows], "next_cursor": cursor})
 
     async def create(self, request: Request) -> Response:
         fields, repeatable = await _sent(request)

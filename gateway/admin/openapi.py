@@ -196,8 +196,8 @@ ROUTES_OF_GATEWAY = (
         "The limits of keys and teams: what is used, what remains, and the seconds until all of it is available. `vllm-gateway limits` "
         "prints them.",
         {
-            200: "the limits: all of them, those that a `key` or a `team` is subject to, or the `closest` budgets (a number of them), "
-            "by the share that is used",
+            200: "the limits: all of them, those that a `key` or a `team` is subject to, or the `closest` (a number of "
+            "them) by the share that is used, requests per minute and concurrency included",
             400: "there is no such key or team, or an invalid number",
         },
         queries=("key", "team", "closest"),
@@ -207,6 +207,7 @@ ROUTES_OF_GATEWAY = (
         "Keys with their models, limits, expiry and last use. Without hashes.",
         {200: "the keys; `last_use_unknown` explains why the last use is unknown"},
     ),
+    Described("/teams", "The teams of the configuration with their limits, policy and number of keys.", {200: "the teams"}),
     Described("/openapi.json", "This description.", {200: "OpenAPI 3.1"}),
     Described("/docs", "This description as a page.", {200: "a page"}, (HTML,)),
     Described(

@@ -105,7 +105,11 @@ async function showClosest() {
     inFile = new Set((await fileKeys()).map((key) => key.id));
   const columns = [
     { title: "Key or team", value: ({ kind, id }) => [kind === "team" ? "team " : "", link(`/console/${kind}s${query({ id })}`, id)] },
-    { title: "Budget", value: (limit) => `${capital(nameOf(limit.limit))}${limit.soft ? " (only warns)" : ""}` },
+    {
+      title: "Limit",
+      value: (limit) =>
+        `${capital(nameOf(limit.limit))}${limit.models ? ` for ${limit.models.join(", ")}` : ""}${limit.soft ? " (only warns)" : ""}`,
+    },
     { title: "Used", value: usedBar },
     { title: "Resets in", value: (limit) => (limit.reset_seconds > 0 ? duration(limit.reset_seconds) : null) },
     {
@@ -132,8 +136,8 @@ async function showClosest() {
     return { ...limit, kind, id };
   });
   const table = rows.length
-    ? dataTable("Budgets with the largest used share", columns, rows)
-    : el("p", { className: "quiet" }, "No budget has been used yet.");
+    ? dataTable("Limits with the largest used share", columns, rows)
+    : el("p", { className: "quiet" }, "No limit is in use at the moment.");
   if (rows.length) table.classList.add("closest");
   $("closest").replaceChildren(table);
 }

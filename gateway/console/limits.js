@@ -28,8 +28,8 @@ const brief = (limits) => {
   const others = Object.keys(limits).length - found.length;
   return [...found, ...(others ? [`${others} more`] : [])].join(", ") || "none";
 };
-// The closest of a holder's budgets, as a bar with its numbers.
-function usedBar(limit) {
+// What is used of a limit, as a bar with its numbers, and with its name if the column does not say it.
+function usedBar(limit, named = false) {
   const share = limit.used / limit.amount;
   return [
     el("progress", {
@@ -41,7 +41,7 @@ function usedBar(limit) {
     el(
       "small",
       { className: share >= 1 ? "error" : "quiet" },
-      `${share >= 1 ? "Full: " : ""}${amount(limit.used)} of ${amount(limit.amount)}`,
+      `${share >= 1 ? "Full: " : ""}${amount(limit.used)} of ${amount(limit.amount)}${named === true ? ` ${nameOf(limit.limit)}` : ""}`,
     ),
   ];
 }

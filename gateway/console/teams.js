@@ -11,31 +11,21 @@ let closest = new Map(),
 const COLUMNS = [
   { title: "Team", value: (team) => el("span", { title: team.id }, teamLink(team.id)) },
   { title: "Kept in", value: (team) => (team.stored ? "store" : "gateway.yaml") },
-  { title: "Closest budget", value: (team) => (closest.has(team.id) ? usedBar(closest.get(team.id)) : null) },
-  { title: "Limits", value: (team) => (team.limits ? oneLine(brief(team.limits)) : "see gateway.yaml") },
-  {
-    title: "Self-service",
-    value: (team) => (team.stored ? oneLine(policyText(team.self_service)) : "see gateway.yaml"),
-  },
-  { title: "Keys", value: (team) => link(`/console/keys${query({ team: team.id })}`, "Keys") },
+  { title: "Keys", number: true, value: (team) => link(`/console/keys${query({ team: team.id })}`, number(team.keys)) },
+  { title: "Closest limit", value: (team) => (closest.has(team.id) ? usedBar(closest.get(team.id), true) : null) },
+  { title: "Limits", value: (team) => oneLine(brief(team.limits)) },
+  { title: "Self-service", value: (team) => oneLine(policyText(team.self_service)) },
 ];
 
-// The gateway lists no teams of the file: they are known from their limits and their keys.
-async function fileTeams() {
-  if (me.role === null) return [];
-  const [{ limits }, { keys }] = await Promise.all([api("/limits"), api("/keys")]);
-  const of = limits.map((limit) => /^team (\S+)/.exec(limit.holder)?.[1]).filter(Boolean);
-  return [...new Set([...of, ...keys.map((key) => key.team).filter(Boolean)])].sort();
-}
+const fileTeams = async () => (me.role === null ? [] : (await api("/teams")).teams);
 
 async function showTeams() {
   const mine = ++searched,
     search = $("search").value.trim();
   history.replaceState(null, "", location.pathname + query({ search }));
-  const table = longTable("Teams", COLUMNS, [10.6, 8.7, 12, 12.4, 13, 5.2], () => load(next));
+  const table = longTable("Teams", COLUMNS, [10.6, 8.7, 4.2, 14.6, 12.4, 12], () => load(next));
   let cursor = "",
     loading = true;
-  const known = new Set();
   const count = () => {
     $("count").textContent = table.rows.length
       ? `${number(table.rows.length)}${cursor === null ? "" : " or more"} ${table.rows.length === 1 ? "team" : "teams"}`
@@ -50,7 +40,6 @@ async function showTeams() {
     try {
       const page = await api(`${TEAMS}${query({ search, limit: PAGE, cursor })}`);
       cursor = page.next_cursor;
-      for (const team of page.teams) known.add(team.id);
       if (mine === searched) table.add(page.teams.map((team) => ({ ...team, stored: true })));
     } catch (error) {
       if (error.status !== 404) throw error;
@@ -71,10 +60,9 @@ async function showTeams() {
   }
   loading = false;
   await next();
-  const files = (await fileTeams()).filter((id) => !known.has(id) && id.toLowerCase().includes(search.toLowerCase()));
+  const files = (await fileTeams()).filter(({ id }) => id.toLowerCase().includes(search.toLowerCase()));
   if (mine !== searched) return;
-  // A team of a key in the file may also be one of a later page of the store.
-  if (cursor === null) table.add(files.map((id) => ({ id, stored: false })));
+  table.add(files.map((team) => ({ ...team, stored: false })));
   $("teams").replaceChildren(table.node);
   count();
   table.add([]);
@@ -84,9 +72,9 @@ async function readTeam(id) {
   try {
     return { ...(await readEntry(pathOf(id))), stored: true };
   } catch (error) {
-    if (error.status !== 404 || me.role === null) throw error;
-    await api(`${pathOf(id)}/raises`); // it knows the teams of the file
-    return { id, stored: false };
+    const team = error.status === 404 && (await fileTeams()).find((each) => each.id === id);
+    if (!team) throw error;
+    return { ...team, stored: false };
   }
 }
 
@@ -108,7 +96,11 @@ async function showTeam(id) {
         ["Created", day(team.created)],
         ["Changed", day(team.changed)],
       ]
-    : [["Kept in", "gateway.yaml: edit it there"]];
+    : [
+        ["Kept in", "gateway.yaml: edit it there"],
+        ["Self-service", policyText(team.self_service)],
+        ["Keys", number(team.keys)],
+      ];
   $("one-about").replaceChildren(
     factsCard(facts),
     el(
@@ -126,7 +118,7 @@ async function showTeam(id) {
     } catch (error) {
       if (error.status !== 400) throw error; // no key belongs to it yet
       hasKeys = false;
-      return el("p", { className: "quiet" }, `The team has no keys yet. Its limits: ${brief(team.limits ?? {})}.`);
+      return el("p", { className: "quiet" }, `The team has no keys yet. Its limits: ${brief(team.limits)}.`);
     }
     return limitBars(states, "Its keys share no limit.");
   });

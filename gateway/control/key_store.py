@@ -68,6 +68,7 @@ class KeyStore:
         self._state = StoreState(self._config, KeyEncoder)
         self._encoded: dict[str, bytes] = {}
         self._budgeted: dict[str, tuple[str, ...]] = {}  # the names of holders with budgets, by the ID of a key
+        self._limited: dict[str, tuple[str, ...]] = {}  # the same of holders with budgets, limits per minute or of concurrency
         self._is_unknown = True
         self._confirmed = time.monotonic() - self._max_age  # when the database responded last
         self._copy_at = 0.0  # when the local copy is written next, if nothing changes
@@ -172,7 +173,7 @@ class KeyStore:
         """Send what has changed to the workers. New workers get it from ``messages``."""
         changed = self._raises.encoded(effect.changed)
         if effect.is_reset:
-            self._encoded, self._budgeted = dict(changed), {}
+            self._encoded, self._budgeted, self._limited = dict(changed), {}, {}
             messages = self.messages()
         else:
             for identity in effect.removed:
@@ -182,9 +183,10 @@ class KeyStore:
         for message in messages:
             self._send(message)
         for identity in (*effect.removed, *effect.changed):
-            self._budgeted.pop(identity, None)
-            if holders := _holders_with_budgets(effect.changed.get(identity)):
-                self._budgeted[identity] = holders
+            for known, names in ((self._budgeted, _BUDGETS), (self._limited, _COUNTED)):
+                known.pop(identity, None)
+                if holders := _holders_with(names, effect.changed.get(identity)):
+                    known[identity] = holders
         for identity in effect.removed:
             if why := self._state.unserved.get(identity):
                 _log.error("the key %s of the store is not served: %s", identity, why)
@@ -193,7 +195,8 @@ class KeyStore:
         if self._is_unknown or self.age < self._max_age:
             return
         _log.error("the store's database has not responded for %.0f s (store.max_age): its keys are not served any more", self.age)
-        self._state, self._encoded, self._budgeted, self._is_unknown = StoreState(self._config, KeyEncoder), {}, {}, True
+        self._state, self._encoded, self._is_unknown = StoreState(self._config, KeyEncoder), {}, True
+        self._budgeted, self._limited = {}, {}
         for message in self.messages():
             self._send(message)
 
@@ -244,16 +247,20 @@ class KeyStore:
         """Yield the served keys that have a budget, or whose team has one."""
         return (decoded_key(self._encoded[identity]) for identity in self._budgeted)
 
-    def used_budgets(self, is_counted: Callable[[str], bool]) -> Iterator[Allowance]:
-        """Yield the limits of each key and team with a budget whose use is counted. ``is_counted`` returns this for the name of a holder.
+    def used(self, is_known: Callable[[str], bool], *, only_budgets: bool) -> Iterator[Allowance]:
+        """Yield the limits of each key and team whose use is counted. ``is_known`` returns this for the name of a holder.
 
-        So a report costs the keys and teams that are used, and not the keys of a team.
+        So a report costs the keys and teams that are used, and not the keys of a team. ``only_budgets``: only holders with a budget.
         """
         found: set[str] = set()
-        for identity, holders in self._budgeted.items():
-            if more := {holder for holder in holders if holder not in found and is_counted(holder)}:
+        for identity, holders in (self._budgeted if only_budgets else self._limited).items():
+            if more := {holder for holder in holders if holder not in found and is_known(holder)}:
                 found |= more
                 yield from (each for each in decoded_key(self._encoded[identity]).allowances if each.holder in more)
+
+    def count_of_team(self, team: str) -> int:
+        """Return the number of a team's keys in the store."""
+        return len(self._state.keys_of_team(team))
 
     def key_of_team(self, team: str) -> Key | None:
         """Return any key of a team that is served, or None."""
@@ -317,10 +324,10 @@ def _messages(changed: Mapping[str, bytes], removed: tuple[str, ...], *, is_rese
         yield StoredKeys(keys, removed if is_first else (), is_reset=is_reset and is_first)
 
 
-def _holders_with_budgets(encoded: bytes | None) -> tuple[str, ...]:
-    """Return the names of the holders of a key that have a budget, its own and its team's."""
+def _holders_with(names: frozenset[str], encoded: bytes | None) -> tuple[str, ...]:
+    """Return the names of the holders of a key that have one of these limits, its own and its team's."""
     allowances = [] if encoded is None else _decode_limits(encoded).allowances
-    return tuple([each["holder"] for each in allowances if not _BUDGETS.isdisjoint(each["limits"])])
+    return tuple([each["holder"] for each in allowances if not names.isdisjoint(each["limits"])])
 
 
 class _Limited(msgspec.Struct):
@@ -334,6 +341,7 @@ decoded_key = msgspec.msgpack.Decoder(Key).decode
 _decode_limits = msgspec.msgpack.Decoder(_Limited).decode
 _BUDGETS = frozenset({"budgets", "session", *(f"{kind}_per_{window}" for kind in ("tokens", "cost") for window in CALENDAR)})
 """The fields of ``Limits`` with budgets."""
+_COUNTED = _BUDGETS | {"requests_per_minute", "tokens_per_minute", "concurrent"}
 
 
 @contextmanager

@@ -15,8 +15,9 @@ from typing import Any
 from gateway.config.problems import did_you_mean
 from gateway.control.store_counts import StoreCounts
 from gateway.limits.buckets import Buckets
-from gateway.limits.states import LimitState, budget_state, limit_states
-from gateway.limits.windows import BudgetState, moment
+from gateway.limits.end_users import fixed_holders
+from gateway.limits.states import LimitState, limit_states
+from gateway.limits.windows import moment
 from gateway.snapshot.snapshot import Allowance, Snapshot
 from gateway.usage.errors import QueryError, check_parameters
 
@@ -31,13 +32,24 @@ def limit_report(snapshot: Snapshot, buckets: Buckets, stored: StoreCounts, para
     return {"limits": [state.document() for state in states]}
 
 
-def closest_budgets(budgets: Iterable[tuple[str, BudgetState]], parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the budgets of which the largest shares are used, as JSON for an encoder of msgspec. Raises QueryError."""
+def closest_limits(
+    snapshot: Snapshot, buckets: Buckets, stored: StoreCounts, more: Iterable[Allowance], parameters: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the limits of which the largest shares are used, as JSON for an encoder of msgspec. Raises QueryError.
+
+    ``more`` are the limits of keys and teams that are not in the snapshot.
+    """
     check_parameters(parameters, ("closest",))
     if not re.fullmatch(r"[0-9]{1,3}", parameters["closest"]):
         raise QueryError("closest: expected a number up to 999")
-    found = nlargest(int(parameters["closest"]), (each for each in budgets if each[1].used > 0), key=lambda each: each[1].share)
-    return {"limits": [budget_state(holder, None, state).document() for holder, state in found]}
+    allowances = {each.holder: each for some in (*_all_of(snapshot), *more) for each in fixed_holders(some)}
+    states = (state for each in allowances.values() for state in _states(snapshot, buckets, stored, each) if state.used)
+    return {"limits": [each.document() for each in nlargest(int(parameters["closest"]), states, key=lambda each: each.share)]}
+
+
+def _all_of(snapshot: Snapshot) -> Iterator[Allowance]:
+    yield from (each for key in snapshot.keys for each in key.allowances)
+    yield from (each for allowances in snapshot.teams.values() for each in allowances)
 
 
 def _chosen(snapshot: Snapshot, parameters: Mapping[str, str]) -> list[Allowance]:

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from gateway.telemetry.metrics import ENDPOINTS, FAMILIES, Series
+from gateway.api.routes import ENDPOINTS
+from gateway.telemetry.metrics import FAMILIES, Series
 from gateway.telemetry.token_rates import ModelTokens
 
 STEP = 5.0

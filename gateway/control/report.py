@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from gateway import __version__
 from gateway import config as conf
 from gateway.admin.engine_metrics import Engine
 from gateway.control.control import Control
-from gateway.control.limit_report import closest_budgets, limit_report
+from gateway.control.limit_report import closest_limits, limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
 from gateway.fleet.fleet import ModelStatus
 from gateway.fleet.observed_servers import ObservedServers, health_check_targets, models_served, ready_servers, wrong_models
@@ -25,6 +25,7 @@ from gateway.key_management.key_list import LastUse, expiry, list_keys, token_en
 from gateway.limits.windows import BudgetState
 from gateway.monitoring.discovery import discovered_models
 from gateway.snapshot.snapshot import Key
+from gateway.store.documents import team_settings
 from gateway.system.core import core
 from gateway.telemetry.metrics import Series, sum_series
 from gateway.worker.process_metrics import process_series
@@ -116,7 +117,7 @@ class GatewayReport:
         workers, keys = self._control.workers, self._control.key_store
         if workers.snapshot is not None and workers.snapshot.uses_store:
             return self._control.store_counts.budgets()
-        return workers.budgets(() if keys is None else keys.used_budgets(workers.buckets.is_counted))
+        return workers.budgets(() if keys is None else keys.used(workers.buckets.is_counted, only_budgets=True))
 
     def _without_removed_servers(self, series: Mapping[Series, list[float]]) -> dict[Series, Sequence[float]]:
         """Omit discovered servers that were removed and have nothing in flight.
@@ -157,13 +158,15 @@ class GatewayReport:
         return self._reader
 
     async def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
-        """Return the state of limits (see ``limit_report`` and ``closest_budgets``). Raises QueryError."""
+        """Return the state of limits (see ``limit_report`` and ``closest_limits``). Raises QueryError."""
         workers, stored = self._control.workers, self._control.store_counts
         await stored.refresh()
         if workers.snapshot is None:
             return {"limits": []}
         if "closest" in query:
-            return closest_budgets(self._budgets(), query)
+            keys = self._control.key_store
+            more = () if keys is None else keys.used(workers.buckets.is_counted, only_budgets=False)
+            return closest_limits(workers.snapshot, workers.buckets, stored, more, query)
         shown = replace(workers.snapshot, keys=(*workers.snapshot.keys, *self._stored_keys(query)))
         return limit_report(shown, workers.buckets, stored, query)
 
@@ -179,6 +182,17 @@ class GatewayReport:
         config = self._control.config
         use = await self.last_use([key.id for key in config.keys], token_entries(config))
         return list_keys(config, use, datetime.now(UTC))
+
+    def teams(self) -> dict[str, Any]:
+        """Return the teams of the configuration as /teams shows them."""
+        teams = self._control.config.teams
+        counts = self.keys_of_teams([each.id for each in teams])
+        return {"teams": [{**team_settings(each), "keys": counts[each.id]} for each in teams]}
+
+    def keys_of_teams(self, teams: Iterable[str]) -> dict[str, int]:
+        """Return the number of keys of each team, in the configuration and in the store."""
+        store, of_file = self._control.key_store, Counter(key.team for key in self._control.config.keys)
+        return {team: of_file[team] + (0 if store is None else store.count_of_team(team)) for team in teams}
 
     async def last_use(self, keys: Sequence[str], of_tokens: Set[str] = frozenset()) -> LastUse:
         """Return when keys were last used, or why that is unknown. ``of_tokens`` are those that are used for tokens."""

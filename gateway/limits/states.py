@@ -57,6 +57,11 @@ class LimitState(NamedTuple):
     raised: Raised | None = None
     """The raise that is in force, of a limit that is raised for a time."""
 
+    @property
+    def share(self) -> float:
+        """The used share, 0 if it is unknown."""
+        return (self.used or 0) / (self.amount or 1)
+
     def document(self) -> dict[str, Any]:
         """Return the state as JSON, for an encoder of msgspec. A cost is a number with all of its digits."""
         is_cost = self.limit.startswith("cost")

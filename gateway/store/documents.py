@@ -14,6 +14,7 @@ from gateway.store.decisions import ATTRIBUTES, SETTABLE
 from gateway.store.entries import StoredKey, StoredTeam, document
 
 if TYPE_CHECKING:
+    from gateway.config import Team
     from gateway.store.service import ImportedKeys, KeyChange, TeamChange
 
 
@@ -28,9 +29,13 @@ def key_document(stored: StoredKey, last: datetime | None, now: datetime) -> dic
 
 def team_document(stored: StoredTeam) -> dict[str, Any]:
     """Return a team."""
-    team = document(stored.team)
-    dates = {"created": instant(stored.created), "changed": instant(stored.changed)}
-    return {"id": stored.team.id, "limits": team.get("limits", {}), "self_service": team.get("self_service"), **dates}
+    return team_settings(stored.team) | {"created": instant(stored.created), "changed": instant(stored.changed)}
+
+
+def team_settings(team: Team) -> dict[str, Any]:
+    """Return what a team of the store or of the configuration has."""
+    written = document(team)
+    return {"id": team.id, "limits": written.get("limits", {}), "self_service": written.get("self_service")}
 
 
 class Described(NamedTuple):

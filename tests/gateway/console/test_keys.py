@@ -164,6 +164,15 @@ def test_a_key_that_burns_its_budget_is_revoked_from_the_list(shown: Console) ->
     assert use(shown.gateway, made["secret"]) == 401
 
 
+def test_limits_per_minute_are_among_the_closest(shown: Console) -> None:
+    made = shown.create(KEYS, id="hasty", limits={"requests_per_minute": 2, "concurrent": 50})
+    for _ in range(3):
+        use(shown.gateway, made["secret"])
+    shown.open("/console/keys")
+    rows = shown.browser.evaluate("[...document.querySelectorAll('#closest tbody tr')].map((one) => one.innerText)")
+    assert any("hasty" in row and "Requests per minute" in row and "of 2" in row for row in rows)
+
+
 def test_a_key_of_the_file_is_edited_in_the_file(shown: Console) -> None:
     shown.open("/console/keys?id=team-a")
     assert "vllm-gateway keys revoke team-a" in shown.browser.text() and shown.buttons() == ["Raise a limit"]

@@ -14,7 +14,8 @@ TEAMS = "/admin/v1/teams"
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Console]:
-    with console(tmp_path_factory.mktemp("console")) as made:
+    empty = {"id": "without-keys", "limits": {"concurrent": 9}, "self_service": {"max_keys": 2}}
+    with console(tmp_path_factory.mktemp("console"), teams=[{"id": "lab", "limits": {"cost_per_month": 100}}, empty]) as made:
         made.create(TEAMS, id=HOSTILE, limits={"tokens_per_day": 1000})
         made.create("/admin/v1/keys", id="of-hostile", team=HOSTILE)
         assert use(made.gateway) == 200
@@ -32,8 +33,17 @@ def test_teams_of_both_sources_with_their_closest_budget(shown: Console) -> None
     shown.open("/console/teams")
     shown.browser.wait("document.querySelectorAll('#teams tbody tr').length > 1")
     rows = shown.browser.evaluate("[...document.querySelectorAll('#teams tbody tr')].map((one) => one.innerText)")
-    assert any("lab" in row and "gateway.yaml" in row and "of 100" in row for row in rows)
+    assert any("lab" in row and "gateway.yaml" in row and "of 100 cost per month" in row for row in rows)
     assert any(HOSTILE in row and "1,000 tokens per day" in row for row in rows)
+    assert any("without-keys" in row and "gateway.yaml" in row and "9 requests at once" in row and "up to 2 keys" in row for row in rows)
+    counts = (
+        "Object.fromEntries([...document.querySelectorAll('#teams tbody tr')].map((one) => [...one.cells].map((cell) => cell.innerText))"
+    )
+    found = shown.browser.evaluate(f"{counts}.filter((cells) => cells[2]).map((cells) => [cells[0], cells[2]]))")
+    assert found == {HOSTILE: "1", "lab": "1", "without-keys": "0"}
+    assert [each["keys"] for each in shown.send("GET", "/teams").json()["teams"]] == [1, 0]
+    shown.open("/console/teams?id=without-keys")
+    shown.shows("The team has no keys yet. Its limits: 9 requests at once.")
 
 
 def test_a_team_is_created_changed_raised_and_deleted(shown: Console) -> None:
