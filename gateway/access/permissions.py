@@ -69,6 +69,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("PATCH", "/admin/v1/teams/{id:path}"): ADMINISTER,
     ("DELETE", "/admin/v1/teams/{id:path}"): ADMINISTER,
     ("GET", "/admin/v1/audit"): ADMINISTER,
+    ("GET", "/admin/v1/audit/verification"): ADMINISTER,
     ("GET", "/admin/v1/people"): ADMINISTER,
     ("DELETE", "/admin/v1/people/{id}/sessions"): ADMINISTER,
     ("GET", "/admin/v1/models"): VIEW,

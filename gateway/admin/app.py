@@ -52,7 +52,7 @@ from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 from gateway.usage.errors import QueryError
 
 if TYPE_CHECKING:
-    from gateway.audit.log import Where
+    from gateway.audit.log import AuditLog
     from gateway.notices.service import Notices
     from gateway.sign_in.service import SignIn
     from gateway.store.service import Store
@@ -163,11 +163,11 @@ def application(
     store: Store | None = None,
     sign_in: SignIn | None = None,
     notices: Notices | None = None,
-    audit_log: Where | None = None,
+    audit_log: AuditLog | None = None,
 ) -> Starlette:
     """Return the ASGI application of the admin port and the admin socket. Requests have a ``requester`` in their state.
 
-    ``store``, ``sign_in``, ``notices``, and ``audit_log``, where the audit log is read: None if they are not configured.
+    ``store``, ``sign_in``, ``notices``, and ``audit_log``: None if they are not configured.
     """
     audited = AuditedHandlers(audit)
     links = {sign_in_links.PATH: audited.recorded(sign_in_links.handler(sign_in))}

@@ -1,4 +1,7 @@
-"""The route of the audit log: its entries for administrators, in pages, the newest first."""
+"""The routes of the audit log for administrators: its entries in pages, the newest first, and the verification of its chains.
+
+The rule: a verification reads the whole log, so it runs on a thread, one at a time, and has a timeout.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +16,20 @@ from gateway.audit.listing import Filter, instant
 from gateway.store.cursor import page_length, position_of
 
 if TYPE_CHECKING:
-    from gateway.audit.log import Where
+    from gateway.audit.log import AuditLog
 
 AUDIT = "/admin/v1/audit"
+VERIFICATION = f"{AUDIT}/verification"
 QUERIES = ("action", "actor", "target", "since", "cursor", "limit")
 _NO_AUDIT = "no audit log is configured; add `audit` to the configuration"
 
 
-def handlers(where: Where | None) -> dict[str, Handler]:
-    """Return the handler by path. ``where`` is the log, None if none is configured."""
+def handlers(log: AuditLog | None, seconds: float = 30.0) -> dict[str, Handler]:
+    """Return the handlers by path. ``log`` is None if none is configured. ``seconds``: the timeout of a verification."""
+    verifying = asyncio.Lock()
 
     async def listed(request: Request) -> Response:
-        if where is None:
+        if log is None:
             return error_response(_NO_AUDIT, 404)
         from gateway.audit.pages import AuditQuery, audit_page, position
 
@@ -35,9 +40,27 @@ def handlers(where: Where | None) -> dict[str, Handler]:
         except ValueError as error:
             return error_response(str(error), 400)
         try:
-            page = await asyncio.to_thread(audit_page, where, query)
+            page = await asyncio.to_thread(audit_page, log.where, query)
         except OSError as error:
             return error_response(f"{error.filename} cannot be read: {error.strerror}", 503)
         return json_response(page)
 
-    return {AUDIT: listed}
+    async def verification(_: Request) -> Response:
+        if log is None:
+            return error_response(_NO_AUDIT, 404)
+        from gateway.audit.verification import TooLongError
+
+        if verifying.locked():
+            return error_response("the log is being verified for another client; try again later", 503)
+        async with verifying:
+            try:
+                found = await asyncio.to_thread(log.verified, seconds)
+            except TooLongError as error:
+                text = f"the first {error.entries:,} entries are intact, and verifying the others takes too long here"
+                return error_response(f"{text}; run `vllm-gateway audit verify`", 503)
+            except OSError as error:
+                return error_response(f"{error.filename} cannot be read: {error.strerror}", 503)
+        chains = [{"chain": each.chain, "entries": each.seq} for each in found.checkpoints]
+        return json_response({"entries": found.entries, "chains": chains, "checkpoints": found.compared, "broken": found.broken})
+
+    return {AUDIT: listed, VERIFICATION: verification}

@@ -236,6 +236,16 @@ ROUTES_OF_GATEWAY = (
         queries=audit_routes.QUERIES,
     ),
     Described(
+        audit_routes.VERIFICATION,
+        "Verify the chains of the audit log, as `vllm-gateway audit verify` does with the present secret, for 30 seconds at most. `broken` "
+        "names the first broken entry and explains what is wrong; null: nothing is.",
+        {
+            200: "the result",
+            404: "no audit log is configured",
+            503: "the log is too long or is being verified already, it cannot be read, or its database does not respond",
+        },
+    ),
+    Described(
         people_routes.PEOPLE,
         "The people who have signed in, by issuer and subject, in pages of `limit` (100), or those with a `subject`. `sessions` is the "
         "number of valid sessions. `next_cursor` is the `cursor` of the next page.",

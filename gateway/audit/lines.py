@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gateway.audit.chain import read_line
+
+if TYPE_CHECKING:
+    from gateway.audit.log import Where
+
+
+def log_lines(log: Where, older: Sequence[Path] = ()) -> Iterator[tuple[str, bytes]]:
+    """Yield the lines of a log, after those of ``older`` files. Raises OSError and DatabaseUnavailableError."""
+    for each in older:
+        yield from file_lines(each)
+    if log.table is None:
+        yield from file_lines(log.file)
+    else:
+        waiting = list(file_lines(log.file)) if log.file.exists() else []  # read first: entries move from here to the table
+        yield from merged(log.table.read(), waiting)
 
 
 def file_lines(file: Path) -> Iterator[tuple[str, bytes]]:

@@ -25,6 +25,7 @@ from gateway.access.actor import Actor
 from gateway.audit.chain import Line, read_line
 from gateway.audit.entry import AuditUnavailableError, Entry
 from gateway.audit.journal import Journal, journal
+from gateway.audit.verification import Verified, verify_log
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
@@ -126,6 +127,10 @@ class AuditLog:
             self._counts["suppressed"] += 1
             self._unreported += 1
         self._wake.set()
+
+    def verified(self, seconds: float) -> Verified:
+        """Verify the log for so many seconds at most. Raises TooLongError, OSError and DatabaseUnavailableError."""
+        return verify_log(self.where, [self._key], seconds=seconds)
 
     @property
     def recorded(self) -> int:

@@ -1,4 +1,6 @@
-"""Verify chains: every line follows the one before it, and no checkpoint is missing. Pure.
+"""Verify chains: every line follows the one before it, and no checkpoint is missing.
+
+``verify`` is pure, and ``verify_log`` reads a log for it.
 
 It detects a changed, removed, inserted or reordered line by its HMAC, a chain that was computed without the key by its first line, and a
 removed end by a checkpoint.
@@ -6,10 +8,29 @@ removed end by a checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from gateway.audit.chain import START, Checkpoint, Line, is_next, read_line
+from gateway.audit.chain import START, Checkpoint, Line, is_next, read_line, signed_checkpoints
+from gateway.audit.journal import checkpoint_file
+from gateway.audit.lines import log_lines
+
+if TYPE_CHECKING:
+    from gateway.audit.log import Where
+
+_PAUSE_EVERY = 200  # lines, after which other threads may run
+
+
+class TooLongError(Exception):
+    """The time for a verification is over. ``entries`` were verified."""
+
+    def __init__(self, entries: int) -> None:
+        super().__init__(entries)
+        self.entries = entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +53,36 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """The result: entries that were read, the checkpoint of each chain, and what is broken first. None: nothing is."""
+    """The result: entries that were read, the checkpoint of each chain, and what is broken first. None: nothing is.
+
+    ``compared`` is the number of checkpoints from elsewhere.
+    """
 
     entries: int
     checkpoints: Sequence[Checkpoint]
     broken: Broken | None
+    compared: int = 0
+
+
+def verify_log(log: Where, keys: Sequence[bytes], texts: Sequence[str] = (), older: Sequence[Path] = (), seconds: float = inf) -> Verified:
+    """Verify a log, also against the checkpoint that its gateway has stored, and those in ``texts``.
+
+    May take as long as the disk, ``seconds`` at most. Raises TooLongError, OSError and DatabaseUnavailableError.
+    """
+    stored = checkpoint_file(log.folder)  # read first: entries that are added meanwhile are behind it
+    known = [*texts, *([stored.read_text("ascii", "replace")] if stored.exists() else [])]
+    expected = [checkpoint for text in known for key in keys for checkpoint in signed_checkpoints(text, key)]
+    return verify(_in_time(log_lines(log, older), seconds), keys, expected)
+
+
+def _in_time(lines: Iterable[tuple[str, bytes]], seconds: float) -> Iterator[tuple[str, bytes]]:
+    until = time.monotonic() + seconds
+    for number, line in enumerate(lines):
+        if number % _PAUSE_EVERY == 0:
+            time.sleep(0)
+            if time.monotonic() > until:
+                raise TooLongError(number)
+        yield line
 
 
 def verify(lines: Iterable[tuple[str, bytes]], keys: Sequence[bytes], checkpoints: Iterable[Checkpoint]) -> Verified:
@@ -46,9 +92,10 @@ def verify(lines: Iterable[tuple[str, bytes]], keys: Sequence[bytes], checkpoint
     and each must be in its chain.
     """
     chains: dict[str, _Chain] = {}
-    count = 0
+    count = compared = 0
     noted: dict[str, dict[int, str]] = {}
     for checkpoint in checkpoints:
+        compared += 1
         noted.setdefault(checkpoint.chain, {})[checkpoint.seq] = checkpoint.mac
     broken = None
     for where, data in lines:
@@ -67,7 +114,7 @@ def verify(lines: Iterable[tuple[str, bytes]], keys: Sequence[bytes], checkpoint
             break
     if broken is None:
         broken = next((_missing(name, chains.get(name), seqs) for name, seqs in noted.items() if seqs), None)
-    return Verified(count, [chain.checkpoint for chain in chains.values()], broken)
+    return Verified(count, [chain.checkpoint for chain in chains.values()], broken, compared)
 
 
 def _next(chain: _Chain, where: str, line: Line, data: bytes, keys: Sequence[bytes]) -> Broken | None:

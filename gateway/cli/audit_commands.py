@@ -6,7 +6,7 @@ texts of entries come from clients, so control characters never reach a terminal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +37,7 @@ def list_entries(
 
     It does not verify them: see `vllm-gateway audit verify`.
     """
+    from gateway.audit.lines import log_lines
     from gateway.audit.listing import Filter, instant, listed, row
 
     try:
@@ -45,7 +46,7 @@ def list_entries(
         return say_error(f"--{error}", BAD_USAGE)
 
     def show(_: Config, log: Log) -> int:
-        for line, data in listed(_lines(log, older or []), Filter(first, action, actor), limit):
+        for line, data in listed(log_lines(log, older or []), Filter(first, action, actor), limit):
             typer.echo(row(line) if form == "table" else data.decode())
         return 0
 
@@ -69,10 +70,8 @@ def verify(
     the end of the chain with the checkpoint that the gateway has stored. On another machine, --checkpoints shows removed entries at the
     end.
     """
-    from gateway.audit.chain import signed_checkpoints
-    from gateway.audit.journal import checkpoint_file
     from gateway.audit.location import key_of
-    from gateway.audit.verification import verify as verified
+    from gateway.audit.verification import verify_log
 
     def act(known: Config, log: Log) -> int:
         assert known.audit is not None
@@ -82,16 +81,13 @@ def verify(
             logs = [each.read_text(errors="replace") for each in checkpoints or []]
         except (OSError, ValueError) as error:
             return say_error(f"{getattr(error, 'filename', None) or '--secret-file'} cannot be read: {error}", FAILED)
-        stored = checkpoint_file(log.folder)  # read first: entries that are added meanwhile are behind it
-        logs += [stored.read_text("ascii", "replace")] if stored.exists() else []
-        expected = [checkpoint for text in logs for key in keys for checkpoint in signed_checkpoints(text, key)]
-        result = verified(_lines(log, older or []), keys, expected)
+        result = verify_log(log, keys, logs, older or [])
         if result.broken is not None:
             typer.echo(f"broken: {result.broken}")
             return FAILED
         for checkpoint in result.checkpoints:
             typer.echo(f"chain {checkpoint.chain}: {checkpoint.seq} entries")
-        typer.echo(f"verified: {result.entries} entries, {len(expected)} checkpoints")
+        typer.echo(f"verified: {result.entries} entries, {result.compared} checkpoints")
         return 0
 
     return _with_log(where, act)
@@ -115,19 +111,6 @@ def _with_log(where: Where, act: Callable[[Config, Log], int]) -> int:
             return say_error(f"the audit log's database does not respond: {error}", FAILED)
         except OSError as error:
             return say_error(f"{error.filename} cannot be read: {error.strerror}", FAILED)
-
-
-def _lines(log: Log, older: Sequence[Path]) -> Iterator[tuple[str, bytes]]:
-    """Yield each line with the text that names it. Raises OSError and DatabaseUnavailableError."""
-    from gateway.audit.lines import file_lines, merged
-
-    for each in older:
-        yield from file_lines(each)
-    if log.table is None:
-        yield from file_lines(log.file)
-    else:
-        waiting = list(file_lines(log.file)) if log.file.exists() else []  # read first: entries move from here to the table
-        yield from merged(log.table.read(), waiting)
 
 
 def commands() -> dict[str, Command]:

@@ -61,7 +61,7 @@ async function showAddress() {
   $("audit").replaceChildren();
   try {
     await addEntries(values);
-    $("verify").hidden = false;
+    $("verify").hidden = $("verify-elsewhere").hidden = false;
   } catch (error) {
     if (!(error instanceof ApiError) || error.status === 401) throw error;
     $("more").hidden = true;
@@ -77,6 +77,32 @@ async function showAddress() {
           ]
         : []),
     );
+  }
+}
+async function verify() {
+  const button = $("verify-now"),
+    show = (...content) => $("verified").replaceChildren(...content);
+  button.disabled = true;
+  show("Verifying the log…");
+  try {
+    const { entries, chains, broken } = await api(`${AUDIT}/verification`);
+    const sum = `${plural(entries, "line")}${chains.length > 1 ? ` in ${plural(chains.length, "chain")}` : ""}`;
+    show(
+      broken
+        ? stateMark("failed", `The chain is broken at ${broken.where}: ${broken.why}.`)
+        : stateMark("up", `Chain intact: ${sum}. No line was changed or removed.`),
+      el(
+        "small",
+        { className: "quiet block" },
+        "Verified ",
+        when(Date.now() / 1000),
+        broken ? ". If the file was rotated, or the secret replaced, verify it with the command below." : ".",
+      ),
+    );
+  } catch (error) {
+    show(el("span", { className: "error" }, error instanceof ApiError ? `${capital(error.message)}.` : "The gateway does not respond."));
+  } finally {
+    button.disabled = false;
   }
 }
 function go(values) {
@@ -95,7 +121,8 @@ start(() => {
   });
   $("clear").addEventListener("click", () => go({}));
   $("more").addEventListener("click", () => load(() => addEntries(address())));
-  $("verify").append(codeBlock("vllm-gateway audit verify"));
+  $("verify-now").addEventListener("click", verify);
+  $("verify-elsewhere").append(codeBlock("vllm-gateway audit verify"));
   addEventListener("popstate", () => load(showAddress));
   return showAddress();
 });

@@ -1,16 +1,4 @@
 // The shared part of the pages of keys and teams: entries with their versions, and forms for limits that show the effect of a change.
-const AMOUNTS = [
-  "requests_per_minute",
-  "tokens_per_minute",
-  "concurrent",
-  "tokens_per_day",
-  "tokens_per_week",
-  "tokens_per_month",
-  "cost_per_day",
-  "cost_per_week",
-  "cost_per_month",
-  "max_tokens",
-];
 const option = (name) => `--${name.replaceAll("_", "-")}`;
 const words = (text) => text.split(/[\s,]+/).filter(Boolean);
 const link = (path, text, className = "") => el("a", { href: path, className }, text);
@@ -22,12 +10,6 @@ const oneLine = (text) => el("span", { title: text }, text);
 const ago = (text) =>
   text ? el("time", { dateTime: text, title: text }, `${duration(Math.max((Date.now() - Date.parse(text)) / 1000, 1))} ago`) : null;
 
-// Limits in one line.
-const brief = (limits) => {
-  const found = AMOUNTS.filter((name) => limits[name] !== undefined).map((name) => `${amount(Number(limits[name]))} ${nameOf(name)}`);
-  const others = Object.keys(limits).length - found.length;
-  return [...found, ...(others ? [`${others} more`] : [])].join(", ") || "none";
-};
 // What is used of a limit, as a bar with its numbers, and with its name if the column does not say it.
 function usedBar(limit, named = false) {
   const share = limit.used / limit.amount;
@@ -191,7 +173,7 @@ function limitsForm(limits, states = [], legend = "Limits") {
     "fieldset",
     {},
     el("legend", {}, legend),
-    el("div", { className: "amounts" }, ...AMOUNTS.map((name, at) => field(capital(nameOf(name)), inputs[at]))),
+    el("div", { className: "amounts" }, ...AMOUNTS.map((name, at) => field(capital(nameOf(name)), inputs[at], unitOf(name)))),
     el(
       "details",
       {},
@@ -302,7 +284,7 @@ async function monthChart(values, none) {
     { usage } = await api(`/usage${query({ by: "day", since, ...values })}`);
   if (!usage.length) return el("p", { className: "quiet" }, none);
   const sum = (name) => usage.reduce((total, row) => total + Number(row[name] ?? 0), 0);
-  const cost = usage.some((row) => row.cost !== null) ? `, at a cost of ${amount(sum("cost"))}` : "";
+  const cost = usage.some((row) => row.cost !== null) ? `, at a cost of ${amount(sum("cost"))} ${CURRENCY}` : "";
   const text = `${number(sum("requests"))} requests with ${number(sum("prompt_tokens") + sum("completion_tokens"))} tokens${cost}.`;
   return [el("p", {}, text), chart(everyDay(usage, since), "day")];
 }

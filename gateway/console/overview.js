@@ -187,7 +187,7 @@ const figure = (title, value, note, page) =>
 function showFigures() {
   const { models, servers, workers, cost } = latest;
   const money = cost?.today === undefined ? "–" : cost.today.toLocaleString("en-US", { maximumFractionDigits: cost.today < 10 ? 4 : 2 });
-  const why = !cost ? "is being added up" : cost.unknown ? `: ${cost.unknown}` : "";
+  const why = !cost ? "is being added up" : cost.unknown ? `: ${cost.unknown}` : CURRENCY;
   $("figures").replaceChildren(
     figure("Models ready", `${models.ready} of ${models.all}`, "", "/console/models"),
     figure("Servers up", `${servers.ready} of ${servers.all}`, "", "/console/models"),

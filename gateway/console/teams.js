@@ -148,7 +148,7 @@ async function showTeam(id) {
         },
         { title: "Requests", number: true, value: (row) => number(row.requests) },
         { title: "Tokens", number: true, value: (row) => number(row.prompt_tokens + row.completion_tokens) },
-        { title: "Cost", number: true, value: (row) => (row.cost === null ? null : amount(row.cost)) },
+        { title: "Cost", number: true, note: capital(CURRENCY), value: (row) => (row.cost === null ? null : amount(row.cost)) },
       ],
       usage.slice(0, 20),
     );

@@ -27,11 +27,12 @@ function nameCell(by, value) {
   if (value === null || value === "") return el("span", { className: "quiet" }, NOTHING[by] ?? "not labeled");
   return by in LINKS ? link(`${LINKS[by]}${query({ id: value })}`, value) : value;
 }
-const measure = (title, value, text = value) => ({
+const measure = (title, value, note = "") => ({
   title,
+  note,
   number: true,
   value: (row) => (value(row) === null ? null : amount(Number(value(row)))),
-  text,
+  text: value,
 });
 function usageColumns(by, most) {
   const name = by.startsWith("label:") ? by.slice(6) : by;
@@ -46,7 +47,7 @@ function usageColumns(by, most) {
     measure("Prompt tokens", (row) => row.prompt_tokens),
     measure("Cached tokens", (row) => row.cached_tokens),
     measure("Completion tokens", (row) => row.completion_tokens),
-    measure("Cost", (row) => row.cost),
+    measure("Cost", (row) => row.cost, capital(CURRENCY)),
   ];
 }
 
@@ -65,7 +66,7 @@ async function showUsage() {
   const figures = el(
     "dl",
     { className: "figures-row" },
-    figure("Cost", priced ? amount(sum(all, "cost")) : "–", priced ? "" : "No model has a price."),
+    figure("Cost", priced ? amount(sum(all, "cost")) : "–", priced ? CURRENCY : "No model has a price."),
     figure("Requests", number(sum(all, "requests")), `${percent(sum(all, "incomplete"), sum(all, "requests"))} incomplete`),
     figure("Prompt tokens", number(sum(all, "prompt_tokens")), `${percent(sum(all, "cached_tokens"), sum(all, "prompt_tokens"))} cached`),
     figure(
@@ -241,7 +242,7 @@ const monthColumns = [
     value: (row) => number(row[name] ?? 0),
     text: (row) => row[name],
   })),
-  { title: "Cost", number: true, value: (row) => row.cost ?? "–", text: (row) => row.cost },
+  { title: "Cost", number: true, note: capital(CURRENCY), value: (row) => row.cost ?? "–", text: (row) => row.cost },
   { title: "Arrived later", value: (row) => date(row.late), text: (row) => row.late },
 ];
 
@@ -273,7 +274,7 @@ async function openMonth(month) {
       {},
       "Closed on ",
       when(Date.parse(found.closed) / 1000),
-      `, with ${counted(rows.length)} and a cost of ${amount(sum(rows, "cost"))}.`,
+      `, with ${counted(rows.length)} and a cost of ${amount(sum(rows, "cost"))} ${CURRENCY}.`,
     ),
     el("p", { className: "row" }, csv),
     shown(rows.length ? "Lines of the report" : "No requests in this month.", rows),

@@ -164,7 +164,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
             store=keys,
             sign_in=control.sign_in,
             notices=control.notices,
-            audit_log=None if audit_log is None else audit_log.where,
+            audit_log=audit_log,
         )
         guarded: ASGIApp = Guard(shown, lambda: control.config.server.admin, config.server.admin.host, audit, control.sign_in)
         if control.sign_in is not None:

@@ -187,8 +187,30 @@ const LIMIT_NAMES = {
   max_tokens: "tokens of a response",
 };
 const nameOf = (limit) => LIMIT_NAMES[limit] ?? limit.replaceAll("_", " ");
+// The gateway knows no name of the currency: prices and limits are numbers.
+const CURRENCY = "in the operator's currency";
+const unitOf = (limit) => (limit.startsWith("cost") ? capital(CURRENCY) : "");
+// The limits that are one number.
+const AMOUNTS = [
+  "requests_per_minute",
+  "tokens_per_minute",
+  "concurrent",
+  "tokens_per_day",
+  "tokens_per_week",
+  "tokens_per_month",
+  "cost_per_day",
+  "cost_per_week",
+  "cost_per_month",
+  "max_tokens",
+];
 const capital = (text) => text[0].toUpperCase() + text.slice(1);
 const amount = (value) => EXACT.format(value);
+// Limits in one line.
+const brief = (limits) => {
+  const found = AMOUNTS.filter((name) => limits[name] !== undefined).map((name) => `${amount(Number(limits[name]))} ${nameOf(name)}`);
+  const others = Object.keys(limits).length - found.length;
+  return [...found, ...(others ? [`${others} more`] : [])].join(", ") || "none";
+};
 
 // The events of a stream (WHATWG HTML, "Server-sent events"), parsed as JSON.
 async function* events(response) {
@@ -234,7 +256,7 @@ function when(seconds) {
 // A state has a color and a word.
 const stateMark = (name, text = name) => el("span", { className: `state ${name}` }, text);
 
-// A table. A column is {title, value, number, text}: `value` gives a cell's content for a row, and `text` its text in CSV if that differs.
+// A table. A column is {title, value, number, text, note}: `note` explains the title, `value` gives a cell's content for a row, and `text` its text in CSV if that differs.
 // The first column names the row.
 function tableRow(columns, row) {
   const cells = columns.map((column, at) => {
@@ -248,7 +270,9 @@ function tableRow(columns, row) {
   return el("tr", {}, ...cells);
 }
 function tableWith(label, columns, body) {
-  const head = columns.map((column) => el("th", { scope: "col", className: column.number ? "number" : "" }, column.title));
+  const head = columns.map((column) =>
+    el("th", { scope: "col", className: column.number ? "number" : "", ...(column.note ? { title: column.note } : {}) }, column.title),
+  );
   return el(
     "div",
     { className: "scroll", tabIndex: 0, role: "region", "aria-label": label },

@@ -10,7 +10,8 @@ function limitBar(limit) {
   if (limit.used === null) return el("li", {}, title, el("p", {}, `At most ${amount(limit.amount)}.`));
   const share = limit.amount ? Math.min(limit.used / limit.amount, 1) : 1,
     state = share >= 1 ? "full" : share >= 0.8 ? "near" : "";
-  const words = `${amount(limit.used)} of ${amount(limit.amount)} used, ${amount(Math.max(limit.remaining ?? 0, 0))} left`;
+  const unit = limit.limit.startsWith("cost") ? ` ${CURRENCY}` : "";
+  const words = `${amount(limit.used)} of ${amount(limit.amount)} used, ${amount(Math.max(limit.remaining ?? 0, 0))} left${unit}`;
   const reset = limit.reset_seconds > 0 ? `, resets in ${duration(limit.reset_seconds)}` : "";
   const note =
     state === "full" ? (limit.soft ? " Requests continue: this budget only warns." : " Requests wait or are refused until then.") : "";
@@ -99,5 +100,6 @@ const columnsBy = (by) => [
     number: true,
     value: (row) => (row[name] === null ? null : amount(row[name])),
     text: (row) => row[name],
+    note: unitOf(name),
   })),
 ];

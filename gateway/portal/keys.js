@@ -21,11 +21,33 @@ function newKey({ secret }, words) {
   return el("div", {}, el("p", {}, words), codeBlock(secret), el("div", { className: "row" }, use));
 }
 
+// Inputs for limits of a key, which are at most the ceilings of the team.
+function limitInputs() {
+  const inputs = AMOUNTS.map((name) => el("input", { inputMode: "decimal", autocomplete: "off", name })),
+    fields = inputs.map((input, at) => field(capital(nameOf(AMOUNTS[at])), input, unitOf(AMOUNTS[at])));
+  const show = ({ self_service: { limits } }) =>
+    inputs.forEach((input) => {
+      const ceiling = limits?.[input.name];
+      input.placeholder = ceiling === undefined ? "no limit" : `at most ${amount(Number(ceiling))}`;
+    });
+  const chosen = () => Object.fromEntries(inputs.filter((input) => input.value.trim()).map((input) => [input.name, numberIn(input)]));
+  return { node: el("details", {}, el("summary", {}, "Limits of this key"), el("div", { className: "amounts" }, ...fields)), show, chosen };
+}
+function numberIn(input) {
+  const value = Number(input.value.replaceAll(/[,_\s]/g, ""));
+  if (Number.isNaN(value)) throw new Error(`${capital(nameOf(input.name))}: expected a number.`);
+  return value;
+}
+
 function create(teams) {
   const name = el("input", { required: true, maxLength: 100, autocomplete: "off" }),
     team = choice(teams.map((one) => one.id)),
     models = el("input", { autocomplete: "off", placeholder: "all that the team allows" }),
-    days = el("input", { type: "number", min: 1, placeholder: "as long as the team allows" });
+    days = el("input", { type: "number", min: 1, placeholder: "as long as the team allows" }),
+    limits = limitInputs();
+  const showCeilings = () => limits.show(teams.find((one) => one.id === team.value));
+  team.addEventListener("change", showCeilings);
+  showCeilings();
   confirmAction({
     title: "Create a key",
     words: "The key belongs to you: its usage has your name.",
@@ -35,18 +57,21 @@ function create(teams) {
       ...(teams.length > 1 ? [field("Team", team)] : []),
       field("Models", models, "Names or patterns, separated by commas."),
       field("Valid for days", days),
+      limits.node,
     ],
     act: async () => {
       const chosen = models.value
         .split(",")
         .map((one) => one.trim())
         .filter(Boolean);
+      const limited = limits.chosen();
       const made = await api(MINE, {
         method: "POST",
         json: {
           team: team.value,
           name: name.value.trim(),
           ...(chosen.length ? { models: chosen } : {}),
+          ...(Object.keys(limited).length ? { limits: limited } : {}),
           ...(days.value ? { expires: new Date(Date.now() + 86400000 * Number(days.value)).toISOString() } : {}),
         },
       });
@@ -141,6 +166,7 @@ const COLUMNS = [
   { title: "State", value: (key) => stateMark(STATES[key.state] ?? "stopped", key.state) },
   { title: "Team", value: (key) => key.team },
   { title: "Models", value: (key) => key.models.join(", ") },
+  { title: "Limits", value: (key) => brief(key.limits) },
   { title: "Expires", value: (key) => time(key.expires) ?? "never" },
   { title: "Last used", value: (key) => time(key.last_used) ?? "not yet" },
   { title: "Actions", value: actions },

@@ -17,7 +17,7 @@ function priceOf({ prompt, completion, input_cache_read: cached, internal_reason
   if (Number(completion)) parts.push(`${million(completion)} completion`);
   if (cached !== prompt) parts.push(`${million(cached)} cached`);
   if (reasoning !== completion) parts.push(`${million(reasoning)} reasoning`);
-  return `${parts.join(" · ")} per million tokens`;
+  return `${parts.join(" · ")} per million tokens, ${CURRENCY}`;
 }
 function facts(model) {
   const inputs = (model.architecture?.input_modalities ?? []).filter((one) => one !== "text");

@@ -29,6 +29,7 @@ async function showUsage() {
   $("usage").replaceChildren(
     chart(by === "day" ? everyDay(shown, since) : shown.slice(0, 30), by),
     dataTable(`Usage by ${by}`, columnsBy(by), shown),
+    shown.some((row) => row.cost !== null) ? el("p", { className: "quiet" }, `Costs are ${CURRENCY}.`) : "",
   );
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,7 +14,8 @@ import pytest
 from gateway.access.actor import Actor, Role
 from gateway.audit.chain import START, Checkpoint, next_line, read_line, signed_checkpoints
 from gateway.audit.entry import Entry
-from gateway.audit.verification import Verified, verify
+from gateway.audit.log import Where
+from gateway.audit.verification import TooLongError, Verified, verify, verify_log
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 WHEN = datetime(2027, 1, 31, 12, 0, 0, 5, tzinfo=UTC)
@@ -38,6 +40,18 @@ def broken(lines: Sequence[bytes], *checkpoints: Checkpoint) -> str:
     found = result(lines, *checkpoints).broken
     assert found is not None
     return str(found)
+
+
+def test_a_verification_ends_after_its_time(tmp_path: Path) -> None:
+    lines, checkpoint = chain(20)
+    log = Where(tmp_path / "audit.jsonl", tmp_path)
+    log.file.write_bytes(b"".join(line + b"\n" for line in lines))
+    (tmp_path / "checkpoint").write_text(checkpoint.signed(KEY) + "\n")
+    found = verify_log(log, [KEY])
+    assert (found.broken, found.entries, found.compared) == (None, 20, 1)
+    with pytest.raises(TooLongError) as error:
+        verify_log(log, [KEY], seconds=-1)
+    assert error.value.entries == 0
 
 
 def test_a_whole_chain_is_verified() -> None:

@@ -95,6 +95,26 @@ def test_earlier_entries_are_added_below(seen: Seen) -> None:
     assert len(set(rows(seen))) == 5 and seen.browser.evaluate("document.getElementById('more').hidden")
 
 
+def test_the_chain_is_verified_on_the_page_and_the_first_bad_line_is_named(seen: Seen) -> None:
+    seen.open(PAGE, ADMIN)
+    seen.browser.wait("document.getElementById('verify').hidden === false")
+    seen.browser.evaluate("document.getElementById('verify-now').click()")
+    entries = len((seen.gateway.folder / "audit.jsonl").read_text().splitlines())
+    seen.wait(f"document.getElementById('verified').textContent.startsWith('Chain intact: {entries} lines.')")
+    log = seen.gateway.folder / "audit.jsonl"
+    before = log.read_bytes()
+    try:
+        log.write_bytes(before.replace(b"of-ops", b"of-opz", 1))
+        bad = 1 + next(number for number, line in enumerate(log.read_bytes().splitlines()) if b"of-opz" in line)
+        seen.browser.evaluate("document.getElementById('verify-now').click()")
+        seen.wait("document.getElementById('verified').textContent.startsWith('The chain is broken at ')")
+        assert f"audit.jsonl:{bad}" in seen.browser.text() and "HMAC is wrong" in seen.browser.text()
+    finally:
+        log.write_bytes(before)
+    assert call(seen, "GET", "/admin/v1/audit/verification", VIEWER).status_code == 403
+    assert call(seen, "GET", "/admin/v1/audit/verification").json()["broken"] is None
+
+
 def test_a_viewer_gets_a_sentence_and_no_entry(seen: Seen) -> None:
     seen.open(PAGE, VIEWER)
     seen.wait("document.getElementById('audit-note').textContent.endsWith('needs the role admin.')")

@@ -30,6 +30,19 @@ def no_complaint(shown: Console) -> Iterator[None]:
     shown.check()
 
 
+def test_a_cost_has_its_unit_in_words(shown: Console) -> None:
+    shown.open("/console/usage")
+    text = shown.browser.evaluate("document.querySelector('.figures-row').innerText")
+    assert "in the operator's currency" in text
+    titles = "[...document.querySelectorAll('#usage thead th')].filter((one) => one.title).map((one) => [one.textContent, one.title])"
+    assert shown.browser.evaluate(titles) == [["Cost", "In the operator's currency"]]
+    shown.open("/console/keys?id=team-a")
+    assert "left in the operator's currency" in shown.browser.text()
+    shown.open("/console")
+    shown.shows("Cost today (UTC)")
+    shown.shows("in the operator's currency")
+
+
 @pytest.mark.parametrize(
     ("by", "row"), [("team", "lab"), ("key", "team-a"), ("model", "sim/one"), ("user", MARKUP), ("label:cost_center", MARKUP)]
 )

@@ -14,6 +14,7 @@ from tests.support.chromium import Chromium, chromium
 from tests.support.process import Gateway, configuration, gateway, launched
 
 MARKUP = "<img src=x onerror=document.title='owned'>"
+LIMITS = {"requests_per_minute": 60}
 FIRST_SECRET = "document.querySelector('dialog[open] pre')?.textContent.trim()"
 
 
@@ -54,7 +55,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         "ledger": f"sqlite:///{folder / 'usage.db'}",
         "store": "ledger",
         "sign_in": {"key": {"file": "session.key"}, "url": f"http://127.0.0.1:{port}"},
-        "teams": [{"id": "open", "self_service": {"max_keys": 2, "max_lifetime": "90d", "models": ["sim/*"]}}, {"id": "closed"}],
+        "teams": [
+            {"id": "open", "self_service": {"max_keys": 2, "max_lifetime": "90d", "models": ["sim/*"], "limits": LIMITS}},
+            {"id": "closed"},
+        ],
     }
     with gateway(folder, config) as one:
         yield one
@@ -76,13 +80,29 @@ def test_the_life_of_a_key(seen: Seen) -> None:
     audit(browser)
     seen.write("Name", MARKUP)
     seen.write("Valid for days", "10")
+    browser.evaluate("document.querySelector('dialog[open] details').open = true")
+    assert browser.evaluate("document.querySelector('dialog[open] [name=requests_per_minute]').placeholder") == "at most 60"
+    audit(browser)
+    seen.write("Tokens per day", "1,000")
+    seen.write("Requests per minute", "61")
+    seen.press("Create")
+    browser.wait("document.querySelector('dialog[open] .error').textContent.includes('at most 60')")
+    seen.write("Requests per minute", "many")
+    seen.press("Create")
+    browser.wait("document.querySelector('dialog[open] .error').textContent === 'Requests per minute: expected a number.'")
+    seen.write("Requests per minute", "6")
     seen.press("Create")
     browser.wait(f"{FIRST_SECRET}?.startsWith('sk-')")
     secret = browser.evaluate(FIRST_SECRET)
     audit(browser)
     seen.press("Close")
     assert secret not in browser.evaluate("document.documentElement.outerHTML")
-    assert MARKUP in browser.text() and "You have one valid key." in browser.text() and "not yet" in browser.text()
+    assert (
+        MARKUP in browser.text()
+        and "You have one valid key." in browser.text()
+        and "6 requests per minute, 1,000 tokens per day" in browser.text()
+        and "not yet" in browser.text()
+    )
     audit(browser)
 
     seen.press(f"Rename {MARKUP}")
@@ -104,7 +124,9 @@ def test_the_life_of_a_key(seen: Seen) -> None:
     seen.press("Delete Laptop")
     seen.press("Delete")
     browser.wait("document.body.innerText.includes('You have no keys yet')")
-    assert [each for each in browser.complaints if "status of 401" not in each] == [], "only the first page has no key"
+    assert [each for each in browser.complaints if "status of 40" not in each] == [], (
+        "only the first page has no key, and one limit is refused"
+    )
     assert {each for each in browser.requests if not each.startswith(seen.gateway.url)} <= {"about:blank"}
 
 
