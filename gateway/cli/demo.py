@@ -12,8 +12,9 @@ import secrets
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 from typing import Any, TextIO
@@ -34,6 +35,13 @@ _BURST = 24
 """Requests of the traffic at the start, so that the pages have something to show."""
 _PAUSE = 12.0
 """Seconds between the later ones."""
+_STORED = {
+    "id": "trial",
+    "name": "To try: revoke, rotate or raise it",
+    "team": "support",
+    "limits": {"requests_per_minute": 5, "tokens_per_day": 20_000},
+}
+"""The key that is in the store, so that the console can change it."""
 _QUESTIONS = ("What is a queue?", "Write a title for a page about tea.", "How many days has a leap year?", "Name three rivers.")
 
 
@@ -50,8 +58,9 @@ def run(*, traffic: bool) -> int:
         file.write_text(yaml.safe_dump(configuration(secrets_of, data, admin), sort_keys=False))
         os.environ["XDG_STATE_HOME"] = folder  # so that the launched servers' logs are removed with the folder
         shown = _SHOWN.format(data=data, admin=admin, key=secrets_of["demo"], token=token, model=CHAT)
-        with _traffic(f"http://127.0.0.1:{data}", secrets_of) as start, _access_log_in(Path(folder) / "access.log") as terminal:
-            return serve(file, _DemoAnnouncer(shown, terminal, start if traffic else Event()))
+        client = _Client(data, admin, token, [*secrets_of.values()], traffic)
+        with client.running() as start, _access_log_in(Path(folder) / "access.log") as terminal:
+            return serve(file, _DemoAnnouncer(shown, terminal, start))
 
 
 def configuration(secrets_of: Mapping[str, str], data: int, admin: int) -> dict[str, Any]:
@@ -124,30 +133,50 @@ def _access_log_in(file: Path) -> Iterator[TextIO]:
             os.dup2(terminal.fileno(), output)
 
 
-@contextmanager
-def _traffic(url: str, secrets_of: Mapping[str, str]) -> Iterator[Event]:
-    """Send requests from the moment at which the event is set, until the end of the context."""
-    start, ended = Event(), Event()
-    thread = Thread(target=_send, args=(url, secrets_of, start, ended), name="demo traffic")
-    thread.start()
-    try:
-        yield start
-    finally:
-        ended.set()
-        start.set()
-        thread.join()
+@dataclass(frozen=True, slots=True)
+class _Client:
+    """Creates the key of the store, and sends requests if ``sends`` is true. ``secrets`` are the keys of the file."""
 
+    data: int
+    admin: int
+    token: str
+    secrets: Sequence[str]
+    sends: bool
 
-def _send(url: str, secrets_of: Mapping[str, str], start: Event, ended: Event) -> None:
-    start.wait()
-    with httpx2.Client(base_url=url, trust_env=False, timeout=10) as client:
+    @contextmanager
+    def running(self) -> Iterator[Event]:
+        """Run from the moment at which the event is set, until the end of the context."""
+        start, ended = Event(), Event()
+        thread = Thread(target=self._run, args=(start, ended), name="demo traffic")
+        thread.start()
+        try:
+            yield start
+        finally:
+            ended.set()
+            start.set()
+            thread.join()
+
+    def _run(self, start: Event, ended: Event) -> None:
+        start.wait()
+        with httpx2.Client(trust_env=False, timeout=10) as client, suppress(httpx2.HTTPError):  # the gateway may stop at any time
+            if not ended.is_set():
+                self._send(client, self._create_key(client), ended)
+
+    def _create_key(self, client: httpx2.Client) -> str:
+        headers = {"authorization": f"Bearer {self.token}"}
+        made = client.post(f"http://127.0.0.1:{self.admin}/admin/v1/keys", json=_STORED, headers=headers)
+        secret: str = made.raise_for_status().json()["secret"]
+        return secret
+
+    def _send(self, client: httpx2.Client, stored: str, ended: Event) -> None:
+        senders = [*self.secrets, *self.secrets, stored]
         for number in itertools.count():
-            if ended.wait(0.05 if number < _BURST else _PAUSE):
+            if not self.sends or ended.wait(0.05 if number < _BURST else _PAUSE):
                 return
             path, body = _request(number)
-            key = list(secrets_of.values())[number % len(secrets_of)]
-            with suppress(httpx2.HTTPError):  # the gateway may stop at any time
-                client.post(path, json=body, headers={"authorization": f"Bearer {key}", "user-agent": "demo-traffic"})
+            headers = {"authorization": f"Bearer {senders[number % len(senders)]}", "user-agent": "demo-traffic"}
+            with suppress(httpx2.HTTPError):
+                client.post(f"http://127.0.0.1:{self.data}{path}", json=body, headers=headers)
 
 
 def _request(number: int) -> tuple[str, dict[str, Any]]:

@@ -63,6 +63,11 @@ def test_the_demo_ends_with_three_lines_that_work_and_has_something_to_show() ->
         assert {one["holder"] for one in limits} == {"key demo", "team research"}
         wait_for(lambda: {("demo", CHAT), ("notebook", CHAT), ("assistant", EMBEDDING)} <= rows(admin, token, "key", "model").keys())
         assert rows(admin, token, "code").keys() <= {(None,), ("rate_limit_exceeded",)}
+        stored = httpx2.get(f"{admin}/admin/v1/keys", headers=of_operator, timeout=60).json()["keys"]
+        assert [(each["id"], each["team"]) for each in stored] == [("trial", "support")]
+        wait_for(lambda: ("trial",) in rows(admin, token, "key"))
+        revoke = f"{admin}/admin/v1/keys/trial/revoke"
+        assert httpx2.post(revoke, headers=of_operator | {"if-match": "*"}, timeout=60).json()["state"] == "revoked"
         for route in ("/admin/v1/keys", "/admin/v1/teams", "/admin/v1/requests", "/status", "/limits"):
             assert httpx2.get(f"{admin}{route}", headers=of_operator, timeout=60).status_code == 200, route
         assert httpx2.get(f"{admin}/usage", timeout=60).status_code == 401
