@@ -129,7 +129,7 @@ class AuditLog:
         self._wake.set()
 
     def verified(self, seconds: float) -> Verified:
-        """Verify the log for so many seconds at most. Raises TooLongError, OSError and DatabaseUnavailableError."""
+        """Verify the log, for ``seconds`` at most. Raises TooLongError, OSError and DatabaseUnavailableError."""
         return verify_log(self.where, [self._key], seconds=seconds)
 
     @property

@@ -26,7 +26,7 @@ _PAUSE_EVERY = 200  # lines, after which other threads may run
 
 
 class TooLongError(Exception):
-    """The time for a verification is over. ``entries`` were verified."""
+    """The time for a verification has expired. ``entries`` were verified."""
 
     def __init__(self, entries: int) -> None:
         super().__init__(entries)

@@ -29,9 +29,9 @@ const COLUMNS = [
 const WIDE = [10.5, 7.2, 6.3, 8.6, 5.9, 8.4, 7.5, 7.3];
 
 // The keys of the file are few, and searched here. The keys of the store come in pages, and the gateway searches them.
+const NO_STORE = "All keys are in gateway.yaml. To create, change and revoke keys on this page, add a store to gateway.yaml and restart:";
 let files = null,
-  hasStore = true,
-  searched = 0;
+  hasStore = true;
 async function fileKeys() {
   if (files === null) files = me.role === null ? [] : (await api("/keys")).keys.map((key) => ({ ...key, stored: false }));
   return files;
@@ -43,57 +43,24 @@ function matches(key) {
 }
 
 async function showKeys() {
-  const mine = ++searched,
-    source = $("source").value,
+  const source = $("source").value,
     filter = { search: $("search").value.trim(), team: $("team").value.trim() };
   history.replaceState(null, "", location.pathname + query({ ...filter, source }));
-  let cursor = hasStore && source !== "file" ? "" : null,
-    loading = false;
-  const table = longTable("Keys", COLUMNS, WIDE, () => load(next));
-  const count = () => {
-    const length = table.rows.length;
-    $("count").textContent =
-      length === 0 && cursor === null
-        ? filter.search || filter.team
-          ? "No key matches. Search by a part of its ID, its name or its team."
-          : "There are no keys yet."
-        : `${number(length)}${cursor === null ? "" : " or more"} ${length === 1 && cursor === null ? "key" : "keys"}`;
-    table.node.hidden = length === 0;
-  };
-  // A page of a search may be empty although more keys follow.
-  async function next() {
-    if (cursor === null || loading) return;
-    loading = true;
-    try {
-      let page;
-      do {
-        page = await api(`${KEYS}${query({ ...filter, limit: PAGE, cursor })}`);
-        cursor = page.next_cursor;
-      } while (cursor !== null && !page.keys.length && mine === searched);
-      if (mine !== searched) return;
-      add(page.keys.map((key) => ({ ...key, stored: true })));
+  const { table, isNewest, show } = pagedTable("Keys", COLUMNS, WIDE, {
+    first: hasStore && source !== "file" ? "" : null,
+    nouns: ["key", "keys"],
+    empty: () =>
+      filter.search || filter.team ? "No key matches. Search by a part of its ID, its name or its team." : "There are no keys yet.",
+    async fetchRows(cursor) {
+      const page = await storePage(`${KEYS}${query({ ...filter, limit: PAGE, cursor })}`, NO_STORE);
+      hasStore = page !== null;
+      if (!hasStore) return [[], null];
       if (page.last_use_unknown && page.keys.length) table.node.title = `The last use is unknown: ${page.last_use_unknown}`;
-    } catch (error) {
-      if (error.status !== 404) throw error;
-      hasStore = false;
-      cursor = null;
-      showNoStore("All keys are in gateway.yaml. To create, change and revoke keys on this page, add a store to gateway.yaml and restart:");
-    } finally {
-      loading = false;
-    }
-    if (mine === searched) count();
-  }
-  const add = (keys) => table.add(keys);
+      return [page.keys.map((key) => ({ ...key, stored: true })), page.next_cursor];
+    },
+  });
   const found = source === "store" ? [] : (await fileKeys()).filter(matches);
-  if (mine !== searched) return;
-  loading = true; // so that the first rows do not load a page yet
-  add(found);
-  loading = false;
-  await next();
-  if (mine !== searched) return;
-  $("keys").replaceChildren(table.node);
-  count();
-  table.add([]);
+  if (isNewest()) await show($("keys"), found);
 }
 
 async function showClosest() {

@@ -84,6 +84,59 @@ function showNoStore(text) {
   $("no-store").hidden = false;
   $("no-store").replaceChildren(el("p", {}, text), codeBlock("ledger: sqlite:///usage.db\nstore: ledger"));
 }
+// A long table of what a route lists in pages, and its count in words. `fetchRows(cursor)` returns rows and the next cursor, which is null
+// at the end. A page of a search may be empty although more follow. `nouns` are the names of one and of several rows, and `empty()` is said
+// without any. A later table replaces this one, and then nothing is shown any more.
+let newest = null;
+function pagedTable(label, columns, wide, { first = "", fetchRows, nouns, empty }) {
+  const table = longTable(label, columns, wide, () => load(next)),
+    isNewest = () => newest === table;
+  let cursor = first,
+    loading = false;
+  newest = table;
+  const count = () => {
+    const { length } = table.rows,
+      isOpen = cursor !== null;
+    table.node.hidden = !length;
+    $("count").textContent =
+      length || isOpen ? `${number(length)}${isOpen ? " or more" : ""} ${nouns[length === 1 && !isOpen ? 0 : 1]}` : empty();
+  };
+  async function next() {
+    if (cursor === null || loading) return;
+    loading = true;
+    try {
+      let rows;
+      do [rows, cursor] = await fetchRows(cursor);
+      while (cursor !== null && !rows.length && isNewest());
+      if (isNewest()) table.add(rows);
+    } finally {
+      loading = false;
+    }
+    if (isNewest()) count();
+  }
+  // Rows that are known before the first page do not load it.
+  const show = async (node, before = []) => {
+    loading = true;
+    table.add(before);
+    loading = false;
+    await next();
+    if (!isNewest()) return;
+    node.replaceChildren(table.node);
+    count();
+    table.add([]);
+  };
+  return { table, isNewest, show };
+}
+// Read a page of the store. Without a store, its list is empty, and `text` says how to add one.
+async function storePage(path, text) {
+  try {
+    return await api(path);
+  } catch (error) {
+    if (error.status !== 404) throw error;
+    showNoStore(text);
+    return null;
+  }
+}
 // Call `show` when the filters have not changed for `delay` milliseconds.
 function onFilter(delay, show) {
   let waiting = 0;

@@ -1,7 +1,6 @@
 const PEOPLE = "/admin/v1/people",
   PAGE = 200;
 const personName = (person) => person.name || person.subject;
-let searched = 0;
 
 function endSessions(person) {
   confirmAction({
@@ -55,35 +54,20 @@ const COLUMNS = [
 ];
 
 async function showPeople() {
-  const mine = ++searched,
-    subject = $("subject").value.trim();
+  const subject = $("subject").value.trim();
   history.replaceState(null, "", location.pathname + query({ subject }));
-  const table = longTable("People", COLUMNS, [17, 14, 7, 15, 9, 9], () => load(next));
-  let cursor = "",
-    loading = false;
-  async function next() {
-    if (cursor === null || loading) return;
-    loading = true;
-    try {
-      const page = await api(`${PEOPLE}${query({ subject, limit: PAGE, cursor })}`);
-      cursor = page.next_cursor;
-      if (mine === searched) table.add(page.people);
-    } finally {
-      loading = false;
-    }
-    if (mine !== searched) return;
-    const length = table.rows.length;
-    $("count").textContent = length
-      ? `${number(length)}${cursor === null ? "" : " or more"} ${length === 1 ? "person" : "people"}`
-      : subject
+  const { show } = pagedTable("People", COLUMNS, [17, 14, 7, 15, 9, 9], {
+    nouns: ["person", "people"],
+    empty: () =>
+      subject
         ? "No person has this subject."
-        : "No person has signed in yet. Create a sign-in link, or let people sign in with your identity provider.";
-    table.node.hidden = !length;
-  }
-  await next();
-  if (mine !== searched) return;
-  $("people").replaceChildren(table.node);
-  table.add([]);
+        : "No person has signed in yet. Create a sign-in link, or let people sign in with your identity provider.",
+    async fetchRows(cursor) {
+      const page = await api(`${PEOPLE}${query({ subject, limit: PAGE, cursor })}`);
+      return [page.people, page.next_cursor];
+    },
+  });
+  await show($("people"));
 }
 
 function createLink() {

@@ -26,7 +26,7 @@ function inPage(text, values, more = {}) {
 const OUTCOMES = [
   { filter: "errors", name: "Error", color: "failed", is: (one) => one.status >= 500 || ["upstream", "drain"].includes(one.incomplete) },
   { filter: null, name: "Lost", color: "failed", is: (one) => one.status === null },
-  { filter: null, name: "Client left", color: "stopped", is: (one) => one.status === 499 || one.incomplete !== null },
+  { filter: null, name: "Disconnected", color: "stopped", is: (one) => one.status === 499 || one.incomplete !== null },
   { filter: "rejected", name: "Rejected", color: "degraded", is: (one) => one.status >= 400 },
   { filter: null, name: "Succeeded", color: "up", is: () => true },
 ];

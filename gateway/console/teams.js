@@ -6,8 +6,7 @@ const policyText = (policy) =>
     ? `up to ${number(policy.max_keys)} keys for each person${policy.max_lifetime ? `, for at most ${policy.max_lifetime}` : ""}, models: ${(policy.models ?? ["*"]).join(", ")}`
     : "off";
 
-let closest = new Map(),
-  searched = 0;
+let closest = new Map();
 const COLUMNS = [
   { title: "Team", value: (team) => el("span", { title: team.id }, teamLink(team.id)) },
   { title: "Kept in", value: (team) => (team.stored ? "store" : "gateway.yaml") },
@@ -19,37 +18,18 @@ const COLUMNS = [
 
 const fileTeams = async () => (me.role === null ? [] : (await api("/teams")).teams);
 
+const NO_STORE = "All teams are in gateway.yaml. To create and change teams on this page, add a store to gateway.yaml and restart:";
 async function showTeams() {
-  const mine = ++searched,
-    search = $("search").value.trim();
+  const search = $("search").value.trim();
   history.replaceState(null, "", location.pathname + query({ search }));
-  const table = longTable("Teams", COLUMNS, [10.6, 8.7, 4.2, 14.6, 12.4, 12], () => load(next));
-  let cursor = "",
-    loading = true;
-  const count = () => {
-    $("count").textContent = table.rows.length
-      ? `${number(table.rows.length)}${cursor === null ? "" : " or more"} ${table.rows.length === 1 ? "team" : "teams"}`
-      : search
-        ? "No team matches."
-        : "There are no teams yet. The keys of a team share its limits.";
-    table.node.hidden = !table.rows.length;
-  };
-  async function next() {
-    if (cursor === null || loading) return;
-    loading = true;
-    try {
-      const page = await api(`${TEAMS}${query({ search, limit: PAGE, cursor })}`);
-      cursor = page.next_cursor;
-      if (mine === searched) table.add(page.teams.map((team) => ({ ...team, stored: true })));
-    } catch (error) {
-      if (error.status !== 404) throw error;
-      cursor = null;
-      showNoStore("All teams are in gateway.yaml. To create and change teams on this page, add a store to gateway.yaml and restart:");
-    } finally {
-      loading = false;
-    }
-    if (mine === searched) count();
-  }
+  const { isNewest, show } = pagedTable("Teams", COLUMNS, [10.6, 8.7, 4.2, 14.6, 12.4, 12], {
+    nouns: ["team", "teams"],
+    empty: () => (search ? "No team matches." : "There are no teams yet. The keys of a team share its limits."),
+    async fetchRows(cursor) {
+      const page = await storePage(`${TEAMS}${query({ search, limit: PAGE, cursor })}`, NO_STORE);
+      return page === null ? [[], null] : [page.teams.map((team) => ({ ...team, stored: true })), page.next_cursor];
+    },
+  });
   if (me.role !== null) {
     const { limits } = await api("/limits?closest=999");
     closest = new Map();
@@ -58,14 +38,12 @@ async function showTeams() {
       if (id && !closest.has(id)) closest.set(id, limit);
     }
   }
-  loading = false;
-  await next();
-  const files = (await fileTeams()).filter(({ id }) => id.toLowerCase().includes(search.toLowerCase()));
-  if (mine !== searched) return;
-  table.add(files.map((team) => ({ ...team, stored: false })));
-  $("teams").replaceChildren(table.node);
-  count();
-  table.add([]);
+  const found = (await fileTeams()).filter(({ id }) => id.toLowerCase().includes(search.toLowerCase()));
+  if (isNewest())
+    await show(
+      $("teams"),
+      found.map((team) => ({ ...team, stored: false })),
+    );
 }
 
 async function readTeam(id) {

@@ -87,8 +87,8 @@ def test_the_counts_of_the_overview_open_the_requests_that_they_count(seen: Seen
         seen.wait(f"document.getElementById('outcomes').textContent.includes({text!r})")
         seen.browser.evaluate(f"document.querySelector('#outcomes a[href*={status}]').click()")
         seen.wait(f"document.querySelectorAll('#requests tbody tr').length === {listed[status]}")
-        words = seen.browser.evaluate("[...document.querySelectorAll('#requests .state')].map((one) => one.textContent)")
-        assert {*words} == {"errors": {"Error"}, "rejected": {"Rejected"}}[status]
+        marks = seen.browser.evaluate("[...document.querySelectorAll('#requests .state')].map((one) => one.textContent)")
+        assert {*marks} == {"errors": {"Error"}, "rejected": {"Rejected"}}[status]
 
 
 def test_a_stream_has_a_time_line_with_words(seen: Seen) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -72,6 +72,12 @@ class Shown:
 
     async def keys(self) -> dict[str, Any]:
         return {}
+
+    def teams(self) -> dict[str, Any]:
+        return {}
+
+    def keys_of_teams(self, teams: Iterable[str]) -> dict[str, int]:
+        return dict.fromkeys(teams, 0)
 
     async def last_use(self, keys: Sequence[str]) -> LastUse:
         return LastUse()
