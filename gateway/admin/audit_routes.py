@@ -48,13 +48,13 @@ def handlers(log: AuditLog | None, seconds: float = 30.0) -> dict[str, Handler]:
     async def verification(_: Request) -> Response:
         if log is None:
             return error_response(_NO_AUDIT, 404)
-        from gateway.audit.verification import TooLongError
+        from gateway.audit.verification import TooLongError, verify_log
 
         if verifying.locked():
             return error_response("the log is being verified for another client; try again later", 503)
         async with verifying:
             try:
-                found = await asyncio.to_thread(log.verified, seconds)
+                found = await asyncio.to_thread(verify_log, log.where, [log.key], seconds=seconds)
             except TooLongError as error:
                 text = f"the first {error.entries:,} entries are intact, and verifying the others takes too long here"
                 return error_response(f"{text}; run `vllm-gateway audit verify`", 503)

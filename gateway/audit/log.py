@@ -25,7 +25,6 @@ from gateway.access.actor import Actor
 from gateway.audit.chain import Line, read_line
 from gateway.audit.entry import AuditUnavailableError, Entry
 from gateway.audit.journal import Journal, journal
-from gateway.audit.verification import Verified, verify_log
 from gateway.ledger.errors import DatabaseUnavailableError
 from gateway.telemetry.dependencies import Observation
 from gateway.telemetry.metrics import Series
@@ -60,13 +59,13 @@ class Where:
 class AuditLog:
     """Implements ``Audit``, at ``where``.
 
-    ``output`` is the descriptor that gets the lines too, None for none. The counts are since control started.
+    ``key`` is that of the HMACs. ``output`` is the descriptor that gets the lines too, None for none. The counts are since control started.
     """
 
     def __init__(self, opened: Journal, key: bytes, where: Where, output: int | None) -> None:
         self.where = where
         self._journal = opened
-        self._key = key
+        self.key = key
         self._table = table = where.table
         self._printer = None if output is None else _Printer(output)
         self._lock = threading.Lock()
@@ -128,10 +127,6 @@ class AuditLog:
             self._unreported += 1
         self._wake.set()
 
-    def verified(self, seconds: float) -> Verified:
-        """Verify the log, for ``seconds`` at most. Raises TooLongError, OSError and DatabaseUnavailableError."""
-        return verify_log(self.where, [self._key], seconds=seconds)
-
     @property
     def recorded(self) -> int:
         """The number of entries since control started."""
@@ -180,7 +175,7 @@ class AuditLog:
         checkpoint = self._journal.checkpoint
         if checkpoint != self._logged_checkpoint:
             self._logged_checkpoint = checkpoint
-            _log.info("%s", checkpoint.signed(self._key))
+            _log.info("%s", checkpoint.signed(self.key))
 
     def _report_suppressed(self) -> None:
         with self._lock:
