@@ -33,6 +33,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("GET", "/"): OPEN,
     ("GET", "/console"): OPEN,
     ("GET", "/console/{page}"): OPEN,
+    ("GET", "/console/docs/{document:path}"): OPEN,
     ("GET", "/admin/v1/me"): VIEW_TEAM,
     ("GET", "/admin/v1/overview"): VIEW,
     ("GET", "/admin/v1/overview/events"): VIEW,

@@ -8,6 +8,7 @@ socket identifies the client; here its role is checked.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
@@ -44,7 +45,7 @@ from gateway.admin.status_view import status_view
 from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, AuditUnavailableError
 from gateway.config.problems import did_you_mean
-from gateway.console import pages
+from gateway.console import documents, pages
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS, Operations, RefusedOperation
 from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError, MonthError
@@ -286,12 +287,16 @@ def _pages(*, signs_in: bool) -> dict[str, Handler]:
         path = request.url.path
         return pages.page(path, signs_in=signs_in) if path in pages.PAGES else _error("the console has no such page", 404)
 
+    async def document(request: Request) -> Response:
+        found = await asyncio.to_thread(documents.page, request.path_params["document"], signs_in=signs_in)
+        return found or _error("this version has no such document", 404)
+
     async def me(request: Request) -> Response:
         actor: Actor = request.state.requester.actor
         shown = {"kind": actor.kind, "name": actor.name, "role": actor.role, "teams": sorted(actor.teams)}
         return json_response(shown)
 
-    return {"/": index, "/console": page, "/console/{page}": page, "/admin/v1/me": me}
+    return {"/": index, "/console": page, "/console/{page}": page, documents.PREFIX + "{document:path}": document, "/admin/v1/me": me}
 
 
 def _encoder(accept: str) -> tuple[Callable[[CollectorRegistry], bytes], str]:

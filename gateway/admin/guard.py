@@ -25,7 +25,7 @@ from gateway.access.tokens import Token, digest_of, presented_token
 from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, refused_request
 from gateway.config.models import Admin
-from gateway.console import pages
+from gateway.console import documents, pages
 from gateway.sign_in.browser import is_for, is_from_this_origin
 from gateway.system.addresses import is_loopback, parsed_address
 
@@ -104,7 +104,8 @@ class Guard:
     def _refusal(self, scope: Scope, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
         if scope["method"] not in READING:
             return self._refusal_to_act(headers, actor)
-        return None if scope["path"] in OPEN_PATHS else self._refusal_to_show(headers, actor)
+        is_open = scope["path"] in OPEN_PATHS or scope["path"].startswith(documents.PREFIX)
+        return None if is_open else self._refusal_to_show(headers, actor)
 
     def _refusal_to_act(self, headers: Mapping[bytes, bytes], actor: Actor | None) -> _Refusal | None:
         if actor is _LOOPBACK:

@@ -97,6 +97,7 @@ ROUTES_OF_GATEWAY = (
         "/console", "The first page of the console. A page contains no data: its script uses these routes.", {200: "a page"}, (HTML,)
     ),
     Described("/console/{page}", "Another page of the console.", {200: "a page", 404: "no such page"}, (HTML,)),
+    Described("/console/docs/{document:path}", "A document of this version.", {200: "a page", 404: "no such document"}, (HTML,)),
     Described(
         "/admin/v1/me",
         "The client as the gateway has identified it: `kind`, `name`, its `role` on the gateway, and the `teams` that it owns.",

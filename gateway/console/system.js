@@ -81,6 +81,7 @@ async function show() {
       ["Python", python],
       ["Started", el("span", {}, when(overview.started), ` (${duration(overview.time - overview.started)} ago)`)],
       ["License", "Apache-2.0"],
+      ["Documents", el("a", { href: "/console/docs/" }, "Documents of this version")],
     ].flatMap(([title, value]) => [el("dt", {}, title), el("dd", {}, value)]),
   );
   $("docs").hidden = sessionStorage.getItem(KEY) !== null; // a tab with a token cannot send it in a header

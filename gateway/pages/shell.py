@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.responses import HTMLResponse
 
@@ -25,12 +26,13 @@ class Page:
     files: tuple[str, ...] = ()
 
 
-def shell(area: str, pages: Mapping[str, Page], path: str, *, signs_in: bool) -> HTMLResponse:
+def shell(area: str, pages: Mapping[str, Page], path: str, *, signs_in: bool, page: Page | None = None, **values: Any) -> HTMLResponse:
     """Return the page of a path. ``pages`` are those of the area by path, in the order of the navigation; the first one is its start.
 
-    Templates, styles and scripts of the area are in the package of its name. ``signs_in``: whether people can sign in.
+    Templates, styles and scripts of the area are in the package of its name. ``signs_in``: whether people can sign in. ``page`` is a page
+    that the navigation does not list, with the ``values`` of its template.
     """
-    shown = pages[path]
+    shown = page or pages[path]
     return render(
         f"{area}/{shown.name}.html",
         "pages/components.css",
@@ -46,4 +48,5 @@ def shell(area: str, pages: Mapping[str, Page], path: str, *, signs_in: bool) ->
         path=path,
         page_title=shown.title,
         signs_in=signs_in,
+        **values,
     )

@@ -39,6 +39,7 @@ PATHS = {
     "/admin/v1/months/{month}": "/admin/v1/months/2026-01",
     "/admin/v1/months/{month}/close": "/admin/v1/months/2026-01/close",
     "/console/{page}": "/console/keys",
+    "/console/docs/{document:path}": "/console/docs/",
     "/admin/v1/sign-in-links": "/admin/v1/sign-in-links?user=mallory&role=admin",
 }
 """The paths of routes with parameters. Targets are of the team ``ops``."""

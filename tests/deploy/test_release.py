@@ -48,10 +48,13 @@ def unpacked(release: Release, tmp_path_factory: pytest.TempPathFactory) -> Path
 # Contents
 
 
-def test_the_wheel_has_every_file_of_both_packages(release: Release, tracked: dict[str, bytes]) -> None:
+def test_the_wheel_has_every_file_of_both_packages_and_the_documents_that_users_need(release: Release, tracked: dict[str, bytes]) -> None:
     with zipfile.ZipFile(release[0]) as wheel:
         found = {name: wheel.read(name) for name in wheel.namelist() if ".dist-info/" not in name}
-    assert found == {name: data for name, data in tracked.items() if name.startswith(("gateway/", "upstream/"))}
+    expected = {name: data for name, data in tracked.items() if name.startswith(("gateway/", "upstream/"))}
+    shipped = {name: data for name, data in tracked.items() if re.fullmatch(r"docs/.*\.(md|png|svg)", name)}
+    left_out = {f"docs/{name}.md" for name in ("design", "development", "fuzzing", "mutants", "release", "testing")}
+    assert found == expected | {f"gateway/{name}": data for name, data in shipped.items() if name not in left_out}
 
 
 def test_the_source_distribution_has_the_whole_tree(unpacked: Path, tracked: dict[str, bytes]) -> None:

@@ -1,0 +1,1 @@
+for (const block of document.querySelectorAll(".document pre")) block.replaceWith(codeBlock(block.textContent));
