@@ -76,6 +76,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("GET", "/admin/v1/models"): VIEW,
     ("GET", "/admin/v1/requests"): VIEW,
     ("GET", "/admin/v1/requests/{id}"): VIEW,
+    ("GET", "/admin/v1/requests/{id}/record"): ADMINISTER,
     ("GET", "/admin/v1/months"): VIEW,
     ("GET", "/admin/v1/months/{month}"): VIEW,
     ("POST", "/admin/v1/months/{month}/close"): ADMINISTER,

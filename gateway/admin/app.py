@@ -49,6 +49,7 @@ from gateway.console import documents, pages
 from gateway.fleet.operations import OPERATIONS, SERVER_OPERATIONS, Operations, RefusedOperation
 from gateway.key_management.key_list import LastUse
 from gateway.ledger.errors import DatabaseUnavailableError, MonthError
+from gateway.recording.reading import NoRecordError, RecordError
 from gateway.telemetry.metrics import PREFIX, Family, Series, by_family
 from gateway.usage.errors import QueryError
 
@@ -88,6 +89,9 @@ class Overview(Protocol):
 
     async def request(self, identity: str) -> dict[str, Any] | None:
         """Return what happened to a request, empty for an unknown one, None without a ledger. Raises DatabaseUnavailableError."""
+
+    async def record(self, identity: str) -> dict[str, Any] | None:
+        """Return the record of a request, None if requests are not recorded. Raises RecordError."""
 
     def months(self) -> month_routes.Months | None:
         """Return what reads and closes months, None without a ledger."""
@@ -175,6 +179,7 @@ def application(
     of_console = overview_routes.handlers(live) | configuration_routes.handlers(files) | notice_routes.handlers(notices, audited)
     handlers = _handlers(overview) | _pages(signs_in=sign_in is not None) | links | of_console
     handlers |= _operation_handlers(overview, operations, audited)
+    handlers |= _record_handlers(overview, audited)
     handlers |= audit_routes.handlers(audit_log)
     handlers |= month_routes.handlers(overview.months, audited)
     by_method = key_routes.handlers(store, overview, audited, raises) | people_routes.handlers(sign_in)
@@ -195,6 +200,8 @@ _ERRORS: Mapping[type[Exception], tuple[int, str]] = {
     MonthError: (409, "{}"),
     RefusedOperation: (409, "{}"),
     AuditUnavailableError: (503, "the operation was performed, but the audit log cannot be written: {}"),
+    NoRecordError: (404, "{}"),
+    RecordError: (503, "{}"),
     DatabaseUnavailableError: (503, "the ledger's database does not respond: {}"),
 }
 """The errors that handlers raise, each with the status and the text of its response."""
@@ -277,6 +284,18 @@ def _ledger_handlers(overview: Overview) -> dict[str, Handler]:
         return shown(found)
 
     return {"/usage": usage, "/admin/v1/requests": requests, "/admin/v1/requests/{id}": one_request}
+
+
+def _record_handlers(overview: Overview, audited: AuditedHandlers) -> dict[str, Handler]:
+    async def record(request: Request) -> Response:
+        identity = request.path_params["id"]
+        found = await overview.record(identity)
+        if found is None:
+            raise RefusedRequest(404, "requests are not recorded; add `record` to the configuration")
+        await audited.note(request, "record.view", identity, None, None)
+        return json_response(found)
+
+    return {f"{month_routes.REQUESTS}/{{id}}/record": audited.recorded(record)}
 
 
 def _pages(*, signs_in: bool) -> dict[str, Handler]:

@@ -176,6 +176,11 @@ ROUTES_OF_GATEWAY = (
         {200: "the request", 400: "invalid ID", 404: "no such request, or no ledger is configured", 503: _NO_LEDGER_DATABASE},
     ),
     Described(
+        f"{month_routes.REQUESTS}/{{id}}/record",
+        "The record of a request with its decrypted bodies, at most 8 MiB. Each use is recorded in the audit log.",
+        {200: "the record", 404: "no such record", 503: "the record or the audit log cannot be used"},
+    ),
+    Described(
         month_routes.MONTHS,
         "The closed months, each with the time at which it was closed and the hash of its report.",
         {200: "the months", 404: "no ledger is configured", 503: "the ledger's database does not respond"},

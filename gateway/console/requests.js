@@ -173,6 +173,53 @@ function requestFacts(one) {
     ["Field", one.param],
   ]);
 }
+// A body of a record: JSON with line breaks, other text as it is. A long one is cut, because the browser must stay responsive.
+const MOST = 200000;
+function recordedText({ text, base64 }) {
+  if (text === undefined) return `base64: ${base64}`;
+  try {
+    return JSON.stringify(JSON.parse(text), null, 2);
+  } catch {
+    return text;
+  }
+}
+function recordedBody(title, text) {
+  const rest = text.length > MOST ? el("p", { className: "quiet" }, `Cut after ${number(MOST)} of ${number(text.length)} characters.`) : "";
+  return [el("h3", {}, title), codeBlock(text.slice(0, MOST)), rest];
+}
+function recordedParts(record) {
+  const { events } = record.response,
+    received = events ? events.map((each) => `+${milliseconds(1000 * each.at)}  ${recordedText(each).trim()}`).join("\n") : null;
+  return [
+    ...recordedBody("Request", recordedText(record.request)),
+    ...(record.sent ? recordedBody("Request as the server got it", recordedText(record.sent)) : []),
+    ...recordedBody(events ? "Response, each event with its time" : "Response", received ?? recordedText(record.response)),
+    record.redacted ? el("p", { className: "quiet" }, "Fields of record.redact were removed before the record was stored.") : "",
+  ];
+}
+function recorded(one) {
+  const error = el("p", { className: "error", role: "alert" }),
+    button = el("button", { type: "button", id: "show-record" }, "Show the recorded request and response"),
+    box = el(
+      "div",
+      {},
+      button,
+      el("p", { className: "quiet" }, "They contain what people wrote. The audit log records that you view them."),
+      error,
+    );
+  button.addEventListener("click", () =>
+    load(async () => {
+      error.textContent = "";
+      try {
+        box.replaceChildren(...recordedParts(await api(`${REQUESTS}/${encodeURIComponent(one.id)}/record`)));
+      } catch (problem) {
+        if (!(problem instanceof ApiError) || problem.status === 401) throw problem;
+        error.textContent = `${capital(problem.message)}.`;
+      }
+    }),
+  );
+  return box;
+}
 function commands(one, records) {
   const shown = [["Show this request", `vllm-gateway requests ${shellText(one.id)}`]],
     { filter } = outcomeOf(one);
@@ -183,8 +230,8 @@ function commands(one, records) {
       ["Send it again to another model", `vllm-gateway replay ${shellText(one.id)} --model OTHER`],
     );
   const note = records
-    ? "Bodies are encrypted, so only a command on the gateway's machine can show them. Requests outside of the recorded share have no bodies."
-    : "Bodies are not recorded. With record in gateway.yaml, commands show them and send a request again to another model.";
+    ? "Only admins see recorded bodies. Requests outside of the recorded share have none."
+    : "Bodies are not recorded. With record in gateway.yaml, admins see them here, and a command sends a request again to another model.";
   return [...shown.flatMap(([title, text]) => [el("h3", {}, title), codeBlock(text)]), el("p", { className: "quiet" }, note)];
 }
 async function showRequest(identity) {
@@ -226,7 +273,8 @@ async function showRequest(identity) {
       el("section", {}, el("h3", {}, "Request"), el("dl", { className: "facts" }, ...requestFacts(one))),
     ),
     el("p", { className: "row" }, ...likes.map(([text, values]) => inPage(text, values, { className: "button" }))),
-    el("details", {}, el("summary", {}, "Commands and bodies"), ...commands(one, records)),
+    records && may("admin") ? el("section", {}, el("h3", {}, "Bodies"), recorded(one)) : "",
+    el("details", {}, el("summary", {}, "Commands"), ...commands(one, records)),
   );
 }
 

@@ -21,9 +21,11 @@ from gateway.control.limit_report import closest_limits, limit_report
 from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, model_of_launched
 from gateway.fleet.fleet import ModelStatus
 from gateway.fleet.observed_servers import ObservedServers, health_check_targets, models_served, ready_servers, wrong_models
+from gateway.fleet.snapshot_builder import recording
 from gateway.key_management.key_list import LastUse, expiry, list_keys, token_entries
 from gateway.limits.windows import BudgetState
 from gateway.monitoring.discovery import discovered_models
+from gateway.recording.reading import read_record
 from gateway.snapshot.snapshot import Key
 from gateway.store.documents import team_settings
 from gateway.system.core import core
@@ -152,6 +154,11 @@ class GatewayReport:
             return None
         found = await self._reader.request(identity, self._ledger.rejections)
         return {} if found is None else found | {"records": self._control.config.record is not None}
+
+    async def record(self, identity: str) -> dict[str, Any] | None:
+        """Return the record of a request, None if requests are not recorded. Raises RecordError."""
+        settings = self._control.config.record
+        return None if settings is None else await asyncio.to_thread(read_record, recording(settings), identity)
 
     def months(self) -> UsageReader | None:
         """Return what reads and closes months, None without a ledger."""

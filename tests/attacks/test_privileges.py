@@ -36,6 +36,7 @@ PATHS = {
     "/admin/v1/teams/{id:path}/raises": "/admin/v1/teams/ops/raises",
     "/admin/v1/people/{id}/sessions": "/admin/v1/people/x/sessions",
     "/admin/v1/requests/{id}": "/admin/v1/requests/req_x",
+    "/admin/v1/requests/{id}/record": "/admin/v1/requests/req_x/record",
     "/admin/v1/months/{month}": "/admin/v1/months/2026-01",
     "/admin/v1/months/{month}/close": "/admin/v1/months/2026-01/close",
     "/console/{page}": "/console/keys",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 
 import httpx2
@@ -13,7 +14,7 @@ from tests.support.chromium import chromium
 from tests.support.process import configuration, gateway, launched, wait_for
 from tests.support.running import KEY
 
-VIEWER, LIMITED = "token-of-a-viewer", keys.mint("limited")
+VIEWER, ADMIN, LIMITED = "token-of-a-viewer", "token-of-an-admin", keys.mint("limited")
 HOSTILE = "<img/src=x/onerror=document.title='owned'>"
 PAGE, REQUESTS = "/console/requests", "/admin/v1/requests"
 
@@ -22,9 +23,14 @@ PAGE, REQUESTS = "/console/requests", "/admin/v1/requests"
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     folder = tmp_path_factory.mktemp("gateway")
     far = {"id": "far", "servers": [{"url": "http://127.0.0.1:9"}]}
-    tokens = [{"name": "v", "hash": keys.hash_of(VIEWER), "role": "viewer"}]
+    tokens = [{"name": role, "hash": keys.hash_of(token), "role": role} for role, token in (("viewer", VIEWER), ("admin", ADMIN))]
     config = configuration(launched(), far, admin={"port": 0, "tokens": tokens})
-    config |= {"ledger": {"url": f"sqlite:///{folder / 'usage.db'}", "user": True}, "record": {"store": "records", "keys": ["team-a"]}}
+    (folder / "record.key").write_text(base64.b64encode(bytes(32)).decode())
+    (folder / "audit.secret").write_text("a secret of the audit log, 32 bytes")
+    for name in ("record.key", "audit.secret"):
+        (folder / name).chmod(0o600)
+    config |= {"ledger": {"url": f"sqlite:///{folder / 'usage.db'}", "user": True}, "audit": {"secret": {"file": "audit.secret"}}}
+    config |= {"record": {"store": "records", "keys": ["team-a"], "share": "100%", "key": {"file": "record.key"}}}
     config["keys"][0]["team"] = "lab"
     config["keys"].append({"id": "limited", "hash": keys.hash_of(LIMITED), "limits": {"requests_per_minute": 1}})
     config["teams"] = [{"id": "lab"}]
@@ -50,13 +56,13 @@ def sent(seen: Seen, key: str = KEY, **body: object) -> str:
     return identity
 
 
-def get(seen: Seen, path: str) -> httpx2.Response:
-    return httpx2.get(seen.url + path, headers={"authorization": f"Bearer {VIEWER}"}, timeout=30)
+def get(seen: Seen, path: str, token: str = VIEWER) -> httpx2.Response:
+    return httpx2.get(seen.url + path, headers={"authorization": f"Bearer {token}"}, timeout=30)
 
 
-def shown(seen: Seen, identity: str) -> str:
+def shown(seen: Seen, identity: str, token: str = VIEWER) -> str:
     """Open a request, and return its text."""
-    seen.open(f"{PAGE}?id={identity}", VIEWER)
+    seen.open(f"{PAGE}?id={identity}", token)
     seen.wait("document.querySelector('.happened')")
     return str(seen.browser.evaluate("document.getElementById('request').innerText"))
 
@@ -166,3 +172,28 @@ def test_without_a_ledger_the_page_says_how_to_configure_one(seen: Seen, tmp_pat
         assert other.gateway.get("/admin/v1/requests/req_x").status_code == 404
         other.open(PAGE, "any")
         other.wait("document.querySelector('#requests pre')?.textContent.includes('ledger: sqlite:')")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_admin_sees_what_was_recorded_and_the_audit_log_says_so(seen: Seen, stream: bool) -> None:
+    identity = sent(seen, messages=[{"role": "user", "content": HOSTILE}], stream=stream)
+    record = f"/admin/v1/requests/{identity}/record"
+    wait_for(lambda: get(seen, record, ADMIN).status_code == 200, why=lambda: get(seen, record, ADMIN).text)
+    assert b"Hello" not in b"".join(file.read_bytes() for file in (seen.gateway.folder / "records").rglob("*.enc"))
+    assert "Show the recorded" not in shown(seen, identity) and get(seen, record).status_code == 403
+    assert "The audit log records that you view them." in shown(seen, identity, ADMIN)
+    seen.browser.evaluate("document.getElementById('show-record').click()")
+    seen.wait("!document.getElementById('show-record')")
+    text = seen.browser.evaluate("[...document.querySelectorAll('#request pre')].map((one) => one.textContent).join('\\n')")
+    assert f'"content": "{HOSTILE}"' in text and ("data: [DONE]" in text if stream else '"finish_reason"' in text)
+    assert seen.browser.evaluate("document.querySelectorAll('main img').length") == 0
+    entries = get(seen, f"/admin/v1/audit?action=record.view&target={identity}", ADMIN).json()["entries"]
+    assert len(entries) >= 2 and entries[0]["actor"] == "token admin"
+
+
+def test_a_request_without_a_record_says_so(seen: Seen) -> None:
+    identity = sent(seen, LIMITED)
+    shown(seen, identity, ADMIN)
+    seen.browser.evaluate("document.getElementById('show-record').click()")
+    seen.wait(f"document.body.innerText.includes('There is no record of {identity}: the request was not recorded')")
+    assert get(seen, "/admin/v1/requests/x/record", ADMIN).json()["error"].startswith("expected the ID of a request")
