@@ -397,28 +397,46 @@ function confirmAction({ title, words, button, danger = false, command = null, f
 const field = (label, input, help = "") =>
   el("label", { className: "field" }, el("span", {}, label), input, help ? el("small", { className: "quiet" }, help) : null);
 
-// Show each event of a stream of the gateway. A stream that ends is requested again. While `paused()` is true, events are not shown.
+// Show each event of a stream of the gateway. A stream that ends, or is silent because the network is lost, is requested again. While
+// `paused()` is true, events are not shown.
+const MOST_SILENT = 30000;
 async function follow(path, show, paused = () => false) {
   for (;;) {
+    const connection = new AbortController();
+    let silence = 0;
+    const listen = () => {
+      clearTimeout(silence);
+      silence = setTimeout(() => connection.abort(), MOST_SILENT);
+    };
     try {
-      const response = await checked(await request(path, { headers: { accept: "text/event-stream" } }));
+      listen();
+      const response = await checked(await request(path, { headers: { accept: "text/event-stream" }, signal: connection.signal }));
       found();
-      for await (const event of events(response)) if (!paused()) show(event);
+      for await (const event of events(response)) {
+        listen();
+        if (!paused()) show(event);
+      }
     } catch (error) {
       if (error instanceof ApiError && error.status === 401) return enter(error.message);
       if (error instanceof ApiError) $("lost").textContent = error.message;
       else $("lost").textContent = "The gateway does not respond. This page tries again by itself.";
       $("lost").hidden = false;
+    } finally {
+      clearTimeout(silence);
     }
     await new Promise((done) => setTimeout(done, 2000));
   }
 }
-// Call `show` now and every `seconds`, while the page is visible and open. The page recovers by itself.
+// Call `show` now and every `seconds`, while the page is visible and open. The page recovers by itself. A later call replaces this one: a page
+// that was entered again must not refresh twice.
+let refreshing = null;
 function refresh(seconds, show) {
   const again = async () => {
+    if (refreshing !== again) return;
     if (!document.hidden && !$("page").hidden) await load(show);
     setTimeout(again, 1000 * seconds);
   };
+  refreshing = again;
   setTimeout(again, 1000 * seconds);
   return show();
 }

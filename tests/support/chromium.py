@@ -95,6 +95,18 @@ class Chromium:
         """Switch to a color scheme."""
         self._do(lambda: self._page.emulate_media(color_scheme=scheme))
 
+    def disconnect(self, *, is_offline: bool) -> None:
+        """Take the network away from the page, or give it back."""
+        self._do(lambda: self._page.context.set_offline(is_offline))
+
+    def control_clock(self) -> None:
+        """Install the clock that ``forward`` moves, for all later pages."""
+        self._do(self._page.clock.install)
+
+    def forward(self, seconds: int) -> None:
+        """Let time pass in the page, as if its computer had slept."""
+        self._do(lambda: self._page.clock.fast_forward(1000 * seconds))
+
     def screenshot(self, file: Path) -> None:
         """Write an image of the whole page as PNG."""
         self._do(lambda: self._page.screenshot(path=file, full_page=True))

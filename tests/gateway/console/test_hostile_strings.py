@@ -168,7 +168,7 @@ def test_the_portal_shows_them_as_text(seen: Console) -> None:
     seen.browser.evaluate(f"document.getElementById('prompt').value = {json.dumps(chr(10).join(STRINGS))}")
     seen.browser.evaluate("document.getElementById('composer').requestSubmit()")
     seen.wait("document.querySelector('.figures') && document.getElementById('send').textContent === 'Send'")
-    answered = "document.querySelector('.answer').textContent"
-    lost = f"{json.dumps(STRINGS)}.filter((each) => !{answered}.includes(each))"
+    reply = "document.querySelector('.answer').textContent"
+    lost = f"{json.dumps(STRINGS)}.filter((each) => !{reply}.includes(each))"
     assert seen.browser.evaluate(lost) == []
     check_text(seen, STRINGS)
