@@ -147,7 +147,7 @@ async def controlled(
     resolve: Resolve = system_resolver,
     **server: Any,
 ) -> AsyncIterator[Controlled]:
-    """Run a configuration; no process is left at the end. ``keys``: further ones. ``cluster`` and ``resolve`` are used to discover servers."""
+    """Run a configuration; no process is left at the end. ``keys``: further ones. ``cluster`` and ``resolve``: to discover servers."""
     file = folder / "gateway.yaml"
     document = configuration(*models, **server) | {"groups": list(groups)}
     document["keys"] += keys

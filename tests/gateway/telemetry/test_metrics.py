@@ -67,6 +67,9 @@ class Shown:
     async def usage(self, parameters: Mapping[str, str]) -> dict[str, Any] | None:
         return None
 
+    async def record(self, identity: str) -> dict[str, Any] | None:
+        return None
+
     async def limits(self, query: Mapping[str, str]) -> dict[str, Any]:
         return {}
 
