@@ -171,7 +171,12 @@ LIMITS = {
             *_LIMITS,
             *_SESSIONS,
             *_SETTLED_IN_STORE,
-            *_some(_STORE, "test_a_store_that_stops_and_starts_again", "test_an_exhausted_limit_refuses_before_the_body"),
+            *_some(
+                _STORE,
+                "test_a_store_that_stops_and_starts_again",
+                "test_an_exhausted_limit_refuses_before_the_body",
+                "test_limits_of_a_model_are_shown_from_memory_without_the_store",
+            ),
         ),
         (
             "Reservation.reserve_request",
@@ -210,6 +215,8 @@ _SCRIPTS = (
         "test_counts_are_stored_for_longer_than_their_window",
         "test_a_rolling_window_without_use_needs_no_time",
         "test_slots_of_a_gateway_that_has_died_are_released_for_each_holder",
+        "test_the_end_of_a_period_of_the_store",
+        "test_a_store_that_rejects_writes_of_hashes_is_not_opened",
         "test_a_slot_is_held_until_its_request_is_settled_or_its_lease_ends",
         "test_counts_of_rates_are_stored_until_they_are_full",
         "test_a_week_begins_on_monday",

@@ -275,11 +275,6 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "redis.call('EXPIRE', KEYS[2 * i], math.ceil(lease_seconds) + 1)",
                 "redis.call('EXPIRE', KEYS[2 * i], math.ceil(lease_seconds) + 2)",
             ): "Only when a set without leases is freed.",
-            (
-                "",
-                "append(reply, math.ceil(math.max(holders[i].r - now, 0) * 1000), math.ceil(math.max(holders[i].t - now, 0) * 1000))",
-                "append(reply, math.floor(math.max(holders[i].r - now, 0) * 1000), math.ceil(math.max(holders[i].t - now, 0) * 1000))",
-            ): "A rounding error of a millisecond, in a time that is shown in seconds.",
         },
         "gateway/limits/redis/common.lua": {
             (
@@ -297,11 +292,6 @@ EQUIVALENT: Mapping[str, Mapping[Change, str]] = MappingProxyType(
                 "append(reply, tokens, cost, math.ceil(seconds_until_unused(window) * 1000))",
                 "append(reply, tokens, cost, math.floor(seconds_until_unused(window) * 1000))",
             ): "A rounding error of a millisecond, in a time that is shown in seconds.",
-            (
-                "read_period",
-                "local cost, nano = tonumber(values[i + 2] or 0), tonumber(values[i + 3] or 0)",
-                "local cost, nano = tonumber(values[i + 2] or 1), tonumber(values[i + 3] or 0)",
-            ): "A period without a cost has no number, and counts for nothing.",
             (
                 "write_holder",
                 "local values, lifetime = {}, math.ceil(math.max(holder.r - now, holder.t - now, 0)) + 120",

@@ -15,7 +15,7 @@ from gateway.limits.buckets import Buckets
 from gateway.limits.rules import Holder
 from gateway.limits.windows import moment
 from gateway.snapshot.link import StoredKeys
-from gateway.snapshot.snapshot import Allowance, Budget, Key, Limits, LimitsStore, Snapshot
+from gateway.snapshot.snapshot import Allowance, Budget, Key, Limits, LimitsStore, PerUser, Snapshot
 from gateway.telemetry.metrics import WorkerMetrics
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for
 from tests.support.redis_server import redis_server
@@ -120,6 +120,13 @@ def test_the_metric_of_refusals_has_the_limits_of_a_key_from_the_start() -> None
         Limiter(WorkerMetrics(counters), buckets, lambda _: None).apply_snapshot(Snapshot(1, (limited(3),), ()))
         (shown,) = (name for name, _ in counters.readings() if "limited_total" in name)
         assert "alice" in shown and "concurrent" in shown
+
+
+def test_the_metric_of_end_users_without_counts_has_a_key_from_the_start() -> None:
+    users = Key("alice", allowances=(Allowance("key alice each user", Limits(concurrent=1), users=PerUser()),))
+    with shared_counters() as counters, closing(Buckets.private()) as buckets:
+        Limiter(WorkerMetrics(counters), buckets, lambda _: None).apply_snapshot(Snapshot(1, (users,), ()))
+        assert len([name for name, _ in counters.readings() if "limited_users_overflow_total" in name]) == 1
 
 
 def test_only_a_key_with_sessions_has_their_metric() -> None:

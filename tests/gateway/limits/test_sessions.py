@@ -208,6 +208,15 @@ async def test_large_bodies_and_forms_have_sessions_too() -> None:
         assert int(reply.headers["x-ratelimit-remaining-tokens-session"]) < 1_000_000 - USED
 
 
+async def test_sessions_that_a_store_forgets_are_counted() -> None:
+    one = key(allowances=(Allowance("key team-a", Limits(session=BUDGET)),))
+    with redis_server() as store, store.client() as each:
+        each.zadd("vllm-gateway:key team-a sessions", {f"vllm-gateway:key team-a session s{number}": time() for number in range(1024)})
+        async with scripted(respond) as server, serving([model(server.port)], [one], limits_store=store.store_config()) as served:
+            assert (await send(served, "run-1")).status == 200
+            assert served.value("session_evictions_total", "team-a") == 1
+
+
 async def test_sessions_that_are_forgotten_are_counted() -> None:
     async with limited(session=BUDGET) as served:
         limiter, one = served.context.limiter, served.worker.snapshot.keys[0]

@@ -19,6 +19,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from redis import ResponseError
 
 from gateway.limits import rules
 from gateway.limits.buckets import Buckets
@@ -270,6 +271,14 @@ def test_the_calendar_of_the_store(server: RedisServer) -> None:
     for day, (month, first) in zip(days, found, strict=True):
         assert month == month_of(day)
         assert date(1970, 1, 1) + timedelta(first) == (date(1970, 1, 1) + timedelta(day)).replace(day=1)
+
+
+@pytest.mark.parametrize(("window", "days"), [("day", 1), ("week", 3), ("month", 28)])
+def test_the_end_of_a_period_of_the_store(server: RedisServer, window: str, days: int) -> None:
+    """The day 20,000 is Friday, 2024-10-04."""
+    script = source("calendar") + source("common") + "now = tonumber(ARGV[1]) return seconds_left(ARGV[2])"
+    with server.client() as each:
+        assert each.eval(script, 0, 20_000 * 86400 + 10, window) == days * 86400 - 10
 
 
 def _day(year: int, month: int, day: int) -> int:
@@ -642,6 +651,14 @@ async def test_limits_are_shown_from_memory_or_not_at_all_without_the_store(refu
         assert [(each["limit"], each["used"]) for each in orjson.loads(reply.body)["limits"]] == [("tokens_per_day", 0)]
 
 
+async def test_limits_of_a_model_are_shown_from_memory_without_the_store() -> None:
+    one = key(allowances=(Allowance("key team-a for tiny", Limits(requests_per_minute=5), ("tiny",)),))
+    with refusing() as port:
+        async with scripted(respond) as upstream, serving([model(upstream.port)], [one], limits_store=store_at(port)) as served:
+            reply = await request_once(served.port, request(chat()))
+    assert (reply.status, reply.headers["x-ratelimit-limit-requests"]) == (200, "5")
+
+
 async def test_a_store_that_stops_before_a_fallback_delays_it_by_nothing(server: RedisServer) -> None:
     """The request has reserved in the store for its first model. No reservation for the second model is made in memory."""
     rows = tuple(Allowance(f"key team-a for {name}", Limits(tokens_per_day=5000), (name,)) for name in ("tiny", "other"))
@@ -999,6 +1016,18 @@ def test_a_day_ends_at_midnight(server: RedisServer) -> None:
     left = 86400 - before % 86400
     if left > 60:  # otherwise midnight may pass during the test
         assert found[-1] / 1000 == pytest.approx(left, abs=60)
+
+
+def test_a_store_that_rejects_writes_of_hashes_is_not_opened(server: RedisServer) -> None:
+    script, keys = load_scripts()["open"].text, ("store", "hash", "set")
+    with server.client() as each:
+        each.eval(script, len(keys), *keys)
+        each.execute_command("ACL", "SETUSER", "default", "-hset")
+        try:
+            with pytest.raises(ResponseError):
+                each.eval(script, len(keys), *keys)
+        finally:
+            each.execute_command("ACL", "SETUSER", "default", "+hset")
 
 
 def test_a_renewal_extends_the_leases_by_their_seconds(server: RedisServer) -> None:
