@@ -102,9 +102,11 @@ def test_the_classes_explain_all_that_the_server_has_counted(one: Gateway, serve
     prompt, completion = found["prompt"], found["completion"]
     assert (found["server"], found["engines"]) == (server.url, 1)
     assert prompt["choices"] == 3 * usages[0]["prompt_tokens"]
-    assert (prompt["direct_use"], completion["direct_use"]) == (direct["prompt_tokens"], direct["completion_tokens"])
+    # On a busy machine, the server may be silent for so long that the gateway sends it a canary: one token of each, for no client.
+    canaries = prompt["direct_use"] - direct["prompt_tokens"]
+    assert canaries in range(5) and completion["direct_use"] == direct["completion_tokens"] + canaries
     assert prompt["ledger"] + prompt["cancelled_prefill"] == 6 * usages[0]["prompt_tokens"]
-    assert completion["ledger"] + completion["not_delivered"] == completion["engine"] - direct["completion_tokens"]
+    assert completion["ledger"] + completion["not_delivered"] == completion["engine"] - completion["direct_use"]
     assert completion["ledger"] >= sum(usage["completion_tokens"] for usage in usages)
     assert prompt["difference"] == completion["difference"] == prompt["lost"] == completion["lost"] == 0
     assert found["prompt_in_progress"] == found["completion_in_progress"] == 0

@@ -51,17 +51,25 @@ def session_cookie(session: Session, port: Port = "data", revoked: tuple[str, ..
 
 @dataclass
 class Browser:
-    """The browser of a person, on one port. ``headers`` are sent with each request."""
+    """The browser of a person, on one port. ``headers`` are sent with each request. ``waits``: a request that came too soon is repeated."""
 
     origin: str
     cookies: Mapping[str, str]
     headers: dict[str, str] = field(default_factory=dict)
+    waits: bool = True
 
     def send(self, method: str, path: str, *, headers: Mapping[str, str] | None = None, **more: Any) -> httpx2.Response:
         """Send a request as a page of this origin does."""
-        sent = {"origin": self.origin, "sec-fetch-site": "same-origin", **self.headers, **(headers or {})}
+        return self.send_as_is(
+            method, path, {"origin": self.origin, "sec-fetch-site": "same-origin", **self.headers, **(headers or {})}, **more
+        )
+
+    def send_as_is(self, method: str, path: str, headers: Mapping[str, str], **more: Any) -> httpx2.Response:
+        """Send a request with these headers alone."""
         with httpx2.Client(trust_env=False, timeout=60, cookies=dict(self.cookies)) as client:
-            return client.request(method, self.origin + path, headers=sent, **more)
+            while (response := client.request(method, self.origin + path, headers=headers, **more)).status_code == 429 and self.waits:
+                time.sleep(int(response.headers["retry-after"]))
+        return response
 
     def get(self, path: str, **query: str) -> httpx2.Response:
         return self.send("GET", PORTAL + path, params=query)
