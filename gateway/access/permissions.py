@@ -49,6 +49,7 @@ PERMISSIONS: Mapping[tuple[str, str], Permission] = {
     ("GET", "/limits"): VIEW,
     ("GET", "/keys"): VIEW,
     ("GET", "/teams"): VIEW,
+    ("GET", "/queue"): VIEW,
     ("GET", "/openapi.json"): VIEW,
     ("GET", "/docs"): VIEW,
     ("GET", "/admin/v1/keys"): VIEW_TEAM,

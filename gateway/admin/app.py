@@ -41,6 +41,7 @@ from gateway.admin.audited import AuditedHandlers, Handler, RefusedRequest, entr
 from gateway.admin.audited import error_response as _error
 from gateway.admin.engine_metrics import Engine
 from gateway.admin.month_routes import NO_LEDGER
+from gateway.admin.queue_report import queue_report
 from gateway.admin.status_view import status_view
 from gateway.api.accept import prefers_html
 from gateway.audit.entry import Audit, AuditUnavailableError
@@ -246,6 +247,9 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
     async def keys(_: Request) -> Response:
         return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})
 
+    async def queue(request: Request) -> Response:
+        return json_response(queue_report(overview.series(), request.query_params.get("model")))
+
     async def teams(_: Request) -> Response:
         return json_response(overview.teams())
 
@@ -257,6 +261,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         "/admin/v1/models": models,
         "/limits": limits,
         "/keys": keys,
+        "/queue": queue,
         "/teams": teams,
         **_ledger_handlers(overview),
         **engine_metrics.handlers(overview.engines),

@@ -213,6 +213,13 @@ ROUTES_OF_GATEWAY = (
         "Keys with their models, limits, expiry and last use. Without hashes.",
         {200: "the keys; `last_use_unknown` explains why the last use is unknown"},
     ),
+    Described(
+        "/queue",
+        "The classes, teams and keys that have waited for a model: waiting and dispatched requests, their mean wait, and their service: "
+        "weighted tokens, in which a queue is fair. `vllm-gateway queue` prints them.",
+        {200: "the flows: all of them, or those of a `model`"},
+        queries=("model",),
+    ),
     Described("/teams", "The teams of the configuration with their limits, policy and number of keys.", {200: "the teams"}),
     Described("/openapi.json", "This description.", {200: "OpenAPI 3.1"}),
     Described("/docs", "This description as a page.", {200: "a page"}, (HTML,)),

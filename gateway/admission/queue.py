@@ -37,7 +37,7 @@ NO_QUEUE = Queue(size=0, wait=0.0)
 RETURN_GRACE = 2.0
 """Seconds that a client may be late when it retries after its Retry-After."""
 _IN_FLIGHT = "queue_service_in_flight"
-_FLOW_METRICS = ("queue_requests_total", "queue_wait_seconds_total", "queue_service_total", _IN_FLIGHT)
+_FLOW_METRICS = ("queue_waiting_requests", "queue_requests_total", "queue_wait_seconds_total", "queue_service_total", _IN_FLIGHT)
 _TOKENS = "tokens_total"
 _TOKEN_TYPES = ("prompt", "completion", "cached")
 _FORGET_EVERY = 10.0  # seconds
@@ -136,8 +136,9 @@ class ModelQueues:
 
 
 class FlowMetrics(NamedTuple):
-    """The cells of one flow: requests that waited, the seconds that they waited, the service of those that ended, and of the others."""
+    """The cells of a flow: requests that wait, that were dispatched, and their seconds of waiting; their service, ended and in flight."""
 
+    waiting: SharedCells
     requests: SharedCells
     seconds: SharedCells
     service: SharedCells
@@ -221,6 +222,7 @@ class ModelQueue:
             self._rate.start(now)
         slot.queued_at = now
         self._waiting.put(slot, leaf, slot.since, now)
+        slot.key_flow.metrics.waiting[0] += 1
         self._publish()
 
     def _key_flow(self, leaf: Flow[QueueSlot], flows: RequestFlows) -> KeyFlow:
@@ -263,6 +265,7 @@ class ModelQueue:
     def remove(self, slot: QueueSlot) -> None:
         """Remove a slot that was not resumed."""
         self._waiting.remove(slot, slot.leaf, monotonic())
+        slot.key_flow.metrics.waiting[0] -= 1
         self._publish()
 
     def refuse(self, slot: QueueSlot, refusal: Refusal) -> None:
@@ -292,6 +295,7 @@ class ModelQueue:
         key, request = slot.key_flow, slot.request
         slot.estimate = key.use.usual.estimate(request.size, request.most)
         self._dispatched[slot] = None
+        key.metrics.waiting[0] -= 1
         key.metrics.requests[0] += 1
         key.metrics.seconds[0] += now - slot.queued_at
         self._charge(slot, self._weights.service(slot.estimate), now)

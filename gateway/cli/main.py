@@ -311,6 +311,22 @@ def limits(
         FORMATS[form](gateway.read("/limits", query)["limits"], console())
 
 
+@with_gateway
+def queue(
+    where: Where,
+    model: Annotated[str | None, option("Only the queue of this model.", "ID")] = None,
+    form: Annotated[str, format_option("table", "json", text="table or json.")] = "table",
+) -> None:
+    """Show the requests that wait for a model, and the shares of its servers.
+
+    Shows the waiting and dispatched requests of each class, team and key, their mean wait, and their service.
+    """
+    from gateway.admin.queue_output import FORMATS
+
+    with connected(where) as gateway:
+        FORMATS[form](gateway.read("/queue", {} if model is None else {"model": model})["flows"], console())
+
+
 @with_config
 def command(where: Where, model: Model) -> int:
     """Print the commands that launch a model's servers.
@@ -417,6 +433,7 @@ _COMMANDS: dict[str, Command] = {
     usage_commands.CLOSE: usage_commands.close,
     "requests": usage_commands.requests,
     "limits": limits,
+    "queue": queue,
     "login-link": login_link,
     "start": _operation("start", "Start a model's servers. Does not wait until they are ready."),
     "stop": _operation("stop", "Stop a model's servers until `start` or `wake`. Waits until they have stopped."),

@@ -85,6 +85,7 @@ _FAMILIES = (
     Family("prefix_index_blocks", "Blocks in the worker's prefix index of the model.", ("model", "worker")),
     Family("inflight_requests", "Requests in flight.", ("model",)),
     Family("queued_requests", "Requests queued for a server.", ("model",)),
+    Family("queue_waiting_requests", "Requests of a key that wait in a model's queue.", ("model", "class", "team", "key")),
     Family("queue_requests_total", "Requests that were dispatched from a queue.", ("model", "class", "team", "key")),
     Family("queue_wait_seconds_total", "Seconds for which those requests waited.", ("model", "class", "team", "key")),
     Family(

@@ -51,6 +51,7 @@ TESTED_BY = {
     "gateway/usage/requests/explanation": "gateway/usage/requests/test_gateway",
     "gateway/usage/requests/timeline": "gateway/usage/requests/test_gateway",
     "gateway/admin/engine_metrics": "gateway/monitoring/test_engine_loads",
+    "gateway/admin/queue_output": "gateway/admin/test_queue_report",
     "gateway/admin/limits_output": "gateway/cli/test_admin_commands",
     "gateway/admin/openapi": "gateway/admin/test_app",
     "gateway/admin/status_terminal": "gateway/admin/test_status_view",

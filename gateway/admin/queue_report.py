@@ -1,0 +1,48 @@
+"""The shares of each model's queue by class, team and key, from the workers' counters. Pure.
+
+The rule: everything is since the gateway started, but for the requests that wait now.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gateway.telemetry.metrics import Series
+
+_LABELS = ("model", "class", "team", "key")
+_FAMILIES = {
+    "queue_waiting_requests": "waiting",
+    "queue_requests_total": "dispatched",
+    "queue_wait_seconds_total": "wait_seconds",
+    "queue_service_total": "service",
+}
+
+
+def queue_report(series: Mapping[Series, Sequence[float]], model: str | None = None) -> dict[str, Any]:
+    """Return the keys that have waited for a model, or for any, the largest service of each model first.
+
+    ``wait_seconds`` is the mean of the dispatched requests. ``service_share`` is the part of the service of the whole model, 0 to 1.
+    """
+    found: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: dict.fromkeys(_FAMILIES.values(), 0.0))
+    for each, cells in series.items():
+        if (name := _FAMILIES.get(each.family)) is not None and model in (None, each.labels[0]):
+            found[each.labels][name] = cells[0]
+    whole: dict[str, float] = defaultdict(float)
+    for labels, values in found.items():
+        whole[labels[0]] += values["service"]
+    rows = [_row(labels, values, whole[labels[0]]) for labels, values in found.items()]
+    return {"flows": sorted(rows, key=lambda row: (row["model"], -row["service"], row["key"]))}
+
+
+def _row(labels: tuple[str, ...], values: Mapping[str, float], whole: float) -> dict[str, Any]:
+    dispatched, service = int(values["dispatched"]), values["service"]
+    return {
+        **dict(zip(_LABELS, labels, strict=True)),
+        "waiting": int(values["waiting"]),
+        "dispatched": dispatched,
+        "wait_seconds": round(values["wait_seconds"] / dispatched, 3) if dispatched else 0.0,
+        "service": round(service),
+        "service_share": round(service / whole, 4) if whole else 0.0,
+    }

@@ -1,0 +1,57 @@
+"""The shares of queues, from the workers' counters."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from gateway.admin.queue_report import queue_report
+from gateway.telemetry.metrics import Series
+from tests.support.controlled import controlled
+from tests.support.process import configuration, gateway, launched
+
+
+def series(model: str, key: str, waiting: int, dispatched: int, wait: float, service: float) -> dict[Series, list[float]]:
+    labels = (model, "default", "", key)
+    return {
+        Series("queue_waiting_requests", labels): [waiting],
+        Series("queue_requests_total", labels): [dispatched],
+        Series("queue_wait_seconds_total", labels): [wait],
+        Series("queue_service_total", labels): [service],
+        Series("tokens_total", (key, model, "prompt")): [99],
+    }
+
+
+SERIES = series("m", "a", 2, 10, 5.0, 100.0) | series("m", "b", 0, 4, 1.0, 300.0) | series("other", "c", 1, 0, 0.0, 0.0)
+
+
+def test_the_largest_service_of_a_model_comes_first() -> None:
+    flows = queue_report(SERIES)["flows"]
+    assert [(row["model"], row["key"], row["service_share"], row["wait_seconds"]) for row in flows] == [
+        ("m", "b", 0.75, 0.25),
+        ("m", "a", 0.25, 0.5),
+        ("other", "c", 0.0, 0.0),
+    ]
+    assert flows[1] == {
+        "model": "m", "class": "default", "team": "", "key": "a", "waiting": 2, "dispatched": 10, "wait_seconds": 0.5, "service": 100,
+        "service_share": 0.25,
+    }  # fmt: skip
+
+
+def test_one_model_can_be_named() -> None:
+    assert [row["key"] for row in queue_report(SERIES, "other")["flows"]] == ["c"]
+    assert queue_report(SERIES, "unknown") == {"flows": []}
+
+
+async def test_a_key_that_waits_is_reported(tmp_path: Path) -> None:
+    limited = launched("m", **{"sim-tokens": 4, "sim-tokens-per-second": 40}) | {"max_inflight": 1}
+    async with controlled(tmp_path, limited) as one:
+        await asyncio.gather(*(one.request("m") for _ in range(3)))
+        [row] = queue_report(one.report.series(), "m")["flows"]
+    assert (row["key"], row["waiting"], row["dispatched"]) == ("team-a", 0, 2)
+    assert row["service"] > 0 and row["service_share"] == 1.0 and row["wait_seconds"] > 0
+
+
+def test_the_command_prints_it(tmp_path: Path) -> None:
+    with gateway(tmp_path, configuration(launched())) as one:
+        assert one.command("queue").stdout == "no request has waited since the gateway started\n"
