@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from gateway.admission.inflight import ConcurrencyLimit, worker_share
 from gateway.admission.queue import DispatchRate
 from gateway.api.errors import Refusal
 from gateway.snapshot.link import Health
-from gateway.snapshot.snapshot import Model, Queue
+from gateway.snapshot.snapshot import Model, Queue, QueueClass
 from tests.faults.invariants import unharmed
 from tests.support.controlled import controlled
 from tests.support.ports import silent
@@ -421,3 +422,54 @@ async def test_several_workers_together_stay_within_a_servers_limit(tmp_path: Pa
             await asyncio.sleep(0.005)
         assert {(await task).status_code for task in tasks} == {200} and 1 <= most <= 3
         assert gateway.status("m")["max_inflight"] == 3 and gateway.status("m")["queued"] == 0
+
+
+CLASSES = (QueueClass("chat", strict=True), QueueClass("batch", aging=0.3))
+OF_CLASSES = (key("a", "sk-a", queue_class="chat"), key("b", "sk-b", queue_class="batch"))
+
+
+async def _order(served: Served, slow: Held, count: int) -> list[object]:
+    """Release all requests one by one. Return the seeds in the order in which the server got them."""
+    for number in range(1, count + 1):
+        await slow.reaches(number)
+        await slow.let_go()
+    return slow.seeds
+
+
+async def test_a_strict_class_is_served_first_unless_its_client_lowers_it() -> None:
+    async with held() as slow, unharmed([bounded(slow.server.port)], OF_CLASSES, classes=CLASSES) as served:
+        tasks = await send_requests(served, "bbba")
+        lowered = request(chat(seed=4), token="sk-a", extra=("x-vllm-gateway-class: batch",))
+        raised = request(chat(seed=5), token="sk-b", extra=("x-vllm-gateway-class: chat",))
+        for data in (lowered, raised):
+            before = served.context.started
+            tasks.append(asyncio.create_task(_status(served, data)))
+            await until(lambda before=before: served.context.started == before + 1)
+        await until(lambda: queued(served) == 5)
+        order = await _order(served, slow, 6)
+        assert await asyncio.gather(*tasks) == [200] * 6
+        assert order[:2] == [0, 3], "the strict class comes first"
+        assert order.index(5) > order.index(2), "a client cannot raise its class"
+        assert {record.queue_reason for record in served.context.records} == {None, "full"}
+
+
+async def test_a_class_whose_request_has_waited_too_long_competes_with_the_strict_one() -> None:
+    async with held() as slow, unharmed([bounded(slow.server.port)], OF_CLASSES, classes=CLASSES) as served:
+        tasks = await send_requests(served, "abaaa")
+        await until(lambda: queued(served) == 4)
+        await asyncio.sleep(0.8)  # the class is aged by the worker's next tick
+        order = await _order(served, slow, 5)
+        assert await asyncio.gather(*tasks) == [200] * 5
+        assert order.index(1) in (1, 2), "it is not the last one"
+
+
+async def test_an_output_has_at_most_the_tokens_that_its_request_allows() -> None:
+    async with held() as slow, unharmed([bounded(slow.server.port)], KEYS) as served:
+        tasks = await send_requests(served, "a")
+        tasks += await send_requests(served, "a", 1, max_tokens=7, n=2)
+        tasks += await send_requests(served, "b", 2)
+        queue = served.worker.requests.queues._queues["tiny"]
+        await until(lambda: queued(served) == 2)
+        assert {slot.request.key.id: slot.request.most for slot in queue._waiting} == {"a": 14, "b": math.inf}
+        await _order(served, slow, 3)
+        assert await asyncio.gather(*tasks) == [200] * 3
