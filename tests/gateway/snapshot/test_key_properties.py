@@ -24,9 +24,9 @@ CONVERTED = {
     "hashes": ("digests", "digest_expiries"),
     "limits": ("allowances",),
     "priority": ("fields", "weight"),
-    **{name: (name,) for name in ("id", "models", "expires", "user_header")},
+    **{name: (name,) for name in ("id", "models", "expires", "user_header", "queue_class")},
 }
-"""The settings that a worker reads in another form, and the fields of that form."""
+"""The settings that a worker reads in another form, and the fields of that form. A class is written as ``class``, a keyword of Python."""
 OF_A_TOKEN = {"entry", "within"}
 """The fields that a worker sets for the subject of a token."""
 SAMPLES: dict[type, Any] = {bool: True, int: 3, float: 0.5, str: "a-value", dict: {"name": "a value"}}
