@@ -8,7 +8,8 @@ ends, and what its flow is served without waiting is charged too.
 The rules:
 
 - A flow keeps its debt, a tag above those of others, until it has been idle for ``MEMORY`` seconds.
-- A flow that was idle gets no credit: its tag is raised to the virtual time of its parent, the tag of the last flow that was served. But
+- A flow that was idle gets no credit: its tag is raised to the virtual time of its parent, the tag of the last flow that was served,
+  without its estimates: what was estimated too high must not hold up a flow that comes later. But
   what a flow missed in a pause of at most ``PAUSE`` seconds still counts, so that a client who returns at once loses nothing.
 - A request that did not run charges nothing.
 
@@ -57,7 +58,7 @@ class Flow(Generic[T]):
 
     __slots__ = (
         "_entries", "_entry", "_heap", "_older", "_past", "_rotated_at", "active_at", "children", "in_flight", "name", "now", "parent",
-        "rank", "requests", "tag", "waiting", "weight",
+        "pending", "rank", "requests", "tag", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, weight: float, parent: Flow[T] | None) -> None:
@@ -66,6 +67,8 @@ class Flow(Generic[T]):
         self.rank = 0
         self.parent = parent
         self.tag = 0.0
+        self.pending = 0.0
+        """The part of its charges that is estimated: that of the requests in flight."""
         self.children: dict[str, Flow[T]] = {}
         self.requests: dict[T, float] = {}
         self.waiting = 0
@@ -81,6 +84,11 @@ class Flow(Generic[T]):
         self._heap: list[tuple[int, float, int, Flow[T]]] = []  # its waiting children by rank and tag, and entries that are out of date
         self._past = self._older = 0.0  # the virtual time at the last two rotations
         self._rotated_at = -inf
+
+    @property
+    def settled(self) -> float:
+        """The tag without what is estimated."""
+        return self.tag - self.pending / self.weight
 
     def next_child(self) -> Flow[T] | None:
         """Return the waiting child that is next: the one with the smallest tag among those of the lowest rank. None if no child waits."""
@@ -208,7 +216,7 @@ class FairQueue(Generic[T]):
         node = self._root
         # A leaf that has become a parent still has the requests from before.
         while not node.requests and (child := node.next_child()) is not None:
-            node.now = max(node.now, child.tag)
+            node.now = max(node.now, child.settled)
             node = child
         if not node.requests:
             raise ValueError("the queue is empty")
@@ -232,10 +240,19 @@ class FairQueue(Generic[T]):
             node = node.parent
 
     def charge(self, leaf: Flow[T], service: float, now: float) -> None:
-        """Charge the flows from a leaf upward for service, or correct an earlier charge: then ``service`` may be negative."""
+        """Charge the flows from a leaf upward for an estimate of a request that was dispatched, or for a change of the estimate."""
+        self._charge(leaf, service, service, now)
+
+    def settle(self, leaf: Flow[T], estimate: float, service: float, now: float) -> None:
+        """Replace the estimate of a request that has ended by its service."""
+        leaf.in_flight -= 1
+        self._charge(leaf, service - estimate, -estimate, now)
+
+    def _charge(self, leaf: Flow[T], service: float, pending: float, now: float) -> None:
         node = leaf
         while (parent := node.parent) is not None:
             node.tag += service / node.weight
+            node.pending += pending
             node.active_at = now
             if node.waiting:
                 node.queue()
@@ -246,12 +263,12 @@ class FairQueue(Generic[T]):
 
         Virtual time follows, as if each of them had been dispatched, but no further than to a flow that waits.
         """
-        self.charge(flow, service, now)
+        self._charge(flow, service, 0.0, now)
         node = flow
         while (parent := node.parent) is not None:
             waiting = parent.next_child()
-            started = node.tag - min(last, max(service, 0.0)) / node.weight
-            parent.now = max(parent.now, started if waiting is None else min(started, waiting.tag))
+            started = node.settled - min(last, max(service, 0.0)) / node.weight
+            parent.now = max(parent.now, started if waiting is None else min(started, waiting.settled))
             parent.earlier(now)
             node = parent
 

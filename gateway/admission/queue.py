@@ -298,13 +298,14 @@ class ModelQueue:
         key.metrics.waiting[0] -= 1
         key.metrics.requests[0] += 1
         key.metrics.seconds[0] += now - slot.queued_at
-        self._charge(slot, self._weights.service(slot.estimate), now)
+        self._charge(slot, now)
         slot.resume()
 
     # Service
 
-    def _charge(self, slot: QueueSlot, service: float, now: float) -> None:
-        """Charge a slot's flows so that this is the slot's whole charge."""
+    def _charge(self, slot: QueueSlot, now: float) -> None:
+        """Charge a slot's flows for its estimate, or for the change of it."""
+        service = self._weights.service(slot.estimate)
         more, slot.charged = service - slot.charged, service
         slot.key_flow.metrics.in_flight[0] += more
         self._waiting.charge(slot.leaf, more, now)
@@ -326,7 +327,6 @@ class ModelQueue:
         if slot not in self._dispatched:
             return
         del self._dispatched[slot]
-        slot.leaf.in_flight -= 1
         slot.output = None
         use = slot.key_flow.use
         if usage is not None:
@@ -336,15 +336,15 @@ class ModelQueue:
             self._usual.learn(computed, slot.request.size)
         service = self._weights.service(computed)
         slot.key_flow.metrics.service[0] += service
-        self._charge(slot, service, monotonic())
-        slot.key_flow.metrics.in_flight[0] -= service
+        slot.key_flow.metrics.in_flight[0] -= slot.charged
+        self._waiting.settle(slot.leaf, slot.charged, service, monotonic())
 
     def _correct(self, now: float) -> None:
         """Charge what requests in flight have used beyond their estimates."""
         for slot in self._dispatched:
             if slot.output is not None and (output := slot.output()) > slot.estimate.output:
                 slot.estimate = Tokens(slot.estimate.prompt, output)
-                self._charge(slot, self._weights.service(slot.estimate), now)
+                self._charge(slot, now)
 
     def _read_counters(self, now: float) -> None:
         """Charge what keys have used without waiting. Of many keys, some in turn."""

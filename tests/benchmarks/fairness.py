@@ -299,8 +299,7 @@ def queue_cost(items: int, flows: int) -> float:
         _put(queue, number, flow)
         _, leaf = queue.pop(0.0)
         queue.charge(leaf, service, 0.0)
-        leaf.in_flight -= 1
-        queue.charge(leaf, 50 - service, 0.0)
+        queue.settle(leaf, service, 50.0, 0.0)
     return (time.perf_counter() - began) / OPERATIONS
 
 

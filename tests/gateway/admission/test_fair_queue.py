@@ -35,8 +35,7 @@ def put(queue: FairQueue[Item], key: str, at: int, weight: float = 1.0) -> None:
 def pop(queue: FairQueue[Item], service: float = 1.0) -> Item:
     """Dispatch a request that uses so much service, and ends."""
     item, leaf = queue.pop(0.0)
-    leaf.in_flight -= 1
-    queue.charge(leaf, service, 0.0)
+    queue.settle(leaf, 0.0, service, 0.0)
     return item
 
 
@@ -115,7 +114,7 @@ def test_a_flow_with_a_request_in_flight_is_not_forgotten() -> None:
     queue = queue_of("a")
     _, leaf = queue.pop(0.0)
     assert queue.forget(10 * MEMORY) == []
-    leaf.in_flight -= 1
+    queue.settle(leaf, 0.0, 1.0, 0.0)
     assert queue.forget(10 * MEMORY) == [leaf]
 
 
@@ -127,12 +126,12 @@ def test_a_short_pause_costs_a_flow_nothing_and_a_long_one_gives_no_credit(pause
         queue.put((leaf.name, number), leaf, number, now)
     for _ in range(20):
         _, leaf = queue.pop(now)
-        queue.charge(leaf, 1.0, now)
+        queue.settle(leaf, 0.0, 1.0, now)
     for item in [each for each in queue if each[0] == "b"]:
         queue.remove(item, b, now)
     for step in range(4):  # b misses four requests
         _, leaf = queue.pop(now + pause * (step + 1) / 4)
-        queue.charge(leaf, 1.0, now + pause * (step + 1) / 4)
+        queue.settle(leaf, 0.0, 1.0, now + pause * (step + 1) / 4)
         assert leaf is a
     now += pause
     for number in range(100, 110):
@@ -140,7 +139,7 @@ def test_a_short_pause_costs_a_flow_nothing_and_a_long_one_gives_no_credit(pause
     served = ""
     for _ in range(6):
         (name, _), leaf = queue.pop(now)
-        queue.charge(leaf, 1.0, now)
+        queue.settle(leaf, 0.0, 1.0, now)
         served += name
     assert served.startswith(first) and served != "b" * 6
     assert (served.count("b") >= 4) is (first == "bbbb")
@@ -167,6 +166,20 @@ def test_a_flow_that_was_alone_owes_nothing_to_a_later_flow() -> None:
     assert Counter(order(queue)[:6]) == {"a": 3, "b": 3}
 
 
+def test_estimates_that_were_too_high_do_not_hold_up_a_later_flow() -> None:
+    queue = queue_of("aaaaaaaabbbbbbbb")
+    in_flight = []
+    for _ in range(4):
+        _, leaf = queue.pop(0.0)
+        queue.charge(leaf, 1000.0, 0.0)
+        in_flight.append(leaf)
+    put(queue, "c", 90)
+    for leaf in in_flight:
+        queue.settle(leaf, 1000.0, 1.0, 0.0)
+    put(queue, "d", 91)
+    assert {"c", "d"} <= set(order(queue)[:6])
+
+
 # The tree
 
 
@@ -178,7 +191,7 @@ def served_by(queue: FairQueue[Item], paths: Mapping[str, Sequence[Share]], roun
             queue.put((name, next(numbers)), queue.leaf(path), 0, 0.0)
     for _ in range(rounds):
         (name, _), leaf = queue.pop(0.0)
-        queue.charge(leaf, cost.get(name, 1.0), 0.0)
+        queue.settle(leaf, 0.0, cost.get(name, 1.0), 0.0)
         served[name] += int(cost.get(name, 1.0))
         queue.put((name, next(numbers)), leaf, 0, 0.0)
     return served
@@ -265,8 +278,7 @@ class Schedule:
         if self.in_flight:
             leaf, estimate = self.in_flight.pop(which % len(self.in_flight))
             self.corrections[leaf] = max(self.corrections[leaf], abs(actual - estimate))
-            self.queue.charge(leaf, actual - estimate, self.now)
-            leaf.in_flight -= 1
+            self.queue.settle(leaf, estimate, actual, self.now)
 
     def disconnect(self, leaf: Flow[Item]) -> None:
         if leaf.requests:
@@ -336,7 +348,7 @@ def test_shares_are_within_two_percent_of_the_weights(case: str) -> None:
             running.append((leaf, estimate, actual))
             schedule.arrive(leaf)
         leaf, estimate, actual = running.pop(random.randrange(4))
-        schedule.queue.charge(leaf, actual - estimate, 0.0)
+        schedule.queue.settle(leaf, estimate, actual, 0.0)
         ended[leaf.name] += 1
         served[leaf] += actual
     first, second = (served[leaf] / leaf.weight for leaf in schedule.flows)
