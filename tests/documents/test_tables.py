@@ -226,7 +226,7 @@ def test_the_body_policy_is_the_codes() -> None:
 
 
 _SETTING = re.compile(r"`([a-z_]+)(?:\[\])?((?:\.[a-z_]+(?:\[\])?)+)(?:: [^`\n]*)?`")
-_OF_OTHERS = {"timeouts.request", "audit.retry", "audit.suppressed", "server.cordon", "notices.test"}
+_OF_OTHERS = {"timeouts.request", "audit.retry", "audit.suppressed", "record.view", "server.cordon", "notices.test"}
 """A field of the Gateway API's HTTPRoute, and actions of the audit log."""
 
 

@@ -245,7 +245,7 @@ def test_the_routes_do_not_exist_without_the_setting(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"key": {"env": "SHORT"}}, "at least 32 characters"),
+        ({"key": {"env": "SHORT"}}, "fewer than 32 characters"),
         ({"url": None, "admin_url": None}, "set url, admin_url, or both"),
         ({"url": "https://llm.example.com/path"}, "expected an address with no path"),
         ({"issuers": [{"id": "link"}]}, "which means sign-in links"),
