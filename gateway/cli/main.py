@@ -317,7 +317,7 @@ def queue(
     model: Annotated[str | None, option("Only the queue of this model.", "ID")] = None,
     form: Annotated[str, format_option("table", "json", text="table or json.")] = "table",
 ) -> None:
-    """Show the requests that wait for a model, and the shares of its servers.
+    """Show the requests that wait, and each key's share.
 
     Shows the waiting and dispatched requests of each class, team and key, their mean wait, and their service.
     """
