@@ -60,6 +60,12 @@ def test_a_line() -> None:
     }  # fmt: skip
 
 
+def test_the_line_of_a_request_that_waited_says_why() -> None:
+    written = orjson.loads(line(record(queued=0.5, queue_reason="full")))
+    assert (written["queue_ms"], written["queue_reason"]) == (500.0, "full")
+    assert "queue_reason" not in orjson.loads(line(record()))
+
+
 def test_what_is_there_is_written_at_the_end(pipe: tuple[int, int]) -> None:
     with access_log(pipe[1]) as log:
         for n in range(100):
