@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx2
 import pytest
@@ -160,8 +161,12 @@ def test_the_page_is_not_wider_than_the_window(seen: Seen, width: int) -> None:
 
 
 def test_the_route_has_the_texts_of_the_terminal(seen: Seen) -> None:
-    response = httpx2.get(seen.url + "/admin/v1/models", headers={"authorization": f"Bearer {VIEWER}"}, timeout=30)
-    failed = next(each for each in response.json()["models"] if each["id"] == "sim/failed")
-    assert failed["operations"] == ["restart", "stop"] and response.headers["cache-control"] == "no-store"
+    def failed_model() -> dict[str, Any] | None:
+        response = httpx2.get(seen.url + "/admin/v1/models", headers={"authorization": f"Bearer {VIEWER}"}, timeout=30)
+        assert response.headers["cache-control"] == "no-store"
+        found: dict[str, Any] = next(each for each in response.json()["models"] if each["id"] == "sim/failed")
+        return found if found["operations"] == ["restart", "stop"] else None  # while it is started again, it can only be stopped
+
+    failed = wait_for(failed_model)
     printed = seen.gateway.command("status").stdout
     assert failed["servers"][0]["hint"] in printed.replace("\n", " ")
