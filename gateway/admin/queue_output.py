@@ -1,24 +1,16 @@
-"""Print the shares of queues for people and for programs: a table, JSON."""
+"""Print the shares of queues for people."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-Rows = Sequence[Mapping[str, Any]]
 
-
-def as_json(rows: Rows, console: Console) -> None:
-    """Print the shares as JSON."""
-    console.file.write(msgspec.json.format(msgspec.json.encode({"flows": rows}), indent=2).decode() + "\n")
-
-
-def as_table(rows: Rows, console: Console) -> None:
+def print_flows(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print a table with a row for each key of a queue."""
     if not rows:
         console.print("no request has waited since the gateway started")
@@ -33,7 +25,3 @@ def as_table(rows: Rows, console: Console) -> None:
         wait, share = f"{row['wait_seconds']:,.2f} s", f"{row['service_share']:.1%}"
         table.add_row(*names, f"{row['waiting']:,}", f"{row['dispatched']:,}", wait, f"{row['service']:,}", share)
     console.print(table)
-
-
-FORMATS: Mapping[str, Callable[[Rows, Console], None]] = {"table": as_table, "json": as_json}
-"""The output formats of queues."""

@@ -321,10 +321,14 @@ def queue(
 
     Shows the waiting and dispatched requests of each class, team and key, their mean wait, and their service.
     """
-    from gateway.admin.queue_output import FORMATS
+    from gateway.admin.queue_output import print_flows
 
     with connected(where) as gateway:
-        FORMATS[form](gateway.read("/queue", {} if model is None else {"model": model})["flows"], console())
+        found = gateway.send("GET", "/queue", None if model is None else {"model": model})
+    if form == "json":
+        print_json(found)
+    else:
+        print_flows(found["flows"], console())
 
 
 @with_config

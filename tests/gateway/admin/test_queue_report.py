@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from gateway.admin.queue_report import queue_report
@@ -53,5 +55,14 @@ async def test_a_key_that_waits_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_it(tmp_path: Path) -> None:
-    with gateway(tmp_path, configuration(launched())) as one:
+    limited = launched("sim/one", **{"sim-tokens": 4, "sim-tokens-per-second": 40}) | {"max_inflight": 1}
+    with gateway(tmp_path, configuration(limited)) as one:
         assert one.command("queue").stdout == "no request has waited since the gateway started\n"
+        assert json.loads(one.command("queue", "--format", "json").stdout) == {"flows": []}
+        with ThreadPoolExecutor(3) as threads:
+            assert [each.status_code for each in threads.map(lambda _: one.request(), range(3))] == [200] * 3
+        [row] = json.loads(one.command("queue", "--format", "json").stdout)["flows"]
+        assert row["wait_seconds"] > 0 and row["service_share"] == 1
+        table = one.command("queue", "--model", "sim/one").stdout
+        assert "team-a" in table and "100.0%" in table
+        assert one.command("queue", "--model", "other").stdout.startswith("no request")
