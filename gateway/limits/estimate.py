@@ -55,10 +55,10 @@ def estimate(document: Mapping[str, Any], path: str, size: int, media: InlineMed
         return TokenEstimate(prompt or 1, 0, choices)
     if output.batch is not None and isinstance(conversations := document.get(output.batch), list):
         choices *= len(conversations)
-    return TokenEstimate(prompt or 1, (_stated_limit(document, output) or DEFAULT_COMPLETION) * choices, choices)
+    return TokenEstimate(prompt or 1, (stated_limit(document, output) or DEFAULT_COMPLETION) * choices, choices)
 
 
-def _stated_limit(document: Mapping[str, Any], output: Output) -> int | None:
+def stated_limit(document: Mapping[str, Any], output: Output) -> int | None:
     """Return the limit of a response that the request sets, or the route by default; None without a limit."""
     for name in output.names:
         if name in document:
@@ -90,7 +90,7 @@ def bound_response(
         return estimated
     prompt, choices = estimated.prompt, estimated.choices
     fits = max(_completion_capacity(budgets.whole, prompt, budgets.price) // choices, 1)
-    if (stated := _stated_limit(document, output)) is not None:
+    if (stated := stated_limit(document, output)) is not None:
         if stated > fits:
             document.update(dict.fromkeys(output.names, fits))
         return estimated

@@ -17,9 +17,10 @@ import orjson
 from gateway.api.media_urls import InlineMedia
 from gateway.api.routes import OUTPUTS
 from gateway.api.translation import Translation
+from gateway.api.vllm.choices import choices_and_prompts
 from gateway.auth.catalog import CatalogEntry
 from gateway.client.request import ClientRequest
-from gateway.limits.estimate import estimate
+from gateway.limits.estimate import estimate, stated_limit
 from gateway.prompts.token_keys import TokenRequest
 from gateway.proxy.form import Form, NextBytes
 from gateway.proxy.json_body import JsonBody
@@ -107,14 +108,12 @@ class UpstreamRequest(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def most_output(self) -> float:
-        """The tokens that the output may have, as far as the document at hand says so; otherwise infinity."""
+        """The tokens that the output may have; infinity without a limit, or if the body is only stored as bytes."""
         body = self.body
-        if isinstance(body, FormBody) or (output := OUTPUTS.get(body.path)) is None:
+        if isinstance(body, FormBody) or body.content or (output := OUTPUTS.get(body.path)) is None:
             return math.inf
-        document = body.document
-        most = [value for name in output.names if type(value := document.get(name)) is int and value > 0]
-        choices = value if type(value := document.get("n")) is int and value > 0 else 1
-        return min(most, default=math.inf) * choices
+        most = stated_limit(body.document, output)
+        return math.inf if most is None else most * math.prod(choices_and_prompts(body.document))
 
     def compose(self, server: Server) -> tuple[bytes, bytes]:
         """Return the headers and the body, or the first part of a body that is uploaded, for one server."""
