@@ -9,9 +9,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gateway.telemetry.metrics import Series
+from gateway.telemetry.metrics import FAMILIES, Series
 
-_LABELS = ("model", "class", "team", "key")
 _FAMILIES = {
     "queue_waiting_requests": "waiting",
     "queue_requests_total": "dispatched",
@@ -39,7 +38,7 @@ def queue_report(series: Mapping[Series, Sequence[float]], model: str | None = N
 def _row(labels: tuple[str, ...], values: Mapping[str, float], whole: float) -> dict[str, Any]:
     dispatched, service = int(values["dispatched"]), values["service"]
     return {
-        **dict(zip(_LABELS, labels, strict=True)),
+        **dict(zip(FAMILIES["queue_requests_total"].labels, labels, strict=True)),
         "waiting": int(values["waiting"]),
         "dispatched": dispatched,
         "wait_seconds": round(values["wait_seconds"] / dispatched, 3) if dispatched else 0.0,

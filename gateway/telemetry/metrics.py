@@ -60,6 +60,7 @@ class Family:
         return len(self.buckets) + 1 if self.buckets else 1
 
 
+_FLOW = ("model", "class", "team", "key")
 _FAMILIES = (
     Family(
         "requests_total",
@@ -85,18 +86,18 @@ _FAMILIES = (
     Family("prefix_index_blocks", "Blocks in the worker's prefix index of the model.", ("model", "worker")),
     Family("inflight_requests", "Requests in flight.", ("model",)),
     Family("queued_requests", "Requests queued for a server.", ("model",)),
-    Family("queue_waiting_requests", "Requests of a key that wait in a model's queue.", ("model", "class", "team", "key")),
-    Family("queue_requests_total", "Requests that were dispatched from a queue.", ("model", "class", "team", "key")),
-    Family("queue_wait_seconds_total", "Seconds for which those requests waited.", ("model", "class", "team", "key")),
+    Family("queue_waiting_requests", "Requests of a key that wait in a model's queue.", _FLOW),
+    Family("queue_requests_total", "Requests that were dispatched from a queue.", _FLOW),
+    Family("queue_wait_seconds_total", "Seconds for which those requests waited.", _FLOW),
     Family(
         "queue_service_total",
         "Weighted tokens, by which a queue is fair, of requests that ended; only of keys that have waited in the last minute.",
-        ("model", "class", "team", "key"),
+        _FLOW,
     ),
     Family(
         "queue_service_in_flight",
         "The same for requests in flight that were dispatched from the queue, as estimated.",
-        ("model", "class", "team", "key"),
+        _FLOW,
     ),
     Family("auth_failures_total", "Requests refused because of their key.", ("reason",)),
     Family("limited_total", "Requests refused by a limit.", ("key", "reason")),
@@ -215,6 +216,7 @@ class WorkerMetrics:
         self._counters = counters
         self._peers = tuple(peers)
         self._cells: dict[tuple[str, ...], SharedCells] = {}
+        self._peer_cells: dict[tuple[str, ...], list[SharedCells | None]] = {}  # of series that all peers have
         self._outcomes: dict[tuple[str, str, int, str | None], tuple[SharedCells, SharedCells]] = {}
         self._uses: dict[tuple[str, str, int], tuple[SharedCells, ...]] = {}
         self._in_flight: dict[str, InflightGauge] = {}
@@ -244,8 +246,14 @@ class WorkerMetrics:
 
     def peer_cells(self, family: str, *labels: str) -> list[SharedCells | None]:
         """Return the cells of a series in each other worker, to be read; None if it does not exist there."""
-        name = Series(family, labels).encode()
-        return [each.find(name) for each in self._peers]
+        key = (family, *labels)
+        found = self._peer_cells.get(key)
+        if found is None:
+            name = Series(family, labels).encode()
+            found = [each.find(name) for each in self._peers]
+            if all(cells is not None for cells in found):
+                self._peer_cells[key] = found
+        return found
 
     def _allocate(self, name: str, count: int) -> SharedCells:
         try:
