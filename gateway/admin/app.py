@@ -245,7 +245,7 @@ def _handlers(overview: Overview) -> dict[str, Handler]:
         return json_response(await overview.limits(dict(request.query_params)))
 
     async def keys(_: Request) -> Response:
-        return JSONResponse(await overview.keys(), headers={"cache-control": "no-store"})
+        return json_response(await overview.keys())
 
     async def queue(request: Request) -> Response:
         return json_response(queue_report(overview.series(), request.query_params.get("model")))

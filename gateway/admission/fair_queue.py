@@ -3,15 +3,15 @@
 A flow is a node of a tree, for example a team and below it its keys; requests wait at the leaves. Each flow has a weight and a *tag*: the
 service that it was charged, divided by its weight. At each level, the waiting flow with the smallest tag is next, and within a leaf the
 request that has waited longest. A request is charged an estimate when it is dispatched. The estimate is corrected while it runs and when it
-ends, and what its flow is served without waiting is charged too.
+ends. The service that its flow gets without waiting is charged too.
 
 The rules:
 
 - A flow keeps its debt, a tag above those of others, until it has been idle for ``MEMORY`` seconds.
-- A flow that was idle gets no credit: its tag is raised to the virtual time of its parent, the tag of the last flow that was served,
-  without its estimates: what was estimated too high must not hold up a flow that comes later. But
-  what a flow missed in a pause of at most ``PAUSE`` seconds still counts, so that a client who returns at once loses nothing.
-- A request that did not run charges nothing.
+- A flow that was idle gets no credit: its tag is raised to the virtual time of its parent. That is the tag of the last flow that was
+  served, without estimates: an estimate that was too high must not hold up a later flow.
+- A pause of at most ``PAUSE`` seconds costs a flow nothing: its tag is not raised for the service that it missed.
+- A request that did not run is charged nothing.
 
 The bound: while two sibling flows f and g have waiting requests, let d be the difference of their tags, d0 its value at the start, L the
 largest charge of one dispatch, and D what the corrections of all requests of a flow that are in flight at one time can add up to. Then
@@ -32,7 +32,7 @@ from typing import Generic, NamedTuple, TypeVar
 T = TypeVar("T", bound=Hashable)
 
 PAUSE = 1.0
-"""Seconds without a waiting request after which a flow gets no credit for what it missed."""
+"""Seconds without a waiting request after which a flow gets no credit for the service that it missed."""
 MEMORY = 60.0
 """Seconds without a request after which the debt of a flow is forgotten."""
 _SPARE = 32  # entries of a heap that are out of date before it is rebuilt, besides as many as are up to date
@@ -87,7 +87,7 @@ class Flow(Generic[T]):
 
     @property
     def settled(self) -> float:
-        """The tag without what is estimated."""
+        """The tag without estimates."""
         return self.tag - self.pending / self.weight
 
     def next_child(self) -> Flow[T] | None:
@@ -109,7 +109,7 @@ class Flow(Generic[T]):
         return self._older
 
     def start(self, now: float) -> None:
-        """Raise the tag of a flow that begins to wait, as far as it has no claim to what it missed."""
+        """Raise the tag of a flow that begins to wait, as far as it has no claim to missed service."""
         parent = self.parent
         assert parent is not None
         # The earlier time is read in any case: it must be noted while flows come and go.
@@ -221,15 +221,12 @@ class FairQueue(Generic[T]):
         if not node.requests:
             raise ValueError("the queue is empty")
         item = next(iter(node.requests))
-        self._remove(item, node, now)
+        self.remove(item, node, now)
         node.in_flight += 1
         return item, node
 
     def remove(self, item: T, leaf: Flow[T], now: float) -> None:
-        """Remove a request that was not dispatched. Raises KeyError if it does not wait."""
-        self._remove(item, leaf, now)
-
-    def _remove(self, item: T, leaf: Flow[T], now: float) -> None:
+        """Remove a request. Raises KeyError if it does not wait."""
         del leaf.requests[item]
         if not leaf.requests:
             del self._with_requests[leaf]

@@ -214,23 +214,20 @@ class ModelQueue:
         now, request = monotonic(), slot.request
         flows = self.shares.flows_of(request.key, request.user, request.lowered_to, self._aged)
         leaf = slot.leaf = self._waiting.leaf(flows.path)
-        slot.key_flow = self._key_flow(leaf, flows)
+        slot.key_flow = self._key_flow(flows)
         self._charge_unseen(slot.key_flow, now)
         if len(self._waiting) >= self.bounds.size:
             self._displace_for(slot)
         if not self._waiting:
             self._rate.start(now)
         slot.queued_at = now
-        self._waiting.put(slot, leaf, slot.since, now)
+        self._waiting.put(slot, leaf, request.since, now)
         slot.key_flow.metrics.waiting[0] += 1
         self._publish()
 
-    def _key_flow(self, leaf: Flow[QueueSlot], flows: RequestFlows) -> KeyFlow:
-        """Return the key of a leaf."""
-        flow = leaf
-        while flow.name != flows.path[flows.key_at].name:
-            assert flow.parent is not None
-            flow = flow.parent
+    def _key_flow(self, flows: RequestFlows) -> KeyFlow:
+        """Return the key of a request."""
+        flow = self._waiting.flow(flows.path[: flows.key_at + 1])
         if (found := self._keys.get(flow)) is not None:
             return found
         labels = (self._model, flows.class_name, flows.team, flows.key)
@@ -259,8 +256,8 @@ class ModelQueue:
     def _displace_for(self, slot: QueueSlot) -> None:
         latest = self._waiting.displaced_by(slot.leaf)
         if latest is None:
-            raise self.retry_later(slot.since)
-        self.refuse(latest, self.retry_later(latest.since))
+            raise self.retry_later(slot.request.since)
+        self.refuse(latest, self.retry_later(latest.request.since))
 
     def remove(self, slot: QueueSlot) -> None:
         """Remove a slot that was not resumed."""
@@ -446,8 +443,7 @@ class QueueSlot:
     """
 
     __slots__ = (
-        "_queue", "_refusal", "_signal", "charged", "estimate", "key_flow", "leaf", "output", "queued_at", "reason", "request", "since",
-        "waits",
+        "_queue", "_refusal", "_signal", "charged", "estimate", "key_flow", "leaf", "output", "queued_at", "reason", "request", "waits",
     )  # fmt: skip
 
     leaf: Flow[QueueSlot]
@@ -455,7 +451,6 @@ class QueueSlot:
 
     def __init__(self, queue: ModelQueue, request: QueuedRequest) -> None:
         self.request = request
-        self.since = request.since
         self.waits = False
         self.reason = queue.reason
         self.charged = 0.0
@@ -499,8 +494,9 @@ class QueueSlot:
 
     def check(self, now: float) -> None:
         """End the wait if it has taken too long."""
-        if self.waits and now - self.since > self._queue.bounds.wait:
-            self._queue.refuse(self, self._queue.retry_later(self.since))
+        since = self.request.since
+        if self.waits and now - since > self._queue.bounds.wait:
+            self._queue.refuse(self, self._queue.retry_later(since))
 
 
 class DispatchRate:

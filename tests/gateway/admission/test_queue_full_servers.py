@@ -110,11 +110,17 @@ async def send_requests(served: Served, key_id: str, first: int = 0, **fields: A
     """Send one request for each letter, with the key of that name. Each task returns a response status."""
     tasks = []
     for seed, letter in enumerate(key_id, first):
-        before = served.context.started
-        tasks.append(asyncio.create_task(_status(served, request_from(letter, seed, **fields))))
-        await until(lambda before=before: served.context.started == before + 1)
+        tasks.append(await _started(served, request_from(letter, seed, **fields)))
         await asyncio.sleep(0)
     return tasks
+
+
+async def _started(served: Served, data: bytes) -> asyncio.Task[int]:
+    """Send a request, and wait until the gateway has started it."""
+    before = served.context.started
+    task = asyncio.create_task(_status(served, data))
+    await until(lambda: served.context.started == before + 1)
+    return task
 
 
 async def _status(served: Served, data: bytes) -> int:
@@ -441,10 +447,7 @@ async def test_a_strict_class_is_served_first_unless_its_client_lowers_it() -> N
         tasks = await send_requests(served, "bbba")
         lowered = request(chat(seed=4), token="sk-a", extra=("x-vllm-gateway-class: batch",))
         raised = request(chat(seed=5), token="sk-b", extra=("x-vllm-gateway-class: chat",))
-        for data in (lowered, raised):
-            before = served.context.started
-            tasks.append(asyncio.create_task(_status(served, data)))
-            await until(lambda before=before: served.context.started == before + 1)
+        tasks += [await _started(served, data) for data in (lowered, raised)]
         await until(lambda: queued(served) == 5)
         order = await _order(served, slow, 6)
         assert await asyncio.gather(*tasks) == [200] * 6
