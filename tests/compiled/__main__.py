@@ -42,8 +42,8 @@ def main(arguments: list[str]) -> int:
         sys.executable,
         "-m",
         "pytest",
-        "-p",
-        "no:cacheprovider",
+        "-o",
+        f"cache_dir={ROOT / '.pytest_cache'}",
         *arguments,
         *([] if any(each.startswith("tests/") for each in arguments) else TESTS),
     ]
