@@ -67,6 +67,7 @@ MODULES = (
     "upstream.balancing.attempt",
     "upstream.balancing.pool",
     "upstream.balancing.server",
+    "upstream.balancing.shared_limit",
     "upstream.http.chunked",
     "upstream.http.connection",
     "upstream.http.deadlines",

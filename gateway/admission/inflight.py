@@ -1,8 +1,8 @@
 """Limit concurrent requests: each worker's part of the limits that the configuration sets for the whole gateway.
 
-The rule: the parts of all workers add up to the whole, if that is enough for one each. So a limit holds without communication between
-workers. The limit on all requests is checked before the body is read, and no request is queued for it. The pool of a server enforces the
-server's limit (upstream/balancing/pool.py); if all servers are at capacity, the request is queued for its model (queue.py).
+The rule: the parts of all workers add up to the whole, if that is enough for one each. So the limit on all requests holds without
+communication between workers. It is checked before the body is read, and no request is queued for it. Workers share the limits of servers
+(upstream/balancing/shared_limit.py); if all servers are at capacity, the request is queued for its model (queue.py).
 """
 
 from __future__ import annotations

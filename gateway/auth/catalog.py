@@ -17,7 +17,7 @@ from gateway.snapshot.snapshot import Key, Mirror, Model
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.cost import Cost
-from upstream.balancing.pool import Pool
+from upstream.balancing.pool import Pool, SharedPool
 from upstream.balancing.server import Server
 
 _IDS = 0x1_0000_0000  # values of the last eight hexadecimal digits of a request's ID
@@ -117,7 +117,7 @@ class Catalog:
             kind, costs = POLICIES[model.balance], self._costs.get(model.base)
             settings = kind.settings(**model.policy)
             policy = kind(pooled, settings) if costs is None else Cost(pooled, settings, costs)
-            found = self._pools[model.base] = Pool(pooled, policy)
+            found = self._pools[model.base] = (SharedPool if any(server.is_shared for server in pooled) else Pool)(pooled, policy)
         return found
 
     def retire(self) -> None:

@@ -209,6 +209,13 @@ def observe(cells: SharedCells, buckets: Sequence[float], value: float) -> None:
     cells[-1] += value
 
 
+def reset_gauges(counters: SharedCounters) -> None:
+    """Set all gauges of a worker to 0: its process has ended, and its requests with it."""
+    for name, _ in tuple(counters.readings()):
+        if FAMILIES[Series.decode(name).family].kind == "gauge" and (cells := counters.find(name)) is not None:
+            cells[0] = 0.0
+
+
 class WorkerMetrics:
     """The metrics of one worker. Cells are looked up once for each set of labels and cached. ``peers``: the other workers' counters."""
 
@@ -222,14 +229,7 @@ class WorkerMetrics:
         self._in_flight: dict[str, InflightGauge] = {}
         self._dropped = self.cells("series_dropped_total")
         self._overhead = self.cells("overhead_seconds")
-        self._reset_gauges()
-
-    def _reset_gauges(self) -> None:
-        """Set all gauges to 0: the requests of the previous process ended with it."""
-        for name, _ in tuple(self._counters.readings()):
-            series = Series.decode(name)
-            if FAMILIES[series.family].kind == "gauge":
-                self.cells(series.family, *series.labels)[0] = 0.0
+        reset_gauges(counters)
 
     def cells(self, family: str, *labels: str) -> SharedCells:
         """Return the cells of one series. If the counter memory is full, return throw-away cells so that counting never fails a request."""

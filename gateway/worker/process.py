@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -42,9 +42,12 @@ from gateway.telemetry.shared_counters import SharedCounters
 from gateway.telemetry.tracing import Spans
 from gateway.worker.drain import AnyAcceptor, drain
 from gateway.worker.peer_placements import PeerPlacements
+from gateway.worker.shared_slots import SharedSlots, SlotSignals
 from gateway.worker.worker import Worker
 from upstream.balancing.placement_log import PlacementLog
 from upstream.balancing.pool import live_servers
+from upstream.balancing.server import Server
+from upstream.balancing.shared_limit import SharedServer
 from upstream.http.deadlines import TICK
 
 _EVERY_SECOND = 4  # ticks
@@ -82,6 +85,8 @@ def _arguments() -> argparse.Namespace:
         parser.add_argument(f"--{name}-fd", type=int, required=True)
     parser.add_argument("--peer-counters-fd", type=int, action="append", default=[], help="the counters of another worker, to read")
     parser.add_argument("--seats-fd", type=int, help="where several workers share the listening socket")
+    parser.add_argument("--slots-fd", type=int, help="the locks of the slots that several workers share")
+    parser.add_argument("--signal-fd", type=int, action="append", default=[], help="the signals to a worker, in the order of the workers")
     parser.add_argument("--journal-fd", type=int)
     parser.add_argument("--spool", type=Path, help="where rows of the journal are saved when control has died")
     return parser.parse_args()
@@ -92,7 +97,8 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
     asyncio.get_running_loop().set_exception_handler(logs.uncaught)
     control = socket.socket(fileno=arguments.control_fd)
     to_control = link.Link(*await asyncio.open_connection(sock=control, limit=link.READ_AHEAD))
-    with live_servers() as servers:
+    signals = SlotSignals(arguments.slots_fd, arguments.signal_fd) if arguments.signal_fd else None
+    with live_servers(create=Server if signals is None else SharedServer) as servers:
         messages = to_control.messages()
         stored_keys = StoredKeyring()
         first = await anext(messages, None)
@@ -125,11 +131,12 @@ async def _run(arguments: argparse.Namespace, log: AccessLog, recorder: Recorder
             number=arguments.number,
             peers=PeerPlacements(PlacementLog(arguments.placements_fd, arguments.number)),
             stored_keys=stored_keys,
+            slots=None if signals is None else SharedSlots(signals, metrics, arguments.number),
         )
         process = WorkerProcess(worker, to_control)
         process.apply_health(first.health)  # before the first request, which would find no server
         seats = Seats(arguments.seats_fd, arguments.number) if arguments.seats_fd is not None else None
-        with closing(bodies):
+        with closing(bodies), nullcontext() if signals is None else signals.listening(arguments.number, worker.use_free_slots):
             await process.serve(socket.socket(fileno=arguments.listen_fd), seats, messages)
     orphaned = to_control.ended
     to_control.close()

@@ -27,7 +27,9 @@ from gateway.snapshot import link
 from gateway.snapshot.snapshot import Allowance, Snapshot
 from gateway.system.acceptor import Seats
 from gateway.system.tasks import cancel, wait_at_most, wait_until
+from gateway.telemetry.metrics import reset_gauges
 from gateway.telemetry.shared_counters import SharedCounters
+from gateway.worker.shared_slots import SlotSignals
 from upstream.backoff import Backoff
 from upstream.balancing.placement_log import PlacementLog
 from upstream.balancing.server import Progress
@@ -87,13 +89,14 @@ class WorkerEvents:
 
 @dataclass(frozen=True, slots=True)
 class _Inherited:
-    """Resources that every worker process inherits. ``seats`` is None for a single worker; ``ledger`` is None if none is configured."""
+    """Resources that every worker process inherits. ``seats`` and ``slots`` are None for a single worker, ``ledger`` without one."""
 
     listener: socket.socket
     buckets: Buckets
     placements: PlacementLog
     seats: Seats | None
     ledger: Ledger | None
+    slots: SlotSignals | None
     counters: tuple[SharedCounters, ...]
     """The counters of each worker. A worker writes its own, and reads the use of keys in the others."""
 
@@ -230,9 +233,12 @@ class _WorkerSlot:
         }
         if inherited.seats is not None:
             fds["--seats-fd"] = inherited.seats.fd
-        peers = [each.fd for each in inherited.counters if each is not self.counters]
+        shared = [("--peer-counters-fd", each.fd) for each in inherited.counters if each is not self.counters]
+        if inherited.slots is not None:
+            fds["--slots-fd"] = inherited.slots.locks
+            shared += [("--signal-fd", fd) for fd in inherited.slots.signals]
         arguments = ["--spool", str(ledger.folder)] if ledger is not None else []
-        arguments += [argument for fd in peers for argument in ("--peer-counters-fd", str(fd))]
+        arguments += [argument for flag, fd in shared for argument in (flag, str(fd))]
         if ledger is not None:
             fds["--journal-fd"] = ledger.journals[self.number].fd
         arguments += [argument for flag, fd in fds.items() for argument in (flag, str(fd))]
@@ -241,7 +247,7 @@ class _WorkerSlot:
             try:
                 process = self._process = await asyncio.create_subprocess_exec(
                     sys.executable, "-P", "-m", "gateway.worker.process", "worker", str(self.number), *arguments,
-                    stdin=asyncio.subprocess.DEVNULL, pass_fds=(*fds.values(), *peers),
+                    stdin=asyncio.subprocess.DEVNULL, pass_fds=(*fds.values(), *(fd for _, fd in shared)),
                 )  # fmt: skip
             except BaseException:
                 to_worker.close()
@@ -253,6 +259,9 @@ class _WorkerSlot:
             await _ended(process)
             if inherited.seats is not None:
                 inherited.seats.vacate(self.number)
+            if inherited.slots is not None:
+                reset_gauges(self.counters)  # the slots of its requests are free
+                inherited.slots.wake_all()
             if ledger is not None:
                 ledger.worker_gone(self.number)
 
@@ -280,7 +289,8 @@ class WorkerSupervisor:
         self._seats = Seats.create(count) if count > 1 else None
         self.boards = tuple(SharedCounters.create(f"worker-{number}") for number in range(count))
         """The workers' shared counters."""
-        inherited = _Inherited(listener, self.buckets, self.placements, self._seats, ledger, self.boards)
+        self._signals = SlotSignals.create(count) if count > 1 else None
+        inherited = _Inherited(listener, self.buckets, self.placements, self._seats, ledger, self._signals, self.boards)
         self._slots = tuple(_WorkerSlot(number, inherited, events) for number in range(count))
         self._preparation: asyncio.Future[None] | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -423,6 +433,8 @@ class WorkerSupervisor:
         self.placements.close()
         if self._seats is not None:
             self._seats.close()
+        if self._signals is not None:
+            self._signals.close()
 
 
 async def _nothing(_: Snapshot) -> None:

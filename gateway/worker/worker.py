@@ -31,11 +31,13 @@ from gateway.telemetry.request_ids import RequestSample
 from gateway.telemetry.trace import Sampler
 from gateway.worker.app import WorkerApp
 from gateway.worker.peer_placements import PeerPlacements
+from gateway.worker.shared_slots import SharedSlots
 from upstream.balancing.cost_model import CostModel
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.cost import Cost, CostSettings
 from upstream.balancing.pool import LiveServers
 from upstream.balancing.server import Progress
+from upstream.balancing.shared_limit import SharedServer
 from upstream.http.deadlines import TICK, check_all
 
 if TYPE_CHECKING:
@@ -47,7 +49,8 @@ _SWEEP_EVERY = 4  # ticks
 class Worker:
     """The connections and the requests of one worker, and its servers. ``number`` is the number of this worker.
 
-    ``handle_request`` serves one inference request to its end. ``stored_keys`` are the store's keys at the start.
+    ``handle_request`` serves one inference request to its end. ``stored_keys`` are the store's keys at the start. ``slots``: shared with
+    other workers; None for a single worker.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Worker:
         number: int = 0,
         peers: PeerPlacements | None = None,
         stored_keys: StoredKeyring | None = None,
+        slots: SharedSlots | None = None,
     ) -> None:
         self.requests = requests
         self.connections = ConnectionContext(requests.metrics, fleet.write_batch, requests.memory, requests.steps)
@@ -68,6 +72,7 @@ class Worker:
         self.fleet = fleet
         self.number = number
         self._peers = peers
+        self._slots = slots
         self._tokens: TokenVerifier | None = None
         self._stored_keys = stored_keys or StoredKeyring()
         self.certificate = Certificate(snapshot.tls) if snapshot.tls else None
@@ -95,9 +100,9 @@ class Worker:
                 server = servers[spec.name]
                 server.publish_in_flight(metrics.cells("server_inflight", model.id, spec.name))
                 server.ejected_cells = metrics.cells("server_ejected", model.id, spec.name)
-                # Each server's limit is divided among the workers; the remainder goes to another worker with each server.
-                limit = model.max_inflight
-                server.limit = math.inf if limit is None else worker_share(limit, self.number + index, snapshot.workers)
+                server.limit = math.inf if model.max_inflight is None else model.max_inflight
+                if self._slots is not None and isinstance(server, SharedServer):
+                    server.shared = self._slots.limit(model, index)
         limit, tracing = snapshot.max_inflight, snapshot.tracing
         if self._catalog is not None:
             self._catalog.retire()
@@ -174,6 +179,13 @@ class Worker:
                         each.server, each.block_size, each.complete, cleared=each.cleared, removed=each.removed, inserted=each.inserted
                     )
 
+    def use_free_slots(self) -> None:
+        """Resume queued requests for which other workers have freed slots, and offer them the others."""
+        for server in self.fleet:
+            if server.is_shared:
+                server.update_rankings()
+                server.offer_slot()
+
     def tick(self) -> None:
         """Run the periodic work for all requests, a few times a second."""
         connections, requests = self.connections, self.requests
@@ -182,6 +194,7 @@ class Worker:
         requests.deadlines.tick()
         connections.unauthenticated.relieve()
         requests.queues.tick()
+        self.use_free_slots()
         requests.limiter.tick()
         if requests.ledger is not None:
             requests.ledger.tick()

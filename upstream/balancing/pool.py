@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from time import monotonic
+from typing import Protocol
 
 from upstream.balancing.policies.policy import NO_FACTS, Fact, Policy, RequestFacts
 from upstream.balancing.ranking import BoundedRanking, CandidateList, Ranking
@@ -63,10 +64,9 @@ class Pool:
 
     def has_capacity(self) -> bool:
         """Return whether ``choose`` would now return a server for a request that has tried none."""
-        if self._ranking is not None and self._ranking.members:
+        if self._ranking is not None and any(not server.full for server in self._ranking.members):
             return True
-        up = self._up_servers()
-        return bool(up) and not _all_full(up)
+        return bool(_with_capacity(self._up_servers()))
 
     def on_capacity(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever a server with a concurrency limit has capacity. Requests never wait for the other servers."""
@@ -107,24 +107,45 @@ class Pool:
             return self._policy.choose(ranking, request)
         if not (up := self._up_servers()):
             raise NoServerError(loading=any(server.condition is Condition.LOADING for server in self.servers))
-        if _all_full(up):
+        if not (with_capacity := _with_capacity(up)):
             raise NoServerError(full=True)
-        with_capacity = [server for server in up if not server.full]
         untried = [server for server in with_capacity if server not in tried] or with_capacity
         candidates = [server for server in untried if server.available] or untried
         return self._policy.choose(CandidateList(candidates, self._choices), request)
 
 
-def _all_full(up: Sequence[Server]) -> bool:
-    """Return whether all servers that are not ejected are full. If all servers are ejected, all count as available."""
-    return all(server.full for server in [server for server in up if not server.is_ejected] or up)
+class SharedPool(Pool):
+    """A pool of servers whose slots other workers take and free too. So there may be capacity although requests are queued."""
+
+    def choose(self, tried: Sequence[Server] = (), request: RequestFacts = NO_FACTS) -> Server:
+        """Return the server for the next attempt, as a pool does, after the queued requests have had a choice. Its slot is taken."""
+        if self._bounded is not None:
+            self._bounded.on_capacity()
+        while not (server := super().choose(tried, request)).take_slot():
+            pass  # another worker has taken its last slot since it was chosen
+        return server
+
+
+def _with_capacity(up: Sequence[Server]) -> list[Server]:
+    """Return the servers that are not full. If all of them are ejected while another server is not, the list is empty."""
+    with_capacity = [server for server in up if not server.full]
+    is_usable = not all(server.is_ejected for server in with_capacity) or all(server.is_ejected for server in up)
+    return with_capacity if is_usable else []
+
+
+class CreateServer(Protocol):
+    """Creates a live server."""
+
+    def __call__(self, spec: ServerSpec, /, *, write_batch: WriteBatch) -> Server:
+        """Return a server without connections."""
 
 
 class LiveServers:
-    """Every live server of a worker, by name. ``write_batch``: shared by all connections of the process."""
+    """Every live server of a worker, by name. ``write_batch``: shared by all connections of the process. ``create``: makes a server."""
 
-    def __init__(self, write_batch: WriteBatch | None = None) -> None:
+    def __init__(self, write_batch: WriteBatch | None = None, create: CreateServer = Server) -> None:
         self.write_batch = write_batch or WriteBatch()
+        self._create = create
         self._servers: dict[str, Server] = {}
 
     def __iter__(self) -> Iterator[Server]:
@@ -137,7 +158,7 @@ class LiveServers:
         for name, server in self._servers.items():
             if name not in unchanged:
                 server.retire()
-        self._servers = {name: unchanged.get(name) or Server(spec, write_batch=self.write_batch) for name, spec in wanted.items()}
+        self._servers = {name: unchanged.get(name) or self._create(spec, write_batch=self.write_batch) for name, spec in wanted.items()}
         return self._servers
 
     def set_condition(self, name: str, condition: Condition) -> bool:
@@ -163,6 +184,6 @@ class LiveServers:
             server.retire()
 
 
-def live_servers(write_batch: WriteBatch | None = None) -> closing[LiveServers]:
+def live_servers(write_batch: WriteBatch | None = None, create: CreateServer = Server) -> closing[LiveServers]:
     """Return a context with a set of live servers, whose idle connections are closed on exit."""
-    return closing(LiveServers(write_batch))
+    return closing(LiveServers(write_batch, create))

@@ -121,7 +121,7 @@ class Server:
         if comes_up:
             self.record_success()  # earlier failures belong to an earlier process
         else:
-            self._update_rankings()
+            self.update_rankings()
 
     def start_exchange(self) -> None:
         """Count a request as in flight."""
@@ -137,6 +137,13 @@ class Server:
         for ranking in self.rankings:
             ranking.update_load(self)
 
+    def take_slot(self) -> bool:
+        """Take a slot before ``start_exchange``. Returns False if other workers have taken all."""
+        return True
+
+    def offer_slot(self) -> None:
+        """Offer a free slot to other workers, if there are any."""
+
     def publish_in_flight(self, cells: Cells) -> None:
         """Count the requests in flight in cell 0 of ``cells`` from now on. Servers of the same name may share a cell."""
         if cells is not self.in_flight_cells:
@@ -144,7 +151,8 @@ class Server:
             cells[0] += self.in_flight
             self.in_flight_cells = cells
 
-    def _update_rankings(self) -> None:
+    def update_rankings(self) -> None:
+        """Let the rankings check whether the server is available."""
         for ranking in self.rankings:
             ranking.update_availability(self)
 
@@ -167,6 +175,11 @@ class Server:
     def weight(self) -> float:
         """The weight in the specification."""
         return self.spec.weight
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other workers take of its slots."""
+        return False
 
     @property
     def load(self) -> float:
@@ -195,14 +208,14 @@ class Server:
         self.recently_failed = self._ejection.has_failures
         if ejected:
             self.ejected_cells[0] = 1.0
-            self._update_rankings()
+            self.update_rankings()
 
     def record_success(self) -> None:
         """Record a complete response, or that the server came up: forget its failures."""
         self._ejection.reset()
         self.recently_failed = False
         self.ejected_cells[0] = 0.0
-        self._update_rankings()
+        self.update_rankings()
 
     def measure_prefill(self, size: int, seconds: float) -> None:
         """Learn the speed of the prefill from a stream: ``size`` bytes of a request, and the seconds until its first event."""
@@ -244,7 +257,7 @@ class Server:
         self._idle.close_expired()
         if self._ejection.expire(self._clock()):
             self.ejected_cells[0] = 0.0
-            self._update_rankings()
+            self.update_rankings()
 
     def retire(self) -> None:
         """Close the idle connections: the server is no longer configured. Requests in flight finish, and are counted until then."""
