@@ -76,6 +76,12 @@ function serverAction(model, server) {
 }
 
 const fact = (name, value, more = "") => el("div", {}, el("dt", {}, name), el("dd", {}, value, more ? el("small", {}, more) : null));
+const queueLink = (model) =>
+  el(
+    "a",
+    { href: `/console/queue${query({ model: model.id })}`, "data-act": `Queue of ${model.id}`, title: `Queue of ${model.id}` },
+    number(model.queued),
+  );
 function modelHead(model) {
   const [out, prompt] = model.speed === "-" ? ["0", ""] : model.speed.replace(/ out|in$/g, "").split(", ");
   return [
@@ -95,7 +101,7 @@ function modelHead(model) {
       { className: "numbers" },
       fact("State", stateMark(model.state), model.since && `for ${model.since}`),
       fact("In flight", number(model.in_flight)),
-      fact("Queued", number(model.queued), model.waiting && `longest ${model.waiting}`),
+      fact("Queued", queueLink(model), model.waiting && `longest ${model.waiting}`),
       fact("Tokens/s", out, prompt && `and ${prompt.trim()} of prompts`),
     ),
   ];

@@ -6,7 +6,8 @@ const HOUR = 3600;
 const fixed = (value) => (value >= 100 ? number(Math.round(value)) : String(Number(value.toFixed(value >= 10 ? 1 : 2))));
 const short = (value) => (value >= 1e6 ? `${fixed(value / 1e6)}M` : value >= 1e4 ? `${fixed(value / 1e3)}k` : fixed(value));
 const seconds = (value) => (value === null ? "–" : value < 1 ? `${Math.round(1000 * value)} ms` : `${fixed(value)} s`);
-// The charts: `stacked` are areas on top of each other, the others are lines.
+// The charts: `stacked` are areas on top of each other, the others are lines. A series has its column, title and color, and perhaps the page
+// that its number opens.
 const CHARTS = [
   {
     title: "Requests per second",
@@ -32,7 +33,7 @@ const CHARTS = [
     show: short,
     series: [
       ["in_flight", "In flight", "succeeded"],
-      ["queued", "Queued", "rejected"],
+      ["queued", "Queued", "rejected", "/console/queue"],
     ],
   },
   {
@@ -122,8 +123,14 @@ function drawn(chart, rows, until) {
 
 function chartCard(chart) {
   const picture = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", "aria-hidden": "true" });
+  // The numbers stay the same nodes, so that the focus stays on a link.
+  const values = chart.series.map(() => el("strong"));
+  const nows = chart.series.map(([, title, , page], at) => {
+    const parts = [values[at], ` ${title.toLowerCase().replace(/ \(.*/, "")}`];
+    return page ? el("a", { href: page }, ...parts) : el("span", {}, ...parts);
+  });
   const most = el("span", { className: "most quiet" }),
-    now = el("p", { className: "now" }),
+    now = el("p", { className: "now" }, ...nows),
     rows = el("tbody");
   const head = ["Minutes ago", ...chart.series.map(([, title]) => title)].map((title) => el("th", { scope: "col" }, title));
   const table = el("table", {}, el("caption", {}, `${chart.title}, means of five minutes`), el("thead", {}, el("tr", {}, ...head)), rows);
@@ -154,12 +161,10 @@ function chartCard(chart) {
     axis.children[1].textContent = shownSpan() / 120;
     most.textContent = chart.show(made.most);
     const last = hour.points.at(-1);
-    now.replaceChildren(
-      ...chart.series.map(([name, title]) => {
-        const value = last ? last[hour.columns.indexOf(name)] : null;
-        return el("span", {}, el("strong", {}, value === null ? "–" : chart.show(value)), ` ${title.toLowerCase().replace(/ \(.*/, "")}`);
-      }),
-    );
+    chart.series.forEach(([name], at) => {
+      const value = last ? last[hour.columns.indexOf(name)] : null;
+      values[at].textContent = value === null ? "–" : chart.show(value);
+    });
     const means = chart.series.map(([name]) => buckets(hour.points, hour.columns.indexOf(name), until - HOUR, HOUR, 12));
     rows.replaceChildren(
       ...means[0].map((_, at) =>

@@ -17,6 +17,7 @@ _SETTINGS = ("console/settings.css",)
 PAGES: Mapping[str, Page] = {
     START: Page("Overview", "overview", ("console/overview.css",)),
     f"{START}/models": Page("Models", "models", ("console/models.css",)),
+    f"{START}/queue": Page("Queue", "queue", (*_LIMITS, "console/queue.css")),
     f"{START}/requests": Page("Requests", "requests", ("console/requests.css",)),
     f"{START}/keys": Page("Keys", "keys", _LIMITS),
     f"{START}/teams": Page("Teams", "teams", _LIMITS),

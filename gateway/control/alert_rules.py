@@ -191,7 +191,8 @@ def _auth_failures(facts: Facts) -> Holding:
             yield reason, f"{rate:.0f} requests a second are rejected for their key ({reason})."
 
 
-_MODELS, _KEYS, _SYSTEM, _REQUESTS = "/console/models", "/console/keys", "/console/system", "/console/requests?status=failed"
+_MODELS, _QUEUE, _KEYS, _SYSTEM = "/console/models", "/console/queue", "/console/keys", "/console/system"
+_REQUESTS = "/console/requests?status=failed"
 _FAILED = "{bad} of {of} requests of {model} failed within an hour."
 _STARTED_LATE = "{bad} of {of} streams of {model} started late within an hour."
 _USED, _EXCEEDED = "{holder} has used {share:.0%} of {budget}.", "{holder} has exceeded its soft budget {budget}: {share:.0%}."
@@ -217,7 +218,7 @@ RULES: Mapping[str, Rule] = {
     "VllmGatewayBudgetNearlyUsed": Rule("warning", 300, _KEYS, _budget(0.9, "false", _USED)),
     "VllmGatewaySoftBudgetExceeded": Rule("warning", 300, _KEYS, _budget(1.0, "true", _EXCEEDED)),
     "VllmGatewayNoticesWait": Rule("warning", 0, _SYSTEM, _notices_wait),
-    "VllmGatewayQueueGrows": Rule("warning", 300, _MODELS, _queue_grows),
+    "VllmGatewayQueueGrows": Rule("warning", 300, _QUEUE, _queue_grows),
     "VllmGatewayAuthFailures": Rule("warning", 300, "/console/requests", _auth_failures),
 }
 """The alerts by name."""

@@ -256,7 +256,8 @@ function when(seconds) {
 // A state has a color and a word.
 const stateMark = (name, text = name) => el("span", { className: `state ${name}` }, text);
 
-// A table. A column is {title, value, number, text, note}: `note` explains the title, `value` gives a cell's content for a row, and `text` its text in CSV if that differs.
+// A table. A column is {title, head, value, number, text, note}: `head` replaces the title in the table, `note` explains it, `value` gives a
+// cell's content for a row, and `text` its text in CSV if that differs.
 // The first column names the row.
 function tableRow(columns, row) {
   const cells = columns.map((column, at) => {
@@ -271,7 +272,11 @@ function tableRow(columns, row) {
 }
 function tableWith(label, columns, body) {
   const head = columns.map((column) =>
-    el("th", { scope: "col", className: column.number ? "number" : "", ...(column.note ? { title: column.note } : {}) }, column.title),
+    el(
+      "th",
+      { scope: "col", className: column.number ? "number" : "", ...(column.note ? { title: column.note } : {}) },
+      column.head ?? column.title,
+    ),
   );
   return el(
     "div",
@@ -282,7 +287,7 @@ function tableWith(label, columns, body) {
 const dataTable = (label, columns, rows) => tableWith(label, columns, el("tbody", {}, ...rows.map((row) => tableRow(columns, row))));
 
 // A table of any length. It contains only the rows near the visible ones, each on one line, and calls `more` when its end comes near.
-// Returns its node, and `add`, which appends rows. `wide` lists the columns' widths in rem.
+// Returns its node, `add`, which appends rows, and `replace`, which keeps the position and the rows that are the same. `wide` lists the columns' widths in rem.
 function longTable(label, columns, wide, more = () => {}) {
   const rows = [],
     made = new Map(),
@@ -326,7 +331,16 @@ function longTable(label, columns, wide, more = () => {}) {
     draw();
     tall = made.values().next().value?.offsetHeight || tall;
   };
-  return { node, add, rows };
+  const replace = (found) => {
+    for (const [at, row] of made)
+      if (JSON.stringify(rows[at]) !== JSON.stringify(found[at])) {
+        row.remove();
+        made.delete(at);
+      }
+    rows.length = 0;
+    add(found);
+  };
+  return { node, add, replace, rows };
 }
 
 // Offer rows as a CSV file (RFC 4180). A cell that a spreadsheet would run as a formula is quoted with an apostrophe.

@@ -15,7 +15,13 @@ from tests.support.process import configuration, gateway, launched, wait_for
 from tests.support.running import KEY
 
 STALE = "The gateway does not respond. This page tries again by itself."
-PAGES = {"/console": "Ready", "/console/models": "sim/one", "/console/system": "Workers", "/portal": "sim/one"}
+PAGES = {
+    "/console": "Ready",
+    "/console/models": "sim/one",
+    "/console/queue": "Waiting now",
+    "/console/system": "Workers",
+    "/portal": "sim/one",
+}
 
 
 @pytest.fixture(scope="module")
