@@ -166,6 +166,19 @@ def _share(*matchers: str) -> str:
     return f"max by (holder, budget) (vllm_gateway_budget_used_ratio{_of(*matchers)})"
 
 
+def _shares_by(level: str) -> Query:
+    """Return the part of the service of a model's queue that each class, team or key got."""
+    service = _rate("vllm_gateway_queue_service_total", _MODEL)
+    return f"{_sum(f'model, {level}', service)} / on (model) group_left () ({_sum('model', service)} > 0)", f"{{{{model}}}} {{{{{level}}}}}"
+
+
+def _mean_wait_by(level: str) -> Query:
+    seconds, requests = (
+        _sum(f"model, {level}", _rate(f"vllm_gateway_queue_{name}_total", _MODEL)) for name in ("wait_seconds", "requests")
+    )
+    return f"{seconds} / ({requests} > 0)", f"{{{{model}}}} {{{{{level}}}}}"
+
+
 def _budgets(*matchers: str) -> tuple[Query, ...]:
     """Return the used shares of budgets, those that refuse requests and those that only warn."""
     return (_share(*matchers, _HARD), "{{holder}}: {{budget}}"), (_share(*matchers, 'soft="true"'), "{{holder}}: {{budget}} (soft)")
@@ -294,6 +307,24 @@ MODELS = Dashboard(
                   ((_sum("model, outcome", _hour("vllm_gateway_launches_total", _MODEL)), "{{model}} {{outcome}}"),
                    (_sum("server", _hour("vllm_gateway_server_restarts_total", _BOTH)) + " > 0", "{{server}} restarts")),
                   "Finished starts of launched servers, and starts after the first.", axis="in the hour before"),
+        )),
+        Row("Fairness", (
+            Panel("Share of the service, by class", "percentunit", (_shares_by("class"),),
+                  "Weighted tokens of keys that waited. Classes that wait get shares by weight; a strict class takes what it needs.",
+                  most=1),
+            Panel("Share of the service, by team", "percentunit", (_shares_by("team"),),
+                  "Teams that wait get shares by weight. The series without a team has the keys without one, together.", most=1),
+            Panel("Share of the service, by key", "percentunit", (_shares_by("key"),),
+                  "Keys of one team divide its share by priority. A key that does not wait gets what it needs.", most=1),
+            Panel("Waiting requests, by key", "short",
+                  ((_sum("model, key", f"vllm_gateway_queue_waiting_requests{_MODEL}"), "{{model}} {{key}}"),),
+                  "A key that sends many requests waits with them. An alert fires if it waits and is not served.", axis="requests"),
+            Panel("Mean wait, by class", "s", (_mean_wait_by("class"),),
+                  "Of requests that left the queue for a server. Long waits of a class after a strict one: give it an aging.",
+                  steps=((10, YELLOW), (30, RED))),
+            Panel("Mean wait, by team", "s", (_mean_wait_by("team"),),
+                  "A team waits longer than others if it sends more than its share. Requests that did not wait are not counted.",
+                  steps=((10, YELLOW), (30, RED))),
         )),
         Row("Fallbacks, splits and mirrors", (
             Panel("Fallbacks and splits", "reqps",

@@ -65,12 +65,14 @@ def test_panels_lie_side_by_side_and_under_one_another(name: str) -> None:
 
 NEUTRAL = {
     "at a glance": {"Requests", "Active keys", "Tokens in a day"},
-    "amounts": {"Requests", "Tokens", "Tokens in a day", "Models used", "Tokens generated", "In flight and queued", "In flight, by server"},
+    "amounts": {"Requests", "Tokens", "Tokens in a day", "Models used", "Tokens generated", "In flight and queued", "In flight, by server",
+                "Waiting requests, by key"},
     "by status or outcome, with fixed colors": {"Requests by status", "Status", "Incomplete requests", "Starts", "Mirrored requests"},
     "events, each with its own meaning": {"Errors by code", "Failed attempts", "Events in an hour", "Rejected by a limit",
                                           "Connections closed because of the client", "Fallbacks and splits", "Ledger"},
     "depend on the use": {"Duration", "Memory", "Cached prompt tokens", "Prefix cache hits", "End users with their own limits",
-                          "Cached prompt tokens, predicted and reported", "Finished and preempted requests", "Unbilled tokens", "Versions"},
+                          "Cached prompt tokens, predicted and reported", "Finished and preempted requests", "Unbilled tokens", "Versions",
+                          "Share of the service, by class", "Share of the service, by team", "Share of the service, by key"},
 }  # fmt: skip
 """Panels without thresholds, and why."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx2
@@ -25,6 +26,7 @@ def everything() -> dict[str, Any]:
     one |= {"balance": "cost", "price": {"prompt": 2000, "completion": 8000}}
     rests = launched(ON_DEMAND)
     rests["launch"]["start"] = "on_demand"
+    rests["max_inflight"] = 1
     unreachable = {
         "id": UNREACHABLE,
         "servers": [{"url": "http://127.0.0.1:1"}],
@@ -72,6 +74,9 @@ class Traffic:
         self.request(simulate={"cut_before_headers": True})
         for number in range(4):
             self.request(token=LIMITED, user=f"user {number}", simulate={"tokens": 5})
+        with ThreadPoolExecutor(3) as threads:
+            queued = [threads.submit(self.request, model=ON_DEMAND, **fast) for _ in range(3)]
+        assert all(each.exception() is None for each in queued)
         self.disconnect()
 
     def wake(self) -> None:
