@@ -6,11 +6,12 @@ names, severities and durations. The alerts that need a longer history, or a gat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
 from gateway.control.recent_history import HOUR, MinuteCounts
+from gateway.control.starvation import Unserved
 from gateway.telemetry.metrics import Series
 
 _MOST = 50  # alerts of one rule, for a budget that thousands of keys have nearly used
@@ -22,11 +23,15 @@ _PROVIDERS = ("identity_provider", "certificate")  # these have separate alerts
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts of all alerts: the single values of control's series at ``now``, in seconds since the epoch, and the last hour."""
+    """The facts of all alerts: the single values of control's series at ``now``, in seconds since the epoch, and the last hour.
+
+    ``unserved``: the keys that wait for a model that serves only others.
+    """
 
     now: float
     values: Mapping[Series, float]
     counts: MinuteCounts
+    unserved: Sequence[Unserved] = ()
 
     def of(self, family: str) -> Iterator[tuple[tuple[str, ...], float]]:
         """Yield the series of a family: labels and value."""
@@ -183,6 +188,15 @@ def _queue_grows(facts: Facts) -> Holding:
             yield model, f"The queue of {model} grows: {queued:.0f} requests wait."
 
 
+def _starvation(facts: Facts) -> Holding:
+    for each in facts.unserved:
+        subject = f"{each.model} {each.class_name} {each.team} {each.key}"
+        yield (
+            subject,
+            f"{each.key} waits for {each.model} and gets no service, while others do: {each.waiting:.0f} requests of {each.class_name}.",
+        )
+
+
 def _auth_failures(facts: Facts) -> Holding:
     before = facts.counts.increase("auth_failures", HOUR - 300, 300)
     for reason, number in facts.counts.increase("auth_failures", 300).items():
@@ -219,6 +233,7 @@ RULES: Mapping[str, Rule] = {
     "VllmGatewaySoftBudgetExceeded": Rule("warning", 300, _KEYS, _budget(1.0, "true", _EXCEEDED)),
     "VllmGatewayNoticesWait": Rule("warning", 0, _SYSTEM, _notices_wait),
     "VllmGatewayQueueGrows": Rule("warning", 300, _QUEUE, _queue_grows),
+    "VllmGatewayStarvation": Rule("warning", 180, "/console/queue?show=waiting", _starvation),
     "VllmGatewayAuthFailures": Rule("warning", 300, "/console/requests", _auth_failures),
 }
 """The alerts by name."""

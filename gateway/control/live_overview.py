@@ -20,6 +20,7 @@ import msgspec
 
 from gateway import __version__
 from gateway.audit.listing import actor_text
+from gateway.control import starvation
 from gateway.control.alert_rules import Alert, Alerts, Facts
 from gateway.control.control import Control
 from gateway.control.recent_history import COLUMNS, FAMILIES_READ, HOUR, STEP, Counts, Point, RecentHistory, sampled
@@ -64,6 +65,7 @@ class LiveOverview:
     def __post_init__(self) -> None:
         self._history = RecentHistory()
         self._alerts = Alerts()
+        self._starvation = starvation.Starvation()
         self._judged: list[Alert] = []
         self._values: Mapping[Series, float] = {}
         self._cost: dict[str, Any] | None = {"unknown": "no ledger is configured"} if self._reader is None else None
@@ -118,7 +120,8 @@ class LiveOverview:
         series = sum_series(control.workers.boards, FAMILIES_READ)
         point = self._history.add(sampled(at, series, control.monitor.rates.latest, _own_counts(self._values)), wall)
         if is_due:
-            self._judged = self._alerts.evaluated(Facts(wall, self._values, self._history.counts))
+            unserved = self._starvation.update(at, sum_series(control.workers.boards, starvation.FAMILIES_READ))
+            self._judged = self._alerts.evaluated(Facts(wall, self._values, self._history.counts, unserved))
         self._publish(wall, point)
 
     def _publish(self, wall: float, point: Point | None) -> None:

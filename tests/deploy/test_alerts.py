@@ -42,6 +42,7 @@ RANGE = "20s"
 BUDGET = 1000
 """Tokens a day of the key whose budget is nearly used."""
 SPENDER = "sk-a-key-with-a-budget"
+NIGHTLY = "sk-a-key-in-a-late-class"
 SPOOLED = "vllm_gateway_ledger_spool_rows"
 REQUESTS = 12
 """More than the minimum volume of ten."""
@@ -104,6 +105,9 @@ def broken(engine: str, other_engine: str, unreachable: str, hook: Receiver, iss
         {"id": "research", "limits": {"tokens_per_day": 10**9}},
         {"id": "support", "limits": {"budgets": [{"window": "day", "tokens": BUDGET // 2, "soft": True}]}},
     ]
+    config["classes"] = [{"id": "chat", "strict": True}, {"id": "nightly"}]
+    config["keys"][0]["class"] = "chat"
+    config["keys"].append({"id": "nightly", "hash": keys.hash_of(NIGHTLY), "class": "nightly"})
     config["notices"] = [{"name": "ops", "webhook": hook.url, "for": ["team", "key"]}]
     config["jwt"] = [{"issuer": issuer.issuer.name, "audience": AUDIENCE, "jwks": issuer.url, "keys": "team-a", "refresh": "500ms"}]
     return config
@@ -216,7 +220,8 @@ def test_every_alert_fires_and_resolves(scene: Scene) -> None:
         for _ in range(REQUESTS):
             clients.submit(send, one, simulate={"status": 500})
             clients.submit(send, one, stream=True, simulate=slow)
-            clients.submit(send, one, BUSY, timeout=8, simulate={"time_to_first_token": 8})
+            clients.submit(send, one, BUSY, simulate={"time_to_first_token": 2.4})
+        clients.submit(send, one, BUSY, NIGHTLY)  # waits until all of them are served
         for _ in range(4 * REQUESTS):
             clients.submit(send, one, token="sk-unknown")
         for each in killing:

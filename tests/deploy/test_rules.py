@@ -60,7 +60,20 @@ def _late(soon: str, everything: str) -> dict[str, str]:
     return {f'{name}_bucket{{model="m", le="2.5"}}': soon, f'{name}_count{{model="m"}}': everything}
 
 
+def _queue(waiting: str, dispatched: str, of_others: str, in_flight: str = "0.0000001x60") -> dict[str, str]:
+    batch, chat = (
+        f'model="m", class="{name}", team="{team}", key="{key}"' for name, team, key in (("batch", "t", "nightly"), ("chat", "", "c"))
+    )
+    return {
+        f"vllm_gateway_queue_waiting_requests{{{batch}}}": waiting,
+        f"vllm_gateway_queue_requests_total{{{batch}}}": dispatched,
+        f"vllm_gateway_queue_requests_total{{{chat}}}": of_others,
+        f"vllm_gateway_queue_service_in_flight{{{batch}}}": in_flight,
+    }
+
+
 _M = {"model": "m"}
+_WAITS = {"model": "m", "class": "batch", "team": "t", "key": "nightly"}
 _SERVER = {"model": "m", "server": "m#0"}
 _ROWS = 'vllm_gateway_ledger_spool_rows{instance="i"}'
 _WRITTEN = 'vllm_gateway_ledger_rows_total{instance="i", outcome="written"}'
@@ -199,6 +212,10 @@ CASES = (
          ("m: the queue grows",
           ("75 requests wait for a server, more than ten minutes ago. First tokens are late, and the queue refuses requests when it is "
           "full."))),
+    Case("VllmGatewayStarvation", _queue("0x4 3x20 0x20", "0x60", "0+30x60"), "10m", "30m", _WAITS,
+         ("m: the requests of nightly wait, and only others are served",
+          ("3 requests of the key wait in the class batch. None was sent to a server in two minutes, while the model served others. "
+          "Most often a strict class takes all capacity."))),
     Case("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+1x90 90+600x20 12090+1x60"}, "103m", "125m",
          {"reason": "invalid"},
          ("Many requests are rejected for their key (invalid)",
@@ -241,6 +258,9 @@ QUIET = {
     "one error in two requests": ("VllmGatewayFailuresFast", _failing("0x5 1x60", "0x5 1x60")),
     "nine truncated responses": ("VllmGatewayFailuresFast", _broken("0x5 9x60", "0x5 90x60")),
     "nine late streams": ("VllmGatewayFirstTokensFast", _late("0x60", "0x5 9x60")),
+    "keys that all wait": ("VllmGatewayStarvation", _queue("3x60", "0x60", "0x60")),
+    "a key that is served while it waits": ("VllmGatewayStarvation", _queue("3x60", "0+1x60", "0+90x60")),
+    "a key whose request runs for long": ("VllmGatewayStarvation", _queue("3x60", "1x60", "0+90x60", "800x60")),
     "a short queue": ("VllmGatewayQueueGrows", {'vllm_gateway_queued_requests{model="m"}': "0x5 0+1x8 9x60"}),
     "two restarts": ("VllmGatewayServerCrashLoop", {'vllm_gateway_server_restarts_total{model="m", server="m#0"}': "5x5 6 7x60"}),
     "a few wrong keys": ("VllmGatewayAuthFailures", {'vllm_gateway_auth_failures_total{reason="invalid"}': "0+30x60"}),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from gateway.config.quantities import parse_duration
 from gateway.console.pages import PAGES
 from gateway.control.alert_rules import RULES, Alerts, Facts
 from gateway.control.recent_history import MinuteCounts
+from gateway.control.starvation import Unserved
 from gateway.telemetry.metrics import Series
 
 _FILE = Path(__file__).resolve().parents[3] / "deploy" / "prometheus" / "rules.yaml"
@@ -99,6 +101,15 @@ def test_nothing_fires_while_all_is_well() -> None:
 def test_each_condition(name: str, values: dict[Series, float], counts: dict[tuple[str, str], float]) -> None:
     found = Alerts().evaluated(facts({**HEALTHY, **values}, {**QUIET, **counts}))
     assert [each.name for each in found] == [f"VllmGateway{name}"]
+
+
+def test_a_key_that_is_not_served_is_named() -> None:
+    starving = Unserved("m", "batch", "research", "nightly", 3, dispatched=1, of_model=7, since=0, seen=120)
+    [found] = Alerts().evaluated(replace(facts(), unserved=[starving]))
+    assert (found.name, found.summary) == (
+        "VllmGatewayStarvation",
+        "nightly waits for m and gets no service, while others do: 3 requests of batch.",
+    )
 
 
 def test_rows_in_memory_are_an_alert_only_while_nothing_stores_them() -> None:
