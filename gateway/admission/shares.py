@@ -29,7 +29,10 @@ class QueueShares:
     def __init__(
         self, classes: Sequence[QueueClass] = (), teams: Mapping[str, float] | None = None, keys: Mapping[str, float] | None = None
     ) -> None:
-        """``teams`` and ``keys``: weights by ID, 1 if missing. A key has its own weight, but for the subjects of tokens."""
+        """``teams`` and ``keys``: weights by ID, 1 if missing.
+
+        A key has its own weight, but for the subjects of tokens. A key of the store has that of its team, too.
+        """
         has_default = any(each.name == DEFAULT_CLASS for each in classes)
         self.classes = {each.name: each for each in (*classes, *(() if has_default else (QueueClass(DEFAULT_CLASS),)))}
         self._uses_classes = bool(classes)
@@ -51,7 +54,7 @@ class QueueShares:
         if self._uses_classes:
             path.append(self.class_share(name, aged))
         if key.team is not None:
-            path.append(Share(f"team {key.team}", self._teams.get(key.team, 1.0)))
+            path.append(Share(f"team {key.team}", self._teams.get(key.team, key.team_weight)))
         path.append(Share(f"key {owner}", key.weight if key.entry is None else self._keys.get(owner, 1.0)))
         key_at = len(path) - 1
         if user is not None:

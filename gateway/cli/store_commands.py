@@ -28,6 +28,7 @@ StoreOption = Annotated[
     typer.Option("--store/--no-store", help="Use the store, or the files; default: the store if one is configured."),
 ]
 UnsetOption = Annotated[list[str] | None, option("A setting or limit to remove; can be repeated.", "NAME")]
+WeightOption = Annotated[float | None, option("Share of the team in queues, e.g. 3; 1 by default.", "NUMBER")]
 SelfServiceOption = Annotated[
     str | None, option('Keys that its people may create, e.g. \'{"max_keys": 5, "max_lifetime": "90d"}\'.', "JSON", "--self-service")
 ]
@@ -194,11 +195,12 @@ def _raised(identity: str, one: Mapping[str, Any]) -> str:
 def new_team(
     where: Where,
     id: Annotated[str, typer.Option("--id", help="The ID of the team.")],
+    weight: WeightOption = None,
     self_service: SelfServiceOption = None,
     **limits: Any,
 ) -> None:
     """Create a team in the store."""
-    fields = {"id": id, "limits": {name: value for name, value in limits.items() if value is not None}, **_policy(self_service)}
+    fields = {"id": id, "limits": {name: value for name, value in limits.items() if value is not None}, **_settings(weight, self_service)}
     with connected(where) as gateway:
         gateway.send("POST", TEAMS, json=fields)
     typer.echo(f"{id} is in the store")
@@ -207,26 +209,28 @@ def new_team(
 def set_team(
     where: Where,
     id: Identity,
-    unset: Annotated[list[str] | None, option("Remove this limit, or self-service; can be repeated.", "NAME")] = None,
+    unset: Annotated[list[str] | None, option("Remove this limit, or weight or self-service; can be repeated.", "NAME")] = None,
+    weight: WeightOption = None,
     self_service: SelfServiceOption = None,
     **limits: Any,
 ) -> int:
-    """Change the limits of a team of the store, and the keys that its people may create."""
+    """Change the limits of a team of the store, its share in queues, and the keys that its people may create."""
     removed: dict[str, None] = dict.fromkeys(name.replace("-", "_") for name in unset or ())
-    policy = _policy(self_service) | {name: removed.pop(name) for name in ("self_service",) if name in removed}
+    settings = _settings(weight, self_service) | {name: removed.pop(name) for name in ("weight", "self_service") if name in removed}
     changed = {name: value for name, value in limits.items() if value is not None} | removed
-    if not changed and not policy:
-        return say_error("nothing to change; name a limit, or --self-service", BAD_USAGE)
-    patch = policy | ({"limits": changed} if changed else {})
+    if not changed and not settings:
+        return say_error("nothing to change; name a limit, --weight or --self-service", BAD_USAGE)
+    patch = settings | ({"limits": changed} if changed else {})
     return change(where, TEAMS, id, patch)
 
 
-def _policy(text: str | None) -> dict[str, Any]:
-    """Return the policy of an option as a field of a request. Raises BadParameter."""
-    if text is None:
-        return {}
+def _settings(weight: float | None, policy: str | None) -> dict[str, Any]:
+    """Return the options of a team as fields of a request. Raises BadParameter."""
+    fields: dict[str, Any] = {} if weight is None else {"weight": weight}
+    if policy is None:
+        return fields
     try:
-        return {"self_service": json.loads(text)}
+        return fields | {"self_service": json.loads(policy)}
     except ValueError:
         raise typer.BadParameter("--self-service: expected JSON") from None
 

@@ -6,6 +6,9 @@ const policyText = (policy) =>
     ? `up to ${number(policy.max_keys)} keys for each person${policy.max_lifetime ? `, for at most ${policy.max_lifetime}` : ""}, models: ${(policy.models ?? ["*"]).join(", ")}`
     : "off";
 
+// A team is compared with one without a weight, so that the number has a meaning.
+const shareText = (weight) => (weight === 1 ? "weight 1, as by default" : `weight ${amount(weight)}, ${amount(weight)} times the default`);
+
 let closest = new Map();
 const COLUMNS = [
   { title: "Team", value: (team) => el("span", { title: team.id }, teamLink(team.id)) },
@@ -70,12 +73,14 @@ async function showTeam(id) {
   const facts = team.stored
     ? [
         ["Kept in", "the store"],
+        ["Share in queues", shareText(team.weight)],
         ["Self-service", policyText(team.self_service)],
         ["Created", day(team.created)],
         ["Changed", day(team.changed)],
       ]
     : [
         ["Kept in", "gateway.yaml: edit it there"],
+        ["Share in queues", shareText(team.weight)],
         ["Self-service", policyText(team.self_service)],
         ["Keys", number(team.keys)],
       ];
@@ -138,6 +143,8 @@ async function showTeam(id) {
 function teamForm(team, states = []) {
   const policy = team.self_service ?? null,
     limits = limitsForm(team.limits ?? {}, states, "Limits shared by all keys"),
+    before = team.weight ?? 1,
+    share = el("input", { inputMode: "decimal", autocomplete: "off", value: String(before) }),
     allowed = el("input", { type: "checkbox", checked: policy !== null }),
     most = el("input", { inputMode: "numeric", value: policy?.max_keys ?? 5 }),
     lifetime = el("input", { value: policy?.max_lifetime ?? "", placeholder: "no limit" }),
@@ -172,11 +179,19 @@ function teamForm(team, states = []) {
     el("label", { className: "row" }, el("span", { className: "check" }, allowed), "People of the team may create keys for themselves"),
     details,
   );
+  const weight = () => {
+    const value = share.value.trim() ? Number(share.value) : 1;
+    if (!(value > 0)) throw new Error("Weight: expected a number above 0.");
+    return value === before ? undefined : value;
+  };
   const patch = () => {
-    const found = { limits: limits.patch(), self_service: selfService() };
+    const found = { limits: limits.patch(), weight: weight(), self_service: selfService() };
     return Object.fromEntries(Object.entries(found).filter(([, value]) => value !== undefined));
   };
-  return { fields: [limits.node, node], patch, options: limits.options };
+  const options = () =>
+    `${share.value.trim() && Number(share.value) !== before ? ` --weight ${share.value.trim()}` : ""}${limits.options()}`;
+  const help = "With a weight of 2, the team gets twice the share of a team with 1 while both wait. Its keys divide the share.";
+  return { fields: [limits.node, field("Weight in queues", share, help), node], patch, options };
 }
 
 function editTeam(team, states, again) {

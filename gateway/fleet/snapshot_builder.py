@@ -209,9 +209,11 @@ def _keys(config: Config) -> tuple[snapshot.Key, ...]:
     return tuple(_key(key, config.isolate_prefix_cache, teams.get(key.team or "", ())) for key in config.keys)
 
 
-def stored_key(key: conf.Key, config: Config, of_team: conf.Limits | None) -> snapshot.Key:
-    """Return a key of the store as workers know it. ``of_team`` are the limits of its team."""
-    return _key(key, config.isolate_prefix_cache, tuple(_allowances(f"team {key.team}", of_team)))
+def stored_key(key: conf.Key, config: Config, team: conf.Team | None) -> snapshot.Key:
+    """Return a key of the store as workers know it."""
+    if team is None:
+        return _key(key, config.isolate_prefix_cache, ())
+    return replace(_key(key, config.isolate_prefix_cache, tuple(_allowances(f"team {team.id}", team.limits))), team_weight=team.weight)
 
 
 def _allowances(holder: str, limits: conf.Limits | None) -> Iterator[snapshot.Allowance]:

@@ -35,21 +35,21 @@ class _Template(NamedTuple):
 
 
 class KeyEncoder:
-    """Encodes keys for one configuration. The limits of each team must stay the same."""
+    """Encodes keys for one configuration. The limits and the weight of each team must stay the same."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._templates: dict[bytes, _Template] = {}
         self._encoder = msgspec.msgpack.Encoder()
 
-    def __call__(self, entry: str, of_team: conf.Limits | None) -> bytes:
-        """Return a key, from its JSON and the limits of its team, as workers decode it. Raises ValueError for an invalid entry."""
+    def __call__(self, entry: str, team: conf.Team | None) -> bytes:
+        """Return a key, from its JSON and its team, as workers decode it. Raises ValueError for an invalid entry."""
         try:
             settings: dict[str, Any] = msgspec.json.decode(entry)
             identity, hashes, labels = settings.pop("id"), settings.pop("hash"), settings.pop("labels", None)
             expires = settings.pop("expires", None)
             settings.pop("name", None)
-            template = self._template(identity, settings, of_team)
+            template = self._template(identity, settings, team)
             digests = [bytes.fromhex((one if isinstance(one, str) else one["hash"])[7:]) for one in hashes]
             fields = {"id": identity, "digests": digests, **template.fields}
             if expiries := {bytes.fromhex(one["hash"][7:]): _time(one["expires"]) for one in hashes if not isinstance(one, str)}:
@@ -65,19 +65,19 @@ class KeyEncoder:
         except (msgspec.MsgspecError, KeyError, TypeError, AttributeError) as error:
             raise ValueError("the entry is invalid") from error
 
-    def _template(self, identity: str, settings: Mapping[str, Any], of_team: conf.Limits | None) -> _Template:
+    def _template(self, identity: str, settings: Mapping[str, Any], team: conf.Team | None) -> _Template:
         if self._config.isolate_prefix_cache is not None:
-            return self._made(identity, settings, of_team)  # each key has its own salt
+            return self._made(identity, settings, team)  # each key has its own salt
         known = msgspec.json.encode(settings)
         found = self._templates.get(known)
         if found is None:
             if len(self._templates) >= _MAX_TEMPLATES:
                 self._templates.clear()
-            found = self._templates[known] = self._made(_ANY, settings, of_team)
+            found = self._templates[known] = self._made(_ANY, settings, team)
         return found
 
-    def _made(self, identity: str, settings: Mapping[str, Any], of_team: conf.Limits | None) -> _Template:
-        key = stored_key(conf.Key.model_validate({**settings, "id": identity, "hash": _HASH}), self._config, of_team)
+    def _made(self, identity: str, settings: Mapping[str, Any], team: conf.Team | None) -> _Template:
+        key = stored_key(conf.Key.model_validate({**settings, "id": identity, "hash": _HASH}), self._config, team)
         mark = f"key {identity}"
         own = [each for each in key.allowances if each.holder.startswith(mark)]
         fields = without_defaults(replace(key, digests=(), allowances=()))

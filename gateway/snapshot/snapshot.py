@@ -124,7 +124,8 @@ class Key(KeyProperties):
 
     ``digests`` are the SHA-256 of its keys. ``digest_expiries`` gives the expiry of single keys by digest, and ``expires`` the expiry of
     the entry, in seconds since the epoch. ``models`` are globs over model IDs, None for all. ``fields`` are set on the body of each
-    request. ``weight`` is its share in queues, within its team and its ``queue_class``. ``allowances`` are its own limits and its team's.
+    request. ``weight`` is its share in queues, within its team and its ``queue_class``, and ``team_weight`` that of a team of the store.
+    ``allowances`` are its own limits and its team's.
     ``user_header`` is the name, in lowercase, of the header that names the end user.
 
     The subject of a token is a separate principal. ``entry`` is then the ID of the configured key that it counts as, under which metrics
@@ -143,6 +144,7 @@ class Key(KeyProperties):
     within: tuple[str, ...] | None = None
     user_header: bytes | None = None
     queue_class: str | None = None
+    team_weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)

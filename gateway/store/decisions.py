@@ -29,7 +29,7 @@ ATTRIBUTES = {"class": "queue_class"}
 """The attributes of a key whose names are not those of their settings."""
 SETTABLE = ("team", "labels", "models", "expires", "limits", "priority", "class", "user_header")
 """The settings of a key that a request may set. The others are set by operations."""
-TEAM_SETTINGS = ("limits", "self_service")
+TEAM_SETTINGS = ("limits", "weight", "self_service")
 """The settings of a team that a request may set."""
 _MAX_HASHES = 16
 _MAX_NAME = 100

@@ -35,7 +35,7 @@ def team_document(stored: StoredTeam) -> dict[str, Any]:
 def team_settings(team: Team) -> dict[str, Any]:
     """Return what a team of the store or of the configuration has."""
     written = document(team)
-    return {"id": team.id, "limits": written.get("limits", {}), "self_service": written.get("self_service")}
+    return {"id": team.id, "limits": written.get("limits", {}), "weight": team.weight, "self_service": written.get("self_service")}
 
 
 class Described(NamedTuple):

@@ -12,13 +12,13 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from contextlib import suppress
 from typing import NamedTuple
 
-from gateway.config import Config, Limits, Team
+from gateway.config import Config, Team
 from gateway.store.database import Changed, Changes, Holder
 from gateway.store.decisions import subject_prefixes
 from gateway.store.entries import KeySummary, Kind, Position, key_summary, parse_team, team_json
 
-Encode = Callable[[str, Limits | None], bytes]
-"""Returns a key, from its JSON, as workers decode it. The limits come from its team. Raises ValueError for an invalid entry."""
+Encode = Callable[[str, Team | None], bytes]
+"""Returns a key, from its JSON and its team, as workers decode it. Raises ValueError for an invalid entry."""
 
 
 class Effect(NamedTuple):
@@ -188,7 +188,7 @@ class StoreState:
                 if entry is not None:
                     team = entry.summary.team
                     self._check_served(identity, team)
-                    effect.changed[identity] = encode(entry.json, self._limits_of(team))
+                    effect.changed[identity] = encode(entry.json, None if team is None else self.team(team))
                     continue
             except _UnservedError as error:
                 self.unserved[identity] = str(error)
@@ -204,10 +204,6 @@ class StoreState:
             raise _UnservedError("it could be the name of a subject of tokens")
         if team is not None and team not in self._in_yaml.teams and team not in self._teams:
             raise _UnservedError(f"there is no team {team}")
-
-    def _limits_of(self, team: str | None) -> Limits | None:
-        found = None if team is None else self.team(team)
-        return None if found is None else found.limits
 
 
 class _InYaml(NamedTuple):

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import datetime
+from pathlib import Path
+
+import httpx2
 import pytest
 
 from gateway.admission.shares import QueueShares
 from gateway.snapshot.snapshot import Key, QueueClass, Snapshot
+from tests.support.process import Gateway, configuration, gateway, launched, wait_for
+from tests.support.running import KEY
 
 CLASSES = (QueueClass("chat", strict=True), QueueClass("tools", weight=3.0), QueueClass("batch", aging=30.0))
 
@@ -21,6 +31,7 @@ def test_a_key_without_a_team_is_beside_the_teams() -> None:
     shares = QueueShares(teams={"red": 3.0})
     assert path_of(Key("a", team="red"), shares=shares) == [("team red", 3.0), ("key a", 1.0)]
     assert path_of(Key("a", team="blue"), shares=shares) == [("team blue", 1.0), ("key a", 1.0)]
+    assert path_of(Key("a", team="stored", team_weight=2.0), shares=shares) == [("team stored", 2.0), ("key a", 1.0)]
 
 
 def test_end_users_share_what_their_key_gets() -> None:
@@ -72,3 +83,48 @@ def test_the_default_class_may_be_one_of_the_configured_ones() -> None:
 def test_a_snapshot_has_the_weights_of_teams_and_keys() -> None:
     shares = QueueShares.of(Snapshot(1, (Key("people", weight=4.0),), (), team_weights={"red": 3.0}, classes=CLASSES))
     assert [share.weight for share in shares.flows_of(Key("people/x", entry="people", team="red"), "x", None).path] == [1.0, 3.0, 4.0, 1.0]
+
+
+def test_the_weight_of_a_team_of_the_store_reaches_the_queues_without_a_restart(tmp_path: Path) -> None:
+    """The first half of the requests that waited is mostly of the team with the weight 4."""
+    limited = launched("sim/one", **{"sim-tokens": "4", "sim-tokens-per-second": "100"}) | {"max_inflight": 1}
+    with gateway(tmp_path, configuration(limited, workers=1) | {"ledger": "sqlite:///usage.db", "store": "ledger"}) as one:
+        tokens = {}
+        for team in ("heavy", "light"):
+            assert one.command("teams", "new", "--id", team).returncode == 0
+            tokens[team] = one.command("keys", "new", "--id", f"of-{team}", "--team", team).stdout.strip()
+            assert send(one, tokens[team]) == 200  # the worker knows the key before the change
+        assert one.command("teams", "set", "heavy", "--weight", "4").returncode == 0
+        with ThreadPoolExecutor(16) as clients:
+            with occupied(one):
+                queued = [clients.submit(send, one, tokens[team]) for _ in range(8) for team in tokens]
+                wait_for(lambda: one.metric('vllm_gateway_queued_requests{model="sim/one"}') == len(queued))
+            assert [each.result() for each in queued] == [200] * len(queued)
+        order = wait_for(lambda: dispatched(one, len(queued)))
+    assert order[: len(queued) // 2].count("of-heavy") >= 5, order
+
+
+def send(one: Gateway, token: str) -> int:
+    body = {"model": "sim/one", "messages": [{"role": "user", "content": "hello"}]}
+    headers = {"authorization": f"Bearer {token}"}
+    return httpx2.post(f"{one.url}/v1/chat/completions", json=body, headers=headers, timeout=60).status_code
+
+
+@contextmanager
+def occupied(one: Gateway) -> Iterator[None]:
+    """Use the only slot of the server by a stream, until the end of the block."""
+    messages = [{"role": "user", "content": "hello"}]
+    body = {"model": "sim/one", "stream": True, "messages": messages, "simulate": {"tokens": 2000, "tokens_per_second": 20}}
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx2.stream("POST", f"{one.url}/v1/chat/completions", json=body, headers=headers, timeout=60) as response:
+        parts = response.iter_bytes()  # without a reference, the stream is closed
+        next(parts)
+        yield
+
+
+def dispatched(one: Gateway, count: int) -> list[str] | None:
+    """Return the keys of the requests that waited, as they were sent to the server, once the access log has all."""
+    lines = [json.loads(line) for line in one.log.splitlines()]
+    waited = [line for line in lines if line.get("queue_reason") == "full"]
+    waited.sort(key=lambda line: datetime.fromisoformat(line["time"]).timestamp() + line["queue_ms"] / 1000)
+    return [line["key"] for line in waited] if len(waited) == count else None

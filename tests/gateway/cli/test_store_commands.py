@@ -90,6 +90,11 @@ def test_teams(one: Gateway) -> None:
     run(one, "teams", "set", "ops", "--tokens-per-day", "5", "--unset", "concurrent")
     assert json.loads(run(one, "teams", "show", "ops"))["limits"] == {"tokens_per_day": 5}
     assert "ops" in [each["id"] for each in json.loads(run(one, "teams", "list"))]
+    run(one, "teams", "set", "ops", "--weight", "3")
+    assert json.loads(run(one, "teams", "show", "ops"))["weight"] == 3
+    assert "weight" in refused(one, "teams", "set", "ops", "--weight", "0")
+    run(one, "teams", "set", "ops", "--unset", "weight")
+    assert json.loads(run(one, "teams", "show", "ops"))["weight"] == 1
     assert "nothing to change" in refused(one, "teams", "set", "ops")
     assert run(one, "teams", "delete", "ops") == "ops is deleted from the store\n"
     assert "there is no team ops" in refused(one, "teams", "delete", "ops")

@@ -56,10 +56,13 @@ def test_a_team_is_created_changed_raised_and_deleted(shown: Console) -> None:
     shown.click("Edit")
     shown.browser.evaluate("document.querySelector('dialog[open] [type=checkbox]').click()")
     shown.fill("Longest lifetime", "30d")
+    shown.fill("Weight in queues", "2.5")
+    assert "teams set made-here --weight 2.5" in shown.browser.text()
     shown.submit()
     shown.shows("up to 5 keys for each person, for at most 30d")
+    shown.shows("weight 2.5, 2.5 times the default")
     policy = shown.send("GET", f"{TEAMS}/made-here").json()
-    assert policy["limits"] == {"tokens_per_day": 1000} and policy["self_service"]["max_lifetime"] == "30d"
+    assert (policy["limits"], policy["weight"]) == ({"tokens_per_day": 1000}, 2.5) and policy["self_service"]["max_lifetime"] == "30d"
     shown.create("/admin/v1/keys", id="member", team="made-here")
     shown.open("/console/teams?id=made-here")
     shown.click("Raise a limit")

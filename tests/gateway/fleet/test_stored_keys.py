@@ -58,8 +58,14 @@ def test_a_key_is_the_same_in_the_store_and_in_the_configuration(isolated: bool,
     encode = KeyEncoder(config)
     expected = build_snapshot(config, ObservedServers({}, {}, {}), 1, 0).keys
     for key, made in zip(config.keys, expected, strict=True):
-        limits = config.teams[0].limits if key.team == "ops" else None
-        assert msgspec.msgpack.decode(encode(key_json(key, "A name"), limits), type=Key) == made
+        team = config.teams[0] if key.team == "ops" else None
+        assert msgspec.msgpack.decode(encode(key_json(key, "A name"), team), type=Key) == made
+
+
+def test_a_key_has_the_weight_of_its_team() -> None:
+    entry = json.dumps({"id": "a", "hash": [hash_of("a")], "team": "lab"})
+    encode = KeyEncoder(configured([]))
+    assert msgspec.msgpack.decode(encode(entry, conf.Team(id="lab", weight=3.0)), type=Key).team_weight == 3.0
 
 
 INVALID = (

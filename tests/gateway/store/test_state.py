@@ -26,9 +26,10 @@ def config(**more: Any) -> Config:
 
 
 def encoder(_: Config) -> Encode:
-    def encode(entry: str, of_team: conf.Limits | None) -> bytes:
+    def encode(entry: str, team: conf.Team | None) -> bytes:
         key, _ = parse_key(entry)
-        return f"{key.id} {None if of_team is None else of_team.concurrent}".encode()
+        limits = None if team is None else team.limits
+        return f"{key.id} {None if limits is None else limits.concurrent}".encode()
 
     return encode
 
