@@ -23,7 +23,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from upstream.simulator import behavior, errors
-from upstream.simulator.endpoints import audio, chat, chat_batch, completions, messages, pooling, responses, tokenization
+from upstream.simulator.endpoints import (
+    audio,
+    chat,
+    chat_batch,
+    completions,
+    derender,
+    generate,
+    messages,
+    pooling,
+    render,
+    responses,
+    tokenization,
+)
 from upstream.simulator.engine import metrics
 from upstream.simulator.engine.engine import Engine
 from upstream.simulator.engine.generation import Generation
@@ -59,6 +71,22 @@ AT_ONCE: dict[str, Reply] = {
     "/v1/messages/count_tokens": messages.count,
     "/tokenize": tokenization.tokenize,
     "/detokenize": tokenization.detokenize,
+}
+SCALE_OUT = (
+    "/v1/chat/completions/render",
+    "/v1/completions/render",
+    "/v1/messages/render",
+    "/v1/responses/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions/derender",
+    "/inference/v1/generate",
+    "/inference/v1/abort_requests",
+)
+"""Routes that vLLM forbids without ``--enable-scale-out``. Three of them are simulated."""
+SCALE_OUT_GENERATING: dict[str, JobReader] = {"/inference/v1/generate": generate.job}
+SCALE_OUT_AT_ONCE: dict[str, Reply] = {
+    "/v1/chat/completions/render": render.chat_request,
+    "/v1/chat/completions/derender": derender.chat_chunk,
 }
 AUDIO: dict[str, audio.Task] = {"/v1/audio/transcriptions": "transcribe", "/v1/audio/translations": "translate"}
 
@@ -102,10 +130,14 @@ class Simulator:
             Route("/is_sleeping", self._is_sleeping),
             Route("/collective_rpc", self._rpc, methods=["POST"]),
         ]
-        generating = [Route(path, partial(self._generate, read), methods=["POST"]) for path, read in GENERATING.items()]
-        at_once = [Route(path, partial(self._reply, reply), methods=["POST"]) for path, reply in AT_ONCE.items()]
+        scale_out = self.settings.scale_out
+        jobs = {**GENERATING, **(SCALE_OUT_GENERATING if scale_out else {})}
+        replies = {**AT_ONCE, **(SCALE_OUT_AT_ONCE if scale_out else {})}
+        generating = [Route(path, partial(self._generate, read), methods=["POST"]) for path, read in jobs.items()]
+        at_once = [Route(path, partial(self._reply, reply), methods=["POST"]) for path, reply in replies.items()]
+        forbidden = [] if scale_out else [Route(path, self._forbidden, methods=["POST"]) for path in SCALE_OUT]
         audio_routes = [Route(path, partial(self._hear, task), methods=["POST"]) for path, task in AUDIO.items()]
-        return [*own, *(sleeping if self.settings.sleeps else []), *generating, *at_once, *audio_routes]
+        return [*own, *(sleeping if self.settings.sleeps else []), *generating, *at_once, *forbidden, *audio_routes]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         entry = JournalEntry(scope["method"], scope["path"], scope["query_string"].decode("latin-1"), scope["headers"])
@@ -244,6 +276,10 @@ class Simulator:
 
     async def _no_response(self, request: Request) -> Response:
         refusal = responses.not_found(request.path_params["response_id"])
+        return Fast(refusal.body(), refusal.status)
+
+    async def _forbidden(self, _: Request) -> Response:
+        refusal = errors.scale_out_disabled()
         return Fast(refusal.body(), refusal.status)
 
     async def _sleep(self, request: Request) -> Response:

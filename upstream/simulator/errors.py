@@ -77,6 +77,17 @@ def unknown_model(name: object, served: Iterable[str]) -> ApiError:
     return ApiError(f"The model `{name}` does not exist. Valid aliases: {', '.join(served)}.", 404, "NotFoundError", "model")
 
 
+def scale_out_disabled() -> ApiError:
+    """Return the error of the scale-out routes without their flag."""
+    message = "Scale-out endpoints are disabled. Restart vllm serve with --enable-scale-out to enable them."
+    return ApiError(message, 403, "PermissionDeniedError")
+
+
+def not_simulated(message: str) -> ApiError:
+    """Return the error of a valid request that vLLM serves, and the simulator does not."""
+    return ApiError(message, 501, "NotImplementedError")
+
+
 def wrong_content_type() -> ApiError:
     """Return the error of a body that is not declared as JSON."""
     return ApiError("1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed", 400, "Bad Request")

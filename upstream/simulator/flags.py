@@ -71,6 +71,7 @@ class Settings:
     reasoning_parser: str | None
     tool_parser: str | None
     auto_tools: bool
+    scale_out: bool
     prompt_tokens_details: bool
     force_include_usage: bool
     request_id_headers: bool
@@ -111,6 +112,7 @@ def parse(argv: Sequence[str], environ: Mapping[str, str], command: str = "vllm 
         reasoning_parser=given.reasoning_parser or None,
         tool_parser=given.tool_call_parser,
         auto_tools=bool(given.enable_auto_tool_choice),
+        scale_out=bool(given.enable_scale_out),
         prompt_tokens_details=bool(given.enable_prompt_tokens_details),
         force_include_usage=bool(given.enable_force_include_usage),
         request_id_headers=bool(given.enable_request_id_headers),

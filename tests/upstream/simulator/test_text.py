@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from tests.support.rows import each_row
 from upstream.simulator.behavior import Behavior
 from upstream.simulator.engine.prefix_cache import PrefixCache
 from upstream.simulator.text import json_schema, tokenizer
-from upstream.simulator.text.plan import GenerationRequest, Prompt, TokenKind, plan
+from upstream.simulator.text.parser import Parser
+from upstream.simulator.text.plan import GenerationRequest, Prompt, TokenKind, Tool, plan
 from upstream.simulator.text.speaker import Speaker
 
 
@@ -110,6 +112,49 @@ def test_a_plan_keeps_the_length_and_the_limit(wanted: int, limit: int, thinking
     ).choices
     assert len(choice.tokens) <= limit
     assert (choice.finish == "stop") == (choice.tokens[-1].piece == tokenizer.END)
+
+
+TOOL = Tool("look_at_it", {"type": "object", "properties": {"at": {"type": "string"}}, "required": ["at"]})
+
+
+@given(some.integers(0, 9), some.booleans(), some.integers(0, 2), some.integers(0, 40))
+def test_a_started_response_is_continued_with_exactly_its_rest(seed: int, thinking: bool, calls: int, cut: int) -> None:
+    request = generation_request(seed=seed, thinking=thinking, calls=(TOOL,) * calls)
+    (whole,) = plan(request, Behavior(), 0).choices
+    ids = [token.id for token in whole.tokens]
+    cut = min(cut, len(ids) - 1)
+    prompt = Prompt.of_ids([*request.prompts[0].ids, *ids[:cut]])
+    (rest,) = plan(replace(request, prompts=(prompt,), limit=request.limit - cut), Behavior(), 0).choices
+    assert [token.id for token in rest.tokens] == ids[cut:]
+    assert rest.finish == whole.finish
+
+
+def test_a_response_that_the_prompt_did_not_start_so_is_a_new_one() -> None:
+    hello = generation_request().prompts[0]
+    other = Prompt.of_ids([*hello.ids, tokenizer.generated("other")])
+    (choice,) = plan(replace(generation_request(), prompts=(other,)), Behavior(tokens=9), 0).choices
+    assert len(choice.tokens) == 9
+
+
+@given(some.integers(0, 9), some.booleans(), some.integers(0, 2))
+def test_the_parser_finds_what_was_planned(seed: int, thinking: bool, calls: int) -> None:
+    (choice,) = plan(generation_request(seed=seed, thinking=thinking, calls=(TOOL,) * calls), Behavior(), 0).choices
+    parser = Parser(thinking=thinking)
+    assert tuple(parser.token(token.piece) for token in choice.tokens) == choice.tokens
+
+
+@given(some.integers(0, 30), some.lists(some.sampled_from(["the", " a", "ow", "en", "nothing like it"]), min_size=1, max_size=3))
+def test_no_start_of_a_stop_string_is_shown(seed: int, stops: list[str]) -> None:
+    (free,) = plan(generation_request(seed=seed), Behavior(), 0).choices
+    (choice,) = plan(generation_request(seed=seed, stops=tuple(stops)), Behavior(), 0).choices
+    text, produced = "", ""
+    for token in choice.tokens[:-1]:
+        text, produced = text + token.text, produced + token.piece
+        assert produced.startswith(text)
+        assert len(text) <= max(0, len(produced) - max(map(len, stops)) + 1)
+    content = "".join(token.text for token in free.tokens)
+    ends = [content.find(stop) for stop in stops if stop in content]
+    assert text + choice.tokens[-1].text in ([content[:end] for end in ends] or [content])
 
 
 def test_reasoning_comes_before_the_content_and_its_end_is_silent() -> None:

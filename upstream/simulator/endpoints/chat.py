@@ -17,7 +17,6 @@ from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Tran
 from upstream.simulator.errors import ApiError
 from upstream.simulator.text.logprobs import chat_entry
 from upstream.simulator.text.plan import GenerationRequest, Prompt, TokenKind, Tool
-from upstream.simulator.text.tokenizer import number
 
 DONE = b"data: [DONE]\n\n"
 
@@ -92,7 +91,12 @@ def read(call: ApiRequest) -> ChatRequest:
     _check_logprobs(body)
     if body.get("continue_final_message") and body.get("add_generation_prompt"):
         raise errors.plain("Cannot set both `continue_final_message` and `add_generation_prompt` to True.")
-    return fields.read(ChatRequest, {**body, **_tool_choice(body)})
+    return fields.read(ChatRequest, with_tool_choice(body))
+
+
+def with_tool_choice(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the body with vLLM's default of ``tool_choice``. Raises ApiError for a choice that does not fit the tools."""
+    return {**body, **_tool_choice(body)}
 
 
 def _check_logprobs(body: dict[str, Any]) -> None:
@@ -173,8 +177,8 @@ def prepare(call: ApiRequest, request: ChatRequest) -> Prepared:
         )
     param = "max_completion_tokens" if request.max_completion_tokens is not None else "max_tokens"
     output_checked(request.most_tokens, param, settings)
-    thinking = _thinks(call, request)
-    prompt = Prompt.of_text(rendered(call, request))
+    thinking = thinks(call, request)
+    prompt = rendered(call, request)
     context_checked(prompt.text, len(prompt.ids), settings)
     available = settings.max_model_len - len(prompt.ids)
     limit = available if request.most_tokens is None else min(available, request.most_tokens)
@@ -206,14 +210,16 @@ def _check_tools(call: ApiRequest, request: ChatRequest) -> None:
     raise errors.plain(f"tool_choice={named} requires --tool-call-parser to be set")
 
 
-def _thinks(call: ApiRequest, request: ChatRequest) -> bool:
+def thinks(call: ApiRequest, request: ChatRequest) -> bool:
     """Return whether the model reasons: with a reasoning parser, unless the template disables it."""
-    if call.settings.reasoning_parser is None:
-        return False
-    thinks = (request.chat_template_kwargs or {}).get("enable_thinking")
-    if thinks is None and request.reasoning_effort is not None:
-        thinks = request.reasoning_effort != "none"
-    return call.settings.thinks_by_default if thinks is None else bool(thinks)
+    effort = {} if request.reasoning_effort is None else {"enable_thinking": request.reasoning_effort != "none"}
+    return template_thinks(call, {**effort, **(request.chat_template_kwargs or {})})
+
+
+def template_thinks(call: ApiRequest, kwargs: dict[str, Any]) -> bool:
+    """Return whether a prompt that the template has rendered with these arguments makes the model reason."""
+    given = kwargs.get("enable_thinking")
+    return call.settings.reasoning_parser is not None and (call.settings.thinks_by_default if given is None else bool(given))
 
 
 def _called(call: ApiRequest, request: ChatRequest) -> tuple[Tool, ...]:
@@ -231,11 +237,11 @@ def _called(call: ApiRequest, request: ChatRequest) -> tuple[Tool, ...]:
     return tuple(tools[at % len(tools)] for at in range(count))
 
 
-def rendered(call: ApiRequest, request: ChatRequest) -> str:
+def rendered(call: ApiRequest, request: ChatRequest) -> Prompt:
     """Return the prompt, by a template like ChatML. ``prompt_token_ids`` replace it, as in vLLM."""
     replaced = (request.kv_transfer_params or {}).get("prompt_token_ids")
     if isinstance(replaced, list) and replaced:
-        return Prompt.of_ids(replaced).text
+        return Prompt.of_ids(replaced)
     parts = (
         ["<|im_start|>system\n", orjson.dumps([tool.model_dump() for tool in request.tools]).decode(), "<|im_end|>\n"]
         if request.tools
@@ -246,8 +252,8 @@ def rendered(call: ApiRequest, request: ChatRequest) -> str:
     if request.continue_final_message:
         del parts[-1:]
     elif request.add_generation_prompt:
-        parts += ["<|im_start|>assistant\n", "<think>\n" if _thinks(call, request) else ""]
-    return "".join(parts)
+        parts += ["<|im_start|>assistant\n", "<think>\n" if thinks(call, request) else ""]
+    return Prompt.of_text("".join(parts))
 
 
 def _content(message: Message) -> str:
@@ -315,7 +321,7 @@ class ChatResponse:
         generated = self._transcript.choices[emission.choice]
         delta = self._delta(emission, generated)
         logprobs = self._logprobs(emission, generated)
-        ids = [number(emission.token.piece)] if emission.token and self._request.return_token_ids and not self._hides else None
+        ids = [emission.token.id] if emission.token and self._request.return_token_ids and not self._hides else None
         if delta is None and emission.finish is None and logprobs is None and ids is None:
             return None
         choice: dict[str, Any] = {"index": emission.choice, "delta": delta or {}, "logprobs": logprobs, "finish_reason": None}
@@ -380,7 +386,7 @@ class ChatResponse:
             "logprobs": {"content": logprobs} if self._request.logprobs and shown else None,
             "finish_reason": self._finish(generated),
             "stop_reason": generated.stop,
-            "token_ids": [number(token.piece) for token in generated.tokens] if self._request.return_token_ids and shown else None,
+            "token_ids": [token.id for token in generated.tokens] if self._request.return_token_ids and shown else None,
             "routed_experts": None,
         }
 

@@ -17,7 +17,7 @@ from upstream.simulator.engine.job import ApiRequest, GeneratedChoice, Job, Tran
 from upstream.simulator.errors import ApiError
 from upstream.simulator.text.logprobs import completion_logprobs
 from upstream.simulator.text.plan import GenerationRequest, Prompt, prompts_of
-from upstream.simulator.text.tokenizer import number, piece_of
+from upstream.simulator.text.tokenizer import piece_of
 
 DEFAULT_TOKENS = 16
 
@@ -121,7 +121,7 @@ class CompletionResponse:
             "finish_reason": emission.finish,
             "stop_reason": emission.stop,
             "prompt_token_ids": self._prompt(at).ids if shows_prompt else None,
-            "token_ids": [number(emission.token.piece)] if emission.token and self._request.return_token_ids else None,
+            "token_ids": [emission.token.id] if emission.token and self._request.return_token_ids else None,
         }
         event = {**self._head, "choices": [choice]}
         if self._usage.running:
@@ -161,7 +161,7 @@ class CompletionResponse:
             "logprobs": self._logprobs(at, [*echoed, *(token.piece for token in generated.tokens)], 0),
             "finish_reason": generated.finish,
             "stop_reason": generated.stop,
-            "token_ids": [number(token.piece) for token in generated.tokens] if self._request.return_token_ids else None,
+            "token_ids": [token.id for token in generated.tokens] if self._request.return_token_ids else None,
             "prompt_logprobs": None,
             "prompt_token_ids": prompt.ids if self._request.return_token_ids else None,
             "routed_experts": None,

@@ -198,10 +198,11 @@ def constraint(request: Sampling) -> Callable[[Speaker], str] | None:
         return partial(_json_text, given.get("schema", {}) if isinstance(given, dict) else {})
     if wanted.get("type") == "json_object":
         return _json_object
-    return _structured(request.structured_outputs) if request.structured_outputs else None
+    return structured(request.structured_outputs) if request.structured_outputs else None
 
 
-def _structured(wanted: StructuredOutputs) -> Callable[[Speaker], str] | None:
+def structured(wanted: StructuredOutputs) -> Callable[[Speaker], str] | None:
+    """Return a generator of text that satisfies the constraint. A structural tag is none: it contains the calls of tools."""
     if wanted.json_ is not None:
         return partial(_json_text, wanted.json_)
     if wanted.regex is not None:

@@ -261,7 +261,7 @@ def _identity(call: ApiRequest, prefix: str) -> dict[str, Any]:
 
 
 def _job(call: ApiRequest, prompts: list[Prompt], content: dict[str, Any]) -> Job:
-    content["usage"] = usage.pooled(sum(len(prompt.ids) for prompt in prompts))
+    content["usage"] = usage.without_details(sum(len(prompt.ids) for prompt in prompts))
     return _ready(call, prompts, content)
 
 

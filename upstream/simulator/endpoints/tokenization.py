@@ -51,7 +51,7 @@ def _text(call: ApiRequest) -> tuple[str, bool]:
 
 def _chat_text(call: ApiRequest) -> tuple[str, bool]:
     request = fields.read(TokenizeChatRequest, call.body)
-    return chat.rendered(call, request), bool(request.return_token_strs)
+    return chat.rendered(call, request).text, bool(request.return_token_strs)
 
 
 def detokenize(call: ApiRequest) -> dict[str, Any]:

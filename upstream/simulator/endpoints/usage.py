@@ -23,8 +23,11 @@ class UsageOptions:
 
     @classmethod
     def of(cls, options: StreamOptions | None, settings: Settings) -> UsageOptions:
-        if settings.force_include_usage:
-            return cls(at_end=True, running=True)
+        return cls(at_end=True, running=True) if settings.force_include_usage else cls.requested(options)
+
+    @classmethod
+    def requested(cls, options: StreamOptions | None) -> UsageOptions:
+        """Return the events that the request alone decides."""
         at_end = options is not None and bool(options.include_usage)
         return cls(at_end=at_end, running=at_end and options is not None and bool(options.continuous_usage_stats))
 
@@ -68,9 +71,9 @@ def message(transcript: Transcript, settings: Settings) -> dict[str, int]:
     return {"input_tokens": read, "output_tokens": transcript.completion_tokens, **cached}
 
 
-def pooled(prompt: int) -> dict[str, Any]:
-    """Return the usage of a request that generates no tokens."""
-    return {**counts(prompt, 0), "prompt_tokens_details": None, "completion_tokens_details": None}
+def without_details(prompt: int, completion: int = 0) -> dict[str, Any]:
+    """Return a usage without details."""
+    return {**counts(prompt, completion), "prompt_tokens_details": None, "completion_tokens_details": None}
 
 
 def present(value: dict[str, Any]) -> dict[str, Any]:

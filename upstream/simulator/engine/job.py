@@ -34,6 +34,10 @@ class ToolCall:
     name: str
     pieces: list[str] = field(default_factory=list)
 
+    @classmethod
+    def named(cls, name: str) -> ToolCall:
+        return cls(f"chatcmpl-tool-{random_id()}", name)
+
     @property
     def arguments(self) -> str:
         return "".join(self.pieces)
@@ -58,7 +62,7 @@ class GeneratedChoice:
         if token.kind is TokenKind.REASONING:
             self.reasoning_tokens += 1
         elif token.kind is TokenKind.CALL:
-            self.calls.append(ToolCall(f"chatcmpl-tool-{random_id()}", token.text))
+            self.calls.append(ToolCall.named(token.text))
         elif token.kind is TokenKind.ARGUMENTS:
             self.calls[-1].pieces.append(token.text)
 

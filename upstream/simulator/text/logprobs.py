@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from upstream.simulator.text.speaker import WORDS, seed_of
-from upstream.simulator.text.tokenizer import number
+from upstream.simulator.text.tokenizer import generated
 
 Ranked = list[tuple[str, float]]
 
@@ -20,8 +20,16 @@ def ranked(piece: str, at: int, count: int) -> Ranked:
 
 def chat_entry(piece: str, at: int, count: int, *, as_ids: bool = False) -> dict[str, Any]:
     """Return one element of a chat choice's ``logprobs.content``."""
-    entries = [_entry(f"token_id:{number(name)}" if as_ids else name, logprob) for name, logprob in ranked(piece, at, count)]
+    entries = [_entry(f"token_id:{generated(name)}" if as_ids else name, logprob) for name, logprob in ranked(piece, at, count)]
     return {**entries[0], "top_logprobs": entries[:count]}
+
+
+def token_entry(piece: str, at: int, count: int) -> dict[str, Any]:
+    """Return one element of the ``logprobs.content`` of /inference/v1/generate."""
+    entries = [
+        {"token_id": generated(name), "logprob": logprob, "rank": rank} for rank, (name, logprob) in enumerate(ranked(piece, at, count), 1)
+    ]
+    return {**entries[0], "top_logprobs": entries[: max(count, 1)]}
 
 
 def _entry(name: str, logprob: float) -> dict[str, Any]:

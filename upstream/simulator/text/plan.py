@@ -7,14 +7,19 @@ and of the request (``GenerationRequest``), so that the same request has the sam
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from functools import partial
+from itertools import takewhile
+from typing import Any, Final
 
 from upstream.simulator.behavior import Behavior
 from upstream.simulator.text import json_schema, tokenizer
 from upstream.simulator.text.speaker import Speaker, seed_of
+
+NAME_END: Final = "\n"
+"""The piece between the name of a called tool and its arguments."""
 
 
 class TokenKind(Enum):
@@ -35,6 +40,10 @@ class Token:
     text: str
     piece: str
 
+    @property
+    def id(self) -> int:
+        return tokenizer.generated(self.piece)
+
 
 @dataclass(frozen=True, slots=True)
 class Choice:
@@ -47,10 +56,11 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered prompt."""
+    """A rendered prompt. ``started``: the generated pieces at its end, which are the start of a response."""
 
     text: str
     ids: tuple[int, ...]
+    started: tuple[str, ...] = ()
 
     @classmethod
     def of_text(cls, text: str) -> Prompt:
@@ -58,7 +68,14 @@ class Prompt:
 
     @classmethod
     def of_ids(cls, ids: list[int]) -> Prompt:
-        return cls(tokenizer.decode(ids), tuple(ids))
+        started = tuple(reversed([*takewhile(tokenizer.is_generated, reversed(ids))]))
+        return cls(tokenizer.decode(ids), tuple(ids), tuple(map(tokenizer.piece_of, started)))
+
+    @property
+    def original(self) -> Prompt:
+        """The prompt without the start of the response."""
+        count = len(self.started)
+        return Prompt(self.text.removesuffix("".join(self.started)), self.ids[: len(self.ids) - count]) if count else self
 
 
 def prompts_of(given: str | list[Any] | None) -> list[Prompt]:
@@ -109,11 +126,15 @@ class Plan:
 def plan(request: GenerationRequest, behavior: Behavior, seed: int) -> Plan:
     """Decide every token. Raises UnsatisfiableSchemaError if a constraint cannot be satisfied."""
     choices = (
-        _choice(request, behavior, Speaker(seed_of(seed, prompt.text, request.seed, number)))
+        _choice(request, behavior, prompt, partial(_speaker, seed, request.seed, number))
         for prompt in request.prompts
         for number in range(request.n)
     )
     return Plan(request.prompts, tuple(choices), request.cache_salt)
+
+
+def _speaker(seed: int, request_seed: int | None, number: int, text: str) -> Speaker:
+    return Speaker(seed_of(seed, text, request_seed, number))
 
 
 def empty_plan(prompts: tuple[Prompt, ...]) -> Plan:
@@ -121,14 +142,29 @@ def empty_plan(prompts: tuple[Prompt, ...]) -> Plan:
     return Plan(prompts, ())
 
 
-def _choice(request: GenerationRequest, behavior: Behavior, speaker: Speaker) -> Choice:
-    total = max(behavior.tokens if behavior.tokens is not None else speaker.between(24, 72), request.minimum, 1)
-    if request.ignore_end:
-        total = request.limit + 1
-    thoughts = _thoughts(total, behavior, speaker) if request.thinking else []
-    return _limited(
-        _stopped([*thoughts, *_content(request, behavior, speaker, total - len(thoughts) - 1), _END], request.stops), request.limit
-    )
+def _choice(request: GenerationRequest, behavior: Behavior, prompt: Prompt, speaker_of: Callable[[str], Speaker]) -> Choice:
+    """Return the rest of the response that the prompt has started, or a response to the whole prompt if it has started another text."""
+    started = len(prompt.started)
+    tokens = _tokens(request, behavior, speaker_of(prompt.original.text), started)
+    if started >= len(tokens) or any(token.piece != piece for token, piece in zip(tokens, prompt.started, strict=False)):
+        tokens, started = _tokens(request, behavior, speaker_of(prompt.text), 0), 0
+    choice = _limited(_stopped(_without_open_call(tokens[started:]), request.stops), request.limit)
+    return replace(choice, tokens=tuple(_held_back(choice.tokens, request.stops))) if request.stops else choice
+
+
+def _without_open_call(tokens: list[Token]) -> list[Token]:
+    """Show the arguments of a call that the prompt has started as content: a parser that starts here does not see the call."""
+    until = next((at for at, token in enumerate(tokens) if token.kind is TokenKind.CALL), len(tokens))
+    opened = (replace(token, kind=TokenKind.CONTENT) if token.kind is TokenKind.ARGUMENTS else token for token in tokens[:until])
+    return [*opened, *tokens[until:]]
+
+
+def _tokens(request: GenerationRequest, behavior: Behavior, speaker: Speaker, started: int) -> list[Token]:
+    """Return a whole response. ``started``: its tokens that the limits of the request do not count."""
+    planned = max(behavior.tokens if behavior.tokens is not None else speaker.between(24, 72), 1)
+    thoughts = _thoughts(planned, behavior, speaker) if request.thinking else []
+    total = request.limit + started + 1 if request.ignore_end else max(planned, request.minimum + started if request.minimum else 0)
+    return [*thoughts, *_content(request, behavior, speaker, total - len(thoughts) - 1), _END]
 
 
 _END = Token(TokenKind.SILENT, "", tokenizer.END)
@@ -136,7 +172,7 @@ _END = Token(TokenKind.SILENT, "", tokenizer.END)
 
 def _thoughts(total: int, behavior: Behavior, speaker: Speaker) -> list[Token]:
     count = behavior.reasoning_tokens if behavior.reasoning_tokens is not None else max(1, min(16, total // 3))
-    return [*_shown(TokenKind.REASONING, speaker.pieces(count)), Token(TokenKind.SILENT, "", tokenizer.THOUGHT)]
+    return [*_shown(TokenKind.REASONING, speaker.pieces(count)), *_silent([tokenizer.THOUGHT])]
 
 
 def _content(request: GenerationRequest, behavior: Behavior, speaker: Speaker, count: int) -> list[Token]:
@@ -152,14 +188,18 @@ def _shown(kind: TokenKind, pieces: list[str]) -> list[Token]:
     return [Token(kind, piece, piece) for piece in pieces]
 
 
+def _silent(pieces: list[str]) -> list[Token]:
+    return [Token(TokenKind.SILENT, "", piece) for piece in pieces]
+
+
 def _call(tool: Tool, speaker: Speaker) -> list[Token]:
     """Return a tool call as a model writes it: invisible markup, the name, the arguments in Python's JSON spacing."""
     arguments = json.dumps(json_schema.instance(tool.parameters, speaker), ensure_ascii=False)
     return [
-        Token(TokenKind.SILENT, "", "<tool_call>"),
-        Token(TokenKind.CALL, tool.name, tool.name),
+        *_silent([tokenizer.CALL, *tokenizer.pieces(tool.name)]),
+        Token(TokenKind.CALL, tool.name, NAME_END),
         *_shown(TokenKind.ARGUMENTS, tokenizer.pieces(arguments)),
-        Token(TokenKind.SILENT, "", "</tool_call>"),
+        *_silent([tokenizer.CALLED]),
     ]
 
 
@@ -196,3 +236,22 @@ def _shortened(tokens: list[Token], keep: int) -> list[Token]:
             token = Token(TokenKind.CONTENT if shown else TokenKind.SILENT, shown, token.piece)
         shortened.append(token)
     return shortened
+
+
+def _held_back(tokens: Iterable[Token], stops: tuple[str, ...]) -> Iterator[Token]:
+    """Show content later, as vLLM does: never the characters that may be the start of a stop string, until the last token."""
+    *others, last = tokens
+    held = ""
+    for token in others:
+        if token.kind is not TokenKind.CONTENT:
+            yield token
+            continue
+        held += token.text
+        shown, held = _split(held, max(0, len(held) - max(map(len, stops)) + 1))
+        yield Token(TokenKind.CONTENT if shown else TokenKind.SILENT, shown, token.piece)
+    held += last.text if last.kind is TokenKind.CONTENT else ""
+    yield Token(TokenKind.CONTENT, held, last.piece) if held else last
+
+
+def _split(text: str, at: int) -> tuple[str, str]:
+    return text[:at], text[at:]
