@@ -28,7 +28,7 @@ DURATIONS = Path(__file__).parents[1] / "durations.json"
 NEW = 30.0
 """Seconds assumed for a group without a known duration."""
 
-SERVERS = ("@direct", "@gateway", "@llama", "@pooling", "@priority", "@qwen")
+SERVERS = ("@direct", "@gateway", "@llama", "@pooling", "@priority", "@qwen", "@scale_out")
 """Servers that tests in several files share."""
 
 _SERVER = re.compile(rf"[\[-]({'|'.join(SERVERS)})(?=[\]-])")

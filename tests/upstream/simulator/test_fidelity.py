@@ -23,6 +23,7 @@ from tests.support.shared import Shared
 from tests.upstream.simulator import test_process as simulator
 from tests.vllm import server as vllm
 from tests.vllm.gateway import NotAchieved, attempted, held
+from upstream.simulator.app import SCALE_OUT
 from upstream.vllm.engine_counters import EngineCounters, parse_counters
 
 pytestmark = [
@@ -260,6 +261,7 @@ REFUSALS: Final[dict[str, tuple[str, Body]]] = {
     "a batch that is one conversation": (BATCH, PLAIN_QUESTION),
     "a batch with two choices": (BATCH, {**PLAIN_QUESTION, "messages": [user("Hello")], "n": 2}),
     "an unknown route": ("/v1/nothing", {}),
+    **{f"{path} without its flag": (path, {}) for path in SCALE_OUT},
 }
 RAW: Final[dict[str, tuple[bytes, str]]] = {
     "no JSON": (b'{"model": tiny}', "application/json"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from upstream.simulator.text.speaker import WORDS, seed_of
-from upstream.simulator.text.tokenizer import generated
+from upstream.simulator.text.tokenizer import generated, pieces
 
 Ranked = list[tuple[str, float]]
 
@@ -26,9 +26,8 @@ def chat_entry(piece: str, at: int, count: int, *, as_ids: bool = False) -> dict
 
 def token_entry(piece: str, at: int, count: int) -> dict[str, Any]:
     """Return one element of the ``logprobs.content`` of /inference/v1/generate."""
-    entries = [
-        {"token_id": generated(name), "logprob": logprob, "rank": rank} for rank, (name, logprob) in enumerate(ranked(piece, at, count), 1)
-    ]
+    ids = ((generated(pieces(name)[0]), logprob) for name, logprob in ranked(piece, at, count))
+    entries = [{"token_id": token_id, "logprob": logprob, "rank": rank} for rank, (token_id, logprob) in enumerate(ids, 1)]
     return {**entries[0], "top_logprobs": entries[: max(count, 1)]}
 
 
@@ -36,16 +35,16 @@ def _entry(name: str, logprob: float) -> dict[str, Any]:
     return {"token": name, "logprob": logprob, "bytes": list(name.encode("utf-8", "replace"))}
 
 
-def completion_logprobs(pieces: list[str], at: int, offset: int, count: int) -> dict[str, Any]:
+def completion_logprobs(parts: list[str], at: int, offset: int, count: int) -> dict[str, Any]:
     """Return a completion choice's ``logprobs`` for some tokens. ``at`` and ``offset``: the position of the first token."""
-    each = [ranked(piece, at + number, max(count, 1)) for number, piece in enumerate(pieces)]
+    each = [ranked(piece, at + number, max(count, 1)) for number, piece in enumerate(parts)]
     offsets = []
-    for piece in pieces:
+    for piece in parts:
         offsets.append(offset)
         offset += len(piece)
     return {
         "text_offset": offsets,
         "token_logprobs": [entries[0][1] for entries in each],
-        "tokens": pieces,
+        "tokens": parts,
         "top_logprobs": [dict(entries) for entries in each],
     }
