@@ -201,9 +201,8 @@ def derendered(client: httpx2.Client, body: Body) -> dict[str, Any]:
         sent = {"stream": True, "generate_chunk": chunk, "stream_state": state, "prompt_token_ids": request["token_ids"]}
         response = client.post(DERENDER, json={**sent, "chat_request": body})
         assert response.status_code == 200, response.text
-        answer = response.json()
-        state = answer["stream_state"]
-        found[shown(answer["chunk"])] = shape(answer["chunk"])
+        chunk, state = response.json()["chunk"], response.json()["stream_state"]
+        found[shown(chunk)] = shape(chunk)
     assert state is not None
     return {**found, "state": shape(state), "tools": state["tools_streamed"], "calls": len(state["last_tool_call_ids"])}
 

@@ -153,8 +153,8 @@ def test_no_start_of_a_stop_string_is_shown(seed: int, stops: list[str]) -> None
         assert produced.startswith(text)
         assert len(text) <= max(0, len(produced) - max(map(len, stops)) + 1)
     content = "".join(token.text for token in free.tokens)
-    ends = [content.find(stop) for stop in stops if stop in content]
-    assert text + choice.tokens[-1].text in ([content[:end] for end in ends] or [content])
+    found = [content.find(stop) for stop in stops if stop in content]
+    assert text + choice.tokens[-1].text in ([content[:at] for at in found] or [content])
 
 
 def test_reasoning_comes_before_the_content_and_its_end_is_silent() -> None:

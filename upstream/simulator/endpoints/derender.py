@@ -188,14 +188,14 @@ def _joined(tokens: Sequence[Token], kind: TokenKind) -> str | None:
 
 
 def _parsed_changes(state: StreamState, ids: list[int], streamed: bool, calls: list[str]) -> dict[str, Any]:
-    """With a parser, vLLM carries all tokens, and how they were grouped into chunks."""
+    """Return the changes for a server with parsers: vLLM carries all tokens, and how they were grouped into chunks."""
     lengths = [*state.output_chunk_lens, *([len(ids)] if ids else [])]
     tokens = [*state.output_token_ids, *ids]
     return {"output_token_ids": tokens, "output_chunk_lens": lengths, "tools_streamed": streamed, "last_tool_call_ids": calls}
 
 
 def _plain_changes(state: StreamState, ids: list[int]) -> dict[str, Any]:
-    """Without a parser, vLLM carries the last tokens. Here a token never depends on those before it."""
+    """Return the changes without a parser: vLLM carries the last tokens. Here a token never depends on those before it."""
     window = [*state.prev_tokens, *map(tokenizer.piece_of, ids)][-1:]
     return {
         "prev_tokens": window,

@@ -202,7 +202,7 @@ def constraint(request: Sampling) -> Callable[[Speaker], str] | None:
 
 
 def structured(wanted: StructuredOutputs) -> Callable[[Speaker], str] | None:
-    """Return a generator of text that satisfies the constraint. A structural tag is none: it contains the calls of tools."""
+    """Return a generator of text that satisfies the constraint. A structural tag constrains no text: it contains the calls of tools."""
     if wanted.json_ is not None:
         return partial(_json_text, wanted.json_)
     if wanted.regex is not None:
