@@ -12,6 +12,7 @@ The rules:
   served, without estimates: an estimate that was too high must not hold up a later flow.
 - A pause of at most ``PAUSE`` seconds costs a flow nothing: its tag is not raised for the service that it missed.
 - A request that did not run is charged nothing.
+- A flow at the top whose tier may not be served now is passed over, and catches up later.
 
 The bound: while two sibling flows f and g have waiting requests, let d be the difference of their tags, d0 its value at the start, L the
 largest charge of one dispatch, and D what the corrections of all requests of a flow that are in flight at one time can add up to. Then
@@ -41,12 +42,13 @@ _SPARE = 32  # entries of a heap that are out of date before it is rebuilt, besi
 class Share(NamedTuple):
     """One level of the path to a leaf: the name of a flow, unique below its parent, and its weight among its siblings.
 
-    ``rank``: flows of a lower rank are served first.
+    ``rank``: flows of a lower rank are served first. ``tier``: up to which tier ``pop`` must serve for a flow at the top to be served.
     """
 
     name: str
     weight: float
     rank: int = 0
+    tier: int = 0
 
 
 _UNNAMED = Share("", 1.0)
@@ -58,13 +60,13 @@ class Flow(Generic[T]):
 
     __slots__ = (
         "_entries", "_entry", "_heap", "_older", "_past", "_rotated_at", "active_at", "children", "in_flight", "name", "now", "parent",
-        "pending", "rank", "requests", "tag", "waiting", "weight",
+        "pending", "rank", "requests", "tag", "tier", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, weight: float, parent: Flow[T] | None) -> None:
         self.name = name
         self.weight = weight
-        self.rank = 0
+        self.rank = self.tier = 0
         self.parent = parent
         self.tag = 0.0
         self.pending = 0.0
@@ -90,15 +92,23 @@ class Flow(Generic[T]):
         """The tag without estimates."""
         return self.tag - self.pending / self.weight
 
-    def next_child(self) -> Flow[T] | None:
-        """Return the waiting child that is next: the one with the smallest tag among those of the lowest rank. None if no child waits."""
+    def next_child(self, tier: float = inf) -> Flow[T] | None:
+        """Return the waiting child that is next: the one with the smallest tag among those of the lowest rank, up to a tier.
+
+        None if no such child waits.
+        """
         heap = self._heap
         while heap:
             _, _, entry, child = heap[0]
             if entry == child._entry and child.waiting:
-                return child
+                return child if child.tier <= tier else self._next_up_to(tier)
             heappop(heap)
         return None
+
+    def _next_up_to(self, tier: float) -> Flow[T] | None:
+        """Return what ``next_child`` does, without the heap: only classes have tiers, and they are few."""
+        waiting = (child for child in self.children.values() if child.waiting and child.tier <= tier)
+        return min(waiting, key=lambda child: (child.rank, child.tag, child._entry), default=None)
 
     def earlier(self, now: float) -> float:
         """Return the virtual time between one and two times ``PAUSE`` ago."""
@@ -187,7 +197,7 @@ class FairQueue(Generic[T]):
         if child is None:
             child = node.children[share.name] = Flow(share.name, share.weight, node)
             child.tag = node.now
-        child.weight = share.weight
+        child.weight, child.tier = share.weight, share.tier
         if child.rank != share.rank:
             child.rank = share.rank
             if child.waiting:
@@ -211,19 +221,23 @@ class FairQueue(Generic[T]):
             node = parent
         node.waiting += 1
 
-    def pop(self, now: float) -> tuple[T, Flow[T]]:
-        """Remove and return the next request, which is dispatched, and its leaf. Raises ValueError if the queue is empty."""
+    def pop(self, now: float, tier: float = inf) -> tuple[T, Flow[T]]:
+        """Remove and return the next request up to a tier, which is dispatched, and its leaf. Raises ValueError without such a request."""
         node = self._root
         # A leaf that has become a parent still has the requests from before.
-        while not node.requests and (child := node.next_child()) is not None:
+        while not node.requests and (child := node.next_child(tier)) is not None:
             node.now = max(node.now, child.settled)
             node = child
         if not node.requests:
-            raise ValueError("the queue is empty")
+            raise ValueError("the queue is empty up to this tier")
         item = next(iter(node.requests))
         self.remove(item, node, now)
         node.in_flight += 1
         return item, node
+
+    def waits_up_to(self, tier: float) -> bool:
+        """Return whether ``pop`` would return a request."""
+        return self._root.waiting > 0 and tier >= 0 and (tier == inf or self._root.next_child(tier) is not None)
 
     def remove(self, item: T, leaf: Flow[T], now: float) -> None:
         """Remove a request. Raises KeyError if it does not wait."""

@@ -82,10 +82,11 @@ class ModelQueues:
         self._metrics = metrics
         self._report = report
         self._queues: dict[str, ModelQueue] = {}
+        self._shares = QueueShares()
 
     def set_models(self, models: Sequence[tuple[Model, Pool]], shares: QueueShares) -> None:
         """Create the queues for the models of a new snapshot. Waiting requests stay. ``models``: those with servers, and adapters."""
-        before, self._queues = self._queues, {}
+        before, self._queues, self._shares = self._queues, {}, shares
         names: dict[str, list[str]] = {}
         for model, _ in models:
             names.setdefault(model.base, []).append(model.id)
@@ -94,7 +95,8 @@ class ModelQueues:
                 continue
             queue = before.pop(model.id, None) or ModelQueue(model.id, self._deadlines, self._metrics, self._report)
             self._queues[model.id] = queue
-            queue.names, queue.shares = tuple(names[model.id]), shares
+            queue.names = tuple(names[model.id])
+            queue.set_shares(shares)
             queue.set_pool(pool, model.queue or NO_QUEUE)
         for queue in before.values():
             queue.refuse_all(none_healthy)
@@ -104,6 +106,10 @@ class ModelQueues:
         for model, queue in self._queues.items():
             queue.eta = expected.get(model)
             queue.update()
+
+    def tier_of(self, key: Key, lowered_to: str | None) -> int:
+        """Return the tier of a request: how many reservations of slots it must leave free."""
+        return self._shares.tier_of(key, lowered_to)
 
     def slot(self, model: str, request: QueuedRequest) -> QueueSlot:
         """Return a slot in a model's queue.
@@ -193,6 +199,12 @@ class ModelQueue:
         self._returning: tuple[float, float] | None = None
         """The first time at which a client was asked to retry later, and the time until which retries are expected."""
 
+    def set_shares(self, shares: QueueShares) -> None:
+        """Replace the shares. Waiting requests stay in their classes, whose order and tiers may have changed."""
+        self.shares = shares
+        for name in shares.classes if self._waiting else ():
+            self._waiting.flow((shares.class_share(name, self._aged),))
+
     def set_pool(self, pool: Pool, queue: Queue) -> None:
         """Replace the servers and the bounds. Waiting requests stay."""
         self._pool, self.bounds = pool, queue
@@ -277,18 +289,18 @@ class ModelQueue:
         self._dispatching = True
         try:
             for _ in range(len(self._waiting)):
-                if not (self._waiting and self._pool.has_capacity()):
+                if not self._waiting.waits_up_to(tier := self._pool.open_tier()):
                     break
                 now = monotonic()
                 self._rate.record_dispatch(now)
-                self._dispatch_next(now)
+                self._dispatch_next(now, tier)
         finally:
             self._dispatching = False
         self._publish()
 
-    def _dispatch_next(self, now: float) -> None:
-        """Resume the next request, and charge what it will probably use."""
-        slot, _ = self._waiting.pop(now)
+    def _dispatch_next(self, now: float, tier: float) -> None:
+        """Resume the next request up to a tier, and charge what it will probably use."""
+        slot, _ = self._waiting.pop(now, tier)
         key, request = slot.key_flow, slot.request
         slot.estimate = key.use.usual.estimate(request.size, request.most)
         self._dispatched[slot] = None

@@ -40,6 +40,9 @@ class QueueShares:
         strict = [each.name for each in self.classes.values() if each.strict]
         self.ranks = {name: strict.index(name) if name in strict else len(strict) for name in self.classes}
         """The rank of each class: the strict ones by order, and after them all others together."""
+        reserving = [number for number, each in enumerate(self.classes.values()) if each.reserved_slots]
+        self.tiers = {name: sum(each < number for each in reserving) for number, name in enumerate(self.classes)}
+        """The number of classes before each class that have reserved slots."""
         self._teams, self._keys = teams or {}, keys or {}
 
     @classmethod
@@ -63,7 +66,11 @@ class QueueShares:
 
     def class_share(self, name: str, aged: Set[str]) -> Share:
         """Return the share of a class."""
-        return Share(f"class {name}", self.classes[name].weight, 0 if name in aged else self.ranks[name])
+        return Share(f"class {name}", self.classes[name].weight, 0 if name in aged else self.ranks[name], self.tiers[name])
+
+    def tier_of(self, key: Key, lowered_to: str | None) -> int:
+        """Return the tier of a request's class."""
+        return self.tiers[self._class_of(key, lowered_to)]
 
     def _class_of(self, key: Key, lowered_to: str | None) -> str:
         own = DEFAULT_CLASS if key.queue_class is None or key.queue_class not in self.classes else key.queue_class

@@ -302,6 +302,9 @@ class QueueClass(Section):
     aging: Duration | None = setting(
         "time after which a waiting request lets its class compete with the strict ones, by weight; default: never"
     )
+    reserved_slots: Count | None = setting(
+        "slots of each server, of its model's `max_inflight`, that requests of the classes after it never use"
+    )
 
 
 class _Named(Section):

@@ -165,6 +165,8 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
         await add_token_keys(prompt, upstream.tokens, upstream.model, worker.tokenization)
         context.waited += monotonic() - since
     attempt = Attempt(pool, model.timeouts, worker.deadlines, upstream.facts, streams=context.stream)
+    if pool.tiers:
+        attempt.facts = attempt.facts._replace(tier=worker.queues.tier_of(key, _lowered_to(upstream)))
     with worker.metrics.in_flight(model.id), attempt:
         context.attempt = attempt
         if model.keepalive is not None and context.stream and upstream.request.target.route.streams:
@@ -225,10 +227,13 @@ def _queued_request(upstream: UpstreamRequest, context: RequestContext, key: Key
     end_user = on_arrival(key, headers)
     if end_user.is_awaited:
         end_user = named_by_body(key, context.user)
-    lowered_to = headers.get(_CLASS)
-    return QueuedRequest(
-        key, since, request.body.size, upstream.most_output, end_user.name, None if lowered_to is None else header_text(lowered_to)
-    )
+    return QueuedRequest(key, since, request.body.size, upstream.most_output, end_user.name, _lowered_to(upstream))
+
+
+def _lowered_to(upstream: UpstreamRequest) -> str | None:
+    """Return the class that the client wants."""
+    name = upstream.request.head.headers.get(_CLASS)
+    return None if name is None else header_text(name)
 
 
 _NO_CAPACITY = frozenset({"model_loading", "overloaded", "no_healthy_server"})

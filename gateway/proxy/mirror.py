@@ -63,7 +63,8 @@ def mirrored(
         route=request.target.route,
         body=body,
         choices=document.get("n"),
-        facts=upstream.facts._replace(prompt=None),  # the prompt keeps what its own server is expected to do
+        # The prompt keeps what its own server is expected to do, and a copy uses no reserved slot.
+        facts=upstream.facts._replace(prompt=None, tier=mirror.entry.pool.tiers),
     )
     return MirroredRequest(request, model, upstream.name, body, upstream.facts, copy=copy)
 

@@ -195,13 +195,15 @@ class Queue:
 class QueueClass:
     """A class of keys in queues. ``strict``: it is served before the classes after it.
 
-    ``aging``: seconds after which a waiting request lets its class compete with the strict ones; None: never.
+    ``aging``: seconds after which a waiting request lets its class compete with the strict ones; None: never. ``reserved_slots``: slots of
+    each server that requests of the classes after it never use.
     """
 
     name: str
     weight: float = 1.0
     strict: bool = False
     aging: float | None = None
+    reserved_slots: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,6 +428,11 @@ class Snapshot:
     def bases(self) -> tuple[Model, ...]:
         """The models that own servers: all but the LoRA adapters and the splits."""
         return tuple(model for model in self.models if model.has_own_servers)
+
+    @property
+    def reserved_slots(self) -> tuple[int, ...]:
+        """The reserved slots of each class that has some, in the order of the classes."""
+        return tuple(each.reserved_slots for each in self.classes if each.reserved_slots)
 
     @property
     def uses_store(self) -> bool:

@@ -326,7 +326,7 @@ class Attempt:
                 may_reuse = upload is None and not self.tried
                 server = self.server = self._pool.choose(self.tried, self.facts)
                 self.tried.append(server)
-                server.start_exchange()
+                server.start_exchange(self.facts.tier)
                 connection = (server.take_idle_connection() if may_reuse else None) or await server.connect(self._timeouts.connect)
                 response = self._start(server, connection, compose, more=upload is not None)
                 if upload is not None:
@@ -365,7 +365,7 @@ class Attempt:
             self._response = None
         server, self.server = self.server, None
         if server is not None:
-            server.finish_exchange()  # this call may start a queued request
+            server.finish_exchange(self.facts.tier)  # this call may start a queued request
 
     def _record_failure(self, server: Server, error: UpstreamError) -> None:
         if error not in self.failures and not isinstance(error, LocalLimit):

@@ -42,18 +42,22 @@ class Pool:
         """Facts of a request that ``choose`` requires. Empty if the pool has one server."""
         bounded = any(server.limit < math.inf for server in self.servers)
         self._only = self.servers[0] if len(servers) == 1 and not bounded else None
+        self.tiers = max((len(server.reserved) for server in self.servers), default=0) if bounded else 0
+        """The highest tier of a request: 0 if no slots are reserved."""
         self._bounded = BoundedRanking(self.servers) if bounded else None
         self._ranking = self._bounded or (Ranking(self.servers) if len(servers) > 1 else None)
-        if self._ranking is not None:
-            for server in self.servers:
-                server.rankings.append(self._ranking)
+        self._of_tiers = tuple(BoundedRanking(self.servers, tier) for tier in range(1, self.tiers + 1))
+        # That of all requests is updated last: it notifies of capacity, for which the others must be right.
+        self._rankings = self._of_tiers if self._ranking is None else (*self._of_tiers, self._ranking)
+        for server in self.servers:
+            server.rankings.extend(self._rankings)
         self._choices = 0
         self._retry_budget = RetryBudget()
 
     def retire(self) -> None:
         """Stop following the servers' load: the next snapshot has another pool. Requests of this one choose without a ranking."""
-        ranking, self._ranking = self._ranking, None
-        if ranking is not None:
+        rankings, self._rankings, self._ranking, self._of_tiers = self._rankings, (), None, ()
+        for ranking in rankings:
             for server in self.servers:
                 server.rankings.remove(ranking)
 
@@ -62,11 +66,21 @@ class Pool:
         """Whether at least one server is up."""
         return any(server.condition is Condition.UP for server in self.servers)
 
-    def has_capacity(self) -> bool:
-        """Return whether ``choose`` would now return a server for a request that has tried none."""
-        if self._ranking is not None and any(not server.full for server in self._ranking.members):
+    def has_capacity(self, tier: int = 0) -> bool:
+        """Return whether ``choose`` would now return a server for a request of this tier that has tried none."""
+        ranking = self._ranking_of(tier)
+        if ranking is not None and any(not server.full_for(tier) for server in ranking.members):
             return True
-        return bool(_with_capacity(self._up_servers()))
+        return bool(_with_capacity(self._up_servers(), tier))
+
+    def open_tier(self) -> float:
+        """Return the highest tier that a request may have for which there is capacity: infinity for any, -1 for none."""
+        if self.has_capacity(self.tiers):
+            return math.inf
+        return next((tier for tier in range(self.tiers - 1, -1, -1) if self.has_capacity(tier)), -1)
+
+    def _ranking_of(self, tier: int) -> Ranking[Server] | None:
+        return self._ranking if not tier or not self._of_tiers else self._of_tiers[min(tier, self.tiers) - 1]
 
     def on_capacity(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever a server with a concurrency limit has capacity. Requests never wait for the other servers."""
@@ -102,12 +116,14 @@ class Pool:
         only = self._only
         if only is not None and only.condition is Condition.UP:
             return only
-        ranking = self._ranking
+        ranking, tier = self._ranking, request.tier
+        if tier:
+            ranking = self._ranking_of(tier)
         if not tried and ranking is not None and ranking.members:
             return self._policy.choose(ranking, request)
         if not (up := self._up_servers()):
             raise NoServerError(loading=any(server.condition is Condition.LOADING for server in self.servers))
-        if not (with_capacity := _with_capacity(up)):
+        if not (with_capacity := _with_capacity(up, tier)):
             raise NoServerError(full=True)
         untried = [server for server in with_capacity if server not in tried] or with_capacity
         candidates = [server for server in untried if server.available] or untried
@@ -126,9 +142,9 @@ class SharedPool(Pool):
         return server
 
 
-def _with_capacity(up: Sequence[Server]) -> list[Server]:
-    """Return the servers that are not full. If all of them are ejected while another server is not, the list is empty."""
-    with_capacity = [server for server in up if not server.full]
+def _with_capacity(up: Sequence[Server], tier: int) -> list[Server]:
+    """Return the servers with a slot for this tier. If all of them are ejected while another server is not, the list is empty."""
+    with_capacity = [server for server in up if not server.full_for(tier)]
     is_usable = not all(server.is_ejected for server in with_capacity) or all(server.is_ejected for server in up)
     return with_capacity if is_usable else []
 

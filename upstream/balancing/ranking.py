@@ -25,9 +25,11 @@ class Ranked(Candidate, Protocol):
 class Limited(Ranked, Protocol):
     """A server with a concurrency limit."""
 
-    @property
-    def full(self) -> bool:
-        """Whether the server has as many requests as its limit allows."""
+    def full_for(self, tier: int, /) -> bool:
+        """Return whether the server has no slot for a request of this tier."""
+
+    def available_for(self, tier: int, /) -> bool:
+        """Return whether the server can take a request of this tier."""
 
 
 R = TypeVar("R", bound=Ranked)
@@ -61,9 +63,12 @@ class Ranking(Generic[R]):
         self._load_of: dict[R, float] = {}
         self.members: tuple[R, ...] = ()
         for server in servers:
-            if server.available:
+            if self._can_take(server):
                 self._insert(server)
         self._update_members()
+
+    def _can_take(self, server: R) -> bool:
+        return server.available
 
     def __contains__(self, server: object) -> bool:
         return server in self._load_of
@@ -86,7 +91,7 @@ class Ranking(Generic[R]):
     def update_availability(self, server: R) -> None:
         """Add a server that has become available, or remove a server that no longer is."""
         is_ranked = server in self._load_of
-        if is_ranked is not server.available:
+        if is_ranked is not self._can_take(server):
             change = self._remove if is_ranked else self._insert
             change(server)
             self._update_members()
@@ -107,20 +112,24 @@ class Ranking(Generic[R]):
 
 
 class BoundedRanking(Ranking[F]):
-    """Servers with a concurrency limit. A full server is not ranked until one of its requests finishes.
+    """Servers with a concurrency limit, for requests of one tier. A full server is not ranked until one of its requests finishes.
 
     ``on_capacity`` is called whenever a server may have capacity again.
     """
 
-    __slots__ = ("on_capacity",)
+    __slots__ = ("_tier", "on_capacity")
 
-    def __init__(self, servers: Sequence[F]) -> None:
+    def __init__(self, servers: Sequence[F], tier: int = 0) -> None:
+        self._tier = tier
         super().__init__(servers)
         self.on_capacity: Callable[[], None] = lambda: None
 
+    def _can_take(self, server: F) -> bool:
+        return server.available_for(self._tier)
+
     def update_load(self, server: F) -> None:
         """Update the rank of a server whose load has changed. Remove a server that became full; add a server that is no longer full."""
-        full = server.full
+        full = server.full_for(self._tier)
         if full is (server in self._load_of):
             super().update_availability(server)
         else:
@@ -131,5 +140,5 @@ class BoundedRanking(Ranking[F]):
     def update_availability(self, server: F) -> None:
         """Add a server that has become available, or remove a server that no longer is."""
         super().update_availability(server)
-        if server.available or not self.members:  # when the last server was ejected, ejected servers get requests again
+        if self._can_take(server) or not self.members:  # when the last server was ejected, ejected servers get requests again
             self.on_capacity()

@@ -84,6 +84,9 @@ class Server:
         self.in_flight = 0
         self.limit = math.inf
         """Requests that may be in flight at once."""
+        self._reserved: tuple[int, ...] = ()
+        self._in_tiers: list[int] = []
+        """The requests in flight of higher tiers than the index."""
         self.in_flight_cells: Cells = [0.0]
         self.rankings: list[Ranking[Server]] = []
         """The rankings to update when the load or the availability changes."""
@@ -123,19 +126,49 @@ class Server:
         else:
             self.update_rankings()
 
-    def start_exchange(self) -> None:
+    @property
+    def reserved(self) -> tuple[int, ...]:
+        """Slots that are reserved: the requests of higher tiers than the index never use the last so many, but always one."""
+        return self._reserved
+
+    def reserve(self, slots: tuple[int, ...]) -> None:
+        """Change the slots that are reserved."""
+        if slots != self._reserved:
+            self._reserved = slots
+            self._in_tiers += [0] * (len(slots) - len(self._in_tiers))
+            self.update_rankings()
+
+    def open_to(self, tier: int) -> float:
+        """Return how many requests of higher tiers may be in flight."""
+        return max(self.limit - self._reserved[tier], 1)
+
+    def in_flight_above(self, tier: int) -> int:
+        """Return how many requests of higher tiers are in flight."""
+        return self._in_tiers[tier]
+
+    def start_exchange(self, tier: int = 0) -> None:
         """Count a request as in flight."""
         self.in_flight += 1
+        if tier:
+            self.count_in_tiers(tier, 1)
         self.in_flight_cells[0] += 1
         for ranking in self.rankings:
             ranking.update_load(self)
 
-    def finish_exchange(self) -> None:
+    def finish_exchange(self, tier: int = 0) -> None:
         """Count a request as finished."""
         self.in_flight -= 1
+        if tier:
+            self.count_in_tiers(tier, -1)
         self.in_flight_cells[0] -= 1
         for ranking in self.rankings:
             ranking.update_load(self)
+
+    def count_in_tiers(self, tier: int, change: int) -> None:
+        """Count a request of a tier, or its end."""
+        self._in_tiers += [0] * (tier - len(self._in_tiers))
+        for lower in range(tier):
+            self._in_tiers[lower] += change
 
     def take_slot(self) -> bool:
         """Take a slot before ``start_exchange``. Returns False if other workers have taken all."""
@@ -191,6 +224,10 @@ class Server:
         """Whether as many requests are in flight as the limit allows."""
         return self.in_flight >= self.limit
 
+    def full_for(self, tier: int) -> bool:
+        """Return whether a request of this tier must not use the free slots, if there are any."""
+        return self.full or (tier > 0 and any(self._in_tiers[each] >= self.open_to(each) for each in range(min(tier, len(self._reserved)))))
+
     @property
     def is_ejected(self) -> bool:
         """Whether the server gets no requests because of its failures, as long as there is another server."""
@@ -200,7 +237,11 @@ class Server:
     @property
     def available(self) -> bool:
         """Whether the server is up, not full and not ejected."""
-        return self._condition is Condition.UP and not self.full and not self.is_ejected
+        return self.available_for(0)
+
+    def available_for(self, tier: int) -> bool:
+        """Return whether the server is up, not ejected, and has a slot for a request of this tier."""
+        return self._condition is Condition.UP and not self.full_for(tier) and not self.is_ejected
 
     def record_failure(self, error: UpstreamError) -> None:
         """Record that a request failed on the server, and eject the server after too many failures."""

@@ -112,18 +112,20 @@ class SharedServer(Server):
         self.update_rankings()
         return False
 
-    def start_exchange(self) -> None:
+    def start_exchange(self, tier: int = 0) -> None:
         """Count a request as in flight. Its slot was counted when it was taken."""
         if self.shared is None:
-            super().start_exchange()
+            super().start_exchange(tier)
             return
         self.in_flight += 1
+        if tier:
+            self.count_in_tiers(tier, 1)
         for ranking in self.rankings:
             ranking.update_load(self)
 
-    def finish_exchange(self) -> None:
+    def finish_exchange(self, tier: int = 0) -> None:
         """Count a request as finished, and offer its slot to the other workers if this worker does not use it."""
-        super().finish_exchange()
+        super().finish_exchange(tier)
         self.offer_slot()
 
     def offer_slot(self) -> None:

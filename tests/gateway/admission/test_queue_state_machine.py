@@ -13,12 +13,13 @@ from gateway.admission.queue import ModelQueues, QueuedRequest
 from gateway.admission.service import Tokens
 from gateway.admission.shares import QueueShares
 from gateway.api.errors import Refusal
-from gateway.snapshot.snapshot import Key, Model, Queue
+from gateway.snapshot.snapshot import Key, Model, Queue, QueueClass
 from gateway.telemetry.shared_counters import SharedCells
 from tests.support.examples import examples
 from tests.support.pools import pool_of
 from upstream.balancing.ejection import LONGEST_PAUSE
 from upstream.balancing.policies import POLICIES
+from upstream.balancing.policies.policy import RequestFacts
 from upstream.balancing.pool import NoServerError
 from upstream.balancing.server import Condition, Server, ServerSpec
 from upstream.http.address import Address
@@ -26,7 +27,10 @@ from upstream.http.deadlines import Deadlines
 from upstream.http.errors import ConnectFailed
 from upstream.http.inline_task import InlineTask, Signal
 
-KEYS = tuple(Key(name, weight=weight) for name, weight in (("a", 1.0), ("b", 1.0), ("c", 4.0)))
+KEYS = tuple(
+    Key(name, weight=weight, queue_class=name_of_class)
+    for name, weight, name_of_class in (("a", 1.0, "chat"), ("b", 1.0, "tools"), ("c", 4.0, "batch"), ("d", 1.0, "batch"))
+)
 FOR_EVER = 1e9
 
 
@@ -53,6 +57,8 @@ class Visitor:
         self.key = key
         self.fate = "waits"
         self.finished = Signal()
+        self.server: Server | None = None
+        self.tier = 0
         self.task = InlineTask(self._visit(world))
         self.task.step()
 
@@ -61,7 +67,7 @@ class Visitor:
         try:
             while True:
                 try:
-                    server = world.pool.choose()
+                    server = world.pool.choose(request=RequestFacts(tier=world.queues.tier_of(self.key, None)))
                     break
                 except NoServerError as error:
                     if not (error.full or world.queues.is_expected("m")):
@@ -71,6 +77,10 @@ class Visitor:
                     with world.queues.slot("m", QueuedRequest(self.key, since)) as slot:
                         await slot.wait()
             assert not server.full and server.condition is Condition.UP
+            tier = world.queues.tier_of(self.key, None)
+            assert all(
+                world.in_flight_above(server, each) < max(server.limit - slots, 1) for each, slots in enumerate(server.reserved[:tier])
+            )
             await self._hold(server, world)
         except (Refusal, NoServerError):
             self.fate = "refused"
@@ -81,14 +91,15 @@ class Visitor:
                 slot.finish(computed=Tokens(output=7.0 * self.number))
 
     async def _hold(self, server: Server, world: World) -> None:
-        server.start_exchange()
+        self.server, self.tier = server, world.queues.tier_of(self.key, None)
+        server.start_exchange(self.tier)
         self.fate = "served"
         world.served.append(self)
         try:
             await self.finished
             self.fate = "done"
         finally:
-            server.finish_exchange()
+            server.finish_exchange(self.tier)
 
 
 class World(RuleBasedStateMachine):
@@ -105,10 +116,13 @@ class World(RuleBasedStateMachine):
         self.served: list[Visitor] = []
         self.expected = False
         self.pool = pool_of((), "least_busy")
-        self.reload([1, 1], 4, "least_busy")
+        self.reload([1, 1], 4, "least_busy", [0, 0], [False, False])
 
     def _report_demand(self, _: str, since: float | None) -> None:
         self.demand = since
+
+    def in_flight_above(self, server: Server, tier: int) -> int:
+        return sum(one.server is server and one.tier > tier for one in self.those("served"))
 
     def those(self, fate: str) -> list[Visitor]:
         return [one for one in self.visitors if one.fate == fate]
@@ -135,13 +149,23 @@ class World(RuleBasedStateMachine):
         limits=st.lists(st.sampled_from([1, 2, 4]), min_size=2, max_size=2),
         size=st.integers(1, 6),
         balance=st.sampled_from(sorted(POLICIES)),
+        reserved=st.lists(st.integers(0, 3), min_size=2, max_size=2),
+        strict=st.lists(st.booleans(), min_size=2, max_size=2),
     )
-    def reload(self, limits: list[int], size: int, balance: str) -> None:
+    def reload(self, limits: list[int], size: int, balance: str, reserved: list[int], strict: list[bool]) -> None:
+        classes = tuple(QueueClass(name, strict=strict[at], reserved_slots=reserved[at]) for at, name in enumerate(("chat", "tools")))
         for server, limit in zip(self.servers, limits, strict=True):
             server.limit = limit
+            server.reserve(tuple(filter(None, reserved)))
         self.pool.retire()
         self.pool = pool_of(self.servers, balance)
-        self.queues.set_models([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)], QueueShares())
+        shares = QueueShares((*classes, QueueClass("batch")))
+        self.queues.set_models([(Model("m", (), queue=Queue(size, FOR_EVER)), self.pool)], shares)
+
+    @rule(which=st.integers(0, 1), slots=st.integers(0, 3))
+    def a_reservation_changes(self, which: int, slots: int) -> None:
+        server = self.servers[which]
+        server.reserve((slots,) * len(server.reserved))
 
     @rule(up=st.lists(st.booleans(), min_size=2, max_size=2), expected=st.booleans())
     def control_reports(self, up: list[bool], expected: bool) -> None:
@@ -180,7 +204,7 @@ class World(RuleBasedStateMachine):
     def no_request_waits_without_reason(self) -> None:
         waiting = len(self.those("waits"))
         assert waiting == self.gauge[0] == len(self.deadlines)
-        assert not (waiting and self.pool.has_capacity())
+        assert not any(self.pool.has_capacity(self.queues.tier_of(one.key, None)) for one in self.those("waits"))
         assert not waiting or self.pool.is_up or self.expected
 
     @invariant()

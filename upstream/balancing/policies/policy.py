@@ -65,6 +65,8 @@ class RequestFacts(NamedTuple):
     """The same number for requests with the same prefix; None for a request without a text."""
     prompt: Prompt | None = None
     """The blocks of the prompt; None for a request that is not JSON."""
+    tier: int = 0
+    """How many reservations of a server's slots the request must leave free (``Server.reserved``)."""
 
 
 NO_FACTS = RequestFacts()
