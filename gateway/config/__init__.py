@@ -31,6 +31,7 @@ from gateway.config.models import (
     ServerSection,
     SignIn,
     SignInIssuer,
+    Slo,
     Smtp,
     Team,
     plain_variables,
@@ -40,7 +41,7 @@ from gateway.config.problems import ConfigurationError, Note, Problem
 __all__ = [
     "Config", "ConfigurationError", "Discover", "HolderKind", "Jwt", "Key", "Launch", "Ledger", "Limits", "Model", "ModelLimits", "Note",
     "NoticeRule", "PerUser", "PrefixCacheIsolation", "Price", "Problem", "Queue", "Record", "SelfService", "Server", "ServerSection",
-    "SignIn", "SignInIssuer", "Smtp", "Team", "drafted", "load", "plain_variables", "schema",
+    "SignIn", "SignInIssuer", "Slo", "Smtp", "Team", "drafted", "load", "plain_variables", "schema",
 ]  # fmt: skip
 
 

@@ -293,6 +293,19 @@ class Queue(Section):
     completion_weight: _Weight = setting("service of an output token", 4.0)
 
 
+class Slo(Section):
+    """Objectives for the latency of requests. Those of a class replace the model's, value by value."""
+
+    ttft: Duration | None = setting("from the arrival of a request to its first token")
+    itl: Duration | None = setting("between two tokens of a stream")
+
+    @model_validator(mode="after")
+    def _has_an_objective(self) -> Slo:
+        if self.ttft is None and self.itl is None:
+            raise ValueError("contains no objective: set ttft, itl, or both")
+        return self
+
+
 class QueueClass(Section):
     """A class of keys in the queues of all models. The classes are in order, the most urgent one first."""
 
@@ -302,6 +315,7 @@ class QueueClass(Section):
     aging: Duration | None = setting(
         "time after which a waiting request lets its class compete with the strict ones, by weight; default: never"
     )
+    slo: Slo | None = setting("objectives for the latency of its requests")
     reserved_slots: Count | None = setting(
         "slots of each server, of its model's `max_inflight`, that requests of the classes after it never use"
     )
@@ -395,6 +409,7 @@ class Model(_Named):
         "queue for requests that wait for a server; default: {} for `servers`, with `max_inflight`, and for launched models that may stop"
     )
     max_inflight: Count | None = setting("maximum concurrent requests on each server; further requests wait in `queue`")
+    slo: Slo | None = setting("objectives for the latency of its requests")
     keepalive: Duration | None = setting("interval of SSE comments on an idle stream, so that proxies do not close it")
     defaults: BodyFields = setting("body fields for requests that do not set them", {})
     overrides: BodyFields = setting("body fields that replace the request's", {})

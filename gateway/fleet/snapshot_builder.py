@@ -60,7 +60,7 @@ def build_snapshot(config: Config, observed: ObservedServers, version: int, crea
         issuers=tuple(_issuer(issuer, observed.key_sets) for issuer in config.jwt),
         teams=_teams(config) if any(issuer.claims.team for issuer in config.jwt) else {},
         team_weights={team.id: team.weight for team in config.teams if team.weight != 1.0},
-        classes=tuple(_made(snapshot.QueueClass, each, name=each.id) for each in config.classes),
+        classes=tuple(_made(snapshot.QueueClass, each, name=each.id, slo=_slo(each.slo)) for each in config.classes),
         default_model=config.default_model,
         warn_at=config.limits.warn_at,
         has_store=config.store is not None,
@@ -124,6 +124,10 @@ def _queue(config: Config, model: conf.Model) -> snapshot.Queue | None:
     return None if queue is None else _made(snapshot.Queue, queue, size=math.ceil(queue.size / config.server.workers))
 
 
+def _slo(slo: conf.Slo | None) -> snapshot.Slo:
+    return snapshot.Slo() if slo is None else _made(snapshot.Slo, slo)
+
+
 def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], created: int) -> snapshot.Model:
     timeouts, launch = model.timeouts, model.launch
     args = None if launch is None else with_preset(launch.preset, launch.args)
@@ -134,6 +138,7 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         policy=model.policy,
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
         queue=_queue(config, model),
+        slo=_slo(model.slo),
         body=_made(snapshot.BodyRules, model.body),
         rewrite=model.rewrite_model,
         created=created,

@@ -192,17 +192,31 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
+class Slo:
+    """Objectives in seconds: from the arrival of a request to its first token, and between two tokens. None: no objective."""
+
+    ttft: float | None = None
+    itl: float | None = None
+
+    def over(self, other: Slo) -> Slo:
+        """Return these objectives, completed by those of another section."""
+        return Slo(other.ttft if self.ttft is None else self.ttft, other.itl if self.itl is None else self.itl)
+
+
+@dataclass(frozen=True, slots=True)
 class QueueClass:
     """A class of keys in queues. ``strict``: it is served before the classes after it.
 
-    ``aging``: seconds after which a waiting request lets its class compete with the strict ones; None: never. ``reserved_slots``: slots of
-    each server that requests of the classes after it never use.
+    ``aging``: seconds after which a waiting request lets its class compete with the strict ones; None: never. ``slo`` takes precedence
+    over the model's, value by value. ``reserved_slots``: slots of each server that requests of the classes after it never use; ``auto``:
+    as many as the objectives need.
     """
 
     name: str
     weight: float = 1.0
     strict: bool = False
     aging: float | None = None
+    slo: Slo = Slo()
     reserved_slots: int | None = None
 
 
@@ -305,6 +319,7 @@ class Model:
     timeouts: Timeouts = field(default_factory=Timeouts)
     queue: Queue | None = None
     max_inflight: int | None = None
+    slo: Slo = Slo()
     keepalive: float | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
     overrides: Mapping[str, Any] = field(default_factory=dict)

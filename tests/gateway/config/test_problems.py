@@ -536,6 +536,19 @@ def test_limits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("slo", "reported"),
+    [
+        ("{ttft: 2s, itl: 60ms}", []),
+        ("{itl: 60ms}", []),
+        ("{}", ["4: slo: contains no objective: set ttft, itl, or both"]),
+        ("{ttft: 0s}", ["4: slo.ttft: must be more than zero"]),
+    ],
+)
+def test_objectives(tmp_path: Path, slo: str, reported: list[str]) -> None:
+    assert about_model(tmp_path, f"launch: {{}}\nslo: {slo}") == reported
+
+
+@pytest.mark.parametrize(
     ("limits", "reported"),
     [
         ("budgets: [{window: 168h, tokens: 1}, {window: 7d, tokens: 1, soft: true}, {window: day, tokens: 1}]", None),

@@ -18,7 +18,7 @@ from gateway.fleet.observed_servers import (
     without_first_result,
 )
 from gateway.fleet.snapshot_builder import build_snapshot
-from gateway.snapshot.snapshot import BodyRules, Mirror, Queue
+from gateway.snapshot.snapshot import BodyRules, Mirror, Queue, Slo
 from tests.gateway.config.test_models import HASH
 from tests.support.rows import each_row
 from upstream.balancing.server import Condition
@@ -229,6 +229,16 @@ def test_a_model_that_may_be_stopped_has_a_queue_and_each_worker_its_share(lazy:
     assert [model.queue for model in models] == [Queue(43, 30.0), Queue(3, 5.0), None]
     assert [model.keepalive for model in models] == [9.0, None, None]
     assert [model.servers for model in models] == [(), (), ()], "none is launched"
+
+
+def test_objectives_of_models_and_classes(tmp_path: Path) -> None:
+    model = {"id": "m", "servers": [{"url": "http://10.0.0.5:8000"}], "loras": [{"id": "lora"}], "slo": {"ttft": "2s", "itl": "60ms"}}
+    classes = [{"id": "chat", "slo": {"ttft": "500ms"}}, {"id": "batch"}]
+    document = {"models": [model], "classes": classes, "keys": [{"id": "k", "anonymous": True}]}
+    snapshot = build_snapshot(_written(tmp_path, document), NOTHING, 1, 0)
+    assert [each.slo for each in snapshot.models] == [Slo(2.0, 0.06)] * 2
+    assert [each.slo for each in snapshot.classes] == [Slo(0.5), Slo()]
+    assert [each.slo.over(snapshot.models[0].slo) for each in snapshot.classes] == [Slo(0.5, 0.06), Slo(2.0, 0.06)]
 
 
 def test_bounds_and_weights(tmp_path: Path) -> None:
