@@ -25,3 +25,12 @@ def print_flows(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         wait, share = f"{row['wait_seconds']:,.2f} s", f"{row['service_share']:.1%}"
         table.add_row(*names, f"{row['waiting']:,}", f"{row['dispatched']:,}", wait, f"{row['service']:,}", share)
     console.print(table)
+
+
+def print_open_slots(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
+    """Print a line for each class with reserved slots: the slots that later classes may use now, and why."""
+    for row in rows:
+        times = " and ".join(f"{name} at {ratio:.0%} of its objective" for name, ratio in sorted(row["objectives"].items(), reverse=True))
+        slots = "1 slot" if row["slots"] == 1 else f"{row['slots']:,} slots"
+        line = f"{row['model']}: the classes after {row['class']} may use {slots} of each server ({times or 'reserved_slots'})"
+        console.print(Text(line), soft_wrap=True)

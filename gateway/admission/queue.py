@@ -19,6 +19,7 @@ from time import monotonic
 from typing import NamedTuple, Protocol
 
 from gateway.admission.fair_queue import FairQueue, Flow
+from gateway.admission.reserved_slots import ReservedSlots
 from gateway.admission.service import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
 from gateway.admission.shares import QueueShares, RequestFlows
 from gateway.api.errors import Refusal, draining, duration, none_healthy
@@ -83,6 +84,7 @@ class ModelQueues:
         self._report = report
         self._queues: dict[str, ModelQueue] = {}
         self._shares = QueueShares()
+        self.reserved = ReservedSlots(metrics)
 
     def set_models(self, models: Sequence[tuple[Model, Pool]], shares: QueueShares) -> None:
         """Create the queues for the models of a new snapshot. Waiting requests stay. ``models``: those with servers, and adapters."""
@@ -107,9 +109,10 @@ class ModelQueues:
             queue.eta = expected.get(model)
             queue.update()
 
-    def tier_of(self, key: Key, lowered_to: str | None) -> int:
-        """Return the tier of a request: how many reservations of slots it must leave free."""
-        return self._shares.tier_of(key, lowered_to)
+    def class_of(self, key: Key, lowered_to: str | None) -> tuple[str, int]:
+        """Return the class of a request, and its tier: how many reservations of slots it must leave free."""
+        name = self._shares.class_of(key, lowered_to)
+        return name, self._shares.tiers[name]
 
     def slot(self, model: str, request: QueuedRequest) -> QueueSlot:
         """Return a slot in a model's queue.
@@ -127,10 +130,11 @@ class ModelQueues:
         return queue is not None and queue.eta is not None
 
     def tick(self) -> None:
-        """Forget clients that have not returned."""
+        """Run the periodic work of all queues and of the reserved slots."""
         now = monotonic()
         for queue in self._queues.values():
             queue.tick(now)
+        self.reserved.tick(now)
 
     def close(self) -> None:
         """Refuse all current and later requests for models that are not up: the gateway is stopping.

@@ -52,7 +52,7 @@ class QueueShares:
 
     def flows_of(self, key: Key, user: str | None, lowered_to: str | None, aged: Set[str] = frozenset()) -> RequestFlows:
         """Return the flows of a request. ``aged``: classes whose requests have waited so long that they count as strict."""
-        name, owner = self._class_of(key, lowered_to), key.entry or key.id
+        name, owner = self.class_of(key, lowered_to), key.entry or key.id
         path: list[Share] = []
         if self._uses_classes:
             path.append(self.class_share(name, aged))
@@ -68,11 +68,8 @@ class QueueShares:
         """Return the share of a class."""
         return Share(f"class {name}", self.classes[name].weight, 0 if name in aged else self.ranks[name], self.tiers[name])
 
-    def tier_of(self, key: Key, lowered_to: str | None) -> int:
-        """Return the tier of a request's class."""
-        return self.tiers[self._class_of(key, lowered_to)]
-
-    def _class_of(self, key: Key, lowered_to: str | None) -> str:
+    def class_of(self, key: Key, lowered_to: str | None) -> str:
+        """Return the class of a request."""
         own = DEFAULT_CLASS if key.queue_class is None or key.queue_class not in self.classes else key.queue_class
         if lowered_to is not None and lowered_to in self.classes and self._order.index(lowered_to) > self._order.index(own):
             return lowered_to

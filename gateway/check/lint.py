@@ -21,7 +21,7 @@ from gateway.config.secret import OF_LEDGER
 from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.key_management.key_list import state
 from gateway.limits.windows import SLICES
-from gateway.snapshot.snapshot import CALENDAR
+from gateway.snapshot.snapshot import CALENDAR, DEFAULT_CLASS
 from gateway.system.certificate_dates import validity
 
 OPEN_ADMIN_PORT = "other machines can read /status, /keys and /usage on the admin port without a token: set server.admin.token"
@@ -52,6 +52,7 @@ def notes(draft: Draft, now: datetime) -> Iterator[Note]:
     yield from _without_events(draft)
     yield from _store_for_one_gateway(draft)
     yield from _unused_self_service(draft)
+    yield from _unused_reservations(draft)
 
 
 def note(value: ConfigValue, message: str) -> Note:
@@ -125,6 +126,19 @@ def _unused_self_service(draft: Draft) -> Iterator[Note]:
     for policy in draft.self_service if missing else ():
         if policy.value is not None:
             yield note(policy, f"has no effect without {' and '.join(missing)}")
+
+
+def _unused_reservations(draft: Draft) -> Iterator[Note]:
+    """Report reserved slots if no class comes after, or if no model has a number of slots."""
+    classes = list(draft.top.each("classes"))
+    bounded = any(model.get("max_inflight").value is not None for model in draft.models)
+    has_default = any(each.get("id").value == DEFAULT_CLASS for each in classes)
+    for each in classes:
+        reserved = each.get("reserved_slots")
+        if reserved.value is not None and not bounded:
+            yield note(reserved, "has no effect without `max_inflight` of a model")
+        elif reserved.value is not None and has_default and each is classes[-1]:
+            yield note(reserved, "has no effect: no class comes after this one")
 
 
 def _valid(section: type[S], entry: ConfigValue) -> S | None:

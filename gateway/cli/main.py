@@ -319,9 +319,10 @@ def queue(
 ) -> None:
     """Show the requests that wait, and each key's share.
 
-    Shows the waiting and dispatched requests of each class, team and key, their mean wait, and their service.
+    Shows the waiting and dispatched requests of each class, team and key, their mean wait, and their service. If slots are reserved, also
+    those that later classes may use.
     """
-    from gateway.admin.queue_output import print_flows
+    from gateway.admin.queue_output import print_flows, print_open_slots
 
     with connected(where) as gateway:
         found = gateway.send("GET", "/queue", None if model is None else {"model": model})
@@ -329,6 +330,7 @@ def queue(
         print_json(found)
     else:
         print_flows(found["flows"], console())
+        print_open_slots(found["open_slots"], console())
 
 
 @with_config

@@ -50,6 +50,7 @@ from gateway.config.values import (
     BodyFields,
     BrowserUrl,
     Count,
+    CountOrAuto,
     FilePath,
     Flag,
     Hashes,
@@ -316,8 +317,9 @@ class QueueClass(Section):
         "time after which a waiting request lets its class compete with the strict ones, by weight; default: never"
     )
     slo: Slo | None = setting("objectives for the latency of its requests")
-    reserved_slots: Count | None = setting(
-        "slots of each server, of its model's `max_inflight`, that requests of the classes after it never use"
+    reserved_slots: CountOrAuto | None = setting(
+        "slots of each server, of its model's `max_inflight`, that requests of the classes after it never use; `auto`: as many as its "
+        "objectives need"
     )
 
 

@@ -22,7 +22,7 @@ from gateway.config.secret import OF_LEDGER
 from gateway.config.source import Source
 from gateway.config.values import worker_count
 from gateway.snapshot.identity import escaped
-from gateway.snapshot.snapshot import CALENDAR, DEFAULT_CLASS
+from gateway.snapshot.snapshot import AUTO, CALENDAR, DEFAULT_CLASS
 from gateway.system.addresses import is_loopback
 from upstream.vllm import command_line
 
@@ -596,6 +596,25 @@ def _classes(draft: Draft) -> Iterator[Problem]:
         yield from _known((key.get("class") for key in draft.keys), [*texts(classes), DEFAULT_CLASS], "class")
 
 
+def _reserved_slots(draft: Draft) -> Iterator[Problem]:
+    """Check that reserved slots leave some for the classes after them, and that there is an objective to follow."""
+    workers = worker_count(draft.top.get("server", "workers").value)
+    limited = [model for model in draft.models if model.get("max_inflight").value is not None]
+    for each in draft.top.each("classes"):
+        reserved = each.get("reserved_slots")
+        if reserved.value == AUTO and each.get("slo").value is None:
+            if without := [str(model.get("id").value) for model in limited if model.get("slo").value is None]:
+                yield reserved.problem(f"auto needs an objective to follow: set `slo` of the class, or of the model {without[0]}")
+        elif isinstance(reserved.value, int) and isinstance(workers, int):
+            for model in limited:
+                most, needed = model.get("max_inflight").value, workers if workers > 1 else 1
+                if isinstance(most, int) and most - reserved.value < needed:
+                    each_worker = f" for each of the {workers} workers" if workers > 1 else ""
+                    name = model.get("id").value
+                    yield reserved.problem(f"leaves the classes after it no slot of the {most} of {name}{each_worker}; reserve fewer")
+                    break
+
+
 def _ports(draft: Draft) -> Iterator[Problem]:
     match list(_own_ports(draft)):
         case [data, admin] if data.clashes(admin):
@@ -727,6 +746,7 @@ _CHECKS: tuple[Callable[[Draft], Iterator[Problem]], ...] = (
     _scopes,
     _teams,
     _classes,
+    _reserved_slots,
     _ports,
     _admin_tokens,
     _open_admin_port,

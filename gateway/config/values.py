@@ -16,7 +16,7 @@ from datetime import UTC, date, datetime, time
 from importlib.util import find_spec
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -425,6 +425,7 @@ Preset = Annotated[str, Strict(), AfterValidator(_preset), WithJsonSchema({"type
 
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, lt=2**63)]
+CountOrAuto = Count | Literal["auto"]
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 Name = Annotated[str, Strict(), Field(min_length=1, max_length=256), AfterValidator(_visible)]
 """An ID, an alias, or a pattern."""

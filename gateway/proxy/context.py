@@ -20,6 +20,7 @@ import msgspec
 from msgspec import field
 
 from gateway.admission.queue import QueueSlot
+from gateway.admission.reserved_slots import Progress
 from gateway.admission.service import NO_TOKENS, Tokens
 from gateway.api.errors import CLIENT_CLOSED_REQUEST, Refusal, draining, from_failure, internal_error, none_healthy, render
 from gateway.api.settlement import NOTHING, Settlement
@@ -316,6 +317,13 @@ class RequestContext(msgspec.Struct, eq=False):
     def tokens_so_far(self) -> int:
         """Return the events with tokens that were relayed, a lower bound of the tokens of the output."""
         return self.response_relay.events
+
+    def stream_progress(self) -> Progress:
+        """Return the progress of the response, if it is a stream."""
+        relay = self.response_relay
+        return (
+            Progress(relay.first_token, 0.0, 0) if relay.gaps is None else Progress(relay.first_token, relay.gaps.last, relay.gaps.events)
+        )
 
     def _end_queue(self, record: RequestRecord) -> None:
         """Settle what a queue has charged for the request, and note how long and why it waited."""

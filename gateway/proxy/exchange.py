@@ -9,7 +9,7 @@ The rule: a resource is released by the ``with`` that acquired it, and every req
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from time import monotonic
 
@@ -165,9 +165,14 @@ async def _forward(upstream: UpstreamRequest, context: RequestContext, key: Key)
         await add_token_keys(prompt, upstream.tokens, upstream.model, worker.tokenization)
         context.waited += monotonic() - since
     attempt = Attempt(pool, model.timeouts, worker.deadlines, upstream.facts, streams=context.stream)
+    gauge: AbstractContextManager[None] = worker.metrics.in_flight(model.id)
     if pool.tiers:
-        attempt.facts = attempt.facts._replace(tier=worker.queues.tier_of(key, _lowered_to(upstream)))
-    with worker.metrics.in_flight(model.id), attempt:
+        of_class, tier = worker.queues.class_of(key, _lowered_to(upstream))
+        attempt.facts = attempt.facts._replace(tier=tier)
+        if context.stream:
+            received_at, progress = context.request.received_at, context.stream_progress
+            gauge = worker.queues.reserved.measured(model.base, of_class, gauge, received_at, progress)
+    with gauge, attempt:
         context.attempt = attempt
         if model.keepalive is not None and context.stream and upstream.request.target.route.streams:
             context.keepalive = context.keepalive or Keepalive(upstream.request, model.keepalive, worker.deadlines)

@@ -30,6 +30,8 @@ def weight_of(priority: int | None) -> float:
 
 DEFAULT_CLASS = "default"
 """The class in queues of a key that names none. It is after all configured classes, unless it is configured too."""
+AUTO = "auto"
+"""The value of a setting that follows measurements."""
 CALENDAR = ("day", "week", "month")
 """The windows of budgets that start with a period of UTC."""
 
@@ -217,7 +219,7 @@ class QueueClass:
     strict: bool = False
     aging: float | None = None
     slo: Slo = Slo()
-    reserved_slots: int | None = None
+    reserved_slots: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -443,11 +445,6 @@ class Snapshot:
     def bases(self) -> tuple[Model, ...]:
         """The models that own servers: all but the LoRA adapters and the splits."""
         return tuple(model for model in self.models if model.has_own_servers)
-
-    @property
-    def reserved_slots(self) -> tuple[int, ...]:
-        """The reserved slots of each class that has some, in the order of the classes."""
-        return tuple(each.reserved_slots for each in self.classes if each.reserved_slots)
 
     @property
     def uses_store(self) -> bool:

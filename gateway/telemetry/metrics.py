@@ -99,6 +99,17 @@ _FAMILIES = (
         "The same for requests in flight that were dispatched from the queue, as estimated.",
         _FLOW,
     ),
+    Family(
+        "open_slots",
+        "Slots of each server that requests of the classes after a class with reserved slots may use, as the worker knows it.",
+        ("model", "class", "worker"),
+    ),
+    Family(
+        "objective_ratio",
+        "Recent times of a class with automatically reserved slots, to the first token (ttft) or between tokens (itl), divided by their "
+        "objective: above 1, it is missed.",
+        ("model", "class", "objective", "worker"),
+    ),
     Family("auth_failures_total", "Requests refused because of their key.", ("reason",)),
     Family("limited_total", "Requests refused by a limit.", ("key", "reason")),
     Family("limits_store_admissions_total", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)),

@@ -100,15 +100,13 @@ class Worker:
                 server = servers[spec.name]
                 server.publish_in_flight(metrics.cells("server_inflight", model.id, spec.name))
                 server.ejected_cells = metrics.cells("server_ejected", model.id, spec.name)
-                limit, part = model.max_inflight, partial(worker_share, number=self.number + index, of=snapshot.workers)
-                server.limit = math.inf if limit is None else limit
-                # The requests of the later classes are bounded in each worker by its part, so that they leave the reserved slots free.
-                server.reserve(() if limit is None else tuple(limit - part(limit - slots) for slots in snapshot.reserved_slots))
+                server.limit = math.inf if model.max_inflight is None else model.max_inflight
                 if self._slots is not None and isinstance(server, SharedServer):
                     server.shared = self._slots.limit(model, index)
         limit, tracing = snapshot.max_inflight, snapshot.tracing
         if self._catalog is not None:
             self._catalog.retire()
+        requests.queues.reserved.apply_snapshot(snapshot, servers, self.number)
         self.costs = {
             model.id: self.costs.get(model.id) or CostModel(CostSettings(**model.policy).kv_cache_tokens, peers=self._peers)
             for model in snapshot.bases

@@ -42,7 +42,7 @@ def test_the_largest_service_of_a_model_comes_first() -> None:
 
 def test_one_model_can_be_named() -> None:
     assert [row["key"] for row in queue_report(SERIES, "other")["flows"]] == ["c"]
-    assert queue_report(SERIES, "unknown") == {"flows": []}
+    assert queue_report(SERIES, "unknown") == {"flows": [], "open_slots": []}
 
 
 async def test_a_key_that_waits_is_reported(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_command_prints_it(tmp_path: Path) -> None:
     limited = launched("sim/one", **{"sim-tokens": 4, "sim-tokens-per-second": 40}) | {"max_inflight": 1}
     with gateway(tmp_path, configuration(limited)) as one:
         assert one.command("queue").stdout == "no request has waited since the gateway started\n"
-        assert json.loads(one.command("queue", "--format", "json").stdout) == {"flows": []}
+        assert json.loads(one.command("queue", "--format", "json").stdout) == {"flows": [], "open_slots": []}
         with ThreadPoolExecutor(3) as threads:
             assert [each.status_code for each in threads.map(lambda _: one.request(), range(3))] == [200] * 3
         [row] = json.loads(one.command("queue", "--format", "json").stdout)["flows"]

@@ -67,7 +67,7 @@ class Visitor:
         try:
             while True:
                 try:
-                    server = world.pool.choose(request=RequestFacts(tier=world.queues.tier_of(self.key, None)))
+                    server = world.pool.choose(request=RequestFacts(tier=world.queues.class_of(self.key, None)[1]))
                     break
                 except NoServerError as error:
                     if not (error.full or world.queues.is_expected("m")):
@@ -77,7 +77,7 @@ class Visitor:
                     with world.queues.slot("m", QueuedRequest(self.key, since)) as slot:
                         await slot.wait()
             assert not server.full and server.condition is Condition.UP
-            tier = world.queues.tier_of(self.key, None)
+            tier = world.queues.class_of(self.key, None)[1]
             assert all(
                 world.in_flight_above(server, each) < max(server.limit - slots, 1) for each, slots in enumerate(server.reserved[:tier])
             )
@@ -91,7 +91,7 @@ class Visitor:
                 slot.finish(computed=Tokens(output=7.0 * self.number))
 
     async def _hold(self, server: Server, world: World) -> None:
-        self.server, self.tier = server, world.queues.tier_of(self.key, None)
+        self.server, self.tier = server, world.queues.class_of(self.key, None)[1]
         server.start_exchange(self.tier)
         self.fate = "served"
         world.served.append(self)
@@ -204,7 +204,7 @@ class World(RuleBasedStateMachine):
     def no_request_waits_without_reason(self) -> None:
         waiting = len(self.those("waits"))
         assert waiting == self.gauge[0] == len(self.deadlines)
-        assert not any(self.pool.has_capacity(self.queues.tier_of(one.key, None)) for one in self.those("waits"))
+        assert not any(self.pool.has_capacity(self.queues.class_of(one.key, None)[1]) for one in self.those("waits"))
         assert not waiting or self.pool.is_up or self.expected
 
     @invariant()
