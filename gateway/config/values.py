@@ -158,6 +158,12 @@ def _workers(value: object) -> object:
     return worker_count(value)
 
 
+def _count_or_auto(value: object) -> object:
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError("expected a whole number, at least 1, or auto")
+    return value
+
+
 def _one_or_many(value: object) -> object:
     return [value] if isinstance(value, str | dict) else value
 
@@ -425,7 +431,11 @@ Preset = Annotated[str, Strict(), AfterValidator(_preset), WithJsonSchema({"type
 
 Flag = Annotated[bool, Strict()]
 Count = Annotated[int, Strict(), Field(ge=1, lt=2**63)]
-CountOrAuto = Count | Literal["auto"]
+CountOrAuto = Annotated[
+    int | Literal["auto"],
+    PlainValidator(_count_or_auto),
+    WithJsonSchema({"oneOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": ["auto"]}]}),
+]
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 Name = Annotated[str, Strict(), Field(min_length=1, max_length=256), AfterValidator(_visible)]
 """An ID, an alias, or a pattern."""

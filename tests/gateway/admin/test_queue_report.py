@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from rich.console import Console
+
+from gateway.admin.queue_output import print_open_slots
 from gateway.admin.queue_report import queue_report
 from gateway.telemetry.metrics import Series
 from tests.support.controlled import controlled
@@ -43,6 +47,28 @@ def test_the_largest_service_of_a_model_comes_first() -> None:
 def test_one_model_can_be_named() -> None:
     assert [row["key"] for row in queue_report(SERIES, "other")["flows"]] == ["c"]
     assert queue_report(SERIES, "unknown") == {"flows": [], "open_slots": []}
+
+
+def slots(worker: str, opened: float, ttft: float, itl: float) -> dict[Series, list[float]]:
+    """Return what a worker shows of the class ``chat`` of the model ``m``."""
+    ratios = {Series("objective_ratio", ("m", "chat", name, worker)): [ratio] for name, ratio in (("ttft", ttft), ("itl", itl))}
+    return {Series("open_slots", ("m", "chat", worker)): [opened]} | ratios
+
+
+def test_the_workers_follow_the_least_number_of_open_slots() -> None:
+    fixed = {Series("open_slots", ("a", "tools", "0")): [1.0], Series("open_slots", ("m", "removed", "0")): [0.0]}
+    report = queue_report(SERIES | slots("0", 9.0, 0.5, 0.0) | slots("1", 8.0, 0.0, 1.1234) | fixed)["open_slots"]
+    assert report == [
+        {"model": "a", "class": "tools", "slots": 1, "objectives": {}},
+        {"model": "m", "class": "chat", "slots": 8, "objectives": {"ttft": 0.5, "itl": 1.123}},
+    ]
+    assert queue_report(SERIES, "m")["open_slots"] == []
+    output = io.StringIO()
+    print_open_slots(report, Console(file=output))
+    assert output.getvalue().splitlines() == [
+        "a: the classes after tools may use 1 slot of each server (reserved_slots)",
+        "m: the classes after chat may use 8 slots of each server (ttft at 50% of its objective and itl at 112% of its objective)",
+    ]
 
 
 async def test_a_key_that_waits_is_reported(tmp_path: Path) -> None:

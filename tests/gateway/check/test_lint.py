@@ -196,3 +196,21 @@ def test_a_policy_without_people_or_a_store(tmp_path: Path, settings: str, missi
         f"models: [{{id: m, launch: {{}}}}]\nkeys: [{{id: a, hash: {H1}}}]\nteams: [{{id: t, self_service: {{max_keys: 1}}}}, {{id: u}}]\n"
     )
     assert notes_on(tmp_path, text + settings) == [f"gateway.yaml:3: teams[0].self_service: has no effect without {missing}"]
+
+
+@pytest.mark.parametrize(
+    ("model", "classes", "message"),
+    [
+        ("", "{id: chat, reserved_slots: 2}", "classes[0].reserved_slots: has no effect without `max_inflight` of a model"),
+        ("max_inflight: 4", "{id: chat, reserved_slots: 2}", None),
+        ("max_inflight: 4", "{id: chat, reserved_slots: 2}, {id: default}", None),
+        (
+            "max_inflight: 4",
+            "{id: chat}, {id: default, reserved_slots: 2}",
+            "classes[1].reserved_slots: has no effect: no class comes after this one",
+        ),
+    ],
+)
+def test_reserved_slots_without_effect(tmp_path: Path, model: str, classes: str, message: str | None) -> None:
+    text = f"models: [{{id: m, launch: {{}}, {model}}}]\nkeys: [{{id: a, hash: {H1}}}]\nclasses: [{classes}]\n"
+    assert notes_on(tmp_path, text) == ([f"gateway.yaml:3: {message}"] if message else [])

@@ -852,3 +852,36 @@ def test_idleness(tmp_path: Path) -> None:
     assert about_launches(tmp_path, "", "idle_sleep: 1m, args: {enable_sleep_mode: false}") == [
         "models[0].launch.args.enable_sleep_mode: idle_sleep needs it"
     ]
+
+
+@pytest.mark.parametrize(
+    ("workers", "model", "chat", "message"),
+    [
+        (1, "max_inflight: 8", "reserved_slots: 7", None),
+        (1, "max_inflight: 8", "reserved_slots: 8", "leaves the classes after it no slot of the 8 of m; reserve fewer"),
+        (2, "max_inflight: 8", "reserved_slots: 6", None),
+        (
+            2,
+            "max_inflight: 8",
+            "reserved_slots: 7",
+            "leaves the classes after it no slot of the 8 of m for each of the 2 workers; reserve fewer",
+        ),
+        (1, "max_inflight: 8", "reserved_slots: auto", "auto needs an objective to follow: set `slo` of the class, or of the model m"),
+        (1, "max_inflight: 8", "reserved_slots: auto, slo: {ttft: 1s}", None),
+        (1, "max_inflight: 8, slo: {itl: 50ms}", "reserved_slots: auto", None),
+        (1, "", "reserved_slots: 100", None),
+        (1, "", "reserved_slots: auto", None),
+    ],
+)
+def test_reserved_slots_leave_some_and_follow_an_objective(
+    tmp_path: Path, workers: int, model: str, chat: str, message: str | None
+) -> None:
+    text = f"server: {{workers: {workers}}}\nmodels: [{{id: m, launch: {{}}, {model}}}]\nclasses: [{{id: chat, {chat}}}]\n"
+    found = problems(tmp_path, text + "keys: [{id: k, anonymous: true}]\n")
+    assert found == ([] if message is None else [f"g.yaml:3: classes[0].reserved_slots: {message}"])
+
+
+def test_a_wrong_number_of_reserved_slots(tmp_path: Path) -> None:
+    text = "models: [{id: m, launch: {}}]\nclasses: [{id: chat, reserved_slots: %s}]\nkeys: [{id: k, anonymous: true}]\n"
+    for wrong in ("0", "some", "1.5", "true"):
+        assert problems(tmp_path, text % wrong) == ["g.yaml:2: classes[0].reserved_slots: expected a whole number, at least 1, or auto"]
