@@ -76,10 +76,12 @@ class AdaptiveSlots:
             self._increase(now, is_idle=not times)
 
     def _decrease(self, now: float) -> None:
-        if self._probes:
+        if self._probes:  # the number before has met the objectives
             self._pause = min(2 * self._pause, _LONGEST_PROBE)
-        self._ceiling = max(self.open - (1 if self._probes else self.step), 1)
-        self._change(max(int(self.open * _DECREASE), 1), now, probes=False)
+            to = self._ceiling = max(self.open - 1, 1)
+        else:
+            self._ceiling, to = max(self.open - self.step, 1), max(int(self.open * _DECREASE), 1)
+        self._change(to, now, probes=False)
 
     def _increase(self, now: float, *, is_idle: bool) -> None:
         if self.open < self._ceiling:

@@ -1,7 +1,7 @@
 """Measures interactive streams beside a saturating batch class, for several numbers of reserved slots, and for ``auto``.
 
 The rules: one simulator whose steps are longer the more requests run together, and one gateway for each setting; each client sends its
-next request after a response; times are those of the clients. The objectives of ``auto`` are 1.15 times those of the clients alone.
+next request after a response; times are those of the clients. The objectives of ``auto`` are relative to the times of the clients alone.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ SLOTS = 32
 STEP = "0.05,0.001,0.00001"
 """Seconds of a step: 54 ms with the interactive clients alone, 82 ms with all slots in use."""
 CLIENTS, BATCH_CLIENTS = 4, 48
-ALLOWED = 1.15
+ALLOWED, OBJECTIVE = 1.15, 1.14
+"""The p99 that is allowed, and the objective, both by the p99 of the clients alone. The objective is lower because ``auto`` probes."""
 OPEN = (4, 6, 8, 10, 12, 16, 24, 32)
 """The slots that are open to the batch; 32: nothing is reserved."""
 COLUMNS = ("slots of the batch", "first token p50, p99 ms", "by alone", "between p50, p99 ms", "by alone", "batch tokens/s", "by best")
@@ -62,7 +63,7 @@ def print_interactive(folder: Path, seconds: float, opened: Sequence[int] = OPEN
         [*SIMULATOR, MODEL, *flags], folder, sorted(os.sched_getaffinity(0)), {"PYTHONPATH": os.getcwd()}, lambda: accepts(port), 60
     ):
         alone = _measured(folder / "alone", port, seconds, 0, None)
-        slo = {"ttft": f"{ALLOWED * quantile(alone.first, 0.99):.4f}s", "itl": f"{ALLOWED * quantile(alone.between, 0.5):.4f}s"}
+        slo = {name: f"{OBJECTIVE * quantile(times, 0.99):.4f}s" for name, times in (("ttft", alone.first), ("itl", alone.between))}
         runs = {"alone": alone, **{str(each): _measured(folder / str(each), port, seconds, BATCH_CLIENTS, SLOTS - each) for each in opened}}
         runs["auto"] = _measured(folder / "auto", port, seconds, BATCH_CLIENTS, "auto", slo)
     for row in rows(runs):
