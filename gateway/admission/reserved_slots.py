@@ -1,7 +1,8 @@
 """Reserve slots of servers for the first classes: how many slots of each server the requests of later classes may use.
 
 A class with a number of reserved slots leaves the others open to later classes. With ``auto``, the open slots follow the times of its
-streams: a few more are open while its objectives are met, and a quarter less once they are missed (AIMD).
+streams, by additive increase and multiplicative decrease: a few more are open while its objectives are met, a quarter less once they are
+missed.
 
 The rules: a change takes effect as requests finish, and until then no further change is decided. Some more slots are open only while the
 later classes use all that are open, so that the times say something about them; or while the class is idle, up to the number at which it

@@ -320,10 +320,8 @@ class RequestContext(msgspec.Struct, eq=False):
 
     def stream_progress(self) -> Progress:
         """Return the progress of the response, if it is a stream."""
-        relay = self.response_relay
-        return (
-            Progress(relay.first_token, 0.0, 0) if relay.gaps is None else Progress(relay.first_token, relay.gaps.last, relay.gaps.events)
-        )
+        first, gaps = self.response_relay.first_token, self.response_relay.gaps
+        return Progress(first, 0.0, 0) if gaps is None else Progress(first, gaps.last, gaps.events)
 
     def _end_queue(self, record: RequestRecord) -> None:
         """Settle what a queue has charged for the request, and note how long and why it waited."""

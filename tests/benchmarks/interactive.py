@@ -37,7 +37,7 @@ COLUMNS = ("slots of the batch", "first token p50, p99 ms", "by alone", "between
 
 @dataclass(slots=True)
 class Times:
-    """What the clients have measured: seconds to the first token, seconds between tokens, and the tokens of the batch per second."""
+    """The measurements of the clients: seconds to the first token, seconds between tokens, and the tokens of the batch per second."""
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
@@ -120,8 +120,8 @@ async def _send(url: str, seconds: float, warm_up: float, batch: int) -> Times:
 
 
 def _body(draw: Random, prompt: int, tokens: int) -> dict[str, Any]:
-    words = [draw.randrange(1000, 100_000) for _ in range(prompt)]
-    return {"model": MODEL, "prompt": words, "max_tokens": tokens, "simulate": {"tokens": tokens}}
+    ids = [draw.randrange(1000, 100_000) for _ in range(prompt)]
+    return {"model": MODEL, "prompt": ids, "max_tokens": tokens, "simulate": {"tokens": tokens}}
 
 
 async def _interactive(client: httpx2.AsyncClient, times: Times, since: float, draw: Random) -> None:

@@ -47,7 +47,7 @@ class Pool:
         self._bounded = BoundedRanking(self.servers) if bounded else None
         self._ranking = self._bounded or (Ranking(self.servers) if len(servers) > 1 else None)
         self._of_tiers = tuple(BoundedRanking(self.servers, tier) for tier in range(1, self.tiers + 1))
-        # That of all requests is updated last: it notifies of capacity, for which the others must be right.
+        # The ranking for all requests is updated last: it notifies of capacity, for which the others must be right.
         self._rankings = self._of_tiers if self._ranking is None else (*self._of_tiers, self._ranking)
         for server in self.servers:
             server.rankings.extend(self._rankings)
