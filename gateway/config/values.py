@@ -159,8 +159,8 @@ def _workers(value: object) -> object:
 
 
 def _count_or_auto(value: object) -> object:
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError("expected a whole number, at least 1, or auto")
+    if value != "auto" and (isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 2**63):
+        raise ValueError("expected a whole number of at least 1, or auto")
     return value
 
 
@@ -434,7 +434,7 @@ Count = Annotated[int, Strict(), Field(ge=1, lt=2**63)]
 CountOrAuto = Annotated[
     int | Literal["auto"],
     PlainValidator(_count_or_auto),
-    WithJsonSchema({"oneOf": [{"type": "integer", "minimum": 1}, {"type": "string", "enum": ["auto"]}]}),
+    WithJsonSchema({"oneOf": [{"type": "integer", "minimum": 1, "exclusiveMaximum": 2**63}, {"type": "string", "enum": ["auto"]}]}),
 ]
 Port = Annotated[int, Strict(), Field(ge=0, le=65535)]
 Name = Annotated[str, Strict(), Field(min_length=1, max_length=256), AfterValidator(_visible)]

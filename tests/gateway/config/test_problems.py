@@ -884,4 +884,4 @@ def test_reserved_slots_leave_some_and_follow_an_objective(
 def test_a_wrong_number_of_reserved_slots(tmp_path: Path) -> None:
     text = "models: [{id: m, launch: {}}]\nclasses: [{id: chat, reserved_slots: %s}]\nkeys: [{id: k, anonymous: true}]\n"
     for wrong in ("0", "some", "1.5", "true"):
-        assert problems(tmp_path, text % wrong) == ["g.yaml:2: classes[0].reserved_slots: expected a whole number, at least 1, or auto"]
+        assert problems(tmp_path, text % wrong) == ["g.yaml:2: classes[0].reserved_slots: expected a whole number of at least 1, or auto"]
