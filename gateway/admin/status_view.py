@@ -194,7 +194,7 @@ def _server(server: Mapping[str, Any], now: float, model: Mapping[str, Any]) -> 
     lines = tuple(server.get("last_log_lines", ()))
     progress = (server.get("progress") or (lines[-1] if lines else "")) if state == "starting" else ""
     percent = _PERCENT.findall(progress)
-    limit, restarts = model.get("max_inflight"), server.get("restarts", 0)
+    limit, restarts = server.get("max_inflight", model.get("max_inflight")), server.get("restarts", 0)
     return ServerRow(
         name=server["name"],
         state=state,
@@ -217,6 +217,8 @@ def _routing(server: Mapping[str, Any]) -> Iterator[str]:
     """Yield what the workers know about a server when they choose one."""
     if ejected := server.get("ejected_by", 0):
         yield f"not chosen by {counted(ejected, 'worker')} after failures"
+    if (reason := server.get("max_inflight_reason")) is not None:
+        yield f"at most {counted(server['max_inflight'], 'request')} at once: {reason}"
     if (events := server.get("kv_events")) is not None:
         gaps = f", {counted(events['gaps'], 'gap')} in its events" if events["gaps"] else ""
         yield f"{counted(events['blocks'], 'block')} in its prefix cache{gaps}"

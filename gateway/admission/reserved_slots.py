@@ -188,6 +188,11 @@ class ClassSlots:
         self.publish()
         return before != self.open
 
+    @property
+    def reserved(self) -> int:
+        """The slots of a server that are not open."""
+        return self.limit - self.open
+
     def publish(self) -> None:
         """Show the open slots."""
         self._cells[0] = self.open
@@ -199,11 +204,10 @@ class ClassSlots:
 
 
 class ModelSlots:
-    """The reserved slots of the servers of one model in one worker. ``number``: of the worker, ``workers`` together have ``limit``."""
+    """The reserved slots of the servers of one model in one worker. ``number``: that of the worker; ``workers``: how many there are."""
 
-    def __init__(self, limit: int, number: int, workers: int, servers: Sequence[Server], classes: Mapping[str, ClassSlots]) -> None:
+    def __init__(self, number: int, workers: int, servers: Sequence[Server], classes: Mapping[str, ClassSlots]) -> None:
         self.classes = classes
-        self._limit = limit
         self._number = number
         self._workers = workers
         self._servers = tuple(servers)
@@ -211,7 +215,9 @@ class ModelSlots:
     def apply(self) -> None:
         """Reserve the slots."""
         for number, server in enumerate(self._servers, self._number):
-            server.reserve(tuple(self._limit - worker_share(each.open, number, self._workers) for each in self.classes.values()))
+            limit = int(server.limit)
+            is_open = (max(limit - each.reserved, 1) for each in self.classes.values())
+            server.reserve(tuple(limit - worker_share(slots, number, self._workers) for slots in is_open))
 
     def in_use(self, tier: int) -> float:
         """Return the part of the open slots that later classes use, on the server where it is largest."""
@@ -244,7 +250,7 @@ class ReservedSlots:
                 continue
             known = before[model.id].classes if model.id in before else {}
             classes = {each.name: self._class_slots(model, model.max_inflight, each, known.get(each.name)) for each in reserving}
-            self._models[model.id] = slots = ModelSlots(model.max_inflight, number, snapshot.workers, of_model, classes)
+            self._models[model.id] = slots = ModelSlots(number, snapshot.workers, of_model, classes)
             slots.apply()
 
     def _class_slots(self, model: Model, limit: int, reserving: QueueClass, before: ClassSlots | None) -> ClassSlots:
@@ -256,6 +262,11 @@ class ReservedSlots:
             made.adaptive, made.open = before.adaptive, before.open
         made.publish()
         return made
+
+    def apply(self) -> None:
+        """Reserve the slots again: the limits of servers have changed."""
+        for slots in self._models.values():
+            slots.apply()
 
     def measured(
         self, model: str, of_class: str, gauge: AbstractContextManager[None], received_at: float, progress: Callable[[], Progress]

@@ -410,7 +410,9 @@ class Model(_Named):
     queue: Queue | None = setting(
         "queue for requests that wait for a server; default: {} for `servers`, with `max_inflight`, and for launched models that may stop"
     )
-    max_inflight: Count | None = setting("maximum concurrent requests on each server; further requests wait in `queue`")
+    max_inflight: CountOrAuto | None = setting(
+        "maximum concurrent requests on each server; further requests wait in `queue`; `auto`: found from the server's metrics"
+    )
     slo: Slo | None = setting("objectives for the latency of its requests")
     keepalive: Duration | None = setting("interval of SSE comments on an idle stream, so that proxies do not close it")
     defaults: BodyFields = setting("body fields for requests that do not set them", {})

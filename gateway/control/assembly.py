@@ -29,6 +29,7 @@ from gateway.control.reload import Reloader, ReloadHistory
 from gateway.control.startup_messages import Announcer
 from gateway.control.store_counts import StoreCounts
 from gateway.fleet.fleet import Fleet
+from gateway.monitoring.auto_limits import AutoLimits
 from gateway.monitoring.discovery import Discovery
 from gateway.monitoring.jwks_fetch import JwksFetcher
 from gateway.monitoring.kv_events import kv_events
@@ -141,7 +142,8 @@ async def assembled(
         publisher = Publisher(observer, workers, first_results, started)
         fleet = Fleet(config, launcher, publisher, workers, observer.undiscovered, announcer.action_started)
         observer.launched_out_of_rotation = fleet.out_of_rotation
-        publisher.expected, publisher.raised = fleet.expected_to_publish, raises.snapshot
+        limits = AutoLimits(lambda: observer.config, workers.boards, publisher.publish_health)
+        publisher.expected, publisher.raised, publisher.max_inflight = fleet.expected_to_publish, raises.snapshot, limits.values
         monitor = Monitor(observer, workers, discovery, key_sets, events, ledger, audit, keys)
         control = Control(
             started=started,
@@ -156,6 +158,7 @@ async def assembled(
             fleet=fleet,
             monitor=monitor,
             kv_events=events,
+            auto_limits=limits,
             budgets=budgets,
             store_counts=counts,
             readiness=Readiness(observer, workers, fleet, monitor, history, first_results),

@@ -26,6 +26,7 @@ from gateway.fleet.launch_counts import LaunchCounts
 from gateway.fleet.operations import ReloadResult
 from gateway.fleet.snapshot_builder import log_settings
 from gateway.fleet.transitions import STOP_GRACE
+from gateway.monitoring.auto_limits import AutoLimits
 from gateway.monitoring.discovery import Discovery, server_changes
 from gateway.monitoring.jwks_fetch import JwksFetcher
 from gateway.monitoring.kv_events import KvEvents
@@ -68,6 +69,7 @@ class Control:
     fleet: Fleet
     monitor: Monitor
     kv_events: KvEvents
+    auto_limits: AutoLimits
     budgets: BudgetRestorer
     store_counts: StoreCounts
     readiness: Readiness

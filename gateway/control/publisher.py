@@ -70,6 +70,8 @@ class Publisher:
         """The time at which each server entered its condition, in seconds since the epoch."""
         self.expected: Callable[[], Mapping[str, float]] = dict
         """Returns when each model that is down may be up."""
+        self.max_inflight: Callable[[], Mapping[str, int]] = dict
+        """Returns the limit of each server for which it is ``auto``."""
         self.raised: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot
         """Returns a snapshot with the raises of limits that are in force."""
 
@@ -108,4 +110,5 @@ class Publisher:
         present = conditions(config, observed)
         now, before, self.published = time.time(), self.published, present  # every change is published, so none is missed
         self.changed_at = {name: self.changed_at[name] if before.get(name) is condition else now for name, condition in present.items()}
-        return Health(present, max_model_len(config, observed), self.expected(), tasks=tasks(config, observed))
+        lengths, limits = max_model_len(config, observed), self.max_inflight()
+        return Health(present, lengths, self.expected(), tasks=tasks(config, observed), max_inflight=limits)

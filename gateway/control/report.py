@@ -83,6 +83,8 @@ class GatewayReport:
             condition, labels = observed.condition(server.name), (server.model.id, server.name)
             yield Series("server_up", labels), float(condition is Condition.UP)
             yield Series("server_out_of_rotation", labels), float(condition is Condition.OUT_OF_ROTATION)
+            if server.model.max_inflight is not None:
+                yield Series("server_max_inflight", labels), self._limit(server).get("max_inflight", server.model.max_inflight)
             if server.external is None:
                 status = observed.launched.get(server.name)
                 yield Series("server_restarts_total", labels), status.restarts if status else 0
@@ -293,6 +295,13 @@ class GatewayReport:
         in_flight = int(series.get(Series("inflight_requests", (model,)), (0,))[0])
         return {"id": model, "in_flight": in_flight, "tokens_per_second": asdict(self._control.monitor.rates.rate(model))}
 
+    def _limit(self, server: ConfiguredServer) -> dict[str, Any]:
+        """Return the limit of a server whose model has ``max_inflight: auto``, and the reason for it."""
+        if server.model.max_inflight != "auto":
+            return {}
+        limit = self._control.auto_limits.limit(server)
+        return {"max_inflight": limit.value, "max_inflight_reason": limit.reason}
+
     def _server_status(
         self, server: ConfiguredServer, of_model: ModelStatus, observed: ObservedServers, series: SeriesValues
     ) -> dict[str, Any]:
@@ -306,6 +315,7 @@ class GatewayReport:
             "name": server.name,
             "condition": condition.value,
             "in_flight": int(series.get(Series("server_inflight", labels), (0,))[0]),
+            **self._limit(server),
             "ejected_by": int(series.get(Series("server_ejected", labels), (0,))[0]),
             "since": max(moments) or None,
             "reason": (status.reason if status else "")

@@ -135,7 +135,7 @@ async def run(config: Config, path: Path, announcer: Announcer) -> int:
             sampler = EngineSampler(report.engines, lambda: control.config, boards, ledger, reader, interval)
             control.after_drain = sampler.sample_last
             await stack.enter_async_context(background(sampler.run()))
-        loads = EngineLoads(report.engines, lambda: control.config, control.workers.placements)
+        loads = EngineLoads(report.engines, lambda: control.config, control.workers.placements, control.auto_limits)
         await stack.enter_async_context(background(loads.run()))
         progress_of_servers, served = control.workers.server_progress, control.observer.served
         hung = HungEngines(report.engines, progress_of_servers, served, control.engine_hung, control.engine_recovered)

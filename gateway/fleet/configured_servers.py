@@ -16,6 +16,7 @@ from gateway.config.values import EVENTS_POLICY, kv_events_installed
 from gateway.fleet.launch_diff import comparable
 from upstream.launcher.lifecycle import LaunchSpec
 from upstream.vllm.command_line import Adapter, LaunchSettings, flag_of
+from upstream.vllm.concurrency import Bounds, most_useful
 from upstream.vllm.presets import with_preset
 
 
@@ -65,6 +66,17 @@ def launches_of(config: Config, model: conf.Model) -> tuple[LaunchSpec, ...]:
         LaunchSpec(f"{model.id}#{number}", _settings(config, model, launch, number), launch.startup_timeout)
         for number in range(launch.replicas)
     )
+
+
+def limit_bounds(config: Config, model: conf.Model) -> Bounds:
+    """Return the bounds of ``max_inflight: auto``: one request for each worker, and what a launched server runs, with a short queue."""
+    if model.launch is None:
+        return Bounds(config.server.workers)
+    given = {flag_of(name): value for name, value in with_preset(model.launch.preset, model.launch.args).items()}
+    sequences, ranks = given.get("max-num-seqs"), given.get("data-parallel-size", 1)
+    if "config" in given or not isinstance(sequences, int) or not isinstance(ranks, int):
+        return Bounds(config.server.workers)
+    return Bounds(config.server.workers, max(most_useful(sequences * ranks), config.server.workers))
 
 
 def uses_kv_events(model: conf.Model) -> bool:

@@ -15,7 +15,7 @@ from gateway.config import Config
 from gateway.config.quantities import window_seconds
 from gateway.config.redis_url import limits_store
 from gateway.config.section import Section
-from gateway.fleet.configured_servers import ConfiguredServer, configured_servers
+from gateway.fleet.configured_servers import ConfiguredServer, configured_servers, limit_bounds
 from gateway.fleet.observed_servers import ObservedServers, api_key_of
 from gateway.limits.end_users import each_user
 from gateway.sign_in.settings import session_rules
@@ -139,6 +139,8 @@ def _model(config: Config, model: conf.Model, servers: Sequence[ServerSpec], cre
         timeouts=deadlines.Timeouts(timeouts.connect, timeouts.first_byte, timeouts.idle, timeouts.total),
         queue=_queue(config, model),
         slo=_slo(model.slo),
+        max_inflight=limit_bounds(config, model).start if model.max_inflight == "auto" else model.max_inflight,
+        has_auto_max_inflight=model.max_inflight == "auto",
         body=_made(snapshot.BodyRules, model.body),
         rewrite=model.rewrite_model,
         created=created,

@@ -1,7 +1,7 @@
-"""Sample the load of the servers whose models are routed by cost, and write it to the placement log.
+"""Sample the load of servers whose models are routed by cost, for the placement log, or have ``max_inflight: auto``, for their limits.
 
-The rules: a server is read once for each interval, and a server that does not respond in time is left out. Nothing is read for a model with
-another policy.
+The rules: a server is read once for each interval, and a server that does not respond in time is left out. Nothing is read for other
+models.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 from gateway.admin.engine_metrics import Engine
 from gateway.config import Config
+from gateway.monitoring.auto_limits import AutoLimits
 from upstream.balancing.placement_log import Kind, PlacementLog, server_key
 from upstream.vllm import metrics
-from upstream.vllm.engine_counters import parse_load
+from upstream.vllm.engine_counters import EngineMetrics, parse_load
 
 INTERVAL = 1.0
 """Seconds between two samples."""
@@ -28,37 +29,50 @@ _log = logging.getLogger("vllm_gateway.control")
 class EngineLoads:
     """Samples all servers that are up. ``engines`` returns them by name, ``config`` the configuration in use."""
 
-    def __init__(self, engines: Callable[[], Mapping[str, Engine]], config: Callable[[], Config], placements: PlacementLog) -> None:
+    def __init__(
+        self, engines: Callable[[], Mapping[str, Engine]], config: Callable[[], Config], placements: PlacementLog, limits: AutoLimits
+    ) -> None:
         self._engines = engines
         self._config = config
         self._placements = placements
+        self._limits = limits
         self._readers = asyncio.Semaphore(_READERS)
 
     async def run(self) -> None:
         """Sample until cancelled."""
         while True:
             try:
-                await asyncio.gather(*(self._sample(name, engine) for name, engine in self._sampled()))
+                await self._sample_all()
             except Exception:  # noqa: BLE001  the outer edge: a bug with one sample must not end all others
                 _log.exception("the servers' load could not be sampled")
             await asyncio.sleep(INTERVAL)
 
-    def _sampled(self) -> Iterator[tuple[str, Engine]]:
-        """Yield the servers of models that are routed by cost and have more than one server."""
-        models = {model.id for model in self._config().models if model.balance == "cost"}
-        engines = self._engines() if models else {}
+    async def _sample_all(self) -> None:
+        by_cost = {model.id for model in self._config().models if model.balance == "cost"}
+        limited = {model.id for model in self._config().models if model.max_inflight == "auto"}
+        engines = self._engines() if by_cost or limited else {}
         counts = Counter(engine.model for engine in engines.values())
-        for name, engine in engines.items():
-            if engine.model in models and counts[engine.model] > 1:
-                yield name, engine
+        placed = {name for name, engine in engines.items() if engine.model in by_cost and counts[engine.model] > 1}
+        names = [name for name, engine in engines.items() if name in placed or engine.model in limited]
+        found = dict(zip(names, await asyncio.gather(*(self._sample(engines[name]) for name in names)), strict=True))
+        for name, (began, _, load) in found.items():
+            if load is not None and name in placed:
+                self._place(name, began, load)
+        samples = {
+            name: None if load is None else (ended, load) for name, (_, ended, load) in found.items() if engines[name].model in limited
+        }
+        if samples:
+            self._limits.observe(samples)
 
-    async def _sample(self, name: str, engine: Engine) -> None:
+    async def _sample(self, engine: Engine) -> tuple[int, float, EngineMetrics | None]:
+        """Return the time before the sample in nanoseconds, the time after it in seconds, and the sample, if the server reports one."""
         async with self._readers:
-            now = time.monotonic_ns()
+            began = time.monotonic_ns()
             text = await metrics.read_if_available(engine.target, _READ_TIMEOUT)
-        found = None if text is None else parse_load(text)
-        if found is not None:
-            key = server_key(name)
-            self._placements.write(Kind.LOAD, key, now, (found.running, found.waiting, round(1000 * found.kv_usage)))
-            if found.cache_tokens:
-                self._placements.write(Kind.CAPACITY, key, found.cache_tokens)
+        return began, time.monotonic(), None if text is None else parse_load(text)
+
+    def _place(self, name: str, time_ns: int, load: EngineMetrics) -> None:
+        key = server_key(name)
+        self._placements.write(Kind.LOAD, key, time_ns, (load.running, load.waiting, round(1000 * load.kv_usage)))
+        if load.cache_tokens:
+            self._placements.write(Kind.CAPACITY, key, load.cache_tokens)

@@ -125,6 +125,7 @@ _FAMILIES = (
     Family("ready_servers", "Servers of the model that are up; 0 also if the model has no servers.", ("model",)),
     Family("server_restarts_total", "Starts of a launched server after the first.", ("model", "server")),
     Family("server_inflight", "Requests in flight on the server.", ("model", "server")),
+    Family("server_max_inflight", "Requests that may be in flight on the server at once, if they are bounded.", ("model", "server")),
     Family("server_ejected", "Workers that pass the server over for its failures, where another can serve.", ("model", "server")),
     Family("server_failures_total", "Attempts that failed on the server.", ("model", "server", "reason")),
     Family("kv_event_blocks", "Blocks that the server has cached, by its KV cache events.", ("model", "server")),

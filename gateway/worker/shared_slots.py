@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from hashlib import sha256
 
 from gateway.admission.inflight import worker_share
-from gateway.snapshot.snapshot import Model
 from gateway.telemetry.metrics import WorkerMetrics
 from upstream.balancing.shared_limit import Peer, SharedLimit
 
@@ -71,15 +70,12 @@ class SharedSlots:
         self._number = number
         self._workers = len(signals.signals)
 
-    def limit(self, model: Model, index: int) -> SharedLimit | None:
-        """Return the limit of a model's server; None without one. Another worker has the remainder of the division for each server."""
-        whole, server = model.max_inflight, model.servers[index].name
-        if whole is None:
-            return None
+    def limit(self, model: str, server: str, index: int, whole: int) -> SharedLimit:
+        """Return the limit of a server. ``index``: its place in the model. For each server, another worker has the remainder."""
         parts = [worker_share(whole, number + index, self._workers) for number in range(self._workers)]
         lock = _Lock(self._signals.locks, int.from_bytes(sha256(server.encode()).digest()[:7]))
-        queued = self._metrics.cells("queued_requests", model.id)
-        return SharedLimit(whole, parts[self._number], queued, lock, self._peers(model.id, server, parts), self._signals.wake)
+        queued = self._metrics.cells("queued_requests", model)
+        return SharedLimit(whole, parts[self._number], queued, lock, self._peers(model, server, parts), self._signals.wake)
 
     def _peers(self, model: str, server: str, parts: Sequence[int]) -> Callable[[], Sequence[Peer]]:
         """Return a function that finds the other workers. A worker that has not applied the model yet uses no slot."""

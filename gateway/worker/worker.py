@@ -36,7 +36,7 @@ from upstream.balancing.cost_model import CostModel
 from upstream.balancing.policies import POLICIES
 from upstream.balancing.policies.cost import Cost, CostSettings
 from upstream.balancing.pool import LiveServers
-from upstream.balancing.server import Progress
+from upstream.balancing.server import Progress, Server
 from upstream.balancing.shared_limit import SharedServer
 from upstream.http.deadlines import TICK, check_all
 
@@ -95,17 +95,15 @@ class Worker:
         requests, metrics = self.requests, self.requests.metrics
         servers = self.fleet.reconcile(spec for model in snapshot.bases for spec in model.servers)
         metrics.create_series(snapshot)
+        if self._catalog is not None:
+            self._catalog.retire()
         for model in snapshot.bases:
             for index, spec in enumerate(model.servers):
                 server = servers[spec.name]
                 server.publish_in_flight(metrics.cells("server_inflight", model.id, spec.name))
                 server.ejected_cells = metrics.cells("server_ejected", model.id, spec.name)
-                server.limit = math.inf if model.max_inflight is None else model.max_inflight
-                if self._slots is not None and isinstance(server, SharedServer):
-                    server.shared = self._slots.limit(model, index)
+                self._set_limit(server, model, index)
         limit, tracing = snapshot.max_inflight, snapshot.tracing
-        if self._catalog is not None:
-            self._catalog.retire()
         requests.queues.reserved.apply_snapshot(snapshot, servers, self.number)
         self.costs = {
             model.id: self.costs.get(model.id) or CostModel(CostSettings(**model.policy).kv_cache_tokens, peers=self._peers)
@@ -136,6 +134,15 @@ class Worker:
             requests.ledger.apply_snapshot(snapshot)
         served = [(entry.model, entry.pool) for entry in catalog.entries if not entry.model.split]
         requests.queues.set_models(served, QueueShares.of(snapshot))
+
+    def _set_limit(self, server: Server, model: Model, index: int) -> None:
+        """Bound a server's requests in flight. ``index``: its place in the model."""
+        limit = model.max_inflight
+        if model.has_auto_max_inflight:
+            limit = self.app.health.max_inflight.get(server.name, limit)
+        if self._slots is not None and isinstance(server, SharedServer):
+            server.shared = None if limit is None else self._slots.limit(model.id, server.name, index, limit)
+        server.set_limit(math.inf if limit is None else limit)
 
     def _recorded_models(self, snapshot: Snapshot) -> Callable[[Model], bool]:
         """Record by this snapshot. Returns whether requests for a model may be recorded."""
@@ -168,6 +175,12 @@ class Worker:
                 for costs in self.costs.values():
                     costs.restarted(name)  # the cache of a new process is empty
         self.app.health = health
+        if health.max_inflight:
+            for model in self.snapshot.bases:
+                for index, spec in enumerate(model.servers if model.has_auto_max_inflight else ()):
+                    if (server := self.fleet.find(spec.name)) is not None:
+                        self._set_limit(server, model, index)
+            self.requests.queues.reserved.apply()
         self.requests.limiter.max_model_len = health.max_model_len
         self.requests.queues.set_expected(health.expected)
 

@@ -185,6 +185,10 @@ class LiveServers:
         server.condition = condition
         return comes_up
 
+    def find(self, name: str) -> Server | None:
+        """Return the live server of this name."""
+        return self._servers.get(name)
+
     def take_progress(self) -> dict[str, Progress]:
         """Return the progress of each server whose responses were awaited since the last call."""
         return {name: progress for name, server in self._servers.items() if (progress := server.take_progress()) is not None}

@@ -177,6 +177,13 @@ class Server:
     def offer_slot(self) -> None:
         """Offer a free slot to other workers, if there are any."""
 
+    def set_limit(self, limit: float) -> None:
+        """Bound the requests in flight from now on. Requests above a lower limit finish, and a higher one starts queued requests."""
+        if limit != self.limit:
+            self.limit = limit
+            for ranking in self.rankings:
+                ranking.update_load(self)
+
     def publish_in_flight(self, cells: Cells) -> None:
         """Count the requests in flight in cell 0 of ``cells`` from now on. Servers of the same name may share a cell."""
         if cells is not self.in_flight_cells:

@@ -1,4 +1,4 @@
-"""The token counters of a vLLM server, its load and the size of its KV cache, from the text of its metrics.
+"""The token counters of a vLLM server, its load, its speed and the size of its KV cache, from the text of its metrics.
 
 vLLM counts tokens twice. The totals count each token when it is made. The histograms count the tokens of a request when the engine has
 finished it, so a request that its client aborted is never in them (``OutputProcessor`` in vllm/v1/engine/output_processor.py). Both count
@@ -8,6 +8,7 @@ summed.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -37,7 +38,12 @@ _WITHOUT_ENGINE = frozenset(
     }
 )
 """Handlers of POST requests that never reach the engine."""
-_REQUESTS = re.compile(rb"^vllm:(num_requests_running|num_requests_waiting)(?:\{.*\})? (\S+)$", re.MULTILINE)
+_LOAD = re.compile(
+    rb"^vllm:(num_requests_running|num_requests_waiting|num_preemptions_total"
+    rb"|inter_token_latency_seconds_sum|inter_token_latency_seconds_count)(?:\{.*\})? (\S+)$",
+    re.MULTILINE,
+)
+_FIRST_TOKENS = re.compile(rb'^vllm:time_to_first_token_seconds_bucket\{.*\ble="([^"\\]+)".*\} (\S+)$', re.MULTILINE)
 _CACHE_USAGE = re.compile(rb"^vllm:kv_cache_usage_perc(?:\{.*\})? (\S+)$", re.MULTILINE)
 _CACHE = re.compile(rb"^vllm:cache_config_info\{(.*)\} 1(?:\.0)?$", re.MULTILINE)
 _LABEL = re.compile(rb'(block_size|num_gpu_blocks)="(\d+)"')
@@ -81,25 +87,39 @@ def parse_counters(text: bytes) -> EngineCounters | None:
 class EngineMetrics:
     """``running``, ``waiting``: requests in the engine. ``kv_usage``: the used share of its KV cache, of the fullest engine.
 
-    ``cache_tokens``: the size of the KV cache; 0 if it is not reported.
+    ``cache_tokens``: the size of the KV cache; 0 if it is not reported. The other values are counters: preempted requests, the seconds
+    between tokens and their number, and the requests by the upper bound of their time to first token, cumulative.
     """
 
     running: int
     waiting: int
     cache_tokens: int
     kv_usage: float = 0.0
+    preempted: float = 0.0
+    token_seconds: float = 0.0
+    token_gaps: float = 0.0
+    first_tokens: tuple[tuple[float, float], ...] = ()
 
 
 def parse_load(text: bytes) -> EngineMetrics | None:
     """Parse the text of GET /metrics. Returns None without the numbers of requests, or with an invalid number."""
     try:
-        sums = _summed(_REQUESTS, text)
+        sums, first_tokens = _summed(_LOAD, text), _summed(_FIRST_TOKENS, text)
         caches = (dict(_LABEL.findall(labels)) for labels in _CACHE.findall(text))
         tokens = sum(int(each.get(b"block_size", 0)) * int(each.get(b"num_gpu_blocks", 0)) for each in caches)
         used = max((float(value) for value in _CACHE_USAGE.findall(text)), default=0.0)
-        if not 0.0 <= used <= 1.0:
+        if not 0.0 <= used <= 1.0 or not all(map(math.isfinite, (*sums.values(), *first_tokens.values()))):
             return None
-        return EngineMetrics(int(sums[b"num_requests_running"]), int(sums[b"num_requests_waiting"]), tokens, used)
+        return EngineMetrics(
+            int(sums[b"num_requests_running"]),
+            int(sums[b"num_requests_waiting"]),
+            tokens,
+            used,
+            preempted=sums.get(b"num_preemptions_total", 0.0),
+            token_seconds=sums.get(b"inter_token_latency_seconds_sum", 0.0),
+            token_gaps=sums.get(b"inter_token_latency_seconds_count", 0.0),
+            first_tokens=tuple(sorted((float(bound), count) for bound, count in first_tokens.items())),
+        )
     except (KeyError, ValueError, OverflowError):
         return None
 

@@ -13,6 +13,7 @@ import pytest
 
 from gateway.admin.engine_metrics import Engine
 from gateway.config import load
+from gateway.monitoring.auto_limits import AutoLimits
 from gateway.monitoring.engine_loads import EngineLoads
 from tests.support.ports import refusing
 from tests.support.process import Gateway, configuration, gateway, launched, wait_for, write
@@ -76,7 +77,7 @@ async def test_servers_that_report_no_load_hide_no_others(tmp_path: Path, caplog
 
         log = stack.enter_context(closing(PlacementLog.create(2, 1)))
         reader = stack.enter_context(closing(PlacementLog(os.dup(log.fd), 0)))
-        sampling = asyncio.create_task(EngineLoads(known, lambda: config, log).run())
+        sampling = asyncio.create_task(EngineLoads(known, lambda: config, log, AutoLimits(lambda: config, (), lambda: None)).run())
 
         def complete() -> bool:
             records.extend(reader.read())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -80,6 +82,29 @@ vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="1",num_gpu_blo
 
 def test_the_load_of_all_engines_is_summed() -> None:
     assert parse_load(LOAD) == EngineMetrics(running=4, waiting=2, cache_tokens=24_000, kv_usage=0.5)
+
+
+SPEED = (
+    LOAD
+    + b"""vllm:num_preemptions_total{engine="0",model_name="m"} 3.0
+vllm:num_preemptions_created{engine="0",model_name="m"} 1.76e+09
+vllm:inter_token_latency_seconds_bucket{engine="0",le="0.1",model_name="m"} 5.0
+vllm:inter_token_latency_seconds_count{engine="0",model_name="m"} 10.0
+vllm:inter_token_latency_seconds_sum{engine="0",model_name="m"} 0.5
+vllm:inter_token_latency_seconds_count{engine="1",model_name="m"} 1.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="0.5",model_name="a}\\"le=\\"1"} 1.0
+vllm:time_to_first_token_seconds_bucket{engine="1",model_name="m",le="0.5"} 2.0
+vllm:time_to_first_token_seconds_bucket{engine="0",le="+Inf",model_name="m"} 4.0
+"""
+)
+
+
+def test_the_speed_of_all_engines_is_summed() -> None:
+    found = parse_load(SPEED)
+    assert found is not None
+    assert (found.preempted, found.token_seconds, found.token_gaps) == (3, 0.5, 11)
+    assert found.first_tokens == ((0.5, 3), (math.inf, 4))
+    assert parse_load(SPEED.replace(b" 4.0\n", b" nan\n")) is None
 
 
 def test_a_server_without_the_size_of_its_cache() -> None:
