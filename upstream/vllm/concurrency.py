@@ -28,7 +28,7 @@ _SLOWEST, _FASTEST = 1 / 32, 1 / 4  # increase of a limit: after an obstacle, an
 _DECREASE = 1 / 16
 _FULL_CACHE = 0.95
 _SLOW, _NEARLY_SLOW = 0.1, 0.05  # share of requests whose first token is late: the limit falls, does not grow
-_OWN_PART = 0.5  # of the objective for the first token: the rest is for the queue of the gateway
+_OWN_PART = 1 / 3  # of the objective for the first token: the rest is for the queue of the gateway
 _MEMORY = 0.99  # weight of earlier samples of the speed: some 100 seconds
 _RECENT = 0.8  # weight of earlier requests in the share of late ones: some 5 seconds
 _FEW = 10  # requests, or tokens, that show nothing yet
@@ -37,7 +37,7 @@ _GAIN, _CERTAIN = 0.02, 0.02  # least relative gain of tokens per relative incre
 
 def most_useful(sequences: int) -> int:
     """Return the highest useful limit of an engine that runs so many requests: more would only wait in it."""
-    return sequences + _queue(sequences)
+    return sequences + 2 * _queue(sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,16 +242,16 @@ class _View:
 
 
 def _waiting(view: _View) -> _Change | None:
-    """Lower the limit to what runs and a short queue, if more than that waits in every sample of the window."""
+    """Lower the limit to what runs and a short queue, if twice that queue waits in every sample of the window."""
     samples, entering = view.state.samples, view.entering
     fewest = min(samples, key=lambda sample: sample.engine.waiting)
     running, waiting, queue = fewest.engine.running, fewest.engine.waiting - entering, _queue(fewest.engine.running)
-    if len(samples) == WINDOW and running and waiting > queue:
+    if len(samples) == WINDOW and running and waiting > 2 * queue:
         share = min(fewest.in_flight / (running + waiting), 1.0)  # another gateway may use the server too, and takes back its own part
         return _Change(min(view.value, fewest.in_flight - share * (waiting - queue)), _in_the_engine(fewest.engine.waiting))
-    if view.engine.waiting - entering > _queue(view.engine.running):
+    if view.engine.waiting - entering > 2 * _queue(view.engine.running):
         return _Change(view.value, _in_the_engine(view.engine.waiting))
-    return _Change(view.value, f"the engine is full: {_in_the_engine(fewest.engine.waiting)}") if 2 * waiting > queue else None
+    return _Change(view.value, f"the engine is full: {_in_the_engine(fewest.engine.waiting)}") if waiting >= queue else None
 
 
 def _queue(running: int) -> int:
@@ -288,7 +288,7 @@ def _slow_first_tokens(view: _View) -> _Change | None:
     if bound is None or state.first_tokens < _FEW:
         return None
     share = state.late / state.first_tokens
-    text = f"{100 * share:.0f}% of the first tokens take more than {_OWN_PART * bound:g} s, half of slo.ttft"
+    text = f"{100 * share:.0f}% of the first tokens take more than {_OWN_PART * bound:.2g} s, a third of slo.ttft"
     if share > _SLOW and view.value > state.speed.cheap():
         return view.lowered(text, least=state.speed.cheap())
     return _Change(view.value, text) if _NEARLY_SLOW < share <= _SLOW else None
@@ -329,7 +329,8 @@ def _flat(view: _View) -> _Change | None:
 
 def _grow(view: _View) -> _Change | None:
     """Raise a limit that holds requests back, step by step."""
-    step = max(1.0, view.state.growth * view.value)
+    growth = _SLOWEST if view.engine.waiting > view.entering else view.state.growth
+    step = max(1.0, growth * view.value)
     return _Change(view.value + step, "the engine has room for more requests")
 
 

@@ -109,6 +109,13 @@ def test_a_bounded_server_shows_its_bound() -> None:
     assert shown.models[0].servers[0].load == "2 of 8"
 
 
+def test_a_server_shows_the_limit_that_was_found_and_why() -> None:
+    found = server(max_inflight=41, max_inflight_reason="3 requests wait in the engine")
+    shown = status_view(status(found, max_inflight="auto"))
+    assert shown.models[0].servers[0].load == "2 of 41"
+    assert "at most 41 requests at once: 3 requests wait in the engine" in terminal(shown)
+
+
 def test_the_progress_of_a_start() -> None:
     line = "Loading safetensors checkpoint shards:  50% Completed | 1/2"
     starting = server(condition="loading", state="starting", last_log_lines=["INFO", line])

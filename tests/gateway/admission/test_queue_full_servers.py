@@ -299,6 +299,30 @@ async def test_a_reload_may_change_the_limit_at_any_time_and_aborts_no_request()
         assert await asyncio.gather(*tasks) == [200] * 6
 
 
+async def test_a_limit_that_control_finds_may_change_at_any_time_and_aborts_no_request() -> None:
+    async with held() as slow, unharmed([bounded(slow.server.port, most=3, has_auto_max_inflight=True)], KEYS) as served:
+
+        def set_limit(limit: int) -> None:
+            served.worker.apply_health(Health({"tiny#0": Condition.UP}, {}, max_inflight={"tiny#0": limit, "removed#0": 9}))
+
+        tasks = await send_requests(served, "aaabbb")
+        await slow.reaches(3)
+        set_limit(1)
+        _reload(served)
+        assert served.total("server_inflight") == 3 and queued(served) == 3
+        await slow.let_go(2)
+        await until(lambda: served.total("server_inflight") == 1)
+        assert len(slow.server.requests) == 3
+        set_limit(2)
+        await slow.reaches(4)
+        assert queued(served) == 2
+        set_limit(8)
+        await slow.reaches(6)
+        assert queued(served) == 0
+        await slow.let_go(4)
+        assert await asyncio.gather(*tasks) == [200] * 6
+
+
 def _reload(served: Served, **more: Any) -> None:
     snapshot = served.worker.snapshot
     served.worker.apply_snapshot(replace(snapshot, version=snapshot.version + 1, models=(replace(snapshot.models[0], **more),)))

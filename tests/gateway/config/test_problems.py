@@ -815,6 +815,20 @@ def test_a_bound_that_the_workers_cannot_share(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("limit", "reported"),
+    [
+        ("auto", []),
+        ("1", []),
+        ("many", ["4: max_inflight: expected a whole number of at least 1, or auto"]),
+        ("0", ["4: max_inflight: expected a whole number of at least 1, or auto"]),
+        ("true", ["4: max_inflight: expected a whole number of at least 1, or auto"]),
+    ],
+)
+def test_the_limit_of_a_server_is_a_number_or_auto(tmp_path: Path, limit: str, reported: list[str]) -> None:
+    assert about_model(tmp_path, f"launch: {{}}\nmax_inflight: {limit}") == reported
+
+
 def test_a_word_for_the_number_of_workers(tmp_path: Path) -> None:
     text = "server: {workers: many}\nmodels: [{id: m, launch: {}}]\nkeys: [{id: k, anonymous: true}]\n"
     assert problems(tmp_path, text) == ["g.yaml:1: server.workers: expected a whole number or auto"]

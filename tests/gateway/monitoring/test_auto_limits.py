@@ -22,7 +22,7 @@ from upstream.vllm.concurrency import START, Bounds, most_useful
 from upstream.vllm.engine_counters import EngineMetrics
 
 URLS = ("http://10.0.0.5:8000", "http://10.0.0.6:8000")
-MODEL = {"id": "m", "servers": [{"url": url} for url in URLS], "max_inflight": "auto", "slo": {"ttft": "1s"}}
+MODEL: dict[str, Any] = {"id": "m", "servers": [{"url": url} for url in URLS], "max_inflight": "auto", "slo": {"ttft": "1s"}}
 
 
 def written(folder: Path, *models: dict[str, Any], **server: Any) -> Any:
