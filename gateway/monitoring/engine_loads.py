@@ -57,7 +57,7 @@ class EngineLoads:
         found = dict(zip(names, await asyncio.gather(*(self._sample(engines[name]) for name in names)), strict=True))
         for name, (began, _, load) in found.items():
             if load is not None and name in placed:
-                self._place(name, began, load)
+                self._write_placement(name, began, load)
         samples = {
             name: None if load is None else (ended, load) for name, (_, ended, load) in found.items() if engines[name].model in limited
         }
@@ -71,7 +71,7 @@ class EngineLoads:
             text = await metrics.read_if_available(engine.target, _READ_TIMEOUT)
         return began, time.monotonic(), None if text is None else parse_load(text)
 
-    def _place(self, name: str, time_ns: int, load: EngineMetrics) -> None:
+    def _write_placement(self, name: str, time_ns: int, load: EngineMetrics) -> None:
         key = server_key(name)
         self._placements.write(Kind.LOAD, key, time_ns, (load.running, load.waiting, round(1000 * load.kv_usage)))
         if load.cache_tokens:

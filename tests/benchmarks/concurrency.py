@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import httpx2
 
@@ -107,7 +108,9 @@ def _measured(folder: Path, value: int | str, options: Options, rate: float) -> 
     queue = {"size": QUEUE if rate else CLIENTS, "wait": "1m"}
     warm_up = options.warm_up * (2 if value == AUTO else 1)
     with _engine(folder) as engine:
-        model = {"id": MODEL, "servers": [{"url": engine}], "max_inflight": value, "queue": queue, "slo": {"ttft": f"{TTFT:g}s"}}
+        model: dict[str, Any] = {"id": MODEL, "servers": [{"url": engine}], "max_inflight": value, "queue": queue}
+        if rate:
+            model["slo"] = {"ttft": f"{TTFT:g}s"}
         with gateway(folder, configuration(model)) as one:
             counted = asyncio.run(_send(one.url, warm_up, options.seconds, rate))
             counted.limit = round(one.metric(f'vllm_gateway_server_max_inflight{{model="{MODEL}",server="{engine}"}}'))

@@ -1,6 +1,6 @@
 """Find the number of requests that a vLLM server runs best at once, from its own metrics. Pure.
 
-``next_limit`` is called with a sample about once a second. The rules: the engine has a short queue of its own, so that it never runs dry,
+``next_limit`` is called with a sample about once a second. The rules: the engine has a short queue, so that it never runs dry,
 and all other requests wait in the gateway. A limit grows only while it holds requests back. It falls at once to what the engine can run,
 and by small steps for anything else, each of which first takes effect. A limit never leaves its bounds, whatever the metrics say.
 
@@ -67,7 +67,7 @@ class Objectives:
 
 @dataclass(frozen=True, slots=True)
 class LoadSample:
-    """What is known of a server at a time, in seconds. ``in_flight``: requests of this gateway. ``queued``: requests that wait in it."""
+    """The load of a server at a time, in seconds. ``in_flight``: requests of this gateway. ``queued``: requests that wait in it."""
 
     time: float
     engine: EngineMetrics

@@ -34,9 +34,9 @@ def test_the_limits_follow_the_samples_of_their_servers(tmp_path: Path) -> None:
     fixed = {"id": "fixed", "servers": [{"url": "http://10.0.0.7:8000"}], "max_inflight": 8}
     config, published = written(tmp_path, MODEL, fixed), list[int]()
     with ExitStack() as stack:
-        board = stack.enter_context(closing(SharedCounters.create("worker-0")))
-        WorkerMetrics(board).cells("server_inflight", "m", URLS[0])[0] = START
-        limits = AutoLimits(lambda: config, [board], lambda: published.append(1))
+        counters = stack.enter_context(closing(SharedCounters.create("worker-0")))
+        WorkerMetrics(counters).cells("server_inflight", "m", URLS[0])[0] = START
+        limits = AutoLimits(lambda: config, [counters], lambda: published.append(1))
         assert limits.values() == dict.fromkeys(URLS, START)
         limits.observe({URLS[0]: (1.0, EngineMetrics(START, 0, 0)), URLS[1]: (1.0, EngineMetrics(0, 0, 0))})
         raised = limits.values()
