@@ -18,12 +18,12 @@ def print_flows(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("model", "class", "team", "key"):
         table.add_column(name, overflow="fold")
-    for name in ("waiting", "dispatched", "mean wait", "service", "share"):
+    for name in ("waiting", "dispatched", "refused", "mean wait", "service", "share"):
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
         names = (Text(row[name] or "-") for name in ("model", "class", "team", "key"))
         wait, share = f"{row['wait_seconds']:,.2f} s", f"{row['service_share']:.1%}"
-        table.add_row(*names, f"{row['waiting']:,}", f"{row['dispatched']:,}", wait, f"{row['service']:,}", share)
+        table.add_row(*names, f"{row['waiting']:,}", f"{row['dispatched']:,}", f"{row['refused']:,}", wait, f"{row['service']:,}", share)
     console.print(table)
 
 

@@ -16,6 +16,7 @@ _FAMILIES = {
     "queue_requests_total": "dispatched",
     "queue_wait_seconds_total": "wait_seconds",
     "queue_service_total": "service",
+    "queue_refused_total": "refused",
 }
 
 
@@ -29,7 +30,7 @@ def queue_report(series: Mapping[Series, Sequence[float]], model: str | None = N
     found: dict[tuple[str, ...], dict[str, float]] = defaultdict(lambda: dict.fromkeys(_FAMILIES.values(), 0.0))
     for each, cells in series.items():
         if (name := _FAMILIES.get(each.family)) is not None and model in (None, each.labels[0]):
-            found[each.labels][name] = cells[0]
+            found[each.labels[:4]][name] += cells[0]  # a refusal has a reason, too
     whole: dict[str, float] = defaultdict(float)
     for labels, values in found.items():
         whole[labels[0]] += values["service"]
@@ -60,6 +61,7 @@ def _row(labels: tuple[str, ...], values: Mapping[str, float], whole: float) -> 
         **dict(zip(FAMILIES["queue_requests_total"].labels, labels, strict=True)),
         "waiting": int(values["waiting"]),
         "dispatched": dispatched,
+        "refused": int(values["refused"]),
         "wait_seconds": round(values["wait_seconds"] / dispatched, 3) if dispatched else 0.0,
         "service": round(service),
         "service_share": round(service / whole, 4) if whole else 0.0,

@@ -2,8 +2,8 @@
 
 A flow is a node of a tree, for example a team and below it its keys; requests wait at the leaves. Each flow has a weight and a *tag*: the
 service that it was charged, divided by its weight. At each level, the waiting flow with the smallest tag is next, and within a leaf the
-request that has waited longest. A request is charged an estimate when it is dispatched. The estimate is corrected while it runs and when it
-ends. The service that its flow gets without waiting is charged too.
+request with the earliest deadline, which without deadlines has waited longest. A request is charged an estimate when it is dispatched. The
+estimate is corrected while it runs and when it ends. The service that its flow gets without waiting is charged too.
 
 The rules:
 
@@ -13,6 +13,8 @@ The rules:
 - A pause of at most ``PAUSE`` seconds costs a flow nothing: its tag is not raised for the service that it missed.
 - A request that did not run is charged nothing.
 - A flow at the top whose tier may not be served now is passed over, and catches up later.
+- Deadlines order the requests of one leaf only. Between flows they count for nothing, so the bound below holds with them. The queue lowers
+  the tags of a flow by the estimate of a request with a booking while it waits; that is a correction, and part of D.
 
 The bound: while two sibling flows f and g have waiting requests, let d be the difference of their tags, d0 its value at the start, L the
 largest charge of one dispatch, and D what the corrections of all requests of a flow that are in flight at one time can add up to. Then
@@ -59,8 +61,8 @@ class Flow(Generic[T]):
     """One node of the tree. Only a leaf has requests, each with the time since which it has waited."""
 
     __slots__ = (
-        "_entries", "_entry", "_heap", "_older", "_past", "_rotated_at", "active_at", "children", "in_flight", "name", "now", "parent",
-        "pending", "rank", "requests", "tag", "tier", "waiting", "weight",
+        "_by_deadline", "_entries", "_entry", "_heap", "_older", "_past", "_rotated_at", "active_at", "backlog", "booked", "children",
+        "in_flight", "name", "now", "parent", "pending", "rank", "requests", "tag", "tier", "waiting", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, weight: float, parent: Flow[T] | None) -> None:
@@ -77,6 +79,10 @@ class Flow(Generic[T]):
         """The number of requests that wait below this flow."""
         self.in_flight = 0
         """The number of requests of a leaf that were dispatched and have not ended."""
+        self.backlog = 0.0
+        """The service that its waiting requests will probably get, as far as ``expect`` was called for them."""
+        self.booked = 0
+        """The number of bookings of a leaf. A flow with bookings is not forgotten."""
         self.active_at = -inf
         """When it last had a waiting request, or was charged."""
         self.now = 0.0
@@ -84,6 +90,7 @@ class Flow(Generic[T]):
         self._entry = 0  # the number of its valid entry in the heap of its parent
         self._entries = 0  # the number of entries that its own heap has had
         self._heap: list[tuple[int, float, int, Flow[T]]] = []  # its waiting children by rank and tag, and entries that are out of date
+        self._by_deadline: list[tuple[float, int, T]] = []  # a heap of its requests if one of them has a deadline, and of removed ones
         self._past = self._older = 0.0  # the virtual time at the last two rotations
         self._rotated_at = -inf
 
@@ -138,6 +145,38 @@ class Flow(Generic[T]):
             heap[:] = [each for each in heap if each[2] == each[3]._entry and each[3].waiting]
             heapify(heap)
 
+    def order_by_deadline(self, item: T, deadline: float, patience: float) -> None:
+        """Order the requests of a leaf by deadline. The earlier ones without a deadline have one after ``patience`` seconds of waiting."""
+        heap = self._by_deadline
+        if not heap:
+            heap += [(since + patience, number, each) for number, (each, since) in enumerate(self.requests.items()) if each is not item]
+            self._entries += len(heap)
+        self._entries += 1
+        heappush(heap, (deadline, self._entries, item))
+        if len(heap) > 2 * len(self.requests) + _SPARE:
+            heap[:] = [each for each in heap if each[2] in self.requests]
+            heapify(heap)
+
+    @property
+    def first(self) -> T:
+        """The request of a leaf that is next."""
+        heap = self._by_deadline
+        while heap and heap[0][2] not in self.requests:
+            heappop(heap)
+        return heap[0][2] if heap else next(iter(self.requests))
+
+    def expect(self, service: float) -> None:
+        """Add to the service that the waiting requests of a leaf and the flows above it will probably get."""
+        node: Flow[T] | None = self
+        while node is not None:
+            node.backlog += service
+            node = node.parent
+
+    @property
+    def start_tag(self) -> float:
+        """The tag with which it competes: its own, or the one that it gets at least when it begins to wait."""
+        return self.tag if self.waiting or self.parent is None else max(self.tag, self.parent.now)
+
     @property
     def top(self) -> Flow[T]:
         """The flow below the root that it belongs to."""
@@ -160,6 +199,8 @@ class FairQueue(Generic[T]):
     """The waiting requests of a model."""
 
     def __init__(self) -> None:
+        self.patience = inf
+        """Seconds of waiting after which a request without a deadline is as urgent as one whose deadline has passed."""
         self._root: Flow[T] = Flow("", 1.0, None)
         self._with_requests: dict[Flow[T], None] = {}
         """The leaves with waiting requests."""
@@ -204,13 +245,15 @@ class FairQueue(Generic[T]):
                 child.queue()
         return child
 
-    def put(self, item: T, leaf: Flow[T], since: float, now: float) -> None:
-        """Add a request to a leaf, in the order of waiting."""
+    def put(self, item: T, leaf: Flow[T], since: float, now: float, deadline: float = inf) -> None:
+        """Add a request to a leaf, in the order of waiting, or of deadlines if a request of the leaf has one."""
         requests = leaf.requests
         latest = next(reversed(requests.values()), since)
         requests[item] = since
         if since < latest:  # it was dispatched before and came back without a server
             leaf.requests = dict(sorted(requests.items(), key=lambda pair: pair[1]))
+        if deadline < inf or leaf._by_deadline:
+            leaf.order_by_deadline(item, min(deadline, since + self.patience), self.patience)
         self._with_requests[leaf] = None
         node = leaf
         while (parent := node.parent) is not None:
@@ -223,17 +266,24 @@ class FairQueue(Generic[T]):
 
     def pop(self, now: float, tier: float = inf) -> tuple[T, Flow[T]]:
         """Remove and return the next request up to a tier, which is dispatched, and its leaf. Raises ValueError without such a request."""
+        item, leaf = self.next(tier)
+        node = leaf
+        while (parent := node.parent) is not None:
+            parent.now = max(parent.now, node.settled)
+            node = parent
+        self.remove(item, leaf, now)
+        leaf.in_flight += 1
+        return item, leaf
+
+    def next(self, tier: float = inf) -> tuple[T, Flow[T]]:
+        """Return the next request up to a tier, and its leaf. Raises ValueError without such a request."""
         node = self._root
         # A leaf that has become a parent still has the requests from before.
         while not node.requests and (child := node.next_child(tier)) is not None:
-            node.now = max(node.now, child.settled)
             node = child
         if not node.requests:
             raise ValueError("the queue is empty up to this tier")
-        item = next(iter(node.requests))
-        self.remove(item, node, now)
-        node.in_flight += 1
-        return item, node
+        return node.first, node
 
     def waits_up_to(self, tier: float) -> bool:
         """Return whether ``pop`` would return a request."""
@@ -244,6 +294,7 @@ class FairQueue(Generic[T]):
         del leaf.requests[item]
         if not leaf.requests:
             del self._with_requests[leaf]
+            leaf._by_deadline.clear()
         node: Flow[T] | None = leaf
         while node is not None:
             node.waiting -= 1
@@ -314,6 +365,6 @@ def _forgotten(node: Flow[T], now: float) -> Iterator[Flow[T]]:
     """Remove the idle flows below a node, and yield them."""
     for child in tuple(node.children.values()):
         yield from _forgotten(child, now)
-        if not (child.waiting or child.children or child.in_flight) and now - child.active_at > MEMORY:
+        if not (child.waiting or child.children or child.in_flight or child.booked) and now - child.active_at > MEMORY:
             del node.children[child.name]
             yield child

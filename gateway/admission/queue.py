@@ -5,6 +5,7 @@ fair queue picks the next request and resumes it as soon as capacity frees up, i
 capacity. The ``with`` block that acquired a queue slot releases it, so a disconnect releases it immediately. A request that was dispatched
 is charged an estimate of its service until ``finish``, which each of them reaches. Control is notified when requests start or stop waiting
 for a model that is not up. A client that was sent away with a Retry-After is expected back; until then its model counts as requested.
+Requests with a deadline are admitted by ``deadlines``, and are refused when it has passed. They have no effect while the model is loading.
 
 Times are in seconds of the monotonic clock, which all processes share.
 """
@@ -18,13 +19,15 @@ from itertools import islice
 from time import monotonic
 from typing import NamedTuple, Protocol
 
+from gateway.admission.bookings import RETURN_GRACE, Booking
+from gateway.admission.deadlines import DeadlinePlan
 from gateway.admission.fair_queue import FairQueue, Flow
 from gateway.admission.reserved_slots import ReservedSlots
 from gateway.admission.service import NO_TOKENS, KeyUse, ServiceWeights, TokenCells, Tokens, UsualUse
 from gateway.admission.shares import QueueShares, RequestFlows
 from gateway.api.errors import Refusal, draining, duration, none_healthy
 from gateway.api.usage import Usage
-from gateway.snapshot.snapshot import Key, Model, Queue
+from gateway.snapshot.snapshot import Key, Model, Queue, Slo
 from gateway.telemetry.shared_counters import SharedCells
 from upstream.balancing.policies.least_busy import LeastBusy
 from upstream.balancing.pool import Pool
@@ -35,8 +38,6 @@ ReportDemand = Callable[[str, float | None], None]
 """Reports to control the time since which a model is requested; None if it is no longer requested."""
 
 NO_QUEUE = Queue(size=0, wait=0.0)
-RETURN_GRACE = 2.0
-"""Seconds that a client may be late when it retries after its Retry-After."""
 _IN_FLIGHT = "queue_service_in_flight"
 _FLOW_METRICS = ("queue_waiting_requests", "queue_requests_total", "queue_wait_seconds_total", "queue_service_total", _IN_FLIGHT)
 _TOKENS = "tokens_total"
@@ -50,7 +51,8 @@ class QueuedRequest:
     """A request, as far as a queue knows it.
 
     ``since``: when it began to wait. ``size``: bytes of its body. ``most``: tokens that its output may have. ``user``: its end user.
-    ``lowered_to``: the class that its client wants, which counts if it is after that of the key.
+    ``lowered_to``: the class that its client wants, which counts if it is after that of the key. ``arrived``: the start of the time to its
+    first token, for which ``ttft`` is the client's own objective. ``returns``: whether its client will retry after a refusal.
     """
 
     key: Key
@@ -59,6 +61,9 @@ class QueuedRequest:
     most: float = math.inf
     user: str | None = None
     lowered_to: str | None = None
+    arrived: float = 0.0
+    ttft: float | None = None
+    returns: bool = True
 
 
 class QueueMetrics(Protocol):
@@ -99,7 +104,7 @@ class ModelQueues:
             self._queues[model.id] = queue
             queue.names = tuple(names[model.id])
             queue.set_shares(shares)
-            queue.set_pool(pool, model.queue or NO_QUEUE)
+            queue.set_pool(pool, model.queue or NO_QUEUE, model.slo)
         for queue in before.values():
             queue.refuse_all(none_healthy)
 
@@ -182,6 +187,9 @@ class ModelQueue:
         self.eta: float | None = None
         self.names: tuple[str, ...] = (model,)
         self.shares = QueueShares()
+        self._slo = Slo()
+        self._plan: DeadlinePlan | None = None
+        """None until the first request with a deadline."""
         self._weights = ServiceWeights()
         self._pool = Pool((), LeastBusy(()))
         self._closing = False
@@ -209,9 +217,10 @@ class ModelQueue:
         for name in shares.classes if self._waiting else ():
             self._waiting.flow((shares.class_share(name, self._aged),))
 
-    def set_pool(self, pool: Pool, queue: Queue) -> None:
-        """Replace the servers and the bounds. Waiting requests stay."""
-        self._pool, self.bounds = pool, queue
+    def set_pool(self, pool: Pool, queue: Queue, slo: Slo) -> None:
+        """Replace the servers, the bounds and the objectives. Waiting requests stay."""
+        self._pool, self.bounds, self._slo = pool, queue, slo
+        self._waiting.patience = queue.wait
         self._weights = ServiceWeights(queue.prompt_weight, queue.completion_weight)
         for key, use in self._uses.items():
             use.own.use(self._token_cells(key))
@@ -232,12 +241,17 @@ class ModelQueue:
         leaf = slot.leaf = self._waiting.leaf(flows.path)
         slot.key_flow = self._key_flow(flows)
         self._charge_unseen(slot.key_flow, now)
+        self._check_deadline(slot, flows.class_name, now)
         if len(self._waiting) >= self.bounds.size:
             self._displace_for(slot)
         if not self._waiting:
             self._rate.start(now)
+            if self._plan is not None:
+                self._plan.rate.start(now)
         slot.queued_at = now
-        self._waiting.put(slot, leaf, request.since, now)
+        self._waiting.put(slot, leaf, request.since, now, slot.deadline)
+        if slot.expected:
+            self._expect(slot, 1.0, now)
         slot.key_flow.metrics.waiting[0] += 1
         self._publish()
 
@@ -272,12 +286,15 @@ class ModelQueue:
     def _displace_for(self, slot: QueueSlot) -> None:
         latest = self._waiting.displaced_by(slot.leaf)
         if latest is None:
-            raise self.retry_later(slot.request.since)
-        self.refuse(latest, self.retry_later(latest.request.since))
+            raise self.refusal(slot, "full")
+        self.refuse(latest, self.refusal(latest, "full"))
 
     def remove(self, slot: QueueSlot) -> None:
         """Remove a slot that was not resumed."""
-        self._waiting.remove(slot, slot.leaf, monotonic())
+        now = monotonic()
+        self._waiting.remove(slot, slot.leaf, now)
+        if slot.expected:
+            self._expect(slot, -1.0, now)
         slot.key_flow.metrics.waiting[0] -= 1
         self._publish()
 
@@ -296,6 +313,9 @@ class ModelQueue:
                 if not self._waiting.waits_up_to(tier := self._pool.open_tier()):
                     break
                 now = monotonic()
+                if self._plan is not None and (late := self._waiting.next(tier)[0]).latest < now:
+                    self.refuse(late, self.refusal(late, "late"))
+                    continue
                 self._rate.record_dispatch(now)
                 self._dispatch_next(now, tier)
         finally:
@@ -305,6 +325,10 @@ class ModelQueue:
     def _dispatch_next(self, now: float, tier: float) -> None:
         """Resume the next request up to a tier, and charge what it will probably use."""
         slot, _ = self._waiting.pop(now, tier)
+        if self._plan is not None:
+            self._expect(slot, -1.0, now)
+            self._plan.rate.record_dispatch(slot.expected, now)
+            slot.dispatched_at = now
         key, request = slot.key_flow, slot.request
         slot.estimate = key.use.usual.estimate(request.size, request.most)
         self._dispatched[slot] = None
@@ -335,10 +359,12 @@ class ModelQueue:
         if service:
             self._waiting.charge_served(key.flow, service, self._weights.service(key.use.usual.estimate(0)), now)
 
-    def finish(self, slot: QueueSlot, usage: Usage | None, computed: Tokens) -> None:
+    def finish(self, slot: QueueSlot, usage: Usage | None, computed: Tokens, first_token: float | None) -> None:
         """Settle the charge of a request that was dispatched. ``computed``: what the server has computed if there is no ``usage``."""
         if slot not in self._dispatched:
             return
+        if self._plan is not None and first_token is not None and slot.dispatched_at:
+            self._plan.first_token.learn(first_token - slot.dispatched_at, slot.request.size, first_token)
         del self._dispatched[slot]
         slot.output = None
         use = slot.key_flow.use
@@ -380,6 +406,65 @@ class ModelQueue:
             changed, self._aged = aged ^ self._aged, frozenset(aged)
             for name in changed & self.shares.classes.keys():
                 self._waiting.flow((self.shares.class_share(name, aged),))
+
+    # Deadlines
+
+    def _check_deadline(self, slot: QueueSlot, class_name: str, now: float) -> None:
+        """Refuse a request that would probably miss its deadline. Raises Refusal."""
+        request, plan = slot.request, self._plan
+        ttft = self.shares.classes[class_name].slo.over(self._slo).ttft if request.ttft is None else request.ttft
+        if ttft is not None and self._pool.is_up:
+            plan = self._plan = plan or self._new_plan(now)
+            slot.deadline = request.arrived + ttft
+            slot.latest = slot.deadline - plan.first_token.usual(request.size, now)
+            slot.slack = max(slot.latest - request.arrived, ttft / 4)
+        if plan is not None:
+            slot.expected = self._expected(slot)
+        if plan is None or slot.deadline == math.inf:
+            return
+        if (booking := plan.bookings.take(slot.leaf, request.size, now)) is not None:
+            slot.has_booking, slot.deadline = True, booking.deadline  # of its first attempt: it comes before later requests of its flow
+            return
+        if self._pool.has_capacity():
+            return
+        own = sum(each.expected for each in slot.leaf.requests if each.deadline <= slot.deadline)
+        wait = plan.wait(slot.leaf, own, slot.latest, now)
+        if wait is not None and now + wait > slot.latest:
+            refusal = self.refusal(slot, "predicted")
+            refusal.detail = f"a wait of {wait:.1f} s was predicted, and the deadline allows {max(slot.latest - now, 0.0):.1f} s"
+            raise refusal
+
+    def _new_plan(self, now: float) -> DeadlinePlan:
+        """Start to predict waits: with the service of the requests that wait already."""
+        for slot in self._waiting:
+            slot.expected = self._expected(slot)
+            slot.leaf.expect(slot.expected)
+        return DeadlinePlan(self._waiting, now)
+
+    def _expect(self, slot: QueueSlot, sign: float, now: float) -> None:
+        """Count the probable service of a request while it waits. With a booking, it is before the requests of others by as much."""
+        slot.leaf.expect(sign * slot.expected)
+        if slot.has_booking:
+            self._waiting.charge(slot.leaf, -sign * slot.expected, now)
+
+    def _expected(self, slot: QueueSlot) -> float:
+        """Return the service that a request will probably get."""
+        return self._weights.service(slot.key_flow.use.usual.estimate(slot.request.size, slot.request.most))
+
+    def refusal(self, slot: QueueSlot, reason: str) -> Refusal:
+        """Return the refusal of a request with a time to return, and count it. A request with a deadline gets a booking of its flow."""
+        plan, now = self._plan, monotonic()
+        self._metrics.cells("queue_refused_total", *slot.key_flow.labels, reason)[0] += 1
+        booked = None
+        if plan is not None and slot.deadline < math.inf and slot.request.returns and self._pool.is_up:
+            booked = plan.book(Booking(now, slot.expected, slot.leaf, slot.request.size, slot.deadline), slot.slack, self.bounds.size, now)
+        if booked is None:
+            refusal = self.retry_later(slot.request.since)
+        else:
+            message = f"The request cannot be served within its deadline. Try again in {duration(booked[0])}."
+            refusal = Refusal("overloaded", message, headers={"retry-after": str(booked[0])})
+        refusal.limit = f"queue_{reason}"
+        return refusal
 
     def update(self) -> None:
         """Apply a change of the servers or of the time at which the model is expected."""
@@ -425,6 +510,9 @@ class ModelQueue:
 
     def tick(self, now: float) -> None:
         """Correct charges, let classes age, and forget flows without requests and clients that have not returned in time."""
+        if self._plan is not None:
+            self._plan.bookings.expire(now)
+            self._metrics.cells("queue_bookings", self._model)[0] = len(self._plan.bookings)
         self._correct(now)
         self._read_counters(now)
         if self._waiting or self._aged:
@@ -455,11 +543,13 @@ class ModelQueue:
 class QueueSlot:
     """One request's slot in a queue, watched by the worker's deadline clock. After its dispatch it is charged until ``finish``.
 
-    ``reason``: why it waits. ``output``: returns the tokens of its output so far.
+    ``reason``: why it waits. ``output``: returns the tokens of its output so far. ``deadline``: the time by which its first token is due.
+    ``latest``: the time by which it must be dispatched for that. ``slack``: the wait that this allows. ``expected``: its probable service.
     """
 
     __slots__ = (
-        "_queue", "_refusal", "_signal", "charged", "estimate", "key_flow", "leaf", "output", "queued_at", "reason", "request", "waits",
+        "_queue", "_refusal", "_signal", "charged", "deadline", "dispatched_at", "estimate", "expected", "has_booking", "key_flow",
+        "latest", "leaf", "output", "queued_at", "reason", "request", "slack", "waits",
     )  # fmt: skip
 
     leaf: Flow[QueueSlot]
@@ -467,11 +557,13 @@ class QueueSlot:
 
     def __init__(self, queue: ModelQueue, request: QueuedRequest) -> None:
         self.request = request
-        self.waits = False
+        self.waits = self.has_booking = False
         self.reason = queue.reason
         self.charged = 0.0
         self.estimate = NO_TOKENS
-        self.queued_at = 0.0
+        self.queued_at = self.dispatched_at = 0.0
+        self.deadline = self.latest = math.inf
+        self.slack = self.expected = 0.0
         self.output: Callable[[], int] | None = None
         self._queue = queue
         self._signal = Signal()
@@ -504,15 +596,21 @@ class QueueSlot:
         self._refusal = refusal
         self._signal.set()
 
-    def finish(self, usage: Usage | None = None, computed: Tokens = NO_TOKENS) -> None:
-        """Settle the charge of the request, once: by its usage, or by what the server has computed of it. It has ended."""
-        self._queue.finish(self, usage, computed)
+    def finish(self, usage: Usage | None = None, computed: Tokens = NO_TOKENS, first_token: float | None = None) -> None:
+        """Settle the charge of the request, once: by its usage, or by what the server has computed of it. It has ended.
+
+        ``first_token``: when the first token of its stream came.
+        """
+        self._queue.finish(self, usage, computed, first_token)
 
     def check(self, now: float) -> None:
         """End the wait if it has taken too long."""
-        since = self.request.since
-        if self.waits and now - since > self._queue.bounds.wait:
-            self._queue.refuse(self, self._queue.retry_later(since))
+        if not self.waits:
+            return
+        if now > self.latest:
+            self._queue.refuse(self, self._queue.refusal(self, "late"))
+        elif now - self.request.since > self._queue.bounds.wait:
+            self._queue.refuse(self, self._queue.refusal(self, "timeout"))
 
 
 class DispatchRate:

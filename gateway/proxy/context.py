@@ -336,7 +336,7 @@ class RequestContext(msgspec.Struct, eq=False):
         computed = NO_TOKENS
         if self.attempt is not None and self.attempt.composed_at is not None:
             computed = Tokens(slot.estimate.prompt, self.response_relay.events)
-        slot.finish(usage, computed)
+        slot.finish(usage, computed, self.response_relay.first_token)
 
     def _finish_capture(self, capture: Capture, record: RequestRecord) -> None:
         """Complete the record with the bodies of the request."""

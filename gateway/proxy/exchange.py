@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, suppress
 from functools import partial
 from time import monotonic
 
+from gateway.admission.deadlines import ttft_of
 from gateway.admission.queue import QueuedRequest
 from gateway.api.errors import Refusal, draining
 from gateway.api.routes import Body
@@ -222,7 +223,7 @@ async def _send_from_queue(
             slot.finish()
 
 
-_CLASS = b"x-vllm-gateway-class"
+_CLASS, _TTFT = b"x-vllm-gateway-class", b"x-vllm-gateway-ttft"
 
 
 def _queued_request(upstream: UpstreamRequest, context: RequestContext, key: Key, since: float) -> QueuedRequest:
@@ -232,7 +233,18 @@ def _queued_request(upstream: UpstreamRequest, context: RequestContext, key: Key
     end_user = on_arrival(key, headers)
     if end_user.is_awaited:
         end_user = named_by_body(key, context.user)
-    return QueuedRequest(key, since, request.body.size, upstream.most_output, end_user.name, _lowered_to(upstream))
+    fallbacks = context.fallbacks
+    return QueuedRequest(
+        key,
+        since,
+        request.body.size,
+        upstream.most_output,
+        end_user.name,
+        _lowered_to(upstream),
+        request.received_at + context.waited,
+        ttft_of(headers.get(_TTFT, b"")),
+        fallbacks is None or not fallbacks.candidates,
+    )
 
 
 def _lowered_to(upstream: UpstreamRequest) -> str | None:

@@ -110,6 +110,8 @@ _FAMILIES = (
         "objective: above 1, it is missed.",
         ("model", "class", "objective", "worker"),
     ),
+    Family("queue_refused_total", "Requests that a queue refused while its model was up or loading.", (*_FLOW, "reason")),
+    Family("queue_bookings", "Refused clients for whose return the model's queue has a booking.", ("model",)),
     Family("auth_failures_total", "Requests refused because of their key.", ("reason",)),
     Family("limited_total", "Requests refused by a limit.", ("key", "reason")),
     Family("limits_store_admissions_total", "Requests admitted by the limits store, by a call for each or from a lease.", ("source",)),

@@ -1,7 +1,7 @@
 """Measures how fair the gateway's queue is: the service of each flow of requests beside the others, and what fairness costs.
 
 ``python -m tests.benchmarks.fairness [SCENARIO …]`` prints one table and writes nothing. ``queue`` is the scenario of the queue alone, and
-``interactive`` that of reserved slots (interactive.py), which runs if it is named. The rules: one gateway in front of one simulator with
+``interactive`` (interactive.py) and ``goodput`` (goodput.py) run if they are named. The rules: one gateway in front of one simulator with
 four slots; each client sends its next request after a response; everything is read from the ledger. In each scenario the same clients send
 with one key, too, so that requests are served in the order of arrival.
 """
@@ -27,6 +27,7 @@ import httpx2
 
 from gateway.admission.fair_queue import FairQueue, Share
 from gateway.auth.keys import hash_of
+from tests.benchmarks import goodput
 from tests.benchmarks.interactive import print_interactive
 from tests.benchmarks.process import accepts, free_ports, running
 from tests.support.process import SIMULATOR, configuration, gateway, wait_for
@@ -119,7 +120,8 @@ class Service:
 def main() -> int:
     """Run the scenarios and print the table. Return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fairness", description=__doc__)
-    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, "queue", "interactive", []], help="default: all but interactive")
+    others = ["interactive", "goodput"]
+    parser.add_argument("scenarios", nargs="*", choices=[*SCENARIOS, "queue", *others, []], help="default: all but the last two")
     parser.add_argument("--seconds", type=float, default=8.0, help="of each of the two runs of a scenario")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--prompt-weight", type=float, default=1.0, help="of a prompt token that was not cached")
@@ -128,17 +130,26 @@ def main() -> int:
     names = given.scenarios or [*SCENARIOS, "queue"]
     options = Options(given.seconds, given.seed, given.prompt_weight, given.completion_weight)
     with tempfile.TemporaryDirectory() as folder:
-        if scenarios := [name for name in names if name in SCENARIOS]:
-            _print_scenarios(scenarios, Path(folder), options)
+        if own := [name for name in names if name in SCENARIOS]:
+            _print_scenarios(own, Path(folder), options)
         if "interactive" in names:
             print_interactive(Path(folder), options.seconds)
     if "queue" in names:
         print(f"queue: {queue_cost(ITEMS, FLOWS) * 1e6:.1f} µs for each request, with {ITEMS:,} items in {FLOWS:,} flows")
+    if "goodput" in names:
+        with tempfile.TemporaryDirectory() as folder:
+            _print_header(goodput.COLUMNS, 1)
+            for row in goodput.rows(Path(folder), options.seed):
+                print(f"| {' | '.join(row)} |", flush=True)
     return 0
 
 
+def _print_header(columns: Sequence[str], texts: int) -> None:
+    print(f"| {' | '.join(columns)} |\n|{'---|' * texts}{'--:|' * (len(columns) - texts)}")
+
+
 def _print_scenarios(names: Sequence[str], folder: Path, options: Options) -> None:
-    print(f"| {' | '.join(COLUMNS)} |\n|---|---|{'--:|' * (len(COLUMNS) - 2)}")
+    _print_header(COLUMNS, 2)
     with _servers(folder, names) as url:
         for name in names:
             for row in _rows(name, url, folder / "usage.db", options):

@@ -31,10 +31,18 @@ CAUSES: Mapping[str, str] = {
     "upstream_disconnected": "The server closed the connection, or sent an invalid response.",
     "upstream_timeout": "The server did not respond within the timeouts of the model.",
     "model_loading": "The model was starting, and the queue was full or the wait had timed out.",
-    "overloaded": "All servers or the gateway were at their limit, and the queue was full or the wait had timed out.",
+    "overloaded": "All servers or the gateway were at their limit, and the queue was full, or its wait too long.",
     "draining": "The gateway was stopping.",
     "no_healthy_server": "No server of the model was up or starting.",
 }
+
+OF_QUEUES: Mapping[str, str] = {
+    "queue_full": "The queue was full.",
+    "queue_timeout": "The request had waited for as long as the queue allows.",
+    "queue_predicted": "The predicted wait was too long for the deadline of the request.",
+    "queue_late": "The request waited until it could no longer meet its deadline.",
+}
+"""Why a queue refused a request, by ``reason``."""
 
 OF_ENDS: Mapping[str, str] = {
     "client": "The client disconnected before the end of the response.",

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
 from typing import Any
 
-from gateway.usage.requests.causes import CAUSES, OF_ENDS
+from gateway.usage.requests.causes import CAUSES, OF_ENDS, OF_QUEUES
 
 _CLIENT_CLOSED, _SERVER_ERROR = 499, 500
 Request = Mapping[str, Any]
@@ -47,7 +47,7 @@ def causes(request: Request) -> Iterator[str]:
     if holder is not None:
         yield f"limit: {printable(request['reason'])} of {printable(holder)}"
     elif code is not None and request["reason"] is not None:
-        yield f"reason: {printable(request['reason'])}"
+        yield OF_QUEUES.get(request["reason"]) or f"reason: {printable(request['reason'])}"
     if request["param"] is not None:
         yield f"field: {printable(request['param'])}"
     if request["requested_model"] is not None:

@@ -24,6 +24,8 @@ def series(model: str, key: str, waiting: int, dispatched: int, wait: float, ser
         Series("queue_requests_total", labels): [dispatched],
         Series("queue_wait_seconds_total", labels): [wait],
         Series("queue_service_total", labels): [service],
+        Series("queue_refused_total", (*labels, "predicted")): [3.0],
+        Series("queue_refused_total", (*labels, "late")): [1.0],
         Series("tokens_total", (key, model, "prompt")): [99],
     }
 
@@ -39,8 +41,8 @@ def test_the_largest_service_of_a_model_comes_first() -> None:
         ("other", "c", 0.0, 0.0),
     ]
     assert flows[1] == {
-        "model": "m", "class": "default", "team": "", "key": "a", "waiting": 2, "dispatched": 10, "wait_seconds": 0.5, "service": 100,
-        "service_share": 0.25,
+        "model": "m", "class": "default", "team": "", "key": "a", "waiting": 2, "dispatched": 10, "refused": 4, "wait_seconds": 0.5,
+        "service": 100, "service_share": 0.25,
     }  # fmt: skip
 
 
